@@ -24,7 +24,7 @@ from producers.contract import keys
 from producers.contract.task import Task
 from producers.errors import InvalidTask, PenstockError, SubmitFailed
 from producers.sources.cron import Cron, stamp
-from producers.sources.source import Context, Source, SourceSettings, together
+from producers.sources.source import Context, Source, SourceSettings
 from producers.store import idempotency
 from producers.store.protocol import PACKAGE
 from producers.sweeper.leader import Leadership
@@ -78,12 +78,7 @@ class Schedule(Source):
         self._trouble = ""
 
     async def run(self) -> None:
-        try:
-            while True:
-                await self._leadership.acquire()
-                await together(self._lead(), self._leadership.keep())
-        finally:
-            await self._leadership.resign()
+        await self._leadership.during(self._lead)
 
     def unready(self) -> list[str]:
         return [self._trouble] if self._trouble else []

@@ -42,10 +42,19 @@ STALE_S: Final = 30.0
 def keep(me: str, pool: str, state: dict[str, Any], *, changed: bool) -> Call:
     """SCALE: write a pool's state, and the decision if it changed something. Answers 1, or 0 where `me` leads not."""
     told = json.dumps(state)
+    return _scale(me, pool, told, told if changed else "")
+
+
+def drop(me: str, pool: str) -> Call:
+    """SCALE: remove the state of a pool that is scaled no more. Answers as `keep`."""
+    return _scale(me, pool, "", "")
+
+
+def _scale(me: str, pool: str, state: str, entry: str) -> Call:
     return Call(
         script(PACKAGE, "scale"),
         (keys.SCALE_LEADER, keys.SCALE_POOLS, keys.SCALE_DECISIONS),
-        (me, pool, told, told if changed else "", MOST),
+        (me, pool, state, entry, MOST),
     )
 
 

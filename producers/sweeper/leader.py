@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 from producers.client.aio import AsyncClient
@@ -55,6 +56,36 @@ class Leadership:
         self._lease_s = lease_s
         self._key, self._role = key, role
         self._until = 0.0
+        #: When the store last answered (by `time.monotonic`).
+        self.heard_at = time.monotonic()
+
+    @property
+    def leads(self) -> bool:
+        """Whether the lease stands for sure, by this machine's clock: also right after the process was stopped."""
+        return time.monotonic() < self._until
+
+    async def during(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Do the work whenever this process leads, until cancelled; then give the lead up at once.
+
+        It is done anew with each lead, and may end by itself. What it raises ends this, too.
+        """
+        try:
+            while True:
+                await self.acquire()
+                await self._while_kept(work())
+        finally:
+            await self.resign()
+
+    async def _while_kept(self, work: Coroutine[Any, Any, None]) -> None:
+        done, kept = asyncio.create_task(work, name=self._role), asyncio.create_task(self.keep(), name="keep leading")
+        try:
+            await asyncio.wait((done, kept), return_when="FIRST_COMPLETED")
+        finally:
+            for task in (done, kept):
+                task.cancel()
+            await asyncio.wait((done, kept))
+        if not done.cancelled():
+            done.result()
 
     async def acquire(self) -> None:
         """Wait until this process leads."""
@@ -72,6 +103,7 @@ class Leadership:
             await asyncio.sleep(self._lease_s / RENEWALS)
             left = await self._asked()
             if left:
+                self._until = 0.0
                 log.warning("another %s leads: %s was not heard of for %s s", self._role, self.name, self._lease_s)
                 return
             if time.monotonic() > self._until:
@@ -80,6 +112,7 @@ class Leadership:
 
     async def resign(self) -> None:
         """Give the lead up at once. If the store is away, the lease lapses."""
+        self._until = 0.0
         try:
             async with asyncio.timeout(self._lease_s / RENEWALS):
                 await self._client.run(_one(resign(self.name, self._key)))
@@ -96,6 +129,7 @@ class Leadership:
         except FAILURES as error:
             warn_throttled(log, "cannot ask the store who leads, trying again: %s", error)
             return None
+        self.heard_at = time.monotonic()
         if left == 0:
             self._until = asked + self._lease_s
         return left

@@ -139,23 +139,12 @@ async def lead(client: AsyncClient, settings: SweeperSettings, endpoints: Endpoi
 
     `endpoints`: those that batches are for; without them, batches are left to another sweeper.
     """
-    leadership = Leadership(client, settings.name, settings.lease)
-    try:
-        while True:
-            await leadership.acquire()
-            log.info("%s leads: it sweeps", settings.name)
-            duties = asyncio.create_task(_duties(client, settings, endpoints), name="sweep")
-            kept = asyncio.create_task(leadership.keep(), name="keep leading")
-            try:
-                await asyncio.wait((duties, kept), return_when="FIRST_COMPLETED")
-            finally:
-                for task in (duties, kept):
-                    task.cancel()
-                await asyncio.wait((duties, kept))
-            if not duties.cancelled():
-                duties.result()
-    finally:
-        await leadership.resign()
+
+    async def duties() -> None:
+        log.info("%s leads: it sweeps", settings.name)
+        await _duties(client, settings, endpoints)
+
+    await Leadership(client, settings.name, settings.lease).during(duties)
 
 
 async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: Endpoints | None) -> None:

@@ -1,19 +1,46 @@
 """The autoscaler: leads, reads the fleet, decides each pool's number, keeps the decisions, acts on them.
 
-acquire the lead ─▶ tick: read once ─▶ decide each pool ─▶ keep (SCALE, fenced by the lead) ─▶ act ─▶ rest ─▶ tick
-                      ▲                                        │ another leads
-                      └──────────────── acquire ◀──────────────┘
+    acquire the lead ─▶ tick: read once ─▶ decide each pool ─▶ keep (SCALE, fenced by the lead) ─▶ act ─▶ rest ─▶ tick
+                          ▲                                        │ another leads
+                          └──────────────── acquire ◀──────────────┘
+
+While a pool wants no worker, the rest is broken off by its first task: a glance at its queues is one round trip.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import secrets
 import socket
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Final
 
+from producers.admin.fleet import Fleet, read_fleet
 from producers.client.aio import AsyncClient
-from workers.autoscaler.pools import Pools
+from producers.client.steps import FAILURES
+from producers.connection.log_throttle import warn_throttled
+from producers.connection.script import arun
+from producers.connection.trouble import said
+from producers.contract import keys
+from producers.store import scaling
+from producers.sweeper.leader import Leadership
+from workers.autoscaler.acting import Acting
+from workers.autoscaler.control import Control
+from workers.autoscaler.glance import Glance
+from workers.autoscaler.pools import Pools, Scaled
+
+log = logging.getLogger(__name__)
+
+#: Time limit (s) of one reading, and of keeping the decisions.
+LIMIT_S: Final = 3.0
+#: Time (s) without a good reading after which the process says that it is not ready.
+SILENT_S: Final = 10.0
+
+State = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +53,7 @@ class AutoscalerSettings:
     every: float = 1.0
     """Interval between ticks."""
     glance: float = 0.1
-    """Interval of looks at the queues of pools that want no worker, so that a first task is seen at once."""
+    """Interval of looks at the queues of pools that want no worker."""
     look: float = 5.0
     """Longest time between two questions to an actuator what there is."""
 
@@ -34,19 +61,161 @@ class AutoscalerSettings:
 class Autoscaler:
     """One process's autoscaler. Any number run, and one leads.
 
-    Use: `task = asyncio.create_task(Autoscaler(client, pools).run())`, and `task.cancel()` at the end.
+    `show(pool, state, changed)` gets each decision after it was kept. With `dry_run` the process does not lead, keeps
+    nothing and changes nothing: it decides and shows.
     """
 
-    def __init__(self, client: AsyncClient, pools: Pools, settings: AutoscalerSettings | None = None) -> None:
-        self._client = client
-        self._pools = pools
+    def __init__(
+        self,
+        client: AsyncClient,
+        pools: Pools,
+        settings: AutoscalerSettings | None = None,
+        *,
+        dry_run: bool = False,
+        show: Callable[[str, State, bool], None] = lambda pool, state, changed: None,
+    ) -> None:
+        self._client, self._pools = client, pools
         self.settings = settings or AutoscalerSettings()
-        self.leads = False
+        self._dry, self._show = dry_run, show
+        self._leadership = Leadership(
+            client, self.settings.name, self.settings.lease, keys.SCALE_LEADER, role="autoscaler"
+        )
+        self._glance = Glance(client.broker)
+        self._controls: dict[str, Control] = {}
+        self._acts: dict[str, asyncio.Task[None]] = {}
+        self._gone: list[str] = []
+        self._well_at = time.monotonic()
+        self._clock = 0.0
+        """The store's clock minus ours, as last read."""
+        self._trouble = ""
+
+    @property
+    def leads(self) -> bool:
+        return self._leadership.leads
 
     async def run(self) -> None:
-        """Scale whenever this process leads, until cancelled; then give the lead up at once."""
-        raise NotImplementedError
+        """Scale whenever this process leads, until cancelled; then give the lead up at once. Actuators stay open."""
+        if self._dry:
+            await self._scale()
+        else:
+            await self._leadership.during(self._scale)
 
     def unready(self) -> list[str]:
         """Why it does not do its work now; empty while it leads, or stands by, as it should."""
+        now = time.monotonic()
+        if self._trouble and now - self._well_at > SILENT_S:
+            return [self._trouble]
+        if not self._dry and now - self._leadership.heard_at > SILENT_S + self.settings.lease:
+            return ["the store does not answer"]
         return []
+
+    # ---- while it leads -------------------------------------------------------------------------------------------
+
+    async def _scale(self) -> None:
+        """Ticks until the lead is lost."""
+        log.info("%s %s", self.settings.name, "decides, and changes nothing" if self._dry else "leads: it scales")
+        self._controls = {}
+        try:
+            while await self._tick():
+                await self._rest()
+        finally:
+            for task in self._acts.values():
+                task.cancel()
+            if self._acts:
+                await asyncio.wait(self._acts.values())
+            self._acts = {}
+
+    async def _tick(self) -> bool:
+        """Read, decide, keep, act. Returns whether this process may go on."""
+        fleet = await self._read()
+        if fleet is not None:
+            self._take(list(self._pools(fleet)))
+        now = fleet.at if fleet is not None else self._clock + time.time()
+        decided: list[tuple[Control, State, bool]] = []
+        for control in self._controls.values():
+            state = control.decide(fleet, now, self.settings.name)
+            if state is not None:
+                decided.append((control, state, control.changed(state)))
+        if not await self._keep(decided):
+            return False
+        for control, state, changed in decided:
+            control.act(state, fleet)
+            self._show(control.settings.name, state, changed)
+            if changed:
+                log.info("%s: %s%s", control.settings.name, state["reason"], _and(state["trouble"]))
+        if fleet is not None:
+            self._glance.see(fleet, [one.settings for one in self._controls.values() if one.wanted == 0])
+            if decided or not self._controls:
+                self._trouble, self._well_at = "", time.monotonic()
+        return True
+
+    async def _read(self) -> Fleet | None:
+        """The fleet; None where store or broker do not answer."""
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                fleet = await read_fleet(self._client.store, self._client.broker)
+        except FAILURES as error:
+            self._trouble = f"the store or the broker cannot be read: {said(error)}"
+            warn_throttled(log, "holds what there is, since store or broker cannot be read: %s", error)
+            return None
+        self._clock = fleet.at - time.time()
+        return fleet
+
+    def _take(self, scaled: list[Scaled]) -> None:
+        """Begin with new pools, leave those that are gone."""
+        named = {one.settings.name: one for one in scaled}
+        for name in self._controls.keys() - named.keys():
+            del self._controls[name]
+            self._gone.append(name)
+            if (task := self._acts.pop(name, None)) is not None:
+                task.cancel()
+        for name, one in named.items():
+            if name in self._controls:
+                self._controls[name].settings = one.settings
+            else:
+                self._controls[name] = self._control(one)
+
+    def _control(self, scaled: Scaled) -> Control:
+        if scaled.actuator is None:
+            return Control(scaled, None)
+        acting = Acting(scaled.actuator, self._may, self.settings.look)
+        self._acts[scaled.settings.name] = asyncio.create_task(acting.run(), name=f"act {scaled.settings.name}")
+        return Control(scaled, acting)
+
+    def _may(self) -> bool:
+        """Whether this process may change anything now. One that was stopped for long finds its lease over."""
+        return not self._dry and self._leadership.leads
+
+    async def _keep(self, decided: list[tuple[Control, State, bool]]) -> bool:
+        """Write the decisions. Returns False where another autoscaler leads: then nothing may be done."""
+        if self._dry:
+            return True
+        calls = [scaling.keep(self.settings.name, one.settings.name, state, changed=new) for one, state, new in decided]
+        calls += [scaling.drop(self.settings.name, name) for name in self._gone]
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                answers = await asyncio.gather(*(arun(self._client.store, call) for call in calls))
+        except FAILURES as error:
+            self._trouble = f"decisions cannot be kept, so they are not acted on: {said(error)}"
+            warn_throttled(log, "cannot keep decisions, and does not act on them: %s", error)
+            for control, _, _ in decided:
+                control.unkept()
+            decided.clear()
+            return True
+        self._gone = []
+        return all(answers)
+
+    async def _rest(self) -> None:
+        """Wait for the next tick's time, a first task of a pool that wants no worker, or an actuator's first answer."""
+        until = time.monotonic() + self.settings.every
+        while (left := until - time.monotonic()) > 0:
+            starting = any(control.wanted is None for control in self._controls.values())
+            await asyncio.sleep(min(left, self.settings.glance if starting or self._glance.queues else left))
+            if any(control.may_begin for control in self._controls.values()):
+                return
+            if self._glance.queues and time.monotonic() < until and await self._glance.more():
+                return
+
+
+def _and(trouble: str) -> str:
+    return f"; {trouble}" if trouble else ""

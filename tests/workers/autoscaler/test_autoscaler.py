@@ -1,0 +1,227 @@
+"""The autoscaler on a real store: it follows the queues, one leads, and nothing that fails makes it scale in."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from redis import Redis
+
+from producers import AsyncClient
+from producers.contract import keys
+from tests.producers.proxy import Proxy
+from tests.workers.autoscaler.conftest import Fleet, Recorder, until
+from workers.autoscaler import acting
+from workers.autoscaler.actuators.base import Actuator
+from workers.autoscaler.autoscaler import Autoscaler, AutoscalerSettings
+from workers.autoscaler.pools import Pools, PoolSettings, Scaled, fixed
+from workers.autoscaler.rules import Rules
+
+RULES = Rules(max=4, cool_down=0.2, step=0.05)
+OFTEN = AutoscalerSettings("one", lease=60.0, every=0.05, glance=0.02, look=0.05)
+TINY = PoolSettings("tiny", rules=RULES)
+
+
+@asynccontextmanager
+async def scaling(
+    client: AsyncClient, pools: Pools | Actuator | None, settings: AutoscalerSettings = OFTEN, pool: PoolSettings = TINY
+) -> AsyncIterator[Autoscaler]:
+    """A running autoscaler, of one pool with this actuator or of these pools."""
+    given = pools if callable(pools) else fixed([Scaled(pool, pools)])
+    one = Autoscaler(client, given, settings)
+    task = asyncio.create_task(one.run())
+    try:
+        yield one
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))
+
+
+async def test_from_zero_to_what_is_queued_and_to_zero_again(fleet: Fleet, aclient: AsyncClient) -> None:
+    hand = Recorder()
+    async with scaling(aclient, hand):
+        await until(fleet.state)
+        assert fleet.state()["wanted"] == 0
+        fleet.fill(30)
+        await until(lambda: hand.numbers[-1:] == [4])
+        assert hand.numbers[0] == 1
+        for name in "abcd":
+            fleet.lease(name)
+        fleet.empty()
+        await until(lambda: hand.numbers[-1:] == [0])
+    history = fleet.history()
+    assert [one["wanted"] for one in history if one["wanted"] != 0][:1] == [1]
+    assert all(one["reason"] and one["by"] == "one" for one in history)
+    assert fleet.valkey.get(keys.SCALE_LEADER) is None, "it resigned"
+
+
+async def test_workers_go_idle_ones_first_and_none_that_starts(fleet: Fleet, aclient: AsyncClient) -> None:
+    hand = Recorder(3)
+    fleet.lease("busy", running=5)
+    fleet.lease("idle")
+    fleet.lease("ending", draining=True, running=9)
+    async with scaling(aclient, hand, pool=PoolSettings("tiny", rules=Rules(min=1, max=4, cool_down=0.2))):
+        await until(lambda: hand.numbers)
+    assert hand.told[0][1] == ["ending", "idle", "busy"]
+
+
+async def test_another_goes_on_from_what_the_first_remembered(fleet: Fleet, aclient: AsyncClient) -> None:
+    """One that is killed neither resigns nor is heard of: here its lease is taken from it."""
+    slow = PoolSettings("tiny", rules=Rules(max=4, cool_down=60.0))
+    hand, other = Recorder(3), Recorder(3)
+    fleet.fill(1)
+    async with scaling(aclient, hand, pool=slow) as first:
+        before = await until(lambda: (fleet.state().get("memory") or {}).get("raw") and fleet.state())
+        fleet.valkey.set(keys.SCALE_LEADER, "two", px=60_000)
+        async with scaling(aclient, other, AutoscalerSettings("two", lease=60.0, every=0.05), slow):
+            after = await until(lambda: fleet.state()["by"] == "two" and fleet.state())
+            assert (after["wanted"], after["memory"]["changed_at"]) == (3, before["memory"]["changed_at"])
+            assert first.leads, "by its own clock: what it decides is refused all the same"
+            fleet.valkey.delete(keys.SCALE_POOLS)
+            await until(fleet.state)
+            assert fleet.state()["by"] == "two"
+    assert hand.told == []
+
+
+async def test_a_state_that_cannot_be_read_begins_anew_at_the_number_there_is(
+    fleet: Fleet, aclient: AsyncClient
+) -> None:
+    hand = Recorder(3)
+    for garbage in ("{", '{"starts": 3, "at": 1}', json.dumps({"at": 1e99, "starts": {}, "memory": {"raw": "x"}})):
+        fleet.valkey.hset(keys.SCALE_POOLS, "tiny", garbage)
+        async with scaling(aclient, hand, pool=PoolSettings("tiny", rules=Rules(max=4, cool_down=60.0))):
+            await until(lambda: fleet.state().get("by") == "one")
+        assert fleet.state()["wanted"] == 3
+    assert hand.told == []
+
+
+async def test_a_store_that_lost_its_data_does_not_say_that_nothing_is_queued(
+    fleet: Fleet, aclient: AsyncClient
+) -> None:
+    hand = Recorder(2)
+    fleet.valkey.delete(keys.MODELS)
+    async with scaling(aclient, hand):
+        state = await until(fleet.state)
+        await until(lambda: fleet.state()["at"] > state["at"] + 0.5)
+    assert hand.told == []
+    assert state["reason"] == "holds 2: no number for queued, in_flight"
+
+
+async def test_a_lease_of_nonsense_is_a_workers_and_breaks_nothing(fleet: Fleet, aclient: AsyncClient) -> None:
+    hand = Recorder(1)
+    fleet.lease("nonsense")
+    fleet.valkey.set(keys.lease("nonsense.1"), b"\xff{")
+    fleet.lease("liar", running=-3, tasks="many", kv_blocks_used="NaN", profile={"knee": float("nan"), "duty": -1})
+    fleet.fill(1)
+    async with scaling(aclient, hand):
+        state = await until(fleet.state)
+    seen = state["signals"]
+    assert (seen["ready"], seen["running"], seen["kv_used"], seen["missing"]) == (2, 0, None, ["running"])
+    assert state["wanted"] == 1
+
+
+async def test_the_store_goes_away_and_comes_back(fleet: Fleet, proxy: Proxy) -> None:
+    hand = Recorder()
+    fleet.fill(3)
+    often = AutoscalerSettings("one", lease=1.0, every=0.05, look=0.05)
+    async with AsyncClient(proxy.url) as client, scaling(client, hand, often) as one:
+        await until(lambda: hand.numbers == [1])
+        fleet.lease("a")
+        fleet.empty()
+        fault = proxy.fail(b"", "before", 10**9)
+        await until(lambda: not one.leads)
+        assert hand.numbers == [1]
+        assert fault.hits
+        fleet.fill(30)
+        proxy.heal()
+        await until(lambda: hand.numbers[-1] == 4)
+    assert 0 not in hand.numbers
+
+
+async def test_an_actuator_that_hangs_delays_no_other_and_one_that_refuses_is_told(
+    fleet: Fleet, aclient: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(acting, "FIRST_PAUSE_S", 0.01)
+    hangs, works = Recorder(), Recorder()
+    named = [Scaled(PoolSettings("tiny", "v1", RULES), works), Scaled(PoolSettings("tiny", None, RULES), hangs)]
+    async with scaling(aclient, fixed(named)):
+        await until(fleet.state)
+        hangs.answers.clear()
+        fleet.fill(30)
+        await until(lambda: works.numbers[-1:] == [4])
+        works.refuses = "quota of GPUs is 0: ask for more"
+        works.wanted = 1
+        await until(lambda: "quota of GPUs" in fleet.state("tiny@v1")["trouble"])
+        works.refuses = ""
+        await until(lambda: works.numbers[-1] == 4 and not fleet.state("tiny@v1")["trouble"])
+    assert hangs.told == []
+
+
+async def test_starts_that_fail_are_given_up_until_an_operator_asks(fleet: Fleet, aclient: AsyncClient) -> None:
+    from producers.store.scaling import retry
+
+    hand = Recorder()
+    fleet.fill(1)
+    async with scaling(aclient, hand, pool=PoolSettings("tiny", rules=RULES, tries=2)):
+        await until(lambda: hand.numbers == [1])
+        hand.failures, hand.failing = 2, "CUDA driver is too old"
+        await until(lambda: hand.numbers == [1, 0])
+        state = fleet.state()
+        assert (state["wanted"], state["told"]) == (1, 0)
+        assert "2 starts in a row failed: CUDA driver is too old (given up" in state["trouble"]
+        await retry(aclient.store, "tiny")
+        await until(lambda: hand.numbers == [1, 0, 1])
+        fleet.lease("a")
+        await until(lambda: not fleet.state()["trouble"])
+
+
+async def test_old_versions_live_until_nothing_of_them_is_left(fleet: Fleet, aclient: AsyncClient) -> None:
+    new = keys.Pool("tiny", "v2", "cafe")
+    old_hand, new_hand = Recorder(2), Recorder()
+    rules = Rules(min=1, max=4, cool_down=60.0)
+    pools = fixed([Scaled(PoolSettings("tiny", v, rules), h) for v, h in (("v1", old_hand), ("v2", new_hand))])
+    fleet.lease("a")
+    fleet.fill(1)
+    fleet.valkey.hset(
+        keys.ROLLOUTS, "tiny", json.dumps({"model": "tiny", "version": "v2", "workers": 2, "phase": "starting"})
+    )
+    async with scaling(aclient, pools):
+        await until(lambda: new_hand.numbers[-1:] == [2])
+        fleet.card("v2")
+        fleet.valkey.hset(keys.ROLLOUTS, "tiny", json.dumps({"phase": "draining", "version": "v2"}))
+        fleet.lease("b", new)
+        await until(lambda: fleet.state("tiny@v2")["rules"]["min"] == 1)
+        assert old_hand.told == []
+        fleet.empty()
+        await until(lambda: old_hand.numbers == [0])
+    assert new_hand.numbers[-1] >= 1
+
+
+async def test_pools_come_and_go(fleet: Fleet, aclient: AsyncClient) -> None:
+    hand, there = Recorder(), [Scaled(TINY, None)]
+    async with scaling(aclient, lambda fleet: there):
+        await until(fleet.state)
+        there[:] = [Scaled(PoolSettings("tiny", "v1", RULES), hand)]
+        await until(lambda: fleet.state("tiny@v1") and not fleet.state())
+        fleet.fill(1)
+        await until(lambda: hand.numbers == [1])
+
+
+async def test_a_dry_run_shows_and_changes_nothing(fleet: Fleet, aclient: AsyncClient, valkey: Redis) -> None:
+    hand, shown = Recorder(), list[int]()
+    one = Autoscaler(
+        aclient,
+        fixed([Scaled(TINY, hand)]),
+        OFTEN,
+        dry_run=True,
+        show=lambda _, state, new: shown.append(state["wanted"]),
+    )
+    task = asyncio.create_task(one.run())
+    fleet.fill(30)
+    await until(lambda: shown[-1:] == [4])
+    task.cancel()
+    await asyncio.wait((task,))
+    assert (hand.told, valkey.exists(keys.SCALE_LEADER, keys.SCALE_POOLS, keys.SCALE_DECISIONS)) == ([], 0)

@@ -1,0 +1,194 @@
+"""One pool's part of a tick: what is seen, what follows from it, what is kept and what is done."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, replace
+from typing import Any, Final
+
+from producers.admin.fleet import Fleet
+from producers.store.scaling import STALE_S
+from workers.autoscaler import watch
+from workers.autoscaler.acting import Acting
+from workers.autoscaler.memory import Memory
+from workers.autoscaler.policy import Decision, decide
+from workers.autoscaler.pools import PoolSettings, Scaled
+from workers.autoscaler.rules import Rules
+from workers.autoscaler.signals import Signals
+from workers.autoscaler.starts import Starts, limit_of
+
+log = logging.getLogger(__name__)
+
+#: Time (s) for which a platform may have fewer workers than it was told.
+FEWER_S: Final = 30.0
+
+
+class Control:
+    """Decides one pool's number while this process leads. Made anew with each lead, from what the store has kept."""
+
+    def __init__(self, scaled: Scaled, acting: Acting | None) -> None:
+        self.settings = scaled.settings
+        self.acting = acting
+        self.wanted: int | None = None
+        """The policy's number; None before the first decision."""
+        self._memory: Memory | None = None
+        self._starts = Starts()
+        self._restored = False
+        self._rules, self._ready, self._kept = scaled.settings.rules, 0, 0
+        self._fewer_since: float | None = None
+        self._shown: tuple[Any, ...] = ()
+
+    def decide(self, fleet: Fleet | None, at: float, by: str) -> dict[str, Any] | None:
+        """The pool's new state (`producers.store.scaling`); None while it is not known how many workers there are.
+
+        `fleet`: None where it could not be read; then everything stays as it is.
+        """
+        if fleet is not None and not self._restored:
+            self._restore(fleet)
+        if self._memory is None and not self._begin(fleet):
+            return None
+        assert self._memory is not None
+        if fleet is None:
+            decision, self._memory = decide(self._rules, None, self._memory)
+            return self._state(at, decision, None, by)
+        self._rules, old = rules_now(fleet, self.settings)
+        seen = watch.signals(fleet, self.settings)
+        decision, self._memory = _decided(self._rules, seen, self._memory)
+        if old and watch.left(fleet, self.settings) == 0:
+            decision = Decision(0, "0: another version has replaced it, and nothing of it is left", decision.raw)
+            self._memory = replace(self._memory, wanted=0)
+        self.wanted, self._ready = decision.wanted, seen.ready
+        self._watch_starts(fleet, seen, decision.wanted)
+        return self._state(at, decision, seen, by)
+
+    def changed(self, state: dict[str, Any]) -> bool:
+        """Whether the state differs from the last one in its number or its trouble; times left do not count."""
+        shown = (state["wanted"], state["told"], self._starts.failures, bool(state["trouble"]))
+        before, self._shown = self._shown, shown
+        return before != shown
+
+    def unkept(self) -> None:
+        """The last state could not be written: the next one is new whatever it says."""
+        self._shown = ()
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether what it waited for is known now."""
+        return self.wanted is None and self.acting is not None and self.acting.actual is not None
+
+    def act(self, state: dict[str, Any], fleet: Fleet | None) -> None:
+        """Have the actuator told. It goes on by itself."""
+        if self.acting is not None and fleet is not None:
+            self.acting.tell(state["told"], watch.victims(fleet, self.settings))
+
+    # ---- what was before ------------------------------------------------------------------------------------------
+
+    def _restore(self, fleet: Fleet) -> None:
+        """Go on from the kept state. One that is old, or cannot be read, is no ground to act on."""
+        self._restored = True
+        name = self.settings.name
+        kept = fleet.scaling.states.get(name)
+        if kept is None:
+            return
+        try:
+            self._starts = Starts.of(kept["starts"])
+            self._kept = max(0, int(kept["wanted"]))
+            if fleet.at - float(kept["at"]) <= STALE_S and kept["memory"] is not None:
+                self._memory = Memory.of(kept["memory"])
+                self._shown = (kept["wanted"], kept["told"], self._starts.failures, bool(kept["trouble"]))
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            log.warning(
+                "the kept state of %s cannot be read (%r): it begins anew, with the workers there are", name, error
+            )
+
+    def _begin(self, fleet: Fleet | None) -> bool:
+        """Begin with the number that there is: never at zero because nothing is known."""
+        if self.acting is not None:
+            if self.acting.actual is None:
+                return False
+            wanted = self.acting.actual.wanted
+        elif fleet is not None:
+            wanted = max(
+                watch.signals(fleet, self.settings).ready, self._kept
+            )  # others may still follow the old number
+        else:
+            return False
+        self._memory = Memory(wanted, changed_at=None if fleet is None else fleet.at)
+        return True
+
+    # ---- starts ---------------------------------------------------------------------------------------------------
+
+    def _watch_starts(self, fleet: Fleet, seen: Signals, wanted: int) -> None:
+        actual = None if self.acting is None else self.acting.actual
+        self._starts = self._starts.seen(
+            seen.at,
+            seen.ready,
+            wanted,
+            actual,
+            limit=limit_of(self.settings.start_limit, seen.profile.cold_start.get("total", 0.0)),
+            tries=self.settings.tries,
+            retry=fleet.scaling.retries.get(self.settings.name, 0.0),
+        )
+
+    def _trouble(self, at: float, told: int) -> str:
+        """What keeps workers from coming up, in words."""
+        found = self._starts.trouble(at, self.settings.tries, self.settings.name)
+        if self.acting is None:
+            return found
+        if self.acting.refused:
+            return f"{self.acting.actuator.name}: {self.acting.refused}" + (f"; {found}" if found else "")
+        actual = self.acting.actual
+        fewer = actual is not None and actual.wanted == told and actual.up < told
+        self._fewer_since = (self._fewer_since or at) if fewer else None
+        if not found and actual is not None and self._fewer_since is not None and at - self._fewer_since > FEWER_S:
+            why = f": {actual.failing}" if actual.failing else ""
+            return f"{self.acting.actuator.name} was told {told} and has {actual.up}{why}"
+        return found
+
+    def _state(self, at: float, decision: Decision, seen: Signals | None, by: str) -> dict[str, Any]:
+        assert self._memory is not None
+        acting = self.acting
+        told = decision.wanted if acting is None else self._starts.asked(decision.wanted, self._ready, at)
+        return {
+            "at": at,
+            "model": self.settings.model,
+            "wanted": decision.wanted,
+            "told": told,
+            "reason": decision.reason,
+            "raw": decision.raw,
+            "signals": None if seen is None else seen.to_dict(),
+            "memory": self._memory.to_dict(),
+            "rules": asdict(self._rules),
+            "starts": self._starts.to_dict(),
+            "actual": None if acting is None or acting.actual is None else asdict(acting.actual),
+            "actuator": "" if acting is None else acting.actuator.name,
+            "trouble": self._trouble(at, told),
+            "by": by,
+        }
+
+
+def rules_now(fleet: Fleet | None, pool: PoolSettings) -> tuple[Rules, bool]:
+    """The pool's rules at this moment, and whether its version is an old one, which is to end.
+
+    A version that is being rolled out keeps the workers that its rollout waits for. A version that is not the card's
+    keeps workers only while something of it is left.
+    """
+    current = None if fleet is None else fleet.versions.get(pool.model)
+    if fleet is None or pool.version is None or current is None or current == pool.version:
+        return pool.rules, False
+    rollout = fleet.scaling.rollouts.get(pool.model, {})
+    if rollout.get("phase") == "starting" and rollout.get("version") == pool.version:
+        workers = rollout.get("workers")
+        least = max(pool.rules.min, workers if isinstance(workers, int) else 1)
+        return replace(pool.rules, min=least, max=max(pool.rules.max, least)), False
+    return replace(pool.rules, min=0), True
+
+
+def _decided(rules: Rules, seen: Signals | None, memory: Memory) -> tuple[Decision, Memory]:
+    """The policy's decision. A number so odd that the policy cannot compute with it holds what there is."""
+    try:
+        return decide(rules, seen, memory)
+    except ArithmeticError as error:
+        log.exception("no decision could be made of %s", seen)
+        held, memory = decide(rules, None, memory)
+        return replace(held, reason=f"holds {held.wanted}: its figures make no sense ({error})"), memory

@@ -1,0 +1,146 @@
+"""What the fleet says of one pool: its signals, what is left of it, and whose turn it is to go.
+
+A number that is negative, NaN or no number counts as missing. Leases lapse, so no stale one comes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from statistics import fmean, median
+from typing import Any
+
+from producers.admin.fleet import Fleet, Pool
+from producers.contract import keys
+from producers.contract.profile import Profile, sane
+from producers.store.profiles import field
+from workers.autoscaler.pools import PoolSettings
+from workers.autoscaler.signals import Signals, TierQueue
+
+Worker = dict[str, Any]
+
+
+def served(fleet: Fleet, pool: PoolSettings) -> list[Pool]:
+    """The queues that count for the pool: all of its model's, or its version's and those of the version's pools.
+
+    The model's own queue, of plain Celery senders, counts for the version of the card.
+    """
+    mine = [queue for queue in fleet.pools if queue.model == pool.model]
+    if pool.version is None:
+        return mine
+    version = field(pool.model, pool.version)
+    current = fleet.versions.get(pool.model) == pool.version
+    return [
+        queue
+        for queue in mine
+        if queue.name == version or queue.name.startswith(f"{version}.") or (current and queue.name == pool.model)
+    ]
+
+
+def signals(fleet: Fleet, pool: PoolSettings) -> Signals:
+    """What the policy goes by. Of a model that has neither card nor workers, nothing is known: all is missing."""
+    queues, missing = served(fleet, pool), _Missing()
+    if not queues and pool.model not in fleet.versions:
+        return Signals(fleet.at, missing=("queued", "in_flight"))
+    working = [worker for worker in workers(queues) if takes_tasks(worker)]
+    in_flight = missing.sum("in_flight", (queue.in_flight for queue in queues))
+    patient = missing.sum("patient", (worker.get("patient", 0) for worker in workers(queues)))
+    return Signals(
+        fleet.at,
+        {tier: _tier(queues, tier, missing) for tier in keys.TIERS},
+        in_flight,
+        min(patient, in_flight),
+        len(working),
+        missing.sum("running", (worker.get("running", 0) for worker in working)),
+        _kv_used(working),
+        _profile(fleet, pool, working),
+        tuple(missing.names),
+    )
+
+
+def left(fleet: Fleet, pool: PoolSettings) -> int | None:
+    """Tasks of the pool that are queued, delayed or in flight; None where a number is missing."""
+    missing = _Missing()
+    queues = served(fleet, pool)
+    total = sum(missing.sum("queued", queue.queued.values()) for queue in queues)
+    total += missing.sum("delayed", (queue.delayed for queue in queues))
+    total += missing.sum("in_flight", (queue.in_flight for queue in queues))
+    return None if missing.names else total
+
+
+def workers(queues: Iterable[Pool]) -> Iterator[Worker]:
+    """The leases of the queues' workers."""
+    return (worker for queue in queues for worker in queue.workers)
+
+
+def takes_tasks(worker: Worker) -> bool:
+    return not worker.get("draining") and not worker.get("unready")
+
+
+def victims(fleet: Fleet, pool: PoolSettings) -> list[str]:
+    """The names of the pool's workers, those that should go first in front.
+
+    First those that drain or are broken, then idle ones, then the least loaded. A worker that starts has no lease, so
+    it is not named.
+    """
+
+    def load(worker: Worker) -> tuple[bool, float, str]:
+        counts = [sane(worker.get(key, 0)) for key in ("running", "waiting", "tasks")]
+        busy = sum(count for count in counts if count is not None) if None not in counts else float("inf")
+        return takes_tasks(worker), busy, str(worker["worker"])
+
+    return [str(worker["worker"]) for worker in sorted(workers(served(fleet, pool)), key=load)]
+
+
+class _Missing:
+    """Adds numbers up, and notes the names of those that make no sense."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def sum(self, name: str, numbers: Iterable[Any]) -> int:
+        total = 0
+        for said in numbers:
+            number = sane(said)
+            if number is not None:
+                total += int(number)
+            elif name not in self.names:
+                self.names.append(name)
+        return total
+
+
+def _tier(queues: Sequence[Pool], tier: str, missing: _Missing) -> TierQueue:
+    waiting = missing.sum("queued", (queue.queued.get(tier, 0) for queue in queues))
+    ages = [age for queue in queues if (age := sane(queue.oldest_s.get(tier))) is not None]
+    return TierQueue(waiting, max(ages, default=None))
+
+
+def _kv_used(working: Iterable[Worker]) -> float | None:
+    used = total = 0.0
+    for worker in working:
+        blocks, some = sane(worker.get("kv_blocks_total")), sane(worker.get("kv_blocks_used"))
+        if blocks and some is not None and some <= blocks:
+            used, total = used + some, total + blocks
+    return used / total if total else None
+
+
+def _profile(fleet: Fleet, pool: PoolSettings, working: Iterable[Worker]) -> Profile:
+    """The ready workers' profiles together; what they do not say is as it was kept for the version."""
+    version = pool.version or fleet.versions.get(pool.model, "")
+    kept = fleet.scaling.profiles.get(field(pool.model, version), Profile())
+    said = [Profile.of(worker.get("profile")) for worker in working]
+    starts = [one.cold_start for one in said if one.cold_start.get("total")]
+    return replace(
+        kept,
+        knee=_over(median, (one.knee for one in said), kept.knee),
+        tokens_per_s=_over(median, (one.tokens_per_s for one in said), kept.tokens_per_s),
+        tokens_per_task=_over(median, (one.tokens_per_task for one in said), kept.tokens_per_task),
+        ttft_p95=_over(max, (one.ttft_p95 for one in said), None),  # a former one says nothing of now
+        duty=_over(fmean, (one.duty for one in said), None),
+        cold_start=kept.cold_start or max(starts, key=lambda start: start["total"], default={}),
+    )
+
+
+def _over(fold: Callable[[list[float]], float], said: Iterable[float | None], otherwise: float | None) -> float | None:
+    values = [value for value in said if value]
+    return fold(values) if values else otherwise
