@@ -23,6 +23,9 @@ SINGLE = "model.safetensors"
 #: The largest index file that is read, in bytes. Those of the largest checkpoints have some 10 MB.
 _LONGEST_INDEX = 64 << 20
 _FLOATS = ("F32", "F16", "BF16")
+#: A tensor of fewer values is copied by one thread, in a millisecond at most. To wake the others for it takes longer,
+#: and much longer on a busy machine.
+_FEW = 1 << 20
 #: The only stored type accepted for each dtype that is not floating point, and for 8-bit floats.
 _EXACT = {torch.int8: "I8", torch.int32: "I32", torch.int64: "I64", torch.float8_e4m3fn: "F8_E4M3"}
 
@@ -91,13 +94,23 @@ def load_weights(
     shards: dict[Path, list[str]] = defaultdict(list)
     for name in places:
         shards[found[name].path].append(name)
+    threads = torch.get_num_threads()
     for path, names in shards.items():
-        with _faults_named(path), safe_open(path, framework="pt") as file:
+        with _faults_named(path), _threads_restored(threads), safe_open(path, framework="pt") as file:
             for name in names:
                 tensor = file.get_tensor(found[name].name)
+                torch.set_num_threads(1 if tensor.numel() < _FEW else threads)
                 # The place may be wider than dtype (on a CPU without bf16). The values are rounded to dtype all the
                 # same.
                 places[name].copy_(tensor if tensor.dtype == dtype or name in exact else tensor.to(dtype))
+
+
+@contextmanager
+def _threads_restored(threads: int) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def locate(folder: Path) -> dict[str, Found]:

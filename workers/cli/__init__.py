@@ -14,11 +14,19 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from typing import TYPE_CHECKING, Final
 
 from workers.cli.exits import Exit
 from workers.runtime.cold_start import COLD_START
 
+if TYPE_CHECKING:
+    from typer import Typer
+
 __all__ = ["main"]
+
+#: Commands whose start is waited for: tasks wait while a worker starts.
+ALONE: Final = (["worker"], ["gateway"], ["sweeper"])
 
 
 def main() -> None:
@@ -29,8 +37,23 @@ def main() -> None:
     listens = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if listens:
         signal.signal(signal.SIGINT, lambda *_: os._exit(Exit.INTERRUPTED))
-    from workers.cli import app
+    from workers.cli.root import main as run
 
+    app = _app(sys.argv[1:2])
     if listens:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    app.main()
+    run(app)
+
+
+def _app(command: list[str]) -> Typer:
+    """The app with this command: of those that start as processes, without all others, which takes less time."""
+    if command in ALONE:
+        from workers.cli import processes
+        from workers.cli.root import root
+
+        app = root()
+        processes.add_to(app)
+        return app
+    from workers.cli.app import app as all_of_them
+
+    return all_of_them

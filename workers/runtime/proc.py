@@ -21,13 +21,14 @@ SERVERS: Final = ("redis-server", "valkey-server")
 
 def argv_of(pid: int) -> list[str]:
     """Empty where there is no such process, or it has ended. Without /proc (macOS), `ps` is asked, which joins words
-    by blanks."""
+    by blanks, as a process does that gave itself a title: a worker that was a standby."""
     if PROC.is_dir():
         try:
             line = (PROC / str(pid) / "cmdline").read_bytes()
         except OSError:
             return []
-        return line.decode(errors="replace").rstrip("\0").split("\0") if line else []
+        words = line.decode(errors="replace").rstrip("\0").split("\0")
+        return words[0].split() if len(words) == 1 else words
     asked = subprocess.run(["ps", "-ww", "-o", "command=", "-p", str(pid)], capture_output=True, text=True, check=False)
     return asked.stdout.split()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,7 +43,19 @@ def test_an_option_is_read_in_both_forms(argv: str, said: str | None) -> None:
 
 def test_a_process_that_is_not_there_has_no_command_line() -> None:
     assert proc.argv_of(2**22 + 1) == []
-    assert proc.argv_of(os.getpid())[0].rpartition("/")[2].startswith("python")
+
+
+def test_a_process_is_known_by_its_title_where_it_gave_itself_one() -> None:
+    title = "/usr/bin/python -P -m workers.cli worker --name w1"
+    titled = f"from setproctitle import setproctitle as s; s({title!r}); print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", titled], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        argv = proc.argv_of(process.pid)
+        process.communicate("\n")
+    assert (proc.command_of(argv), proc.option(argv, "--name")) == ("worker", "w1")
 
 
 @pytest.mark.skipif(shutil.which("ps") is None, reason="no ps here")

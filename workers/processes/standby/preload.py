@@ -13,9 +13,31 @@ from typing import Final
 
 #: All that a worker with a CPU engine imports, by the last module of each chain.
 MODULES: Final = (
-    "workers.cli.app",
+    "workers.cli.root",
+    "workers.cli.processes",
     "workers.runtime.worker",
     "engine.engine",
+    "engine.models.families.llama",
+    # What Celery imports by name when its worker is made.
+    "billiard.dummy",
+    "celery.app.control",
+    "celery.app.events",
+    "celery.app.log",
+    "celery.fixups.django",
+    "celery.utils.timer2",
+    "celery.worker.autoscale",
+    "celery.worker.consumer",
+    "celery.worker.control",
+    "celery.worker.heartbeat",
+    "celery.worker.loops",
+    "celery.worker.pidbox",
+    "celery.worker.request",
+    "kombu.matcher",
+    "workers.pool.consumer",
+    "workers.pool.engine_pool",
+    "encodings.ascii",
+    "encodings.idna",
+    "encodings.unicode_escape",
 )
 
 

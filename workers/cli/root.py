@@ -1,0 +1,61 @@
+"""The `penstock` command without its subcommands, and its entry point."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from workers.cli.completion import COMPLETE
+from workers.cli.exits import Exit, Failure
+from workers.cli.options import todays_name
+from workers.cli.terminal.stdout import guarded
+
+
+def root() -> typer.Typer:
+    """The command; modules with subcommands add them to it."""
+    app = typer.Typer(
+        no_args_is_help=True,
+        add_completion=False,  # `penstock completion` prints the scripts
+        pretty_exceptions_show_locals=False,
+        help="Event-driven, serverless LLM inference on a queue.",
+        epilog="Begin with: penstock up -- then, in another terminal: penstock submit tiny 'def fibonacci(n):' "
+        "--stream",
+        context_settings={"token_normalize_func": todays_name},
+    )
+    app.callback()(_root)
+    return app
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(version("penstock"))
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def main(app: typer.Typer) -> None:
+    """Run the command that the process was given."""
+    if COMPLETE in os.environ:
+        from typer._completion_classes import completion_init
+
+        completion_init()  # registers typer's answers to shells; its own completion options would do it otherwise
+    try:
+        with guarded():
+            app(prog_name="penstock")  # also under python -m workers.cli: shells complete by this name
+    except Failure as failure:
+        typer.echo(f"penstock: {failure}", err=True)
+        sys.exit(failure.status)
+    except KeyboardInterrupt:  # outside any command
+        sys.exit(Exit.INTERRUPTED)
