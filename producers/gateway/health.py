@@ -11,10 +11,12 @@ from fastapi.responses import JSONResponse
 from producers.admin.fleet import read_fleet
 from producers.client.steps import FAILURES
 from producers.connection.aws import AwsError
+from producers.contract.profile import sane
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http.errors import RETRY_AFTER, Problem, body_of
 from producers.gateway.reach import lasts
 from producers.gateway.tasks.views import ErrorView
+from producers.store.scaling import STALE_S, states
 
 router = APIRouter(tags=["health"])
 
@@ -52,7 +54,21 @@ async def readyz(request: Request) -> JSONResponse:
     if missing := await _unserved(gateway):
         checks["models"] = f"{', '.join(missing)}: not published, and served by no worker yet"
         return _not_ready(f"{checks['models']}; `penstock models publish` lets tasks wait for a worker.", checks)
+    checks |= await _starts(gateway)
     return JSONResponse({"status": "ready", "checks": checks})
+
+
+async def _starts(gateway: Gateway) -> dict[str, str]:
+    """What keeps workers from coming up. The gateway is ready all the same: tasks wait in their queues."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            seconds, _ = await gateway.client.store.time()
+            found = await states(gateway.client.store)
+    except FAILURES:
+        return {}
+    fresh = {pool: state for pool, state in found.items() if seconds - (sane(state.get("at")) or 0.0) <= STALE_S}
+    troubles = [f"{pool}: {state['trouble']}" for pool, state in sorted(fresh.items()) if state.get("trouble")]
+    return {"workers": "; ".join(troubles)} if troubles else {}
 
 
 def _not_ready(why: str, checks: dict[str, str]) -> JSONResponse:

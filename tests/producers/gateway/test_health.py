@@ -36,6 +36,14 @@ def test_a_gateway_with_store_and_broker_is_alive_and_ready(http: httpx.Client) 
         assert (answer.status_code, answer.json()) == (200, said)
 
 
+def test_workers_that_do_not_come_up_are_said_by_a_gateway_that_is_ready(http: httpx.Client, valkey: Redis) -> None:
+    now, trouble = int(valkey.time()[0]), "5 starts in a row failed: no GPU (given up)"
+    for pool, at in {"tiny": now, "old": now - 3600}.items():
+        valkey.hset(keys.SCALE_POOLS, pool, json.dumps({"at": at, "trouble": trouble}))
+    answer = http.get("/readyz")
+    assert (answer.status_code, answer.json()["checks"]["workers"]) == (200, f"tiny: {trouble}")
+
+
 def test_a_store_that_refuses_is_not_said_to_be_away(http: httpx.Client, valkey: Redis, model: str) -> None:
     valkey.config_set("maxmemory", 1)
     try:

@@ -240,3 +240,37 @@ def test_what_waits_for_a_sweeper_is_told_and_what_one_did(
     got = figures(http)
     assert got["penstock_sweeper_leads",] == 1
     assert (got["penstock_swept_total", "compacted"], got["penstock_swept_total", "sent"]) == (7, 2)
+
+
+def test_what_the_autoscaler_wants_is_told_while_it_is_news(http: httpx.Client, model: str, valkey: Redis) -> None:
+    now = int(valkey.time()[0])
+    state = {"model": "tiny", "at": now, "wanted": 3, "starts": {"failures": 2}}
+    states = {"tiny": state, "old": {**state, "at": now - 60}, "odd": {**state, "wanted": -1}, "text": 7}
+    valkey.hset(keys.SCALE_POOLS, mapping={name: json.dumps(one) for name, one in states.items()})
+    valkey.hset(keys.SCALE_POOLS, "bytes", b"\xff")
+    profile = {"knee": 12, "tokens_per_s": float("nan"), "cold_start": {"imports": 1.5, "total": -2}}
+    valkey.hset(keys.PROFILES, "tiny@v", json.dumps(profile))
+    got = figures(http)
+    assert got["penstock_autoscaler_leads",] == 0
+    assert {key[1:]: value for key, value in got.items() if key[0] == "penstock_desired_workers"} == {
+        ("tiny", "tiny"): 3
+    }
+    assert got["penstock_worker_start_failures", "tiny", "tiny"] == 2
+    pools = {key: value for key, value in got.items() if key[0].startswith("penstock_pool_")}
+    assert pools == {
+        ("penstock_pool_knee", "tiny", "tiny@v"): 12,
+        ("penstock_pool_cold_start_seconds", "tiny", "imports", "tiny@v"): 1.5,
+    }
+    valkey.set(keys.SCALE_LEADER, "one")
+    assert figures(http)["penstock_autoscaler_leads",] == 1
+
+
+def test_a_lease_that_lies_is_a_worker_without_those_figures(http: httpx.Client, model: str, valkey: Redis) -> None:
+    announce(valkey, running="many", waiting=-1, gpu="none", version="v", profile={"ttft_p95": 0.25, "duty": "x"})
+    announce(valkey, "w2.def", worker="w2", version="v", profile={"ttft_p95": 0.5})
+    got = figures(http)
+    assert got["penstock_workers", "tiny", POOL_NAME] == 2
+    assert got["penstock_worker_running", "tiny", POOL_NAME, "w2"] == 3
+    assert ("penstock_worker_running", "tiny", POOL_NAME, "w1") not in got
+    assert ("penstock_worker_waiting", "tiny", POOL_NAME, "w1") not in got
+    assert got["penstock_pool_ttft_p95_seconds", "tiny", "tiny@v"] == 0.5

@@ -1,0 +1,84 @@
+"""A gateway's own figures, and the collector of all others at each scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from producers.admin.fleet import Fleet
+from producers.gateway.metrics import pools, scaling, workers
+
+#: Latency buckets (s), fine in the range that an interactive caller notices.
+BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+#: The tier label of requests that were refused before their tier was known, or that have none.
+UNKNOWN: Final = "unknown"
+
+
+class Metrics:
+    """One gateway's figures. `open_streams` returns the number of open streams."""
+
+    def __init__(self, open_streams: Callable[[], int]) -> None:
+        self.registry = CollectorRegistry()
+        self.fleet: Fleet | None = None
+        ProcessCollector(registry=self.registry)
+        self._requests = Counter(
+            "penstock_gateway_requests", "Requests answered.", ("method", "route", "status"), registry=self.registry
+        )
+        self._latency = Histogram(
+            "penstock_gateway_request_seconds",
+            "From a request's arrival to the first byte of its answer.",
+            ("route",),
+            buckets=BUCKETS,
+            registry=self.registry,
+        )
+        self._submitted = Counter(
+            "penstock_gateway_tasks_submitted", "Tasks queued.", ("model", "tier"), registry=self.registry
+        )
+        self._refused = Counter(
+            "penstock_gateway_requests_refused",
+            "Requests refused with 429 or 503: no room, or a server that fails. The reason is the error's code.",
+            ("reason", "tier"),
+            registry=self.registry,
+        )
+        streams = Gauge(
+            "penstock_gateway_open_streams", "Streams being read, and answers being waited for.", registry=self.registry
+        )
+        streams.set_function(open_streams)
+        self.registry.register(_FleetCollector(self))
+
+    def answered(self, method: str, route: str, status: int, seconds: float) -> None:
+        """Count a response that has begun. `route`: the route's template, never the URL."""
+        self._requests.labels(method, route, status).inc()
+        self._latency.labels(route).observe(seconds)
+
+    def submitted(self, model: str, tier: str) -> None:
+        self._submitted.labels(model, tier).inc()
+
+    def refused(self, reason: str, tier: str = UNKNOWN) -> None:
+        """Count a refused task. `reason`: the error's code. No model label, since callers can make names up."""
+        self._refused.labels(reason, tier).inc()
+
+
+class _FleetCollector(Collector):
+    """Collects the figures of all pools as last read; none if they could not be read."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        fleet = self._metrics.fleet
+        up = GaugeMetricFamily("penstock_up", "Whether the store and the broker could be read.")
+        up.add_metric((), fleet is not None)
+        yield up
+        if fleet is not None:
+            yield from pools.described(fleet)
+            yield from workers.described(fleet)
+            yield from scaling.described(fleet)

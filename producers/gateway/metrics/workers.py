@@ -1,0 +1,95 @@
+"""What workers say of themselves in their leases. A value that is no number from 0 on is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from producers.admin.fleet import Fleet
+from producers.contract.profile import sane
+
+#: (name, help, key in the worker's lease, whether it is a counter).
+WORKER_FIGURES: Final = (
+    ("running", "Sequences that a worker is generating.", "running", False),
+    ("waiting", "Sequences that a worker has taken and not yet begun.", "waiting", False),
+    ("capacity", "Sequences that a worker can generate at once.", "capacity", False),
+    ("kv_blocks_used", "Blocks of a worker's KV cache that sequences hold.", "kv_blocks_used", False),
+    ("kv_blocks", "Blocks of a worker's KV cache.", "kv_blocks_total", False),
+    ("prompt_tokens", "Prompt tokens that a worker has taken in.", "prompt_tokens", True),
+    ("cached_tokens", "Prompt tokens that a worker found in its prefix cache.", "cached_tokens", True),
+    ("generated_tokens", "Tokens that a worker has generated.", "generated_tokens", True),
+    ("preemptions", "Sequences that a worker has put off for others.", "preemptions", True),
+    ("out_of_memory", "Steps for which a worker's device had no memory.", "out_of_memory", True),
+    ("not_finite", "Sequences that failed because a worker's model gave NaN or infinity.", "not_finite", True),
+    ("drafted_tokens", "Tokens that a worker guessed ahead (speculative decoding).", "drafted", True),
+    ("draft_accepted_tokens", "Of these, those that were right.", "draft_accepted", True),
+)
+#: The same for a worker's GPU, as far as its driver reports it; keys are within the lease's `gpu`.
+GPU_FIGURES: Final = (
+    ("memory_bytes", "Memory of a worker's GPU.", "memory_bytes", False),
+    ("memory_used_bytes", "Memory of a worker's GPU that is taken, by whomever.", "memory_used_bytes", False),
+    (
+        "utilization_ratio",
+        "Share of the last moments in which a worker's GPU ran anything.",
+        "utilization_ratio",
+        False,
+    ),
+    ("temperature_celsius", "Temperature of a worker's GPU.", "temperature_celsius", False),
+    ("power_watts", "Power that a worker's GPU draws.", "power_watts", False),
+    ("power_limit_watts", "Power that a worker's GPU may draw.", "power_limit_watts", False),
+    ("sm_clock_hertz", "Clock of the processors of a worker's GPU.", "sm_clock_hertz", False),
+    ("memory_clock_hertz", "Clock of the memory of a worker's GPU.", "memory_clock_hertz", False),
+    ("ecc_corrected_errors", "Memory errors that were corrected, since the driver was loaded.", "ecc_corrected", True),
+    ("ecc_uncorrected_errors", "Memory errors that were not.", "ecc_uncorrected", True),
+)
+
+
+def described(fleet: Fleet) -> Iterator[Metric]:
+    for name, text, key, grows in WORKER_FIGURES:
+        family = CounterMetricFamily if grows else GaugeMetricFamily
+        figures = family(f"penstock_worker_{name}", text, labels=("model", "pool", "worker"))
+        for pool in fleet.pools:
+            for worker in pool.workers:
+                value = sane(worker.get(key))  # a worker of another version may lack it
+                if value is not None:
+                    figures.add_metric((pool.model, pool.name, str(worker["worker"])), value)
+        yield figures
+    ready = GaugeMetricFamily(
+        "penstock_worker_ready",
+        "0 while a worker drains or says that something is wrong with it.",
+        labels=("model", "pool", "worker"),
+    )
+    for pool in fleet.pools:
+        for worker in pool.workers:
+            well = not (worker.get("draining") or worker.get("unready"))
+            ready.add_metric((pool.model, pool.name, str(worker["worker"])), well)
+    yield ready
+    yield from _of_gpus(fleet)
+
+
+def _of_gpus(fleet: Fleet) -> Iterator[Metric]:
+    having = [
+        (pool.model, pool.name, str(worker["worker"]), gpu)
+        for pool in fleet.pools
+        for worker in pool.workers
+        if isinstance(gpu := worker.get("gpu"), dict)
+    ]
+    for name, text, key, grows in GPU_FIGURES:
+        family = CounterMetricFamily if grows else GaugeMetricFamily
+        figures = family(f"penstock_worker_gpu_{name}", text, labels=("model", "pool", "worker", "gpu"))
+        for *whose, gpu in having:
+            value = sane(gpu.get(key))
+            if value is not None:
+                figures.add_metric((*whose, str(gpu.get("uuid", ""))), value)
+        yield figures
+    slowed = GaugeMetricFamily(
+        "penstock_worker_gpu_slowed",
+        "1 for each reason that keeps the clocks of a worker's GPU down.",
+        labels=("model", "pool", "worker", "gpu", "reason"),
+    )
+    for *whose, gpu in having:
+        for reason in gpu.get("slowed_by", ()):
+            slowed.add_metric((*whose, str(gpu.get("uuid", "")), str(reason)), 1)
+    yield slowed
