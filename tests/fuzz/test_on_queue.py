@@ -10,6 +10,7 @@ from redis import Redis
 
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
+from tests.exhaustive import few
 from tests.fuzz import on_queue
 from tests.fuzz.ends import Ends, sent_id
 from tests.fuzz.messages import Fuzzed
@@ -17,11 +18,12 @@ from tests.fuzz.messages import Fuzzed
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_every_fuzzed_message_ends_and_good_tasks_come_out_right() -> None:
-    findings = on_queue.run(300, "stub", 7)
+@pytest.mark.parametrize("messages", few([100, 300], 100))
+def test_every_fuzzed_message_ends_and_good_tasks_come_out_right(messages: int) -> None:
+    findings = on_queue.run(messages, "stub", 7)
     assert findings.faults == []
-    assert findings.sent == 300
-    assert findings.valid == 30
+    assert findings.sent == messages
+    assert findings.valid == messages // 10
     # What else there is depends on what Hypothesis draws, and that on its version and on our constants.
     assert {"dead letter", "completed", "failed"} <= findings.ends.keys()
 

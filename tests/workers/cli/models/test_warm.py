@@ -27,6 +27,7 @@ def python(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *args], cwd=ROOT, env=env, check=False, capture_output=True, text=True)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_what_was_compiled_ahead_serves_any_step(tmp_path: Path) -> None:
