@@ -214,7 +214,8 @@ SpotProvider = Annotated[
     str | None,
     typer.Option(
         callback=_provider,
-        help="Drain when this provider announces the end of the spot instance: aws. Unset: do not ask.",
+        help="Drain when this provider announces the end of the instance (spot, Auto Scaling group): aws. Unset: do "
+        "not ask.",
     ),
 ]
 SpotMetadataUrl = Annotated[

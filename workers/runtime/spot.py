@@ -1,13 +1,16 @@
 """Asks AWS's instance metadata whether the machine is about to be taken away, and drains in the time that is left.
 
-Of a spot instance, `spot/instance-action` is there two minutes before it is stopped or terminated. ECS and Fargate say
-the same by SIGTERM, Kubernetes by `penstock drain` in a preStop hook: those need nothing of this.
+Of a spot instance, `spot/instance-action` is there two minutes before it is stopped or terminated. Of an instance in an
+Auto Scaling group, `autoscaling/target-lifecycle-state` is `Terminated` once the group ends it; a lifecycle hook keeps
+it until its workers have drained. ECS and Fargate say the same by SIGTERM, Kubernetes by `penstock drain` in a preStop
+hook: those need nothing of this.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import urllib.error
 import urllib.request
@@ -49,12 +52,12 @@ class SpotNotice(threading.Thread):
     def run(self) -> None:
         while True:
             try:
-                notice = self._look()
+                notice = self._notice()
             except (OSError, ValueError, HTTPException) as error:
                 self._token = ""  # what it was given may have been no token, by a proxy that was not up yet, say
                 if not self._silent:
                     logger.warning(
-                        "The instance's metadata at %s cannot be read (%s), so no spot notice would be seen. In a "
+                        "The instance's metadata at %s cannot be read (%s), so its end would not be seen. In a "
                         "container, the instance's hop limit must be 2 (HttpPutResponseHopLimit). Asking again",
                         self._endpoint,
                         error,
@@ -63,22 +66,29 @@ class SpotNotice(threading.Thread):
             else:
                 self._silent = False
                 if notice is not None:
-                    self._found(*left_of(notice, datetime.now(UTC)))
+                    self._found(*notice)
                     return
             if self._stopped.wait(PERIOD_S):
                 return
 
-    def _look(self) -> bytes | None:
-        """The notice, where there is one. Raises OSError, ValueError, HTTPException."""
+    def _notice(self) -> tuple[float, str] | None:
+        """Seconds for draining, and why; None while the machine stays. Raises as `_read`."""
+        spot = self._read("spot/instance-action")
+        if spot is not None:
+            return left_of(spot, datetime.now(UTC))
+        if self._read("autoscaling/target-lifecycle-state") == b"Terminated":
+            return math.inf, "The Auto Scaling group ends this instance"
+        return None
+
+    def _read(self, name: str) -> bytes | None:
+        """What the metadata say, where they say it. Raises OSError, ValueError, HTTPException."""
         for _ in range(2):
             if not self._token:
                 self._token = self._ask(
                     "PUT", "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}
                 ).decode("ascii")
             try:
-                return self._ask(
-                    "GET", "/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": self._token}
-                )
+                return self._ask("GET", f"/latest/meta-data/{name}", {"X-aws-ec2-metadata-token": self._token})
             except urllib.error.HTTPError as error:
                 if error.code == 404:
                     return None

@@ -30,6 +30,7 @@ from workers.runtime.notify import notify_ready
 from workers.runtime.serving import announce, pool_of
 from workers.runtime.spot import SpotNotice
 from workers.runtime.stopping import Stopping
+from workers.runtime.task_protection import TaskProtection
 from workers.settings import WorkerSettings
 from workers.state.served import Served
 
@@ -75,6 +76,7 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
         health.serve(runtime)
     if settings.spot_notice is not None:
         SpotNotice(runtime.notice, settings.spot_endpoint).start()
+    TaskProtection.follow(lambda: bool(runtime.deliveries.held))
     worker = _quiet(app.Worker)(
         hostname=f"penstock@{settings.name}",
         loglevel=loglevel,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -19,10 +20,12 @@ from workers.runtime.spot import SpotNotice, left_of
 
 
 class Metadata:
-    """As an instance has it (IMDSv2): nothing without a token, which is good for a while. `notice`: None is 404."""
+    """As an instance has it (IMDSv2): nothing without a token, which is good for a while. `notice`, and `state`, the
+    target of its lifecycle in an Auto Scaling group: None is 404."""
 
     def __init__(self) -> None:
         self.notice: bytes | None = None
+        self.state: bytes | None = None
         self.first: list[bytes] = []  # what it answers before it is up, from the last on
         self.good: set[str] = set()
         self.asked: list[str] = []
@@ -46,9 +49,11 @@ class Metadata:
                 metadata.asked.append(f"GET {self.path}")
                 if self.headers.get("X-aws-ec2-metadata-token") not in metadata.good:
                     return self.tell(401, b"")
-                if self.path != "/latest/meta-data/spot/instance-action" or metadata.notice is None:
-                    return self.tell(404, b"Not Found")
-                return self.tell(200, metadata.notice)
+                said = {
+                    "/latest/meta-data/spot/instance-action": metadata.notice,
+                    "/latest/meta-data/autoscaling/target-lifecycle-state": metadata.state,
+                }.get(self.path)
+                return self.tell(404, b"Not Found") if said is None else self.tell(200, said)
 
             def tell(self, status: int, body: bytes) -> None:
                 self.send_response(status)
@@ -103,6 +108,21 @@ def test_it_is_seen_once_also_after_the_token_went_bad(metadata: Metadata, monke
     assert "terminate" in why
 
 
+def test_an_instance_that_its_group_ends_has_all_the_drain_time(
+    metadata: Metadata, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spot, "PERIOD_S", 0.01)
+    metadata.state = b"InService"
+    found: list[tuple[float, str]] = []
+    watching = SpotNotice(lambda *told: found.append(told), metadata.url)
+    watching.start()
+    until(lambda: len(metadata.asked) > 5)
+    assert not found
+    metadata.state = b"Terminated"
+    watching.join(60)
+    assert found == [(math.inf, "The Auto Scaling group ends this instance")]
+
+
 def test_what_answers_before_the_metadata_do_is_not_believed_for_ever(
     metadata: Metadata, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +166,7 @@ def test_a_machine_without_metadata_is_told_of_once(
 
 
 def told(caplog: pytest.LogCaptureFixture) -> int:
-    return sum("no spot notice would be seen" in record.getMessage() for record in list(caplog.records))
+    return sum("its end would not be seen" in record.getMessage() for record in list(caplog.records))
 
 
 @pytest.mark.parametrize(
