@@ -116,7 +116,7 @@ class Autoscaler:
         log.info("%s %s", self.settings.name, "decides, and changes nothing" if self._dry else "leads: it scales")
         self._controls = {}
         try:
-            while await self._tick():
+            while await self._ticked():
                 await self._rest()
         finally:
             for task in self._acts.values():
@@ -124,6 +124,14 @@ class Autoscaler:
             if self._acts:
                 await asyncio.wait(self._acts.values())
             self._acts = {}
+
+    async def _ticked(self) -> bool:
+        try:
+            return await self._tick()
+        except Exception as error:  # a fault of ours must not end the scaling of all pools
+            log.exception("a tick failed, going on")
+            self._trouble = f"{type(error).__name__}: {error}"
+            return True
 
     async def _tick(self) -> bool:
         """Read, decide, keep, act. Returns whether this process may go on."""

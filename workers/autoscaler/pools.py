@@ -30,6 +30,8 @@ class PoolSettings:
     """Starts in a row that may fail. After that no worker is started until `penstock scale retry`, or a long pause."""
     start_limit: float | None = None
     """Longest start of a worker; a longer one has failed. None: 120 s, or four measured cold starts if longer."""
+    reference: str | None = None
+    """The model as workers are told it; None: its name."""
 
     @property
     def name(self) -> str:

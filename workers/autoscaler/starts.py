@@ -83,11 +83,12 @@ class Starts:
             one = Starts(ready=ready, told=_told(actual), retried=one.retried)
         if ready >= wanted:
             return replace(one, ready=ready, since=None)
-        one = replace(one, ready=ready, since=at if one.since is None or one.paused(at) else one.since)
+        since = at if one.since is None or one.paused(at) else one.since
+        one = replace(one, ready=ready, since=since)
         if actual is not None and actual.failures > one.told:
             return one._failed(at, actual.failures - one.told, actual.failing or "its process ended", actual, tries)
         one = replace(one, told=_told(actual))
-        late = at - (one.since or at)
+        late = at - since
         if late > limit * 2**one.failures:
             return one._failed(at, 1, _slow(actual, late), actual, tries)
         return one

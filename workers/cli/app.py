@@ -10,6 +10,8 @@ from workers.cli.local import chat, run, up
 from workers.cli.models import commands as models
 from workers.cli.models import quantize, warm
 from workers.cli.root import root
+from workers.cli.scale import commands as scale
+from workers.cli.scale import process as autoscaler
 from workers.cli.webhooks import commands as webhooks
 
 app = root()
@@ -26,6 +28,8 @@ for group in (
     warm,
     processes,
     sources,
+    autoscaler,
+    scale,
     drain,
     dlq,
     tenants,

@@ -1,0 +1,78 @@
+"""Signals of a pool: what counts for it, the middle of what workers say, and no number out of a lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from producers.admin.fleet import Fleet, Pool, Scaling
+from producers.contract import keys
+from producers.contract.profile import Profile
+from workers.autoscaler import watch
+from workers.autoscaler.pools import PoolSettings
+
+NAN = float("nan")
+
+
+def pool(name: str, *workers: dict[str, Any], **fields: Any) -> Pool:
+    queued = dict.fromkeys(keys.TIERS, 0) | fields.pop("queued", {})
+    return Pool(name, "tiny", queued=queued, workers=list(workers), **fields)
+
+
+FLEET = Fleet(
+    [
+        pool("tiny", queued={"default": 1}),
+        pool("tiny@1", queued={"default": 2, "flex": 1}, oldest_s={"default": 3.0}),
+        pool("tiny@1.cpu", {"worker": "a", "running": 2, "patient": 1}, in_flight=3),
+        pool("tiny@12", queued={"default": 50}),
+        pool("tiny@2", queued={"default": 4}, oldest_s={"default": 9.0}, delayed=1),
+    ],
+    at=100.0,
+    versions={"tiny": "1"},
+)
+
+
+def test_a_pool_of_a_version_has_its_queues_and_that_of_plain_senders_if_it_is_the_cards() -> None:
+    one, other = (watch.signals(FLEET, PoolSettings("tiny", version)) for version in ("1", "2"))
+    assert (one.queued, one.in_flight, one.patient, one.ready, one.tiers["default"].oldest_s) == (4, 3, 1, 1, 3.0)
+    assert (other.queued, other.in_flight, other.ready) == (4, 0, 0)
+    assert watch.signals(FLEET, PoolSettings("tiny")).queued == 58
+    assert [watch.left(FLEET, PoolSettings("tiny", version)) for version in ("1", "2", "3")] == [7, 5, 0]
+
+
+def test_numbers_that_lie_are_missing_and_never_zero() -> None:
+    lying = [
+        pool("tiny@1", queued={"default": -1, "batch": NAN}, oldest_s={"default": NAN}, in_flight="many"),
+        pool("tiny@1.cpu", {"worker": "a", "running": -3, "kv_blocks_total": 10, "kv_blocks_used": 11}),
+    ]
+    seen = watch.signals(Fleet(lying, versions={"tiny": "1"}), PoolSettings("tiny"))
+    assert set(seen.missing) == {"queued", "in_flight", "running"}
+    assert (seen.kv_used, seen.tiers["default"].oldest_s) == (None, None)
+    assert watch.left(Fleet(lying), PoolSettings("tiny")) is None
+    assert watch.signals(Fleet([]), PoolSettings("tiny")).missing == ("queued", "in_flight")
+
+
+def test_what_ready_workers_measure_goes_before_what_was_kept() -> None:
+    kept = Profile(knee=4.0, tokens_per_s=50.0, ttft_p95=9.0, duty=1.0, cold_start={"total": 3.0})
+    said = [{"knee": 8, "ttft_p95": 0.2, "duty": 0.5}, {"knee": 100, "ttft_p95": 0.4, "duty": 1.0}, {"knee": 10}]
+    workers = [{"worker": str(number), "profile": one} for number, one in enumerate(said)]
+    ends = [{"worker": "z", "draining": True, "profile": {"knee": 1}}]
+    fleet = Fleet(
+        [pool("tiny@1.cpu", *workers, *ends)], versions={"tiny": "1"}, scaling=Scaling(profiles={"tiny@1": kept})
+    )
+    profile = watch.signals(fleet, PoolSettings("tiny")).profile
+    assert profile == Profile(10.0, 50.0, None, 0.4, 0.75, None, {"total": 3.0})
+    none = Fleet([pool("tiny@1")], versions={"tiny": "1"}, scaling=fleet.scaling)
+    assert watch.signals(none, PoolSettings("tiny")).profile == Profile(4.0, 50.0, cold_start={"total": 3.0})
+
+
+def test_who_should_go_first() -> None:
+    workers = [
+        {"worker": "busy", "running": 5},
+        {"worker": "odd", "running": "x"},
+        {"worker": "idle"},
+        {"worker": "taking", "running": 0, "tasks": 1},
+        {"worker": "broken", "running": 2, "unready": ["its GPU is lost"]},
+        {"worker": "ending", "draining": True},
+    ]
+    fleet = Fleet([pool("tiny@1.cpu", *workers)])
+    assert watch.victims(fleet, PoolSettings("tiny")) == ["ending", "broken", "idle", "taking", "busy", "odd"]

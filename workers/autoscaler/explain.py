@@ -1,0 +1,128 @@
+"""Says in plain words why a pool has the number of workers that it has, from its kept state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from typing import Any, Final
+
+from producers.store.scaling import STALE_S
+
+#: What a kept state lacks, if it is of another release or makes no sense.
+UNREADABLE: Final = "its kept state cannot be read; the autoscaler that leads writes a new one"
+TIME: Final = "%Y-%m-%d %H:%M:%S"
+
+State = dict[str, Any]
+
+
+def explained(pool: str, state: State, history: Sequence[State], now: float) -> list[str]:
+    """Lines of text. `history`: decisions that changed something, the newest first. `now`: the store's clock."""
+    try:
+        return [*_head(pool, state, now), *(f"  {line}" for line in (*_body(state, now), *_changes(history)))]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return [f"{pool}: {UNREADABLE}"]
+
+
+def summary(pool: str, state: State, now: float) -> str:
+    """One line."""
+    try:
+        ready = "?" if state["signals"] is None else state["signals"]["ready"]
+        trouble = f"  {state['trouble']}" if state["trouble"] else ""
+        return f"{pool}  wanted {state['wanted']}  ready {ready}  {state['reason']}{_age(state, now)}{trouble}"
+    except (KeyError, TypeError, ValueError):
+        return f"{pool}  {UNREADABLE}"
+
+
+def _age(state: State, now: float) -> str:
+    age = now - float(state["at"])
+    return f" (decided {age:.0f} s ago: no autoscaler leads, start `penstock autoscaler`)" if age > STALE_S else ""
+
+
+def _head(pool: str, state: State, now: float) -> Iterator[str]:
+    workers = "worker" if state["wanted"] == 1 else "workers"
+    yield f"{pool}: {state['wanted']} {workers} wanted{_age(state, now)}"
+
+
+def _body(state: State, now: float) -> Iterator[str]:
+    yield f"why        {state['reason']}"
+    if state["trouble"]:
+        yield f"trouble    {state['trouble']}"
+    seen, rules, memory = state["signals"], state["rules"], state["memory"]
+    if seen is None:
+        yield "seen       nothing: the store or the broker could not be read"
+    else:
+        yield f"seen       {_queued(seen)}, {seen['in_flight']} in flight; {seen['ready']} workers ready"
+        if seen["missing"]:
+            yield f"missing    {', '.join(seen['missing'])}"
+    if seen is not None and state["raw"]:
+        yield from _formula(state["raw"], seen, rules)
+    yield f"limits     {rules['min']} to {rules['max']}"
+    yield f"cool-down  {_cool_down(rules, memory, now)}"
+    yield f"actuator   {_actuator(state)}"
+    if seen is not None and seen["profile"]["cold_start"]:
+        yield f"cold start {_phases(seen['profile']['cold_start'])}"
+    yield f"decided    by {state['by']}, {max(0.0, now - state['at']):.0f} s ago"
+
+
+def _queued(seen: State) -> str:
+    waiting = [
+        f"{tier['waiting']} {name} queued" + ("" if tier["oldest_s"] is None else f" (for {tier['oldest_s']:.0f} s)")
+        for name, tier in seen["tiers"].items()
+        if tier["waiting"]
+    ]
+    return ", ".join(waiting) or "nothing queued"
+
+
+def _formula(raw: State, seen: State, rules: State) -> Iterator[str]:
+    """The numbers, each with what it is made of; see `workers.autoscaler.policy`."""
+    profile = seen["profile"]
+    knee = f"{profile['knee']:.3g}" if profile["knee"] else f"{rules['default_knee']:.3g}, never measured"
+    yield f"a = {raw['a']}      room: tasks queued and in flight, over {rules['headroom']:g} of the knee ({knee})"
+    if profile["tokens_per_s"] and profile["tokens_per_task"]:
+        speed = f"{profile['tokens_per_task']:.3g} tokens a task, {profile['tokens_per_s']:.3g} tokens/s a worker"
+    else:
+        speed = "tokens a task and tokens/s were never measured"
+    yield f"b = {raw['b']}      wait: the queued tasks' tokens within their tiers' waits ({speed})"
+    yield f"c = {raw['c']}      strain: {_strain(seen)}"
+    yield f"needed     {raw['raw']}, the largest of the three within the limits"
+
+
+def _strain(seen: State) -> str:
+    ttft, duty = seen["profile"]["ttft_p95"], seen["profile"]["duty"]
+    figures = (
+        f"p95 of the first token {ttft:.3g} s" if ttft is not None else "",
+        f"{seen['kv_used']:.0%} of the KV cache" if seen["kv_used"] is not None else "",
+        f"computing {duty:.0%} of the time" if duty is not None else "",
+    )
+    return f"{seen['running']} running, " + (", ".join(filter(None, figures)) or "nothing measured")
+
+
+def _cool_down(rules: State, memory: State, now: float) -> str:
+    if memory["changed_at"] is None:
+        return f"{rules['cool_down']:g} s; the number has not changed yet"
+    left = rules["cool_down"] - (now - memory["changed_at"])
+    return f"{rules['cool_down']:g} s, " + (f"{left:.0f} s left" if left > 0 else "over")
+
+
+def _actuator(state: State) -> str:
+    if not state["actuator"]:
+        return "none: another program follows penstock_desired_workers"
+    if state["actual"] is None:
+        return f"{state['actuator']}, which has not answered yet"
+    return f"{state['actuator']}: told {state['told']}, {state['actual']['up']} up"
+
+
+def _phases(start: dict[str, float]) -> str:
+    phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in start.items() if name != "total")
+    total = start.get("total")
+    return f"{phases} s" if total is None else f"{total:.2f} s" + (f" ({phases})" if phases else "")
+
+
+def _changes(history: Sequence[State]) -> Iterator[str]:
+    if history:
+        yield "last changes, the newest first:"
+    for state in history:
+        if {"at", "wanted", "reason"} <= state.keys():
+            at = datetime.fromtimestamp(float(state["at"])).astimezone().strftime(TIME)
+            trouble = f"; {state['trouble']}" if state.get("trouble") else ""
+            yield f"  {at}  {state['wanted']}  {state['reason']}{trouble}"

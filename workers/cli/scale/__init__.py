@@ -1,0 +1,1 @@
+"""`penstock autoscaler`, the process, and `penstock scale`: what it decided and why."""

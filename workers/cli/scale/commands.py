@@ -1,0 +1,115 @@
+"""`penstock scale`: how many workers pools have, why, and another try for one whose workers do not come up."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from workers.cli.admin.dlq import with_client
+from workers.cli.exits import OPERATOR_STATUS, Failure
+from workers.cli.options import AnyBroker, Store
+from workers.cli.terminal.show import printable
+
+if TYPE_CHECKING:
+    from producers.client.aio import AsyncClient
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
+Pool = Annotated[str, typer.Argument(help="A model, or MODEL@VERSION; penstock scale ls shows all.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    group = typer.Typer(no_args_is_help=True, help="Scaling: how many workers each pool has, and why.")
+    examples: dict[str, tuple[Callable[..., None], str]] = {
+        "ls": (listed, "penstock scale ls"),
+        "explain": (explain, "penstock scale explain tiny --history 20"),
+        "retry": (retry, "penstock scale retry tiny"),
+    }
+    for name, (command, example) in examples.items():
+        group.command(name, epilog=f"Example: {example}\n\n{OPERATOR_STATUS}")(command)
+    app.add_typer(group, name="scale", rich_help_panel="Operations")
+
+
+def listed(broker: AnyBroker = None, store: Store = None, as_json: Json = False) -> None:
+    """List the pools that are scaled, with the number of workers that each should have."""
+
+    async def work(client: AsyncClient) -> None:
+        from workers.autoscaler.explain import summary
+
+        now, states = await _states(client)
+        for pool, state in states.items():
+            _say(json.dumps({"pool": pool, **state}) if as_json else summary(pool, state, now))
+        if not states and not as_json:
+            _say(_nobody())
+
+    with_client(broker, store, work)
+
+
+def explain(
+    pool: Annotated[
+        str | None, typer.Argument(help="A model, or MODEL@VERSION; penstock scale ls shows all. Unset: all.")
+    ] = None,
+    broker: AnyBroker = None,
+    store: Store = None,
+    history: Annotated[int, typer.Option(min=0, max=10_000, help="Number of last changes to show.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Tell why a pool has the number of workers that it has: what was seen, the formula, limits, trouble, changes."""
+
+    async def work(client: AsyncClient) -> None:
+        from producers.store.scaling import decisions
+        from workers.autoscaler.explain import explained
+
+        now, states = await _states(client)
+        for name in [pool] if pool is not None else list(states):
+            changes = await decisions(client.store, name, history) if history else []
+            if name not in states and not changes:
+                raise Failure(_unknown(name, states))
+            state = states.get(name, {})
+            if as_json:
+                _say(json.dumps({"pool": name, **state, "history": changes}))
+            else:
+                for line in explained(name, state, changes, now):
+                    _say(line)
+        if pool is None and not states and not as_json:
+            _say(_nobody())
+
+    with_client(broker, store, work)
+
+
+def retry(pool: Pool, broker: AnyBroker = None, store: Store = None) -> None:
+    """Try at once to start workers of a pool whose starts failed. The failures so far are forgotten."""
+
+    async def work(client: AsyncClient) -> None:
+        from producers.store import scaling
+
+        _, states = await _states(client)
+        if pool not in states:
+            raise Failure(_unknown(pool, states))
+        await scaling.retry(client.store, pool)
+
+    with_client(broker, store, work)
+
+
+async def _states(client: AsyncClient) -> tuple[float, dict[str, dict[str, Any]]]:
+    """The store's clock (unix s), and the state of each pool by its name."""
+    from producers.store.scaling import states
+
+    seconds, micros = await client.store.time()
+    return seconds + micros / 1e6, dict(sorted((await states(client.store)).items()))
+
+
+def _unknown(pool: str, states: dict[str, Any]) -> str:
+    return f"nobody scales a pool {pool}; there are {', '.join(states)}" if states else _nobody()
+
+
+def _nobody() -> str:
+    return "No pool is scaled: start `penstock autoscaler`, or `penstock up --min 0 --max 2`."
+
+
+def _say(line: str) -> None:
+    typer.echo(printable(line, sys.stdout.isatty()))

@@ -1,0 +1,144 @@
+"""`penstock autoscaler`: the process that decides how many workers each pool has, and starts and ends them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from workers.cli.exits import PROCESS_STATUS, Failure, needs
+from workers.cli.models.references import MODEL, complete_model
+from workers.cli.options import Broker, LogLevel, Store, finite, process_name
+from workers.cli.starting import look_at_servers, refusing_bad_urls, set_up_logging, store_of
+from workers.cli.terminal.show import printable
+
+if TYPE_CHECKING:
+    from workers.autoscaler.pools import PoolSettings
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    example = (
+        "Example: penstock autoscaler --broker redis://10.0.0.5:6379/0 --model tiny --max 4 "
+        "--actuator kubernetes://default/worker-tiny"
+    )
+    app.command(epilog=f"{example}\n\n{PROCESS_STATUS}", rich_help_panel="Processes")(autoscaler)
+
+
+def autoscaler(
+    broker: Broker,
+    store: Store = None,
+    model: Annotated[str | None, typer.Option(help=MODEL, autocompletion=complete_model)] = None,
+    model_version: Annotated[
+        str | None, typer.Option(help="Scale workers of this version only. Unset: all versions together.")
+    ] = None,
+    min_workers: Annotated[
+        int | None, typer.Option("--min", min=0, help="Workers that run at any time. Unset: 0.")
+    ] = None,
+    max_workers: Annotated[int | None, typer.Option("--max", min=1, help="Workers that run at most. Unset: 1.")] = None,
+    cool_down: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            callback=finite,
+            help="Seconds for which fewer workers must have been enough before one ends. Unset: 300.",
+        ),
+    ] = None,
+    actuator: Annotated[
+        str | None,
+        typer.Option(
+            help="What starts and ends workers: local, kubernetes://NAMESPACE/DEPLOYMENT, ecs://CLUSTER/SERVICE, "
+            "ec2://GROUP. Unset: export, nothing; another program follows penstock_desired_workers."
+        ),
+    ] = None,
+    rule: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE", help="Set another constant of the policy (docs/scaling.md). May be repeated."
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A TOML file with several pools (docs/scaling.md), instead of --model.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print decisions. Lead nothing, write nothing, start and end nothing.")
+    ] = False,
+    name: Annotated[
+        str | None,
+        typer.Option(callback=process_name, help="This process's name, which must be unique. Unset: made up."),
+    ] = None,
+    lease: Annotated[
+        float,
+        typer.Option(min=1, callback=finite, help="Seconds without a heartbeat after which another autoscaler leads."),
+    ] = 5.0,
+    interval: Annotated[float, typer.Option(min=0.05, callback=finite, help="Seconds between two decisions.")] = 1.0,
+    health_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Serve /livez and /readyz on this port. 0: any free port. Unset: no port."),
+    ] = None,
+    log_level: LogLevel = "info",
+) -> None:
+    """Decide how many workers each pool has, and start and end them, until SIGTERM. Any number may run: one leads."""
+    import asyncio
+
+    from workers.autoscaler import process
+    from workers.autoscaler.autoscaler import AutoscalerSettings
+    from workers.autoscaler.config import BadScaling, opened
+    from workers.errors import Refused
+    from workers.runtime.health import Health
+
+    set_up_logging(log_level)
+    said = {
+        "model": model,
+        "version": model_version,
+        "min": min_workers,
+        "max": max_workers,
+        "cool_down": cool_down,
+        "actuator": actuator,
+    }
+    settings = AutoscalerSettings(lease=lease, every=interval)
+    if name is not None:
+        settings = replace(settings, name=name)
+    try:
+        with needs("aws", "kubernetes"):
+            pools = opened(_pools(said, rule or [], config), broker, store_of(broker, store))
+        health = None if health_port is None else Health("0.0.0.0", health_port)  # noqa: S104 - asked from outside
+    except (BadScaling, Refused) as error:
+        raise Failure(str(error)) from error
+    with refusing_bad_urls():
+        look_at_servers(broker, store)
+        work = process.run(
+            broker, store_of(broker, store), pools, settings, dry_run=dry_run, health=health, show=_shown(dry_run)
+        )
+        asyncio.run(work)
+
+
+def _pools(said: dict[str, Any], rules: list[str], config: Path | None) -> list[PoolSettings]:
+    """The pools of the file or of the command line. Raises BadScaling, and Failure for neither or both."""
+    from workers.autoscaler.config import parse, parse_rule, read
+
+    table = {name: value for name, value in said.items() if value is not None}
+    if config is not None:
+        if table or rules:
+            raise Failure(f"options of one pool do not go with --config: write them into {config}")
+        return read(config)
+    if "model" not in table:
+        raise Failure("there is no pool: name a model with --model, or a file with --config")
+    for one in rules:
+        for key, value in parse_rule(one).items():
+            table[key] = {**table[key], **value} if isinstance(value, dict) and key in table else value
+    return [parse(table)]
+
+
+def _shown(dry_run: bool) -> Any:
+    """Prints each decision of a dry run that changes something."""
+
+    def show(pool: str, state: dict[str, Any], changed: bool) -> None:
+        if dry_run and changed:
+            trouble = f"; {state['trouble']}" if state["trouble"] else ""
+            typer.echo(printable(f"{pool}  {state['wanted']}  {state['reason']}{trouble}", sys.stdout.isatty()))
+
+    return show
