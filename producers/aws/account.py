@@ -19,9 +19,9 @@ from producers.broker.sqs.queues.wanted import (
     inbox,
     inbox_name,
     lists_of,
-    partition_of,
     wanted,
 )
+from producers.connection.aws import partition_of
 from producers.connection.script import text
 from producers.store.blobs.bucket import Bucket
 

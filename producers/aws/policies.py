@@ -7,10 +7,14 @@
 | `worker` | receive, delete, hide, send again | | files |
 | `sweeper` | delete, hide, send again | | files |
 | `sources` | send | receive, delete, hide | files; read `inbox/`, write `outbox/` and `done/` |
+| `autoscaler` | find | | |
 | `setup` | make, change, tag | as the others | make, change |
 
 Tiers are named by the prefix and the end of their names (`pen-*-priority`), so a new version of a model needs no new
 policy, and no process reaches the dead letters. A process for webhooks needs nothing of AWS.
+
+Of the ECS services and Auto Scaling groups that run workers, the autoscaler sets the number, and a worker protects its
+own ECS task.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ from typing import Any, Final
 from producers.aws.bucket import DONE, INBOX, OUTBOX
 from producers.broker.sqs.address import Address
 from producers.broker.sqs.names import celery_name
-from producers.broker.sqs.queues.wanted import arn, inbox_name, partition_of
+from producers.broker.sqs.queues.wanted import arn, inbox_name
+from producers.connection.aws import partition_of
 from producers.contract.keys import TIERS, model_queue
 from producers.store.blobs.bucket import KMS_PERMISSIONS, OBJECT_PERMISSIONS, PERMISSIONS, Bucket
 
@@ -49,7 +54,13 @@ OF_TIERS: Final = {
     "sweeper": (*SEND, *PUT_DOWN),
     "sources": SEND,
 }
-ROLES: Final = (*OF_TIERS, "setup")
+#: The autoscaler's actions, by what they are on; those on no resource cannot be narrowed.
+OF_SERVICES: Final = ("ecs:DescribeServices", "ecs:UpdateService")
+OF_GROUPS: Final = ("autoscaling:SetDesiredCapacity", "autoscaling:TerminateInstanceInAutoScalingGroup")
+OF_ALL_GROUPS: Final = ("autoscaling:DescribeAutoScalingGroups", "autoscaling:DescribeScalingActivities")
+#: A worker's, on its own task.
+PROTECT: Final = ("ecs:GetTaskProtection", "ecs:UpdateTaskProtection")
+ROLES: Final = (*OF_TIERS, "autoscaler", "setup")
 #: Processes that read and write files.
 FILES: Final = frozenset({"gateway", "worker", "sweeper", "sources"})
 #: Processes that send links and chords.
@@ -77,6 +88,10 @@ class Scope:
     """ARNs of further queues that sources take messages from."""
     replies: tuple[str, ...] = ()
     """ARNs of queues and topics that results are sent to."""
+    services: tuple[str, ...] = ()
+    """ARNs of ECS services that run workers."""
+    groups: tuple[str, ...] = ()
+    """ARNs of Auto Scaling groups that run workers."""
 
     def queue(self, name: str) -> str:
         """A queue's ARN; the name may hold `*`."""
@@ -106,7 +121,7 @@ def policy(role: str, scope: Scope) -> dict[str, Any]:
 def _of_process(role: str, scope: Scope) -> list[dict[str, Any]]:
     every = [scope.queue(f"{scope.address.prefix}*")]
     found = [
-        _allow("Tiers", (*FIND, *OF_TIERS[role]), scope.tiers),
+        _allow("Tiers", (*FIND, *OF_TIERS.get(role, ())), scope.tiers),
         _allow("Find", ("sqs:GetQueueUrl",), every),  # also what is not there yet
     ]
     if scope.address.celery and role in _LINKS:
@@ -118,7 +133,35 @@ def _of_process(role: str, scope: Scope) -> list[dict[str, Any]]:
             _allow("Bucket", PERMISSIONS, [scope.s3(scope.files.name)]),
             _allow("Files", OBJECT_PERMISSIONS, [scope.s3(f"{scope.files.name}/{scope.files.key('*')}")]),
         ]
-    return found + (_of_sources(scope) if role == "sources" else [])
+    more = {"sources": _of_sources, "autoscaler": _of_autoscaler, "worker": _of_worker}
+    return found + (more[role](scope) if role in more else [])
+
+
+def _of_autoscaler(scope: Scope) -> list[dict[str, Any]]:
+    found = []
+    if scope.services:
+        clusters = {"ArnEquals": {"ecs:cluster": _clusters(scope)}}
+        found += [
+            _allow("Services", OF_SERVICES, scope.services),
+            _allow("ListTasks", ("ecs:ListTasks",), ["*"]) | {"Condition": clusters},
+            _allow("Tasks", ("ecs:DescribeTasks",), _tasks(scope)),
+        ]
+    if scope.groups:
+        found += [_allow("Groups", OF_GROUPS, scope.groups), _allow("AllGroups", OF_ALL_GROUPS, ["*"])]
+    return found
+
+
+def _of_worker(scope: Scope) -> list[dict[str, Any]]:
+    return [_allow("Protect", PROTECT, _tasks(scope))] if scope.services else []
+
+
+def _tasks(scope: Scope) -> list[str]:
+    """ARNs of all tasks of the services' clusters: a task's own does not name its service."""
+    return [f"{cluster.replace(':cluster/', ':task/')}/*" for cluster in _clusters(scope)]
+
+
+def _clusters(scope: Scope) -> list[str]:
+    return sorted({one.replace(":service/", ":cluster/").rpartition("/")[0] for one in scope.services})
 
 
 def _of_sources(scope: Scope) -> list[dict[str, Any]]:
@@ -154,7 +197,7 @@ def _of_setup(scope: Scope) -> list[dict[str, Any]]:
 
 def _keys(role: str, scope: Scope) -> list[dict[str, Any]]:
     """The use of keys: SQS and S3 ask KMS in the process's name, for senders and receivers alike."""
-    if not scope.kms_keys or role == "setup":
+    if not scope.kms_keys or role in ("setup", "autoscaler"):
         return []
     return [_allow("Keys", KMS_PERMISSIONS, scope.kms_keys)]
 

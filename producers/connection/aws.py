@@ -111,6 +111,12 @@ def _s3(endpoint_url: str | None) -> dict[str, Any]:
     return {"signature_version": "s3v4", "s3": {"addressing_style": "path" if endpoint_url else "virtual"}}
 
 
+def partition_of(region: str) -> str:
+    """The part of AWS that a region is in, as ARNs name it."""
+    kinds = {"cn-": "aws-cn", "us-gov-": "aws-us-gov", "eusc-": "aws-eusc"}
+    return next((found for begin, found in kinds.items() if region.startswith(begin)), "aws")
+
+
 @contextmanager
 def told(doing: str, permission: str) -> Iterator[None]:
     """Within it, what boto3 raises becomes AwsError.

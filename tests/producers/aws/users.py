@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
-from producers.aws.policies import Scope, policy
+from producers.aws.policies import OF_GROUPS, OF_SERVICES, Scope, policy
 from tests.aws import Aws
 
 #: moto's own names of actions -> AWS's, where they differ.
@@ -15,8 +15,8 @@ MOTOS: Final = {
     "sqs:DeleteMessageBatch": "sqs:DeleteMessage",
     "sqs:ChangeMessageVisibilityBatch": "sqs:ChangeMessageVisibility",
 }
-#: moto knows no resource of a call that names its queue otherwise than by URL.
-BY_NAME: Final = {"sqs:GetQueueUrl", "sqs:CreateQueue"}
+#: moto knows no resource of a call that names its queue otherwise than by URL, nor those of these services.
+BY_NAME: Final = {"sqs:GetQueueUrl", "sqs:CreateQueue", *OF_SERVICES, *OF_GROUPS}
 
 
 def user(aws: Aws, role: str, scope: Scope) -> dict[str, str]:

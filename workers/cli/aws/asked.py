@@ -101,6 +101,22 @@ def bucket_of(said: str) -> Bucket:
     return read(said if "://" in said else f"s3://{said}")
 
 
+def arns_of(actuators: list[str] | None, region: str, account: str) -> dict[str, tuple[str, ...]]:
+    """Kind -> ARNs of what the actuators act on, for `Scope`. Raises ValueError."""
+    from urllib.parse import urlsplit
+
+    from workers.autoscaler.actuators.aws import ec2, ecs
+
+    found: dict[str, tuple[str, ...]] = {"services": (), "groups": ()}
+    for url in actuators or ():
+        parts = urlsplit(url)
+        if parts.scheme not in ("ecs", "ec2"):
+            raise ValueError(f"--actuator is {url!r}; it must begin with ecs:// or ec2://")
+        kind, arn = ("services", ecs.arn) if parts.scheme == "ecs" else ("groups", ec2.arn)
+        found[kind] += (arn(parts, region, account),)
+    return found
+
+
 def _encryption(kms_key: str | None, sse: str | None) -> Encryption:
     from producers.broker.sqs.queues.wanted import Encryption
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from workers.cli.aws.asked import bucket_of, needs_of, opened
+from workers.cli.aws.asked import arns_of, bucket_of, needs_of, opened
 from workers.cli.aws.report import show, telling
 from workers.cli.exits import OPERATOR_STATUS, Exit, Failure
 from workers.cli.models.references import MODEL, complete_model
@@ -127,7 +127,7 @@ def check(
 
 
 def policy(
-    role: Annotated[str, typer.Argument(help="producer, gateway, worker, sweeper, sources or setup.")],
+    role: Annotated[str, typer.Argument(help="producer, gateway, worker, sweeper, sources, autoscaler or setup.")],
     broker: Broker,
     files_dir: Annotated[
         str | None, typer.Option(envvar="FILES_DIR", help="Where files are: s3://BUCKET/PREFIX.")
@@ -147,6 +147,14 @@ def policy(
     kms_key: Annotated[
         list[str] | None, typer.Option(metavar="ARN", help="A KMS key of queues or bucket. May be repeated.")
     ] = None,
+    actuator: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="What runs the workers, as `penstock autoscaler --actuator` gets it: ecs://..., ec2://.... May be "
+            "repeated.",
+        ),
+    ] = None,
     account: Annotated[
         str | None, typer.Option(help="The account's 12 digits. Unset: the broker's URL's, or the credentials'.")
     ] = None,
@@ -161,15 +169,19 @@ def policy(
         raise Failure(f"no process is called {role!r}; there are {', '.join(ROLES)}")
     with telling(broker):
         address = read(broker)
+        account = account or address.account or own_account(address)
+        arns = arns_of(actuator, address.region, account)
         scope = Scope(
             address,
-            account or address.account or own_account(address),
+            account,
             files=bucket_of(files_dir) if files_dir and files_dir.startswith("s3:") else None,
             inbox=bucket_of(inbox_bucket).name if inbox_bucket else "",
             chosen=tuple(queue or ()),
             kms_keys=tuple(kms_key or ()),
             receives=tuple(source_queue or ()),
             replies=tuple(reply_to or ()),
+            services=arns["services"],
+            groups=arns["groups"],
         )
     typer.echo(json.dumps(policy_of(role, scope), indent=2))
 

@@ -14,6 +14,7 @@ from typing import Final
 
 from producers.broker.sqs.address import Address
 from producers.broker.sqs.names import QUEUE_TAG, TIER_TAG, is_celery, lists, split, sqs_name
+from producers.connection.aws import partition_of
 from producers.contract.keys import model_queue, version_queue
 
 #: Receives after which SQS moves a message to the dead letters. Penstock judges tasks by their records long before.
@@ -113,12 +114,6 @@ def redrive(dead_letters_arn: str) -> dict[str, object]:
 def arn(region: str, account: str, name: str, partition: str = "") -> str:
     """A queue's ARN."""
     return f"arn:{partition or partition_of(region)}:sqs:{region}:{account}:{name}"
-
-
-def partition_of(region: str) -> str:
-    """The part of AWS that a region is in, as ARNs name it."""
-    kinds = {"cn-": "aws-cn", "us-gov-": "aws-us-gov", "eusc-": "aws-eusc"}
-    return next((found for begin, found in kinds.items() if region.startswith(begin)), "aws")
 
 
 def _of_list(address: Address, name: str, tags: Mapping[str, str]) -> Wanted:

@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.aws import REGION, Aws
+from producers.aws.policies import Scope
+from producers.broker.sqs.address import read
+from tests.aws import ACCOUNT, REGION, Aws
+from tests.producers.aws.users import user
 from workers.autoscaler.actuators import Actual, Actuator, ActuatorError, open_actuator
 from workers.autoscaler.actuators.aws.ec2 import failures_of
 from workers.autoscaler.actuators.aws.ecs import actual_of
+from workers.cli.aws.asked import arns_of
 
 
 def opened(aws: Aws, url: str) -> Actuator:
@@ -115,6 +119,22 @@ async def test_a_group_that_is_not_there_is_told(aws: Aws) -> None:
     with pytest.raises(ActuatorError, match="no such group in us-east-1"):
         await actuator.actual()
     await actuator.aclose()
+
+
+async def test_the_autoscalers_own_policy_is_enough(
+    aws: Aws, service: Any, group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arns = arns_of(["ecs://gpu/worker-tiny", "ec2://workers"], REGION, ACCOUNT)
+    for name, value in user(aws, "autoscaler", Scope(read(aws.broker()), ACCOUNT, **arns)).items():
+        monkeypatch.setenv(name, value)
+    with aws.enforcing():
+        for url in ("ecs://gpu/worker-tiny", "ec2://workers"):
+            actuator = opened(aws, url)
+            await actuator.scale(2, [])
+            assert await actuator.actual() == Actual(2, 2)
+            await actuator.scale(0, [])
+            await actuator.aclose()
+    assert (service()["desiredCount"], instances(group)) == (0, [])
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,7 @@ def test_chosen_queues_are_used_and_none_is_made(penstock_aws: Commands, aws: Aw
         (["setup", "--model", "tiny", "--bucket", "A_b"], "names no bucket"),
         (["check", "--model", "tiny", "--role", "king"], "role is 'king'; it must be one of producer, gateway"),
         (["policy", "king"], "no process is called 'king'"),
+        (["policy", "autoscaler", "--actuator", "local"], "it must begin with ecs:// or ec2://"),
         (["setup", "--model", "tiny", "--broker", "redis://127.0.0.1/0"], "does not begin with sqs://"),
     ],
 )
@@ -180,3 +181,15 @@ def test_a_policy_is_printed_for_the_account_of_the_credentials(penstock_aws: Co
     tiers, _, bucket, files = said["Statement"]
     assert arn("pen-*-priority") in tiers["Resource"]
     assert (bucket["Resource"], files["Resource"]) == (["arn:aws:s3:::my-bucket"], ["arn:aws:s3:::my-bucket/files/*"])
+
+
+def test_policies_of_what_scales_name_the_services_and_groups(penstock_aws: Commands) -> None:
+    urls = ("--actuator", "ecs://gpu/tiny", "--actuator", "ec2://workers?region=eu-west-1")
+    said = {one["Sid"]: one for one in json.loads(penstock_aws("policy", "autoscaler", *urls).out)["Statement"]}
+    assert said["Services"]["Resource"] == [f"arn:aws:ecs:us-east-1:{ACCOUNT}:service/gpu/tiny"]
+    assert said["Tasks"]["Resource"] == [f"arn:aws:ecs:us-east-1:{ACCOUNT}:task/gpu/*"]
+    (group,) = said["Groups"]["Resource"]
+    assert group == f"arn:aws:autoscaling:eu-west-1:{ACCOUNT}:autoScalingGroup:*:autoScalingGroupName/workers"
+    worker = {one["Sid"]: one for one in json.loads(penstock_aws("policy", "worker", *urls).out)["Statement"]}
+    assert worker["Protect"]["Resource"] == said["Tasks"]["Resource"]
+    assert "Groups" not in worker

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 from urllib.parse import SplitResult
 
-from producers.connection.aws import told
+from producers.connection.aws import partition_of, told
 from workers.autoscaler.actuators import SCHEMES
 from workers.autoscaler.actuators.address import Address, read
 from workers.autoscaler.actuators.aws.calls import OPTIONS, Calls
@@ -31,6 +31,14 @@ ACTIVITIES: Final = 20
 def open_url(parts: SplitResult, **_: str) -> Ec2:
     """Raises ValueError for a wrong URL, ModuleNotFoundError without boto3."""
     return Ec2(read(parts, SCHEMES["ec2"][1], OPTIONS, named=False))
+
+
+def arn(parts: SplitResult, region: str, account: str) -> str:
+    """The ARN of the group, whose id nobody knows, in its URL's region if it has one. Raises ValueError."""
+    address = read(parts, SCHEMES["ec2"][1], OPTIONS, named=False)
+    region = address.options.get("region", region)
+    group = f"autoScalingGroup:*:autoScalingGroupName/{address.host}"
+    return f"arn:{partition_of(region)}:autoscaling:{region}:{account}:{group}"
 
 
 class Ec2:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 from urllib.parse import SplitResult
 
-from producers.connection.aws import told
+from producers.connection.aws import partition_of, told
 from workers.autoscaler.actuators import SCHEMES
 from workers.autoscaler.actuators.address import Address, read
 from workers.autoscaler.actuators.aws.calls import OPTIONS, Calls
@@ -28,6 +28,13 @@ _STEADY: Final = "has reached a steady state"
 def open_url(parts: SplitResult, **_: str) -> Ecs:
     """Raises ValueError for a wrong URL, ModuleNotFoundError without boto3."""
     return Ecs(read(parts, SCHEMES["ecs"][1], OPTIONS))
+
+
+def arn(parts: SplitResult, region: str, account: str) -> str:
+    """The service's ARN, in its URL's region if it has one. Raises ValueError."""
+    address = read(parts, SCHEMES["ecs"][1], OPTIONS)
+    region = address.options.get("region", region)
+    return f"arn:{partition_of(region)}:ecs:{region}:{account}:service/{address.host}/{address.name}"
 
 
 class Ecs:
