@@ -9,7 +9,8 @@ A pool's state, one JSON object in the hash `penstock:scale:pools` under the poo
     reason    why, in words
     raw       {"a", "b", "c", "raw"}: the policy's numbers (`workers.autoscaler.policy`)
     signals   what the policy saw (`workers.autoscaler.signals`); null where nothing could be read
-    memory    what the policy remembers (`workers.autoscaler.policy.Memory`)
+    before    what the policy remembered before (`workers.autoscaler.memory`): with signals and rules, all its inputs
+    memory    what it remembers since
     rules     the settings that it went by (`workers.autoscaler.rules`)
     starts    what is remembered of starts that failed (`workers.autoscaler.starts`)
     actual    {"wanted", "up", "failing", "failures"}: what the actuator found; null with no actuator

@@ -32,6 +32,7 @@ class Control:
         self.wanted: int | None = None
         """The policy's number; None before the first decision."""
         self._memory: Memory | None = None
+        self._before: Memory | None = None
         self._starts = Starts()
         self._restored = False
         self._rules, self._ready, self._kept = scaled.settings.rules, 0, 0
@@ -48,6 +49,7 @@ class Control:
         if self._memory is None and not self._begin(fleet):
             return None
         assert self._memory is not None
+        self._before = self._memory
         if fleet is None:
             decision, self._memory = decide(self._rules, None, self._memory)
             return self._state(at, decision, None, by)
@@ -157,6 +159,7 @@ class Control:
             "reason": decision.reason,
             "raw": decision.raw,
             "signals": None if seen is None else seen.to_dict(),
+            "before": None if self._before is None else self._before.to_dict(),
             "memory": self._memory.to_dict(),
             "rules": asdict(self._rules),
             "starts": self._starts.to_dict(),

@@ -1,0 +1,89 @@
+"""Replay of kept decisions: each is computed again from what is kept with it, by the same `decide`.
+
+Takes what `penstock scale explain --history N --json` prints: a JSON object a line, with a list of decisions under
+`history`. A line may also be one decision. See `producers.store.scaling` for the format.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from producers.contract.profile import Profile
+from workers.autoscaler.memory import Memory
+from workers.autoscaler.policy import decide
+from workers.autoscaler.rules import Rules
+from workers.autoscaler.signals import Signals, TierQueue
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A decision that comes out otherwise."""
+
+    pool: str
+    at: float
+    kept: int
+    computed: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """`ended`: decisions that were not the policy's, since another version had replaced the pool's."""
+
+    decisions: int
+    ended: int
+    differences: list[Difference]
+
+
+def replay(path: Path) -> Replay:
+    """Raises OSError, or ValueError naming the line that makes no sense."""
+    count, ended, differences = 0, 0, []
+    for number, pool, kept in _kept(path):
+        try:
+            wanted, reason, memory = _again(kept)
+            was = int(kept["wanted"])
+            after = Memory.of(kept["memory"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{path}, line {number}: no decision that can be computed again: {error!r}") from error
+        count += 1
+        if str(kept["reason"]).startswith("0: another version"):
+            ended += 1
+        elif wanted != was or memory != after:
+            what = f"{reason}; kept was: {kept['reason']}" if wanted != was else "what it remembers differs"
+            differences.append(Difference(pool, float(kept["at"]), was, wanted, what))
+    if not count:
+        raise ValueError(f"{path} has no decision")
+    return Replay(count, ended, differences)
+
+
+def _kept(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            said = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is no JSON: {error}") from error
+        if not isinstance(said, dict):
+            raise ValueError(f"{path}, line {number} is no JSON object")
+        for one in said.get("history", [said]):
+            yield number, str(said.get("pool", said.get("model", ""))), one
+
+
+def _again(kept: dict[str, Any]) -> tuple[int, str, Memory]:
+    rules = Rules(**{one.name: kept["rules"][one.name] for one in fields(Rules) if one.name in kept["rules"]})
+    decision, memory = decide(rules, signals_of(kept["signals"]), Memory.of(kept["before"]))
+    return decision.wanted, decision.reason, memory
+
+
+def signals_of(said: dict[str, Any] | None) -> Signals | None:
+    """The inverse of `Signals.to_dict`. Raises KeyError or TypeError."""
+    if said is None:
+        return None
+    tiers = {name: TierQueue(**tier) for name, tier in said["tiers"].items()}
+    profile = Profile(**said["profile"])
+    return Signals(**{**said, "tiers": tiers, "profile": profile, "missing": tuple(said["missing"])})
