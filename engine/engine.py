@@ -24,6 +24,7 @@ from engine.logprobs import TokenLogprobs
 from engine.memory import release
 from engine.models import Model, load_model
 from engine.params import SamplingParams
+from engine.plan import StepWork
 from engine.request import Choice, Event, Output, Request
 from engine.scheduling.policy import PrefillPriority
 from engine.scheduling.scheduler import Scheduler
@@ -76,6 +77,8 @@ class Engine:
             batched = max(_BATCHED_TOKENS[model.device.type], config.max_num_seqs)
         if draft is not None:
             check_same_tokens(self.tokenizer, model, Path(str(config.draft_model)), draft)
+        #: The tokens of one step, and of its prompts that are not of the best tier.
+        self.step_tokens = min(batched, config.unhurried_tokens or batched)
         spaces = place(model, config, batched, self.max_model_len, draft)
         #: The tokens of whole sequences that the KV cache can hold at one time.
         self.kv_tokens_total = min(space.tokens_of_all(config.block_size, self.max_model_len) for space in spaces)
@@ -227,6 +230,11 @@ class Engine:
     @on_step.setter
     def on_step(self, call: Callable[[], None] | None) -> None:
         self._loop.on_step = call
+
+    @property
+    def last_work(self) -> StepWork | None:
+        """What the last step computed and how long it took; another object after each. Takes no lock."""
+        return self._loop.last_work
 
     def stats(self) -> EngineStats:
         return EngineStats(

@@ -60,12 +60,33 @@ class StepPlan:
     the forward pass."""
     num_tokens: int = 0
     """The tokens that all rows compute, draft tokens included."""
+    prompts: int = 0
+    """The rows that compute more than a decode does: prompts, and what a preempted sequence computes again."""
+    prompt_tokens: int = 0
+    """The tokens of those rows."""
 
     def guess(self, row: ScheduledSeq, draft: tuple[int, ...]) -> None:
         """Add draft tokens to a row, at most its `max_draft`."""
         row.draft = draft
         row.count += len(draft)
         self.num_tokens += len(draft)
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step has computed, and the time that it took from the loop."""
+
+    ended: float
+    """When its results were entered (monotonic)."""
+    seconds: float
+    """Since the step before it, or since its planning if the engine had no work before. The sum over steps is the time
+    in which the engine had work."""
+    decodes: int
+    """Sequences that decoded."""
+    prompt_tokens: int
+    """See StepPlan."""
+    generated: int
+    """Tokens that were sampled and kept."""
 
 
 @dataclass(slots=True)

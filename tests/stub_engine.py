@@ -26,6 +26,7 @@ from typing import Any
 from engine.errors import NOT_FINITE, RequestError
 from engine.logprobs import TokenLogprobs
 from engine.params import MAX_CHOICES
+from engine.plan import StepWork
 from engine.request import Event, Request
 from engine.scheduling.best_of import Candidates
 from workers.flow import probe
@@ -114,7 +115,9 @@ class _Running:
 class StubEngine:
     on_step: Any = None
     on_lost: Any = None
+    last_work: StepWork | None = None
     max_model_len = 4096
+    step_tokens = 512
     kv_capacity = 1 << 20
 
     def __init__(self, name: str = "stub") -> None:
@@ -224,6 +227,9 @@ class StubEngine:
             except _Lost:
                 self.on_lost("a fault of the stub's device", set(self._running))
                 return
+            self.last_work = StepWork(
+                time.monotonic(), time.monotonic() - self._since, len(self._running), 0, self._generated - made
+            )
             self._since = None
             if self.on_step:
                 self.on_step()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from engine.errors import DeviceLostError, EngineError, RequestError, brief
 from engine.execution.pipeline import Executor, Pipeline
+from engine.plan import StepWork
 from engine.request import Event, Request
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.stats import SchedulerStats
@@ -127,6 +128,11 @@ class StepLoop:
         that was later, to its own results."""
         return self._pipeline.last_step_s
 
+    @property
+    def last_work(self) -> StepWork | None:
+        """What the last step computed; another object after each. `on_step` comes also without a new one."""
+        return self._pipeline.last_work
+
     def close(self) -> None:
         """Stop after the running step. Unfinished requests end with finish_reason "abort"."""
         with self._wake:
@@ -178,6 +184,7 @@ class StepLoop:
     def _wait_for_work(self) -> bool:
         """Wait until there is work. Returns False if the loop is to end."""
         while not self._has_calls():
+            self._pipeline.rest()
             if self._run_idle_work():
                 continue
             try:

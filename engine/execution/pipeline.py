@@ -43,7 +43,7 @@ from typing import Any, Protocol
 
 from engine.errors import DeviceLostError, EngineError, brief
 from engine.execution.shrink import Shrink
-from engine.plan import Sampled, StepPlan
+from engine.plan import Sampled, StepPlan, StepWork
 from engine.request import Event
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Sequence, Status
@@ -117,6 +117,10 @@ class Pipeline:
         self._flights: deque[_Flight] = deque()
         self._last = 0.0
         self.last_step_s = 0.0
+        #: The last step that went well; another object after each.
+        self.last_work: StepWork | None = None
+        # When the last step was entered, unless the loop has rested since.
+        self._at_work_since: float | None = None
         # The sequences of a step that failed when it was collected, with their lengths at that time.
         self._suspects: dict[Sequence, int] = {}
         self._shrink = Shrink(scheduler, state, release)
@@ -165,6 +169,10 @@ class Pipeline:
         self._enter(planned, self._run_apart(planned.plan, failures) if found is None else found, failures)
         return True
 
+    def rest(self) -> None:
+        """There is no work: the time until there is some belongs to no step."""
+        self._at_work_since = None
+
     def finish(self) -> None:
         """Collect and enter the step in flight, if there is one."""
         if self._flights:
@@ -207,14 +215,23 @@ class Pipeline:
         return found
 
     def _enter(self, flight: _Flight, sampled: list[Sampled], failures: list[Event]) -> None:
+        generated = self._scheduler.generated_tokens
         with self._state:
             events = self._scheduler.update(flight.plan, sampled, time.monotonic())
         now = time.monotonic()
+        if flight.error is None:
+            self._note_work(flight, now, self._scheduler.generated_tokens - generated)
+        self._at_work_since = now
         self.last_step_s = now - max(flight.began, self._last)
         self._last = now
         if self._speculation is not None and flight.error is None:
             self._speculation.took(flight.plan, self.last_step_s - flight.guessing, flight.guessing)
         self._entered(failures + events)
+
+    def _note_work(self, flight: _Flight, now: float, generated: int) -> None:
+        plan, since = flight.plan, self._at_work_since
+        seconds = now - (flight.began if since is None else since)
+        self.last_work = StepWork(now, seconds, len(plan.rows) - plan.prompts, plan.prompt_tokens, generated)
 
     def _take_back(self, plans: list[StepPlan]) -> None:
         logger.error("the sequences of %d steps compute again what was lost", len(plans))

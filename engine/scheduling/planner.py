@@ -88,6 +88,8 @@ class _Step:
 
     def put_prompt(self, seq: Sequence, count: int) -> None:
         self.put(seq, count)
+        self.plan.prompts += 1
+        self.plan.prompt_tokens += count
         self.has_priority_prompt |= count > 0 and is_priority(seq)
 
     def _excludes(self, seq: Sequence) -> bool:

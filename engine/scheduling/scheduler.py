@@ -362,6 +362,11 @@ class Scheduler:
         """Whether any sequence is running or waiting."""
         return bool(self._groups)
 
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens sampled and kept since the start."""
+        return self._generated_tokens
+
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             running=len(self._planner.running),

@@ -1,15 +1,19 @@
 """A profile: what workers of a model version measured of themselves. It is kept, and known at zero workers.
 
 Format, one JSON object in the lease's `profile`, and in the hash `penstock:profiles` under `model@version`. Each key
-may be missing as long as nothing was measured; readers treat a value that is no finite number above 0 as missing.
+may be missing as long as nothing was measured; readers treat a value that is no finite number from 0 on as missing.
 
     knee             sequences at once from which on more of them raise throughput little (requests in flight)
     tokens_per_s     tokens (computed prompt tokens and generated ones) a second that one worker makes at its knee
-    tokens_per_task  mean of the same tokens over tasks that ended
+    tokens_per_task  mean of the same tokens over the last tasks that ended
     ttft_p95         95th percentile of the time to the first token (s) of the last minutes, measured from the claim
-    duty             share (0 to 1) of the last 10 s in which the engine computed
+    duty             share (0 to 1) of the last 10 s in which the engine had work
     kv_capacity      tokens of the longest sequence that the KV cache holds
-    cold_start       {"process", "imports", "weights", "compile", "warm_up", "connect", "total"} (s) of the last start
+    cold_start       {"process", "imports", "weights", "compile", "warm_up", "connect", "total", "first_token"} (s) of
+                     the last start, as `workers.runtime.cold_start` explains; without what did not occur
+
+`ttft_p95` and `duty` are of the moment: they stand in leases and are not kept. How profiles of several workers become
+the kept one: `Profile.merged`.
 """
 
 from __future__ import annotations
@@ -17,7 +21,12 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Self
+from typing import Any, Final, Self
+
+#: Figures of the kept profile that each worker's measurements move.
+BLENDED: Final = ("knee", "tokens_per_s", "tokens_per_task")
+#: Relative difference up to which a kept figure stays.
+MATERIAL: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +51,19 @@ class Profile:
         figures = {entry.name: sane(said.get(entry.name)) for entry in fields(cls) if entry.name != "cold_start"}
         return cls(**figures, cold_start={str(name): s for name, raw in starts.items() if (s := sane(raw)) is not None})
 
+    def merged(self, seen: Profile, *, fresh: bool, started: bool) -> Profile:
+        """This kept profile after a worker has `seen` another. What that does not have stays as it is.
+
+        `fresh`: it has measured since it last said so. Then a figure that differs by more than MATERIAL moves half of
+        the way, so that workers that differ do not swing it. `started`: the figures of its start are new.
+        """
+        moved = {name: _moved(getattr(self, name), getattr(seen, name), fresh) for name in BLENDED}
+        return Profile(
+            **moved,
+            kv_capacity=seen.kv_capacity if started or self.kv_capacity is None else self.kv_capacity,
+            cold_start=(seen.cold_start if started else {}) or self.cold_start or seen.cold_start,
+        )
+
     @classmethod
     def from_json(cls, text: str | bytes | None) -> Self:
         """The same from JSON; an empty profile from no JSON."""
@@ -50,13 +72,26 @@ class Profile:
         except (ValueError, RecursionError):
             return cls()
 
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, without what was not measured."""
+        return {name: value for name, value in asdict(self).items() if value not in (None, {})}
+
     def to_json(self) -> str:
-        """One line, without what was not measured."""
-        return json.dumps({name: value for name, value in asdict(self).items() if value})
+        """The same as one line."""
+        return json.dumps(self.to_dict())
+
+
+def _moved(kept: float | None, seen: float | None, fresh: bool) -> float | None:
+    if not kept or not seen:
+        return kept or seen
+    return (kept + seen) / 2 if fresh and abs(seen - kept) > MATERIAL * kept else kept
 
 
 def sane(said: Any) -> float | None:
     """A finite number from 0 on; None for anything else: NaN, infinity, a negative number, a text."""
     if isinstance(said, bool) or not isinstance(said, int | float):
         return None
-    return float(said) if math.isfinite(said) and said >= 0 else None
+    try:
+        return float(said) if math.isfinite(said) and said >= 0 else None
+    except OverflowError:  # an integer beyond all floats
+        return None

@@ -19,6 +19,7 @@ from producers.store.protocol import claim, read_claim
 from tests.processes import fill, valkey
 from workers.flow.deliveries import Deliveries
 from workers.flow.publisher import Publisher
+from workers.measure.measured import Measured
 from workers.settings import WorkerSettings
 from workers.state.delivery import Delivery
 from workers.state.incarnation import Incarnation
@@ -45,7 +46,7 @@ def measure(sequences: int, steps: int) -> dict[str, float]:
             assert record is not None
             delivery.begin(record, record.nexts)
             deliveries.running[delivery.uuid] = deliveries.held[delivery.uuid] = delivery
-        publisher = Publisher(served, deliveries, finisher, print)
+        publisher = Publisher(served, deliveries, finisher, print, Measured(engine))
         events = [[_event(uuid, step, steps) for uuid in deliveries.running] for step in range(steps)]
         publisher.start()
         start = time.perf_counter()

@@ -26,6 +26,7 @@ from workers.flow import probe
 from workers.flow.batch import Batch, Conclusion, finish_call, part
 from workers.flow.deliveries import Deliveries
 from workers.flow.finisher import Finisher
+from workers.measure.measured import Measured
 from workers.state.delivery import Delivery
 from workers.state.served import Served
 
@@ -44,13 +45,19 @@ class Publisher(threading.Thread):
     """`give_up` ends this worker, whose model is broken, with the reason."""
 
     def __init__(
-        self, served: Served, deliveries: Deliveries, finisher: Finisher, give_up: Callable[[str], None]
+        self,
+        served: Served,
+        deliveries: Deliveries,
+        finisher: Finisher,
+        give_up: Callable[[str], None],
+        measured: Measured,
     ) -> None:
         super().__init__(name="penstock-publisher", daemon=True)
         self._engine = served.engine
         self._deliveries = deliveries
         self._finisher = finisher
         self._give_up = give_up
+        self._measured = measured
         self._retry_after = served.settings.retry_after
         self._redis = connect(served.settings.store)
         self._news: deque[Event | Conclusion | Delivery] = deque()
@@ -200,7 +207,12 @@ class Publisher(threading.Thread):
             for one, (answer, next_index) in zip(now, answers, strict=True):
                 self.tokens += len(one.entries)
                 delivery = held.get(one.claim_id)
-                if delivery is None or answer == "ok":
+                if delivery is None:
+                    continue
+                if answer == "ok":
+                    if delivery.claimed_at is not None and one.entries:
+                        self._measured.on_first_token(delivery.claimed_at)
+                        delivery.claimed_at = None
                     continue
                 if answer != "resend" or not self._resend(delivery, one.choice, next_index, again, ends):
                     self._not_ok(delivery, answer, ends)
@@ -252,6 +264,7 @@ class Publisher(threading.Thread):
                     self._bury(delivery, answer)
                 elif text(answer[0]) == "won":
                     delivery.ended = True
+                    self._measured.on_end(delivery.prompt_tokens, delivery.cached_tokens, delivery.generated)
                     if delivery.trace:
                         logger.info("Task %s has ended: %s%s", delivery.task_id, text(answer[1]), delivery.trace)
                     if end.status == "completed":  # the engine has ended it by itself

@@ -3,7 +3,7 @@
 A thread with connections of its own: neither a busy event loop nor a consumer in reconnect back-off may let the lease
 lapse. On each round it lets go of what its lapsed lives held, renews the lease on store and broker, reaps incarnations
 whose lease is gone, ends tasks whose readers are gone and those that waited too long, gives back tasks that have been
-preempted for long, and runs what the clock was asked to do later.
+preempted for long, keeps what this worker measured, and runs what the clock was asked to do later.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from workers.leases.control import Control
 from workers.leases.lease import Lease
 from workers.leases.others import Others
 from workers.leases.reconcile import Reconciler
+from workers.measure.keeper import Keeper
 from workers.state.clock import Clock
 from workers.state.incarnation import Incarnation
 from workers.state.served import Served
@@ -50,6 +51,7 @@ class Housekeeper(threading.Thread):
         finisher: Finisher,
         about: Callable[[], str],
         announce: Callable[[Redis], object],
+        keeper: Keeper,
     ) -> None:
         super().__init__(name="penstock-housekeeper", daemon=True)
         self._served = served
@@ -58,6 +60,7 @@ class Housekeeper(threading.Thread):
         self._publisher = publisher
         self._finisher = finisher
         self._announce = announce
+        self.keeper = keeper
         settings = served.settings
         # A lease must be renewed several times before it lapses, also when one try hangs.
         self._quarter = settings.lease / 4
@@ -130,6 +133,7 @@ class Housekeeper(threading.Thread):
             self._others.end_unwanted()
             self._served.weights = self._broker.weights()
         self._release_preempted()
+        self.keeper.keep_now_and_then(self._store)
 
     def _announce_again(self) -> None:
         """A store that has lost the lease may have lost all: then nobody would know this model any more."""

@@ -19,6 +19,7 @@ from celery import Celery
 from celery.worker import state
 from redis import Redis
 
+from producers.contract.profile import Profile
 from workers.flow.acker import Acker
 from workers.flow.celery_side import CelerySide
 from workers.flow.claimer import Claimer
@@ -27,6 +28,9 @@ from workers.flow.finisher import Finisher
 from workers.flow.intake import Intake
 from workers.flow.publisher import Publisher
 from workers.leases.housekeeper import Housekeeper
+from workers.measure.keeper import Keeper
+from workers.measure.measured import Measured
+from workers.runtime.cold_start import COLD_START
 from workers.runtime.drain import Drain
 from workers.runtime.gpu_facts import GpuFacts
 from workers.runtime.watchdog import Watchdog
@@ -50,12 +54,16 @@ class Runtime:
         self.acker = Acker(served.connect_broker(), settings.store)
         self.deliveries = Deliveries(served, self.acker)
         self.finisher = Finisher(served, app, self.deliveries, clock)
-        self.publisher = Publisher(served, self.deliveries, self.finisher, lambda why: self.give_up(why, frozenset()))
+        self.measured = Measured(engine, COLD_START.first_token)
+        self.keeper = Keeper(served, self.measured, self.profile)
+        self.publisher = Publisher(
+            served, self.deliveries, self.finisher, lambda why: self.give_up(why, frozenset()), self.measured
+        )
         self.claimer = Claimer(served, self.deliveries, clock, self.publisher, self.finisher)
         self.celery = CelerySide(served, self.deliveries, clock, self.claimer, self.publisher, self.finisher)
         self.intake = Intake(served, self.deliveries, self.acker, self.celery)
         self.housekeeper = Housekeeper(
-            served, self.deliveries, clock, self.publisher, self.finisher, self.about, announce
+            served, self.deliveries, clock, self.publisher, self.finisher, self.about, announce, self.keeper
         )
         self.gpu = GpuFacts(engine.stats().device)
         self.watchdog = Watchdog(
@@ -73,7 +81,7 @@ class Runtime:
         )
         self.given_up = ""
         engine.on_lost = self._device_lost
-        engine.on_step = self.publisher.on_step
+        engine.on_step = self._stepped
 
     def start(self) -> None:
         """Raises redis errors when broker or store cannot be reached: a worker without a lease must not begin."""
@@ -82,6 +90,11 @@ class Runtime:
         for thread in (self.acker, self.finisher, self.publisher, self.claimer, self.housekeeper, self.intake):
             thread.start()
         self.watchdog.start()
+
+    def _stepped(self) -> None:
+        """The engine's thread, after each step."""
+        self.publisher.on_step()
+        self.measured.on_step()
 
     # ---- its end --------------------------------------------------------------------------------------------------
 
@@ -130,6 +143,10 @@ class Runtime:
         """The form in which `inspect stats` shows the transport's options, of which this is one."""
         return self.served.settings.name
 
+    def profile(self) -> Profile:
+        """What it measured of itself."""
+        return self.measured.profile(COLD_START.figures)
+
     def about(self) -> str:
         """The lease's text about this worker (JSON)."""
         served, stats, gpu = self.served, self.served.engine.stats(), self.gpu.latest
@@ -158,6 +175,7 @@ class Runtime:
                 "not_finite": stats.not_finite,
                 "drafted": stats.drafted,
                 "draft_accepted": stats.draft_accepted,
+                "profile": self.profile().to_dict(),
                 **({} if gpu is None else {"gpu": gpu}),
             }
         )

@@ -148,7 +148,9 @@ class Drain:
         self._finisher.release(delivery)
 
     def _give_up_lease(self) -> None:
+        """Also keeps what this worker measured, as the last thing: it can be missed."""
         self._housekeeper.lease.give_up(self._deliveries.life, self._finisher.redis, self._acker.broker)
+        self._housekeeper.keeper.keep(self._finisher.redis)
 
 
 def _left(end: float) -> float:

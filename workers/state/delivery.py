@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,6 +74,8 @@ class Delivery:
     reasons: list[str | None] = field(default_factory=list)
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    claimed_at: float | None = None
+    """When it was claimed (monotonic), until its first token is published. None where another worker began it."""
     deadline: float | None = None
     """When it has to end, by this machine's monotonic clock."""
     cancelled: bool = False
@@ -92,6 +95,7 @@ class Delivery:
         self.entries = [[] for _ in nexts]
         self.scored = record.scored
         self.reasons = [None] * len(nexts)
+        self.claimed_at = None if any(nexts) else time.monotonic()
 
     @property
     def trace(self) -> str:
@@ -108,10 +112,15 @@ class Delivery:
         return self.base[choice] + len(self.entries[choice])
 
     @property
+    def generated(self) -> int:
+        """Tokens that were generated for it, by all of its workers, also those that are not published."""
+        made = sum(base + len(entries) for base, entries in zip(self.base, self.entries, strict=True))
+        return made + self.discarded
+
+    @property
     def used(self) -> int:
         """KV tokens of all that was computed for it: the prompt once, the output of each choice."""
-        made = sum(base + len(entries) for base, entries in zip(self.base, self.entries, strict=True))
-        return self.prompt_tokens + made + self.discarded
+        return self.prompt_tokens + self.generated
 
     def terminate(self, signal: Any = None) -> None:
         """celery.worker.request calls this on what `apply_async` returned; `terminate_job` has done the work."""

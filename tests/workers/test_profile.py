@@ -1,0 +1,57 @@
+"""What a worker measures stands in its lease, and stays with the version when it is gone."""
+
+from __future__ import annotations
+
+import pytest
+
+from producers.contract import keys
+from producers.contract.profile import Profile
+from tests.workers.rig import TIMES, Rig
+
+FIELD = "stub@v1"
+#: Whatever somebody has left where profiles are kept.
+FOREIGN = ["no JSON", '{"knee": NaN, "tokens_per_s": -1, "cold_start": [1]}', "[]"]
+
+
+def kept(rig: Rig) -> Profile:
+    return Profile.from_json(rig.store.hget(keys.PROFILES, FIELD))
+
+
+def test_a_worker_tells_what_it_measured_and_leaves_it_behind(rig: Rig) -> None:
+    worker = rig.worker(times=TIMES | {"workers.measure.keeper:KEEP_S": 0.5}, STUB_STEP_S=0.001)
+    ids = rig.fill(60, max_tokens=40)
+    rig.until_settled(ids)
+    rig.until(lambda: rig.leases()[0]["profile"].get("knee"))
+    said = rig.leases()[0]["profile"]
+    assert 1 <= said["knee"] <= 64
+    assert said["tokens_per_s"] > 0
+    assert 40 <= said["tokens_per_task"] <= 60
+    assert said["ttft_p95"] > 0
+    assert 0 <= said["duty"] <= 1
+    assert said["kv_capacity"] == 1 << 20
+    assert said["cold_start"].keys() >= {"weights", "warm_up", "connect", "total", "first_token"}
+    assert worker.stop() == 0
+    left = kept(rig)
+    assert left.knee
+    assert left.cold_start["total"] == pytest.approx(said["cold_start"]["total"])
+    assert (left.ttft_p95, left.duty) == (None, None)
+    assert rig.worker().stop() == 0
+    assert kept(rig).knee == left.knee, "a worker without load knows no better"
+
+
+@pytest.mark.parametrize("value", FOREIGN)
+def test_a_foreign_value_is_replaced(rig: Rig, value: str) -> None:
+    rig.store.hset(keys.PROFILES, FIELD, value)
+    assert rig.worker().stop() == 0
+    assert kept(rig).kv_capacity == 1 << 20
+
+
+def test_a_foreign_key_is_left_and_the_worker_serves(rig: Rig) -> None:
+    rig.store.set(keys.PROFILES, "somebody's")
+    worker = rig.worker()
+    ids = rig.fill(3)
+    rig.until_settled(ids)
+    rig.check(ids)
+    rig.until(lambda: "is not kept" in worker.log.read_text())
+    assert worker.stop() == 0
+    assert rig.store.get(keys.PROFILES) == "somebody's"
