@@ -139,7 +139,7 @@ async def test_the_autoscalers_own_policy_is_enough(
 
 @pytest.mark.parametrize(
     ("url", "right"),
-    [("ecs://gpu/worker-tiny", "ecs:UpdateService"), ("ec2://workers", "autoscaling:DescribeAutoScalingGroups")],
+    [("ecs://gpu/worker-tiny", "ecs:DescribeServices"), ("ec2://workers", "autoscaling:DescribeAutoScalingGroups")],
 )
 async def test_a_missing_right_is_named(
     aws: Aws, service: Any, group: Any, monkeypatch: pytest.MonkeyPatch, url: str, right: str

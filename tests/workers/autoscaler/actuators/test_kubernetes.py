@@ -101,6 +101,9 @@ async def test_crash_loops_are_told_and_counted_since_the_pod_was_ready(
     actual = await actuator.actual()
     assert (actual.up, actual.failures) == (1, 3)
     assert actual.failing == "pod worker-tiny-0: CrashLoopBackOff: m: it ended with 137 (OOMKilled)"
+    other = opened(URL)
+    assert (await other.actual()).failures == 1, "one that has just begun knows of one failed start"
+    await other.aclose()
 
 
 async def test_an_image_that_cannot_be_pulled_is_a_failed_start(kubernetes: Kubernetes, actuator: Actuator) -> None:

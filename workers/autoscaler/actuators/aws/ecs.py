@@ -59,6 +59,8 @@ class Ecs:
     # ---- on the thread ------------------------------------------------------------------------------------------
 
     def _scale(self, wanted: int) -> None:
+        if self._described()["desiredCount"] == wanted:
+            return
         with told(f"set the count to {wanted}", "ecs:UpdateService"):
             self._calls.client.update_service(cluster=self._cluster, service=self._service, desiredCount=wanted)
 

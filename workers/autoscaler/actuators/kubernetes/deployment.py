@@ -41,7 +41,7 @@ class Kubernetes:
         self._cluster = Cluster(address.host, address.name, address.options.get("context"))
         self._looked_at = float("-inf")
         self._well: dict[str, int] = {}
-        """A pod's uid -> its restarts when it was last ready: those before are no failures in a row."""
+        """A pod's uid -> its restarts when it was first seen, or last ready: those before are no failures in a row."""
 
     async def actual(self) -> Actual:
         """What there is now. Raises ActuatorError."""
@@ -53,7 +53,7 @@ class Kubernetes:
 
     def _failures(self, pods: Sequence[Any]) -> int:
         """The most starts in a row that failed in one pod."""
-        self._well = {pod.metadata.uid: self._well.get(pod.metadata.uid, 0) for pod in pods}
+        self._well = {pod.metadata.uid: self._well.get(pod.metadata.uid, restarts(pod)) for pod in pods}
         self._well |= {pod.metadata.uid: restarts(pod) for pod in pods if ready(pod)}
         return max((failed_starts(pod, self._well[pod.metadata.uid]) for pod in pods), default=0)
 
