@@ -3,7 +3,8 @@
     told:     how many tasks wait, in the log whenever that changed (and in /metrics, always), once nobody has served
               them for a while: after a restart, workers load their model first
     removed:  messages whose tasks are settled, or past their time to live: a worker would only put them down
-    retired:  a pool with nothing left, in its own queue or in that of its version, if no card names that; after an hour
+    retired:  a pool with nothing left, in its own queue or in that of its version, if no card names that; after an
+              hour. What workers measured of a version goes when neither pool nor card names it
 
 What is neither is somebody's task, and waits for a worker of that version, however long.
 """
@@ -65,6 +66,7 @@ class RetiredPools:
     async def sweep(self) -> Pruned:
         """Handle all pools once. Raises redis.exceptions.RedisError or OSError."""
         pruned = Pruned()
+        measured = await self._store.hkeys(keys.PROFILES)  # first: a worker announces its pool before it measures
         pools = {text(queue): text(about) for queue, about in (await self._store.hgetall(keys.POOLS)).items()}
         serving = {worker.queue for worker in await self._broker.workers()}
         cards = {text(model): text(card) for model, card in (await self._store.hgetall(keys.MODELS)).items()}
@@ -84,6 +86,8 @@ class RetiredPools:
             await self._retire(its, pools[queue], pruned)
         for queue in self._empty_since.keys() - (pools.keys() - serving):
             del self._empty_since[queue]
+        if unnamed := [name for name in measured if keys.model_queue(text(name)) not in takers]:
+            await self._store.hdel(keys.PROFILES, *unnamed)
         return pruned
 
     def _tell(self, queue: str, waiting: int) -> None:

@@ -162,3 +162,18 @@ async def test_time_without_a_worker_counts_from_when_it_was_empty(aclient: Asyn
     for _ in range(3):
         assert await pools.sweep() == Pruned()
     assert valkey.hexists(keys.POOLS, OLD_POOL.queue)
+
+
+async def test_what_workers_measured_goes_with_the_last_that_names_the_version(
+    aclient: AsyncClient, valkey: Redis
+) -> None:
+    versions = {f"tiny@{POOL.version}", "tiny@0ld"}
+    valkey.hset(keys.PROFILES, mapping=dict.fromkeys([*versions, "tiny@older", "other@1", "junk"], "{}"))
+    pools = RetiredPools(aclient, retire_after_s=0)
+    await pools.sweep()
+    assert {name.decode() for name in valkey.hkeys(keys.PROFILES)} == versions
+    await pools.sweep()  # the pool of the old version was retired by the first
+    assert [name.decode() for name in valkey.hkeys(keys.PROFILES)] == [f"tiny@{POOL.version}"]
+    valkey.delete(keys.POOLS)
+    await pools.sweep()
+    assert valkey.hlen(keys.PROFILES) == 1, "the card names it"
