@@ -25,7 +25,7 @@ when the number or the trouble changes, in the same script as the state, and onl
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from redis.asyncio import Redis
@@ -57,6 +57,11 @@ def _scale(me: str, pool: str, state: str, entry: str) -> Call:
         (keys.SCALE_LEADER, keys.SCALE_POOLS, keys.SCALE_DECISIONS),
         (me, pool, state, entry, MOST),
     )
+
+
+async def forget(store: Redis, pools: Iterable[str]) -> None:
+    """Forget the states of pools whose workers begin anew. Raises redis.RedisError or OSError."""
+    await store.execute_command("HDEL", keys.SCALE_POOLS, *pools)
 
 
 async def states(store: Redis) -> dict[str, dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -12,6 +12,9 @@ import pytest
 
 from tests.producers.gateway.conftest import Door, door, model, open_door, worker
 from workers.cli import main
+from workers.cli.local.plan import Plan
+from workers.cli.local.pools import LocalPools
+from workers.processes.supervisor import Program
 
 __all__ = ["door", "model", "open_door", "worker"]
 
@@ -85,3 +88,9 @@ def scripted() -> Iterator[Scripted]:
     server = Scripted()
     yield server
     server.close()
+
+
+def worker_programs(plan: Plan, env: Mapping[str, str]) -> list[Program]:
+    """The workers that a system on one machine would run at most, model by model."""
+    pools = LocalPools(plan, env, lambda name, line: None)
+    return [local.program(place) for local in pools.locals() for place in range(1, plan.rules.max + 1)]

@@ -13,12 +13,16 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from producers.gateway.settings import GatewaySettings
+from tests.workers.cli.conftest import worker_programs
+from workers.autoscaler.rules import Rules
 from workers.cli.app import app
+from workers.cli.exits import Failure
 from workers.cli.gpus import workers as gpu_workers
 from workers.cli.gpus.choice import Chosen
 from workers.cli.local import up
 from workers.cli.local.system import System
 from workers.cli.processes import PENSTOCK
+from workers.processes.standby import IDLE_S
 from workers.processes.supervisor import Program
 from workers.settings import WorkerSettings
 
@@ -69,7 +73,7 @@ SAID = (
 
 def test_each_worker_is_told_what_was_said(conducted: Conducted, monkeypatch: pytest.MonkeyPatch) -> None:
     system = conducted("--model", "tiny", "--model", "two=tiny", "--workers", "2", "--health-port", "9100", *SAID)
-    workers = [told(monkeypatch, program) for program in system._worker_programs()]
+    workers = [told(monkeypatch, program) for program in worker_programs(system.plan, system.urls)]
     assert [(one.model.partition("=")[0], one.health_port) for one in workers] == [
         ("tiny", 9100),
         ("tiny", 9101),
@@ -96,7 +100,8 @@ def test_each_worker_is_told_what_was_said(conducted: Conducted, monkeypatch: py
 
 
 def test_what_was_not_said_is_left_to_the_worker(conducted: Conducted, monkeypatch: pytest.MonkeyPatch) -> None:
-    (program,) = conducted()._worker_programs()
+    system = conducted()
+    (program,) = worker_programs(system.plan, system.urls)
     settings = told(monkeypatch, program)
     assert settings.files_dir is not None, "up's own, for all its processes"
     assert settings == WorkerSettings(URL, URL, settings.model, settings.name, drain=30.0, files_dir=settings.files_dir)
@@ -139,6 +144,56 @@ def test_what_no_process_would_take_is_refused_before_any_is_started(said: tuple
     result = CliRunner().invoke(app, ["up", *said])
     assert result.exit_code == 2
     assert why in " ".join(result.output.replace("│", " ").split())  # as if it stood on one line
+
+
+@pytest.mark.parametrize(
+    ("said", "runs"),
+    [
+        ((), Rules(min=1, max=1)),
+        (("--workers", "3"), Rules(min=3, max=3)),
+        (("--max", "2"), Rules(min=0, max=2)),
+        (("--min", "1", "--max", "4", "--cool-down", "20"), Rules(min=1, max=4, cool_down=20.0)),
+    ],
+)
+def test_as_many_workers_run_as_was_said(conducted: Conducted, said: tuple[str, ...], runs: Rules) -> None:
+    assert conducted(*said).plan.rules == runs
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [
+        ((), None),
+        (("--standby",), IDLE_S),
+        (("--max", "2"), IDLE_S),
+        (("--max", "2", "--standby-idle", "60"), 60.0),
+        (("--max", "2", "--no-standby"), None),
+    ],
+)
+def test_a_standby_is_kept_where_workers_come_and_go(
+    conducted: Conducted, said: tuple[str, ...], seconds: float | None
+) -> None:
+    assert conducted(*said).plan.standby_s == seconds
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (("--min", "3", "--max", "2"), "--min is 3 and --max is 2; --min must not be larger"),
+        (("--min", "1"), "--min 1 needs --max"),
+        (
+            ("--workers", "2", "--max", "4"),
+            "--workers 2 is a fixed number of workers",
+        ),
+        (("--cool-down", "5"), "--cool-down needs --min or --max"),
+        (("--max", "2", "--cool-down", "0"), "--cool-down: cool_down is 0; it must be above 0"),
+        (("--standby-idle", "5"), "add --standby"),
+        (("--max", "2", "--no-standby", "--standby-idle", "5"), "add --standby"),
+    ],
+)
+def test_numbers_of_workers_that_make_no_sense_are_refused(said: tuple[str, ...], why: str) -> None:
+    result = CliRunner().invoke(app, ["up", *said])
+    assert isinstance(result.exception, Failure)
+    assert why in str(result.exception)
 
 
 def test_a_port_of_both_is_refused() -> None:

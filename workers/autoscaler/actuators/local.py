@@ -30,7 +30,7 @@ from workers.autoscaler.actuators.base import Actual, ActuatorError
 from workers.errors import REFUSED
 from workers.library import name_of
 from workers.processes import PENSTOCK
-from workers.processes.supervisor import HAND_BACK_S, TOLD, Child, Program, ended
+from workers.processes.supervisor import HAND_BACK_S, TOLD, Child, Program, Warm, ended
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +76,8 @@ class _Worker:
     child: Child
     name: str
     """As in its lease."""
-    down: bool = False
-    """It ended and stays down until the number changes."""
+    down: str = ""
+    """Why it stays down until the number changes; empty while it is kept running."""
     draining: asyncio.Task[None] | None = None
 
 
@@ -86,7 +86,8 @@ class Local:
     """Keeps a number of a model's workers running as children of this process.
 
     `program(place)` makes a worker's program; its lease's name is the last argument. `drain`: the workers' own drain
-    time (s). `restart`: whether workers that die are started again; see `go_on`.
+    time (s). `restart`: whether workers that die are started again; see `go_on`. `standby`: processes that may become
+    workers.
     """
 
     model: str
@@ -95,6 +96,7 @@ class Local:
     say: Callable[[str, str], None]
     drain: float = 30.0
     restart: bool = True
+    standby: Warm | None = None
     _wanted: int = field(init=False, default=0)
     _workers: list[_Worker] = field(init=False, default_factory=list)
     _failed: tuple[Child, str] | None = field(init=False, default=None)
@@ -109,6 +111,11 @@ class Local:
     def children(self) -> list[Child]:
         """The children that were started, also those that drain."""
         return [worker.child for worker in self._workers]
+
+    @property
+    def told(self) -> bool:
+        """Whether a worker is down because another process told it to stop."""
+        return any(worker.down == TOLD for worker in self._workers)
 
     async def actual(self) -> Actual:
         up = [worker for worker in self._workers if worker.draining is None and not worker.down]
@@ -167,7 +174,7 @@ class Local:
         if place is None:
             raise ActuatorError(f"no GPU is free for another worker of {self.model}")
         program = self.program(place)
-        child = Child(program, self.say)
+        child = Child(program, self.say, self.standby)
         worker = _Worker(place, child, program.argv[-1])
         child.restart = self.restart
         child.give_up = lambda status, deaths: self._ended(worker, status)
@@ -190,8 +197,8 @@ class Local:
             self._failed = worker.child, ended(status)
         if status != 0 and not refused:
             return None
-        worker.down = True
-        return TOLD if status == 0 else "it was refused and would be refused again; it stays down"
+        worker.down = TOLD if status == 0 else "it was refused and would be refused again; it stays down"
+        return worker.down
 
     async def _drain(self, worker: _Worker) -> None:
         await worker.child.stop(self.drain + HAND_BACK_S)

@@ -33,7 +33,8 @@ def demo(
     from workers.cli.exits import Exit, Failure
 
     with needs("gateway", "worker", "webhooks"):
-        from workers.cli.local.system import Plan, System, conduct
+        from workers.cli.local.plan import Plan
+        from workers.cli.local.system import System, conduct
 
     models = find_models([model], typer.echo)
     said: list[str] = []

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from workers.cli.exits import Exit, Failure
-from workers.cli.local.system import Plan, System
+from workers.cli.local.plan import Plan
+from workers.cli.local.system import System
 from workers.library import Found
 
 #: Last lines of the processes' output shown after a failure.

@@ -1,16 +1,22 @@
 """The whole system on one machine, as child processes of this one.
 
-    start:  valkey (unless one is given) -> gateway, workers, sweeper, webhooks, sources -> wait until all serve
-    stop:   gateway stops listening -> workers drain -> sweeper, webhooks, sources, the gateway's streams end -> valkey
+    start:  valkey (unless one is given) -> gateway, workers, sweeper, webhooks, sources; the models are published
+            -> wait until all serve -> the autoscaler begins, if the plan has it
+    stop:   autoscaler -> gateway stops listening -> workers drain -> sweeper, webhooks, sources, the gateway's streams
+            end -> valkey
 
 Once all run, a child that dies is restarted. A worker that was told to drain, or that drained for a spot notice, stays
-stopped.
+stopped. What happens when a process dies:
+
+- this process: the kernel kills all the others (`workers.processes.guard`). What was queued, and what workers held, is
+  in the data directory; the next start goes on with it, and with the least number of workers.
+- the store: it is restarted; until it answers, the autoscaler holds the number that there is.
+- a worker: see `workers.autoscaler.actuators.local`. The standby: see `workers.processes.standby`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable
@@ -18,62 +24,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from engine.execution.threads import threads_of_each
-from producers.admin.fleet import read_fleet
 from producers.client.aio import AsyncClient
-from producers.client.steps import FAILURES
-from producers.connection.connect import is_redis
 from producers.connection.local import HOST
+from producers.store.scaling import forget
+from workers.autoscaler.actuators import ActuatorError
+from workers.autoscaler.autoscaler import Autoscaler
 from workers.cli.client import Gateway
 from workers.cli.exits import Exit, Failure
-from workers.cli.gpus.choice import Chosen
 from workers.cli.local import embedded
+from workers.cli.local.plan import Plan
+from workers.cli.local.pools import LocalPools
+from workers.cli.models.publish import publish_to
 from workers.cli.processes import open_port
 from workers.connect import check_servers
 from workers.errors import Refused
 from workers.library import Found
 from workers.processes import PENSTOCK
-from workers.processes.supervisor import HAND_BACK_S, TOLD, Child, Program, ended
+from workers.processes.standby import Standby
+from workers.processes.supervisor import HAND_BACK_S, Child, Program, ended
 from workers.runtime.signals import coming
 
 STREAMS_END_S: Final = 5.0
 WEBHOOKS_DRAIN_S: Final = 5.0
 SOURCES_DRAIN_S: Final = 10.0
 VALKEY_STOP_S: Final = 15.0
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The processes to run. With `gpus`, each worker gets one."""
-
-    models: tuple[Found, ...]
-    data_dir: Path
-    host: str = "127.0.0.1"
-    port: int = 8000
-    broker: str | None = None
-    store: str | None = None
-    workers: int = 1
-    gpus: tuple[Chosen, ...] = ()
-    drain: float = 30.0
-    log_level: str = "warning"
-    worker_options: tuple[str, ...] = ()
-    gateway_options: tuple[str, ...] = ()
-    webhooks_options: tuple[str, ...] = ()
-    health_ports: tuple[int | None, ...] = ()
-    """A port for each worker, in the order of models and their workers; empty: no ports."""
-    files_dir: str | None = None
-    sources: Path | None = None
-    """The configuration of event sources; None: there are none."""
-
-    @property
-    def embedded(self) -> bool:
-        """Whether it has a server of its own in `data_dir`: as both, or as the store of a broker on SQS."""
-        return self.store is None and (self.broker is None or not is_redis(self.broker))
-
-    @property
-    def files(self) -> tuple[str, str]:
-        """The option with the place of files, which all processes share."""
-        return "--files-dir", str(self.files_dir or self.data_dir / "files")
 
 
 @dataclass(slots=True)
@@ -89,7 +63,9 @@ class System:
     _listener: socket.socket | None = field(init=False, default=None)
     _valkey: Child | None = field(init=False, default=None)
     _gateway: Child | None = field(init=False, default=None)
-    _workers: list[Child] = field(init=False, default_factory=list)
+    _standby: Standby | None = field(init=False, default=None)
+    _pools: LocalPools | None = field(init=False, default=None)
+    _scaling: asyncio.Task[None] | None = field(init=False, default=None)
     _sweeper: Child | None = field(init=False, default=None)
     _webhooks: Child | None = field(init=False, default=None)
     _sources: Child | None = field(init=False, default=None)
@@ -103,7 +79,8 @@ class System:
     @property
     def children(self) -> list[Child]:
         """The children that were started."""
-        every = (self._valkey, self._gateway, *self._workers, self._sweeper, self._webhooks, self._sources)
+        workers = self._pools.children if self._pools is not None else []
+        every = (self._valkey, self._gateway, *workers, self._sweeper, self._webhooks, self._sources)
         return [child for child in every if child is not None]
 
     async def start(self) -> None:
@@ -128,10 +105,12 @@ class System:
             raise Failure(str(refused)) from refused
         self._gateway = Child(self._gateway_program(), self.say)
         await self._gateway.start()
-        for program in self._worker_programs():
-            child = Child(program, self.say)
-            self._workers.append(child)
-            await child.start()
+        self._standby = await self._begin_standby()
+        self._pools = LocalPools(plan, self.urls, self.say, self._standby)
+        try:
+            await self._pools.start()
+        except ActuatorError as error:
+            raise Failure(str(error), Exit.TASK_FAILED) from error
         self._sweeper = Child(self._sweeper_program(), self.say)
         await self._sweeper.start()
         self._webhooks = Child(self._webhooks_program(), self.say)
@@ -140,17 +119,20 @@ class System:
             self._sources = Child(self._sources_program(plan.sources), self.say)
             await self._sources.start()
         await self._all_serve()
-        for worker in self._workers:
-            worker.give_up = lambda status, deaths: TOLD if status == 0 else None
         for child in self.children:
             child.restart = True
+        self._pools.go_on()
+        if plan.scaled:
+            self._scaling = asyncio.create_task(self._scale(self._pools), name="autoscaler")
 
     async def stop(self) -> None:
         """Stop all processes in order. Running tasks may end; the rest is handed back to the queue."""
         self._stop_listening()
         if self._gateway is not None:
             self._gateway.order(signal.SIGTERM)
-        await asyncio.gather(*(child.stop(self.plan.drain + HAND_BACK_S) for child in self._workers))
+        await self._stop_scaling()
+        if self._pools is not None:
+            await self._pools.stop()
         if self._sweeper is not None:
             await self._sweeper.stop(STREAMS_END_S)
         if self._webhooks is not None:  # the last events of the workers that drained; the rest waits in the outbox
@@ -163,12 +145,13 @@ class System:
 
     def hasten(self) -> None:
         """Make the workers hand back their running tasks now, while the system stops."""
-        for child in self._workers:
-            child.order(signal.SIGQUIT)
+        if self._pools is not None:
+            self._pools.hasten()
 
     async def kill(self) -> None:
         """Kill all processes. Running tasks return to the queue at the next start."""
         self._stop_listening()
+        await self._stop_scaling()
         others = [child for child in self.children if child is not self._valkey]
         await asyncio.gather(*(child.stop(1.0, signal.SIGKILL) for child in others))
         await self._stop_valkey()
@@ -181,6 +164,8 @@ class System:
             done, _ = await asyncio.wait((ready, *keepers), return_when="FIRST_COMPLETED")
         finally:
             ready.cancel()
+        if ready.done():
+            ready.result()
         for keeper, child in keepers.items():
             if keeper in done:
                 await asyncio.sleep(0.1)  # its last output is still being read
@@ -192,21 +177,42 @@ class System:
                 )
 
     async def _ready(self) -> None:
-        names = {child.program.argv[-1] for child in self._workers}
-        async with AsyncClient(self.broker, self.store) as client:
-            while True:
-                try:
-                    fleet = await read_fleet(client.store, client.broker)
-                    if names <= {worker["worker"] for pool in fleet.pools for worker in pool.workers}:
-                        break
-                except FAILURES as error:
-                    self.say("up", f"the store or the broker fails: {error}")
-                await asyncio.sleep(0.05)
+        await asyncio.gather(*(asyncio.to_thread(self._publish, model) for model in self.plan.models))
+        while not all(child.serves for child in self.children):  # noqa: ASYNC110 - children change
+            await asyncio.sleep(0.02)
         gateway = Gateway(self.url)
-        while True:
-            if await asyncio.to_thread(gateway.ready):
-                return
-            await asyncio.sleep(0.05)
+        while not await asyncio.to_thread(gateway.ready):  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.02)
+
+    def _publish(self, model: Found) -> None:
+        try:
+            publish_to(self.broker, self.store, model)
+        except Refused as refused:
+            raise Failure(str(refused)) from refused
+
+    async def _begin_standby(self) -> Standby | None:
+        if self.plan.standby_s is None:
+            return None
+        standby = Standby((*PENSTOCK, "worker"), self.say, idle_s=self.plan.standby_s)
+        await standby.start()
+        return standby
+
+    async def _scale(self, pools: LocalPools) -> None:
+        """Let the autoscaler say how many workers run, from now on."""
+        try:
+            async with AsyncClient(self.broker, self.store) as client:
+                await forget(client.store, pools.names)  # of an earlier `up`, its workers and its failed starts
+                await Autoscaler(client, pools).run()
+        except Exception as error:  # noqa: BLE001 - told; the number stays as it is
+            self.say("autoscaler", f"ended; the number of workers stays as it is: {error!r}")
+
+    async def _stop_scaling(self) -> None:
+        """End the autoscaler and the standby."""
+        if self._scaling is not None:
+            self._scaling.cancel()
+            await asyncio.wait((self._scaling,))
+        if self._standby is not None:
+            await self._standby.stop()
 
     def _gateway_program(self) -> Program:
         assert self._listener is not None
@@ -217,44 +223,24 @@ class System:
         argv += self.plan.files
         for model in self.plan.models:
             argv += ["--await-model", model.name]
-        return Program("gateway", argv, self._urls(), pass_fds=(fd,))
+        return Program("gateway", argv, self.urls, pass_fds=(fd,))
 
     def _sweeper_program(self) -> Program:
         argv = [*PENSTOCK, "sweeper", "--log-level", self.plan.log_level, *self.plan.files]
-        return Program("sweeper", argv, self._urls())
+        return Program("sweeper", argv, self.urls)
 
     def _webhooks_program(self) -> Program:
         argv = [*PENSTOCK, "webhooks", "run", "--log-level", self.plan.log_level]
         argv += ["--drain-timeout", str(WEBHOOKS_DRAIN_S), *self.plan.webhooks_options]
-        return Program("webhooks", argv, self._urls())
+        return Program("webhooks", argv, self.urls)
 
     def _sources_program(self, config: Path) -> Program:
         argv = [*PENSTOCK, "sources", "--config", str(config), "--log-level", self.plan.log_level]
         argv += ["--drain-timeout", str(SOURCES_DRAIN_S), *self.plan.files]
-        return Program("sources", argv, self._urls())
+        return Program("sources", argv, self.urls)
 
-    def _worker_programs(self) -> list[Program]:
-        plan, programs = self.plan, []
-        total = plan.workers * len(plan.models)
-        # The user's own options come later on the command line, and win.
-        shared = ("--threads", str(threads_of_each(total))) if total > 1 else ()
-        gpus, ports = iter(plan.gpus), iter(plan.health_ports)
-        for model in plan.models:
-            for k in range(1, plan.workers + 1):
-                name = "worker" if total == 1 else f"worker.{model.name}.{k}"
-                argv = [*PENSTOCK, "worker", "--model", model.reference, "--drain-timeout", str(plan.drain), *shared]
-                argv += [*plan.files, *plan.worker_options, "--log-level", plan.log_level]
-                env = self._urls()
-                if (port := next(ports, None)) is not None:
-                    argv += ["--health-port", str(port)]
-                if plan.gpus:
-                    argv += ["--device", "cuda"]
-                    env["CUDA_VISIBLE_DEVICES"] = next(gpus).visible
-                argv += ["--name", f"{socket.gethostname()}.{os.getpid()}.{name}"]
-                programs.append(Program(name, argv, env))
-        return programs
-
-    def _urls(self) -> dict[str, str]:
+    @property
+    def urls(self) -> dict[str, str]:
         """The servers' URLs as environment variables. They may hold passwords, so they stay off the command line."""
         return {"BROKER_URL": self.broker, "STORE_URL": self.store}
 

@@ -46,6 +46,7 @@ from workers.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from workers.autoscaler.rules import Rules
     from workers.cli.local.system import System
 
 
@@ -77,7 +78,7 @@ OF_WEBHOOKS: Final = ("webhook_allow",)
 
 def add_to(app: typer.Typer) -> None:
     """Register the command."""
-    example = "Example: penstock up --port 8000 --data-dir ~/penstock --model tiny --workers 2"
+    example = "Example: penstock up --port 8000 --data-dir ~/penstock --model tiny --min 0 --max 2"
     app.command(epilog=f"{example}\n\n{PROCESS_STATUS}", rich_help_panel="Start here")(up)
 
 
@@ -107,7 +108,41 @@ def up(
         list[str] | None, typer.Option(help=f"{MODEL} May be repeated. Unset: tiny.", autocompletion=complete_model)
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, max=64, help="Worker processes for each model. Unset: 1.")
+        int | None,
+        typer.Option(
+            min=1, max=64, help="Worker processes for each model, a fixed number. Unset: 1, or --min to --max."
+        ),
+    ] = None,
+    least: Annotated[
+        int | None,
+        typer.Option(
+            "--min", min=0, max=64, help="Fewest workers of each model; more run while tasks wait. Unset: 0 with --max."
+        ),
+    ] = None,
+    most: Annotated[
+        int | None,
+        typer.Option("--max", min=1, max=64, help="Most workers of each model. Unset: --workers, or each of --gpus."),
+    ] = None,
+    cool_down: Annotated[
+        float | None,
+        typer.Option(
+            callback=finite,
+            help="Seconds for which fewer workers must have been enough before one ends. Unset: 300.",
+        ),
+    ] = None,
+    standby: Annotated[
+        bool | None,
+        typer.Option(
+            "--standby/--no-standby",
+            help="Keep one process that has imported everything, at most 400 MB, and becomes the next worker. Unset: "
+            "if --min is below --max.",
+        ),
+    ] = None,
+    standby_idle: Annotated[
+        float | None,
+        typer.Option(
+            min=1, callback=finite, help="Seconds after which the standby ends if no worker started. Unset: 3600."
+        ),
     ] = None,
     gpus: Gpus = None,
     max_num_seqs: MaxNumSeqs = None,
@@ -155,7 +190,8 @@ def up(
 ) -> None:
     """Start the whole system here: Valkey, a gateway, workers, a sweeper, webhooks. Ctrl-C drains and stops it.
 
-    Queued tasks are kept for the next start.
+    With --min 0 it starts with no worker: the first task starts one, and without tasks it ends again. Queued tasks are
+    kept for the next start.
     """
     import asyncio
     from contextlib import suppress
@@ -165,7 +201,8 @@ def up(
     from workers.cli.starting import checked_level
 
     with needs("gateway", "worker", "webhooks"):
-        from workers.cli.local.system import Plan, System, conduct
+        from workers.cli.local.plan import Plan
+        from workers.cli.local.system import System, conduct
 
     if store is not None and broker is None:
         raise Failure("--store needs --broker; without them the embedded Valkey server is both")
@@ -178,12 +215,11 @@ def up(
 
     chosen = choose(gpus, gpus_here()) if gpus is not None else ()
     names = model or ["tiny"]
-    if chosen and workers is not None:
-        raise Failure("--gpus starts one worker for each GPU; leave --workers out")
     if len(chosen) % len(names):
         raise Failure(f"{len(chosen)} GPUs cannot be shared evenly by {len(names)} models")
-    each = len(chosen) // len(names) or workers or 1
-    ports = health_ports(health_port, each * len(names))
+    rules = _rules(workers, least, most, cool_down, len(chosen) // len(names))
+    idle = _standby_s(standby, standby_idle, rules)
+    ports = health_ports(health_port, rules.max * len(names))
     if port in ports:
         raise Failure(
             f"port {port} is the gateway's, and --health-port {health_port} would give it to a worker's /readyz too"
@@ -198,7 +234,9 @@ def up(
         port,
         broker,
         store,
-        each,
+        rules,
+        True,
+        idle,
         chosen,
         drain_timeout,
         level,
@@ -214,7 +252,7 @@ def up(
     say(
         "up",
         f"starting {server}, a gateway, a sweeper, a webhooks process, {'event sources, ' if sources else ''}"
-        f"{each * len(models)} worker(s) for {', '.join(one.name for one in models)}",
+        f"{rules.min * len(models)} worker(s) for {', '.join(one.name for one in models)}",
     )
     finished = asyncio.run(conduct(System(plan, say), _serve))
     assert not finished, "it is used until a signal comes"
@@ -231,18 +269,66 @@ async def _serve(system: System) -> None:
     elsewhere = "" if system.url == DEFAULT_URL else f" --url {system.url}"
     kept = f", kept in {system.plan.data_dir}" if system.plan.embedded else ""
     store = "" if system.store == system.broker else f"  store   {shown(system.store)}{kept}\n"
-    health = " ".join(f"http://127.0.0.1:{port}/readyz" for port in system.plan.health_ports if port is not None)
+    health = "".join(f" http://127.0.0.1:{port}/readyz" for port in system.plan.health_ports if port is not None)
     typer.echo(
         f"\nPenstock is ready at {system.url}\n"
         f"  models  {', '.join(models)}\n"
         f"  broker  {shown(system.broker)}{kept if not store else ''}\n"
         + store
-        + (f"  workers {health}\n" if health else "")
+        + f"  workers {numbers(system.plan.rules)}{health}\n"
         + f"  webhooks to public https:// URLs{_allowed(system)}\n"
         + f"  try     penstock submit {models[0]} 'def fibonacci(n):' --stream{elsewhere}\n"
         f"{how_to_end()} drains and stops it.\n"
     )
     await asyncio.Event().wait()
+
+
+def _rules(workers: int | None, least: int | None, most: int | None, cool_down: float | None, gpus: int) -> Rules:
+    """How many workers each model has. `gpus`: of each model; 0 where no GPU was named. Raises Failure."""
+    from dataclasses import replace
+
+    from workers.autoscaler.rules import Rules
+    from workers.cli.exits import Failure
+
+    scaled = least is not None or most is not None
+    if workers is not None and scaled:
+        raise Failure(f"--workers {workers} is a fixed number of workers; leave it out with --min and --max")
+    if gpus and workers is not None:
+        raise Failure("--gpus starts one worker for each GPU; leave --workers out")
+    if gpus and most is not None and most > gpus:
+        raise Failure(f"--max is {most}, and each model has {gpus} of the GPUs; each worker needs one of its own")
+    if not scaled:
+        if cool_down is not None:
+            raise Failure("--cool-down needs --min or --max: without them the number of workers never changes")
+        least = most = gpus or workers or 1
+    elif most is None:
+        if not gpus:
+            raise Failure(f"--min {least} needs --max, the most workers that may run")
+        most = gpus
+    try:
+        rules = Rules(min=least or 0, max=most)
+        return rules if cool_down is None else replace(rules, cool_down=cool_down)
+    except ValueError as error:
+        words = f"--min is {least} and --max is {most}; --min must not be larger"
+        raise Failure(words if (least or 0) > most else f"--cool-down: {error}") from error
+
+
+def _standby_s(standby: bool | None, idle: float | None, rules: Rules) -> float | None:
+    """The time (s) for which a standby is kept; None: there is none. Raises Failure."""
+    from workers.cli.exits import Failure
+    from workers.processes.standby import IDLE_S
+
+    wanted = rules.min < rules.max if standby is None else standby
+    if idle is not None and not wanted:
+        raise Failure("--standby-idle needs a standby: add --standby")
+    return (idle or IDLE_S) if wanted else None
+
+
+def numbers(rules: Rules) -> str:
+    """The words for how many workers there are."""
+    if rules.min == rules.max:
+        return f"{rules.min}"
+    return f"{rules.min} now; up to {rules.max} of each model run while tasks come"
 
 
 def _allowed(system: System) -> str:

@@ -33,14 +33,14 @@ def publish(
     try:
         urls = servers(broker, store)
         for one in found:
-            told = _publish(one, *urls)
+            told = publish_to(*urls, one)
             before = f", was {told['before']}" if told["before"] not in (None, told["version"]) else ""
             typer.echo(json.dumps(told) if as_json else f"{told['name']} {told['version']}{before}")
     except (Refused, ValueError) as error:
         raise Failure(str(error)) from error
 
 
-def _publish(found: Found, broker: str, store: str) -> dict[str, str | None]:
+def publish_to(broker: str, store: str, found: Found) -> dict[str, str | None]:
     """Check the servers, make queues where these do not make themselves, and publish. Raises Refused, and Failure."""
     with needs("gateway"):
         from producers.connection.connect import shown

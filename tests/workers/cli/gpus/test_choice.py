@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from engine.execution.threads import threads_of_each
-from tests.workers.cli.conftest import Run
+from tests.workers.cli.conftest import Run, worker_programs
 from workers.cli.exits import Failure
 from workers.cli.gpus import choice as gpus
 from workers.cli.gpus import cuda_devices
 from workers.cli.gpus.choice import Chosen, Gpu, choose, gpus_here
-from workers.cli.local.system import Plan, System
+from workers.cli.local.plan import Plan
 from workers.library import Found
 from workers.processes.supervisor import Program
 from workers.settings import WorkerSettings
@@ -234,8 +234,7 @@ class TestUpCommand:
 
     def test_gives_each_worker_one(self, tmp_path: Path) -> None:
         models = (Found("a", tmp_path), Found("b", tmp_path))
-        plan = Plan(models, tmp_path, workers=1, gpus=choose("all", HERE))
-        programs = System(plan, lambda name, line: None)._worker_programs()
+        programs = worker_programs(Plan(models, tmp_path, gpus=choose("all", HERE)), {})
         assert [(one.name, one.env["CUDA_VISIBLE_DEVICES"]) for one in programs] == [
             ("worker.a.1", "0"),
             ("worker.b.1", "1"),

@@ -8,9 +8,8 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,110 +19,10 @@ import pytest
 from tests.aws import Aws
 from tests.processes import free_port
 from tests.producers.gateway.conftest import TINY, until
+from tests.workers.cli.local.conftest import PATIENCE_S, PENSTOCK, Up, final, task, whole
 from tests.workers.library.hub_server import Hub, Repo, running_hub
-from workers.cli.client import FINAL, Gateway
-from workers.cli.exits import Exit, Failure
-from workers.cli.local.embedded import DataDir, LeftBehind
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
-
-PENSTOCK = (sys.executable, "-m", "workers.cli")
-#: A start imports torch; the machine may be busy.
-PATIENCE_S = 100.0
-
-
-class Up:
-    """A `penstock up` of one's own, on any free port."""
-
-    def __init__(self, data_dir: Path, *args: str) -> None:
-        self.out = ""
-        self.data_dir = data_dir
-        self.process = subprocess.Popen(
-            [*PENSTOCK, "up", "--port", "0", "--data-dir", str(data_dir), *args],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            text=True,
-            bufsize=1,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        self.seen: set[int] = set()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.out += line
-
-    def wait_ready(self) -> Gateway:
-        def ready() -> re.Match[str] | None:
-            assert self.process.poll() is None, self.out
-            return re.search(r"ready at (http://\S+)", self.out)
-
-        gateway = Gateway(until(ready, PATIENCE_S)[1])
-        assert len(self.children()) >= 2
-        return gateway
-
-    def children(self) -> dict[str, int]:
-        """Process ids by what they are: valkey, gateway, worker."""
-        found = {}
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):
-                _, state, parent, *_ = stat.read_text().rpartition(")")[2].split(" ", 3)
-                if int(parent) == self.process.pid and state != "Z":
-                    words = (stat.parent / "cmdline").read_bytes().split(b"\0")
-                    kind = "valkey" if b"valkey" in words[0] else words[4].decode() if len(words) > 4 else "?"
-                    found[kind] = int(stat.parent.name)
-        self.seen |= set(found.values())
-        return found
-
-    def stop(self, sig: signal.Signals = signal.SIGINT) -> int:
-        self.children()
-        self.process.send_signal(sig)
-        return self.ended()
-
-    def ended(self) -> int:
-        """The status with which it ends by itself."""
-        status = self.process.wait(PATIENCE_S)
-        self._reader.join(60)
-        return status
-
-    def nothing_left(self) -> bool:
-        """None of its processes lives, and its data directory is free."""
-        until(lambda: not any(map(lives, self.seen)))
-        until(self._free)
-        return True
-
-    def _free(self) -> bool:
-        # A server that was killed is a zombie already while its other threads end, which hold its files.
-        with contextlib.suppress(LeftBehind):
-            DataDir(self.data_dir).close()
-            return True
-        return False
-
-
-def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-@pytest.fixture
-def up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
-    """Starts systems, on one data directory unless told otherwise; whatever is left is killed."""
-    started: list[Up] = []
-
-    def start(*args: str, data_dir: Path = tmp_path / "data") -> Up:
-        started.append(Up(data_dir, *args))
-        return started[-1]
-
-    yield start
-    for one in started:
-        if one.process.poll() is None:
-            one.process.kill()
-            one.process.wait()
 
 
 def two_ports() -> int:
@@ -139,31 +38,6 @@ def answers(url: str) -> bool:
     with contextlib.suppress(httpx.TransportError):
         return httpx.get(url, timeout=60).status_code == 200
     return False
-
-
-def task(**fields: Any) -> dict[str, Any]:
-    return {"model": "tiny", "prompt": "def f(x):", "ignore_eos": True, **fields}
-
-
-def final(gateway: Gateway, task_id: str) -> dict[str, Any]:
-    def look() -> dict[str, Any] | None:
-        try:
-            found = gateway.task(task_id)
-        except Failure as failure:  # what it needs is being started again
-            if failure.status != Exit.UNREACHABLE:
-                raise
-            return None
-        return found if found["status"] in FINAL else None
-
-    found: dict[str, Any] = until(look, PATIENCE_S)
-    return found
-
-
-def whole(gateway: Gateway, task_id: str) -> list[tuple[int, int]]:
-    """A finished task's (index, token id)s as streamed, checked for being contiguous."""
-    events = [event for event in gateway.events(task_id) if event["event"] == "token"]
-    assert [event["position"] for event in events] == list(range(len(events)))
-    return [(event["index"], event["token_id"]) for event in events]
 
 
 def test_what_is_in_the_way_is_said_what_dies_is_started_again_and_nothing_outlives_it(
@@ -243,7 +117,7 @@ def test_a_model_that_cannot_be_served_is_said_and_nothing_is_left(up: Callable[
     (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
     system = up("--model", str(tmp_path))
     assert system.ended() == 2
-    assert "worker exited with status 2" in system.out
+    assert f"cannot serve {tmp_path}: {tmp_path} has no tokenizer.json" in system.out
     assert system.nothing_left()
 
 
@@ -270,7 +144,7 @@ def test_on_a_broker_of_ones_own_no_server_is_started_and_a_model_comes_from_a_h
         gateway = system.wait_ready()
         assert sorted(hub.fetched()) == sorted(files)  # by neither of the two workers again
     # Two workers have the same name here.
-    until(lambda: sorted(system.children()) == ["gateway", "sweeper", "worker"])
+    until(lambda: sorted(system.children()) == ["gateway", "sweeper", "webhooks", "worker"])
     assert not (tmp_path / "never").exists()
     for one in (port, port + 1):
         url = f"http://127.0.0.1:{one}/readyz"
