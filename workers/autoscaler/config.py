@@ -107,6 +107,15 @@ def parse_rule(said: str) -> dict[str, Any]:
         ) from None
 
 
+def one_pool(said: Mapping[str, Any], rules: Sequence[str]) -> PoolSettings:
+    """A pool of a command line: keys (None: not given), and rules as NAME=VALUE. Raises BadScaling."""
+    table = {name: value for name, value in said.items() if value is not None}
+    for one in rules:
+        for key, value in parse_rule(one).items():
+            table[key] = {**table[key], **value} if isinstance(value, dict) and key in table else value
+    return parse(table)
+
+
 def apart(pools: Sequence[PoolSettings]) -> list[PoolSettings]:
     """The same pools. Raises BadScaling where two count the same tasks."""
     seen: dict[str, set[str | None]] = {}

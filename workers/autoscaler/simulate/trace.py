@@ -91,3 +91,11 @@ def _tokens(row: dict[str, str], column: str) -> int:
     if not 0 <= tokens <= MOST:
         raise ValueError(f"{column} is {row[column]!r}; it must be a whole number from 0 to {MOST:,}")
     return tokens
+
+
+def write(path: Path, arrivals: Iterable[Arrival]) -> None:
+    """Write a trace as it is read. Raises OSError."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(COLUMNS)
+        rows.writerows((round(one.at, 3), TIERS[one.rank], one.prompt, one.output) for one in arrivals)

@@ -97,12 +97,12 @@ def bench(
         spread=length_spread,
         shared_prefix=shared_prefix_tokens,
         prompts=given,
-        tiers=_weights(tiers),
+        tiers=weights(tiers),
         extra={} if temperature is None else {"temperature": temperature},
         seed=seed,
     )
     for path in (out, plot):
-        _check_writable(path)
+        check_writable(path)
     cap = concurrency if concurrency is not None or rate is not None else 8
     limits = Limits(ttft_limit, itl_limit)
     try:
@@ -227,23 +227,24 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.1f}"
 
 
-def _weights(text: str) -> dict[str, float]:
+def weights(text: str, option: str = "--tiers") -> dict[str, float]:
+    """Tiers with weights, as the option says them. Raises Failure."""
     from producers.contract.keys import TIERS
 
-    weights = {}
+    found = {}
     for part in text.split(","):
         tier, equals, weight = part.strip().partition("=")
         try:
-            weights[tier] = float(weight) if equals else 1.0
+            found[tier] = float(weight) if equals else 1.0
         except ValueError:
-            weights[tier] = -1.0
-        if tier not in TIERS or not 0 < weights[tier] < float("inf"):
-            raise Failure(f"--tiers has {part!r}; it takes {', '.join(TIERS)}, each with a weight above 0 after =")
-    return weights
+            found[tier] = -1.0
+        if tier not in TIERS or not 0 < found[tier] < float("inf"):
+            raise Failure(f"{option} has {part!r}; it takes {', '.join(TIERS)}, each with a weight above 0 after =")
+    return found
 
 
-def _check_writable(path: Path | None) -> None:
-    """Refuses an unwritable output file before the bench, rather than after it. Raises Failure."""
+def check_writable(path: Path | None) -> None:
+    """Refuses an unwritable output file before the work, rather than after it. Raises Failure."""
     if path is not None:
         try:
             path.open("a").close()

@@ -12,6 +12,7 @@ import typer
 from workers.cli.admin.dlq import with_client
 from workers.cli.exits import OPERATOR_STATUS, Failure
 from workers.cli.options import AnyBroker, Store
+from workers.cli.scale.simulate import EXAMPLE, simulate
 from workers.cli.terminal.show import printable
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def add_to(app: typer.Typer) -> None:
         "ls": (listed, "penstock scale ls"),
         "explain": (explain, "penstock scale explain tiny --history 20"),
         "retry": (retry, "penstock scale retry tiny"),
+        "simulate": (simulate, EXAMPLE),
     }
     for name, (command, example) in examples.items():
         group.command(name, epilog=f"Example: {example}\n\n{OPERATOR_STATUS}")(command)

@@ -118,7 +118,7 @@ def autoscaler(
 
 def _pools(said: dict[str, Any], rules: list[str], config: Path | None) -> list[PoolSettings]:
     """The pools of the file or of the command line. Raises BadScaling, and Failure for neither or both."""
-    from workers.autoscaler.config import parse, parse_rule, read
+    from workers.autoscaler.config import one_pool, read
 
     table = {name: value for name, value in said.items() if value is not None}
     if config is not None:
@@ -127,10 +127,7 @@ def _pools(said: dict[str, Any], rules: list[str], config: Path | None) -> list[
         return read(config)
     if "model" not in table:
         raise Failure("there is no pool: name a model with --model, or a file with --config")
-    for one in rules:
-        for key, value in parse_rule(one).items():
-            table[key] = {**table[key], **value} if isinstance(value, dict) and key in table else value
-    return [parse(table)]
+    return [one_pool(table, rules)]
 
 
 def _shown(dry_run: bool) -> Any:
