@@ -10,7 +10,7 @@ A pool's state, one JSON object in the hash `penstock:scale:pools` under the poo
     raw       {"a", "b", "c", "raw"}: the policy's numbers (`workers.autoscaler.policy`)
     signals   what the policy saw (`workers.autoscaler.signals`); null where nothing could be read
     before    what the policy remembered before (`workers.autoscaler.memory`): with signals and rules, all its inputs
-    memory    what it remembers since
+    memory    what it remembers since; null while it is not known how many workers there are
     rules     the settings that it went by (`workers.autoscaler.rules`)
     starts    what is remembered of starts that failed (`workers.autoscaler.starts`)
     actual    {"wanted", "up", "failing", "failures"}: what the actuator found; null with no actuator

@@ -40,15 +40,16 @@ class Control:
         self._shown: tuple[Any, ...] = ()
 
     def decide(self, fleet: Fleet | None, at: float, by: str) -> dict[str, Any] | None:
-        """The pool's new state (`producers.store.scaling`); None while it is not known how many workers there are.
+        """The pool's new state (`producers.store.scaling`); None while nothing is known of it.
 
         `fleet`: None where it could not be read; then everything stays as it is.
         """
         if fleet is not None and not self._restored:
             self._restore(fleet)
-        if self._memory is None and not self._begin(fleet):
-            return None
-        assert self._memory is not None
+        if self._memory is None:
+            self._memory = self._begin(fleet)
+        if self._memory is None:
+            return None if fleet is None else self._waits(fleet, by)
         self._before = self._memory
         if fleet is None:
             decision, self._memory = decide(self._rules, None, self._memory)
@@ -80,7 +81,7 @@ class Control:
 
     def act(self, state: dict[str, Any], fleet: Fleet | None) -> None:
         """Have the actuator told. It goes on by itself."""
-        if self.acting is not None and fleet is not None:
+        if self.acting is not None and fleet is not None and self._memory is not None:
             self.acting.tell(state["told"], watch.victims(fleet, self.settings))
 
     # ---- what was before ------------------------------------------------------------------------------------------
@@ -103,20 +104,26 @@ class Control:
                 "the kept state of %s cannot be read (%r): it begins anew, with the workers there are", name, error
             )
 
-    def _begin(self, fleet: Fleet | None) -> bool:
-        """Begin with the number that there is: never at zero because nothing is known."""
-        if self.acting is not None:
-            if self.acting.actual is None:
-                return False
-            wanted = self.acting.actual.wanted
-        elif fleet is not None:
-            wanted = max(
-                watch.signals(fleet, self.settings).ready, self._kept
-            )  # others may still follow the old number
-        else:
-            return False
-        self._memory = Memory(wanted, changed_at=None if fleet is None else fleet.at)
-        return True
+    def _begin(self, fleet: Fleet | None) -> Memory | None:
+        """Begin with the number that there is, never at zero because nothing is known. None: it is not known yet."""
+        if fleet is None:
+            return None
+        if self.acting is None:
+            return Memory(self._least(fleet), changed_at=fleet.at)
+        actual = self.acting.actual
+        return None if actual is None else Memory(actual.wanted, changed_at=fleet.at)
+
+    def _least(self, fleet: Fleet) -> int:
+        """Workers that there are at least: those that are ready, and as many as others may still follow."""
+        return max(watch.signals(fleet, self.settings).ready, self._kept)
+
+    def _waits(self, fleet: Fleet, by: str) -> dict[str, Any] | None:
+        """The state while the actuator refuses to say how many workers there are; it is not acted on."""
+        if self.acting is None or not self.acting.refused:
+            return None
+        least = self._least(fleet)
+        decision = Decision(least, f"holds {least}: the actuator does not say how many workers there are", {})
+        return self._state(fleet.at, decision, watch.signals(fleet, self.settings), by)
 
     # ---- starts ---------------------------------------------------------------------------------------------------
 
@@ -148,7 +155,6 @@ class Control:
         return found
 
     def _state(self, at: float, decision: Decision, seen: Signals | None, by: str) -> dict[str, Any]:
-        assert self._memory is not None
         acting = self.acting
         told = decision.wanted if acting is None else self._starts.asked(decision.wanted, self._ready, at)
         return {
@@ -160,7 +166,7 @@ class Control:
             "raw": decision.raw,
             "signals": None if seen is None else seen.to_dict(),
             "before": None if self._before is None else self._before.to_dict(),
-            "memory": self._memory.to_dict(),
+            "memory": None if self._memory is None else self._memory.to_dict(),
             "rules": asdict(self._rules),
             "starts": self._starts.to_dict(),
             "actual": None if acting is None or acting.actual is None else asdict(acting.actual),

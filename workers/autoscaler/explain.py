@@ -97,8 +97,8 @@ def _strain(seen: State) -> str:
     return f"{seen['running']} running, " + (", ".join(filter(None, figures)) or "nothing measured")
 
 
-def _cool_down(rules: State, memory: State, now: float) -> str:
-    if memory["changed_at"] is None:
+def _cool_down(rules: State, memory: State | None, now: float) -> str:
+    if memory is None or memory["changed_at"] is None:
         return f"{rules['cool_down']:g} s; the number has not changed yet"
     left = rules["cool_down"] - (now - memory["changed_at"])
     return f"{rules['cool_down']:g} s, " + (f"{left:.0f} s left" if left > 0 else "over")

@@ -12,9 +12,10 @@ from redis import Redis
 
 from producers import AsyncClient
 from producers.contract import keys
+from producers.store.scaling import retry
 from tests.producers.proxy import Proxy
 from tests.workers.autoscaler.conftest import Fleet, Recorder, until
-from workers.autoscaler import acting
+from workers.autoscaler import acting, control
 from workers.autoscaler.actuators.base import Actuator
 from workers.autoscaler.autoscaler import Autoscaler, AutoscalerSettings
 from workers.autoscaler.pools import Pools, PoolSettings, Scaled, fixed
@@ -98,6 +99,20 @@ async def test_a_state_that_cannot_be_read_begins_anew_at_the_number_there_is(
     assert hand.told == []
 
 
+async def test_a_state_from_long_ago_is_no_ground_to_act_on(fleet: Fleet, aclient: AsyncClient) -> None:
+    """The number that it wanted was that of another load: the platform's own counts, and a cool-down begins."""
+    patient = PoolSettings("tiny", rules=Rules(max=4, cool_down=60.0))
+    async with scaling(aclient, Recorder(), pool=patient):
+        await until(fleet.state)
+    old = fleet.state()
+    assert old["wanted"] == 0
+    fleet.valkey.hset(keys.SCALE_POOLS, "tiny", json.dumps(old | {"at": old["at"] - 31}))
+    hand = Recorder(3)
+    async with scaling(aclient, hand, pool=patient):
+        await until(lambda: fleet.state()["wanted"] == 3)
+    assert hand.told == []
+
+
 async def test_a_store_that_lost_its_data_does_not_say_that_nothing_is_queued(
     fleet: Fleet, aclient: AsyncClient
 ) -> None:
@@ -129,9 +144,8 @@ async def test_the_store_goes_away_and_comes_back(fleet: Fleet, proxy: Proxy) ->
     often = AutoscalerSettings("one", lease=1.0, every=0.05, look=0.05)
     async with AsyncClient(proxy.url) as client, scaling(client, hand, often) as one:
         await until(lambda: hand.numbers == [1])
-        fleet.lease("a")
-        fleet.empty()
         fault = proxy.fail(b"", "before", 10**9)
+        fleet.empty()
         await until(lambda: not one.leads)
         assert hand.numbers == [1]
         assert fault.hits
@@ -160,9 +174,37 @@ async def test_an_actuator_that_hangs_delays_no_other_and_one_that_refuses_is_to
     assert hangs.told == []
 
 
-async def test_starts_that_fail_are_given_up_until_an_operator_asks(fleet: Fleet, aclient: AsyncClient) -> None:
-    from producers.store.scaling import retry
+async def test_nothing_is_begun_while_an_actuator_does_not_say_what_there_is(
+    fleet: Fleet, aclient: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(acting, "FIRST_PAUSE_S", 0.01)
+    hand = Recorder(2)
+    hand.refuses = "forbidden: patch deployments/scale"
+    async with scaling(aclient, hand):
+        state = await until(fleet.state)
+        assert (state["trouble"], state["memory"]) == ("recorder: forbidden: patch deployments/scale", None)
+        hand.refuses = ""
+        await until(lambda: fleet.state()["wanted"] == 2)
+    assert 0 not in hand.numbers
 
+
+async def test_a_platform_that_gives_fewer_than_asked_is_said_and_told_again(
+    fleet: Fleet, aclient: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "FEWER_S", 0.1)
+    hand = Recorder()
+    hand.up, hand.failing = 1, "2 pods are pending: no node has a GPU"
+    fleet.fill(30)
+    async with scaling(aclient, hand):
+        await until(lambda: fleet.state().get("trouble"))
+        told = len(hand.numbers)
+        await until(lambda: len(hand.numbers) > told)
+        assert fleet.state()["trouble"] == f"recorder was told {fleet.state()['told']} and has 1: {hand.failing}"
+        hand.up = None
+        await until(lambda: not fleet.state()["trouble"])
+
+
+async def test_starts_that_fail_are_given_up_until_an_operator_asks(fleet: Fleet, aclient: AsyncClient) -> None:
     hand = Recorder()
     fleet.fill(1)
     async with scaling(aclient, hand, pool=PoolSettings("tiny", rules=RULES, tries=2)):
