@@ -1,0 +1,142 @@
+"""What the code takes and tells: command lines, environment variables, metrics."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import promql_parser
+import typer
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from producers.admin.fleet import Fleet, Pool, Scaling
+from producers.contract.profile import Profile
+from producers.gateway.metrics.own import Metrics
+from producers.gateway.metrics.workers import GPU_FIGURES, WORKER_FIGURES
+from producers.store.outbox import Backlog
+from tests.processes import ROOT
+from workers.cli.app import app
+
+#: Variables that others read: Python and its libraries, NVIDIA's toolkit, Grafana.
+OF_OTHERS = {
+    *("HOME", "PATH", "PYTHONUNBUFFERED", "HF_HOME", "HF_TOKEN"),
+    *("NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES"),
+    *("GF_AUTH_ANONYMOUS_ENABLED", "GF_AUTH_ANONYMOUS_ORG_ROLE", "GF_ANALYTICS_REPORTING_ENABLED"),
+    "GF_SECURITY_ADMIN_PASSWORD",
+}
+#: Labels that Prometheus itself gives, and of histograms.
+OF_PROMETHEUS = {"job", "instance", "le"}
+#: Time (s) beside the drain that a process has before it is killed.
+MARGIN_S = 30
+
+
+# ---- command lines ------------------------------------------------------------------------------------------------
+
+
+@cache
+def penstock() -> Any:
+    """The command, which takes a while to be made."""
+    return typer.main.get_command(app)
+
+
+def parsed(argv: Sequence[str]) -> dict[str, Any]:
+    """The options of `penstock ARGV`, defaults too; the servers are in its environment. Raises ValueError."""
+    command = penstock()
+    words = [*argv, "--broker", "redis://valkey:6379/0"]
+    try:
+        context = command.make_context("penstock", list(words))
+        while hasattr(command, "resolve_command"):
+            name, command, words = command.resolve_command(context, words)
+            context = command.make_context(name, words, parent=context)
+    except Exception as error:  # typer's own, of a module that is not public
+        raise ValueError(f"penstock {' '.join(argv)}: {getattr(error, 'message', error)}") from error
+    return dict(context.params)
+
+
+def grace(argv: Sequence[str]) -> float:
+    """Least time (s) from SIGTERM to SIGKILL: the drain time and MARGIN_S. A `local` actuator has workers' own."""
+    options = parsed(argv)
+    drain = options.get("drain_timeout", 0.0)
+    if str(options.get("actuator")).startswith("local"):
+        drain = parsed(["worker", "--model", "tiny"])["drain_timeout"]
+    return float(drain) + MARGIN_S
+
+
+# ---- environment --------------------------------------------------------------------------------------------------
+
+
+@cache
+def variables() -> frozenset[str]:
+    """Environment variables that the code reads."""
+    found = set(OF_OTHERS)
+    for package in ("engine", "producers", "workers"):
+        for path in (ROOT / package).rglob("*.py"):
+            text = path.read_text("utf-8")
+            found |= set(re.findall(r"""environ(?:\.get\(|\[)\s*["'](\w+)["']""", text))
+    return frozenset(found | set(_options(penstock())))
+
+
+def _options(command: Any) -> Iterator[str]:
+    for param in command.params:
+        yield from [param.envvar] if isinstance(param.envvar, str) else param.envvar or ()
+    for one in getattr(command, "commands", {}).values():
+        yield from _options(one)
+
+
+# ---- metrics ------------------------------------------------------------------------------------------------------
+
+
+@cache
+def metrics() -> dict[str, set[str]]:
+    """Metric -> its labels, as a gateway tells them of a system that has one of everything."""
+    gateway = Metrics(lambda: 0)
+    gateway.answered("GET", "/livez", 200, 0.1)
+    gateway.submitted("tiny", "default")
+    gateway.refused("queue_full")
+    gateway.fleet = _fleet()
+    families = text_string_to_metric_families(generate_latest(gateway.registry).decode())
+    return {sample.name: set(sample.labels) for family in families for sample in family.samples}
+
+
+def _fleet() -> Fleet:
+    gpu = {"uuid": "GPU-0", "slowed_by": ["heat"], **{key: 1 for *_, key, _ in GPU_FIGURES}}
+    profile = Profile(knee=8, tokens_per_s=100, ttft_p95=0.1, cold_start={"total": 2})
+    figures = {key: 1 for *_, key, _ in WORKER_FIGURES}
+    worker = {"worker": "w", "version": "v", "gpu": gpu, "profile": {"ttft_p95": 0.1}, **figures}
+    pool = Pool("tiny@v.f", "tiny", workers=[worker], oldest_s={"default": 1.0})
+    state = {"at": 1, "model": "tiny", "wanted": 1, "starts": {"failures": 1}}
+    scaling = Scaling(leads="a", states={"tiny": state}, profiles={"tiny@v": profile})
+    return Fleet([pool], swept={"sent": 1}, webhooks=Backlog({"due": 1}, 1.0), at=1.0, scaling=scaling)
+
+
+def wrong_in(query: str) -> list[str]:
+    """What makes no sense in a PromQL query: metrics that nobody exports, labels that they lack."""
+    try:
+        expression = promql_parser.parse(query)
+    except ValueError as error:
+        return [f"{query}: {error}"]
+    wrong: list[str] = []
+    for selector in _selectors(expression):
+        if selector.name == "up":
+            continue
+        labels = metrics().get(selector.name)
+        if labels is None:
+            wrong.append(f"no metric is called {selector.name}")
+        elif lacks := {matcher.name for matcher in selector.matchers.matchers} - labels - OF_PROMETHEUS:
+            wrong.append(f"{selector.name} has no label {sorted(lacks)}")
+    grouped = {label for one in re.findall(r"(?:by|on)\s*\(([^)]*)\)", query) for label in re.findall(r"\w+", one)}
+    known = {label for selector in _selectors(expression) for label in metrics().get(selector.name, set())}
+    return wrong + [f"nothing in {query} has a label {label}" for label in sorted(grouped - known - OF_PROMETHEUS)]
+
+
+def _selectors(node: Any) -> Iterator[Any]:
+    if type(node).__name__ == "VectorSelector":
+        yield node
+    parts = [getattr(node, name, None) for name in ("lhs", "rhs", "expr", "vector_selector", "args")]
+    for part in parts:
+        for one in part if isinstance(part, list) else [part]:
+            if one is not None:
+                yield from _selectors(one)

@@ -1,0 +1,154 @@
+"""`infra/aws`: by CloudFormation's linter, and against the code."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from producers.aws import policies
+from tests.infra.deploy.code import grace, parsed, variables
+from tests.processes import ROOT
+from workers.autoscaler.actuators import checked
+
+FOLDER = ROOT / "infra" / "aws"
+TEMPLATES = sorted(FOLDER.glob("*.yaml"))
+#: Longest time (s) that Fargate gives a container to stop.
+FARGATE_S = 120
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads CloudFormation's short forms: !Ref is {"Ref": ...}, !Sub {"Fn::Sub": ...}."""
+
+
+def _short_form(loader: _Loader, name: str, node: yaml.Node) -> dict[str, Any]:
+    kinds = {yaml.ScalarNode: loader.construct_scalar, yaml.SequenceNode: loader.construct_sequence}
+    value = kinds.get(type(node), loader.construct_mapping)(node, *(() if type(node) is yaml.ScalarNode else (True,)))
+    return {name if name in ("Ref", "Condition") else f"Fn::{name}": value}
+
+
+_Loader.add_multi_constructor("!", _short_form)
+
+
+@cache
+def resources(name: str) -> dict[str, Any]:
+    text = (FOLDER / name).read_text("utf-8")
+    return dict(yaml.load(text, _Loader)["Resources"])
+
+
+def lint(*paths: Path) -> str:
+    linter = Path(sys.executable).with_name("cfn-lint")
+    return subprocess.run([linter, "--include-checks", "I", "--", *paths], capture_output=True, text=True).stdout
+
+
+def words(command: list[Any]) -> list[str]:
+    """A container's command line; what CloudFormation fills in is a number or a URL."""
+    filled = {"MaxWorkers": "4", "Model": "tiny"}
+    return [
+        (filled[one["Ref"]] if "Ref" in one else re.sub(r"\$\{[^}]*\}", "x", one["Fn::Sub"]))
+        if isinstance(one, dict)
+        else one
+        for one in command
+    ]
+
+
+@pytest.mark.slow
+def test_the_linter_finds_nothing_but_what_is_wrong(tmp_path: Path) -> None:
+    """One run of the linter, which takes seconds to start."""
+    wrong = tmp_path / "wrong.yaml"
+    text = (FOLDER / "ecs.yaml").read_text("utf-8")
+    wrong.write_text(text.replace("DesiredCount: 0", "DesiredCnt: 0").replace("!Ref TaskGroup", "!Ref TasksGroup"))
+    found = lint(*TEMPLATES, wrong)
+    assert {line for line in found.splitlines() if ".yaml:" in line} == {
+        line for line in found.splitlines() if line.startswith(str(wrong))
+    }
+    assert "DesiredCnt" in found
+    assert "TasksGroup" in found
+
+
+TASKS = {name: one for name, one in resources("ecs.yaml").items() if one["Type"] == "AWS::ECS::TaskDefinition"}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task_is_right(name: str) -> None:
+    (container,) = TASKS[name]["Properties"]["ContainerDefinitions"]
+    argv = words(container["Command"])
+    options = parsed(argv)
+    assert grace(argv) <= container["StopTimeout"] <= FARGATE_S
+    given = {one["Name"] for one in (*container["Environment"], *container["Secrets"])}
+    assert {"BROKER_URL", "STORE_URL"} <= given <= variables()
+    assert "STORE_URL" in {one["Name"] for one in container["Secrets"]}
+    assert container["ReadonlyRootFilesystem"] is True
+    assert container["User"] == "10001"
+    port = options.get("health_port") or options.get("port")
+    if port is not None:
+        assert f"127.0.0.1:{port}/livez" in " ".join(container["HealthCheck"]["Command"])
+    if "actuator" in options:
+        assert checked(options["actuator"])
+
+
+def test_each_process_is_a_service() -> None:
+    services = {
+        one["Properties"]["ServiceName"] for one in resources("ecs.yaml").values() if one["Type"] == "AWS::ECS::Service"
+    }
+    assert services == {"gateway", "sweeper", "webhooks", "worker", "autoscaler"}
+
+
+def test_rights_are_those_that_the_processes_need() -> None:
+    def actions(name: str) -> set[str]:
+        properties = resources("ecs.yaml")[name]["Properties"]
+        documents = [properties] if "PolicyDocument" in properties else properties["Policies"]
+        statements = [one for document in documents for one in document["PolicyDocument"]["Statement"]]
+        return {one for statement in statements for one in _listed(statement["Action"])}
+
+    own = {*policies.OF_SERVICES, "ecs:ListTasks", "ecs:DescribeTasks", *policies.FIND}
+    assert actions("AutoscalerRole") == own
+    assert actions("Protect") == set(policies.PROTECT)
+
+
+def _listed(one: str | list[str]) -> list[str]:
+    return [one] if isinstance(one, str) else one
+
+
+def user_data() -> str:
+    data = resources("ec2-gpu.yaml")["Template"]["Properties"]["LaunchTemplateData"]["UserData"]
+    return str(data["Fn::Base64"]["Fn::Sub"])
+
+
+def test_the_unit_on_an_instance_is_that_of_the_repository() -> None:
+    unit = (ROOT / "infra" / "systemd" / "penstock-worker@.service").read_text("utf-8")
+    (written,) = re.findall(r"<<'UNIT'\n(.*?)^UNIT$", user_data(), re.MULTILINE | re.DOTALL)
+    assert written.replace("${!", "${") == unit[unit.index("[Unit]") :]
+
+
+def test_an_instance_runs_what_the_autoscaler_can_find() -> None:
+    data = user_data()
+    (options,) = re.findall(r'"(--gpus [^"]*)"', data)
+    argv = shlex.split(options.replace("$instance", "i-0a"))
+    said = parsed(["worker", "--model", "tiny", *argv])
+    assert said["name"].partition(".")[0] == "i-0a"
+    assert said["spot_provider"] == "aws"
+    assert subprocess.run(["bash", "-n"], input=re.sub(r"\$\{[^}]*\}", "x", data), text=True).returncode == 0
+
+
+def test_an_instance_waits_until_its_workers_have_drained() -> None:
+    (hook,) = resources("ec2-gpu.yaml")["Group"]["Properties"]["LifecycleHookSpecificationList"]
+    drain = float(re.findall(r"--drain-timeout (\d+)", user_data())[0])
+    assert hook["HeartbeatTimeout"] >= grace(["worker", "--model", "tiny", "--drain-timeout", str(drain)])
+
+
+def test_cloudwatch_steps_from_zero_alone_and_never_in() -> None:
+    """A step to one worker from any other number would end workers."""
+    scaling = resources("ecs-cloudwatch.yaml")
+    step = scaling["WorkerFromZero"]["Properties"]["StepScalingPolicyConfiguration"]
+    assert step["AdjustmentType"] == "ExactCapacity"
+    (condition,) = [one for one in scaling["WaitingAtZero"]["Properties"]["Metrics"] if one["ReturnData"]]
+    assert condition["Expression"].startswith("IF(FILL(workers, 0) < 1 AND ")
+    assert scaling["WorkerScale"]["Properties"]["MinCapacity"] == 0

@@ -1,0 +1,69 @@
+"""`infra/container/Containerfile`: by its linter, and against the code. No image is built here."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.infra.deploy.code import variables
+from tests.processes import ROOT
+
+FILE = ROOT / "infra" / "container" / "Containerfile"
+TEXT = FILE.read_text("utf-8")
+#: Stage -> its instructions.
+STAGES = dict(re.findall(r"^FROM \S+ AS (\S+)\n(.*?)(?=^FROM |\Z)", TEXT, re.MULTILINE | re.DOTALL))
+
+
+def linted(path: Path) -> str:
+    linter = Path(sys.executable).with_name("hadolint")
+    return subprocess.run([linter, "--no-color", path], capture_output=True, text=True).stdout
+
+
+def test_the_linter_finds_nothing() -> None:
+    assert linted(FILE) == ""
+
+
+def test_the_linter_finds_what_is_wrong(tmp_path: Path) -> None:
+    wrong = tmp_path / "Containerfile"
+    wrong.write_text(TEXT.replace("SHELL ", "# SHELL ").replace("ENTRYPOINT [", "ENTRYPOINT tini ["))
+    found = linted(wrong)
+    assert "DL4006" in found
+    assert "DL3025" in found
+
+
+def test_its_variables_are_read() -> None:
+    given = [word for line in re.findall(r"^ENV ((?:.*\\\n)*.*)$", TEXT, re.MULTILINE) for word in line.split()]
+    names = {word.partition("=")[0] for word in given if "=" in word}
+    assert names - variables() == {"PIP_DISABLE_PIP_VERSION_CHECK", "PIP_ROOT_USER_ACTION"}
+
+
+def test_both_targets_run_as_a_user_on_tini() -> None:
+    for target in ("cpu", "cuda"):
+        assert STAGES[target].rstrip().endswith("USER 10001:10001")
+    assert 'ENTRYPOINT ["tini", "--", "penstock"]' in STAGES["runtime"]
+    assert "HEALTHCHECK" not in TEXT.replace("no HEALTHCHECK", "")
+    assert TEXT.rstrip().endswith(STAGES["cpu"].rstrip())  # the default
+
+
+def test_its_extras_are_ours() -> None:
+    extras = re.findall(r'^ARG EXTRAS="(.*)"$', TEXT, re.MULTILINE)[0].split()
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    assert set(extras) == known.keys() - {"gpu", "dev"}
+
+
+def test_the_context_is_what_the_build_needs() -> None:
+    allowed = re.findall(r"^!(.*)$", (ROOT / ".dockerignore").read_text("utf-8"), re.MULTILINE)
+    assert [name for name in allowed if not (ROOT / name).exists()] == []
+    for copied in re.findall(r"^COPY (?!--from)(.*) \S+$", TEXT, re.MULTILINE):
+        assert [name for name in copied.split() if name != "." and name not in allowed] == []
+
+
+@pytest.mark.parametrize("flag", ["-march", "-mtune", "-mcpu"])
+def test_native_kernels_are_not_built_for_the_building_machine(flag: str) -> None:
+    """Each library is built for a named instruction set, and the engine chooses when it starts."""
+    assert flag not in (ROOT / "setup.py").read_text("utf-8")

@@ -1,0 +1,184 @@
+"""The overlays of `infra/kubernetes`: by their schemas, among themselves, and against the code."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.infra.deploy.kustomize import render
+from tests.infra.deploy.pods import complaints
+from tests.processes import ROOT
+
+OVERLAYS = ROOT / "infra" / "kubernetes" / "overlays"
+NAMES = sorted(path.name for path in OVERLAYS.iterdir())
+
+
+@cache
+def rendered(name: str) -> list[dict[str, Any]]:
+    return render(OVERLAYS / name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_overlay_is_right(name: str) -> None:
+    assert complaints(rendered(name)) == []
+
+
+def test_each_way_to_scale_has_an_overlay_and_no_component_is_left_over() -> None:
+    assert NAMES == ["actuator", "cuda", "hpa", "keda-prometheus", "keda-sqs"]
+    said = [yaml.safe_load((OVERLAYS / name / "kustomization.yaml").read_text("utf-8")) for name in NAMES]
+    used = {path.rpartition("/")[2] for one in said for path in one["components"]}
+    assert used == {path.name for path in (OVERLAYS.parent / "components").iterdir()}
+
+
+def test_kubectl_renders_the_same() -> None:
+    """Where there is one. Everywhere, this file's other tests take our own rendering."""
+    for name in NAMES if shutil.which("kubectl") else ():
+        ran = subprocess.run(["kubectl", "kustomize", OVERLAYS / name], capture_output=True, text=True, check=True)
+        ours, theirs = rendered(name), yaml.safe_load_all(ran.stdout)
+        assert sorted(map(json.dumps, map(_sorted, ours))) == sorted(map(json.dumps, map(_sorted, theirs)))
+
+
+def _sorted(one: Any) -> Any:
+    return json.loads(json.dumps(one, sort_keys=True))
+
+
+def test_workers_start_from_zero_and_no_overlay_sets_their_number_twice() -> None:
+    for name in NAMES:
+        objects = {(one["kind"], one["metadata"]["name"]): one for one in rendered(name)}
+        assert "replicas" not in objects["Deployment", "worker-tiny"]["spec"]
+        scalers = [
+            kind for kind, whose in objects if whose == "worker-tiny" and kind.endswith(("Autoscaler", "dObject"))
+        ]
+        acts = "kubernetes://" in json.dumps(objects.get(("Deployment", "autoscaler")))
+        assert len(scalers) + acts == 1, name
+
+
+def test_the_queues_are_those_that_the_template_makes() -> None:
+    resources = json.loads((ROOT / "infra/aws/penstock.json").read_text("utf-8"))["Resources"].values()
+    made = {one["Properties"]["QueueName"] for one in resources if one["Type"] == "AWS::SQS::Queue"}
+    (scaled,) = [one for one in rendered("keda-sqs") if one["kind"] == "ScaledObject"]
+    named = {one["metadata"]["queueURL"].rpartition("/")[2] for one in scaled["spec"]["triggers"]}
+    assert len(named) == 4
+    assert named <= made
+
+
+# ---- the checks find what is wrong --------------------------------------------------------------------------------
+
+
+def of(objects: list[dict[str, Any]], kind: str, name: str) -> Any:
+    return next(one for one in objects if (one["kind"], one["metadata"]["name"]) == (kind, name))
+
+
+def container(objects: list[dict[str, Any]], name: str) -> Any:
+    return of(objects, "Deployment", name)["spec"]["template"]["spec"]["containers"][0]
+
+
+def trigger(objects: list[dict[str, Any]]) -> Any:
+    return of(objects, "ScaledObject", "worker-tiny")["spec"]["triggers"][0]["metadata"]
+
+
+Change = Callable[[list[dict[str, Any]]], Any]
+WRONG: dict[str, tuple[str, Change, str]] = {
+    "a misspelt field": ("hpa", lambda o: container(o, "gateway").update(imagePulPolicy="Always"), "imagePulPolicy"),
+    "a number as text": ("hpa", lambda o: of(o, "Deployment", "sweeper")["spec"].update(replicas="2"), "integer"),
+    "an option that is gone": (
+        "hpa",
+        lambda o: container(o, "worker-tiny")["args"].append("--drain-tmeout"),
+        "No such option",
+    ),
+    "killed while it drains": (
+        "hpa",
+        lambda o: container(o, "worker-tiny")["args"].extend(["--drain-timeout", "91"]),
+        "may need 121 s",
+    ),
+    "a variable that nobody reads": (
+        "hpa",
+        lambda o: container(o, "gateway").update(env=[{"name": "BROKER", "value": "redis://a"}]),
+        "nothing reads the variable BROKER",
+    ),
+    "no servers": ("hpa", lambda o: container(o, "gateway").update(envFrom=[]), "does not know its servers"),
+    "no drain before the end": ("hpa", lambda o: container(o, "worker-tiny").pop("lifecycle"), "preStop"),
+    "a port that is not its own": (
+        "hpa",
+        lambda o: container(o, "webhooks")["args"].__setitem__(-1, "9"),
+        "listens on 9",
+    ),
+    "may write its root": (
+        "hpa",
+        lambda o: container(o, "worker-tiny")["securityContext"].update(readOnlyRootFilesystem=False),
+        "readOnlyRootFilesystem",
+    ),
+    "may be root": (
+        "hpa",
+        lambda o: of(o, "Deployment", "gateway")["spec"]["template"]["spec"]["securityContext"].pop("runAsNonRoot"),
+        "runAsNonRoot",
+    ),
+    "a budget of nobody": (
+        "hpa",
+        lambda o: of(o, "PodDisruptionBudget", "worker-tiny")["spec"]["selector"]["matchLabels"].update(a="b"),
+        "chooses no pods",
+    ),
+    "scales what is not there": (
+        "hpa",
+        lambda o: of(o, "HorizontalPodAutoscaler", "worker-tiny")["spec"]["scaleTargetRef"].update(name="worker"),
+        "no Deployment worker",
+    ),
+    "KEDA: a misspelt key": (
+        "keda-prometheus",
+        lambda o: trigger(o).update(activationTreshold="0"),
+        "activationTreshold",
+    ),
+    "KEDA: a number": ("keda-prometheus", lambda o: trigger(o).update(threshold=1), "not of type 'string'"),
+    "KEDA: lost metrics look idle": (
+        "keda-prometheus",
+        lambda o: trigger(o).pop("ignoreNullValues"),
+        "ignoreNullValues",
+    ),
+    "KEDA: a metric of nobody": (
+        "keda-prometheus",
+        lambda o: trigger(o).update(query='max(penstock_wanted_workers{pool="tiny"})'),
+        "no metric is called penstock_wanted_workers",
+    ),
+    "KEDA: a label of nobody": (
+        "keda-prometheus",
+        lambda o: trigger(o).update(query='max(penstock_desired_workers{pool="tiny",tier="a"})'),
+        "no label ['tier']",
+    ),
+    "KEDA: fewer than the autoscaler wants": (
+        "keda-prometheus",
+        lambda o: of(o, "ScaledObject", "worker-tiny")["spec"].update(maxReplicaCount=3),
+        "may want 4",
+    ),
+    "KEDA: zero on missing numbers": (
+        "keda-prometheus",
+        lambda o: of(o, "ScaledObject", "worker-tiny")["spec"].pop("fallback"),
+        "'fallback' is a required property",
+    ),
+    "KEDA: a flag that is none": ("keda-sqs", lambda o: trigger(o).update(scaleOnInFlight="yes"), "is not one of"),
+    "KEDA: the largest, not the sum": (
+        "keda-sqs",
+        lambda o: of(o, "ScaledObject", "worker-tiny")["spec"]["advanced"].pop("scalingModifiers"),
+        "not the sum",
+    ),
+    "KEDA: no identity": (
+        "keda-sqs",
+        lambda o: of(o, "TriggerAuthentication", "penstock-aws")["metadata"].update(name="other"),
+        "no TriggerAuthentication penstock-aws",
+    ),
+}
+
+
+@pytest.mark.parametrize(("overlay", "change", "told"), WRONG.values(), ids=WRONG)
+def test_a_wrong_manifest_is_found(overlay: str, change: Change, told: str) -> None:
+    objects = copy.deepcopy(rendered(overlay))
+    change(objects)
+    found = complaints(objects)
+    assert any(told in one for one in found), found

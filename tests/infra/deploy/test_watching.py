@@ -1,0 +1,104 @@
+"""Prometheus' rules and Grafana's dashboard: every metric and label that they name is one that gateways export."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.infra.deploy.code import metrics, parsed, wrong_in
+from tests.processes import ROOT
+
+PROMETHEUS = ROOT / "infra" / "prometheus"
+DASHBOARD = ROOT / "infra" / "grafana" / "dashboards" / "penstock.json"
+(GROUP,) = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text("utf-8"))["groups"]
+RULES: dict[str, dict[str, Any]] = {rule["alert"]: rule for rule in GROUP["rules"]}
+PANELS: list[dict[str, Any]] = json.loads(DASHBOARD.read_text("utf-8"))["panels"]
+
+
+def promtool(*arguments: str) -> None:
+    """Where it is installed: CI does that."""
+    if program := shutil.which("promtool"):
+        ran = subprocess.run([program, *arguments], cwd=PROMETHEUS, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_an_alert_is_about_what_there_is(name: str) -> None:
+    rule = RULES[name]
+    assert wrong_in(rule["expr"]) == []
+    assert name.startswith("Penstock")
+    assert rule["labels"]["severity"] in ("page", "ticket")
+    assert rule.keys() <= {"alert", "expr", "for", "labels", "annotations"}
+    told = " ".join(rule["annotations"].values())
+    for command in re.findall(r"`penstock ([^`]*)`", told):
+        parsed([word.replace("{{ $labels.model }}", "tiny") for word in re.split(r" (?!\$|\}\})", command)])
+    labels = set().union(*(its for metric, its in metrics().items() if metric in rule["expr"]))
+    assert set(re.findall(r"\$labels\.(\w+)", told)) <= labels
+
+
+def test_the_rules_are_prometheus_own() -> None:
+    promtool("check", "rules", "alerts.yml")
+    promtool("check", "config", "prometheus.yml")
+
+
+def test_the_rules_fire_when_they_should() -> None:
+    promtool("test", "rules", "alerts.test.yml")
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
+def test_a_panel_shows_what_there_is(panel: dict[str, Any]) -> None:
+    for target in panel["targets"]:
+        assert wrong_in(target["expr"].replace("$model", "tiny")) == []
+        labels = set().union(*(its for metric, its in metrics().items() if metric in target["expr"]))
+        assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= labels
+
+
+def test_the_dashboard_covers_what_an_operator_asks() -> None:
+    shown = " ".join(target["expr"] for panel in PANELS for target in panel["targets"])
+    wanted = """penstock_queued penstock_queued_oldest_seconds penstock_workers penstock_desired_workers
+        penstock_pool_ttft_p95_seconds penstock_worker_generated_tokens_total penstock_worker_kv_blocks_used
+        penstock_pool_cold_start_seconds penstock_dead_letters penstock_worker_start_failures"""
+    assert [name for name in wanted.split() if not re.search(rf"{name}\b", shown)] == []
+
+
+def test_places_do_not_overlap() -> None:
+    taken = [(x, y) for one in PANELS for x in range(*_span(one, "x", "w")) for y in range(*_span(one, "y", "h"))]
+    assert len(taken) == len(set(taken))
+    assert max(x for x, _ in taken) < 24
+    assert len({one["id"] for one in PANELS}) == len(PANELS)
+
+
+def _span(panel: dict[str, Any], place: str, size: str) -> tuple[int, int]:
+    at = panel["gridPos"]
+    return at[place], at[place] + at[size]
+
+
+def test_grafana_is_told_where_prometheus_and_the_dashboard_are() -> None:
+    folder = ROOT / "infra" / "grafana" / "provisioning"
+    (source,) = yaml.safe_load((folder / "datasources" / "prometheus.yaml").read_text("utf-8"))["datasources"]
+    assert {one["datasource"]["uid"] for one in PANELS} == {source["uid"]}
+    compose = yaml.safe_load((ROOT / "infra" / "compose" / "compose.yaml").read_text("utf-8"))["services"]
+    assert source["url"] == "http://prometheus:9090"
+    (provider,) = yaml.safe_load((folder / "dashboards" / "penstock.yaml").read_text("utf-8"))["providers"]
+    mounted = [one.split(":") for one in compose["grafana"]["volumes"]]
+    assert ["../grafana/dashboards", provider["options"]["path"], "ro"] in mounted
+
+
+@pytest.mark.parametrize(
+    ("query", "told"),
+    [
+        ('max(penstock_desird_workers{pool="tiny"})', "no metric is called penstock_desird_workers"),
+        ('penstock_queued{pol="tiny"} > 0', "penstock_queued has no label ['pol']"),
+        ("sum by (shard) (penstock_queued)", "has a label shard"),
+        ("rate(penstock_gateway_requests[5m])", "no metric is called penstock_gateway_requests"),
+        ("sum(penstock_queued", "invalid promql"),
+    ],
+)
+def test_a_wrong_query_is_found(query: str, told: str) -> None:
+    assert any(told in one for one in wrong_in(query)), wrong_in(query)
