@@ -23,6 +23,7 @@ JS := .venv/js
 
 test: .venv/.collected  ## Run the tests that every push has to pass
 	@test -e $(JS)/.installed || echo "NOTICE: without \`make js\`, tests of OpenAI's JavaScript client are skipped."
+	@command -v promtool >/dev/null || echo "NOTICE: without promtool (Debian's package prometheus), alert rules are only parsed."
 	$(PYTEST) -m "not exhaustive"
 
 test-all: .venv/.collected  ## Run every test: also long histories, all kernels, all mutants, soaks
