@@ -76,7 +76,9 @@ def _awake(rules: Rules, at: float, memory: Memory) -> Memory:
     A pause of the autoscaler, an outage of the store or a jump of its clock so neither ends a cool-down nor makes one
     last for ever.
     """
-    if memory.seen_at is None or 0 <= at - memory.seen_at <= rules.blind:
+    if memory.seen_at is None:  # nothing is known of the last cool-down: the workers that there are were needed
+        return replace(memory, raw=((at, memory.wanted),))
+    if 0 <= at - memory.seen_at <= rules.blind:
         return memory
     return memory.moved(at - memory.seen_at)
 

@@ -71,12 +71,13 @@ class Synthetic:
         rates = [
             SHAPES[self.shape](self, step / steps) * random.gammavariate(NOISE, 1 / NOISE) for step in range(steps)
         ]
+        factors = [1.0] * steps
         for _ in range(0 if self.shape == "flat" else self.bursts):
             first, length = random.random() * steps, random.uniform(*BURST_S) / STEP
             factor = random.uniform(*BURST_FACTOR)
             for step in range(int(first), min(steps, int(first + length))):
-                rates[step] *= factor
-        return rates
+                factors[step] = max(factors[step], factor)
+        return [rate * factor for rate, factor in zip(rates, factors, strict=True)]
 
     def _times(self, random: Random, rates: list[float], count: int) -> list[float]:
         length = self.duration / len(rates)

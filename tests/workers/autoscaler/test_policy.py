@@ -1,0 +1,408 @@
+"""The scaling policy: each number, each limit of a step, each constant, and what holds for any history."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from producers.contract import keys
+from producers.contract.profile import Profile
+from workers.autoscaler.memory import Memory
+from workers.autoscaler.policy import Decision, decide
+from workers.autoscaler.rules import Rules
+from workers.autoscaler.signals import Signals, TierQueue
+
+RULES = Rules(max=100)
+#: A worker does a task in one second, has a knee of 10 (8 with headroom), and starts in 20 s.
+PROFILE = Profile(knee=10, tokens_per_s=100, tokens_per_task=100, cold_start={"total": 20.0})
+
+
+def seen(at: float = 0.0, /, profile: Profile = PROFILE, **said: Any) -> Signals:
+    """Signals; waiting tasks by tier as (number, oldest) or a number."""
+    tiers = {}
+    for tier in keys.TIERS:
+        waiting = said.pop(tier, 0)
+        number, oldest = waiting if isinstance(waiting, tuple) else (waiting, 0.0 if waiting else None)
+        tiers[tier] = TierQueue(number, oldest)
+    return Signals(at, tiers, profile=profile, **said)
+
+
+def raw(signals: Signals, rules: Rules = RULES, memory: Memory | None = None) -> dict[str, int]:
+    return decide(rules, signals, memory or Memory())[0].raw
+
+
+class Pool:
+    """A pool under the policy, looked at every five seconds."""
+
+    def __init__(self, rules: Rules = RULES, memory: Memory | None = None, at: float = 0.0) -> None:
+        self.rules, self.memory, self.at = rules, memory or Memory(), at
+        self.last = Decision(0, "", {})
+
+    def see(self, seconds: float, profile: Profile = PROFILE, **said: Any) -> int:
+        """Show it the same signals for so long. Returns the number at the end."""
+        end = self.at + seconds
+        while True:
+            self.last, self.memory = decide(self.rules, seen(self.at, profile, **said), self.memory)
+            if self.at >= end:
+                return self.last.wanted
+            self.at = min(end, self.at + 5)
+
+
+# ---- a: room -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "number"),
+    [
+        ({}, 0),
+        ({"default": 1}, 1),
+        ({"default": 4, "priority": 4}, 1),
+        ({"default": 5, "priority": 4}, 2),
+        ({"in_flight": 8}, 1),
+        ({"in_flight": 9}, 2),
+        ({"default": 4, "in_flight": 20, "ready": 2}, 3),
+        ({"in_flight": 20, "patient": 20, "ready": 2}, 0),
+        # 10 hurried among 20 in flight at a knee of 10: without the patient ones they would be 5.
+        ({"in_flight": 20, "patient": 10, "ready": 1}, 1),
+        ({"in_flight": 20, "patient": 10, "ready": 2}, 2),
+        ({"in_flight": 40, "patient": 10, "ready": 1}, 3),
+        ({"in_flight": 5, "patient": 10, "ready": 1}, 0),
+    ],
+)
+def test_hurried_tasks_get_room_at_headroom_of_the_knee(said: dict[str, Any], number: int) -> None:
+    assert raw(seen(**said))["a"] == number
+
+
+def test_headroom_and_the_default_knee_are_settings() -> None:
+    assert raw(seen(default=10), replace(RULES, headroom=1.0))["a"] == 1
+    unknown = Profile()
+    assert raw(seen(0, unknown, default=7))["a"] == 2  # 0.8 * 8
+    assert raw(seen(0, unknown, default=7), replace(RULES, default_knee=10))["a"] == 1
+
+
+# ---- b: wait -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "number"),
+    [
+        ({"default": 20}, 1),  # 20 s of work, and 20 s of cold start are longer than the target of 10 s
+        ({"default": 21}, 2),
+        ({"priority": 20, "default": 20}, 2),
+        ({"flex": 300}, 1),
+        ({"flex": 301}, 2),
+        ({"batch": 3600}, 1),
+        ({"batch": 3601}, 2),
+        ({"flex": 300, "batch": 3301}, 2),
+    ],
+)
+def test_waits_are_kept_within_their_targets(said: dict[str, Any], number: int) -> None:
+    assert raw(seen(**said))["b"] == number
+
+
+def test_a_target_counts_where_it_is_longer_than_the_cold_start() -> None:
+    fast = replace(PROFILE, cold_start={"total": 1.0})
+    assert raw(seen(0, fast, default=100))["b"] == 10
+    assert raw(seen(0, fast, priority=100))["b"] == 50
+    assert raw(seen(0, replace(PROFILE, cold_start={}), priority=100))["b"] == 50
+
+
+def test_without_measured_speed_there_is_no_b() -> None:
+    assert raw(seen(0, replace(PROFILE, tokens_per_s=None), default=1000))["b"] == 0
+
+
+# ---- flex and batch ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "number"),
+    [
+        ({"flex": (1, 149.0)}, 0),
+        ({"flex": (1, 150.0)}, 1),
+        ({"batch": (1, 1799.0)}, 0),
+        ({"batch": (1, 1800.0)}, 1),
+        ({"batch": (39, 0.0)}, 0),  # work of 39 s; two cold starts are 40 s
+        ({"batch": (40, 0.0)}, 1),
+        ({"flex": (20, 0.0), "batch": (20, 0.0)}, 1),
+        ({"batch": (900, 0.0)}, 1),  # room for all at once would be 113
+    ],
+)
+def test_patient_tasks_start_a_worker_once_they_waited_or_are_worth_it(said: dict[str, Any], number: int) -> None:
+    assert Pool().see(0, **said) == number
+
+
+def test_patience_and_worth_are_settings() -> None:
+    assert Pool(replace(RULES, patience=0.9)).see(0, flex=(1, 269.0)) == 0
+    assert Pool(replace(RULES, worth=3.0)).see(0, batch=(59, 0.0)) == 0
+
+
+def test_a_due_tier_counts_in_the_wait_and_gets_no_room_for_all_at_once() -> None:
+    assert raw(seen(flex=(301, 151.0), batch=(5000, 0.0)), replace(RULES, worth=1e6)) == {
+        "a": 1,
+        "b": 2,
+        "c": 0,
+        "raw": 2,
+    }
+
+
+def test_patient_work_in_flight_starts_no_worker_and_keeps_one() -> None:
+    pool = Pool(memory=Memory(wanted=1, changed_at=-1e4))
+    assert pool.see(4000, batch=(5, 0.0), in_flight=20, patient=20, ready=1, running=20) == 1
+
+
+# ---- c: strain -----------------------------------------------------------------------------------
+
+FULL = {"default": 1, "in_flight": 16, "running": 16, "ready": 2}
+
+
+@pytest.mark.parametrize(
+    ("profile", "said", "number"),
+    [
+        ({"ttft_p95": 1.01}, {}, 3),
+        ({"ttft_p95": 1.0}, {}, 0),
+        ({}, {"kv_used": 0.86}, 3),
+        ({}, {"kv_used": 0.85}, 0),
+        ({"ttft_p95": 9.0}, {"running": 15}, 0),
+        ({"ttft_p95": 9.0}, {"default": 0}, 0),
+        ({"ttft_p95": 9.0}, {"default": 0, "batch": (10, 0.0)}, 0),  # patient tasks always fill the workers
+        ({"ttft_p95": 9.0}, {"ready": 0}, 0),
+    ],
+)
+def test_strain_of_full_workers_asks_for_one_more(profile: dict[str, Any], said: dict[str, Any], number: int) -> None:
+    assert raw(seen(0, replace(PROFILE, **profile), **{**FULL, **said}), memory=Memory(2))["c"] == number
+
+
+def test_a_high_duty_cycle_counts_once_it_lasts() -> None:
+    busy = replace(PROFILE, duty=0.71)
+    pool = Pool(memory=Memory(wanted=3, changed_at=0.0))
+    pool.see(115, busy, **{**FULL, "ready": 3, "running": 24})
+    assert pool.last.raw["c"] == 0
+    pool.see(5, busy, **{**FULL, "ready": 3, "running": 24})
+    assert pool.last.raw["c"] == 4
+    pool.see(0, replace(PROFILE, duty=0.7), **{**FULL, "ready": 3, "running": 24})
+    assert pool.last.raw["c"] == 0
+
+
+def test_strain_asks_for_no_more_while_a_worker_starts_or_leases_lie() -> None:
+    slow = replace(PROFILE, ttft_p95=9.0)
+    pool = Pool(memory=Memory(wanted=2))
+    assert pool.see(600, slow, **FULL) == 3
+    lying = {**FULL, "ready": 50, "running": 500, "in_flight": 8}
+    assert raw(seen(0, slow, **lying), memory=Memory(2))["c"] == 3
+
+
+# ---- steps ---------------------------------------------------------------------------------------
+
+
+def test_from_zero_at_once_then_at_most_doubling_every_step() -> None:
+    pool, numbers = Pool(), []
+    for _ in range(21):
+        numbers.append(pool.see(0, default=80))
+        pool.at += 1
+    assert numbers == [1] * 5 + [2] * 5 + [4] * 5 + [8] * 5 + [10]
+
+
+def test_growth_and_step_are_settings() -> None:
+    pool, numbers = Pool(Rules(max=100, growth=1.5, step=2.0)), []
+    for _ in range(9):
+        numbers.append(pool.see(0, default=80))
+        pool.at += 1
+    assert numbers == [1, 1, 2, 2, 3, 3, 4, 4, 6]
+
+
+def test_in_by_one_once_fewer_were_enough_for_a_cool_down() -> None:
+    pool = Pool(memory=Memory(wanted=4, changed_at=-1000.0))
+    pool.see(0, in_flight=32)
+    assert pool.see(295, in_flight=8) == 4
+    assert pool.see(5, in_flight=8) == 3
+    assert pool.see(295, in_flight=8) == 3
+    assert pool.see(5, in_flight=8) == 2
+    assert pool.see(10_000, in_flight=8) == 1
+
+
+def test_what_was_before_the_first_look_counts_as_needed() -> None:
+    pool = Pool(memory=Memory(wanted=4))
+    assert pool.see(295, in_flight=8) == 4
+    assert pool.see(5, in_flight=8) == 3
+
+
+def test_the_largest_number_of_the_cool_down_holds() -> None:
+    pool = Pool(memory=Memory(wanted=4, changed_at=-1000.0))
+    pool.see(200, in_flight=8)
+    pool.see(0, in_flight=25)
+    pool.at += 5
+    assert pool.see(290, in_flight=8) == 4
+    assert pool.see(5, in_flight=8) == 3
+
+
+def test_after_a_turn_it_waits_two_cool_downs() -> None:
+    pool = Pool(memory=Memory(wanted=3, changed_at=-1000.0))
+    assert pool.see(300, in_flight=8) == 2
+    pool.at += 1
+    assert pool.see(0, in_flight=24) == 3
+    turned = pool.at
+    assert pool.see(595, in_flight=8) == 3
+    assert pool.see(5, in_flight=8) == 2
+    assert pool.at == turned + 600
+
+
+def test_to_the_least_once_nothing_is_left_for_the_cool_down_or_two_cold_starts() -> None:
+    pool = Pool(memory=Memory(wanted=5, changed_at=-1000.0))
+    assert pool.see(295) == 5
+    assert pool.see(5) == 0
+    slow = replace(PROFILE, cold_start={"total": 200.0})
+    pool = Pool(Rules(min=1, max=9), Memory(wanted=1, changed_at=0.0))
+    pool.see(10, slow, in_flight=16)
+    assert pool.last.wanted == 2
+    pool.at += 5
+    assert pool.see(395, slow) == 1  # in by one meanwhile
+    pool = Pool(Rules(max=9), Memory(wanted=1, changed_at=0.0))
+    assert pool.see(395, slow) == 1
+    assert pool.see(5, slow) == 0
+
+
+def test_limits_that_change_hold_at_once() -> None:
+    memory = Memory(wanted=7)
+    assert decide(Rules(max=3), seen(in_flight=80), memory)[0].wanted == 3
+    assert decide(Rules(min=9, max=9), seen(), memory)[0].wanted == 9
+    assert decide(Rules(max=3), None, memory)[0].wanted == 3
+
+
+# ---- missing numbers and clocks ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nothing", [None, seen(0, missing=("queued",)), seen(0, missing=("in_flight", "duty"))])
+def test_missing_numbers_hold_what_there_is(nothing: Signals | None) -> None:
+    decision, memory = decide(RULES, nothing, before := Memory(wanted=4, empty_since=-1e6))
+    assert (decision.wanted, memory) == (4, before)
+    assert decision.reason.startswith("holds 4")
+
+
+@pytest.mark.parametrize("jump", [3600.0, -3600.0])
+def test_a_jump_of_the_clock_or_a_long_silence_neither_ends_nor_prolongs_a_wait(jump: float) -> None:
+    pool = Pool(memory=Memory(wanted=2, changed_at=-1000.0))
+    pool.see(200)
+    pool.at += jump
+    assert pool.see(90) == 2
+    assert pool.see(20) == 0
+
+
+def test_a_silence_within_the_limit_counts() -> None:
+    for silence, wanted in ((15.0, 0), (15.1, 2)):
+        pool = Pool(memory=Memory(wanted=2, changed_at=-1000.0))
+        pool.see(285)
+        pool.at += silence
+        assert pool.see(0) == wanted
+
+
+@pytest.mark.parametrize("odd", [5e-324, 1e-300, 1e300, 1e308])
+@pytest.mark.parametrize("queued", [1, 10**12, 10**18])
+def test_huge_and_tiny_figures_ask_for_no_more_than_the_most(odd: float, queued: int) -> None:
+    for name in ("knee", "tokens_per_s", "tokens_per_task", "ttft_p95", "duty"):
+        decision, _ = decide(RULES, seen(0, replace(PROFILE, **{name: odd}), default=queued), Memory(wanted=64))
+        assert 64 <= decision.wanted <= 100
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        None,
+        [],
+        "memory",
+        {"wanted": -1},
+        {"wanted": 1.5},
+        {"wanted": True},
+        {"wanted": None},
+        {"changed_at": "now"},
+        {"empty_since": float("nan")},
+        {"turned_at": float("inf")},
+        {"raw": [[1.0]]},
+        {"raw": [[None, 1]]},
+        {"raw": [[1.0, -1]]},
+        {"raw": 3},
+        {"unknown": 1},
+    ],
+)
+def test_a_corrupt_memory_is_refused(said: Any) -> None:
+    with pytest.raises(ValueError, match="no memory of the policy"):
+        Memory.of(said)
+
+
+# ---- any history ---------------------------------------------------------------------------------
+
+NUMBERS = st.integers(0, 200)
+STEPS = st.tuples(
+    st.floats(0.5, 40),
+    st.fixed_dictionaries(
+        {"priority": NUMBERS, "default": NUMBERS, "batch": NUMBERS, "in_flight": NUMBERS, "patient": NUMBERS}
+    ),
+    st.sampled_from(["", "blind", "back", "forth"]),
+)
+RULESETS = st.builds(
+    lambda least, more, cool, growth: Rules(min=least, max=least + more, cool_down=cool, growth=growth),
+    st.integers(0, 3),
+    st.integers(1, 40),
+    st.sampled_from([10.0, 60.0]),
+    st.sampled_from([1.3, 2.0]),
+)
+
+
+def _history(rules: Rules, steps: list[Any]) -> list[tuple[float, Signals | None, Memory, Decision, Memory]]:
+    """(time that passed, what was seen, memory before, decision, memory after) of each step."""
+    found, memory, clock, passed = [], Memory(wanted=rules.min), 1000.0, 0.0
+    for after, said, fault in steps:
+        passed += after
+        clock += after + {"back": -500.0, "forth": 500.0}.get(fault, 0.0)
+        ready = min(memory.wanted, 3)
+        signals = None if fault == "blind" else seen(clock, ready=ready, running=10 * ready, **said)
+        decision, later = decide(rules, signals, memory)
+        found.append((passed, signals, memory, decision, later))
+        memory = later
+    return found
+
+
+@given(RULESETS, st.lists(STEPS, max_size=60))
+def test_any_history_keeps_the_limits(rules: Rules, steps: list[Any]) -> None:
+    for _, signals, before, decision, after in _history(rules, steps):
+        assert rules.min <= decision.wanted <= rules.max
+        assert after.wanted == decision.wanted
+        had = before.wanted
+        assert decision.wanted <= max(1, had + 1, int(had * rules.growth), rules.min)
+        assert decision.wanted >= min(had - 1, had) or (signals is not None and not signals.queued + signals.in_flight)
+        if signals is None:
+            assert decision.wanted == had
+        if signals is not None and (signals.queued or signals.in_flight):
+            assert decision.wanted or not had  # never to zero while a task is there
+        assert Memory.of(json.loads(json.dumps(after.to_dict()))) == after
+
+
+@given(RULESETS, st.lists(STEPS, max_size=120))
+def test_any_history_turns_no_more_than_once_a_cool_down(rules: Rules, steps: list[Any]) -> None:
+    numbers = [(passed, after.wanted) for passed, _, _, _, after in _history(rules, steps)]
+    turns, direction = 0, 0
+    for (_, before), (_, now) in pairwise(numbers):
+        if now != before:
+            turned = 1 if now > before else -1
+            turns += turned == -direction
+            direction = turned
+    passed = numbers[-1][0] if numbers else 0.0
+    assert turns <= passed / rules.cool_down + 1
+
+
+@given(RULESETS, st.lists(STEPS, max_size=20), st.sampled_from(["priority", "default", "batch", "in_flight"]), NUMBERS)
+def test_more_tasks_never_mean_fewer_workers(rules: Rules, steps: list[Any], what: str, more: int) -> None:
+    memory = _history(rules, steps)[-1][-1] if steps else Memory(wanted=rules.min)
+    said = {"default": 3, "priority": 2, "batch": 5, "in_flight": 4, "ready": 2, "running": 20}
+    fewer, larger = (
+        decide(rules, seen(5000.0, **{**said, what: said[what] + extra}), memory)[0] for extra in (0, more)
+    )
+    assert fewer.wanted <= larger.wanted
