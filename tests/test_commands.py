@@ -42,6 +42,7 @@ TINY = {
     "tests.bench.products": ["--rows 1 --rounds 1", "--rows 1 --rounds 1 --against OTHER"],
     "tests.bench.quantised": ["--matrices 1 --outputs 64 --inputs 128 --turns 1"],
     "tests.bench.runs": ["--sequences 2 --layers 1 --rounds 1"],
+    "tests.bench.scaling": ["--seconds 12 --capacity-seconds 1 --load 1 --max 2"],
     "tests.bench.sampled": ["--calls 1"],
     "tests.bench.sources": ["--lines 1000 --window 500"],
     "tests.bench.speculation": ["--lookup --workload W1 --rounds 1 --output 2"],
