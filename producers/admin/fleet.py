@@ -5,7 +5,6 @@ It is read at each request for /metrics, so the figures exist at zero workers.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -16,7 +15,6 @@ from producers.broker.base import Broker
 from producers.connection.script import text
 from producers.contract import keys
 from producers.contract.profile import Profile, sane
-from producers.contract.queues import version_queue_of
 from producers.store.outbox import Backlog, backlog
 from producers.store.profiles import read_profiles
 from producers.store.scaling import parsed, parsed_value, read_states
@@ -85,7 +83,7 @@ class Fleet:
     at: float = 0.0
     """The store's clock (unix s) at the beginning of the reading."""
     versions: dict[str, str] = field(default_factory=dict)
-    """Model -> the version of its card, to which new tasks go."""
+    """Model -> the version of its card, to which new tasks go. Models whose cards cannot be read are not there."""
     scaling: Scaling = field(default_factory=Scaling)
 
 
@@ -138,7 +136,7 @@ async def read_fleet(store: Redis, broker: Broker) -> Fleet:
         done,
         await backlog(store),
         now[0] + now[1] / 1e6,
-        {text(name): str(parsed(card).get("version", "")) for name, card in models.items()},
+        {model: version for model, version in _versions(models).items() if version},
         scaling,
     )
 
@@ -155,13 +153,22 @@ def _scaling(leader: Any, states: Any, retries: Any, measured: Any, rollouts: An
 
 
 def _served(models: Mapping[Any, Any], pools: Mapping[Any, Any]) -> dict[str, str]:
-    """The queues that there are, by their models."""
-    cards = {text(name): json.loads(card) for name, card in models.items()}
-    found = {keys.model_queue(name): name for name in cards}
-    found |= {keys.version_queue(name, card["version"]): name for name, card in cards.items()}
-    for queue, about in pools.items():
-        found |= {version_queue_of(about): json.loads(about)["model"], text(queue): json.loads(about)["model"]}
+    """The queues that there are, by their models. What cannot be read of a card or a pool is left out."""
+    found: dict[str, str] = {}
+    for model, version in _versions(models).items():
+        found |= {keys.model_queue(model): model}
+        found |= {keys.version_queue(model, version): model} if version else {}
+    for queue, raw in pools.items():
+        about = parsed(raw)
+        if "model" in about and "version" in about:
+            model = str(about["model"])
+            found |= {keys.version_queue(model, str(about["version"])): model, text(queue): model}
     return found
+
+
+def _versions(models: Mapping[Any, Any]) -> dict[str, str]:
+    """Model -> its card's version; empty where that cannot be read."""
+    return {text(name): str(parsed(card).get("version") or "") for name, card in models.items()}
 
 
 def _left(count: int, first: list[Any], now: Any) -> Left:

@@ -35,7 +35,7 @@ class Control:
         self._before: Memory | None = None
         self._starts = Starts()
         self._restored = False
-        self._rules, self._ready, self._kept = scaled.settings.rules, 0, 0
+        self._rules, self._kept = scaled.settings.rules, 0
         self._fewer_since: float | None = None
         self._shown: tuple[Any, ...] = ()
 
@@ -60,7 +60,7 @@ class Control:
         if old and watch.left(fleet, self.settings) == 0:
             decision = Decision(0, "0: another version has replaced it, and nothing of it is left", decision.raw)
             self._memory = replace(self._memory, wanted=0)
-        self.wanted, self._ready = decision.wanted, seen.ready
+        self.wanted = decision.wanted
         self._watch_starts(fleet, seen, decision.wanted)
         return self._state(at, decision, seen, by)
 
@@ -156,7 +156,7 @@ class Control:
 
     def _state(self, at: float, decision: Decision, seen: Signals | None, by: str) -> dict[str, Any]:
         acting = self.acting
-        told = decision.wanted if acting is None else self._starts.asked(decision.wanted, self._ready, at)
+        told = decision.wanted if acting is None else self._starts.asked(decision.wanted, at)
         return {
             "at": at,
             "model": self.settings.model,

@@ -1,11 +1,14 @@
 """Starts of workers that fail: backs off, and gives up after so many.
 
     ready < asked, and the actuator tells of a failed start, or nothing became ready for the start limit
-        ─▶ failures + 1 ─▶ pause of 5 s, 10 s, 20 s, ...: no more workers are asked for than are ready
+        ─▶ failures + 1 ─▶ pause of 5 s, 10 s, 20 s, ...: no more workers are asked for than were ready
         ─▶ after `tries`: pause of 15 minutes, then one more try
     another worker is ready, or an operator asks for another try ─▶ all is forgotten
 
 The start limit doubles with each failure, so that a start which is only slow succeeds in the end.
+
+Workers whose leases lapse while the store is away are not ready for a moment, and well: so a lower number of ready
+workers is believed only once it was seen for a minute, and a time that was not seen does not count.
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ FIRST_PAUSE_S: Final = 5.0
 LONGEST_PAUSE_S: Final = 300.0
 #: Pause (s) after the last try.
 GIVEN_UP_S: Final = 900.0
+#: Time (s) after which a lower number of ready workers is believed, and the longest time between two looks at it.
+SURE_S: Final = 60.0
+BLIND_S: Final = 15.0
 
 
 def limit_of(asked: float | None, cold_start: float) -> float:
@@ -41,9 +47,15 @@ class Starts:
     until: float = 0.0
     """End of the pause."""
     since: float | None = None
-    """Since when fewer workers are ready than were asked for, without one more."""
+    """Since when fewer workers are ready than are wanted, without one more."""
     ready: int = 0
-    told: int = 0
+    """Workers that were ready at the last look."""
+    sure: int = 0
+    """Workers that are ready for sure: fewer are believed later."""
+    fewer_since: float | None = None
+    """Since when fewer than those are ready."""
+    seen_at: float = 0.0
+    counted: int | None = None
     """The actuator's own count of failures, as last seen."""
     retried: float = 0.0
     """The last retry of an operator that was heard."""
@@ -54,50 +66,67 @@ class Starts:
     @classmethod
     def of(cls, said: dict[str, Any]) -> Self:
         """The inverse. Raises TypeError, KeyError or ValueError for anything else."""
-        since = said["since"]
+        since, fewer, counted = said["since"], said["fewer_since"], said["counted"]
         return cls(
             int(said["failures"]),
             str(said["why"]),
             float(said["until"]),
             None if since is None else float(since),
             int(said["ready"]),
-            int(said["told"]),
+            int(said["sure"]),
+            None if fewer is None else float(fewer),
+            float(said["seen_at"]),
+            None if counted is None else int(counted),
             float(said["retried"]),
         )
 
     def paused(self, at: float) -> bool:
         return at < self.until
 
-    def asked(self, wanted: int, ready: int, at: float) -> int:
+    def asked(self, wanted: int, at: float) -> int:
         """The number to ask the actuator for."""
-        return min(wanted, ready) if self.paused(at) else wanted
+        return min(wanted, self.sure) if self.paused(at) else wanted
 
     def seen(
         self, at: float, ready: int, wanted: int, actual: Actual | None, *, limit: float, tries: int, retry: float
     ) -> Starts:
         """After another look. `wanted`: the policy's number. `retry`: when an operator last asked for one."""
-        one = self
+        one = self._believing(at, ready)
         if retry > one.retried:
-            one = Starts(ready=ready, told=_told(actual), retried=retry)
-        if ready > one.ready or (ready and ready >= wanted and not one.paused(at)):
-            one = Starts(ready=ready, told=_told(actual), retried=one.retried)
+            one = replace(one._well(actual), retried=retry)
+        if ready > self.ready or (ready and ready >= wanted and not one.paused(at)):
+            one = one._well(actual)
         if ready >= wanted:
-            return replace(one, ready=ready, since=None)
+            return replace(one, since=None, counted=_count(actual))
         since = at if one.since is None or one.paused(at) else one.since
-        one = replace(one, ready=ready, since=since)
-        if actual is not None and actual.failures > one.told:
-            return one._failed(at, actual.failures - one.told, actual.failing or "its process ended", actual, tries)
-        one = replace(one, told=_told(actual))
+        one = replace(one, since=since)
+        if actual is not None and one.counted is not None and actual.failures > one.counted:
+            more = actual.failures - one.counted
+            return one._failed(at, more, actual.failing or "its process ended", actual, tries)
+        one = replace(one, counted=_count(actual))
         late = at - since
         if late > limit * 2**one.failures:
             return one._failed(at, 1, _slow(actual, late), actual, tries)
         return one
 
+    def _believing(self, at: float, ready: int) -> Starts:
+        """With the number of ready workers; a lower one is believed after a while."""
+        one = replace(self, ready=ready, seen_at=at)
+        if ready >= self.sure:
+            return replace(one, sure=ready, fewer_since=None)
+        if self.fewer_since is None or not 0 <= at - self.seen_at <= BLIND_S:
+            return replace(one, fewer_since=at)
+        return replace(one, sure=ready, fewer_since=None) if at - self.fewer_since > SURE_S else one
+
+    def _well(self, actual: Actual | None) -> Starts:
+        """Without any failure."""
+        return replace(self, failures=0, why="", until=0.0, since=None, counted=_count(actual))
+
     def _failed(self, at: float, more: int, why: str, actual: Actual | None, tries: int) -> Starts:
         failures = self.failures + more
         pause = min(FIRST_PAUSE_S * 2.0 ** min(failures - 1, 20), LONGEST_PAUSE_S)
         until = at + (GIVEN_UP_S if failures >= tries else pause)
-        return replace(self, failures=failures, why=why, until=until, since=at, told=_told(actual))
+        return replace(self, failures=failures, why=why, until=until, since=at, counted=_count(actual))
 
     def trouble(self, at: float, tries: int, pool: str) -> str:
         """What keeps workers from coming up, for people; empty if nothing does."""
@@ -112,8 +141,8 @@ class Starts:
         return f"{starts}: {self.why} (given up; the next try is in {left}, or after `penstock scale retry {pool}`)"
 
 
-def _told(actual: Actual | None) -> int:
-    return actual.failures if actual else 0
+def _count(actual: Actual | None) -> int | None:
+    return None if actual is None else actual.failures
 
 
 def _slow(actual: Actual | None, late: float) -> str:

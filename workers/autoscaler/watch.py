@@ -38,9 +38,9 @@ def served(fleet: Fleet, pool: PoolSettings) -> list[Pool]:
 
 
 def signals(fleet: Fleet, pool: PoolSettings) -> Signals:
-    """What the policy goes by. Of a model that has neither card nor workers, nothing is known: all is missing."""
+    """What the policy goes by. Of a model that has neither a card nor workers, nothing is known: all is missing."""
     queues, missing = served(fleet, pool), _Missing()
-    if not queues and pool.model not in fleet.versions:
+    if pool.model not in fleet.versions and all(queue.name == pool.model for queue in queues):
         return Signals(fleet.at, missing=("queued", "in_flight"))
     working = [worker for worker in workers(queues) if takes_tasks(worker)]
     in_flight = missing.sum("in_flight", (queue.in_flight for queue in queues))

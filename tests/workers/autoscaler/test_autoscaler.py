@@ -113,11 +113,12 @@ async def test_a_state_from_long_ago_is_no_ground_to_act_on(fleet: Fleet, aclien
     assert hand.told == []
 
 
-async def test_a_store_that_lost_its_data_does_not_say_that_nothing_is_queued(
-    fleet: Fleet, aclient: AsyncClient
+@pytest.mark.parametrize("card", ["", "{"])
+async def test_a_card_that_is_lost_or_broken_does_not_say_that_nothing_is_queued(
+    fleet: Fleet, aclient: AsyncClient, card: str
 ) -> None:
     hand = Recorder(2)
-    fleet.valkey.delete(keys.MODELS)
+    fleet.valkey.hset(keys.MODELS, "tiny", card) if card else fleet.valkey.delete(keys.MODELS)
     async with scaling(aclient, hand):
         state = await until(fleet.state)
         await until(lambda: fleet.state()["at"] > state["at"] + 0.5)
