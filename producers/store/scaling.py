@@ -36,6 +36,8 @@ from producers.store.protocol import PACKAGE
 
 #: Decisions that are kept, about.
 MOST: Final = 10_000
+#: Age (s) of a state from which the leader forgets a pool that it does not scale.
+FORGOTTEN_S: Final = 24 * 3600.0
 #: Age (s) of a state from which on nobody leads, and its number counts no more.
 STALE_S: Final = 30.0
 
@@ -54,7 +56,7 @@ def drop(me: str, pool: str) -> Call:
 def _scale(me: str, pool: str, state: str, entry: str) -> Call:
     return Call(
         script(PACKAGE, "scale"),
-        (keys.SCALE_LEADER, keys.SCALE_POOLS, keys.SCALE_DECISIONS),
+        (keys.SCALE_LEADER, keys.SCALE_POOLS, keys.SCALE_DECISIONS, keys.SCALE_RETRIES),
         (me, pool, state, entry, MOST),
     )
 

@@ -15,7 +15,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -26,6 +26,7 @@ from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import arun
 from producers.connection.trouble import said
 from producers.contract import keys
+from producers.contract.profile import sane
 from producers.store import scaling
 from producers.sweeper.leader import Leadership
 from workers.autoscaler.acting import Acting
@@ -138,6 +139,7 @@ class Autoscaler:
         fleet = await self._read()
         if fleet is not None:
             self._take(list(self._pools(fleet)))
+            self._gone += _forgotten(fleet, self._controls)
         now = fleet.at if fleet is not None else self._clock + time.time()
         decided: list[tuple[Control, State, bool]] = []
         for control in self._controls.values():
@@ -223,6 +225,12 @@ class Autoscaler:
                 return
             if self._glance.queues and time.monotonic() < until and await self._glance.more():
                 return
+
+
+def _forgotten(fleet: Fleet, scaled: Container[str]) -> list[str]:
+    """Pools that nobody has scaled for a day, or whose state cannot be read."""
+    ages = {name: fleet.at - (sane(state.get("at")) or 0.0) for name, state in fleet.scaling.states.items()}
+    return [name for name, age in ages.items() if name not in scaled and age > scaling.FORGOTTEN_S]
 
 
 def _and(trouble: str) -> str:

@@ -81,7 +81,7 @@ def victims(fleet: Fleet, pool: PoolSettings) -> list[str]:
     """The names of the pool's workers, those that should go first in front.
 
     First those that drain or are broken, then idle ones, then the least loaded. A worker that starts has no lease, so
-    it is not named.
+    it is not named: it holds no task, and goes before all.
     """
 
     def load(worker: Worker) -> tuple[bool, float, str]:

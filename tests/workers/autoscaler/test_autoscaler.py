@@ -59,7 +59,7 @@ async def test_from_zero_to_what_is_queued_and_to_zero_again(fleet: Fleet, aclie
     assert fleet.valkey.get(keys.SCALE_LEADER) is None, "it resigned"
 
 
-async def test_workers_go_idle_ones_first_and_none_that_starts(fleet: Fleet, aclient: AsyncClient) -> None:
+async def test_workers_go_idle_ones_first(fleet: Fleet, aclient: AsyncClient) -> None:
     hand = Recorder(3)
     fleet.lease("busy", running=5)
     fleet.lease("idle")
@@ -244,13 +244,18 @@ async def test_old_versions_live_until_nothing_of_them_is_left(fleet: Fleet, acl
 
 
 async def test_pools_come_and_go(fleet: Fleet, aclient: AsyncClient) -> None:
+    """So do their states; that of another's pool stays for a day."""
     hand, there = Recorder(), [Scaled(TINY, None)]
+    now = float(fleet.valkey.time()[0])
+    for name, age in {"forgotten": 90_000, "others": 3600}.items():
+        fleet.valkey.hset(keys.SCALE_POOLS, name, json.dumps({"at": now - age}))
     async with scaling(aclient, lambda fleet: there):
         await until(fleet.state)
         there[:] = [Scaled(PoolSettings("tiny", "v1", RULES), hand)]
         await until(lambda: fleet.state("tiny@v1") and not fleet.state())
         fleet.fill(1)
         await until(lambda: hand.numbers == [1])
+    assert set(fleet.valkey.hkeys(keys.SCALE_POOLS)) == {b"others", b"tiny@v1"}
 
 
 async def test_a_dry_run_shows_and_changes_nothing(fleet: Fleet, aclient: AsyncClient, valkey: Redis) -> None:

@@ -36,7 +36,8 @@ class Actuator(Protocol):
     async def scale(self, wanted: int, first: Sequence[str]) -> None:
         """Have so many workers run; those that are too many drain. Raises ActuatorError.
 
-        `first`: names of workers (as in their leases), those that should go first in front.
+        `first`: names of workers (as in their leases), those that should go first in front. Workers that are not named
+        serve nothing yet, and go before all.
         """
 
     async def aclose(self) -> None:
