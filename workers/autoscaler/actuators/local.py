@@ -9,7 +9,8 @@ What happens when a process dies:
 - this process: the kernel kills its workers (`workers.processes.guard`). Their leases lapse, and others take their
   tasks.
 - a worker: it is started again after a growing pause. A death before it served counts as a failed start.
-- a worker that is refused before it ever served: it would be refused again. It stays down until the number changes.
+- a worker that is refused before it ever served: it would be refused again. It stays down until `scale` is called
+  again: the autoscaler says when.
 - a worker that was told to drain by `penstock drain`, or drained for a spot notice: it stays down until the number
   changes.
 - a worker that drains because the number fell: it is not started again.
@@ -24,6 +25,7 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 from urllib.parse import SplitResult, parse_qsl
 
 from workers.autoscaler.actuators.base import Actual, ActuatorError
@@ -33,6 +35,8 @@ from workers.processes import PENSTOCK
 from workers.processes.supervisor import HAND_BACK_S, TOLD, Child, Program, Warm, ended
 
 log = logging.getLogger(__name__)
+
+REFUSAL: Final = "it was refused and would be refused again; the next try is the autoscaler's"
 
 
 def open_url(url: SplitResult, *, model: str, broker: str, store: str) -> Local:
@@ -77,7 +81,7 @@ class _Worker:
     name: str
     """As in its lease."""
     down: str = ""
-    """Why it stays down until the number changes; empty while it is kept running."""
+    """Why it is not kept running; empty while it is."""
     draining: asyncio.Task[None] | None = None
 
 
@@ -123,10 +127,9 @@ class Local:
 
     async def scale(self, wanted: int, first: Sequence[str] = ()) -> None:
         """See `Actuator`. Raises ActuatorError where no worker can be started now."""
-        if wanted != self._wanted:
-            self._wanted = wanted
-            for worker in [worker for worker in self._workers if worker.down]:
-                self._forget(worker)
+        changed, self._wanted = wanted != self._wanted, wanted
+        for worker in [worker for worker in self._workers if worker.down == REFUSAL or (worker.down and changed)]:
+            self._forget(worker)
         kept = [worker for worker in self._workers if worker.draining is None]
         for worker in self._surplus(kept, len(kept) - wanted, first):
             worker.draining = asyncio.create_task(self._drain(worker), name=f"drain {worker.name}")
@@ -197,7 +200,7 @@ class Local:
             self._failed = worker.child, ended(status)
         if status != 0 and not refused:
             return None
-        worker.down = TOLD if status == 0 else "it was refused and would be refused again; it stays down"
+        worker.down = TOLD if status == 0 else REFUSAL
         return worker.down
 
     async def _drain(self, worker: _Worker) -> None:

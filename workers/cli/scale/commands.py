@@ -67,7 +67,7 @@ def explain(
         from workers.autoscaler.explain import explained
 
         now, states = await _states(client)
-        for name in [pool] if pool is not None else list(states):
+        for name in _named(pool, states) if pool is not None else list(states):
             changes = await decisions(client.store, name, history) if history else []
             if name not in states and not changes:
                 raise Failure(_unknown(name, states))
@@ -90,9 +90,10 @@ def retry(pool: Pool, broker: AnyBroker = None, store: Store = None) -> None:
         from producers.store import scaling
 
         _, states = await _states(client)
-        if pool not in states:
-            raise Failure(_unknown(pool, states))
-        await scaling.retry(client.store, pool)
+        for name in _named(pool, states):
+            if name not in states:
+                raise Failure(_unknown(name, states))
+            await scaling.retry(client.store, name)
 
     with_client(broker, store, work)
 
@@ -103,6 +104,11 @@ async def _states(client: AsyncClient) -> tuple[float, dict[str, dict[str, Any]]
 
     seconds, micros = await client.store.time()
     return seconds + micros / 1e6, dict(sorted((await states(client.store)).items()))
+
+
+def _named(pool: str, states: dict[str, dict[str, Any]]) -> list[str]:
+    """The pools that a name means: that pool, or all that are versions of a model."""
+    return [pool] if pool in states else [name for name in states if states[name].get("model") == pool] or [pool]
 
 
 def _unknown(pool: str, states: dict[str, Any]) -> str:

@@ -148,24 +148,30 @@ async def test_starts_that_fail_are_counted_and_their_last_words_told_until_one_
     assert await local.actual() == Actual(1, 1)
 
 
-@pytest.mark.parametrize(("source", "failures"), [("print('bad dtype'); raise SystemExit(2)", 1), (SERVES, 0)])
-async def test_one_that_was_refused_or_told_to_drain_stays_down_until_the_number_changes(
-    make: Make, source: str, failures: int
-) -> None:
-    local = make(source)
+async def test_one_that_was_refused_is_tried_again_when_it_is_asked_for_again(make: Make) -> None:
+    local = make("print('bad dtype'); raise SystemExit(2)")
+    for failures in (1, 2):
+        await local.scale(1)
+        (child,) = local.children
+        await until(lambda: child.keeper and child.keeper.done())  # noqa: B023 - called at once
+        await until(lambda: "bad dtype" in child.lines)  # noqa: B023 - called at once
+        failing = "w1 exited with status 2: bad dtype"
+        assert await local.actual() == Actual(1, 0, failing, failures)
+
+
+async def test_one_that_was_told_to_drain_stays_down_until_the_number_changes(make: Make) -> None:
+    local = make(SERVES)
     await local.scale(1)
     (child,) = local.children
-    if not failures:
-        await until(lambda: child.serves and child.pid)
-        assert child.pid is not None
-        os.kill(child.pid, signal.SIGTERM)
+    await until(lambda: child.serves and child.pid)
+    assert child.pid is not None
+    os.kill(child.pid, signal.SIGTERM)
     await until(lambda: child.keeper and child.keeper.done())
     await local.scale(1)
-    found = await local.actual()
-    assert (found.wanted, found.up, found.failures) == (1, 0, failures)
-    assert ("bad dtype" in found.failing) == bool(failures)
+    assert await local.actual() == Actual(1, 0)
+    assert local.told
     await local.scale(2)
-    assert (await local.actual()).up == 2
+    assert await local.actual() == Actual(2, 2)
 
 
 async def test_what_cannot_be_started_at_all_is_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

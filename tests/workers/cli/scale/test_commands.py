@@ -103,6 +103,16 @@ def test_explain_tells_what_was_seen_the_formula_and_the_last_changes(
     assert (ran.status, ran.err) == (2, "penstock: nobody scales a pool nobody; there are tiny\n")
 
 
+def test_a_models_name_means_the_pools_of_its_versions(scale: Run, valkey: Redis) -> None:
+    for version in ("v1", "v2"):
+        valkey.hset(keys.SCALE_POOLS, f"tiny@{version}", json.dumps({"model": "tiny", "wanted": 1}))
+    out = scale("explain", "tiny").out
+    assert "tiny@v1: " in out
+    assert "tiny@v2: " in out
+    assert scale("retry", "tiny").status == 0
+    assert sorted(valkey.hkeys(keys.SCALE_RETRIES)) == [b"tiny@v1", b"tiny@v2"]
+
+
 def test_what_nobody_decides_any_more_is_said_and_what_cannot_be_read(scale: Run, valkey: Redis) -> None:
     assert "No pool is scaled: start `penstock autoscaler`" in scale("ls").out
     valkey.hset(keys.SCALE_POOLS, "tiny", "{")
