@@ -30,9 +30,9 @@ class Calls:
                 service, address.options.get("region"), address.options.get("endpoint"), silent_s=SILENT_S
             )
         except AwsNotInstalled as error:
-            raise ModuleNotFoundError(str(error)) from error
+            raise ModuleNotFoundError(str(error), name="boto3") from error
         except AwsError as error:
-            raise ValueError(f"{error}; give ?region=") from error
+            raise ValueError(f"{name}: {str(error).rstrip('.')}: give ?region=REGION") from error
         self._name = name
         # One thread: what hangs holds up the next call alone, which its own limit ends.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="actuator")

@@ -23,13 +23,11 @@ class Cluster:
 
     def __init__(self, namespace: str, deployment: str, context: str | None) -> None:
         """Raises ModuleNotFoundError without the library, ValueError without credentials."""
-        try:
-            import httpx2
-            from lightkube import AsyncClient
-        except ImportError as error:
-            raise ModuleNotFoundError("Kubernetes needs lightkube: pip install 'penstock[kubernetes]'") from error
+        import lightkube  # the first: its name is in the error where the extra is not installed
+        from httpx2 import Timeout
+
         self._namespace, self._deployment = namespace, deployment
-        self._client = AsyncClient(_config(context), namespace=namespace, timeout=httpx2.Timeout(REQUEST_S))
+        self._client = lightkube.AsyncClient(_config(context), namespace=namespace, timeout=Timeout(REQUEST_S))
         self._sees_rivals = True
 
     async def scale(self) -> Any:
