@@ -71,3 +71,19 @@ async def test_a_version_whose_rollout_failed_is_forgotten(running: LocalPools) 
 async def test_without_a_card_the_own_version_stays(running: LocalPools) -> None:
     assert named(running, Fleet([])) == [f"tiny@{OLD}"]
     assert named(running, fleet("another")) == [f"tiny@{OLD}"]
+
+
+async def test_a_fixed_number_is_left_alone_once_an_operator_told_a_worker_to_drain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "PENSTOCK", (sys.executable, "-c", "pass"))  # ends at once, as one that was told to
+    running = LocalPools(Plan((Found("tiny", TINY),), tmp_path), {}, lambda name, line: None)
+    (pool,) = running(fleet(OLD))
+    assert pool.actuator is not None
+    await pool.actuator.scale(1, [])
+    (child,) = running.children
+    assert child.keeper is not None
+    await child.keeper
+    assert running(fleet(OLD)) == []
+    assert len(running(fleet(OLD, phase="starting", **NEW))) == 2
+    await running.kill()
