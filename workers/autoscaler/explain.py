@@ -15,9 +15,13 @@ TIME: Final = "%Y-%m-%d %H:%M:%S"
 State = dict[str, Any]
 
 
-def explained(pool: str, state: State, history: Sequence[State], now: float) -> list[str]:
-    """Lines of text. `history`: decisions that changed something, the newest first. `now`: the store's clock."""
+def explained(pool: str, state: State | None, history: Sequence[State], now: float) -> list[str]:
+    """Lines of text. `state`: None of a pool that is scaled no more. `history`: decisions that changed something, the
+    newest first. `now`: the store's clock.
+    """
     try:
+        if state is None:
+            return [f"{pool}: nobody scales it any more", *(f"  {line}" for line in _changes(history))]
         return [*_head(pool, state, now), *(f"  {line}" for line in (*_body(state, now), *_changes(history)))]
     except (KeyError, TypeError, ValueError, AttributeError):
         return [f"{pool}: {UNREADABLE}"]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from producers.client.aio import AsyncClient
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
-Pool = Annotated[str, typer.Argument(help="A model, or MODEL@VERSION; penstock scale ls shows all.")]
+Pool = Annotated[str, typer.Argument(help="A pool, or a model with all its pools; penstock scale ls shows all.")]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -53,7 +53,8 @@ def listed(broker: AnyBroker = None, store: Store = None, as_json: Json = False)
 
 def explain(
     pool: Annotated[
-        str | None, typer.Argument(help="A model, or MODEL@VERSION; penstock scale ls shows all. Unset: all.")
+        str | None,
+        typer.Argument(help="A pool, or a model with all its pools; penstock scale ls shows all. Unset: all."),
     ] = None,
     broker: AnyBroker = None,
     store: Store = None,
@@ -69,11 +70,11 @@ def explain(
         now, states = await _states(client)
         for name in _named(pool, states) if pool is not None else list(states):
             changes = await decisions(client.store, name, history) if history else []
-            if name not in states and not changes:
+            state = states.get(name)
+            if state is None and not changes:
                 raise Failure(_unknown(name, states))
-            state = states.get(name, {})
             if as_json:
-                _say(json.dumps({"pool": name, **state, "history": changes}))
+                _say(json.dumps({"pool": name, **(state or {}), "history": changes}))
             else:
                 for line in explained(name, state, changes, now):
                     _say(line)
@@ -106,9 +107,9 @@ async def _states(client: AsyncClient) -> tuple[float, dict[str, dict[str, Any]]
     return seconds + micros / 1e6, dict(sorted((await states(client.store)).items()))
 
 
-def _named(pool: str, states: dict[str, dict[str, Any]]) -> list[str]:
+def _named(pool: str, states: dict[str, Any]) -> list[str]:
     """The pools that a name means: that pool, or all that are versions of a model."""
-    return [pool] if pool in states else [name for name in states if states[name].get("model") == pool] or [pool]
+    return [pool] if pool in states else [name for name in states if name.rpartition("@")[0] == pool] or [pool]
 
 
 def _unknown(pool: str, states: dict[str, Any]) -> str:

@@ -119,6 +119,13 @@ def test_what_nobody_decides_any_more_is_said_and_what_cannot_be_read(scale: Run
     assert "cannot be read" in scale("explain").out
     assert "cannot be read" in scale("ls").out
     assert scale("retry", "tiny").status == 0
+    valkey.hset(keys.SCALE_POOLS, mapping={"other@1": "{", "other@2": "{"})
+    assert scale("explain", "other").out.splitlines() == [
+        f"other@{version}: its kept state cannot be read; the autoscaler that leads writes a new one"
+        for version in (1, 2)
+    ]
+    valkey.xadd(keys.SCALE_DECISIONS, {"pool": "gone", "decision": '{"at": 1, "wanted": 0, "reason": "0: all gone"}'})
+    assert re.search(r"gone: nobody scales it any more\n.*\n.*0  0: all gone", scale("explain", "gone").out)
     assert float(valkey.hget(keys.SCALE_RETRIES, "tiny") or 0) > 1e9
 
 
