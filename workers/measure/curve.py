@@ -8,7 +8,7 @@ from typing import Final
 #: One bucket for each power of two: sizes 1, 2-3, 4-7, ...
 BUCKETS: Final = 21
 #: Steps after which a bucket is believed.
-TRUSTED: Final = 8
+TRUSTED: Final = 32
 #: Steps over which a bucket is smoothed.
 MEMORY: Final = 128
 #: A step counts as at most so many times the mean of its bucket: what took longer was the machine's doing.
@@ -46,12 +46,26 @@ class Curve:
         return self._seconds[bucket] if self._count[bucket] >= TRUSTED else None
 
     def points(self) -> list[tuple[float, float]]:
-        """(size, seconds) of the believed buckets; seconds do not fall with size."""
-        found: list[tuple[float, float]] = []
+        """(size, seconds) of the believed buckets. Seconds do not fall with size: buckets that say so share their mean,
+        each by its number of steps, as far as these are remembered."""
+        sizes: list[float] = []
+        runs: list[tuple[float, int, int]] = []
         for size, seconds, count in zip(self._sizes, self._seconds, self._count, strict=True):
-            if count >= TRUSTED:
-                found.append((size, max(seconds, found[-1][1]) if found else seconds))
-        return found
+            if count < TRUSTED:
+                continue
+            sizes.append(size)
+            run = (seconds, min(count, MEMORY), 1)
+            while runs and runs[-1][0] > run[0]:
+                run = _joined(runs.pop(), run)
+            runs.append(run)
+        level = [seconds for seconds, _, buckets in runs for _ in range(buckets)]
+        return list(zip(sizes, level, strict=True))
+
+
+def _joined(one: tuple[float, int, int], other: tuple[float, int, int]) -> tuple[float, int, int]:
+    """Two neighbouring runs of buckets as one: (mean seconds, steps, buckets)."""
+    steps = one[1] + other[1]
+    return (one[0] * one[1] + other[0] * other[1]) / steps, steps, one[2] + other[2]
 
 
 def at(points: list[tuple[float, float]], size: float) -> float:

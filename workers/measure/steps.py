@@ -53,6 +53,9 @@ class StepTimes:
         self.steps = 0
         self._decode = Curve()
         self._prompt = Curve()
+        #: Decodes beside prompts. Where tasks generate few tokens, hardly a step is without a prompt: then each decode
+        #: has its share of them beside it, and their time is in this curve.
+        self._mixed = Curve()
         self._per_decode = 1.0
         self._prompt_seconds = 0.0
         self._prompt_tokens = 0.0
@@ -61,13 +64,16 @@ class StepTimes:
         """Enter one step."""
         self.steps += 1
         decodes = work.decodes
-        if work.prompt_tokens:
-            beside = self._decode.near(decodes) if decodes else 0.0
-            if beside is not None:
-                self._take_prompt(work.prompt_tokens, max(0.0, work.seconds - beside))
-        elif decodes:
-            self._decode.take(decodes, work.seconds)
-            self._per_decode += SMOOTHING * (work.generated / decodes - self._per_decode)
+        if not work.prompt_tokens:
+            if decodes:
+                self._decode.take(decodes, work.seconds)
+                self._per_decode += SMOOTHING * (work.generated / decodes - self._per_decode)
+        elif decodes == 0:
+            self._take_prompt(work.prompt_tokens, work.seconds)
+        elif (beside := self._decode.near(decodes)) is not None:
+            self._take_prompt(work.prompt_tokens, max(0.0, work.seconds - beside))
+        else:
+            self._mixed.take(decodes, work.seconds)
 
     def _take_prompt(self, tokens: int, seconds: float) -> None:
         seconds = self._prompt.take(tokens, seconds)
@@ -77,29 +83,35 @@ class StepTimes:
     def knee(self, mix: Mix, seqs: int, kv_tokens: float, budget: int) -> Knee | None:
         """The knee for such tasks, with so many slots and KV tokens; None while it is unknown. `budget`: the tokens of
         one step."""
-        points = self._decode.points()
-        most = max(1, min(seqs, int(kv_tokens / mix.kept) if mix.kept else seqs))
+        tokens = mix.prompt + mix.generated
         prompt = mix.prompt * self._prompt_seconds / self._prompt_tokens if self._prompt_tokens else 0.0
         decodes = max(0.0, mix.generated - 1) / max(self._per_decode, 0.1)  # the first token comes with the prompt
-        if not (points if decodes else prompt):
-            return None
-        points = points or [(1.0, 0.0)]
-        seen = points[-1][0]
-        if seen < min(SEEN, most):
-            points.append((float(most) + 1, points[-1][1]))
-
+        if not decodes:
+            return Knee(1, tokens / prompt) if prompt else None
+        most = max(1, min(seqs, int(kv_tokens / mix.kept)))
         together = max(1.0, decodes * budget / mix.prompt) if mix.prompt else float(most)
+        alone, mixed = self._decode.points(), self._mixed.points()
+        return _knee(alone, tokens, decodes, prompt, together, most) or _knee(
+            mixed, tokens, decodes, 0.0, together, most
+        )
 
-        def throughput(n: int) -> float:
-            m = min(n, together)
-            return (mix.prompt + mix.generated) / (decodes * at(points, m) / m + prompt)
 
-        sizes = _sizes(most)
-        best = max(throughput(n) for n in sizes)
-        knee = next(n for n in sizes if throughput(n) >= KNEE_SHARE * best)
-        if seen < min(SEEN, most) and knee > SEEN and decodes:
-            return None
-        return Knee(knee, throughput(knee))
+def _knee(
+    points: list[tuple[float, float]], tokens: float, decodes: float, prompt: float, together: float, most: int
+) -> Knee | None:
+    """The knee of a decode's curve, for tasks of so many tokens, decodes, and seconds for their prompts."""
+    if not points:
+        return None
+    seen = points[-1][0]
+    unsure = seen < min(SEEN, most)
+    if unsure:
+        points = [*points, (float(most) + 1, points[-1][1])]
+    rates: dict[int, float] = {}
+    for n in _sizes(most):
+        m = min(n, together)
+        rates[n] = tokens / (decodes * at(points, m) / m + prompt)
+    knee = next(n for n, rate in rates.items() if rate >= KNEE_SHARE * max(rates.values()))
+    return None if unsure and knee > SEEN else Knee(knee, rates[knee])
 
 
 def _sizes(most: int) -> list[int]:

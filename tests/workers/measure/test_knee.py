@@ -61,10 +61,19 @@ def test_nothing_is_told_from_one_or_two_at_once() -> None:
 
 def test_one_at_once_is_enough_where_prompts_take_all_the_time() -> None:
     """However cheap further sequences' decodes were, throughput would not grow."""
-    found = measured(CPU, Shape(4000, 4), [1])
+    found = measured(CPU, Shape(4000, 4), [1] * 4)
     assert found is not None
     assert found.concurrency == 1
     assert found.tokens_per_s == pytest.approx(1 / CPU.prompt, rel=0.3)
+
+
+def test_tasks_of_few_tokens_leave_no_step_without_a_prompt() -> None:
+    shape = Shape(300, 6)
+    sequences, tokens_per_s = true_knee(GPU, shape, SEQS)
+    found = measured(GPU, shape, [1, 3, 8, 20, 50, SEQS])
+    assert found is not None
+    assert sequences / 1.5 <= found.concurrency <= sequences * 1.5
+    assert found.tokens_per_s == pytest.approx(tokens_per_s, rel=0.3)
 
 
 def test_tasks_of_one_token_have_a_knee() -> None:
