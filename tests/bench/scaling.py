@@ -21,101 +21,24 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-from producers.admin.fleet import Fleet, read_fleet
 from producers.client.aio import AsyncClient
 from producers.contract import keys
 from producers.store.scaling import decisions
+from tests.bench.streamed import System
 from workers.autoscaler.simulate.replay import replay
 from workers.autoscaler.simulate.synthetic import Synthetic
 from workers.autoscaler.simulate.trace import TIERS
-from workers.bench.connection import Broken, Connections
+from workers.bench.connection import Connections
 from workers.library import Found, find_model
 from workers.processes import PENSTOCK
 
 HOUR_S, COOL_DOWN_S = 3600.0, 300.0
 PROMPT, OUTPUT, CONTEXT = 30, 150, 1000
 MIX = {"priority": 30.0, "default": 70.0}
-
-
-@dataclass(slots=True)
-class One:
-    """A request, on this process's clock. `wrong`: what is wrong with its answer."""
-
-    tier: str
-    sent: float
-    tokens: int
-    first: float = 0.0
-    ended: float = 0.0
-    id: str = ""
-    wrong: str = ""
-
-
-@dataclass(slots=True)
-class System:
-    """A running `penstock up`, and what was sent to it."""
-
-    url: str
-    server: str
-    client: AsyncClient
-    model: str
-    sent: list[One] = field(default_factory=list)
-    seen: list[tuple[float, int, int, int]] = field(default_factory=list)
-    """(time, workers wanted, workers up, tasks queued)."""
-
-    async def fleet(self) -> Fleet:
-        return await read_fleet(self.client.store, self.client.broker)
-
-    async def workers(self) -> int:
-        return sum(len(pool.workers) for pool in (await self.fleet()).pools)
-
-    async def watch(self) -> None:
-        """Note the numbers until cancelled."""
-        while True:
-            fleet = await self.fleet()
-            wanted = sum(int(state.get("wanted", 0)) for state in fleet.scaling.states.values())
-            queued = sum(sum(pool.queued.values()) for pool in fleet.pools)
-            self.seen.append((time.monotonic(), wanted, sum(len(pool.workers) for pool in fleet.pools), queued))
-            await asyncio.sleep(0.25)
-
-    async def task(self, connections: Connections, tier: str, prompt: int, output: int) -> One:
-        """Send one task and read its events. It is noted in any case."""
-        one = One(tier, time.monotonic(), output)
-        self.sent.append(one)
-        body = {"model": self.model, "prompt": [5 + k % 90 for k in range(prompt)], "max_tokens": output, "tier": tier}
-        try:
-            async with connections.request("POST", "/v1/tasks", {**body, "ignore_eos": True}) as answer:
-                said = await answer.json()
-                one.id = said.get("id", "")
-                one.wrong = "" if answer.status == 202 else f"{answer.status}: {said}"
-            if not one.wrong:
-                await self._read(connections, one)
-        except Broken as error:
-            one.wrong = f"broken: {error}"
-        one.ended = time.monotonic()
-        return one
-
-    async def _read(self, connections: Connections, one: One) -> None:
-        async with connections.request("GET", f"/v1/tasks/{one.id}/events") as answer:
-            count, kind, rest, status = 0, "", b"", ""
-            async for piece in answer.body():
-                *lines, rest = (rest + piece).split(b"\n")
-                for name, _, value in (line.partition(b": ") for line in lines):
-                    if name == b"event":
-                        kind = value.decode()
-                    elif name == b"data" and kind == "token":
-                        one.first = one.first or time.monotonic()
-                        if json.loads(value)["position"] != count:
-                            one.wrong = f"position {json.loads(value)['position']} came at {count}"
-                        count += 1
-                    elif name == b"data" and kind == "end":
-                        status = json.loads(value)["status"]
-        if status != "completed" or count != one.tokens:
-            one.wrong = one.wrong or f"ended {status or 'without an end'} after {count} of {one.tokens} tokens"
 
 
 @asynccontextmanager

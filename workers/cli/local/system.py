@@ -20,6 +20,7 @@ import asyncio
 import signal
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -48,6 +49,8 @@ STREAMS_END_S: Final = 5.0
 WEBHOOKS_DRAIN_S: Final = 5.0
 SOURCES_DRAIN_S: Final = 10.0
 VALKEY_STOP_S: Final = 15.0
+#: Longest time (s) for which a start waits for the standby.
+STANDBY_S: Final = 15.0
 
 
 @dataclass(slots=True)
@@ -183,6 +186,15 @@ class System:
         gateway = Gateway(self.url)
         while not await asyncio.to_thread(gateway.ready):  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.02)
+        if self._standby is not None and self.plan.rules.min == 0:  # the first task would wait for it anyway
+            await self._standby_ready(self._standby)
+
+    @staticmethod
+    async def _standby_ready(standby: Standby) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STANDBY_S):
+                while standby.pid is not None and not standby.ready:  # noqa: ASYNC110 - nothing tells of it
+                    await asyncio.sleep(0.02)
 
     def _publish(self, model: Found) -> None:
         try:
