@@ -39,6 +39,8 @@ class Consumer(ABC):
     capabilities: Capabilities
     queues: Sequence[str]
     home: str
+    passed: frozenset[str] = frozenset()
+    """Those of `queues` that `fetch` takes nothing from for now."""
 
     # ---- deliveries -----------------------------------------------------------------------------------------------
 

@@ -80,7 +80,7 @@ def channel(task_id: str) -> str:
 
 
 def control(incarnation: str) -> str:
-    """Channel: commands to one worker, such as `cancel <task id>`."""
+    """Channel: commands to one worker, such as `cancel <task id>` and `drain`."""
     return f"penstock:control:{incarnation}"
 
 

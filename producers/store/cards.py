@@ -84,11 +84,27 @@ def publish(store: Redis, card: Card, files: Mapping[str, bytes], over: str | No
     return _write(store, card["name"], lambda before: _told(store, card["version"], before))
 
 
+def pin(store: Redis, name: str, version: str) -> Card:
+    """Publish the card that stands if it is this version's, so that no worker replaces it. Returns what stands."""
+
+    def change(before: Card | None) -> Card | None:
+        if before is None or before["version"] != version or "published" in before:
+            return None
+        return before | {"published": _now_ms(), "served": True}
+
+    return _write(store, name, change)
+
+
 def read(store: Redis, name: str) -> Card | None:
     """A model's card."""
     raw = store.hget(keys.MODELS, name)
     card: Card | None = None if raw is None else json.loads(raw)
     return card
+
+
+def takes_new(card: Card | None, version: str) -> bool:
+    """Whether new tasks go to this version, for a worker of it. Unpublished cards change with each worker."""
+    return card is None or "published" not in card or bool(card["version"] == version)
 
 
 def _learnt(card: Card, before: Card | None) -> Card:

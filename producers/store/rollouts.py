@@ -3,9 +3,9 @@
 One JSON object in the hash `penstock:rollouts` under the model's name:
 
     model       the model's name
-    reference   the new version as workers are told it: NAME=FOLDER, hf://OWNER/NAME, ...
+    reference   the new version as workers are told it: NAME=FOLDER
     version     the new version (`engine.text.checkpoint.model_version`)
-    before      the version that new tasks had when the rollout was asked for, or null
+    before      the version that new tasks had when the rollout was asked for
     workers     ready workers of the new version to wait for
     phase       "starting": new workers come up, new tasks still go to `before`
                 "draining": the card is the new version's; workers of `before` go on until nothing of it is queued or
@@ -15,6 +15,97 @@ One JSON object in the hash `penstock:rollouts` under the model's name:
     asked       unix seconds
     changed     unix seconds of the last phase's begin
 
-The card decides: a phase never says where tasks go. Whoever carries a rollout out may die between any two writes; the
-next one reads the card and the leases, and goes on.
+The card decides: a phase never says where tasks go. Whoever carries a rollout out may die between any two writes, and
+any number of processes may carry out the same one. Each write names what it replaces (SWAP).
+
+    dies after              what stands                                 what the next run does
+    the card is published   as before: `before` has the new tasks       writes the record
+    record: starting        new workers come up, and stay up            waits for them, until its timeout
+    the new card            new tasks go to the new version             sees the card: draining
+    record: draining        old workers go on with what they have       waits until nothing of it is left
+    record: done            the new version alone                       says that it is served
+    record: failed          new workers end; `before` has the tasks     begins anew
+    record: cancelled       the same                                    begins anew
+    nothing runs it again   the phase stays. While it is `starting`, new workers stay up beside the old ones
+
+A worker that dies in any phase is replaced as usual; its tasks return to the queue of their own version.
 """
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final, Self
+
+from redis import Redis
+
+from producers.connection.script import Call, run, script, text
+from producers.contract import keys
+from producers.store.protocol import PACKAGE
+
+UNDER_WAY: Final = ("starting", "draining")
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """See the module's head."""
+
+    model: str
+    reference: str
+    version: str
+    before: str
+    workers: int
+    asked: float
+    changed: float
+    phase: str = "starting"
+    reason: str = ""
+
+    @classmethod
+    def of(cls, raw: Any) -> Self | None:
+        """A record as the store has it; None for none, or for one of another form."""
+        try:
+            return None if raw is None else cls(**json.loads(raw))
+        except (TypeError, ValueError):
+            return None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    def to(self, phase: str, at: float, reason: str = "") -> Rollout:
+        """In another phase."""
+        return replace(self, phase=phase, changed=at, reason=reason)
+
+
+def read(store: Redis, model: str) -> Rollout | None:
+    """A model's last rollout. Raises redis.RedisError or OSError, as the others do."""
+    return Rollout.of(store.hget(keys.ROLLOUTS, model))
+
+
+def all_of(store: Redis) -> list[Rollout]:
+    """The last rollout of each model, by name."""
+    found = (Rollout.of(raw) for _, raw in sorted(store.hgetall(keys.ROLLOUTS).items()))
+    return [one for one in found if one is not None]
+
+
+def begin(store: Redis, new: Rollout) -> Rollout:
+    """Write a new rollout unless one is under way that it may not replace. Returns the one that stands.
+
+    A rollout that drains may be replaced: new tasks have its version already.
+    """
+    while True:
+        raw = store.hget(keys.ROLLOUTS, new.model)
+        stands = Rollout.of(raw)
+        begun = stands is not None and stands.phase in UNDER_WAY
+        if stands is not None and begun and (stands.version == new.version or stands.phase == "starting"):
+            return stands
+        if _swap(store, new.model, text(raw or ""), new.to_json()):
+            return new
+
+
+def change(store: Redis, old: Rollout, new: Rollout) -> bool:
+    """Replace a record. Returns False where another one stands by now."""
+    return _swap(store, old.model, old.to_json(), new.to_json())
+
+
+def _swap(store: Redis, model: str, old: str, new: str) -> bool:
+    return bool(run(store, Call(script(PACKAGE, "swap"), (keys.ROLLOUTS,), (model, old, new, 0))))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from workers.cli import batch, completion, listing, processes, sources, tasks
-from workers.cli.admin import bench, chaos, dlq, drain, tenants
+from workers.cli.admin import bench, chaos, dlq, drain, rollout, tenants
 from workers.cli.aws import commands as aws
 from workers.cli.demo import command as demo
 from workers.cli.local import chat, run, up
@@ -30,6 +30,7 @@ for group in (
     sources,
     autoscaler,
     scale,
+    rollout,
     drain,
     dlq,
     tenants,

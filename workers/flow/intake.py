@@ -63,6 +63,8 @@ class Intake(threading.Thread):
     def __init__(self, served: Served, deliveries: Deliveries, acker: Acker, celery: CelerySide) -> None:
         super().__init__(name="penstock-intake", daemon=True)
         self.queues = served.pool.queues
+        self._served = served
+        self._plain = frozenset([keys.model_queue(served.model)])
         self._deliveries = deliveries
         self._acker = acker
         self._celery = celery
@@ -164,6 +166,7 @@ class Intake(threading.Thread):
         life = books.life
         while not books.draining:
             self._wake.clear()
+            self._broker.passed = frozenset() if self._served.takes_plain else self._plain
             if life is not books.life:
                 life, books.asked = books.life, _fresh(BATCH)
             if self._paused or not self._attached or not life.begun:

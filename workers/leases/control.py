@@ -1,10 +1,15 @@
-"""Hears words to this worker on a channel of the store: a cancel should not wait for the task's next token."""
+"""Hears words to this worker on a channel of the store.
+
+cancel TASK    a cancel should not wait for the task's next token
+drain          take no more tasks, end the running ones, exit (`penstock rollout --drain-old`)
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import text
@@ -28,6 +33,8 @@ class Control:
         self._redis = connect(store)
         self._deliveries = deliveries
         self._publisher = publisher
+        self.on_drain: Callable[[str], None] = lambda why: None
+        """Called with the reason when the worker is told to drain."""
         self._stopping = False
 
     def listen(self, life: Incarnation) -> None:
@@ -64,6 +71,8 @@ class Control:
 
     def _heard(self, message: str) -> None:
         word, _, task_id = message.partition(" ")
+        if word == "drain":
+            self.on_drain("told to drain")
         if word == "cancel":
             for delivery in list(self._deliveries.held.values()):
                 if delivery.task_id == task_id:

@@ -17,6 +17,7 @@ from redis import Redis
 
 from producers.connection.log_throttle import warn_throttled
 from producers.contract import keys
+from producers.store import cards
 from workers.connect import LOST, connect
 from workers.flow.deliveries import Deliveries
 from workers.flow.finisher import Finisher
@@ -68,7 +69,7 @@ class Housekeeper(threading.Thread):
         self._store = connect(settings.store, timeout=patience)
         self._broker = served.connect_broker(patience)
         self.lease = Lease(served, self._store, self._broker, deliveries, clock, about)
-        self._control = Control(settings.store, deliveries, publisher)
+        self.control = Control(settings.store, deliveries, publisher)
         self._reconciler = Reconciler(self._store, self._broker, deliveries)
         self._others = Others(served, self._store, self._broker)
         self._pause = min(ROUND_S, self._quarter)
@@ -82,7 +83,7 @@ class Housekeeper(threading.Thread):
         """Take the lease. Raises redis errors."""
         self.lease.take(life)
         self._renew_at = time.monotonic() + self._pause
-        self._control.listen(life)
+        self.control.listen(life)
 
     def renew_soon(self) -> None:
         """Renew at once: what the lease says has changed."""
@@ -91,7 +92,7 @@ class Housekeeper(threading.Thread):
 
     def stop(self) -> None:
         self._stopping = True
-        self._control.stop()
+        self.control.stop()
         self._clock.wake()
 
     # ---- the thread -------------------------------------------------------------------------------------------
@@ -132,6 +133,8 @@ class Housekeeper(threading.Thread):
             self._others.adopt(alive)
             self._others.end_unwanted()
             self._served.weights = self._broker.weights()
+            card = cards.read(self._store, self._served.model)
+            self._served.takes_plain = cards.takes_new(card, self._served.pool.version)
         self._release_preempted()
         self.keeper.keep_now_and_then(self._store)
 

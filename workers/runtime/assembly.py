@@ -65,6 +65,7 @@ class Runtime:
         self.housekeeper = Housekeeper(
             served, self.deliveries, clock, self.publisher, self.finisher, self.about, announce, self.keeper
         )
+        self.housekeeper.control.on_drain = lambda why: self.stop(settings.drain, why)
         self.gpu = GpuFacts(engine.stats().device)
         self.watchdog = Watchdog(
             served, self.gpu, self.publisher, self.intake, self.give_up, self.housekeeper.renew_soon

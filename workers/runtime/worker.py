@@ -19,7 +19,7 @@ from celery.worker import state
 
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.trouble import trouble
-from producers.contract.keys import Pool
+from producers.store import cards
 from workers.connect import LOST, check_queues, check_servers, connect
 from workers.flow.probe import check_model
 from workers.pool.app import attach, make_app
@@ -64,8 +64,8 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     COLD_START.mark("warm_up")
     _, *queues = pool_of(engine).queues
     check_queues(settings.broker, settings.store, queues, must_answer=False, make=True, lease=settings.lease)
-    card, pool = _announced(settings.store, engine, files)
-    served = Served(settings, engine, card, files, pool)
+    served = _announced(settings, engine, files)
+    card, pool = served.card, served.pool
     app = make_app(settings, pool.queues)
     runtime = Runtime(served, app, lambda store: announce(store, engine, files))
     attach(app, runtime)
@@ -125,12 +125,14 @@ def _quiet(worker: Any) -> Any:
     return type("Worker", (worker,), {"install_platform_tweaks": only_ours, "set_process_status": keep_title})
 
 
-def _announced(url: str, engine: Any, files: dict[str, bytes]) -> tuple[dict[str, Any], Pool]:
+def _announced(settings: WorkerSettings, engine: Any, files: dict[str, bytes]) -> Served:
     """Announce the model; try until the store takes it. A full store, or a failover, is no reason to load again."""
-    with connect(url) as store:
+    with connect(settings.store) as store:
         while True:
             try:
-                return announce(store, engine, files)
+                card, pool = announce(store, engine, files)
+                new = cards.takes_new(cards.read(store, pool.model), pool.version)
+                return Served(settings, engine, card, files, pool, takes_plain=new)
             except LOST as exc:
                 if trouble(exc) is None:
                     raise

@@ -26,6 +26,8 @@ class Served:
     """The tokenizer's, by name, as announced with the card."""
     pool: Pool
     """Itself and the workers that compute alike."""
+    takes_plain: bool = True
+    """Whether the queue of plain Celery tasks is this version's, which only names the model; as last read."""
     weights: dict[str, float] = field(default_factory=dict)
     """Tenants' shares, where they are not 1; as last read from the broker."""
 

@@ -34,7 +34,8 @@ class MemoryConsumer(Consumer):
     def fetch(
         self, incarnation: str, uuids: Sequence[str], credit: Credit, rules: Rules, bite: int | None = None
     ) -> list[Fetched] | None:
-        return fetch(self._server, incarnation, self.queues, uuids, credit, rules, bite or BITE, self.home)
+        queues = [queue for queue in self.queues if queue not in self.passed]
+        return fetch(self._server, incarnation, queues, uuids, credit, rules, bite or BITE, self.home)
 
     def put_down(self, what: Sequence[Ack | Back]) -> list[PutDown | Exception]:
         with self._server.lock:

@@ -44,7 +44,7 @@ class RedisConsumer(Consumer):
     ) -> list[Fetched] | None:
         call = calls.fetch(
             incarnation,
-            self.queues,
+            [queue for queue in self.queues if queue not in self.passed],
             uuids,
             credit,
             capacity=rules.capacity,

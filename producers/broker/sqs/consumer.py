@@ -51,6 +51,7 @@ class SqsConsumer(Consumer):
     def fetch(
         self, incarnation: str, uuids: Sequence[str], credit: Credit, rules: Rules, bite: int | None = None
     ) -> list[Fetched] | None:
+        self._hold.passed = self.passed
         return self._hold.fetch(incarnation, uuids, credit, rules)
 
     def put_down(self, what: Sequence[Ack | Back]) -> list[PutDown | Exception]:

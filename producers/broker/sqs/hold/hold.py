@@ -49,6 +49,8 @@ class Hold:
         self.lines = {name: Line(name, queue, rank) for queue in served for name, rank in places(queue)}
         self.changed = threading.Condition()
         self.closed = False
+        self.passed: frozenset[str] = frozenset()
+        """Queues that are not polled for now."""
         self.users = 0
         self.pokes: list[Callable[[], None]] = []
         self._buffer = Buffer(served, address.fifo)
@@ -124,7 +126,7 @@ class Hold:
             while not self.closed:
                 now, pause = time.monotonic(), inf
                 wants = self._wants
-                if wants is not None and self.serves(now):
+                if wants is not None and self.serves(now) and line.queue not in self.passed:
                     count, pause = ask(line, list(self.lines.values()), wants, now, time.time() * 1000)
                     if count:
                         line.polling = inf

@@ -1,0 +1,137 @@
+"""Takes a rollout from phase to phase, until it has ended. It may stop anywhere, and another process goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from redis import Redis
+
+from producers.admin.fleet import read_fleet
+from producers.client.aio import AsyncClient
+from producers.client.steps import FAILURES
+from producers.client.submission import FRESH_S
+from producers.connection.script import text
+from producers.connection.trouble import said
+from producers.contract import keys
+from producers.store import cards, rollouts
+from producers.store.rollouts import Rollout
+from workers.rollout.begin import New
+from workers.rollout.drain import drain_idle
+from workers.rollout.seen import Seen
+
+#: Interval (s) of looks.
+LOOK_S: Final = 0.5
+#: Time (s) after the switch for which tasks may still come to the old version: clients keep a card for FRESH_S.
+SETTLED_S: Final = FRESH_S + 3.0
+#: Recorded tasks without a message that are looked at for the old version's.
+PAGE: Final = 1000
+
+
+@dataclass(slots=True)
+class Carrier:
+    """`client` and `store`: both of the same system. `say` gets what changed, in words.
+
+    `timeout`: longest time (s) for new workers to become ready. `drain_old`: tell idle old workers to drain, once
+    nothing waits for them. A server that is away is waited for.
+    """
+
+    client: AsyncClient
+    store: Redis
+    new: New
+    say: Callable[[str], None]
+    timeout: float
+    drain_old: bool = False
+    _said: str = field(init=False, default="")
+
+    async def run(self, rollout: Rollout) -> Rollout:
+        """Go on with it. Returns its last state: `done`, `failed`, `cancelled`, or another's that replaced it."""
+        until, mine = time.monotonic() + self.timeout, rollout.version
+        while rollout.version == mine and rollout.phase in rollouts.UNDER_WAY:
+            try:
+                rollout = await (self._start(rollout, until) if rollout.phase == "starting" else self._drain(rollout))
+            except FAILURES as error:
+                self._tell(f"store or broker do not answer, trying again: {said(error)}")
+                await asyncio.sleep(LOOK_S)
+        return rollout
+
+    async def _start(self, rollout: Rollout, until: float) -> Rollout:
+        """Wait for the new workers, and switch. Returns the record that stands."""
+        while True:
+            stands = self._read(rollout)
+            if stands.phase != "starting" or stands.version != rollout.version:
+                return stands
+            card = cards.read(self.store, rollout.model)
+            if card is None or card["version"] not in (rollout.before, rollout.version):
+                other = "gone" if card is None else f"of version {card['version']} by now"
+                return self._to(stands, "failed", f"the card is {other}: somebody published it meanwhile")
+            if card["version"] == rollout.version:
+                return self._to(stands, "draining")
+            seen = await self._look(stands)
+            unready = f" ({seen.unready} more are not ready)" if seen.unready else ""
+            waits = f"ready workers of version {stands.version}: {seen.ready} of {stands.workers}{unready}"
+            if seen.ready >= stands.workers:
+                await asyncio.to_thread(cards.publish, self.store, self.new.card, self.new.files, rollout.before)
+                self._tell(f"new tasks go to version {rollout.version}")
+                continue
+            why = f"; {seen.trouble}" if seen.trouble else ""
+            if time.monotonic() > until:
+                return self._to(stands, "failed", f"nothing was switched; after {self.timeout:g} s, {waits}{why}")
+            self._tell(waits + why + ("" if seen.scaled else " (no autoscaler leads: start them)"))
+            await asyncio.sleep(LOOK_S)
+
+    async def _drain(self, rollout: Rollout) -> Rollout:
+        """Wait until nothing of the old version is left. Returns the record that stands."""
+        settled = time.monotonic() + SETTLED_S
+        while True:
+            stands = self._read(rollout)
+            if stands.phase != "draining" or stands.version != rollout.version:
+                return stands
+            seen = await self._look(stands)
+            left = seen.left if seen.left != 0 else await self._unsent(rollout)
+            over = left == 0 and time.monotonic() > settled
+            if over and seen.old == 0:
+                return self._to(stands, "done")
+            if over and self.drain_old and (told := await drain_idle(self.client, rollout.model, rollout.before)):
+                self._tell(f"told {told} workers of version {rollout.before} to drain")
+            self._tell(_waits(seen, left, rollout, drains=self.drain_old))
+            await asyncio.sleep(LOOK_S)
+
+    async def _look(self, rollout: Rollout) -> Seen:
+        return Seen.of(await read_fleet(self.client.store, self.client.broker), rollout)
+
+    async def _unsent(self, rollout: Rollout) -> int:
+        """Tasks of the old version that are recorded, and whose message may not be sent yet."""
+        ids = list(map(text, await self.client.store.zrange(keys.SUBMITTING, 0, PAGE - 1)))
+        async with self.client.store.pipeline(transaction=False) as pipe:
+            for task_id in ids:
+                pipe.hmget(keys.task(task_id), "model", "version")
+            found = await pipe.execute()
+        own = [rollout.model, rollout.before]
+        return sum([text(value) for value in values] == own for values in found)
+
+    def _read(self, rollout: Rollout) -> Rollout:
+        """The record that stands; one that is gone was lost with the store's data, and is written anew."""
+        stands = rollouts.read(self.store, rollout.model)
+        return rollouts.begin(self.store, rollout) if stands is None else stands
+
+    def _to(self, old: Rollout, phase: str, reason: str = "") -> Rollout:
+        new = old.to(phase, time.time(), reason)
+        return new if rollouts.change(self.store, old, new) else self._read(old)
+
+    def _tell(self, line: str) -> None:
+        """Once, until something else is told."""
+        if line != self._said:
+            self._said = line
+            self.say(line)
+
+
+def _waits(seen: Seen, left: int | None, rollout: Rollout, *, drains: bool) -> str:
+    version = rollout.before
+    if left != 0:
+        return f"tasks left of version {version}: {'not known' if left is None else left}"
+    hint = "" if drains or seen.scaled else " (no autoscaler leads: end them, or say --drain-old)"
+    return f"no task is left of version {version}; workers of it that are yet to end: {seen.old}{hint}"
