@@ -27,8 +27,8 @@ def complaints(objects: list[Object]) -> list[str]:
     for one in objects:
         where = f"{one['kind']} {one['metadata']['name']}"
         wrong = [*_shape(one), *_references(one, objects, names)]
-        if one["kind"] == "Deployment":
-            wrong += [*_pod(one["spec"]["template"]), *_container(one, objects)]
+        if one["kind"] in ("Deployment", "Job"):
+            wrong += [*_pod(one), *_container(one, objects)]
         if one["kind"] == "ScaledObject":
             wrong += _triggers(one["spec"], objects)
         found += [f"{where}: {text}" for text in wrong]
@@ -80,9 +80,9 @@ def _chosen(labels: dict[str, str], objects: list[Object]) -> Iterator[Object]:
                 yield one
 
 
-def _pod(template: Object) -> Iterator[str]:
+def _pod(owner: Object) -> Iterator[str]:
     """The `restricted` pod security standard, a read-only root, and no token that nobody needs."""
-    spec = template["spec"]
+    spec = owner["spec"]["template"]["spec"]
     (container,) = spec["containers"]
     pod, own = spec["securityContext"], container["securityContext"]
     wanted = {
@@ -92,7 +92,7 @@ def _pod(template: Object) -> Iterator[str]:
         "readOnlyRootFilesystem": own.get("readOnlyRootFilesystem") is True,
         "capabilities": own.get("capabilities") == {"drop": ["ALL"]},
         "resources": {"requests", "limits"} <= container.get("resources", {}).keys(),
-        "topologySpreadConstraints": bool(spec.get("topologySpreadConstraints")),
+        "topologySpreadConstraints": owner["kind"] == "Job" or bool(spec.get("topologySpreadConstraints")),
         "automountServiceAccountToken": "automountServiceAccountToken" in spec,
         "a folder at /tmp": any(one["mountPath"] == "/tmp" for one in container["volumeMounts"]),
     }
@@ -101,9 +101,10 @@ def _pod(template: Object) -> Iterator[str]:
         yield "volumes and mounts differ"
 
 
-def _container(deployment: Object, objects: list[Object]) -> Iterator[str]:
-    template = deployment["spec"]["template"]
-    if not deployment["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items():
+def _container(owner: Object, objects: list[Object]) -> Iterator[str]:
+    template = owner["spec"]["template"]
+    selector = owner["spec"].get("selector", {}).get("matchLabels", {})
+    if not selector.items() <= template["metadata"]["labels"].items():
         yield "its selector does not choose its own pods"
     names = {(one["kind"], one["metadata"]["name"]) for one in objects}
     spec = template["spec"]
@@ -142,9 +143,10 @@ def _command(container: Object, spec: Object) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
+    limit = spec.get("terminationGracePeriodSeconds", 30)
     stop = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
-    if spec["terminationGracePeriodSeconds"] < grace(argv) + stop:
-        yield f"it is killed after {spec['terminationGracePeriodSeconds']} s, and may need {grace(argv) + stop:g} s"
+    if limit < grace(argv) + stop:
+        yield f"it is killed after {limit} s, and may need {grace(argv) + stop:g} s"
     port = options.get("health_port") or options.get("port")
     if port is not None and port not in [one["containerPort"] for one in container.get("ports", ())]:
         yield f"it listens on {port}, which is no port of the container"

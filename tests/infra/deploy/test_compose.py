@@ -20,7 +20,7 @@ from tests.processes import ROOT
 FOLDER = ROOT / "infra" / "compose"
 _SCHEMA = json.loads(files("check_jsonschema.builtin_schemas.vendor").joinpath("compose-spec.json").read_text("utf-8"))
 SCHEMA = jsonschema.Draft202012Validator(_SCHEMA)
-WANTED = {"valkey", "gateway", "workers", "sweeper", "webhooks", "sources", "prometheus", "grafana"}
+WANTED = {"valkey", "publish", "gateway", "workers", "sweeper", "webhooks", "sources", "prometheus", "grafana"}
 
 
 @cache
