@@ -6,12 +6,13 @@ first token in time. All other tasks need only end within an hour (the longest t
 1. For each slot of `SLOT` seconds: the most priority sequences in flight, had each room at once. `need` is the number
    of workers that hold them at `fill` times the knee, and at least one. They are ordered a cold start ahead.
 2. All other work is a fluid that fills what they leave: what has arrived and is not done. From some time on, at least
-   `level` workers are up until all is done. That time is as late as it can be, so that they never run out of work.
+   `level` workers are up until the fluid is done. That time is as late as it can be, so that they never run out of
+   work. Then the number halves from slot to slot, while the last sequences end.
 3. Each candidate runs in the simulator; one that misses the objective or the end is no schedule. The search takes the
-   highest `fill` that holds, then the cheapest `level` from the lowest on.
+   highest `fill` that holds, the highest yield of a worker that holds, then the cheapest `level` from the lowest on.
 
 No schedule whatever needs fewer worker-hours than all work divided by what one worker does (`Outcome.work_s`). The
-summary shows that bound, too: the schedule lies above it by its starts and the rounding alone.
+summary shows that bound, too: the schedule lies above it by its starts, paused tasks and the rounding.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ REST: Final = 3600.0
 FILLS: Final = (2.0, 1.5, 1.2, 1.0, 0.8, 0.6, 0.4)
 #: Levels that are tried above the lowest.
 LEVELS: Final = 4
-#: Share of a worker's throughput that a plan counts on: paused and handed back tasks compute tokens again.
-YIELD: Final = 0.97
+#: Shares of a worker's throughput that a plan counts on, from the cheapest: paused tasks compute tokens again.
+YIELDS: Final = (0.98, 0.95, 0.9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,85 +56,77 @@ def clairvoyant(
     note: Callable[[float], None] = lambda at: None,
 ) -> Found:
     """`holds`: whether an outcome meets the objective. `note` hears of the simulations' progress."""
-    plan = _Plan(arrivals, model, most)
-
-    def tried(fill: float, level: int) -> Outcome | None:
-        out = Simulation(arrivals, model, Schedule(plan.steps(fill, level)), note).run()
-        return out if holds(out) and out.ended_at <= plan.end else None
-
-    lowest = plan.lowest()
     for fill in (fill for fill in FILLS if fill * model.knee <= model.slots):
-        if tried(fill, lowest + 1) is None:
-            continue
-        outcomes = [(out.worker_s, level, out) for level in plan.levels(lowest) if (out := tried(fill, level))]
-        if outcomes:
-            _, level, out = min(outcomes, key=lambda one: one[:2])
-            return Found(out, fill, level)
+        for share in YIELDS:
+            plan = _Plan(arrivals, model, most, fill, share)
+            best: Found | None = None
+            timely = True
+            for level in range(plan.lowest, min(plan.lowest + LEVELS, most) + 1):
+                out = Simulation(arrivals, model, Schedule(plan.steps(level)), note).run()
+                timely = out.ended_at <= arrivals[-1].at + REST
+                if not timely or not holds(out) or (best and best.outcome and best.outcome.worker_s < out.worker_s):
+                    break
+                best = Found(out, fill, level)
+            if best is not None:
+                return best
+            if timely:  # the objective was missed: workers must be emptier of priority tasks
+                break
     return Found(None)
 
 
 class _Plan:
-    """Slots of a trace: priority sequences in flight, and work that arrives (s of one worker)."""
+    """Slots of a trace: workers that priority needs, and work that arrives (s of one worker)."""
 
-    def __init__(self, arrivals: Sequence[Arrival], model: WorkerModel, most: int) -> None:
-        self._model, self._most = model, most
-        self.end = arrivals[-1].at + REST
-        slots = ceil(self.end / SLOT) + 1
-        self._work = [0.0] * slots
+    def __init__(self, arrivals: Sequence[Arrival], model: WorkerModel, most: int, fill: float, share: float) -> None:
+        self._lead = ceil(model.cold_start / SLOT)
+        longest = max(model.work(one.prompt, one.output) for one in arrivals) * model.knee / model.tokens_per_s
+        slots = ceil((arrivals[-1].at + max(SLOT, REST - 2 * longest)) / SLOT)
+        self._last = int(arrivals[-1].at / SLOT)
+        self._work = [0.0] * max(slots, self._last + 1)
         for one in arrivals:
-            self._work[int(one.at / SLOT)] += model.work(one.prompt, one.output) / model.tokens_per_s / YIELD
-        self._priority = self._in_flight(arrivals, slots)
+            self._work[int(one.at / SLOT)] += model.work(one.prompt, one.output) / model.tokens_per_s / share
+        room = fill * model.knee
+        self._need = [min(most, max(1, ceil(number / room))) for number in _in_flight(arrivals, model, len(self._work))]
+        self.lowest = next((level for level in range(1, most) if self._done(level, 0) is not None), most)
+        """The lowest level that does all work by the end."""
 
-    def _in_flight(self, arrivals: Sequence[Arrival], slots: int) -> list[int]:
-        """The most priority sequences in flight in each slot, with room for all."""
-        model = self._model
-        events = [(one.at, 1) for one in arrivals if one.rank == 0]
-        events += [
-            (one.at + model.work(one.prompt, one.output) * model.knee / model.tokens_per_s, -1)
-            for one in arrivals
-            if one.rank == 0
-        ]
-        found, now, events = [0] * slots, 0, sorted(events)
-        place = 0
-        for slot in range(slots):
-            most = now
-            while place < len(events) and events[place][0] < (slot + 1) * SLOT:
-                now += events[place][1]
-                most, place = max(most, now), place + 1
-            found[slot] = most
-        return found
-
-    def _need(self, fill: float) -> list[int]:
-        room = fill * self._model.knee
-        return [min(self._most, max(1, ceil(number / room))) for number in self._priority]
-
-    def lowest(self) -> int:
-        """The lowest level that can do all work by the end."""
-        need = self._need(FILLS[0])
-        for level in range(1, self._most):
-            if self._left(need, level, 0) <= 0:
-                return level
-        return self._most
-
-    def levels(self, lowest: int) -> list[int]:
-        return [level for level in range(lowest, lowest + LEVELS) if level <= self._most]
-
-    def _left(self, need: Sequence[int], level: int, since: int) -> float:
-        """Work that is left at the end, with at least `level` workers from slot `since` on."""
+    def _done(self, level: int, since: int) -> int | None:
+        """The slot after which all is done, with at least `level` workers from slot `since` on; None if it is not."""
         left = 0.0
-        for slot, number in enumerate(need):
-            workers = max(number, level) if slot >= since else number
-            left = max(0.0, left + self._work[slot] - workers * SLOT)
-        return left
+        for slot, number in enumerate(self._need):
+            left = max(0.0, left + self._work[slot] - (max(number, level) if slot >= since else number) * SLOT)
+            if slot >= self._last and not left:
+                return slot
+        return None
 
-    def steps(self, fill: float, level: int) -> list[tuple[float, int]]:
+    def steps(self, level: int) -> list[tuple[float, int]]:
         """The schedule: numbers of workers, and when they are ordered."""
-        need = self._need(fill)
-        early, late = 0, len(need)
-        while late - early > 1:  # the latest slot from which on the level does all
-            since = (early + late) // 2
-            early, late = (since, late) if self._left(need, level, since) <= 0 else (early, since)
-        numbers = [max(number, level) if slot >= early else number for slot, number in enumerate(need)]
-        lead = ceil(self._model.cold_start / SLOT)
-        ahead = [max(numbers[slot : slot + lead + 1]) for slot in range(len(numbers))]
+        since, late = 0, len(self._need)
+        while late - since > 1:  # the latest slot from which on the level does all
+            middle = (since + late) // 2
+            since, late = (middle, late) if self._done(level, middle) is not None else (since, middle)
+        end = self._done(level, since)
+        end = len(self._need) if end is None else end + 1
+        numbers = [max(number, level) if slot >= since else number for slot, number in enumerate(self._need[:end])]
+        while numbers[-1] > 1:
+            numbers.append(numbers[-1] // 2)
+        ahead = [max(numbers[slot : slot + self._lead + 1]) for slot in range(len(numbers))]
         return [(slot * SLOT, number) for slot, number in enumerate(ahead)]
+
+
+def _in_flight(arrivals: Sequence[Arrival], model: WorkerModel, slots: int) -> list[int]:
+    """The most priority sequences in flight in each slot, with room for all."""
+    events: list[tuple[float, int]] = []
+    for one in arrivals:
+        if one.rank == 0:
+            takes = model.work(one.prompt, one.output) * model.knee / model.tokens_per_s
+            events += [(one.at, 1), (one.at + takes, -1)]
+    events.sort()
+    found, now, place = [0] * slots, 0, 0
+    for slot in range(slots):
+        most = now
+        while place < len(events) and events[place][0] < (slot + 1) * SLOT:
+            now += events[place][1]
+            most, place = max(most, now), place + 1
+        found[slot] = most
+    return found
