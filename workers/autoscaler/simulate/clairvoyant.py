@@ -1,15 +1,16 @@
 """A clairvoyant schedule: few worker-hours, with all arrivals known ahead.
 
-It is held to the same worker, cold start and maximum, and to the objective: a share of the priority tasks have their
-first token in time. All other tasks need only end within an hour (the longest target wait) of the last arrival.
+It is held to the same worker, cold start, least and most workers, and to the objective: a share of the priority tasks
+have their first token in time. All other tasks need only end within an hour (the longest target wait) of the last
+arrival.
 
 1. For each slot of `SLOT` seconds: the most priority sequences in flight, had each room at once. `need` is the number
    of workers that hold them at `fill` times the knee, and at least one. They are ordered a cold start ahead.
 2. All other work is a fluid that fills what they leave: what has arrived and is not done. From some time on, at least
    `level` workers are up until the fluid is done. That time is as late as it can be, so that they never run out of
    work. Then the number halves from slot to slot, while the last sequences end.
-3. Each candidate runs in the simulator; one that misses the objective or the end is no schedule. The search takes the
-   highest `fill` that holds, the highest yield of a worker that holds, then the cheapest `level` from the lowest on.
+3. Each candidate runs in the simulator; one that misses the objective or the end is no schedule. The search goes from
+   the highest `fill` down, tries some levels of each, and stops at a fill that makes nothing cheaper.
 
 No schedule whatever needs fewer worker-hours than all work divided by what one worker does (`Outcome.work_s`). The
 summary shows that bound, too: the schedule lies above it by its starts, paused tasks and the rounding.
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Final
 
+from workers.autoscaler.rules import Rules
 from workers.autoscaler.simulate.scalers import Schedule
 from workers.autoscaler.simulate.simulation import Outcome, Simulation
 from workers.autoscaler.simulate.trace import Arrival
@@ -41,43 +43,62 @@ YIELDS: Final = (0.98, 0.95, 0.9)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The cheapest schedule that holds; None if none does."""
+    """A schedule that holds, and what became of it."""
 
-    outcome: Outcome | None
-    fill: float = 0.0
-    level: int = 0
+    outcome: Outcome
+    fill: float
+    level: int
 
 
 def clairvoyant(
     arrivals: Sequence[Arrival],
     model: WorkerModel,
-    most: int,
+    rules: Rules,
     holds: Callable[[Outcome], bool],
     note: Callable[[float], None] = lambda at: None,
-) -> Found:
-    """`holds`: whether an outcome meets the objective. `note` hears of the simulations' progress."""
+) -> Found | None:
+    """The cheapest schedule found; None if none holds.
+
+    `holds`: whether an outcome meets the objective. `note` hears of the simulations' progress.
+    """
+    best: Found | None = None
     for fill in (fill for fill in FILLS if fill * model.knee <= model.slots):
-        for share in YIELDS:
-            plan = _Plan(arrivals, model, most, fill, share)
-            best: Found | None = None
-            timely = True
-            for level in range(plan.lowest, min(plan.lowest + LEVELS, most) + 1):
-                out = Simulation(arrivals, model, Schedule(plan.steps(level)), note).run()
-                timely = out.ended_at <= arrivals[-1].at + REST
-                if not timely or not holds(out) or (best and best.outcome and best.outcome.worker_s < out.worker_s):
-                    break
-                best = Found(out, fill, level)
-            if best is not None:
-                return best
-            if timely:  # the objective was missed: workers must be emptier of priority tasks
+        found = _cheapest(arrivals, model, rules, fill, holds, note)
+        if best is not None and (found is None or found.outcome.worker_s >= best.outcome.worker_s):
+            return best
+        best = found
+    return best
+
+
+def _cheapest(
+    arrivals: Sequence[Arrival],
+    model: WorkerModel,
+    rules: Rules,
+    fill: float,
+    holds: Callable[[Outcome], bool],
+    note: Callable[[float], None],
+) -> Found | None:
+    """The cheapest schedule of a fill, with the highest yield of which one holds."""
+    for share in YIELDS:
+        plan, found, timely = _Plan(arrivals, model, rules, fill, share), [], True
+        for level in range(plan.lowest, min(plan.lowest + LEVELS, rules.max) + 1):
+            out = Simulation(arrivals, model, Schedule(plan.steps(level)), note, rules.min).run()
+            timely = out.ended_at <= arrivals[-1].at + REST
+            if not timely or not holds(out):
                 break
-    return Found(None)
+            found.append(Found(out, fill, level))
+        if found or timely:  # where the objective was missed, a lower yield does not help
+            return min(found, key=lambda one: one.outcome.worker_s, default=None)
+    return None
 
 
 class _Plan:
     """Slots of a trace: workers that priority needs, and work that arrives (s of one worker)."""
 
-    def __init__(self, arrivals: Sequence[Arrival], model: WorkerModel, most: int, fill: float, share: float) -> None:
+    def __init__(
+        self, arrivals: Sequence[Arrival], model: WorkerModel, rules: Rules, fill: float, share: float
+    ) -> None:
+        self._least = max(1, rules.min)
         self._lead = ceil(model.cold_start / SLOT)
         longest = max(model.work(one.prompt, one.output) for one in arrivals) * model.knee / model.tokens_per_s
         slots = ceil((arrivals[-1].at + max(SLOT, REST - 2 * longest)) / SLOT)
@@ -86,8 +107,11 @@ class _Plan:
         for one in arrivals:
             self._work[int(one.at / SLOT)] += model.work(one.prompt, one.output) / model.tokens_per_s / share
         room = fill * model.knee
-        self._need = [min(most, max(1, ceil(number / room))) for number in _in_flight(arrivals, model, len(self._work))]
-        self.lowest = next((level for level in range(1, most) if self._done(level, 0) is not None), most)
+        self._need = [
+            min(rules.max, max(self._least, ceil(number / room)))
+            for number in _in_flight(arrivals, model, len(self._work))
+        ]
+        self.lowest = next((level for level in range(1, rules.max) if self._done(level, 0) is not None), rules.max)
         """The lowest level that does all work by the end."""
 
     def _done(self, level: int, since: int) -> int | None:
@@ -108,8 +132,8 @@ class _Plan:
         end = self._done(level, since)
         end = len(self._need) if end is None else end + 1
         numbers = [max(number, level) if slot >= since else number for slot, number in enumerate(self._need[:end])]
-        while numbers[-1] > 1:
-            numbers.append(numbers[-1] // 2)
+        while numbers[-1] > self._least:
+            numbers.append(max(self._least, numbers[-1] // 2))
         ahead = [max(numbers[slot : slot + self._lead + 1]) for slot in range(len(numbers))]
         return [(slot * SLOT, number) for slot, number in enumerate(ahead)]
 

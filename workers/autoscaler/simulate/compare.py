@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from workers.autoscaler.rules import Rules
@@ -67,13 +68,13 @@ def compared(
     if others:
         scalers |= {name: make(settings.rules) for name, make in SCALERS.items()}
     outcomes = {
-        name: Simulation(arrivals, settings.model, scaler, lambda at, name=name: note(name, at)).run()  # type: ignore[misc]
+        name: Simulation(arrivals, settings.model, scaler, partial(note, name), settings.rules.min).run()
         for name, scaler in scalers.items()
     }
     if others:
         best = clairvoyant(
-            arrivals, settings.model, settings.rules.max, settings.objective.holds, lambda at: note(CLAIRVOYANT, at)
+            arrivals, settings.model, settings.rules, settings.objective.holds, partial(note, CLAIRVOYANT)
         )
-        if best.outcome is not None:
+        if best is not None:
             outcomes[CLAIRVOYANT] = best.outcome
     return Compared(settings, outcomes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +75,7 @@ def _kept(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
 
 
 def _again(kept: dict[str, Any]) -> tuple[int, str, Memory]:
-    rules = Rules(**{one.name: kept["rules"][one.name] for one in fields(Rules) if one.name in kept["rules"]})
-    decision, memory = decide(rules, signals_of(kept["signals"]), Memory.of(kept["before"]))
+    decision, memory = decide(Rules(**kept["rules"]), signals_of(kept["signals"]), Memory.of(kept["before"]))
     return decision.wanted, decision.reason, memory
 
 

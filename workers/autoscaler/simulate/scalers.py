@@ -23,7 +23,7 @@ class Policy:
 
     def __init__(self, rules: Rules, every: float = 1.0) -> None:
         self.rules, self.every = rules, every
-        self._memory = Memory()
+        self._memory = Memory(wanted=rules.min)
         self.last: Decision | None = None
 
     def wanted(self, pool: Simulation) -> int:

@@ -74,8 +74,9 @@ class Simulation:
         model: WorkerModel,
         scaler: Scaler,
         note: Callable[[float], None] = lambda at: None,
+        ready: int = 0,
     ) -> None:
-        """`note` is told the time, once for each sample."""
+        """`note` is told the time, once for each sample. `ready`: workers that are ready at the start."""
         self.model, self._scaler, self._note = model, scaler, note
         self.now = 0.0
         self.workers: list[Worker] = []
@@ -96,6 +97,9 @@ class Simulation:
         tokens = sum(task.prompt + task.output for task in self._tasks)
         self._mean = tokens / len(self._tasks)
         self._speed = tokens / self._out.work_s
+        self.set_wanted(ready)
+        for worker in self.workers:
+            worker.ready = True
 
     # ---- what a scaler sees ---------------------------------------------------------------------------------------
 
@@ -254,7 +258,7 @@ class Simulation:
     # ---- scaling ----------------------------------------------------------------------------------------------
 
     def set_wanted(self, wanted: int) -> None:
-        """Start workers, or end them: those that start before idle ones, and idle ones before busy ones."""
+        """Start workers, or end them: idle ones, then the least loaded, and last those that start."""
         if wanted != self._wanted:
             direction = 1 if wanted > self._wanted else -1
             self._out.turns += direction == -self._direction
@@ -264,7 +268,7 @@ class Simulation:
             self._start()
         if self.up > wanted:
             open_ones = [worker for worker in self.workers if worker.closes_at is None]
-            open_ones.sort(key=lambda worker: (worker.ready, worker.load, -worker.started_at))
+            open_ones.sort(key=lambda worker: (not worker.ready, worker.load, -worker.started_at))
             for worker in open_ones[: len(open_ones) - wanted]:
                 self._drain(worker)
 

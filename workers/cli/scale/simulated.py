@@ -82,8 +82,7 @@ def _table(said: dict[str, Any], found: Compared) -> None:
             str(its["most_workers"]),
             str(its["turns"]),
         )
-    console = Console()
-    console.print(table, width=max(WIDE, console.width), crop=False)
+    Console(width=max(WIDE, Console().width)).print(table)
     typer.echo(
         f"in time: priority's first token within {settings.objective.ttft:g} s; the objective is "
         f"{settings.objective.share:.0%}. most: with workers that drain."
