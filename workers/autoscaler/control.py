@@ -99,7 +99,7 @@ class Control:
             if fleet.at - float(kept["at"]) <= STALE_S and kept["memory"] is not None:
                 self._memory = Memory.of(kept["memory"])
                 self._shown = (kept["wanted"], kept["told"], self._starts.failures, bool(kept["trouble"]))
-        except (TypeError, KeyError, ValueError, AttributeError) as error:
+        except (TypeError, KeyError, ValueError, AttributeError, ArithmeticError) as error:
             log.warning(
                 "the kept state of %s cannot be read (%r): it begins anew, with the workers there are", name, error
             )

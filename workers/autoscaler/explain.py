@@ -14,6 +14,9 @@ TIME: Final = "%Y-%m-%d %H:%M:%S"
 
 State = dict[str, Any]
 
+#: What reading a state raises that makes no sense.
+ODD: Final = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, OSError)
+
 
 def explained(pool: str, state: State | None, history: Sequence[State], now: float) -> list[str]:
     """Lines of text. `state`: None of a pool that is scaled no more. `history`: decisions that changed something, the
@@ -23,7 +26,7 @@ def explained(pool: str, state: State | None, history: Sequence[State], now: flo
         if state is None:
             return [f"{pool}: nobody scales it any more", *(f"  {line}" for line in _changes(history))]
         return [*_head(pool, state, now), *(f"  {line}" for line in (*_body(state, now), *_changes(history)))]
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except ODD:
         return [f"{pool}: {UNREADABLE}"]
 
 
@@ -33,7 +36,7 @@ def summary(pool: str, state: State, now: float) -> str:
         ready = "?" if state["signals"] is None else state["signals"]["ready"]
         trouble = f"  {state['trouble']}" if state["trouble"] else ""
         return f"{pool}  wanted {state['wanted']}  ready {ready}  {state['reason']}{_age(state, now)}{trouble}"
-    except (KeyError, TypeError, ValueError):
+    except ODD:
         return f"{pool}  {UNREADABLE}"
 
 

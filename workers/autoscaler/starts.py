@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Self
 
+from producers.contract.profile import sane
 from workers.autoscaler.actuators.base import Actual
 
 #: Shortest limit (s) of a start, and how many measured cold starts it may take.
@@ -68,20 +69,21 @@ class Starts:
         """The inverse. Raises TypeError, KeyError or ValueError for anything else."""
         since, fewer, counted = said["since"], said["fewer_since"], said["counted"]
         return cls(
-            int(said["failures"]),
+            int(_number(said["failures"])),
             str(said["why"]),
-            float(said["until"]),
-            None if since is None else float(since),
-            int(said["ready"]),
-            int(said["sure"]),
-            None if fewer is None else float(fewer),
-            float(said["seen_at"]),
-            None if counted is None else int(counted),
-            float(said["retried"]),
+            _number(said["until"]),
+            None if since is None else _number(since),
+            int(_number(said["ready"])),
+            int(_number(said["sure"])),
+            None if fewer is None else _number(fewer),
+            _number(said["seen_at"]),
+            None if counted is None else int(_number(counted)),
+            _number(said["retried"]),
         )
 
     def paused(self, at: float) -> bool:
-        return at < self.until
+        """Whether no new worker is tried. A pause that is longer than any is one of a clock that was set back."""
+        return 0 < self.until - at <= GIVEN_UP_S
 
     def asked(self, wanted: int, at: float) -> int:
         """The number to ask the actuator for."""
@@ -92,20 +94,20 @@ class Starts:
     ) -> Starts:
         """After another look. `wanted`: the policy's number. `retry`: when an operator last asked for one."""
         one = self._believing(at, ready)
-        if retry > one.retried:
+        if retry and retry != one.retried:
             one = replace(one._well(actual), retried=retry)
         if ready > self.ready or (ready and ready >= wanted and not one.paused(at)):
             one = one._well(actual)
         if ready >= wanted:
             return replace(one, since=None, counted=_count(actual))
-        since = at if one.since is None or one.paused(at) else one.since
+        since = at if one.since is None or one.paused(at) else min(one.since, at)
         one = replace(one, since=since)
         if actual is not None and one.counted is not None and actual.failures > one.counted:
             more = actual.failures - one.counted
             return one._failed(at, more, actual.failing or "its process ended", actual, tries)
         one = replace(one, counted=_count(actual))
         late = at - since
-        if late > limit * 2**one.failures:
+        if late > limit * 2.0 ** min(one.failures, 10):
             return one._failed(at, 1, _slow(actual, late), actual, tries)
         return one
 
@@ -139,6 +141,12 @@ class Starts:
         if self.failures < tries:
             return f"{starts}: {self.why} (the next try is in {left})"
         return f"{starts}: {self.why} (given up; the next try is in {left}, or after `penstock scale retry {pool}`)"
+
+
+def _number(said: Any) -> float:
+    if (number := sane(said)) is None:
+        raise ValueError(f"{said!r} is no number from 0 on")
+    return number
 
 
 def _count(actual: Actual | None) -> int | None:
