@@ -45,7 +45,9 @@ async def test_a_deployment_is_scaled_out_and_counted(kubernetes: Kubernetes, ac
 
 async def test_the_idlest_pods_go(kubernetes: Kubernetes, actuator: Actuator) -> None:
     await actuator.scale(4, [])
-    await actuator.scale(2, ["worker-tiny-2.7", "worker-tiny-0.7", "worker-tiny-1.7", "worker-tiny-3.7"])
+    # The first pod has another worker, which is busier.
+    names = ["worker-tiny-3.7.gpu0", "worker-tiny-2.7", "worker-tiny-0.7", "worker-tiny-1.7", "worker-tiny-3.7.gpu1"]
+    await actuator.scale(2, names)
     assert set(kubernetes.pods) == {"worker-tiny-1", "worker-tiny-3"}
     asked = kubernetes.asked.count("patch pods")
     assert asked == 2

@@ -49,22 +49,22 @@ def ready(pod: Any) -> bool:
 def costs(pods: Iterable[Any], first: Sequence[str], count: int) -> dict[str, str | None]:
     """The deletion costs to set so that `count` pods go in the order of `first`; None: the annotation goes.
 
-    `first`: names of workers, `HOST.PID`, whose HOST is the pod's. A pod of several goes as late as the last of them.
+    `first`: names of workers, which begin with their pod's host name. A pod of several goes as late as its last one.
     """
-    turn = {name.rpartition(".")[0] or name: place for place, name in enumerate(first)}
     found: dict[str, str | None] = {}
-    known = sorted((pod for pod in pods if host(pod) in turn), key=lambda pod: turn[host(pod)])
-    for place, pod in enumerate(known[:count]):
-        found[pod.metadata.name] = str(LOWEST + place)
+    known = sorted((turn, pod.metadata.name) for pod in pods if (turn := _turn(pod, first)) is not None)
+    for place, (_, name) in enumerate(known[:count]):
+        found[name] = str(LOWEST + place)
     for pod in pods:
         if pod.metadata.name not in found and _is_ours(_cost(pod)):
             found[pod.metadata.name] = None  # of a scale-in before, for another load
     return {pod.metadata.name: found[pod.metadata.name] for pod in pods if _changes(pod, found)}
 
 
-def host(pod: Any) -> str:
-    """The pod's host name, with which its worker's name begins: its own name, of which the kernel takes 63 letters."""
-    return str(pod.spec.hostname or pod.metadata.name[:63].rstrip("-."))
+def _turn(pod: Any, first: Sequence[str]) -> int | None:
+    """The last place of its workers; None where it has none."""
+    host = pod.spec.hostname or pod.metadata.name[:63].rstrip("-.")  # longer ones are cut
+    return max((place for place, name in enumerate(first) if name.startswith(f"{host}.")), default=None)
 
 
 def _changes(pod: Any, costs: dict[str, str | None]) -> bool:
