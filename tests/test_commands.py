@@ -37,6 +37,7 @@ TINY = {
     "tests.bench.compressed_kv": ["--sequences 1 --length 64 --chunk 16 --layers 1 --rounds 1"],
     "tests.bench.files": ["--lines 1000"],
     "tests.bench.flame": ["STACKS --title Steps --out OUT"],
+    "tests.bench.knee": ["--most 4 --repeats 1"],
     "tests.bench.overload_by_arithmetic": ["--loads 1 --tasks 20 --output 8"],
     "tests.bench.plan": ["--sequences 2 --steps 3"],
     "tests.bench.products": ["--rows 1 --rounds 1", "--rows 1 --rounds 1 --against OTHER"],

@@ -4,6 +4,7 @@ Format, one JSON object in the lease's `profile`, and in the hash `penstock:prof
 may be missing as long as nothing was measured; readers treat a value that is no finite number from 0 on as missing.
 
     knee             sequences at once from which on more of them raise throughput little (requests in flight)
+    reached          the most sequences at once of which enough steps were measured
     tokens_per_s     tokens (computed prompt tokens and generated ones) a second that one worker makes at its knee
     tokens_per_task  mean of the same tokens over the last tasks that ended
     ttft_p95         95th percentile of the time to the first token (s) of the last minutes, measured from the claim
@@ -12,7 +13,7 @@ may be missing as long as nothing was measured; readers treat a value that is no
     cold_start       {"process", "imports", "weights", "compile", "warm_up", "connect", "total", "first_token"} (s) of
                      the last start, as `workers.runtime.cold_start` explains; without what did not occur
 
-`ttft_p95` and `duty` are of the moment: they stand in leases and are not kept. How profiles of several workers become
+`reached`, `ttft_p95` and `duty` stand in leases and are not kept. How profiles of several workers become
 the kept one: `Profile.merged`.
 """
 
@@ -25,6 +26,8 @@ from typing import Any, Final, Self
 
 #: Figures of the kept profile that each worker's measurements move.
 BLENDED: Final = ("knee", "tokens_per_s", "tokens_per_task")
+#: Those that are measured together.
+OF_THE_KNEE: Final = ("knee", "tokens_per_s")
 #: Relative difference up to which a kept figure stays.
 MATERIAL: Final = 0.05
 
@@ -34,6 +37,7 @@ class Profile:
     """See the module's head. None: not measured."""
 
     knee: float | None = None
+    reached: float | None = None
     tokens_per_s: float | None = None
     tokens_per_task: float | None = None
     ttft_p95: float | None = None
@@ -56,8 +60,16 @@ class Profile:
 
         `fresh`: it has measured since it last said so. Then a figure that differs by more than MATERIAL moves half of
         the way, so that workers that differ do not swing it. `started`: the figures of its start are new.
+
+        A knee that is found from low load alone may be too high. So a higher one counts only if that worker has reached
+        as many sequences at once as the kept one says.
         """
-        moved = {name: _moved(getattr(self, name), getattr(seen, name), fresh) for name in BLENDED}
+        higher = self.knee and seen.knee and seen.knee > self.knee
+        believed = not higher or (seen.reached or 0.0) >= (self.knee or 0.0)
+        moved = {
+            name: _moved(getattr(self, name), getattr(seen, name), fresh and (believed or name not in OF_THE_KNEE))
+            for name in BLENDED
+        }
         return Profile(
             **moved,
             kv_capacity=seen.kv_capacity if started or self.kv_capacity is None else self.kv_capacity,

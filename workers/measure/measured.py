@@ -55,6 +55,7 @@ class Measured:
         ttft = self._ttft.p95(now)
         return Profile(
             knee=None if knee is None else float(knee.concurrency),
+            reached=float(self._steps.reached) or None,
             tokens_per_s=None if knee is None else round(knee.tokens_per_s, 1),
             tokens_per_task=None if mix is None else round(mix.prompt + mix.generated, 1),
             ttft_p95=None if ttft is None else round(ttft, 4),

@@ -75,6 +75,13 @@ class StepTimes:
         else:
             self._mixed.take(decodes, work.seconds)
 
+    @property
+    def reached(self) -> int:
+        """The most sequences at once of which enough steps were measured; 0 where there were none."""
+        return round(
+            max((points[-1][0] for curve in (self._decode, self._mixed) if (points := curve.points())), default=0)
+        )
+
     def _take_prompt(self, tokens: int, seconds: float) -> None:
         seconds = self._prompt.take(tokens, seconds)
         self._prompt_tokens += tokens - SMOOTHING * self._prompt_tokens

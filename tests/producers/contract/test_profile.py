@@ -35,10 +35,19 @@ def test_a_worker_without_load_erases_nothing() -> None:
 
 
 def test_each_measurement_moves_a_figure_half_of_the_way() -> None:
-    seen = Profile(knee=40.0, tokens_per_s=1030.0)
+    seen = Profile(knee=40.0, reached=24.0, tokens_per_s=1030.0)
     merged = KEPT.merged(seen, fresh=True, started=False)
     assert (merged.knee, merged.tokens_per_s, merged.tokens_per_task) == (30.0, 1000.0, 200.0)
+    assert merged.reached is None
     assert KEPT.merged(seen, fresh=False, started=False) == KEPT, "it has said so before"
+
+
+def test_a_knee_from_low_load_does_not_raise_the_kept_one() -> None:
+    seen = Profile(knee=60.0, reached=5.0, tokens_per_s=3000.0, tokens_per_task=100.0)
+    merged = KEPT.merged(seen, fresh=True, started=False)
+    assert (merged.knee, merged.tokens_per_s, merged.tokens_per_task) == (20.0, 1000.0, 150.0)
+    lower = KEPT.merged(Profile(knee=10.0, reached=5.0, tokens_per_s=500.0), fresh=True, started=False)
+    assert (lower.knee, lower.tokens_per_s) == (15.0, 750.0)
 
 
 def test_the_first_measurement_counts_as_it_is() -> None:
