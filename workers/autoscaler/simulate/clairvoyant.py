@@ -10,7 +10,7 @@ arrival.
    `level` workers are up until the fluid is done. That time is as late as it can be, so that they never run out of
    work. Then the number halves from slot to slot, while the last sequences end.
 3. Each candidate runs in the simulator; one that misses the objective or the end is no schedule. The search goes from
-   the highest `fill` down, tries some levels of each, and stops at a fill that makes nothing cheaper.
+   the highest `fill` down, tries some levels of each, and stops after two that make nothing cheaper.
 
 No schedule whatever needs fewer worker-hours than all work divided by what one worker does (`Outcome.work_s`). The
 summary shows that bound, too: the schedule lies above it by its starts, paused tasks and the rounding.
@@ -35,6 +35,8 @@ SLOT: Final = 60.0
 REST: Final = 3600.0
 #: Fills of a worker with priority sequences, in knees, that are tried, from the cheapest.
 FILLS: Final = (2.0, 1.5, 1.2, 1.0, 0.8, 0.6, 0.4)
+#: Fills in a row that make nothing cheaper, after which the search ends.
+VAIN: Final = 2
 #: Levels that are tried above the lowest.
 LEVELS: Final = 4
 #: Shares of a worker's throughput that a plan counts on, from the cheapest: paused tasks compute tokens again.
@@ -61,12 +63,13 @@ def clairvoyant(
 
     `holds`: whether an outcome meets the objective. `note` hears of the simulations' progress.
     """
-    best: Found | None = None
+    best, vain = None, 0
     for fill in (fill for fill in FILLS if fill * model.knee <= model.slots):
         found = _cheapest(arrivals, model, rules, fill, holds, note)
-        if best is not None and (found is None or found.outcome.worker_s >= best.outcome.worker_s):
-            return best
-        best = found
+        if found is not None and (best is None or found.outcome.worker_s < best.outcome.worker_s):
+            best, vain = found, 0
+        elif best is not None and (vain := vain + 1) == VAIN:
+            break
     return best
 
 
