@@ -84,6 +84,7 @@ def test_headroom_and_the_default_knee_are_settings() -> None:
     unknown = Profile()
     assert raw(seen(0, unknown, default=7))["a"] == 2  # 0.8 * 8
     assert raw(seen(0, unknown, default=7), replace(RULES, default_knee=10))["a"] == 1
+    assert raw(seen(0, replace(PROFILE, knee=0.01), default=4))["a"] == 5  # a worker holds one sequence at least
 
 
 # ---- b: wait -------------------------------------------------------------------------------------
