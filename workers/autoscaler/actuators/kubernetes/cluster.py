@@ -96,14 +96,15 @@ class Denied(ActuatorError):
 
 
 def _config(context: str | None) -> Any:
-    """The connection's settings: of the pod's service account, else of the kubeconfig."""
+    """The connection's settings: of the file in KUBECONFIG, else the pod's service account, else ~/.kube/config."""
     from lightkube import KubeConfig
     from lightkube.config.kubeconfig import DEFAULT_KUBECONFIG
     from lightkube.core.exceptions import ConfigError
 
-    file = os.environ.get("KUBECONFIG") or DEFAULT_KUBECONFIG
+    named = os.environ.get("KUBECONFIG")
+    file = named or DEFAULT_KUBECONFIG
     try:
-        return KubeConfig.from_file(file).get(context) if context else KubeConfig.from_env().get()
+        return (KubeConfig.from_file(file) if named or context else KubeConfig.from_env()).get(context)
     except ConfigError as error:
         advice = "Run it in a pod with a service account, or name one file in KUBECONFIG"
         raise ValueError(f"no way to a Kubernetes cluster: {error}. {advice}") from error

@@ -1,6 +1,6 @@
 """`kubernetes://NAMESPACE/DEPLOYMENT[?context=NAME]`: sets the number of a Deployment's pods.
 
-Credentials: the pod's service account, else the current context of the kubeconfig; with `context` always that one.
+Credentials: the file in KUBECONFIG, else the pod's service account, else ~/.kube/config. `context`: of such a file.
 
 | dies after | what stands | who repairs it |
 | --- | --- | --- |
