@@ -53,6 +53,10 @@ class Acting:
             self._told = wanted
             self._changed.set()
 
+    def wake(self) -> None:
+        """Look at once."""
+        self._changed.set()
+
     async def run(self) -> None:
         """Act until cancelled."""
         while True:
@@ -67,10 +71,12 @@ class Acting:
     async def _once(self) -> float:
         """Look, and act if something is to change. Returns the pause (s) until the next look."""
         try:
-            actual = self.actual = await self._called(self.actuator.actual())
-            wanted = self._told
+            before, actual = self.actual, await self._called(self.actuator.actual())
+            self.actual, wanted = actual, self._told
             changes = wanted is not None and actual.wanted != wanted
-            if wanted is not None and (changes or actual.up < wanted) and self._may():
+            # A start that has just failed is for the next tick to judge: it may not want another try yet.
+            failed = before is not None and actual.failures > before.failures
+            if wanted is not None and (changes or (actual.up < wanted and not failed)) and self._may():
                 if changes:
                     log.info("%s: from %d to %d workers", self.actuator.name, actual.wanted, wanted)
                 await self._called(self.actuator.scale(wanted, self._first))

@@ -128,7 +128,7 @@ class Control:
     # ---- starts ---------------------------------------------------------------------------------------------------
 
     def _watch_starts(self, fleet: Fleet, seen: Signals, wanted: int) -> None:
-        actual = None if self.acting is None else self.acting.actual
+        actual, heard = None if self.acting is None else self.acting.actual, self._starts.retried
         self._starts = self._starts.seen(
             seen.at,
             seen.ready,
@@ -138,6 +138,8 @@ class Control:
             tries=self.settings.tries,
             retry=fleet.scaling.retries.get(self.settings.name, 0.0),
         )
+        if self.acting is not None and self._starts.retried != heard:
+            self.acting.wake()
 
     def _trouble(self, at: float, told: int) -> str:
         """What keeps workers from coming up, in words."""
