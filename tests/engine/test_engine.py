@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import engine.engine as engine_module
 import engine.execution.runner as runner_module
 from engine import Engine, EngineConfig, EngineError, Event, ModelError, Output, Request, RequestError, SamplingParams
+from engine.plan import StepWork
 from engine.sampling import SamplingBatch, sample
 from tests.engine.looping import PATIENCE, Listener, until, waited
 from tests.engine.random_models import write_model
@@ -335,6 +337,30 @@ def test_an_interrupted_generate_leaves_nothing_running(load: Load, monkeypatch:
     found = engine.stats()
     assert (found.running, found.waiting, found.kv_blocks_used) == (0, 0, 0)
     assert found.generated_tokens < 400
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_each_step_tells_what_it_has_computed(load: Load, overlap: int) -> None:
+    engine = load(enable_prefix_caching=False, overlap=overlap)
+    works: list[StepWork] = []
+
+    def on_step() -> None:
+        work = engine.last_work
+        if work is not None and not any(work is one for one in works):
+            works.append(work)
+
+    engine.on_step = on_step
+    began = time.monotonic()
+    outputs = engine.generate([[1, 2, 3], list(range(20, 60))], GREEDY)
+    made = sum(len(one.token_ids) for one in outputs)
+    until(lambda: sum(work.generated for work in works) == made)  # `generate` may return before the last step is told
+    assert sum(work.prompt_tokens for work in works) == 43
+    assert sum(work.decodes for work in works) >= 22
+    assert max(work.decodes for work in works) == 2
+    assert all(work.seconds > 0 for work in works)
+    time.sleep(0.05)  # nobody's step
+    engine.generate([[1, 2, 3]], GREEDY)
+    assert sum(work.seconds for work in works) <= time.monotonic() - began - 0.05
 
 
 def test_settings_that_do_not_fit_are_refused(load: Load, tmp_path: Path) -> None:
