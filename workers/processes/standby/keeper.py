@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
+from workers.processes.standby.preload import MODULES
 from workers.processes.supervisor import Child, Program
 
 #: The standby ends when no worker was started or ended for this long (s).
@@ -21,7 +22,7 @@ IDLE_S: Final = 3600.0
 #: Pause (s) between a worker's start and the next standby's, which would disturb it.
 AGAIN_S: Final = 5.0
 #: Time (s) in which a standby takes a program, or is killed.
-ANSWER_S: Final = 1.0
+ANSWER_S: Final = 2.0
 READY: Final = "ready"
 TAKEN: Final = "taken"
 
@@ -29,7 +30,8 @@ TAKEN: Final = "taken"
 class Standby:
     """One warm process, which becomes a program whose command line begins with `argv`: a worker's.
 
-    `say(name, line)` gets what happens to it. It ends when nothing came for `idle_s` seconds.
+    `say(name, line)` gets what happens to it. It ends when nothing came for `idle_s` seconds. `imports`: the modules
+    that it imports.
     """
 
     def __init__(
@@ -39,11 +41,13 @@ class Standby:
         *,
         idle_s: float = IDLE_S,
         again_s: float = AGAIN_S,
+        imports: Sequence[str] = MODULES,
     ) -> None:
         self._argv = tuple(argv)
         self._say = say
         self._idle_s = idle_s
         self._again_s = again_s
+        self._imports = tuple(imports)
         self._waiting: _Waiting | None = None
         self._on = False
         self._timer: asyncio.TimerHandle | None = None
@@ -122,7 +126,7 @@ class Standby:
     async def _begin(self) -> None:
         if self._on and self.pid is None:
             try:
-                self._waiting = await _started(self._say)
+                self._waiting = await _started(self._imports, self._say)
             except OSError as error:  # a system without a standby is slower, not broken
                 self._say("standby", f"cannot be started: {error}")
             self.used()
@@ -162,10 +166,10 @@ class _Waiting:
             return f"the standby is gone: {error}"
 
 
-async def _started(say: Callable[[str, str], None]) -> _Waiting:
+async def _started(imports: Sequence[str], say: Callable[[str, str], None]) -> _Waiting:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    argv = [sys.executable, "-P", "-m", f"{__package__}.process", str(theirs.fileno())]
+    argv = [sys.executable, "-P", "-m", f"{__package__}.process", str(theirs.fileno()), *imports]
     child = Child(Program("standby", argv, pass_fds=(theirs.fileno(),)), say)
     try:
         await child.start()

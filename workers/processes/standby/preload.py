@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Final
 
@@ -41,15 +42,15 @@ MODULES: Final = (
 )
 
 
-def preload() -> None:
-    """Import all of it. Raises whatever an import raises."""
+def preload(modules: Sequence[str]) -> None:
+    """Import these. Raises whatever an import raises."""
     failed: list[BaseException] = []
 
     def run() -> None:
         if sys.platform == "linux":
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         try:
-            for name in MODULES:
+            for name in modules:
                 import_module(name)
         except BaseException as error:  # noqa: BLE001 - told to the main thread
             failed.append(error)

@@ -1,4 +1,4 @@
-"""The standby process: `python -P -m workers.processes.standby.process FD`, where FD is its end of a socket pair.
+"""The standby process: `python -P -m workers.processes.standby.process FD MODULE...`; FD is its end of a socket pair.
 
     imports -> stamps them -> "ready" -> waits -> "taken" -> becomes `penstock worker ...`
                                                -> "REASON" -> exits
@@ -38,7 +38,7 @@ def main() -> None:
     from workers.processes.standby.preload import preload
     from workers.processes.standby.stamp import stamp
 
-    preload()
+    preload(sys.argv[2:])
     read = stamp()
     gc.collect()
     gc.freeze()  # a worker collects before it serves: not through all of this again

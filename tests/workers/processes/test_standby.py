@@ -1,0 +1,226 @@
+"""A standby becomes the next program; one that cannot costs no more than a normal start."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from producers.client.blocking import Client
+from tests.workers.processes.test_supervisor import gone, said
+from workers.processes import PENSTOCK
+from workers.processes.standby import Standby
+from workers.processes.standby.preload import MODULES
+from workers.processes.supervisor import Child, Program
+
+PROGRAM = (sys.executable, "-P", "-m", "stands_in")
+#: Tells who it is, and waits.
+SOURCE = """
+import os, sys, time
+import warm_module
+print(os.getpid(), os.environ["CUDA_VISIBLE_DEVICES"], *sys.argv[1:], flush=True)
+if "fail" in sys.argv:
+    sys.exit(3)
+time.sleep(600)
+"""
+
+Make = Callable[..., Standby]
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the program, and of a module that the standby has imported."""
+    (tmp_path / "stands_in.py").write_text(SOURCE)
+    (tmp_path / "warm_module.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    return tmp_path
+
+
+@pytest.fixture
+async def make(code: Path) -> AsyncIterator[Make]:
+    """Makes standbys; `told` is what they say."""
+    made: list[Standby] = []
+    told: list[str] = []
+
+    def standby(argv: tuple[str, ...] = PROGRAM, **options: Any) -> Standby:
+        options = {"again_s": 0.01, "imports": ("warm_module", "workers.runtime.cold_start"), **options}
+        made.append(Standby(argv, lambda name, line: told.append(line), **options))
+        return made[-1]
+
+    standby.told = told  # type: ignore[attr-defined]
+    yield standby
+    for one in made:
+        await one.stop()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - what is waited for happens in other processes
+            await asyncio.sleep(0.005)
+
+
+def child(standby: Standby, *arguments: str, argv: tuple[str, ...] = PROGRAM, **env: str) -> Child:
+    program = Program("it", (*argv, *arguments), {"CUDA_VISIBLE_DEVICES": "7", **env})
+    return Child(program, lambda name, line: None, standby)
+
+
+async def ready(standby: Standby) -> int:
+    """Start it; the process id of who waits."""
+    await standby.start()
+    await until(lambda: standby.ready)
+    assert standby.pid is not None
+    return standby.pid
+
+
+async def started(one: Child, *arguments: str) -> int:
+    """Start the program; its process id, after it has told who it is."""
+    await one.start()
+    assert one.pid is not None
+    await said(one, " ".join((str(one.pid), "7", *arguments)))
+    return one.pid
+
+
+def title(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def nice_and_memory(pid: int) -> tuple[int, int]:
+    """The niceness of its first thread, and its memory in bytes."""
+    stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(stat[16]), int(stat[21]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def test_it_becomes_the_program_and_another_follows(make: Make) -> None:
+    standby = make()
+    waiting = await ready(standby)
+    assert b"penstock: standby" in title(waiting)
+    one = child(standby, "a", "b c")
+    assert await started(one, "a", "b c") == waiting
+    assert b"stands_in a b c" in title(waiting)
+    await until(lambda: standby.ready)
+    assert standby.pid != waiting
+    assert await one.stop(60)
+
+
+async def test_its_status_is_the_programs_and_a_restart_may_use_the_next(make: Make) -> None:
+    standby = make()
+    await ready(standby)
+    one = child(standby, "fail")
+    await one.start()
+    assert one.keeper is not None
+    assert await one.keeper == 3
+
+
+async def test_a_killed_one_is_replaced_after_a_normal_start(make: Make) -> None:
+    standby = make()
+    waiting = await ready(standby)
+    os.kill(waiting, signal.SIGKILL)
+    one = child(standby)
+    assert await started(one) != waiting
+    await until(lambda: standby.ready)
+    await one.stop(60)
+
+
+async def test_a_stuck_one_is_killed_before_the_normal_start(make: Make) -> None:
+    standby = make()
+    waiting = await ready(standby)
+    os.kill(waiting, signal.SIGSTOP)
+    one = child(standby)
+    assert await started(one) != waiting
+    assert gone(waiting)
+    assert "did not answer" in make.told[-1]  # type: ignore[attr-defined]
+    await one.stop(60)
+
+
+async def test_one_with_another_environment_is_replaced(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    standby = make()
+    waiting = await ready(standby)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    one = child(standby)
+    assert await started(one) != waiting
+    assert "OMP_NUM_THREADS has another value" in make.told[-1]  # type: ignore[attr-defined]
+    await until(lambda: standby.ready)
+    waiting, two = standby.pid, child(standby)
+    assert await started(two) == waiting
+    await asyncio.gather(one.stop(60), two.stop(60))
+
+
+async def test_one_whose_code_has_changed_is_replaced(make: Make, code: Path) -> None:
+    standby = make()
+    waiting = await ready(standby)
+    (code / "warm_module.py").write_text("new = True")
+    one = child(standby)
+    assert await started(one) != waiting
+    assert f"{code / 'warm_module.py'} has changed" in make.told[-1]  # type: ignore[attr-defined]
+    await one.stop(60)
+
+
+async def test_it_leaves_other_programs_alone(make: Make) -> None:
+    standby = make()
+    waiting = await ready(standby)
+    one = child(standby, argv=(sys.executable, "-c", "import os; print(os.getpid(), 7, flush=True); input()"))
+    await one.start()
+    assert one.pid != waiting
+    assert standby.pid == waiting
+    await one.stop(60)
+
+
+async def test_it_ends_when_nothing_comes(make: Make) -> None:
+    standby = make(idle_s=0.01)
+    await standby.start()
+    waiting = standby.pid
+    assert waiting is not None
+    await until(lambda: standby.pid is None and gone(waiting))
+
+
+def test_it_dies_with_its_parent(code: Path) -> None:
+    source = """
+    import asyncio
+    from workers.processes.standby import Standby
+    async def main():
+        standby = Standby(["x"], print, imports=["warm_module"])
+        await standby.start()
+        print(standby.pid, flush=True)
+        await asyncio.sleep(600)
+    asyncio.run(main())
+    """
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(source)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    for _ in range(6000):
+        if gone(pid):
+            return
+        asyncio.run(asyncio.sleep(0.01))
+    raise AssertionError("it lives")
+
+
+@pytest.mark.slow
+async def test_it_becomes_a_worker_that_serves_within_its_memory(make: Make, valkey_url: str) -> None:
+    argv = (*PENSTOCK, "worker")
+    standby = make(argv, imports=MODULES, again_s=600.0)
+    waiting = await ready(standby)
+    nice, memory = nice_and_memory(waiting)
+    assert nice == 0, "a worker has the priority of any process, though it was imported at a low one"
+    assert memory <= 400 << 20
+    urls = {"BROKER_URL": valkey_url, "STORE_URL": valkey_url}
+    one = child(standby, "--model", "tiny", "--threads", "1", argv=argv, **urls)
+    await one.start()
+    assert one.pid == waiting
+    await until(lambda: any("Serving tiny" in line for line in one.lines))
+    with Client(valkey_url) as client:
+        handle = client.submit(model="tiny", prompt="def f(x):", max_tokens=4, ignore_eos=True)
+        result = await asyncio.to_thread(handle.result, 60)
+    assert result.usage["output_tokens"] == 4
+    assert await one.stop(60)
