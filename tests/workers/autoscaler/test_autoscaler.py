@@ -59,6 +59,21 @@ async def test_from_zero_to_what_is_queued_and_to_zero_again(fleet: Fleet, aclie
     assert fleet.valkey.get(keys.SCALE_LEADER) is None, "it resigned"
 
 
+async def test_at_zero_a_glance_sees_a_first_task_long_before_the_next_reading(
+    fleet: Fleet, aclient: AsyncClient
+) -> None:
+    """A task that starts no worker is read once: what waits already is no news."""
+    hand, seldom = Recorder(), AutoscalerSettings("one", lease=60.0, every=3600.0, glance=0.01, look=0.05)
+    async with scaling(aclient, hand, seldom):
+        first = await until(fleet.state)
+        fleet.fill(1, tier="batch")
+        second = await until(lambda: fleet.state()["at"] > first["at"] and fleet.state())
+        await asyncio.sleep(0.2)
+        assert fleet.state()["at"] == second["at"]
+        fleet.fill(1, queue=keys.model_queue("tiny"))
+        await until(lambda: hand.numbers == [1])
+
+
 async def test_workers_go_idle_ones_first(fleet: Fleet, aclient: AsyncClient) -> None:
     hand = Recorder(3)
     fleet.lease("busy", running=5)
