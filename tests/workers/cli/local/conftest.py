@@ -75,7 +75,8 @@ class Up:
                     # A standby and what becomes of it have titles, which are one word.
                     words = (stat.parent / "cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").split()
                     kind = words[4].decode() if len(words) > 4 and words[3] == b"workers.cli" else "standby"
-                    yield "valkey" if b"valkey" in words[0] else kind, int(stat.parent.name)
+                    if words:  # else it ends, or becomes another program just now
+                        yield "valkey" if b"valkey" in words[0] else kind, int(stat.parent.name)
 
     def stop(self, sig: signal.Signals = signal.SIGINT) -> int:
         self.children()

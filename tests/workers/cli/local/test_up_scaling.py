@@ -39,6 +39,7 @@ def test_workers_come_with_the_tasks_and_go_without_them(up: Callable[..., Up]) 
     answer = client.completions.create(model="tiny", prompt="def f(x):", max_tokens=8, extra_body={"ignore_eos": True})
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 8
+    until(lambda: "worker" not in system.children(), PATIENCE_S)
 
     up_at_most: list[int] = []
     done = threading.Event()
@@ -53,7 +54,6 @@ def test_workers_come_with_the_tasks_and_go_without_them(up: Callable[..., Up]) 
         assert end["event"] == "end"
         assert [one["position"] for one in tokens] == list(range(SHORT if seed % 4 else LONG))
     assert max(up_at_most) == 2
-    until(lambda: "worker" not in system.children(), PATIENCE_S)
 
     gateway.submit(task(max_tokens=LONG))
     until(lambda: "worker" in system.children(), PATIENCE_S)
