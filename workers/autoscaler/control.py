@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any, Final
 
 from producers.admin.fleet import Fleet
+from producers.client.submission import FRESH_S
 from producers.store.scaling import STALE_S
 from workers.autoscaler import watch
 from workers.autoscaler.acting import Acting
@@ -21,6 +22,8 @@ log = logging.getLogger(__name__)
 
 #: Time (s) for which a platform may have fewer workers than it was told.
 FEWER_S: Final = 30.0
+#: Time (s) after another version replaced this one for which tasks may still come: clients keep a card for FRESH_S.
+SETTLED_S: Final = FRESH_S + 3.0
 
 
 class Control:
@@ -37,6 +40,7 @@ class Control:
         self._restored = False
         self._rules, self._kept = scaled.settings.rules, 0
         self._fewer_since: float | None = None
+        self._old_since: float | None = None
         self._shown: tuple[Any, ...] = ()
 
     def decide(self, fleet: Fleet | None, at: float, by: str) -> dict[str, Any] | None:
@@ -57,7 +61,9 @@ class Control:
         self._rules, old = rules_now(fleet, self.settings)
         seen = watch.signals(fleet, self.settings)
         decision, self._memory = _decided(self._rules, seen, self._memory)
-        if old and watch.left(fleet, self.settings) == 0:
+        self._old_since = (self._old_since or at) if old else None
+        settled = self._old_since is not None and at - self._old_since >= SETTLED_S
+        if settled and watch.left(fleet, self.settings) == 0:
             decision = Decision(0, "0: another version has replaced it, and nothing of it is left", decision.raw)
             self._memory = replace(self._memory, wanted=0)
         self.wanted = decision.wanted

@@ -125,22 +125,26 @@ def _kv_used(working: Iterable[Worker]) -> float | None:
 
 
 def _profile(fleet: Fleet, pool: PoolSettings, working: Iterable[Worker]) -> Profile:
-    """The ready workers' profiles together; what they do not say is as it was kept for the version."""
+    """The version's kept profile, into which workers merge what they measure; what it lacks, in the middle of theirs.
+
+    The time to the first token and the duty cycle are those of this moment: the worst and the mean of the workers.
+    """
     version = pool.version or fleet.versions.get(pool.model, "")
     kept = fleet.scaling.profiles.get(field(pool.model, version), Profile())
     said = [Profile.of(worker.get("profile")) for worker in working]
     starts = [one.cold_start for one in said if one.cold_start.get("total")]
     return replace(
         kept,
-        knee=_over(median, (one.knee for one in said), kept.knee),
-        tokens_per_s=_over(median, (one.tokens_per_s for one in said), kept.tokens_per_s),
-        tokens_per_task=_over(median, (one.tokens_per_task for one in said), kept.tokens_per_task),
-        ttft_p95=_over(max, (one.ttft_p95 for one in said), None),  # a former one says nothing of now
-        duty=_over(fmean, (one.duty for one in said), None),
+        reached=None,
+        knee=kept.knee or _over(median, (one.knee for one in said)),
+        tokens_per_s=kept.tokens_per_s or _over(median, (one.tokens_per_s for one in said)),
+        tokens_per_task=kept.tokens_per_task or _over(median, (one.tokens_per_task for one in said)),
+        ttft_p95=_over(max, (one.ttft_p95 for one in said)),
+        duty=_over(fmean, (one.duty for one in said)),
         cold_start=kept.cold_start or max(starts, key=lambda start: start["total"], default={}),
     )
 
 
-def _over(fold: Callable[[list[float]], float], said: Iterable[float | None], otherwise: float | None) -> float | None:
-    values = [value for value in said if value]
-    return fold(values) if values else otherwise
+def _over(fold: Callable[[list[float]], float], said: Iterable[float | None]) -> float | None:
+    values = [value for value in said if value is not None]
+    return fold(values) if values else None

@@ -236,7 +236,10 @@ async def test_starts_that_fail_are_given_up_until_an_operator_asks(fleet: Fleet
         await until(lambda: not fleet.state()["trouble"])
 
 
-async def test_old_versions_live_until_nothing_of_them_is_left(fleet: Fleet, aclient: AsyncClient) -> None:
+async def test_old_versions_live_until_nothing_of_them_is_left(
+    fleet: Fleet, aclient: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "SETTLED_S", 0.2)
     new = keys.Pool("tiny", "v2", "cafe")
     old_hand, new_hand = Recorder(2), Recorder()
     rules = Rules(min=1, max=4, cool_down=60.0)

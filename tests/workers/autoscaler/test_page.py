@@ -14,7 +14,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text("utf-8")
 
 def rows(heading: str) -> dict[str, str]:
     """The first table after a heading: names in its first column -> second column."""
-    table = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    table = PAGE.partition(f"\n## {heading}\n")[2].partition("| --- |")[2].partition("\n\n")[0]
     return {
         name: cells[1].strip()
         for line in table.splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from producers.admin.fleet import Fleet, Pool, Scaling
@@ -51,18 +52,21 @@ def test_numbers_that_lie_are_missing_and_never_zero() -> None:
     assert watch.signals(Fleet([]), PoolSettings("tiny")).missing == ("queued", "in_flight")
 
 
-def test_what_ready_workers_measure_goes_before_what_was_kept() -> None:
+def test_what_was_kept_goes_before_what_workers_say_but_for_this_moments_figures() -> None:
+    """Workers merge their measurements into what is kept, and know which of them to believe."""
     kept = Profile(knee=4.0, tokens_per_s=50.0, ttft_p95=9.0, duty=1.0, cold_start={"total": 3.0})
-    said = [{"knee": 8, "ttft_p95": 0.2, "duty": 0.5}, {"knee": 100, "ttft_p95": 0.4, "duty": 1.0}, {"knee": 10}]
+    said = [{"knee": 8, "ttft_p95": 0.2, "duty": 0.0}, {"knee": 100, "ttft_p95": 0.4, "duty": 1.0}, {"knee": 10}]
     workers = [{"worker": str(number), "profile": one} for number, one in enumerate(said)]
     ends = [{"worker": "z", "draining": True, "profile": {"knee": 1}}]
-    fleet = Fleet(
-        [pool("tiny@1.cpu", *workers, *ends)], versions={"tiny": "1"}, scaling=Scaling(profiles={"tiny@1": kept})
-    )
-    profile = watch.signals(fleet, PoolSettings("tiny")).profile
-    assert profile == Profile(10.0, 50.0, None, 0.4, 0.75, None, {"total": 3.0})
-    none = Fleet([pool("tiny@1")], versions={"tiny": "1"}, scaling=fleet.scaling)
-    assert watch.signals(none, PoolSettings("tiny")).profile == Profile(4.0, 50.0, cold_start={"total": 3.0})
+
+    def profile(*leases: dict[str, Any], profiles: dict[str, Profile]) -> Profile:
+        fleet = Fleet([pool("tiny@1.cpu", *leases)], versions={"tiny": "1"}, scaling=Scaling(profiles=profiles))
+        return watch.signals(fleet, PoolSettings("tiny")).profile
+
+    there = {"tiny@1": kept}
+    assert profile(*workers, *ends, profiles=there) == replace(kept, ttft_p95=0.4, duty=0.5)
+    assert profile(*workers, *ends, profiles={}) == Profile(knee=10.0, ttft_p95=0.4, duty=0.5)
+    assert profile(profiles=there) == replace(kept, ttft_p95=None, duty=None)
 
 
 def test_who_should_go_first() -> None:
