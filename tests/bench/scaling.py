@@ -124,7 +124,7 @@ async def recomputed(system: System) -> int:
 async def differences(system: System, folder: Path) -> tuple[int, int]:
     """The kept decisions: how many, and how many of them the policy makes otherwise of the same inputs."""
     lines = []
-    for pool in (await system.fleet()).scaling.states:
+    for pool in system.pools:
         lines.append(json.dumps({"pool": pool, "history": await decisions(system.client.store, pool, 10_000)}))
     (folder / "decisions").write_text("\n".join(lines))
     found = replay(folder / "decisions")

@@ -36,6 +36,8 @@ class System:
     sent: list[One] = field(default_factory=list)
     seen: list[tuple[float, int, int, int]] = field(default_factory=list)
     """(time, workers wanted, workers up, tasks queued)."""
+    pools: set[str] = field(default_factory=set)
+    """All pools that were scaled."""
 
     async def fleet(self) -> Fleet:
         return await read_fleet(self.client.store, self.client.broker)
@@ -47,6 +49,7 @@ class System:
         """Note the numbers until cancelled."""
         while True:
             fleet = await self.fleet()
+            self.pools |= fleet.scaling.states.keys()
             wanted = sum(int(state.get("wanted", 0)) for state in fleet.scaling.states.values())
             queued = sum(sum(pool.queued.values()) for pool in fleet.pools)
             self.seen.append((time.monotonic(), wanted, sum(len(pool.workers) for pool in fleet.pools), queued))

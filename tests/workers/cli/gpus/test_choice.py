@@ -223,6 +223,7 @@ class TestUpCommand:
         [
             (["--gpus", "0,2"], "--gpus has 2; this machine has 2"),
             (["--gpus", "all", "--workers", "2"], "leave --workers out"),
+            (["--gpus", "all", "--min", "0", "--max", "3"], "--max is 3, and each model has 2 of the GPUs"),
             (["--gpus", "0", "--model", "tiny", "--model", "two=tiny"], "1 GPUs cannot be shared evenly by 2 models"),
         ],
     )
