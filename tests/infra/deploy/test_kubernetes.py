@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -68,6 +69,18 @@ def test_the_queues_are_those_that_the_template_makes() -> None:
     named = {one["metadata"]["queueURL"].rpartition("/")[2] for one in scaled["spec"]["triggers"]}
     assert len(named) == 4
     assert named <= made
+
+
+def test_the_autoscaler_may_do_what_its_actuator_does_and_no_more() -> None:
+    (role,) = [one for one in rendered("actuator") if one["kind"] == "Role"]
+    may = {(verb, name) for rule in role["rules"] for verb in rule["verbs"] for name in rule["resources"]}
+    # As the actuator names the right that a refused request lacked.
+    source = (ROOT / "workers/autoscaler/actuators/kubernetes/cluster.py").read_text("utf-8")
+    assert may == set(re.findall(r'"(\w+) on ([\w/]+)"', source))
+    (account,) = [one for one in rendered("actuator") if one["kind"] == "RoleBinding"]
+    pod = of(rendered("actuator"), "Deployment", "autoscaler")["spec"]["template"]["spec"]
+    assert account["subjects"][0]["name"] == pod["serviceAccountName"]
+    assert pod["automountServiceAccountToken"] is True
 
 
 # ---- the checks find what is wrong --------------------------------------------------------------------------------
