@@ -55,6 +55,13 @@ async def test_the_idlest_pods_go(kubernetes: Kubernetes, actuator: Actuator) ->
     assert kubernetes.asked.count("patch pods") == asked, "nothing is marked while the number stays"
 
 
+async def test_a_broken_pod_goes_before_the_idlest(kubernetes: Kubernetes, actuator: Actuator) -> None:
+    await actuator.scale(4, [])
+    kubernetes.pods["worker-tiny-3"]["status"]["phase"] = "Pending"
+    await actuator.scale(2, ["worker-tiny-1.7", "worker-tiny-0.7", "worker-tiny-2.7"])
+    assert set(kubernetes.pods) == {"worker-tiny-0", "worker-tiny-2"}
+
+
 async def test_marks_of_an_interrupted_scale_in_do_not_outlive_the_load(
     kubernetes: Kubernetes, actuator: Actuator
 ) -> None:
