@@ -33,6 +33,7 @@ TINY = {
     "tests.bench.batches": ["--lines 100 --urls /v1/completions"],
     "tests.bench.chat": ["--rounds 1"],
     "tests.bench.checkpoints": ["MODEL MODEL --workload W1 --rounds 1 --threads 1"],
+    "tests.bench.cold_start": ["--rounds 1"],
     "tests.bench.compaction": ["--tokens 1000"],
     "tests.bench.compressed_kv": ["--sequences 1 --length 64 --chunk 16 --layers 1 --rounds 1"],
     "tests.bench.files": ["--lines 1000"],
