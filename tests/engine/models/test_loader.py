@@ -43,6 +43,15 @@ def test_every_tensor_comes_as_it_is_stored(tmp_path: Path) -> None:
         assert torch.equal(targets[name], tensor)
 
 
+def test_loading_leaves_the_number_of_threads_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_to: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", set_to.append)
+    write_model(tmp_path)
+    load(tmp_path, places(tmp_path))
+    assert set_to[0] == 1, "small tensors are copied by one thread"
+    assert set_to[-1] == torch.get_num_threads()
+
+
 def test_shards_hold_the_same_as_one_file(tmp_path: Path) -> None:
     write_model(tmp_path / "one")
     write_model(tmp_path / "three", shards=3)

@@ -95,6 +95,14 @@ def test_callers_commands_load_neither_engine_nor_server() -> None:
     assert loaded & {"torch", "engine", "fastapi", "celery", "redis", "pydantic", "asyncio", "rich.live"} == set()
 
 
+def test_a_worker_starts_without_the_other_commands() -> None:
+    source = "import sys; from workers.cli import _app; _app(['worker']); print(*sys.modules)"
+    asked = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    loaded = set(asked.stdout.split())
+    assert "workers.cli.processes" in loaded
+    assert loaded & {"workers.cli.app", "workers.cli.local.up", "httpx", "boto3", "huggingface_hub", "rich"} == set()
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [
