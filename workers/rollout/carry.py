@@ -64,11 +64,10 @@ class Carrier:
             stands = self._read(rollout)
             if stands.phase != "starting" or stands.version != rollout.version:
                 return stands
-            card = cards.read(self.store, rollout.model)
-            if card is None or card["version"] not in (rollout.before, rollout.version):
-                other = "gone" if card is None else f"of version {card['version']} by now"
-                return self._to(stands, "failed", f"the card is {other}: somebody published it meanwhile")
-            if card["version"] == rollout.version:
+            current = self._current(rollout)
+            if current not in (rollout.before, rollout.version):
+                return self._to(stands, "failed", _replaced(current))
+            if current == rollout.version:
                 return self._to(stands, "draining")
             seen = await self._look(stands)
             unready = f" ({seen.unready} more are not ready)" if seen.unready else ""
@@ -90,6 +89,8 @@ class Carrier:
             stands = self._read(rollout)
             if stands.phase != "draining" or stands.version != rollout.version:
                 return stands
+            if (current := self._current(rollout)) != rollout.version:
+                return self._to(stands, "failed", _replaced(current))
             seen = await self._look(stands)
             left = seen.left if seen.left != 0 else await self._unsent(rollout)
             over = left == 0 and time.monotonic() > settled
@@ -99,6 +100,11 @@ class Carrier:
                 self._tell(f"told {told} workers of version {rollout.before} to drain")
             self._tell(_waits(seen, left, rollout, drains=self.drain_old))
             await asyncio.sleep(LOOK_S)
+
+    def _current(self, rollout: Rollout) -> str:
+        """The version that new tasks go to; empty if the card is gone."""
+        card = cards.read(self.store, rollout.model)
+        return "" if card is None else str(card["version"])
 
     async def _look(self, rollout: Rollout) -> Seen:
         return Seen.of(await read_fleet(self.client.store, self.client.broker), rollout)
@@ -127,6 +133,11 @@ class Carrier:
         if line != self._said:
             self._said = line
             self.say(line)
+
+
+def _replaced(current: str) -> str:
+    what = f"that of version {current}" if current else "gone"
+    return f"the card is {what}: somebody published another one meanwhile"
 
 
 def _waits(seen: Seen, left: int | None, rollout: Rollout, *, drains: bool) -> str:

@@ -131,6 +131,14 @@ async def test_new_workers_that_never_come_change_nothing(rig: Rig) -> None:
     assert standing(rig.store)["version"] == OLD
 
 
+async def test_another_card_that_was_published_meanwhile_ends_it(rig: Rig) -> None:
+    publish(rig.store, find_model("tiny"))
+    begun = begin(rig.store, new(), 1, 0)
+    cards.publish(rig.store, new().card | {"version": "0123456789ab"}, {})
+    ended = await carried(rig, begun)
+    assert (ended.phase, "that of version 0123456789ab" in ended.reason) == ("failed", True)
+
+
 async def test_a_run_goes_on_where_another_one_died(rig: Rig) -> None:
     """Killed while it waits; and after it had published the card, before it wrote so."""
     publish(rig.store, find_model("tiny"))

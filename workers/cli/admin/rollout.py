@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,6 +67,8 @@ def rollout(
         raise Failure("name the model and its new version: penstock rollout NAME=FOLDER")
     if status and cancel:
         raise Failure("give --status or --cancel, not both")
+
+    import asyncio
 
     from workers.connect import connect
 
