@@ -3,8 +3,8 @@
     imports -> stamps them -> "ready" -> waits -> "taken" -> becomes `penstock worker ...`
                                                -> "REASON" -> exits
 
-Nothing here starts a thread that stays, opens a connection, or initialises a GPU: what a worker is told by its options
-and environment comes later.
+Nothing here opens a connection, initialises a GPU, or starts a thread that computes: what a worker is told by its
+options and environment comes later. NumPy starts threads of its own, which nothing here uses.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
     preload(sys.argv[2:])
     read = stamp()
     gc.collect()
-    gc.freeze()  # a worker collects before it serves: not through all of this again
+    gc.freeze()  # later collections need not go through all of this
     gc.enable()
     taken = resident()
     if taken > MOST_BYTES:
