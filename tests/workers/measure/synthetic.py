@@ -58,7 +58,7 @@ def steps(machine: Machine, shape: Shape, at_once: int, tasks: int) -> list[Step
 
 def throughput(machine: Machine, shape: Shape, at_once: int) -> float:
     """Tokens a second with so many sequences at any time: the tasks' starts are spread, as they are under load."""
-    tasks = 8 * at_once
+    tasks = 5 * at_once
     works = steps(machine, shape, at_once, tasks)
     # The last tasks run with fewer beside them.
     works = works[: ceil(0.8 * len(works))]

@@ -25,7 +25,7 @@ def measured(machine: Machine, shape: Shape, sizes: list[int], *, kv_tokens: flo
     """What a worker finds that has seen so many sequences at once, on a busy machine."""
     times = StepTimes()
     for size in sizes:
-        for work in noisy(steps(machine, shape, size, 6 * size)):
+        for work in noisy(steps(machine, shape, size, 4 * size)):
             times.take(work)
     return times.knee(Mix(shape.prompt, shape.generated, shape.prompt + shape.generated), SEQS, kv_tokens, BUDGET)
 
