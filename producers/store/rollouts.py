@@ -12,8 +12,8 @@ One JSON object in the hash `penstock:rollouts` under the model's name:
                 in flight
                 "done", "failed", "cancelled"
     reason      why it failed, or what it waits for
-    asked       unix seconds
-    changed     unix seconds of the last phase's begin
+    asked       unix seconds, on the store's clock
+    changed     the same, of the last phase's begin
 
 The card decides: a phase never says where tasks go. Whoever carries a rollout out may die between any two writes, and
 any number of processes may carry out the same one. Each write names what it replaces (SWAP).
@@ -85,6 +85,12 @@ def all_of(store: Redis) -> list[Rollout]:
     """The last rollout of each model, by name."""
     found = (Rollout.of(raw) for _, raw in sorted(store.hgetall(keys.ROLLOUTS).items()))
     return [one for one in found if one is not None]
+
+
+def now(store: Redis) -> float:
+    """The store's clock (unix s)."""
+    seconds, micros = store.time()
+    return float(seconds) + float(micros) / 1e6
 
 
 def begin(store: Redis, new: Rollout) -> Rollout:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +39,7 @@ def begin(store: Redis, new: New, workers: int | None, ready: int) -> Rollout:
     _check(new, card)
     assert card is not None
     cards.pin(store, name, card["version"])  # else the first new worker would take the new tasks
-    now = time.time()
+    now = rollouts.now(store)
     asked = Rollout(name, new.found.reference, new.version, card["version"], workers or max(1, ready), now, now)
     stands = rollouts.begin(store, asked)
     if stands.version != new.version:
@@ -62,7 +61,7 @@ def cancel(store: Redis, model: str) -> Rollout:
                 f"new tasks of {model} go to version {stands.version} already: roll back with "
                 f"`penstock rollout {model}=FOLDER`, the folder of version {stands.before}"
             )
-        ended = stands.to("cancelled", time.time(), "an operator cancelled it")
+        ended = stands.to("cancelled", rollouts.now(store), "an operator cancelled it")
         if rollouts.change(store, stands, ended):
             return ended
 

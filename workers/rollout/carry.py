@@ -98,7 +98,8 @@ class Carrier:
                 return self._to(stands, "done")
             if over and self.drain_old and (told := await drain_idle(self.client, rollout.model, rollout.before)):
                 self._tell(f"told {told} workers of version {rollout.before} to drain")
-            self._tell(_waits(seen, left, rollout, drains=self.drain_old))
+            if left != 0 or seen.old:
+                self._tell(_waits(seen, left, rollout, drains=self.drain_old))
             await asyncio.sleep(LOOK_S)
 
     def _current(self, rollout: Rollout) -> str:
@@ -125,7 +126,7 @@ class Carrier:
         return rollouts.begin(self.store, rollout) if stands is None else stands
 
     def _to(self, old: Rollout, phase: str, reason: str = "") -> Rollout:
-        new = old.to(phase, time.time(), reason)
+        new = old.to(phase, rollouts.now(self.store), reason)
         return new if rollouts.change(self.store, old, new) else self._read(old)
 
     def _tell(self, line: str) -> None:

@@ -112,7 +112,7 @@ async def _carried(
         fleet = await read_fleet(client.store, client.broker)
         begun = begin(store, new, workers, ready(fleet, new.found.name))
         if begun.phase == "starting":
-            _say(f"{begun.model}: {begun.before} -> {begun.version}, with {begun.workers} workers at first")
+            _say(f"{begun.model}: {begun.before} -> {begun.version}")
         return await Carrier(client, store, new, _say, limit_s, drain_old).run(begun)
 
 
