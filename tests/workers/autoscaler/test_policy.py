@@ -109,7 +109,7 @@ def test_waits_are_kept_within_their_targets(said: dict[str, Any], number: int) 
 
 def test_a_target_counts_where_it_is_longer_than_the_cold_start() -> None:
     fast = replace(PROFILE, cold_start={"total": 1.0})
-    assert raw(seen(0, fast, default=100))["b"] == 10
+    assert raw(seen(0, fast, default=101))["b"] == 11
     assert raw(seen(0, fast, priority=100))["b"] == 50
     assert raw(seen(0, replace(PROFILE, cold_start={}), priority=100))["b"] == 50
 
@@ -183,8 +183,9 @@ def test_a_high_duty_cycle_counts_once_it_lasts() -> None:
     busy = replace(PROFILE, duty=0.71)
     pool = Pool(memory=Memory(wanted=3, changed_at=0.0))
     pool.see(115, busy, **{**FULL, "ready": 3, "running": 24})
+    pool.see(4, busy, **{**FULL, "ready": 3, "running": 24})
     assert pool.last.raw["c"] == 0
-    pool.see(5, busy, **{**FULL, "ready": 3, "running": 24})
+    pool.see(1, busy, **{**FULL, "ready": 3, "running": 24})
     assert pool.last.raw["c"] == 4
     pool.see(0, replace(PROFILE, duty=0.7), **{**FULL, "ready": 3, "running": 24})
     assert pool.last.raw["c"] == 0
@@ -209,6 +210,10 @@ def test_from_zero_at_once_then_at_most_doubling_every_step() -> None:
     assert numbers == [1] * 5 + [2] * 5 + [4] * 5 + [8] * 5 + [10]
 
 
+def test_the_first_task_starts_a_worker_just_after_the_policy_began() -> None:
+    assert Pool(memory=Memory(wanted=0, changed_at=0.0), at=1.0).see(0, default=1) == 1
+
+
 def test_growth_and_step_are_settings() -> None:
     pool, numbers = Pool(Rules(max=100, growth=1.5, step=2.0)), []
     for _ in range(9):
@@ -220,8 +225,8 @@ def test_growth_and_step_are_settings() -> None:
 def test_in_by_one_once_fewer_were_enough_for_a_cool_down() -> None:
     pool = Pool(memory=Memory(wanted=4, changed_at=-1000.0))
     pool.see(0, in_flight=32)
-    assert pool.see(295, in_flight=8) == 4
-    assert pool.see(5, in_flight=8) == 3
+    assert pool.see(299, in_flight=8) == 4
+    assert pool.see(1, in_flight=8) == 3
     assert pool.see(295, in_flight=8) == 3
     assert pool.see(5, in_flight=8) == 2
     assert pool.see(10_000, in_flight=8) == 1
@@ -266,6 +271,12 @@ def test_to_the_least_once_nothing_is_left_for_the_cool_down_or_two_cold_starts(
     pool = Pool(Rules(max=9), Memory(wanted=1, changed_at=0.0))
     assert pool.see(395, slow) == 1
     assert pool.see(5, slow) == 0
+
+
+def test_to_the_least_after_a_turn_takes_two_cool_downs() -> None:
+    pool = Pool(memory=Memory(wanted=1, changed_at=0.0, turned_at=0.0))
+    assert pool.see(599) == 1
+    assert pool.see(1) == 0
 
 
 def test_limits_that_change_hold_at_once() -> None:
