@@ -88,6 +88,14 @@ async def test_the_age_of_the_oldest_is_told_where_messages_say_it(broker: Broke
     assert await oldest() == {"default": 9, "flex": 7}
 
 
+async def test_a_queue_that_is_passed_over_keeps_its_messages(broker: Broker, consumer: Consumer) -> None:
+    await send(broker, "a", "b")
+    consumer.passed = frozenset([QUEUE])
+    assert consumer.fetch(INC, ["1"], Credit((9,) * 4, (10**6,) * 4), RULES) == []
+    consumer.passed = frozenset()
+    assert len(take(consumer, "1", "2")) == 2
+
+
 async def test_the_size_of_what_comes_next_is_told(broker: Broker, consumer: Consumer) -> None:
     """Whether it is sorted or not; what does not say its size is not counted."""
     assert await broker.sizes(QUEUE, 8) == (0, 0)

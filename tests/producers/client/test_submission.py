@@ -123,7 +123,9 @@ def test_a_model_published_later_is_found_at_once_and_one_withdrawn_is_forgotten
 ) -> None:
     client = make_client(valkey_url)
     monkeypatch.setattr("producers.client.submission.FRESH_S", 3600.0)
-    with pytest.raises(UnknownModel):
+    with pytest.raises(
+        UnknownModel, match="none is published in this store; `penstock models publish` lets tasks wait"
+    ):
         client.submit(model="tiny", prompt="x")
     valkey.hset(keys.MODELS, "tiny", json.dumps(CARD))
     client.submit(model="tiny", prompt="x")
