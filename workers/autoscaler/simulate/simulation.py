@@ -188,8 +188,7 @@ class Simulation:
         self.now = at
 
     def _arrive(self, task: Task) -> None:
-        takers = [worker for worker in self.workers if worker.ready and worker.closes_at is None]
-        roomy = [worker for worker in takers if worker.has_room(task.rank)] if not self.queues[task.rank] else []
+        roomy = [worker for worker in self.takers if worker.has_room(task.rank)] if not self.queues[task.rank] else []
         if roomy:
             self._give(min(roomy, key=lambda worker: worker.load), task)
         else:

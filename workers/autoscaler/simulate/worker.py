@@ -61,8 +61,8 @@ class Worker:
     """One worker. Its sequences progress alike, so one number, `done`, tells the progress of all."""
 
     __slots__ = (
-        "_ends", "_last", "_model", "_numbers", "_paused", "_prompts", "_running", "closes_at", "done", "held", "name",
-        "ready", "ready_at", "started_at", "version",
+        "_ends", "_last", "_model", "_numbers", "_paused", "_prompts", "_ranks", "_running", "closes_at", "done",
+        "held", "name", "ready", "ready_at", "started_at", "version",
     )  # fmt: skip
 
     def __init__(self, name: int, model: WorkerModel, now: float) -> None:
@@ -80,6 +80,7 @@ class Worker:
         self._last = now
         self._ends: list[tuple[float, int, Task]] = []
         self._running: dict[int, tuple[float, Task]] = {}
+        self._ranks: list[dict[int, None]] = [{} for _ in TIERS]  # the numbers that run, oldest first
         self._paused: list[tuple[int, int, Task]] = []
         self._prompts = [now] * len(TIERS)
         self._numbers = count()
@@ -103,7 +104,8 @@ class Worker:
 
     def _rate(self) -> float:
         """Work a second that each sequence gets."""
-        return self._model.tokens_per_s / max(len(self._running), self._model.knee)
+        running, knee = len(self._running), self._model.knee
+        return self._model.tokens_per_s / (running if running > knee else knee)
 
     def advance(self, now: float) -> None:
         self.done += (now - self._last) * self._rate()
@@ -129,17 +131,19 @@ class Worker:
     def _run(self, task: Task) -> None:
         number = next(self._numbers)
         self._running[number] = (self.done + task.left, task)
+        self._ranks[task.rank][number] = None
         heappush(self._ends, (self.done + task.left, number, task))
         self.version += 1
 
     def _pause_one(self) -> None:
-        number = max(self._running, key=lambda one: (self._running[one][1].rank, one))
+        number = next(reversed(next(numbers for numbers in reversed(self._ranks) if numbers)))
         task = self._stop(number)
         heappush(self._paused, (task.rank, number, task))
 
     def _stop(self, number: int) -> Task:
         """Take a sequence out of the batch. It computes its prompt and tokens again when it goes on."""
         end, task = self._running.pop(number)
+        del self._ranks[task.rank][number]
         made = task.total - (end - self.done)
         task.left = end - self.done + (task.prompt + max(0.0, made)) * self._model.prompt_cost
         return task
@@ -149,7 +153,7 @@ class Worker:
         self.advance(now)
         self.next_end()
         _, number, task = heappop(self._ends)
-        del self._running[number]
+        del self._running[number], self._ranks[task.rank][number]
         self.held[task.rank] -= 1
         task.ended = now
         if self._paused:
