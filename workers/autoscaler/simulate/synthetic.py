@@ -56,14 +56,20 @@ class Synthetic:
 
     def arrivals(self) -> list[Arrival]:
         """The tasks, in order of time."""
-        random, total = Random(self.seed), sum(self.mix.values())  # noqa: S311  a simulation's, no secret
+        random = Random(self.seed)  # noqa: S311  a simulation's, no secret
         rates = self._rates(random)
         found: list[Arrival] = []
-        for tier, weight in self.mix.items():
-            count = round(self.tasks * weight / total)
+        for tier, count in self._counts().items():
             times = self._files(random, count) if tier == "batch" else self._times(random, rates, count)
             found += [Arrival(at, RANKS[tier], *self._lengths(random)) for at in times]
         return sorted(found)
+
+    def _counts(self) -> dict[str, int]:
+        """Tasks of each tier; the heaviest has what is left over."""
+        total = sum(self.mix.values())
+        counts = {tier: int(self.tasks * weight / total) for tier, weight in self.mix.items()}
+        counts[max(self.mix, key=self.mix.__getitem__)] += self.tasks - sum(counts.values())
+        return counts
 
     def _rates(self, random: Random) -> list[float]:
         """The relative rate of each step."""

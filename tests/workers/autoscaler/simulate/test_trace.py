@@ -70,6 +70,11 @@ def test_a_drawn_trace_has_its_number_mix_and_means(shape: str) -> None:
     assert sum(one.prompt for one in drawn) / 20_000 == pytest.approx(1200, rel=0.05)
 
 
+@pytest.mark.parametrize("tasks", [1, 2, 7, 101])
+def test_no_task_is_lost_in_rounding(tasks: int) -> None:
+    assert len(Synthetic(tasks=tasks).arrivals()) == tasks
+
+
 def test_the_day_is_busiest_at_noon_and_batch_comes_in_files() -> None:
     drawn = Synthetic(tasks=20_000, bursts=0).arrivals()
     hours = [sum(one.rank < 3 and one.at // 3600 == hour for one in drawn) for hour in range(24)]
