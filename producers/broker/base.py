@@ -40,7 +40,7 @@ class Consumer(ABC):
     queues: Sequence[str]
     home: str
     passed: frozenset[str] = frozenset()
-    """Those of `queues` that `fetch` takes nothing from for now."""
+    """Those of `queues` that `fetch` takes nothing from for now; never all of them."""
 
     # ---- deliveries -----------------------------------------------------------------------------------------------
 

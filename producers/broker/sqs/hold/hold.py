@@ -127,7 +127,8 @@ class Hold:
                 now, pause = time.monotonic(), inf
                 wants = self._wants
                 if wants is not None and self.serves(now) and line.queue not in self.passed:
-                    count, pause = ask(line, list(self.lines.values()), wants, now, time.time() * 1000)
+                    lines = [one for one in self.lines.values() if one.queue not in self.passed]
+                    count, pause = ask(line, lines, wants, now, time.time() * 1000)
                     if count:
                         line.polling = inf
                         return wants.incarnation, count
