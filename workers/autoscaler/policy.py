@@ -1,6 +1,7 @@
 """The scaling policy: a pure function, which the autoscaler calls with what it sees, the simulator with its trace.
 
-    a = ceil((hurried tasks queued + hurried tasks in flight) / (headroom * knee)); 1 if only patient tasks count
+    a = ceil((hurried tasks queued + hurried tasks in flight) / room); 1 if only patient tasks count
+    room = headroom * knee, or the tasks that a worker does within priority's target wait, if those are more
     b = ceil(tokens queued up to a tier / (tokens_per_s * that tier's wait)), the largest over tiers
     c = ready + 1 if counted tasks wait, the workers are full, and (TTFT above objective, or KV or duty cycle high)
     raw = clamp(max(a, b, c), min, max)
@@ -140,12 +141,19 @@ def _knee(rules: Rules, seen: Signals) -> float:
 def _by_room(rules: Rules, seen: Signals, counted: dict[str, int]) -> tuple[int, str]:
     """a, and its words: room for all hurried tasks at once."""
     queued = sum(waiting for name, waiting in counted.items() if name in HURRIED)
-    running, room = _hurried(rules, seen), rules.headroom * _knee(rules, seen)
+    running, room = _hurried(rules, seen), _room(rules, seen)
     words = f"{queued} queued and {running:.3g} in flight, {room:.3g} a worker"
     number = _workers((queued + running) / room)
     if not number and any(counted.values()):
         return 1, f"{sum(counted.values())} flex or batch tasks have waited for long, or are worth a start"
     return number, words
+
+
+def _room(rules: Rules, seen: Signals) -> float:
+    """Tasks that one worker is planned to hold. Short ones need no place of their own: they take turns soon enough."""
+    each = _seconds(seen, 1)
+    quick = rules.target_wait["priority"] / each if each else 0.0
+    return max(rules.headroom * _knee(rules, seen), quick)
 
 
 def _hurried(rules: Rules, seen: Signals) -> float:

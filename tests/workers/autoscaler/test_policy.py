@@ -84,7 +84,14 @@ def test_headroom_and_the_default_knee_are_settings() -> None:
     unknown = Profile()
     assert raw(seen(0, unknown, default=7))["a"] == 2  # 0.8 * 8
     assert raw(seen(0, unknown, default=7), replace(RULES, default_knee=10))["a"] == 1
-    assert raw(seen(0, replace(PROFILE, knee=0.01), default=4))["a"] == 5  # a worker holds one sequence at least
+    slow = Profile(knee=0.01)
+    assert raw(seen(0, slow, default=4))["a"] == 5  # a worker holds one sequence at least
+
+
+@pytest.mark.parametrize(("tokens", "number"), [(400, 25), (100, 10), (25, 3), (5, 1)])
+def test_short_tasks_share_room_if_all_are_done_in_priority_s_target_wait(tokens: int, number: int) -> None:
+    short = replace(PROFILE, knee=1, tokens_per_task=tokens)  # a quarter, 1, 4 and 20 tasks a second
+    assert raw(seen(0, short, default=20))["a"] == number
 
 
 # ---- b: wait -------------------------------------------------------------------------------------

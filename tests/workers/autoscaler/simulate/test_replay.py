@@ -50,7 +50,7 @@ def test_one_that_differs_is_told_with_why(history: list[dict[str, Any]], tmp_pa
     said = replay(written(tmp_path / "d", {"pool": "tiny", "history": [history[0], other, forgot]}))
     first, second = said.differences
     assert (first.pool, first.kept, first.computed) == ("tiny", 7, 2)
-    assert first.why.startswith("out from 1 to 2: 14 would be needed, and the most is 9")
+    assert first.why.startswith("out from 1 to 2: 40 queued and 2 in flight, 5 a worker")
     assert second.why == "what it remembers differs"
 
 
