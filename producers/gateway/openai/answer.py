@@ -41,9 +41,14 @@ def head(kind: str, prefix: str, foreground: Foreground, known: Known) -> dict[s
 
 
 def fingerprint(known: Known) -> str | None:
-    """`system_fingerprint`: the model's pool, since answers to one seed may differ between pools; None without one, or
-    with several."""
-    return known.fingerprint and f"fp_{known.fingerprint}"
+    """`system_fingerprint`: the version and its pool, since answers to one seed may differ between either; None without
+    a pool, or with several."""
+    return named(known.card["version"], known.fingerprint)
+
+
+def named(version: str, pool: str | None) -> str | None:
+    """The `system_fingerprint` of a version's pool, by its engine's fingerprint."""
+    return f"fp_{version}_{pool}" if pool else None
 
 
 async def respond(asked: Asked, foreground: Foreground, answer: Callable[[], Awaitable[Response]]) -> Response:

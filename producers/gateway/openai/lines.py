@@ -17,6 +17,7 @@ from producers.contract.record import Record
 from producers.contract.task import Task
 from producers.errors import shown
 from producers.gateway.http.errors import Problem
+from producers.gateway.openai.answer import named
 from producers.gateway.openai.chat import read_chat
 from producers.gateway.openai.chat import shape as chat_shape
 from producers.gateway.openai.completions import shape as completion_shape
@@ -87,13 +88,12 @@ def answer_line(url: str, record: Record, events: Iterable[Event], tokenizer: To
 
 
 def _head(kind: str, prefix: str, record: Record) -> dict[str, Any]:
-    fingerprint = record.fields.get("fingerprint")
     return {
         "id": f"{prefix}-{record.id}",
         "object": kind,
         "created": (record.time("created") or 0) // 1000,
         "model": record.model,
-        "system_fingerprint": fingerprint and f"fp_{fingerprint}",
+        "system_fingerprint": named(record.fields.get("version", ""), record.fields.get("fingerprint")),
         "service_tier": record.tier,
     }
 

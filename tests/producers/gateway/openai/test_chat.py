@@ -41,7 +41,7 @@ def test_the_answer_has_openais_shape(
         "id": f"chatcmpl-{record.id}",
         "object": "chat.completion",
         "model": "tiny",
-        "system_fingerprint": "fp_test",
+        "system_fingerprint": f"fp_{CARD.version}_test",
         "service_tier": "default",
         "choices": [
             {
@@ -213,7 +213,7 @@ class TestStream:
                 "id": f"chatcmpl-{answering.records[0].id}",
                 "object": "chat.completion.chunk",
                 "model": "tiny",
-                "system_fingerprint": "fp_test",
+                "system_fingerprint": f"fp_{CARD.version}_test",
                 "service_tier": "default",
             }
         ] * len(said)

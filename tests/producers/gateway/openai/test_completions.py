@@ -28,7 +28,7 @@ def test_the_answer_has_openais_shape(complete: Ask, answering: Answering) -> No
         "id": f"cmpl-{answering.records[0].id}",
         "object": "text_completion",
         "model": "tiny",
-        "system_fingerprint": "fp_test",
+        "system_fingerprint": f"fp_{CARD.version}_test",
         "choices": [{"index": 0, "text": "Hello, world", "logprobs": None, "finish_reason": "stop"}],
     }
 
