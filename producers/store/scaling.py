@@ -16,6 +16,7 @@ A pool's state, one JSON object in the hash `penstock:scale:pools` under the poo
     actual    {"wanted", "up", "failing", "failures"}: what the actuator found; null with no actuator
     actuator  its name, or "" where another program follows the exported number
     trouble   what keeps workers from coming up, in words; empty if nothing does
+    given_up  unix seconds of the failed start after which the next try is far off; null while starts are tried
     by        the autoscaler that decided
 
 An entry of the stream `penstock:scale:decisions` has the fields `pool` and `decision` (the same JSON). It is written

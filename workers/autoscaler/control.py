@@ -180,6 +180,7 @@ class Control:
             "actual": None if acting is None or acting.actual is None else asdict(acting.actual),
             "actuator": "" if acting is None else acting.actuator.name,
             "trouble": self._trouble(at, told),
+            "given_up": self._starts.given_up(at, self.settings.tries),
             "by": by,
         }
 

@@ -130,6 +130,10 @@ class Starts:
         until = at + (GIVEN_UP_S if failures >= tries else pause)
         return replace(self, failures=failures, why=why, until=until, since=at, counted=_count(actual))
 
+    def given_up(self, at: float, tries: int) -> float | None:
+        """When the last of all tries failed; None while there are more, or after the pause."""
+        return self.until - GIVEN_UP_S if self.failures >= tries and self.paused(at) else None
+
     def trouble(self, at: float, tries: int, pool: str) -> str:
         """What keeps workers from coming up, for people; empty if nothing does."""
         if not self.failures:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from redis import Redis
 
@@ -45,7 +45,7 @@ class Carrier:
     say: Callable[[str], None]
     timeout: float
     drain_old: bool = False
-    _said: str = field(init=False, default="")
+    _said: Any = field(init=False, default=None)
 
     async def run(self, rollout: Rollout) -> Rollout:
         """Go on with it. Returns its last state: `done`, `failed`, `cancelled`, or another's that replaced it."""
@@ -77,9 +77,10 @@ class Carrier:
                 self._tell(f"new tasks go to version {rollout.version}")
                 continue
             why = f"; {seen.trouble}" if seen.trouble else ""
-            if time.monotonic() > until:
-                return self._to(stands, "failed", f"nothing was switched; after {self.timeout:g} s, {waits}{why}")
-            self._tell(waits + why + ("" if seen.scaled else " (no autoscaler leads: start them)"))
+            if seen.given_up or time.monotonic() > until:
+                after = "" if seen.given_up else f"after {self.timeout:g} s, "
+                return self._to(stands, "failed", f"nothing was switched; {after}{waits}{why}")
+            self._tell(waits + why + ("" if seen.starts else " (no autoscaler does: start them)"), seen.told)
             await asyncio.sleep(LOOK_S)
 
     async def _drain(self, rollout: Rollout) -> Rollout:
@@ -129,10 +130,10 @@ class Carrier:
         new = old.to(phase, rollouts.now(self.store), reason)
         return new if rollouts.change(self.store, old, new) else self._read(old)
 
-    def _tell(self, line: str) -> None:
-        """Once, until something else is told."""
-        if line != self._said:
-            self._said = line
+    def _tell(self, line: str, about: Any = None) -> None:
+        """Once, until something else is told. `about`: what counts as something else; None: any other line."""
+        if (about or line) != self._said:
+            self._said = about or line
             self.say(line)
 
 
@@ -145,5 +146,5 @@ def _waits(seen: Seen, left: int | None, rollout: Rollout, *, drains: bool) -> s
     version = rollout.before
     if left != 0:
         return f"tasks left of version {version}: {'not known' if left is None else left}"
-    hint = "" if drains or seen.scaled else " (no autoscaler leads: end them, or say --drain-old)"
+    hint = "" if drains or seen.ends else " (no autoscaler does: end them, or say --drain-old)"
     return f"no task is left of version {version}; workers of it that are yet to end: {seen.old}{hint}"

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Final
 
 from producers.admin.fleet import Fleet
+from producers.contract.profile import sane
 from producers.store.rollouts import Rollout
 from producers.store.scaling import STALE_S
 from workers.autoscaler import watch
 from workers.autoscaler.pools import PoolSettings
+
+#: Time (s) in which an autoscaler has noticed a rollout.
+SOON_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +30,19 @@ class Seen:
     """Tasks of the old version that are queued, delayed or in flight; None where a number is missing."""
     trouble: str
     """What keeps new workers from coming up, as an autoscaler says it."""
-    scaled: bool
-    """Whether an autoscaler leads."""
+    failures: int
+    """Starts in a row that failed."""
+    given_up: bool
+    """Whether the new version's own autoscaler has given its starts up since the rollout was asked for."""
+    starts: bool
+    """Whether an autoscaler starts workers of the new version, or may in a moment."""
+    ends: bool
+    """Whether one ends those of the old version: it scales them apart from others."""
+
+    @property
+    def told(self) -> tuple[int | bool, ...]:
+        """What a person is told again if it changes: not the seconds that are left until another try."""
+        return self.ready, self.unready, self.failures, bool(self.trouble), self.starts
 
     @classmethod
     def of(cls, fleet: Fleet, rollout: Rollout) -> Seen:
@@ -41,8 +57,25 @@ class Seen:
             sum(not one.get("draining") for one in watch.workers(watch.served(fleet, old))),
             watch.left(fleet, old),
             str(state.get("trouble") or "") if fresh else "",
-            bool(fleet.scaling.leads),
+            _failures(state) if fresh else 0,
+            fresh and _given_up(fleet.scaling.states.get(new.name) or {}, rollout),
+            _scaled(fleet, new) or (bool(fleet.scaling.leads) and fleet.at - rollout.asked < SOON_S),
+            _scaled(fleet, old),
         )
+
+
+def _scaled(fleet: Fleet, pool: PoolSettings) -> bool:
+    return bool(fleet.scaling.leads) and pool.name in fleet.scaling.states
+
+
+def _failures(state: dict[str, Any]) -> int:
+    starts = state.get("starts")
+    return int(sane(starts.get("failures")) or 0) if isinstance(starts, dict) else 0
+
+
+def _given_up(state: dict[str, Any], rollout: Rollout) -> bool:
+    """Not by the state of all versions together: that may tell of the old one's starts."""
+    return (sane(state.get("given_up")) or 0.0) >= rollout.asked
 
 
 def ready(fleet: Fleet, model: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -128,6 +129,34 @@ async def test_new_workers_that_never_come_change_nothing(rig: Rig) -> None:
     assert ended.phase == "failed"
     assert f"nothing was switched; after 0.2 s, ready workers of version {NEW}: 0 of 2" in ended.reason
     assert "3 starts in a row failed: out of memory" in ended.reason
+    assert standing(rig.store)["version"] == OLD
+
+
+async def test_starts_that_are_given_up_end_it_at_once(rig: Rig) -> None:
+    """Those of this rollout, and of the new version alone. Seconds that are left until another try are told once."""
+    publish(rig.store, find_model("tiny"))
+    lines: list[str] = []
+    said = asyncio.Event()
+
+    def say(line: str) -> None:
+        lines.append(line)
+        said.set()
+
+    def trouble(pool: str, words: str, given_up: float | None, failures: int) -> None:
+        state = {"at": rig.store.time()[0], "trouble": words, "given_up": given_up, "starts": {"failures": failures}}
+        rig.store.hset(keys.SCALE_POOLS, pool, json.dumps(state))
+
+    async with AsyncClient(rig.url) as client:
+        begun = begin(rig.store, new(), 1, 0)
+        trouble("tiny", "given up", begun.asked + 1, 5)
+        trouble(f"tiny@{NEW}", "the next try is in 5 s", begun.asked - 1, 1)
+        carrying = asyncio.create_task(Carrier(client, rig.store, new(), say, 600.0).run(begun))
+        await asyncio.wait_for(said.wait(), 60)
+        trouble(f"tiny@{NEW}", "the next try is in 4 s", None, 1)
+        await asyncio.sleep(0.3)
+        trouble(f"tiny@{NEW}", "given up: no such file", begun.asked + 1, 5)
+        ended = await asyncio.wait_for(carrying, 60)
+    assert (ended.phase, "no such file" in ended.reason, len(lines)) == ("failed", True, 1)
     assert standing(rig.store)["version"] == OLD
 
 
