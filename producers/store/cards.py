@@ -31,10 +31,11 @@ from typing import Any
 
 from redis import Redis
 
-from producers.connection.script import Call, run, script, text
+from producers.connection.script import Call, run, script
 from producers.contract import keys
 from producers.store import model_files
 from producers.store.protocol import PACKAGE
+from producers.store.scaling import parsed
 
 Card = dict[str, Any]
 #: A card's keys that workers tell of.
@@ -96,10 +97,8 @@ def pin(store: Redis, name: str, version: str) -> Card:
 
 
 def read(store: Redis, name: str) -> Card | None:
-    """A model's card."""
-    raw = store.hget(keys.MODELS, name)
-    card: Card | None = None if raw is None else json.loads(raw)
-    return card
+    """A model's card; None where there is none, or something that is no card."""
+    return _parsed(store.hget(keys.MODELS, name))
 
 
 def takes_new(card: Card | None, version: str) -> bool:
@@ -166,17 +165,23 @@ def _put(
 def _write(store: Redis, name: str, change: Callable[[Card | None], Card | None]) -> Card:
     """Replace a card by what `change` makes of it; None leaves it. Returns what stands."""
     while True:
-        raw = store.hget(keys.MODELS, name)
-        before: Card | None = None if raw is None else json.loads(raw)
+        raw: Any = store.hget(keys.MODELS, name)
+        before = _parsed(raw)
         after = change(before)
         if after is None:
             assert before is not None, "a change begins with a card"
             return before
         if before is not None and before["version"] != after["version"]:
             _keep_known(store, name, before["version"])
-        swap = Call(script(PACKAGE, "swap"), (keys.MODELS,), (name, text(raw or ""), json.dumps(after), 0))
+        swap = Call(script(PACKAGE, "swap"), (keys.MODELS,), (name, raw or "", json.dumps(after), 0))
         if run(store, swap):
             return after
+
+
+def _parsed(raw: str | bytes | None) -> Card | None:
+    """A card as the store has it; what names no version is none, and whoever writes next replaces it."""
+    card = parsed(raw)
+    return card if isinstance(card.get("version"), str) else None
 
 
 def _now_ms() -> int:

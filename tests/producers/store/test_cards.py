@@ -54,6 +54,14 @@ class TestWhoseVersionStands:
         published = cards.publish(valkey, card("a"), FILES)["published"]
         assert worker(valkey, "a")["published"] == published
 
+    @pytest.mark.parametrize("garbage", ["{", "[1]", "{}", '{"published": 1}', b"\xff"])
+    def test_what_is_no_card_counts_as_none_and_is_replaced(self, valkey: Redis, garbage: str | bytes) -> None:
+        valkey.hset(keys.MODELS, "m", garbage)
+        found = cards.read(valkey, "m")
+        assert found is None
+        assert cards.takes_new(found, "a")
+        assert worker(valkey, "a")["version"] == standing(valkey)["version"] == "a"
+
     def test_a_race_leaves_a_published_card(self, valkey: Redis, valkey_url: str) -> None:
         """Whoever comes second saw the first, or writes again: no worker's card replaces a published one."""
 
