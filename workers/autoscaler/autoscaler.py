@@ -83,8 +83,10 @@ class Autoscaler:
         )
         self._glance = Glance(client.broker)
         self._controls: dict[str, Control] = {}
+        self._before: dict[str, int] = {}
+        """The numbers of the last time that this process led."""
         self._acts: dict[str, asyncio.Task[None]] = {}
-        self._gone: list[str] = []
+        self._gone: set[str] = set()
         self._well_at = time.monotonic()
         self._clock = 0.0
         """The store's clock minus ours, as last read."""
@@ -115,6 +117,7 @@ class Autoscaler:
     async def _scale(self) -> None:
         """Ticks until the lead is lost."""
         log.info("%s %s", self.settings.name, "decides, and changes nothing" if self._dry else "leads: it scales")
+        self._before = {name: one.wanted for name, one in self._controls.items() if one.wanted is not None}
         self._controls = {}
         try:
             while await self._ticked():
@@ -139,7 +142,7 @@ class Autoscaler:
         fleet = await self._read()
         if fleet is not None:
             self._take(list(self._pools(fleet)))
-            self._gone += _forgotten(fleet, self._controls)
+            self._gone = (self._gone | _forgotten(fleet, self._controls)) - self._controls.keys()
         now = fleet.at if fleet is not None else self._clock + time.time()
         decided: list[tuple[Control, State, bool]] = []
         for control in self._controls.values():
@@ -176,7 +179,7 @@ class Autoscaler:
         named = {one.settings.name: one for one in scaled}
         for name in self._controls.keys() - named.keys():
             del self._controls[name]
-            self._gone.append(name)
+            self._gone.add(name)
             if (task := self._acts.pop(name, None)) is not None:
                 task.cancel()
         for name, one in named.items():
@@ -186,11 +189,12 @@ class Autoscaler:
                 self._controls[name] = self._control(one)
 
     def _control(self, scaled: Scaled) -> Control:
+        before = self._before.get(scaled.settings.name, 0)
         if scaled.actuator is None:
-            return Control(scaled, None)
+            return Control(scaled, None, before)
         acting = Acting(scaled.actuator, self._may, self.settings.look)
         self._acts[scaled.settings.name] = asyncio.create_task(acting.run(), name=f"act {scaled.settings.name}")
-        return Control(scaled, acting)
+        return Control(scaled, acting, before)
 
     def _may(self) -> bool:
         """Whether this process may change anything now. One that was stopped for long finds its lease over."""
@@ -212,7 +216,7 @@ class Autoscaler:
                 control.unkept()
             decided.clear()
             return True
-        self._gone = []
+        self._gone = set()
         return all(answers)
 
     async def _rest(self) -> None:
@@ -227,10 +231,10 @@ class Autoscaler:
                 return
 
 
-def _forgotten(fleet: Fleet, scaled: Container[str]) -> list[str]:
+def _forgotten(fleet: Fleet, scaled: Container[str]) -> set[str]:
     """Pools that nobody has scaled for a day, or whose state cannot be read."""
     ages = {name: fleet.at - (sane(state.get("at")) or 0.0) for name, state in fleet.scaling.states.items()}
-    return [name for name, age in ages.items() if name not in scaled and age > scaling.FORGOTTEN_S]
+    return {name for name, age in ages.items() if name not in scaled and age > scaling.FORGOTTEN_S}
 
 
 def _and(trouble: str) -> str:

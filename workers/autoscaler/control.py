@@ -27,9 +27,12 @@ SETTLED_S: Final = FRESH_S + 3.0
 
 
 class Control:
-    """Decides one pool's number while this process leads. Made anew with each lead, from what the store has kept."""
+    """Decides one pool's number while this process leads. Made anew with each lead, from what the store has kept.
 
-    def __init__(self, scaled: Scaled, acting: Acting | None) -> None:
+    `before`: the number of this process's last lead; it counts where the store has lost what it kept.
+    """
+
+    def __init__(self, scaled: Scaled, acting: Acting | None, before: int = 0) -> None:
         self.settings = scaled.settings
         self.acting = acting
         self.wanted: int | None = None
@@ -38,7 +41,7 @@ class Control:
         self._before: Memory | None = None
         self._starts = Starts()
         self._restored = False
-        self._rules, self._kept = scaled.settings.rules, 0
+        self._rules, self._kept = scaled.settings.rules, before
         self._fewer_since: float | None = None
         self._old_since: float | None = None
         self._shown: tuple[Any, ...] = ()

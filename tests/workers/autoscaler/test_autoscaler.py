@@ -261,6 +261,22 @@ async def test_old_versions_live_until_nothing_of_them_is_left(
     assert new_hand.numbers[-1] >= 1
 
 
+async def test_a_store_that_has_lost_all_takes_no_worker_away(fleet: Fleet, aclient: AsyncClient) -> None:
+    """Neither is the exported number lower: the leases come again one after another."""
+    pool = PoolSettings("tiny", rules=Rules(max=4, cool_down=60.0))
+    for name in "abc":
+        fleet.lease(name)
+    async with scaling(aclient, None, pool=pool):
+        await until(lambda: fleet.state().get("wanted") == 3)
+        fleet.valkey.flushall()
+        state = await until(fleet.state)
+        assert (state["wanted"], state["reason"]) == (3, "holds 3: no number for queued, in_flight")
+        fleet.card("v1")
+        fleet.lease("a")
+        await until(lambda: (fleet.state()["signals"] or {}).get("ready") == 1)
+        assert fleet.state()["wanted"] == 3
+
+
 async def test_pools_come_and_go(fleet: Fleet, aclient: AsyncClient) -> None:
     """So do their states; that of another's pool stays for a day."""
     hand, there = Recorder(), [Scaled(TINY, None)]
