@@ -128,9 +128,11 @@ class Local:
     async def scale(self, wanted: int, first: Sequence[str] = ()) -> None:
         """See `Actuator`. Raises ActuatorError where no worker can be started now."""
         changed, self._wanted = wanted != self._wanted, wanted
-        for worker in [worker for worker in self._workers if worker.down == REFUSAL or (worker.down and changed)]:
-            self._forget(worker)
         kept = [worker for worker in self._workers if worker.draining is None]
+        for worker in kept:
+            if worker.down == REFUSAL or (worker.down and changed):
+                self._forget(worker)
+        kept = [worker for worker in kept if worker in self._workers]
         for worker in self._surplus(kept, len(kept) - wanted, first):
             worker.draining = asyncio.create_task(self._drain(worker), name=f"drain {worker.name}")
         for _ in range(wanted - len(kept)):
@@ -184,8 +186,10 @@ class Local:
         child.on_serve = self._served
         try:
             await child.start()
-        except OSError as error:
+        except BaseException as error:  # also where the lead is lost meanwhile: then the process was killed
             self.places.give_back(place)
+            if not isinstance(error, OSError):
+                raise
             raise ActuatorError(f"cannot start {program.name}: {error.strerror or error}") from error
         self._workers.append(worker)
 

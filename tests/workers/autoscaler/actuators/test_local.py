@@ -16,7 +16,7 @@ from workers.autoscaler.actuators import ActuatorError, open_actuator
 from workers.autoscaler.actuators.base import Actual
 from workers.autoscaler.actuators.local import Local, Places
 from workers.processes import supervisor
-from workers.processes.supervisor import Program
+from workers.processes.supervisor import TOLD, Child, Program
 
 #: Serves until SIGTERM comes, as a worker does.
 SERVES = """
@@ -192,3 +192,36 @@ async def test_by_url_it_starts_workers_with_these_options() -> None:
     assert program.env == {"BROKER_URL": "redis://b/0", "STORE_URL": "redis://s/0"}
     assert [*program.argv[4:-2]] == ["worker", "--model", "two=tiny", "--max-num-seqs", "8", "--dtype", "float32"]
     assert program.argv[-1].endswith(f"{os.getpid()}.worker.two.2")
+
+
+async def test_a_start_that_is_broken_off_keeps_no_place(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lead may be lost meanwhile: then the call is cancelled."""
+    local = make(SERVES, most=1)
+    begun = asyncio.Event()
+
+    async def never(child: Child) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Child, "start", never)
+        call = asyncio.create_task(local.scale(1))
+        await begun.wait()
+        call.cancel()
+        await asyncio.wait((call,))
+    await local.scale(1)
+    assert names(local) == ["w1"]
+
+
+async def test_one_that_ends_by_itself_while_it_is_told_to_gives_its_place_back_once(make: Make) -> None:
+    local = make(SERVES, most=2)
+    await local.scale(2)
+    await until(lambda: len(serving(local)) == 2)
+    await local.scale(1, ["host.w1"])
+    draining = local._workers[0]  # it was told to stop by another process in the same moment
+    draining.down = TOLD
+    await local.aclose()
+    assert draining.draining is not None
+    await draining.draining
+    assert local.children == []
+    assert [local.places.take(), local.places.take(), local.places.take()] == [1, 2, None]
