@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -224,3 +225,20 @@ async def test_it_becomes_a_worker_that_serves_within_its_memory(make: Make, val
         result = await asyncio.to_thread(handle.result, 60)
     assert result.usage["output_tokens"] == 4
     assert await one.stop(60)
+
+
+async def test_one_that_is_ended_before_it_is_ready_leaves_the_loop_as_it_was(make: Make, code: Path) -> None:
+    """A new socket gets the number of the old one, and is read."""
+    (code / "warm_module.py").write_text("import time; time.sleep(600)")
+    standby = make()
+    await standby.start()
+    await asyncio.sleep(0)  # it is being listened to
+    await standby.stop()
+    loop = asyncio.get_running_loop()
+    for _ in range(20):
+        ours, theirs = socket.socketpair()
+        with theirs, ours:
+            ours.setblocking(False)
+            loop.call_soon(theirs.send, b"x")
+            async with asyncio.timeout(60):
+                assert await loop.sock_recv(ours, 1) == b"x"

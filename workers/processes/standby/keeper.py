@@ -134,6 +134,8 @@ class Standby:
     async def _end(self) -> None:
         one, self._waiting = self._waiting, None
         if one is not None:
+            one.said.cancel()  # a loop that reads from a closed socket would mistake another one for it
+            await asyncio.wait((one.said,))
             one.socket.close()
             await one.child.stop(ANSWER_S, signal.SIGKILL)
 
