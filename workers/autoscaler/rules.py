@@ -11,6 +11,9 @@ from producers.contract import keys
 TARGET_WAIT_S: Final = dict(zip(keys.TIERS, (2.0, 10.0, 300.0, 3600.0), strict=True))
 #: Tiers whose tasks count at once. The others wait until they are worth a start.
 HURRIED: Final = ("priority", "default")
+_ABOVE_ZERO: Final = (
+    *("cool_down", "headroom", "default_knee", "worth", "ttft_objective", "kv_high", "duty_high", "blind"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,9 @@ class Rules:
             raise ValueError(f"max is {self.max}; it must be at least 1")
         if self.growth <= 1:
             raise ValueError(f"growth is {self.growth:g}; it must be above 1")
-        for name in ("cool_down", "headroom", "default_knee", "worth", "ttft_objective"):
+        for name in _ABOVE_ZERO:
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is {getattr(self, name):g}; it must be above 0")
+        for name in ("step", "patience", "duty_for"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} is {getattr(self, name):g}; it must be 0 or more")

@@ -39,6 +39,8 @@ def test_a_file_with_pools(tmp_path: Path) -> None:
         ('[[pool]]\nmodel = "tiny"\ncool_down = nan\n', "cool_down is NaN"),
         ('[[pool]]\nmodel = "tiny"\ntarget_wait.urgent = 1\n', "target_wait has no tier urgent; it has priority"),
         ('[[pool]]\nmodel = "tiny"\ntarget_wait.flex = -1\n', "target_wait.flex is -1"),
+        ('[[pool]]\nmodel = "tiny"\nblind = 0\n', "blind is 0; it must be above 0"),
+        ('[[pool]]\nmodel = "tiny"\nstep = -1\n', "step is -1; it must be 0 or more"),
         ('[[pool]]\nmodel = "tiny"\ntries = 0\n', "tries is 0"),
         ('[[pool]]\nmodel = "tiny"\nactuator = "k8s://x"\n', "actuator is 'k8s://x'; it must be one of export, local"),
         ('[[pool]]\nmodel = "tiny"\n' * 2, "tiny is there twice"),
