@@ -50,7 +50,7 @@ class Seen:
         workers = list(watch.workers(watch.served(fleet, new)))
         ready = sum(map(watch.takes_tasks, workers))
         state = fleet.scaling.states.get(new.name) or fleet.scaling.states.get(rollout.model) or {}
-        fresh = fleet.at - float(state.get("at") or 0) <= STALE_S
+        fresh = fleet.at - (sane(state.get("at")) or 0.0) <= STALE_S
         return cls(
             ready,
             len(workers) - ready,

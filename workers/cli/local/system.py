@@ -51,6 +51,8 @@ SOURCES_DRAIN_S: Final = 10.0
 VALKEY_STOP_S: Final = 15.0
 #: Longest time (s) for which a start waits for the standby.
 STANDBY_S: Final = 15.0
+#: Pause (s) after which an autoscaler that failed begins anew.
+SCALING_AGAIN_S: Final = 2.0
 
 
 @dataclass(slots=True)
@@ -210,13 +212,15 @@ class System:
         return standby
 
     async def _scale(self, pools: LocalPools) -> None:
-        """Let the autoscaler say how many workers run, from now on."""
-        try:
-            async with AsyncClient(self.broker, self.store) as client:
-                await forget(client.store, pools.names)  # of an earlier `up`, its workers and its failed starts
-                await Autoscaler(client, pools).run()
-        except Exception as error:  # noqa: BLE001 - told; the number stays as it is
-            self.say("autoscaler", f"ended; the number of workers stays as it is: {error!r}")
+        """Let the autoscaler say how many workers run, from now on. Where it fails, it begins anew."""
+        while True:
+            try:
+                async with AsyncClient(self.broker, self.store) as client:
+                    await forget(client.store, pools.names)  # of an earlier `up`, its workers and its failed starts
+                    await Autoscaler(client, pools).run()
+            except Exception as error:  # noqa: BLE001 - told; the number stays as it is meanwhile
+                self.say("autoscaler", f"failed, beginning again in {SCALING_AGAIN_S:g} s: {error!r}")
+            await asyncio.sleep(SCALING_AGAIN_S)
 
     async def _stop_scaling(self) -> None:
         """End the autoscaler and the standby."""
