@@ -184,7 +184,8 @@ class Scenario:
             "penstock:stream:",
             "celery-task-meta-",
         )
-        stays += (keys.MODELS, keys.workers(""), keys.POOLS, keys.SETTLED, keys.TASKS, broker_keys.ARRIVALS)
+        stays += (keys.MODELS, keys.PROFILES, keys.workers(""), keys.POOLS, keys.SETTLED, keys.TASKS)
+        stays += (broker_keys.ARRIVALS,)
         names = _keys(self.broker, "*") + _keys(self.store, "*")
         return [name for name in names if not name.startswith(stays)]
 

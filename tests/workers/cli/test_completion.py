@@ -50,7 +50,7 @@ def test_a_shell_accepts_its_script(run: Run, shell: str) -> None:
 def test_bash_completes_commands_options_and_models(run: Run, path: str) -> None:
     script = run("completion", "bash").out
     assert "models" in complete(script, ["penstock", "mod"], path)
-    assert complete(script, ["penstock", "models", "pu"], path) == ["pull"]
+    assert complete(script, ["penstock", "models", "pul"], path) == ["pull"]
     assert "--max-tokens" in complete(script, ["penstock", "run", "tiny", "x", "--max"], path)
     assert "tiny" in complete(script, ["penstock", "models", "show", "ti"], path)
 

@@ -91,7 +91,7 @@ def test_explain_tells_what_was_seen_the_formula_and_the_last_changes(
         "tokens a task and tokens/s were never measured",
         "4 running, 10% of the KV cache",
         "limits     0 to 4",
-        "300 s, 300 s left",
+        "cool-down  300 s, ",
         "cold start 2.50 s (imports 1.25)",
         "last changes, the newest first:",
         "out from 1 to 2: 7 queued and 0 in flight, 4 a worker",
