@@ -91,6 +91,8 @@ class Autoscaler:
         self._clock = 0.0
         """The store's clock minus ours, as last read."""
         self._trouble = ""
+        self._faulty = False
+        """Whether the last tick could not decide a pool."""
 
     @property
     def leads(self) -> bool:
@@ -145,8 +147,9 @@ class Autoscaler:
             self._gone = (self._gone | _forgotten(fleet, self._controls)) - self._controls.keys()
         now = fleet.at if fleet is not None else self._clock + time.time()
         decided: list[tuple[Control, State, bool]] = []
+        self._faulty = False
         for control in self._controls.values():
-            state = control.decide(fleet, now, self.settings.name)
+            state = self._decided(control, fleet, now)
             if state is not None:
                 decided.append((control, state, control.changed(state)))
         if not await self._keep(decided):
@@ -158,9 +161,18 @@ class Autoscaler:
                 log.info("%s: %s%s", control.settings.name, state["reason"], _and(state["trouble"]))
         if fleet is not None:
             self._glance.see(fleet, [one.settings for one in self._controls.values() if one.wanted == 0])
-            if decided or not self._controls:
+            if not self._faulty and (decided or not self._controls):
                 self._trouble, self._well_at = "", time.monotonic()
         return True
+
+    def _decided(self, control: Control, fleet: Fleet | None, at: float) -> State | None:
+        """One pool's state; None where nothing is known, or deciding fails: the pool stays as it is."""
+        try:
+            return control.decide(fleet, at, self.settings.name)
+        except Exception as error:  # a fault of ours in one pool must not end the scaling of the others
+            log.exception("no decision could be made of %s, which stays as it is", control.settings.name)
+            self._faulty, self._trouble = True, f"{control.settings.name}: {type(error).__name__}: {error}"
+            return None
 
     async def _read(self) -> Fleet | None:
         """The fleet; None where store or broker do not answer."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from math import inf
 from statistics import fmean, median
 from typing import Any
 
@@ -121,7 +122,7 @@ def _kv_used(working: Iterable[Worker]) -> float | None:
         blocks, some = sane(worker.get("kv_blocks_total")), sane(worker.get("kv_blocks_used"))
         if blocks and some is not None and some <= blocks:
             used, total = used + some, total + blocks
-    return used / total if total else None
+    return used / total if 0 < total < inf else None
 
 
 def _profile(fleet: Fleet, pool: PoolSettings, working: Iterable[Worker]) -> Profile:
@@ -147,4 +148,7 @@ def _profile(fleet: Fleet, pool: PoolSettings, working: Iterable[Worker]) -> Pro
 
 def _over(fold: Callable[[list[float]], float], said: Iterable[float | None]) -> float | None:
     values = [value for value in said if value is not None]
-    return fold(values) if values else None
+    try:
+        return sane(fold(values)) if values else None
+    except OverflowError:  # of numbers that are finite one by one
+        return None

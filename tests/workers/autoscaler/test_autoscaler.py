@@ -15,7 +15,7 @@ from producers.contract import keys
 from producers.store.scaling import retry
 from tests.producers.proxy import Proxy
 from tests.workers.autoscaler.conftest import Fleet, Recorder, until
-from workers.autoscaler import acting, control
+from workers.autoscaler import acting, autoscaler, control
 from workers.autoscaler.actuators.base import Actuator
 from workers.autoscaler.autoscaler import Autoscaler, AutoscalerSettings
 from workers.autoscaler.pools import Pools, PoolSettings, Scaled, fixed
@@ -188,6 +188,19 @@ async def test_an_actuator_that_hangs_delays_no_other_and_one_that_refuses_is_to
         works.refuses = ""
         await until(lambda: works.numbers[-1] == 4 and not fleet.state("tiny@v1")["trouble"])
     assert hangs.told == []
+
+
+async def test_a_pool_that_cannot_be_decided_stops_no_other_and_is_told(
+    fleet: Fleet, aclient: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autoscaler, "SILENT_S", -60.0)
+    works = Recorder()
+    broken = PoolSettings("tiny", "v2", rules=None)  # type: ignore[arg-type]
+    pools = fixed([Scaled(broken, None), Scaled(PoolSettings("tiny", "v1", RULES), works)])
+    async with scaling(aclient, pools) as one:
+        fleet.fill(30)
+        await until(lambda: works.numbers[-1:] == [4])
+        assert one.unready()[0].startswith("tiny@v2: ")
 
 
 async def test_nothing_is_begun_while_an_actuator_does_not_say_what_there_is(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +51,14 @@ def test_numbers_that_lie_are_missing_and_never_zero() -> None:
     assert (seen.kv_used, seen.tiers["default"].oldest_s) == (None, None)
     assert watch.left(Fleet(lying), PoolSettings("tiny")) is None
     assert watch.signals(Fleet([]), PoolSettings("tiny")).missing == ("queued", "in_flight")
+
+
+def test_numbers_too_large_to_be_added_are_missing() -> None:
+    most = sys.float_info.max
+    huge = {"profile": {"duty": most, "knee": most}, "kv_blocks_total": most, "kv_blocks_used": most}
+    fleet = Fleet([pool("tiny@1", {"worker": "a", **huge}, {"worker": "b", **huge})], versions={"tiny": "1"})
+    seen = watch.signals(fleet, PoolSettings("tiny"))
+    assert (seen.kv_used, seen.profile.duty, seen.profile.knee) == (None, None, None)
 
 
 def test_what_was_kept_goes_before_what_workers_say_but_for_this_moments_figures() -> None:
