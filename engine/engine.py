@@ -233,7 +233,7 @@ class Engine:
 
     @property
     def last_work(self) -> StepWork | None:
-        """What the last step computed and how long it took; another object after each. Takes no lock."""
+        """The last step's work and time; another object after each. Takes no lock."""
         return self._loop.last_work
 
     def stats(self) -> EngineStats:

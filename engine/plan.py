@@ -74,7 +74,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a step has computed, and the time that it took from the loop."""
+    """A step's work, and the time that it took from the loop."""
 
     ended: float
     """When its results were entered (monotonic)."""

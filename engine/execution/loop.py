@@ -130,7 +130,7 @@ class StepLoop:
 
     @property
     def last_work(self) -> StepWork | None:
-        """What the last step computed; another object after each. `on_step` comes also without a new one."""
+        """The last step's work; another object after each. `on_step` comes also without a new one."""
         return self._pipeline.last_work
 
     def close(self) -> None:

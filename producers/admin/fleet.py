@@ -54,7 +54,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What the autoscaler goes by, and what it last decided. Empty where nothing was written, or it makes no sense."""
+    """The autoscaler's grounds, and its last decisions. Empty where nothing was written, or it makes no sense."""
 
     leads: str = ""
     """The autoscaler that leads; empty if none does."""

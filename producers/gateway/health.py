@@ -59,7 +59,7 @@ async def readyz(request: Request) -> JSONResponse:
 
 
 async def _starts(gateway: Gateway) -> dict[str, str]:
-    """What keeps workers from coming up. The gateway is ready all the same: tasks wait in their queues."""
+    """The reasons why workers do not come up. The gateway is ready all the same: tasks wait in their queues."""
     try:
         async with asyncio.timeout(PATIENCE_S):
             seconds, _ = await gateway.client.store.time()

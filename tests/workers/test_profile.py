@@ -1,4 +1,4 @@
-"""What a worker measures stands in its lease, and stays with the version when it is gone."""
+"""A worker's measurements stand in its lease, and stay with the version when it is gone."""
 
 from __future__ import annotations
 

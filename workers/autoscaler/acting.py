@@ -39,7 +39,7 @@ class Acting:
         self.actuator = actuator
         self.actual: Actual | None = None
         self.refused = ""
-        """What the actuator's last error said; empty after an answer."""
+        """The words of the actuator's last error; empty after an answer."""
         self._may, self._look = may, look
         self._told: int | None = None
         self._first: Sequence[str] = ()

@@ -151,7 +151,7 @@ class Control:
             self.acting.wake()
 
     def _trouble(self, at: float, told: int) -> str:
-        """What keeps workers from coming up, in words."""
+        """The reason why workers do not come up, in words."""
         found = self._starts.trouble(at, self.settings.tries, self.settings.name)
         if self.acting is None:
             return found

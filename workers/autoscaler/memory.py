@@ -12,7 +12,7 @@ TIMES: Final = ("changed_at", "turned_at", "empty_since", "busy_since")
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What the policy knows of the past. Kept with each decision, so that another leader goes on from it."""
+    """The policy's knowledge of the past. Kept with each decision, so that another leader goes on from it."""
 
     wanted: int = 0
     changed_at: float | None = None

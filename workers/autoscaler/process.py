@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class _Health:
-    """What /livez and /readyz tell. A process that stands by is ready."""
+    """The answers of /livez and /readyz. A process that stands by is ready."""
 
     given_up = ""
 

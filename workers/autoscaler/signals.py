@@ -15,7 +15,7 @@ from producers.contract.profile import Profile
 
 @dataclass(frozen=True, slots=True)
 class TierQueue:
-    """What waits in one tier. `oldest_s`: seconds since the longest waiting task was submitted, where known."""
+    """One tier's waiting tasks. `oldest_s`: seconds since the longest waiting task was submitted, where known."""
 
     waiting: int = 0
     oldest_s: float | None = None

@@ -39,7 +39,7 @@ def limit_of(asked: float | None, cold_start: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Starts:
-    """What is remembered of a pool's starts. Kept with its state. Times are unix seconds of the store."""
+    """The memory of a pool's starts. Kept with its state. Times are unix seconds of the store."""
 
     failures: int = 0
     """Starts in a row that failed."""
@@ -135,7 +135,7 @@ class Starts:
         return self.until - GIVEN_UP_S if self.failures >= tries and self.paused(at) else None
 
     def trouble(self, at: float, tries: int, pool: str) -> str:
-        """What keeps workers from coming up, for people; empty if nothing does."""
+        """The reason why workers do not come up, for people; empty if there is none."""
         if not self.failures:
             return ""
         starts = "1 start failed" if self.failures == 1 else f"{self.failures} starts in a row failed"

@@ -1,4 +1,4 @@
-"""What the fleet says of one pool: its signals, what is left of it, and whose turn it is to go.
+"""One pool by what the fleet says: its signals, what is left of it, and whose turn it is to go.
 
 A number that is negative, NaN or no number counts as missing. Leases lapse, so no stale one comes here.
 """
@@ -39,7 +39,7 @@ def served(fleet: Fleet, pool: PoolSettings) -> list[Pool]:
 
 
 def signals(fleet: Fleet, pool: PoolSettings) -> Signals:
-    """What the policy goes by. Of a model that has neither a card nor workers, nothing is known: all is missing."""
+    """The policy's input. Of a model that has neither a card nor workers, nothing is known: all is missing."""
     queues, missing = served(fleet, pool), _Missing()
     if pool.model not in fleet.versions and all(queue.name == pool.model for queue in queues):
         return Signals(fleet.at, missing=("queued", "in_flight"))

@@ -1,4 +1,4 @@
-"""What a worker measures of itself, for whoever decides how many workers there should be.
+"""A worker's measurements of itself, for whoever decides how many workers there should be.
 
     engine's thread   a step's work ─▶ StepTimes (seconds by size), Duty
     publisher         first token of a task, end of a task ─▶ FirstTokens, Tasks

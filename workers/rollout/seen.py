@@ -1,4 +1,4 @@
-"""What the fleet says of a rollout's two versions."""
+"""A rollout's two versions by what the fleet says."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Seen:
     left: int | None
     """Tasks of the old version that are queued, delayed or in flight; None where a number is missing."""
     trouble: str
-    """What keeps new workers from coming up, as an autoscaler says it."""
+    """The reason why new workers do not come up, as an autoscaler says it."""
     failures: int
     """Starts in a row that failed."""
     given_up: bool
@@ -41,7 +41,7 @@ class Seen:
 
     @property
     def told(self) -> tuple[int | bool, ...]:
-        """What a person is told again if it changes: not the seconds that are left until another try."""
+        """The part that a person is told again if it changes: not the seconds that are left until another try."""
         return self.ready, self.unready, self.failures, bool(self.trouble), self.starts
 
     @classmethod

@@ -145,7 +145,7 @@ class Runtime:
         return self.served.settings.name
 
     def profile(self) -> Profile:
-        """What it measured of itself."""
+        """The measurements of itself."""
         return self.measured.profile(COLD_START.figures)
 
     def about(self) -> str:

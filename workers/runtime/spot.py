@@ -81,7 +81,7 @@ class SpotNotice(threading.Thread):
         return None
 
     def _read(self, name: str) -> bytes | None:
-        """What the metadata say, where they say it. Raises OSError, ValueError, HTTPException."""
+        """An entry of the metadata; None where there is none. Raises OSError, ValueError, HTTPException."""
         for _ in range(2):
             if not self._token:
                 self._token = self._ask(

@@ -1,4 +1,4 @@
-"""What the autoscaler decided, and what workers of each version measured. It is known with no worker up."""
+"""The autoscaler's decisions, and the measurements of each version's workers. They are known with no worker up."""
 
 from __future__ import annotations
 

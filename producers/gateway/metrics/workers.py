@@ -1,4 +1,4 @@
-"""What workers say of themselves in their leases. A value that is no number from 0 on is left out."""
+"""The figures of workers' leases. A value that is no number from 0 on is left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the code takes and tells: command lines, environment variables, metrics."""
+"""The code's own command lines, environment variables, metrics."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _fleet() -> Fleet:
 
 
 def wrong_in(query: str) -> list[str]:
-    """What makes no sense in a PromQL query: metrics that nobody exports, labels that they lack."""
+    """The faults of a PromQL query: metrics that nobody exports, labels that they lack."""
     try:
         expression = promql_parser.parse(query)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What Kubernetes objects have to be beyond their schemas: each check returns what is wrong, in words."""
+"""Checks of Kubernetes objects beyond their schemas: each check returns what is wrong, in words."""
 
 from __future__ import annotations
 

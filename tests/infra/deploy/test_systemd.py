@@ -39,7 +39,7 @@ HARDENING = {
 
 
 def complaints(text: str) -> Iterator[str]:
-    """What is wrong with a unit, in words."""
+    """The faults of a unit, in words."""
     said: dict[str, list[str]] = defaultdict(list)
     section = ""
     for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""What is told of the queues of a published model that no worker serves."""
+"""The queues of a published model that no worker serves are told of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which card stands when workers announce a model and operators publish it, in whatever order."""
+"""The card that stands when workers announce a model and operators publish it, in whatever order."""
 
 from __future__ import annotations
 

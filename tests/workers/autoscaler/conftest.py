@@ -22,7 +22,7 @@ POOL = keys.Pool("tiny", "v1", "cafe")
 
 
 class Fleet:
-    """What an autoscaler finds in the store."""
+    """The store as an autoscaler finds it."""
 
     def __init__(self, valkey: Redis) -> None:
         self.valkey = valkey

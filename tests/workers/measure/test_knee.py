@@ -22,7 +22,7 @@ CHAT, LONG_PROMPTS, LONG_ANSWERS = Shape(128, 128), Shape(1500, 20), Shape(16, 4
 
 
 def measured(machine: Machine, shape: Shape, sizes: list[int], *, kv_tokens: float = PLENTY) -> Knee | None:
-    """What a worker finds that has seen so many sequences at once, on a busy machine."""
+    """The findings of a worker that has seen so many sequences at once, on a busy machine."""
     times = StepTimes()
     for size in sizes:
         for work in noisy(steps(machine, shape, size, 4 * size)):

@@ -65,7 +65,7 @@ def agent() -> Iterator[Agent]:
 
 @pytest.fixture
 def held(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What a worker holds, followed by a thread that is in a hurry."""
+    """A worker's tasks, followed by a thread that is in a hurry."""
     monkeypatch.setattr(task_protection, "LOOK_S", 0.005)
     monkeypatch.setattr(task_protection, "LEAST_S", 0.05)
     monkeypatch.setattr(task_protection, "RETRY_S", 0.01)

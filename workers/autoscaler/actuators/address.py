@@ -17,7 +17,7 @@ class Address:
 
 
 def read(parts: SplitResult, form: str, options: Collection[str], *, named: bool = True) -> Address:
-    """What a URL says. `form`: how it must look, for the error. Raises ValueError."""
+    """A URL's parts. `form`: how it must look, for the error. Raises ValueError."""
     host, name = unquote(parts.netloc), unquote(parts.path.strip("/"))
     if not host or bool(name) != named or parts.fragment:
         raise ValueError(f"actuator is {parts.geturl()!r}; it must look like {form}")

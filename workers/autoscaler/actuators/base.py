@@ -13,7 +13,7 @@ class ActuatorError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Actual:
-    """What the platform has. `wanted`: the number it was last told. `up`: workers that run or are starting."""
+    """A platform's state. `wanted`: the number it was last told. `up`: workers that run or are starting."""
 
     wanted: int
     up: int
@@ -28,10 +28,10 @@ class Actuator(Protocol):
 
     @property
     def name(self) -> str:
-        """What it acts on, for people: `kubernetes default/worker-tiny`, say."""
+        """The thing that it acts on, for people: `kubernetes default/worker-tiny`, say."""
 
     async def actual(self) -> Actual:
-        """What there is now. Raises ActuatorError."""
+        """The platform's state now. Raises ActuatorError."""
 
     async def scale(self, wanted: int, first: Sequence[str]) -> None:
         """Have so many workers run; those that are too many drain. Raises ActuatorError.

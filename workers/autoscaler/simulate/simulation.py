@@ -49,7 +49,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a trace. `worker_s`: time of all workers, from the order to start to the end of the drain."""
+    """The outcome of a trace. `worker_s`: time of all workers, from the order to start to the end of the drain."""
 
     tasks: list[Task]
     worker_s: float = 0.0

@@ -21,7 +21,7 @@ RANKS: Final = range(len(TIERS))
 
 @dataclass(frozen=True, slots=True)
 class WorkerModel:
-    """What a worker does. Times are seconds."""
+    """A worker's speed and sizes. Times are seconds."""
 
     knee: int = 16
     tokens_per_s: float = 320.0

@@ -179,7 +179,7 @@ def _drawn(*settings: Any) -> list[Arrival]:
 
 
 def _profile(version: str, broker: str | None, store: str | None) -> dict[str, Any]:
-    """What workers of a version measured. Their tokens a second count prompts like outputs."""
+    """The measurements of a version's workers. Their tokens a second count prompts like outputs."""
     kept: list[str] = []
 
     async def work(client: AsyncClient) -> None:

@@ -1,4 +1,4 @@
-"""What `penstock scale simulate` prints and writes."""
+"""The output of `penstock scale simulate`, and its files."""
 
 from __future__ import annotations
 

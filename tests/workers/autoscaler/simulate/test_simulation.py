@@ -155,7 +155,7 @@ def test_decisions_are_those_of_decide_for_the_same_inputs(monkeypatch: pytest.M
 
 
 class Seen:
-    """What a scaler reads of a pool."""
+    """A pool as a scaler reads it."""
 
     def __init__(self, at: float, **said: Any) -> None:
         self.now, self.queued, self.up, self.takers, self.model = at, 0, 0, [], MODEL

@@ -38,7 +38,7 @@ class Calls:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="actuator")
 
     async def run(self, function: Callable[[], T]) -> T:
-        """What a function of blocking calls returns. AwsError and overtime become ActuatorError."""
+        """Run a function of blocking calls. AwsError and overtime become ActuatorError."""
         async with limited(self._name):
             try:
                 return await asyncio.get_running_loop().run_in_executor(self._thread, function)

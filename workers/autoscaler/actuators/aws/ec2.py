@@ -50,7 +50,7 @@ class Ec2:
         self._calls = Calls(self.name, "autoscaling", address)
 
     async def actual(self) -> Actual:
-        """What there is now. Raises ActuatorError."""
+        """The group as it is now. Raises ActuatorError."""
         return await self._calls.run(self._actual)
 
     async def scale(self, wanted: int, first: Sequence[str]) -> None:

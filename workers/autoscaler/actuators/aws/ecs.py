@@ -46,7 +46,7 @@ class Ecs:
         self._calls = Calls(self.name, "ecs", address)
 
     async def actual(self) -> Actual:
-        """What there is now. Raises ActuatorError."""
+        """The service as it is now. Raises ActuatorError."""
         return await self._calls.run(self._actual)
 
     async def scale(self, wanted: int, first: Sequence[str]) -> None:
@@ -94,7 +94,7 @@ class Ecs:
 
 
 def actual_of(service: dict[str, Any], stopped: Sequence[dict[str, Any]]) -> Actual:
-    """What a service's description says, with those of its stopped tasks."""
+    """The state by a service's description and those of its stopped tasks."""
     up = service["runningCount"] + service["pendingCount"]
     newest: dict[str, Any] = next((one for one in service.get("deployments", ()) if one["status"] == "PRIMARY"), {})
     lacks = service["runningCount"] < service["desiredCount"]
@@ -130,7 +130,7 @@ def _end(task: dict[str, Any]) -> str:
 
 
 def _event(service: dict[str, Any]) -> str:
-    """What the service last complained of, since all was well: that no instance has room, say."""
+    """The service's last complaint since all was well: that no instance has room, say."""
     for event in service.get("events", ()):
         if _STEADY in event["message"]:
             return ""

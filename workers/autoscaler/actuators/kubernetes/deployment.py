@@ -44,7 +44,7 @@ class Kubernetes:
         """A pod's uid -> its restarts when it was first seen, or last ready: those before are no failures in a row."""
 
     async def actual(self) -> Actual:
-        """What there is now. Raises ActuatorError."""
+        """The Deployment as it is now. Raises ActuatorError."""
         async with limited(self.name):
             scale = await self._cluster.scale()
             pods = [pod for pod in await self._cluster.pods(scale.status.selector or "") if lives(pod)]
