@@ -74,7 +74,9 @@ def autoscaler(
         float,
         typer.Option(min=1, callback=finite, help="Seconds without a heartbeat after which another autoscaler leads."),
     ] = 5.0,
-    interval: Annotated[float, typer.Option(min=0.05, callback=finite, help="Seconds between two decisions.")] = 1.0,
+    interval: Annotated[
+        float, typer.Option(min=0.05, max=10, callback=finite, help="Seconds between two decisions.")
+    ] = 1.0,
     health_port: Annotated[
         int | None,
         typer.Option(min=0, max=65535, help="Serve /livez and /readyz on this port. 0: any free port. Unset: no port."),
@@ -104,7 +106,7 @@ def autoscaler(
         settings = replace(settings, name=name)
     try:
         with needs("aws", "kubernetes"):
-            pools = opened(_pools(said, rule or [], config), broker, store_of(broker, store))
+            pools = opened(_looked_at(_pools(said, rule or [], config), interval), broker, store_of(broker, store))
         health = None if health_port is None else Health("0.0.0.0", health_port)  # noqa: S104 - asked from outside
     except (BadScaling, Refused) as error:
         raise Failure(str(error)) from error
@@ -128,6 +130,16 @@ def _pools(said: dict[str, Any], rules: list[str], config: Path | None) -> list[
     if "model" not in table:
         raise Failure("there is no pool: name a model with --model, or a file with --config")
     return [one_pool(table, rules)]
+
+
+def _looked_at(pools: list[PoolSettings], interval: float) -> list[PoolSettings]:
+    """The same pools. Raises Failure where each look would count as blind: such a pool would never scale in."""
+    for pool in pools:
+        if pool.rules.blind <= interval:
+            raise Failure(
+                f"blind of {pool.name} is {pool.rules.blind:g} s; it must be above --interval, {interval:g} s"
+            )
+    return pools
 
 
 def _shown(dry_run: bool) -> Any:

@@ -143,6 +143,7 @@ def test_a_dry_run_prints_decisions(fleet: Fleet, valkey_url: str) -> None:
         ((), "there is no pool: name a model with --model, or a file with --config"),
         (("--model", "tiny", "--min", "3"), "min is 3 and max is 1"),
         (("--model", "tiny", "--rule", "speed=1"), "there is no key speed; a pool has model"),
+        (("--model", "tiny", "--rule", "blind=1"), "blind of tiny is 1 s; it must be above --interval, 1 s"),
         (("--model", "tiny", "--config", "x.toml"), "options of one pool do not go with --config"),
         (("--config", "/nowhere.toml"), "cannot read /nowhere.toml: No such file"),
         (("--model", "tiny", "--actuator", "kubernetes://x"), "kubernetes"),
