@@ -81,13 +81,13 @@ class Panel:
             yield _line(LEFT, up(value), WIDTH - RIGHT, up(value), "#ddd")
             yield _text(LEFT - 6, up(value) + 4, "end", f"{value:g}")
         yield _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - BOTTOM + 34, "middle", self.unit)
-        for place, (name, line) in enumerate(self.lines):
+        for place, (name, line) in reversed(list(enumerate(self.lines))):  # the first is drawn above the others
             colour = COLOURS[place % len(COLOURS)]
             path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in line)
             yield f'<polyline fill="none" stroke="{colour}" stroke-width="1.8" points="{path}"/>'
             if len(self.lines) > 1:
                 x = LEFT + 8 + 120 * place
-                yield _line(x, TOP - 8, x + 14, TOP - 8, colour)
+                yield f'<rect x="{x}" y="{TOP - 10}" width="14" height="4" fill="{colour}"/>'
                 yield _text(x + 18, TOP - 4, "start", name)
 
 
@@ -116,8 +116,9 @@ def _axis(
     size = max(high - low, 1e-9)
     step = 10.0 ** math.floor(math.log10(size / 4))
     step *= next(factor for factor in (1, 2, 5, 10) if size / (step * factor) <= 6)
-    marks = [low + step * k for k in range(math.ceil(size / step - 1e-9) + 1)]
-    return lambda v: start + (end - start) * (v - low) / (marks[-1] - low), marks
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    marks = [step * k for k in range(first, max(last, first + 1) + 1)]
+    return lambda v: start + (end - start) * (v - marks[0]) / (marks[-1] - marks[0]), marks
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, colour: str) -> str:

@@ -16,10 +16,10 @@ Points = list[tuple[float, float]]
 def plot(outcomes: Mapping[str, Outcome], title: str, price: float) -> str:
     """The SVG's text; at most four outcomes can be told apart."""
     panels = [
-        _panel("waiting tasks, priority and default", "tasks", outcomes, lambda out: _line(out, "hurried")),
-        _panel("workers", "workers", outcomes, lambda out: _line(out, "up")),
+        _panel("waiting tasks", "priority and default", outcomes, lambda out: _line(out, "hurried")),
+        _panel("workers", "with those that start or drain", outcomes, lambda out: _line(out, "up")),
         _panel("p95 of the TTFT of priority", "s", outcomes, _ttft),
-        _panel("cost", "price of a worker-hour", outcomes, lambda out: _line(out, "worker_s", price / 3600)),
+        _panel("cost", "so far", outcomes, lambda out: _line(out, "worker_s", price / 3600)),
     ]
     drawn = "".join(
         f'<g transform="translate({WIDTH * (place % 2)},{28 + HEIGHT * (place // 2)})">{"".join(panel.draw())}</g>'
@@ -33,8 +33,8 @@ def plot(outcomes: Mapping[str, Outcome], title: str, price: float) -> str:
     )
 
 
-def _panel(title: str, unit: str, outcomes: Mapping[str, Outcome], points: Callable[[Outcome], Points]) -> Panel:
-    return Panel(f"{title} ({unit})", "hours", [(name, points(out)) for name, out in outcomes.items()])
+def _panel(title: str, note: str, outcomes: Mapping[str, Outcome], points: Callable[[Outcome], Points]) -> Panel:
+    return Panel(f"{title} ({note})", "hours", [(name, points(out)) for name, out in outcomes.items()])
 
 
 def _line(out: Outcome, name: str, factor: float = 1.0) -> Points:

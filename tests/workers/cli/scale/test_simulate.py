@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -37,7 +38,9 @@ def test_writes_figures_samples_a_picture_and_the_trace(run: Run, tmp_path: Path
     policy = said["scalers"]["policy"]
     assert policy["cost"] == pytest.approx(3 * policy["worker_hours"], abs=0.01)
     assert samples["policy"][-1]["worker_s"] == pytest.approx(3600 * policy["worker_hours"], abs=2)
-    ElementTree.parse(plot)
+    texts = [element.text or "" for element in ElementTree.parse(plot).iter() if element.tag.endswith("text")]
+    assert texts.count("hours") == 4
+    assert not [text for text in texts if re.fullmatch(r"[\d.]{6,}", text)], "round numbers at the axes"
     again = json.loads(run("scale", "simulate", "--trace", str(trace), *SMALL[-4:], "--no-compare", "--json").out)
     assert (again["tasks"], list(again["scalers"])) == (300, ["policy"])
 
