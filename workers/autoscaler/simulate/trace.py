@@ -20,6 +20,8 @@ RANKS: Final = {tier: rank for tier, (rank, _) in keys.TIERS.items()}
 TIERS: Final = tuple(sorted(RANKS, key=RANKS.__getitem__))
 #: Most tokens of a prompt or an output.
 MOST: Final = 10_000_000
+#: Longest time (s) between two arrivals. A longer one is a mistake, and would take for ever.
+LONGEST: Final = 366 * 86_400.0
 
 
 class Arrival(NamedTuple):
@@ -58,7 +60,9 @@ def parse(lines: Iterable[str], name: str) -> list[Arrival]:
             raise ValueError(f"{name}, line {rows.line_num}: {error}") from None
     if not found:
         raise ValueError(f"{name} has no task")
-    start = min(one.at for one in found)
+    start, end = min(one.at for one in found), max(one.at for one in found)
+    if end - start > LONGEST:
+        raise ValueError(f"{name}: {(end - start) / 86_400:,.0f} days from the first task to the last; at most 366")
     return sorted(one._replace(at=one.at - start) for one in found)
 
 
@@ -83,13 +87,14 @@ def _rank(said: str | None) -> int:
     return RANKS[said]
 
 
-def _tokens(row: dict[str, str], column: str) -> int:
+def _tokens(row: dict[str, str | None], column: str) -> int:
     try:
-        tokens = int(row[column])
+        tokens = int(row[column] or "")
     except (TypeError, ValueError):
         tokens = -1
     if not 0 <= tokens <= MOST:
-        raise ValueError(f"{column} is {row[column]!r}; it must be a whole number from 0 to {MOST:,}")
+        told = "missing" if row[column] is None else repr(row[column])
+        raise ValueError(f"{column} is {told}; it must be a whole number from 0 to {MOST:,}")
     return tokens
 
 
