@@ -1,7 +1,8 @@
 """Handles pools without workers: reports waiting tasks, removes useless messages, forgets retired pools.
 
     told:     how many tasks wait, in the log whenever that changed (and in /metrics, always), once nobody has served
-              them for a while: after a restart, workers load their model first
+              them for a while: after a restart, workers load their model first. Not where an autoscaler has decided
+              that they need no worker yet
     removed:  messages whose tasks are settled, or past their time to live: a worker would only put them down
     retired:  a pool with nothing left, in its own queue or in that of its version, if no card names that; after an
               hour. What workers measured of a version goes when neither pool nor card names it
@@ -24,6 +25,7 @@ from producers.contract import keys
 from producers.contract.message import id_of, is_plain
 from producers.contract.queues import takers_of, version_queue_of
 from producers.store.protocol import PACKAGE
+from producers.store.scaling import is_fresh, parsed, states
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +72,7 @@ class RetiredPools:
         pools = {text(queue): text(about) for queue, about in (await self._store.hgetall(keys.POOLS)).items()}
         serving = {worker.queue for worker in await self._broker.workers()}
         cards = {text(model): text(card) for model, card in (await self._store.hgetall(keys.MODELS)).items()}
-        takers = takers_of(pools, cards)
+        takers, resting = takers_of(pools, cards), await self._resting(cards)
         queues = [queue for queue, its in takers.items() if not serving & set(its)]
         for known in (self._unserved_since, self._told):
             for queue in known.keys() - set(queues):
@@ -78,7 +80,8 @@ class RetiredPools:
         self._waiting = {}
         for queue in queues:
             self._waiting[queue] = await self._prune(queue, takers[queue], pruned)
-            self._tell(queue, self._waiting[queue])
+            if queue not in resting:
+                self._tell(queue, self._waiting[queue])
         current = takers_of({}, cards)
         for queue in pools.keys() - serving:
             version = version_queue_of(pools[queue])
@@ -89,6 +92,15 @@ class RetiredPools:
         if unnamed := [name for name in measured if keys.model_queue(text(name)) not in takers]:
             await self._store.hdel(keys.PROFILES, *unnamed)
         return pruned
+
+    async def _resting(self, cards: dict[str, str]) -> set[str]:
+        """The queues of pools for which an autoscaler wants no worker now: it starts one when their tasks are due."""
+        (seconds, _), found = await self._store.time(), await states(self._store)
+        names = {name for name, one in found.items() if one.get("wanted") == 0 and is_fresh(one.get("at"), seconds)}
+        versions = {model: f"{model}@{_version(card)}" for model, card in cards.items()}
+        names |= {versions[name] for name in names & versions.keys()}
+        names |= {model for model, current in versions.items() if current in names}
+        return {keys.model_queue(name) for name in names}
 
     def _tell(self, queue: str, waiting: int) -> None:
         """Log the number of waiting tasks whenever it has changed."""
@@ -139,6 +151,11 @@ class RetiredPools:
                     await self._broker.forget(name)
             del self._empty_since[queue]
             pruned.pools += 1
+
+
+def _version(card: str) -> str:
+    """The version that a card names; empty where it makes no sense."""
+    return str(parsed(card).get("version", ""))
 
 
 def _headers(raw: bytes | str) -> dict[str, Any] | None:

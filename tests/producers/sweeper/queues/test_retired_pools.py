@@ -177,3 +177,19 @@ async def test_what_workers_measured_goes_with_the_last_that_names_the_version(
     valkey.delete(keys.POOLS)
     await pools.sweep()
     assert valkey.hlen(keys.PROFILES) == 1, "the card names it"
+
+
+@pytest.mark.parametrize(("pool", "wanted", "told"), [("tiny@0ld", 0, False), ("tiny", 0, False), ("tiny", 1, True)])
+async def test_tasks_for_which_an_autoscaler_wants_no_worker_yet_are_no_news(
+    aclient: AsyncClient, valkey: Redis, caplog: pytest.LogCaptureFixture, pool: str, wanted: int, told: bool
+) -> None:
+    await task(aclient, valkey)
+    publish(aclient, valkey, "0ld")
+    seconds, _ = valkey.time()
+    valkey.hset(keys.SCALE_POOLS, pool, json.dumps({"at": seconds, "wanted": wanted}))
+    pools = RetiredPools(aclient, patience_s=0)
+    await pools.sweep()
+    assert (f"1 tasks wait in {OLD}" in caplog.text) == told
+    valkey.hset(keys.SCALE_POOLS, pool, json.dumps({"at": seconds - 60, "wanted": 0}))
+    await pools.sweep()
+    assert f"1 tasks wait in {OLD}" in caplog.text, "that autoscaler is gone"
