@@ -158,7 +158,8 @@ class Autoscaler:
             control.act(state, fleet)
             self._show(control.settings.name, state, changed)
             if changed:
-                log.info("%s: %s%s", control.settings.name, state["reason"], _and(state["trouble"]))
+                level = logging.WARNING if state["trouble"] else logging.INFO
+                log.log(level, "%s: %s%s", control.settings.name, state["reason"], _and(state["trouble"]))
         if fleet is not None:
             self._glance.see(fleet, [one.settings for one in self._controls.values() if one.wanted == 0])
             if not self._faulty and (decided or not self._controls):
@@ -245,7 +246,7 @@ class Autoscaler:
 
 def _forgotten(fleet: Fleet, scaled: Container[str]) -> set[str]:
     """Pools that nobody has scaled for a day, or whose state cannot be read."""
-    ages = {name: fleet.at - (sane(state.get("at")) or 0.0) for name, state in fleet.scaling.states.items()}
+    ages = {name: abs(fleet.at - (sane(state.get("at")) or 0.0)) for name, state in fleet.scaling.states.items()}
     return {name for name, age in ages.items() if name not in scaled and age > scaling.FORGOTTEN_S}
 
 

@@ -46,11 +46,11 @@ def refusing_bad_urls() -> Iterator[None]:
         raise Failure(str(error)) from error
 
 
-def set_up_logging(level: str) -> None:
-    """Log from this level on. Raises Failure for an unknown one."""
+def set_up_logging(level: str, prefix: str = "") -> None:
+    """Log from this level on, each line after the prefix. Raises Failure for an unknown level."""
     import logging
 
-    logging.basicConfig(level=checked_level(level), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=checked_level(level), format=f"{prefix}%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("botocore").setLevel(logging.WARNING)  # it tells of each client where its credentials are from
 
 

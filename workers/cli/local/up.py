@@ -198,7 +198,7 @@ def up(
 
     from workers.cli.exits import Failure
     from workers.cli.gpus.choice import choose, gpus_here
-    from workers.cli.starting import checked_level
+    from workers.cli.starting import checked_level, set_up_logging
 
     with needs("gateway", "worker", "webhooks"):
         from workers.cli.local.plan import Plan
@@ -208,6 +208,7 @@ def up(
         raise Failure("--store needs --broker; without them the embedded Valkey server is both")
     check_spot(spot_provider, spot_metadata_url)
     level = checked_level(log_level)
+    set_up_logging(level, "autoscaler | ")  # what else runs in this process says nothing
 
     def say(name: str, line: str) -> None:
         with suppress(OSError):  # nobody reads the output any more: go on serving
