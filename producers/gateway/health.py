@@ -11,12 +11,11 @@ from fastapi.responses import JSONResponse
 from producers.admin.fleet import read_fleet
 from producers.client.steps import FAILURES
 from producers.connection.aws import AwsError
-from producers.contract.profile import sane
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http.errors import RETRY_AFTER, Problem, body_of
 from producers.gateway.reach import lasts
 from producers.gateway.tasks.views import ErrorView
-from producers.store.scaling import STALE_S, states
+from producers.store.scaling import is_fresh, states
 
 router = APIRouter(tags=["health"])
 
@@ -66,7 +65,7 @@ async def _starts(gateway: Gateway) -> dict[str, str]:
             found = await states(gateway.client.store)
     except FAILURES:
         return {}
-    fresh = {pool: state for pool, state in found.items() if seconds - (sane(state.get("at")) or 0.0) <= STALE_S}
+    fresh = {pool: state for pool, state in found.items() if is_fresh(state.get("at"), seconds)}
     troubles = [f"{pool}: {state['trouble']}" for pool, state in sorted(fresh.items()) if state.get("trouble")]
     return {"workers": "; ".join(troubles)} if troubles else {}
 

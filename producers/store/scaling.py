@@ -33,6 +33,7 @@ from redis.asyncio import Redis
 
 from producers.connection.script import Call, script, text
 from producers.contract import keys
+from producers.contract.profile import sane
 from producers.store.protocol import PACKAGE
 
 #: Decisions that are kept, about.
@@ -77,6 +78,12 @@ def read_states(raw: Mapping[Any, Any]) -> dict[str, dict[str, Any]]:
     return {text(pool): parsed(state) for pool, state in raw.items()}
 
 
+def is_fresh(at: Any, now: float) -> bool:
+    """Whether somebody decided at `at` (unix s), and leads still. A time far ahead of the store's clock is nonsense."""
+    when = sane(at)
+    return when is not None and abs(now - when) <= STALE_S
+
+
 async def retry(store: Redis, pool: str) -> None:
     """Ask for another try to start a pool's workers. Raises redis.RedisError or OSError."""
     seconds, micros = await store.time()
@@ -104,7 +111,7 @@ async def decisions(store: Redis, pool: str, count: int) -> list[dict[str, Any]]
     while len(found) < count:
         entries: list[Any] = await store.xrevrange(keys.SCALE_DECISIONS, max=last, count=500) or []
         fields = [{text(k): text(v) for k, v in entry.items()} for _, entry in entries]
-        found += [parsed(one["decision"]) for one in fields if one["pool"] == pool]
+        found += [parsed(one.get("decision")) for one in fields if one.get("pool") == pool]
         if len(entries) < 500:
             break
         last = f"({text(entries[-1][0])}"

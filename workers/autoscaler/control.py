@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from producers.admin.fleet import Fleet
 from producers.client.submission import FRESH_S
-from producers.store.scaling import STALE_S
+from producers.store.scaling import is_fresh
 from workers.autoscaler import watch
 from workers.autoscaler.acting import Acting
 from workers.autoscaler.memory import Memory
@@ -105,7 +105,7 @@ class Control:
         try:
             self._starts = Starts.of(kept["starts"])
             self._kept = max(0, int(kept["wanted"]))
-            if fleet.at - float(kept["at"]) <= STALE_S and kept["memory"] is not None:
+            if is_fresh(kept["at"], fleet.at) and kept["memory"] is not None:
                 self._memory = Memory.of(kept["memory"])
                 self._shown = (kept["wanted"], kept["told"], self._starts.failures, bool(kept["trouble"]))
         except (TypeError, KeyError, ValueError, AttributeError, ArithmeticError) as error:

@@ -8,7 +8,7 @@ from typing import Any, Final
 from producers.admin.fleet import Fleet
 from producers.contract.profile import sane
 from producers.store.rollouts import Rollout
-from producers.store.scaling import STALE_S
+from producers.store.scaling import is_fresh
 from workers.autoscaler import watch
 from workers.autoscaler.pools import PoolSettings
 
@@ -50,7 +50,7 @@ class Seen:
         workers = list(watch.workers(watch.served(fleet, new)))
         ready = sum(map(watch.takes_tasks, workers))
         state = fleet.scaling.states.get(new.name) or fleet.scaling.states.get(rollout.model) or {}
-        fresh = fleet.at - (sane(state.get("at")) or 0.0) <= STALE_S
+        fresh = is_fresh(state.get("at"), fleet.at)
         return cls(
             ready,
             len(workers) - ready,

@@ -10,7 +10,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from producers.admin.fleet import Fleet
 from producers.contract.profile import Profile, sane
 from producers.store.profiles import field
-from producers.store.scaling import STALE_S
+from producers.store.scaling import is_fresh
 
 #: (name, help, figure of the profile).
 FIGURES: Final = (
@@ -31,8 +31,8 @@ def described(fleet: Fleet) -> Iterator[Metric]:
         "penstock_worker_start_failures", "Starts of workers in a row that failed.", labels=("model", "pool")
     )
     for pool, state in sorted(scaling.states.items()):
-        at, wanted, starts = sane(state.get("at")), sane(state.get("wanted")), state.get("starts")
-        if at is None or wanted is None or fleet.at - at > STALE_S:
+        wanted, starts = sane(state.get("wanted")), state.get("starts")
+        if wanted is None or not is_fresh(state.get("at"), fleet.at):
             continue
         labels = str(state.get("model", pool)), pool
         desired.add_metric(labels, wanted)
