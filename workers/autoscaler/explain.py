@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any, Final
 
-from producers.store.scaling import STALE_S
+from producers.store.scaling import is_fresh
 
 #: What a kept state lacks, if it is of another release or makes no sense.
 UNREADABLE: Final = "its kept state cannot be read; the autoscaler that leads writes a new one"
@@ -42,12 +42,17 @@ def summary(pool: str, state: State, now: float) -> str:
 
 def _age(state: State, now: float) -> str:
     age = now - float(state["at"])
-    return f" (decided {age:.0f} s ago: no autoscaler leads, start `penstock autoscaler`)" if age > STALE_S else ""
+    if is_fresh(state["at"], now):
+        return ""
+    return f" (decided {age:.0f} s ago: no autoscaler leads, start `penstock autoscaler`)"
 
 
 def _head(pool: str, state: State, now: float) -> Iterator[str]:
-    workers = "worker" if state["wanted"] == 1 else "workers"
-    yield f"{pool}: {state['wanted']} {workers} wanted{_age(state, now)}"
+    yield f"{pool}: {_workers(state['wanted'])} wanted{_age(state, now)}"
+
+
+def _workers(number: int) -> str:
+    return f"{number} worker" if number == 1 else f"{number} workers"
 
 
 def _body(state: State, now: float) -> Iterator[str]:
@@ -58,7 +63,7 @@ def _body(state: State, now: float) -> Iterator[str]:
     if seen is None:
         yield "seen       nothing: the store or the broker could not be read"
     else:
-        yield f"seen       {_queued(seen)}, {seen['in_flight']} in flight; {seen['ready']} workers ready"
+        yield f"seen       {_queued(seen)}, {seen['in_flight']} in flight; {_workers(seen['ready'])} ready"
         if seen["missing"]:
             yield f"missing    {', '.join(seen['missing'])}"
     if seen is not None and state["raw"]:
@@ -83,15 +88,23 @@ def _queued(seen: State) -> str:
 def _formula(raw: State, seen: State, rules: State) -> Iterator[str]:
     """The numbers, each with what it is made of; see `workers.autoscaler.policy`."""
     profile = seen["profile"]
-    knee = f"{profile['knee']:.3g}" if profile["knee"] else f"{rules['default_knee']:.3g}, never measured"
-    yield f"a = {raw['a']}      room: tasks queued and in flight, over {rules['headroom']:g} of the knee ({knee})"
+    yield f"a = {raw['a']}      room: hurried tasks queued and in flight, over {_room(profile, rules)}"
     if profile["tokens_per_s"] and profile["tokens_per_task"]:
         speed = f"{profile['tokens_per_task']:.3g} tokens a task, {profile['tokens_per_s']:.3g} tokens/s a worker"
     else:
         speed = "tokens a task and tokens/s were never measured"
     yield f"b = {raw['b']}      wait: the queued tasks' tokens within their tiers' waits ({speed})"
     yield f"c = {raw['c']}      strain: {_strain(seen)}"
-    yield f"needed     {raw['raw']}, the largest of the three within the limits"
+    yield f"needed     {raw['raw']}: the largest of a, b and c, within the limits"
+
+
+def _room(profile: State, rules: State) -> str:
+    """What one worker is planned to hold."""
+    knee, wait = profile["knee"] or rules["default_knee"], rules["target_wait"]["priority"]
+    quick = wait * (profile["tokens_per_s"] or 0.0) / profile["tokens_per_task"] if profile["tokens_per_task"] else 0.0
+    if quick > rules["headroom"] * max(1.0, knee):
+        return f"{quick:.3g} (what a worker does in priority's target wait, {wait:g} s)"
+    return f"{rules['headroom']:g} of the knee ({knee:.3g}{'' if profile['knee'] else ', never measured'})"
 
 
 def _strain(seen: State) -> str:

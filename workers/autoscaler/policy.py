@@ -48,13 +48,21 @@ def decide(rules: Rules, seen: Signals | None, memory: Memory) -> tuple[Decision
     """The number of workers now. `seen`: None where the store or the broker could not be read."""
     if seen is None or "queued" in seen.missing or "in_flight" in seen.missing:
         wanted = min(max(memory.wanted, rules.min), rules.max)
-        why = "nothing could be read" if seen is None else f"no number for {', '.join(seen.missing)}"
-        return Decision(wanted, f"holds {wanted}: {why}", {}), replace(memory, wanted=wanted)
+        return Decision(wanted, f"holds {wanted}: {_unread(seen)}", {}), replace(memory, wanted=wanted)
     memory = _remember(rules, seen, memory)
     raw, cause = _raw(rules, seen, memory)
     memory = replace(memory, raw=_window(memory.raw, seen.at, raw["raw"], rules.cool_down))
     wanted, why = _step(rules, seen, memory, raw["raw"], cause)
     return Decision(wanted, why, raw), _changed(memory, wanted, seen.at)
+
+
+def _unread(seen: Signals | None) -> str:
+    """Why no number can be made."""
+    if seen is None:
+        return "nothing could be read"
+    if "card" in seen.missing:
+        return "the model is not published, and no worker serves it (`penstock models publish`)"
+    return f"no number for {', '.join(seen.missing)}"
 
 
 # ---- memory -----------------------------------------------------------------------------------------------------
@@ -146,7 +154,17 @@ def _by_room(rules: Rules, seen: Signals, counted: dict[str, int]) -> tuple[int,
     number = _workers((queued + running) / room)
     if not number and any(counted.values()):
         return 1, f"{sum(counted.values())} flex or batch tasks have waited for long, or are worth a start"
-    return number, words
+    return number, words if number else _idle(rules, seen)
+
+
+def _idle(rules: Rules, seen: Signals) -> str:
+    """Words for a pool in which nothing counts."""
+    waiting = {name: tier for name, tier in seen.tiers.items() if tier.waiting}
+    left = [rules.patience * rules.target_wait[name] - (tier.oldest_s or 0.0) for name, tier in waiting.items()]
+    if left:
+        number = sum(tier.waiting for tier in waiting.values())
+        return f"{number} queued of flex or batch: worth no start yet, and counted in {min(left):.0f} s"
+    return f"{seen.in_flight} in flight of flex or batch" if seen.in_flight else "nothing is queued or in flight"
 
 
 def _room(rules: Rules, seen: Signals) -> float:
@@ -210,7 +228,7 @@ def _step(rules: Rules, seen: Signals, memory: Memory, raw: int, cause: str) -> 
     if raw > had:
         return _out(rules, seen, memory, had, raw, cause)
     if raw < had:
-        return _in(rules, seen, memory, had)
+        return _in(rules, seen, memory, had, raw)
     return had, f"{had}: {cause}"
 
 
@@ -222,21 +240,30 @@ def _out(rules: Rules, seen: Signals, memory: Memory, had: int, raw: int, cause:
     return wanted, f"out from {had} to {wanted}: {cause}"
 
 
-def _in(rules: Rules, seen: Signals, memory: Memory, had: int) -> tuple[int, str]:
-    turned = _since(seen, memory.turned_at)
+def _in(rules: Rules, seen: Signals, memory: Memory, had: int, raw: int) -> tuple[int, str]:
+    turned, empties = _since(seen, memory.turned_at), inf
     if memory.empty_since is not None:
         idle = seen.at - memory.empty_since
-        if idle >= rest_of(rules, seen) and turned >= 2 * rules.cool_down:
+        empties = max(rest_of(rules, seen) - idle, 2 * rules.cool_down - turned)
+        if empties <= 0:
             return rules.min, f"in from {had} to {rules.min}: nothing was queued or in flight for {idle:.0f} s"
+    if had == 1:  # to zero only when nothing is left
+        return had, f"holds {had}: {_nearly_idle(seen, empties)}"
     wait = (2 if turned < 2 * rules.cool_down else 1) * rules.cool_down
     left = wait - _since(seen, memory.changed_at)
     most = memory.raw[0][1]
     if left > 0 or most >= had:
-        after = f"{left:.0f} s and " if left > 0 else ""
-        return had, f"holds {had}: fewer may do, after {after}a cool-down of {rules.cool_down:g} s in which they would"
-    if had == 1:  # to zero only when nothing is left
-        return had, f"holds {had}: {seen.queued} queued and {seen.in_flight} in flight"
+        needed = [at + rules.cool_down - seen.at for at, number in memory.raw if number >= had]
+        soon = min(max(left, *needed), empties) if needed else min(left, empties)
+        return had, f"holds {had}: {raw} would be enough; the number falls in {soon:.0f} s if that lasts"
     return had - 1, f"in from {had} to {had - 1}: {most} were enough for {rules.cool_down:g} s"
+
+
+def _nearly_idle(seen: Signals, left: float) -> str:
+    """Words for the last worker. `left`: time (s) until it ends; infinite while tasks are left."""
+    if left < inf:
+        return f"nothing is queued or in flight; the last worker ends in {left:.0f} s if that lasts"
+    return f"{seen.queued} queued and {seen.in_flight} in flight"
 
 
 def rest_of(rules: Rules, seen: Signals) -> float:

@@ -42,7 +42,7 @@ def signals(fleet: Fleet, pool: PoolSettings) -> Signals:
     """The policy's input. Of a model that has neither a card nor workers, nothing is known: all is missing."""
     queues, missing = served(fleet, pool), _Missing()
     if pool.model not in fleet.versions and all(queue.name == pool.model for queue in queues):
-        return Signals(fleet.at, missing=("queued", "in_flight"))
+        return Signals(fleet.at, missing=("queued", "in_flight", "card"))
     working = [worker for worker in workers(queues) if takes_tasks(worker)]
     in_flight = missing.sum("in_flight", (queue.in_flight for queue in queues))
     patient = missing.sum("patient", (worker.get("patient", 0) for worker in workers(queues)))

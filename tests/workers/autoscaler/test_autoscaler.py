@@ -138,7 +138,7 @@ async def test_a_card_that_is_lost_or_broken_does_not_say_that_nothing_is_queued
         state = await until(fleet.state)
         await until(lambda: fleet.state()["at"] > state["at"] + 0.5)
     assert hand.told == []
-    assert state["reason"] == "holds 2: no number for queued, in_flight"
+    assert state["reason"] == "holds 2: the model is not published, and no worker serves it (`penstock models publish`)"
 
 
 async def test_a_lease_of_nonsense_is_a_workers_and_breaks_nothing(fleet: Fleet, aclient: AsyncClient) -> None:

@@ -425,3 +425,35 @@ def test_more_tasks_never_mean_fewer_workers(rules: Rules, steps: list[Any], wha
         decide(rules, seen(5000.0, **{**said, what: said[what] + extra}), memory)[0] for extra in (0, more)
     )
     assert fewer.wanted <= larger.wanted
+
+
+# ---- the words -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({}, "0: nothing is queued or in flight"),
+        ({"batch": (1, 600.0)}, "0: 1 queued of flex or batch: worth no start yet, and counted in 1200 s"),
+        ({"batch": (1, 1800.0)}, "out from 0 to 1: 1 flex or batch tasks have waited for long, or are worth a start"),
+        ({"in_flight": 2, "patient": 2, "ready": 1}, "0: 2 in flight of flex or batch"),
+        ({"missing": ("queued", "card")}, "holds 0: the model is not published, and no worker serves it"),
+    ],
+)
+def test_the_reason_says_what_an_idle_pool_waits_for(said: dict[str, Any], words: str) -> None:
+    assert decide(RULES, seen(**said), Memory())[0].reason.startswith(words)
+
+
+def test_the_reason_says_when_the_number_falls() -> None:
+    pool = Pool(replace(RULES, cool_down=60.0))
+    pool.see(100, default=20)
+    assert pool.last.wanted == 3
+    pool.see(10, in_flight=1, ready=3)
+    assert pool.last.reason == "holds 3: 1 would be enough; the number falls in 50 s if that lasts"
+    pool.see(50, in_flight=1, ready=3)
+    assert pool.last.reason == "in from 3 to 2: 1 were enough for 60 s"
+    pool.see(300, in_flight=1, ready=1)
+    pool.see(5)
+    assert pool.last.reason == "holds 1: nothing is queued or in flight; the last worker ends in 55 s if that lasts"
+    pool.see(55)
+    assert pool.last.reason == "in from 1 to 0: nothing was queued or in flight for 60 s"

@@ -50,7 +50,7 @@ def test_numbers_that_lie_are_missing_and_never_zero() -> None:
     assert set(seen.missing) == {"queued", "in_flight", "running"}
     assert (seen.kv_used, seen.tiers["default"].oldest_s) == (None, None)
     assert watch.left(Fleet(lying), PoolSettings("tiny")) is None
-    assert watch.signals(Fleet([]), PoolSettings("tiny")).missing == ("queued", "in_flight")
+    assert watch.signals(Fleet([]), PoolSettings("tiny")).missing == ("queued", "in_flight", "card")
 
 
 def test_numbers_too_large_to_be_added_are_missing() -> None:

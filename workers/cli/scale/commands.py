@@ -18,6 +18,7 @@ from workers.cli.terminal.show import printable
 if TYPE_CHECKING:
     from producers.client.aio import AsyncClient
 
+_LATER = "no autoscaler leads; the next one tries at once"
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
 Pool = Annotated[str, typer.Argument(help="A pool, or a model with all its pools; penstock scale ls shows all.")]
 
@@ -89,12 +90,14 @@ def retry(pool: Pool, broker: AnyBroker = None, store: Store = None) -> None:
 
     async def work(client: AsyncClient) -> None:
         from producers.store import scaling
+        from producers.store.scaling import is_fresh
 
-        _, states = await _states(client)
+        now, states = await _states(client)
         for name in _named(pool, states):
             if name not in states:
                 raise Failure(_unknown(name, states))
             await scaling.retry(client.store, name)
+            _say(f"{name}: the next try is now" if is_fresh(states[name].get("at"), now) else f"{name}: {_LATER}")
 
     with_client(broker, store, work)
 

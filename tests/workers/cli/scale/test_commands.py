@@ -86,8 +86,8 @@ def test_explain_tells_what_was_seen_the_formula_and_the_last_changes(
     for words in (
         "tiny: 2 workers wanted",
         "7 default queued",
-        "0 in flight; 1 workers ready",
-        "a = 2      room: tasks queued and in flight, over 0.8 of the knee (5)",
+        "0 in flight; 1 worker ready",
+        "a = 2      room: hurried tasks queued and in flight, over 0.8 of the knee (5)",
         "tokens a task and tokens/s were never measured",
         "4 running, 10% of the KV cache",
         "limits     0 to 4",
@@ -109,7 +109,9 @@ def test_a_models_name_means_the_pools_of_its_versions(scale: Run, valkey: Redis
     out = scale("explain", "tiny").out
     assert "tiny@v1: " in out
     assert "tiny@v2: " in out
-    assert scale("retry", "tiny").status == 0
+    assert scale("retry", "tiny").out.splitlines() == [
+        f"tiny@{version}: no autoscaler leads; the next one tries at once" for version in ("v1", "v2")
+    ]
     assert sorted(valkey.hkeys(keys.SCALE_RETRIES)) == [b"tiny@v1", b"tiny@v2"]
 
 
@@ -124,6 +126,7 @@ def test_what_nobody_decides_any_more_is_said_and_what_cannot_be_read(scale: Run
         f"other@{version}: its kept state cannot be read; the autoscaler that leads writes a new one"
         for version in (1, 2)
     ]
+    valkey.xadd(keys.SCALE_DECISIONS, {"of": "another release"})
     valkey.xadd(keys.SCALE_DECISIONS, {"pool": "gone", "decision": '{"at": 1, "wanted": 0, "reason": "0: all gone"}'})
     assert re.search(r"gone: nobody scales it any more\n.*\n.*0  0: all gone", scale("explain", "gone").out)
     assert float(valkey.hget(keys.SCALE_RETRIES, "tiny") or 0) > 1e9
