@@ -283,7 +283,10 @@ async def test_a_store_that_has_lost_all_takes_no_worker_away(fleet: Fleet, acli
         await until(lambda: fleet.state().get("wanted") == 3)
         fleet.valkey.flushall()
         state = await until(fleet.state)
-        assert (state["wanted"], state["reason"]) == (3, "holds 3: no number for queued, in_flight")
+        assert (state["wanted"], state["reason"]) == (
+            3,
+            "holds 3: the model is not published, and no worker serves it (`penstock models publish`)",
+        )
         fleet.card("v1")
         fleet.lease("a")
         await until(lambda: (fleet.state()["signals"] or {}).get("ready") == 1)
