@@ -25,7 +25,9 @@ any number of processes may carry out the same one. Each write names what it rep
     record: draining        old workers go on with what they have       waits until nothing of it is left
     record: done            the new version alone                       says that it is served
     record: failed          new workers end; `before` has the tasks     begins anew
-    record: cancelled       the same                                    begins anew
+    record: cancelled       the same; but where another process had     begins anew
+                            looked before and switched after, that one
+                            goes on: draining
     nothing runs it again   the phase stays. While it is `starting`, new workers stay up beside the old ones
 
 A worker that dies in any phase is replaced as usual; its tasks return to the queue of their own version.

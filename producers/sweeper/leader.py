@@ -1,10 +1,11 @@
-"""Elects one leading sweeper, or source, by a lease in the store, on the store's clock.
+"""Elects one leading sweeper, source or autoscaler, by a lease in the store, on the store's clock.
 
     acquire: LEAD until nobody else does -> keep: LEAD three times a lease, until another does or the store is away
     resign: at a good end, so that nobody has to wait for the lease to lapse
 
 Two may think that they lead for a moment: one that was stopped, or cut off, and goes on. Nothing depends on there being
 one alone. Whatever a sweeper does is one script that looks at the record itself; what it has read before may be old.
+The decisions of an autoscaler that leads no more are refused by the script that keeps them, and are not acted on.
 """
 
 from __future__ import annotations

@@ -60,10 +60,11 @@ class Carrier:
 
     async def _start(self, rollout: Rollout, until: float) -> Rollout:
         """Wait for the new workers, and switch. Returns the record that stands."""
+        switched = False
         while True:
             stands = self._read(rollout)
             if stands.phase != "starting" or stands.version != rollout.version:
-                return stands
+                return self._late(stands) if switched else stands
             current = self._current(rollout)
             if current not in (rollout.before, rollout.version):
                 return self._to(stands, "failed", _replaced(current))
@@ -75,6 +76,7 @@ class Carrier:
             if seen.ready >= stands.workers:
                 await asyncio.to_thread(cards.publish, self.store, self.new.card, self.new.files, rollout.before)
                 self._tell(f"new tasks go to version {rollout.version}")
+                switched = True
                 continue
             why = f"; {seen.trouble}" if seen.trouble else ""
             if seen.given_up or time.monotonic() > until:
@@ -82,6 +84,12 @@ class Carrier:
                 return self._to(stands, "failed", f"nothing was switched; {after}{waits}{why}")
             self._tell(waits + why + ("" if seen.starts else " (no autoscaler does: start them)"), seen.told)
             await asyncio.sleep(LOOK_S)
+
+    def _late(self, stands: Rollout) -> Rollout:
+        """The record once this process has switched. One that was cancelled, or failed, meanwhile goes on: the card
+        decides."""
+        mine = stands.version == self.new.version == self._current(stands)
+        return self._to(stands, "draining") if mine and stands.phase in ("cancelled", "failed") else stands
 
     async def _drain(self, rollout: Rollout) -> Rollout:
         """Wait until nothing of the old version is left. Returns the record that stands."""

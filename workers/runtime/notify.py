@@ -8,7 +8,7 @@ from contextlib import suppress
 
 
 def notify_ready() -> None:
-    """Send READY=1 to NOTIFY_SOCKET, if there is one: systemd's (Type=notify), or that of `penstock worker --gpus`."""
+    """Send READY=1 to NOTIFY_SOCKET, if there is one: systemd's (Type=notify), or that of the process that keeps it."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return

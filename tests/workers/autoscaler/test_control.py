@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.core import Metric
 
@@ -47,6 +47,7 @@ def kept() -> dict[str, Any]:
     return parsed(json.dumps(state))
 
 
+@settings(max_examples=50)
 @given(st.data(), JSON)
 def test_a_state_with_anything_in_it_makes_no_harm(data: st.DataObject, odd: Any) -> None:
     state = kept()

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,25 @@ async def test_no_request_fails_and_each_is_made_by_one_version(rig: Rig) -> Non
     assert made.keys() == {OLD, NEW}
     assert old.process.wait(60) == 0
     assert len(requests.ended) == sum(made.values())
+
+
+async def test_one_that_is_cancelled_in_the_moment_of_the_switch_goes_on(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be called cancelled, and new tasks would go to the new version all the same."""
+    publish(rig.store, find_model("tiny"))
+    begun = begin(rig.store, new(), 1, 0)
+    asked = replace(begun, workers=0)  # they are ready at once
+    assert rollouts.change(rig.store, begun, asked)
+    publishes = cards.publish
+
+    def late(store: Redis, *args: Any) -> Any:
+        assert cancel(rig.store, "tiny").phase == "cancelled"
+        return publishes(store, *args)
+
+    monkeypatch.setattr(cards, "publish", late)
+    assert (await carried(rig, asked)).phase == "done"
+    assert (cards.read(rig.store, "tiny") or {})["version"] == NEW
 
 
 async def test_new_workers_that_never_come_change_nothing(rig: Rig) -> None:
