@@ -68,3 +68,13 @@ def test_a_state_with_anything_in_it_makes_no_harm(data: st.DataObject, odd: Any
     assert decided is not None
     assert 1 <= decided["wanted"] <= 4, "there is a task"
     json.dumps(decided, allow_nan=False)
+
+
+def test_time_that_nobody_saw_is_no_starts() -> None:
+    """Else a version that is rolled out again hours later would begin with a failed start."""
+    state = kept()
+    state["starts"]["since"] = AT
+    one, later = control(), AT + 3600.0
+    again = one.decide(fleet(later, {"tiny": state}), later, "two")
+    assert again is not None
+    assert (again["starts"]["failures"], again["trouble"]) == (0, "")
