@@ -35,7 +35,7 @@ from workers.cli.exits import Exit, Failure
 from workers.cli.local import embedded
 from workers.cli.local.plan import Plan
 from workers.cli.local.pools import LocalPools
-from workers.cli.models.publish import publish_to
+from workers.cli.local.publish import publish_own
 from workers.cli.processes import open_port
 from workers.connect import check_servers
 from workers.errors import Refused
@@ -200,7 +200,8 @@ class System:
 
     def _publish(self, model: Found) -> None:
         try:
-            publish_to(self.broker, self.store, model)
+            if told := publish_own(self.broker, self.store, model):
+                self.say("up", told)
         except Refused as refused:
             raise Failure(str(refused)) from refused
 

@@ -40,8 +40,11 @@ def publish(
         raise Failure(str(error)) from error
 
 
-def publish_to(broker: str, store: str, found: Found) -> dict[str, str | None]:
-    """Check the servers, make queues where these do not make themselves, and publish. Raises Refused, and Failure."""
+def publish_to(broker: str, store: str, found: Found, over: str | None = None) -> dict[str, str | None]:
+    """Check the servers, make queues where these do not make themselves, and publish. Raises Refused, and Failure.
+
+    `over`: as of `cards.publish`.
+    """
     with needs("gateway"):
         from producers.connection.connect import shown
         from producers.connection.trouble import said
@@ -57,7 +60,7 @@ def publish_to(broker: str, store: str, found: Found) -> dict[str, str | None]:
     try:
         with connect(store) as client:
             before = cards.read(client, found.name)
-            cards.publish(client, card, files)
+            cards.publish(client, card, files, over)
     except LOST as error:
         raise Failure(f"the store at {shown(store)} does not take it: {said(error)}", Exit.UNREACHABLE) from error
     return {"name": found.name, "version": card["version"], "before": before and before["version"]}

@@ -1,0 +1,39 @@
+"""What `penstock up` publishes at its start."""
+
+from __future__ import annotations
+
+from redis import Redis
+
+from engine.text import ModelCard
+from producers.store import cards, rollouts
+from workers.cli.local.publish import publish_own
+from workers.library import find_model
+from workers.library.publish import described, publish
+from workers.library.reference import BUNDLED
+from workers.rollout.begin import New, begin
+
+OLD, NEW = (ModelCard.from_folder(BUNDLED / name).version for name in ("tiny", "tiny-v2"))
+
+
+def test_a_rollout_that_has_switched_is_turned_back_only_once_it_is_done(valkey: Redis, valkey_url: str) -> None:
+    def start() -> str:
+        return publish_own(valkey_url, valkey_url, find_model("tiny"))
+
+    def standing() -> str:
+        card = cards.read(valkey, "tiny")
+        assert card is not None
+        return str(card["version"])
+
+    new = find_model("tiny=tiny-v2")
+    assert start() == ""
+    begun = begin(valkey, New(new, *described(new)), None, 1)
+    assert (start(), standing()) == ("", OLD)
+    publish(valkey, new)
+    assert f"new tasks of tiny go to version {NEW}: its rollout goes on" in start()
+    draining = begun.to("draining", 1.0)
+    assert rollouts.change(valkey, begun, draining)
+    start()
+    assert standing() == NEW
+    assert rollouts.change(valkey, draining, draining.to("done", 2.0))
+    assert f"until now, they went to version {NEW}" in start()
+    assert standing() == OLD
