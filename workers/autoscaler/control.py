@@ -104,7 +104,7 @@ class Control:
             return
         try:
             self._starts = Starts.of(kept["starts"])
-            if fleet.at - float(kept["at"]) > STALE_S:  # nobody has looked since: that time is no start's
+            if not is_fresh(kept["at"], fleet.at):  # nobody has looked since: that time is no start's
                 self._starts = replace(self._starts, since=None)
             self._kept = max(0, int(kept["wanted"]))
             if is_fresh(kept["at"], fleet.at) and kept["memory"] is not None:
