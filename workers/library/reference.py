@@ -86,6 +86,9 @@ def _local(place: str) -> Path:
     if place in models:
         return models[place]
     shown = place if len(place) <= 200 else f"{place[:200]}..."
+    name, equals, other = place.partition("=")
+    if equals and (other in models or os.path.isdir(other)):
+        raise Refused(f"{name[:200]!r} cannot be a model's name: use letters, digits, '.', '_' and '-' alone")
     raise Refused(
         f"no model {shown!r}: give a folder that holds a config.json, hf://OWNER/NAME, or one of: {', '.join(models)}"
     )

@@ -65,7 +65,9 @@ class Seen:
 
 
 def _scaled(fleet: Fleet, pool: PoolSettings) -> bool:
-    return bool(fleet.scaling.leads) and pool.name in fleet.scaling.states
+    """Whether an autoscaler decides on this pool: one that ended may have left its state there."""
+    state = fleet.scaling.states.get(pool.name) or {}
+    return bool(fleet.scaling.leads) and is_fresh(state.get("at"), fleet.at)
 
 
 def _failures(state: dict[str, Any]) -> int:

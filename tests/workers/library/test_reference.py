@@ -63,6 +63,12 @@ def test_a_folder_may_have_an_equals_sign(tmp_path: Path) -> None:
     assert find_model("good=lr=0.1").folder == tmp_path / "lr=0.1"
 
 
+@pytest.mark.parametrize("name", ["a b", "a/b", "a@b", ""])
+def test_a_name_that_is_none_is_said_to_be_it(name: str) -> None:
+    with pytest.raises(Refused, match=f"'{name}' cannot be a model's name: use letters"):
+        find_model(f"{name}=tiny")
+
+
 @pytest.mark.parametrize("reference", ["nowhere", "nowhere/at/all", "", "x=", "/", "tests", "\0", "x" * 5000])
 def test_what_is_no_model_is_refused_with_what_there_is(reference: str) -> None:
     with pytest.raises(Refused, match=r"no model .*hf://OWNER/NAME, or one of: tiny"):
