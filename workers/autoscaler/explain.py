@@ -44,7 +44,7 @@ def _age(state: State, now: float) -> str:
     age = now - float(state["at"])
     if is_fresh(state["at"], now):
         return ""
-    return f" (decided {age:.0f} s ago: no autoscaler leads, start `penstock autoscaler`)"
+    return f" (decided {age:.0f} s ago: no autoscaler that leads has this pool)"
 
 
 def _head(pool: str, state: State, now: float) -> Iterator[str]:

@@ -119,7 +119,7 @@ def _raw(rules: Rules, seen: Signals, memory: Memory) -> tuple[dict[str, int], s
     if need < rules.min:
         cause = f"the least is {rules.min}"
     if need > rules.max:
-        cause = f"{need} would be needed, and the most is {rules.max}: {cause}"
+        cause = f"{rules.max} is the most of {need} needed: {cause}"
     return {"a": a, "b": b, "c": c, "raw": min(max(need, rules.min), rules.max)}, cause
 
 

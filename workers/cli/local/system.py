@@ -53,6 +53,8 @@ VALKEY_STOP_S: Final = 15.0
 STANDBY_S: Final = 15.0
 #: Pause (s) after which an autoscaler that failed begins anew.
 SCALING_AGAIN_S: Final = 2.0
+#: Time (s) without the lead after which it is told; the lease of an `up` that was killed ends in less.
+FOLLOWS_S: Final = 15.0
 
 
 @dataclass(slots=True)
@@ -218,7 +220,12 @@ class System:
             try:
                 async with AsyncClient(self.broker, self.store) as client:
                     await forget(client.store, pools.names)  # of an earlier `up`, its workers and its failed starts
-                    await Autoscaler(client, pools).run()
+                    scaler = Autoscaler(client, pools)
+                    telling = asyncio.create_task(tell_who_follows(scaler, self.say))
+                    try:
+                        await scaler.run()
+                    finally:
+                        telling.cancel()
             except Exception as error:  # noqa: BLE001 - told; the number stays as it is meanwhile
                 self.say("autoscaler", f"failed, beginning again in {SCALING_AGAIN_S:g} s: {error!r}")
             await asyncio.sleep(SCALING_AGAIN_S)
@@ -272,6 +279,13 @@ class System:
         if self._data is not None:
             self._data.close()
             self._data = None
+
+
+async def tell_who_follows(scaler: Autoscaler, say: Callable[[str, str], None], after_s: float = FOLLOWS_S) -> None:
+    """Say once that another autoscaler leads for long: no worker of ours starts or ends meanwhile."""
+    await asyncio.sleep(after_s)
+    if not scaler.leads and not scaler.unready():
+        say("autoscaler", "another one leads on this store: the number of workers here stays until that one ends")
 
 
 async def conduct(system: System, use: Callable[[System], Awaitable[None]]) -> bool:

@@ -8,11 +8,13 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from workers.cli.exits import Failure
-from workers.cli.local.system import Plan, System, conduct
+from workers.cli.local.system import Plan, System, conduct, tell_who_follows
 from workers.runtime import signals
 
 
@@ -97,3 +99,11 @@ def test_a_hangup_is_nothing_under_nohup(disposition: signal.Handlers, finished:
     signal.signal(signal.SIGHUP, disposition)
     system = Empty(Plan((), tmp_path), lambda name, line: None)
     assert asyncio.run(conduct(system, use)) is finished
+
+
+@pytest.mark.parametrize(("leads", "trouble", "told"), [(False, [], 1), (True, [], 0), (False, ["no answer"], 0)])
+async def test_an_up_beside_another_says_that_it_scales_nothing(leads: bool, trouble: list[str], told: int) -> None:
+    said: list[str] = []
+    scaler: Any = SimpleNamespace(leads=leads, unready=lambda: trouble)
+    await tell_who_follows(scaler, lambda name, line: said.append(line), after_s=0)
+    assert len(said) == told
