@@ -5,7 +5,7 @@
     version = "1a2b..."       # only this version; left out: all versions together
     min = 0
     max = 4
-    cool_down = 300           # and any other of `workers.autoscaler.rules`
+    cool_down = 300           # and any other of `workers.autoscaler.policy.rules`
     target_wait.priority = 1
     actuator = "kubernetes://default/worker-tiny"
     tries = 5                 # and start_limit: of starts that fail
@@ -25,8 +25,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from producers.errors import shown
 from workers.autoscaler.actuators import EXPORT, checked, open_actuator
+from workers.autoscaler.policy.rules import TARGET_WAIT_S, Rules
 from workers.autoscaler.pools import PoolSettings, Scaled
-from workers.autoscaler.rules import TARGET_WAIT_S, Rules
 from workers.library import name_of
 
 

@@ -11,11 +11,11 @@ from producers.client.submission import FRESH_S
 from producers.store.scaling import is_fresh
 from workers.autoscaler import watch
 from workers.autoscaler.acting import Acting
-from workers.autoscaler.memory import Memory
-from workers.autoscaler.policy import Decision, decide
+from workers.autoscaler.policy.decide import Decision, decide
+from workers.autoscaler.policy.memory import Memory
+from workers.autoscaler.policy.rules import Rules
+from workers.autoscaler.policy.signals import Signals
 from workers.autoscaler.pools import PoolSettings, Scaled
-from workers.autoscaler.rules import Rules
-from workers.autoscaler.signals import Signals
 from workers.autoscaler.starts import Starts, limit_of
 
 log = logging.getLogger(__name__)

@@ -86,7 +86,7 @@ def _queued(seen: State) -> str:
 
 
 def _formula(raw: State, seen: State, rules: State) -> Iterator[str]:
-    """The numbers, each with what it is made of; see `workers.autoscaler.policy`."""
+    """The numbers, each with what it is made of; see `workers.autoscaler.policy.decide`."""
     profile = seen["profile"]
     yield f"a = {raw['a']}      room: hurried tasks queued and in flight, over {_room(profile, rules)}"
     if profile["tokens_per_s"] and profile["tokens_per_task"]:

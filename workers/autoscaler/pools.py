@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from producers.admin.fleet import Fleet
 from workers.autoscaler.actuators.base import Actuator
-from workers.autoscaler.rules import Rules
+from workers.autoscaler.policy.rules import Rules
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from producers.admin.fleet import Fleet, Pool
 from producers.contract import keys
 from producers.contract.profile import Profile, sane
 from producers.store.profiles import field
+from workers.autoscaler.policy.signals import Signals, TierQueue
 from workers.autoscaler.pools import PoolSettings
-from workers.autoscaler.signals import Signals, TierQueue
 
 Worker = dict[str, Any]
 

@@ -18,8 +18,8 @@ from tests.workers.autoscaler.conftest import Fleet, Recorder, until
 from workers.autoscaler import acting, autoscaler, control
 from workers.autoscaler.actuators.base import Actuator
 from workers.autoscaler.autoscaler import Autoscaler, AutoscalerSettings
+from workers.autoscaler.policy.rules import Rules
 from workers.autoscaler.pools import Pools, PoolSettings, Scaled, fixed
-from workers.autoscaler.rules import Rules
 
 RULES = Rules(max=4, cool_down=0.2, step=0.05)
 OFTEN = AutoscalerSettings("one", lease=60.0, every=0.05, glance=0.02, look=0.05)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from workers.autoscaler.config import BadScaling, parse_rule, read
+from workers.autoscaler.policy.rules import Rules
 from workers.autoscaler.pools import PoolSettings
-from workers.autoscaler.rules import Rules
 
 
 def test_a_file_with_pools(tmp_path: Path) -> None:

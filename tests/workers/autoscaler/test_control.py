@@ -17,8 +17,8 @@ from tests.workers.autoscaler.conftest import Recorder
 from workers.autoscaler.acting import Acting
 from workers.autoscaler.control import Control
 from workers.autoscaler.explain import explained, summary
+from workers.autoscaler.policy.rules import Rules
 from workers.autoscaler.pools import PoolSettings, Scaled
-from workers.autoscaler.rules import Rules
 
 SETTINGS = PoolSettings("tiny", rules=Rules(max=4))
 AT = 1000.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from workers.autoscaler.actuators import EXPORT, SCHEMES
 from workers.autoscaler.config import Table
-from workers.autoscaler.rules import Rules
+from workers.autoscaler.policy.rules import Rules
 
 PAGE = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text("utf-8")
 

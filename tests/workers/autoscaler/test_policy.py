@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from producers.contract import keys
 from producers.contract.profile import Profile
-from workers.autoscaler.memory import Memory
-from workers.autoscaler.policy import Decision, decide
-from workers.autoscaler.rules import Rules
-from workers.autoscaler.signals import Signals, TierQueue
+from workers.autoscaler.policy.decide import Decision, decide
+from workers.autoscaler.policy.memory import Memory
+from workers.autoscaler.policy.rules import Rules
+from workers.autoscaler.policy.signals import Signals, TierQueue
 
 RULES = Rules(max=100)
 #: A worker does a task in one second, has a knee of 10 (8 with headroom), and starts in 20 s.

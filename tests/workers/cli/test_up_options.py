@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from producers.gateway.settings import GatewaySettings
 from tests.workers.cli.conftest import worker_programs
-from workers.autoscaler.rules import Rules
+from workers.autoscaler.policy.rules import Rules
 from workers.cli.app import app
 from workers.cli.exits import Failure
 from workers.cli.gpus import workers as gpu_workers

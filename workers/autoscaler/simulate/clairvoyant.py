@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Final
 
-from workers.autoscaler.rules import Rules
+from workers.autoscaler.policy.rules import Rules
 from workers.autoscaler.simulate.scalers import Schedule
 from workers.autoscaler.simulate.simulation import Outcome, Simulation
 from workers.autoscaler.simulate.trace import Arrival

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from workers.autoscaler.rules import Rules
+from workers.autoscaler.policy.rules import Rules
 from workers.autoscaler.simulate.clairvoyant import clairvoyant
 from workers.autoscaler.simulate.scalers import CpuHpa, Keda, Policy
 from workers.autoscaler.simulate.simulation import Outcome, Scaler, Simulation

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from producers.contract.profile import Profile
-from workers.autoscaler.memory import Memory
-from workers.autoscaler.policy import decide
-from workers.autoscaler.rules import Rules
-from workers.autoscaler.signals import Signals, TierQueue
+from workers.autoscaler.policy.decide import decide
+from workers.autoscaler.policy.memory import Memory
+from workers.autoscaler.policy.rules import Rules
+from workers.autoscaler.policy.signals import Signals, TierQueue
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from math import ceil, inf
 from typing import Final
 
-from workers.autoscaler.policy import Decision, Memory, decide
-from workers.autoscaler.rules import Rules
+from workers.autoscaler.policy.decide import Decision, Memory, decide
+from workers.autoscaler.policy.rules import Rules
 from workers.autoscaler.simulate.simulation import Simulation
 
 #: Difference from the target within which an HPA changes nothing.

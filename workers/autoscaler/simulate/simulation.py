@@ -10,8 +10,8 @@ from math import inf
 from typing import Final, Protocol
 
 from producers.contract.profile import Profile
-from workers.autoscaler.rules import HURRIED
-from workers.autoscaler.signals import Signals, TierQueue
+from workers.autoscaler.policy.rules import HURRIED
+from workers.autoscaler.policy.signals import Signals, TierQueue
 from workers.autoscaler.simulate.trace import TIERS, Arrival
 from workers.autoscaler.simulate.worker import Task, Worker, WorkerModel
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from producers.connection.connect import is_redis
-from workers.autoscaler.rules import Rules
+from workers.autoscaler.policy.rules import Rules
 from workers.cli.gpus.choice import Chosen
 from workers.library import Found
 

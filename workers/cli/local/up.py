@@ -46,7 +46,7 @@ from workers.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from workers.autoscaler.rules import Rules
+    from workers.autoscaler.policy.rules import Rules
     from workers.cli.local.system import System
 
 
@@ -288,7 +288,7 @@ def _rules(workers: int | None, least: int | None, most: int | None, cool_down: 
     """How many workers each model has. `gpus`: of each model; 0 where no GPU was named. Raises Failure."""
     from dataclasses import replace
 
-    from workers.autoscaler.rules import Rules
+    from workers.autoscaler.policy.rules import Rules
     from workers.cli.exits import Failure
 
     scaled = least is not None or most is not None

@@ -16,7 +16,7 @@ from workers.cli.options import AnyBroker, Store
 
 if TYPE_CHECKING:
     from producers.client.aio import AsyncClient
-    from workers.autoscaler.rules import Rules
+    from workers.autoscaler.policy.rules import Rules
     from workers.autoscaler.simulate.trace import Arrival
     from workers.autoscaler.simulate.worker import WorkerModel
 

@@ -14,8 +14,8 @@ from tests.workers.autoscaler.actuators.kubernetes_server import Kubernetes
 from tests.workers.autoscaler.conftest import Fleet, until
 from workers.autoscaler.actuators import open_actuator
 from workers.autoscaler.autoscaler import Autoscaler, AutoscalerSettings
+from workers.autoscaler.policy.rules import Rules
 from workers.autoscaler.pools import PoolSettings, Scaled, fixed
-from workers.autoscaler.rules import Rules
 
 URL = "kubernetes://default/worker-tiny"
 TINY = PoolSettings("tiny", rules=Rules(min=0, max=3, cool_down=0.5, step=0.05, default_knee=8.0), actuator=URL)

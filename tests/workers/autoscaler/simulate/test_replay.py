@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from producers.contract.profile import Profile
-from workers.autoscaler.policy import Memory, decide
-from workers.autoscaler.rules import Rules
-from workers.autoscaler.signals import Signals, TierQueue
+from workers.autoscaler.policy.decide import Memory, decide
+from workers.autoscaler.policy.rules import Rules
+from workers.autoscaler.policy.signals import Signals, TierQueue
 from workers.autoscaler.simulate.replay import replay
 
 

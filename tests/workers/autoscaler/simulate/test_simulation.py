@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.autoscaler.policy import Memory, decide
-from workers.autoscaler.rules import Rules
-from workers.autoscaler.signals import Signals
+from workers.autoscaler.policy.decide import Memory, decide
+from workers.autoscaler.policy.rules import Rules
+from workers.autoscaler.policy.signals import Signals
 from workers.autoscaler.simulate.clairvoyant import REST, clairvoyant
 from workers.autoscaler.simulate.scalers import CpuHpa, Keda, Policy, Schedule
 from workers.autoscaler.simulate.simulation import Outcome, Simulation

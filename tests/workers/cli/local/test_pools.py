@@ -11,7 +11,7 @@ import pytest
 from engine.text.checkpoint import model_version
 from producers.admin.fleet import Fleet, Scaling
 from tests.producers.gateway.conftest import TINY
-from workers.autoscaler.rules import Rules
+from workers.autoscaler.policy.rules import Rules
 from workers.cli.local import pools
 from workers.cli.local.plan import Plan
 from workers.cli.local.pools import LocalPools

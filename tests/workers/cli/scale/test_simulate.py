@@ -68,8 +68,8 @@ async def test_what_the_autoscaler_kept_is_computed_again(
 ) -> None:
     from producers import AsyncClient
     from workers.autoscaler.autoscaler import Autoscaler, AutoscalerSettings
+    from workers.autoscaler.policy.rules import Rules
     from workers.autoscaler.pools import PoolSettings, Scaled, fixed
-    from workers.autoscaler.rules import Rules
 
     fleet = Fleet(valkey)
     async with AsyncClient(valkey_url) as client:

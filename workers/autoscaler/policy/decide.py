@@ -23,9 +23,9 @@ from math import ceil, inf
 from typing import Final
 
 from producers.contract import keys
-from workers.autoscaler.memory import Memory
-from workers.autoscaler.rules import HURRIED, Rules
-from workers.autoscaler.signals import Signals
+from workers.autoscaler.policy.memory import Memory
+from workers.autoscaler.policy.rules import HURRIED, Rules
+from workers.autoscaler.policy.signals import Signals
 
 __all__ = ["Decision", "Memory", "decide", "rest_of"]
 
