@@ -234,16 +234,15 @@ class Broker(ABC):
 
     @abstractmethod
     async def due(self, queue: str) -> int:
-        """Make delayed messages of a queue without workers waiting ones. Returns their number; 0 once all are.
-
-        A broker whose delays end without workers may leave those that are not due.
-        """
+        """Make those delayed messages of a queue without workers waiting ones that are due. Returns their number."""
 
     @abstractmethod
     async def prune(
         self, queue: str, over: Callable[[Sequence[bytes]], Awaitable[Mapping[bytes, str]]], page: int
     ) -> tuple[int, int]:
         """Remove messages from a queue without workers. Returns the numbers removed and left.
+
+        What is delayed is left, too.
 
         `over` gets the waiting messages, `page` at a time, and returns those to remove -> their task ids. A broker that
         removes messages for their receivers alone stops counting them: CLAIM answers `done` if they come.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from math import inf
 
 from producers.broker.base import Broker, NoSuchPlace, Sender
 from producers.broker.memory.consumer import CAPABILITIES, workers
@@ -106,7 +105,7 @@ class MemoryBroker(Broker):
 
     async def due(self, queue: str) -> int:
         with self._server.lock:
-            return self._server.due(queue, inf, 1000)
+            return self._server.due(queue, self._server.clock(), 1000)
 
     async def prune(
         self, queue: str, over: Callable[[Sequence[bytes]], Awaitable[Mapping[bytes, str]]], page: int
@@ -127,7 +126,7 @@ class MemoryBroker(Broker):
                 for task_id in gone.values():
                     self._server.reaped.pop(task_id, None)
                     self._server.returned.pop(task_id, None)
-        return removed, left
+        return removed, left + len(self._server.delayed[queue])
 
     async def forget(self, queue: str) -> None:
         with self._server.lock:

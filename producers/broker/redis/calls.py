@@ -140,7 +140,7 @@ def adopt(source: str, target: str) -> Call:
 
 
 def due(queue: str) -> Call:
-    """Answers how many messages were held back for later, and are not any more."""
+    """Answers how many messages were delayed, and are due and in their lists now."""
     return Call(script(PACKAGE, "due"), (keys.delayed(queue),), ())
 
 

@@ -133,7 +133,7 @@ class RedisBroker(Books):
                         await self._redis.hdel(counts, task_id)
                 start += sum(raw not in gone for raw in messages)
             left += start
-        return removed, left
+        return removed, left + await self._redis.zcard(keys.delayed(queue))
 
     async def forget(self, queue: str) -> None:
         await self._redis.delete(f"_kombu.binding.{queue}", f"_kombu.binding_permanent.{queue}")

@@ -124,11 +124,12 @@ async def test_what_a_blocking_client_sends_is_the_same(broker: Broker, url: str
 async def test_what_a_dead_worker_left_comes_back(broker: Broker, consumer: Consumer) -> None:
     await send(broker, "a", "b", "c", "d")
     assert take(consumer, "1", "2") == ["a", "b"]
-    consumer.put_down([Back(INC, "1", 60.0)])
+    consumer.put_down([Back(INC, "1", 0.2)])
     assert await broker.reap(INC) == await broker.recall(QUEUE, [QUEUE], 9) == -1
     consumer.end_lease(INC)
     assert [(one.incarnation, one.left) for one in await broker.workers()] == [(INC, None)]
     assert (await broker.reap(INC), await broker.recall(QUEUE, [QUEUE], 9)) == (1, 2)
+    await asyncio.sleep(0.3)
     assert (await broker.due(QUEUE), await broker.due(QUEUE)) == (1, 0)
     consumer.take_lease(INC, "{}", 60.0)
     assert sorted(take(consumer, "5", "6", "7", "8")) == ["a", "b", "c", "d"]
@@ -136,13 +137,17 @@ async def test_what_a_dead_worker_left_comes_back(broker: Broker, consumer: Cons
 
 @pytest.mark.parametrize("url", ["redis", "memory"], indirect=True)
 async def test_only_what_is_over_is_pruned_and_the_rest_keeps_its_order(broker: Broker, consumer: Consumer) -> None:
+    await send(broker, "later")
+    assert take(consumer, "0") == ["later"]
+    consumer.put_down([Back(INC, "0", 3600.0)])
     await send(broker, *"abcdefg")
 
     async def over(page: Sequence[bytes]) -> Mapping[bytes, str]:
         found = {raw: json.loads(raw)["headers"]["id"] for raw in page}
         return {raw: name for raw, name in found.items() if name in "bcg"}
 
-    assert await broker.prune(QUEUE, over, 2) == (3, 4)
+    assert await broker.due(QUEUE) == 0
+    assert await broker.prune(QUEUE, over, 2) == (3, 5)
     assert take(consumer, *"1234") == list("adef")
     assert await broker.waiting_of(QUEUE, "") == 0
 

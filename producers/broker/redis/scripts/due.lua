@@ -1,9 +1,11 @@
 #!lua flags=allow-oom
--- DUE | moves the delayed messages of a queue without workers to the fronts of their lists, the soonest due to the very
--- front.
+-- DUE | moves those delayed messages of a queue without workers that are due to the fronts of their lists, the soonest
+-- due to the very front.
 -- KEYS: delayed
 -- Answers: the number of moved messages
-local held = redis.call('ZRANGE', KEYS[1], 0, 999)
+local t = redis.call('TIME')
+local now = t[1] * 1000 + math.floor(t[2] / 1000)
+local held = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, 1000)
 for i = #held, 1, -1 do
   local e = cmsgpack.unpack(held[i])
   redis.call('RPUSH', e[1], e[2])
