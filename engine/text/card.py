@@ -17,7 +17,7 @@ fixed, one JSON object. A reader ignores keys that it does not know:
     files             name -> SHA-256 in hex, of the tokenizer's and template's files
     created           unix seconds
 
-In the store it has more (`producers.store.cards`):
+In the store it has more (`producers.store.fleet.cards`):
 
     published         unix milliseconds at which it was published; not there while only workers have written it
     served            whether a worker of this version has been up; only then is the KV capacity known

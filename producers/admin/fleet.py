@@ -15,9 +15,9 @@ from producers.broker.base import Broker
 from producers.connection.script import text
 from producers.contract import keys
 from producers.contract.profile import Profile, sane
+from producers.store.fleet.profiles import read_profiles
+from producers.store.fleet.scaling import parsed, parsed_value, read_states
 from producers.store.outbox import Backlog, backlog
-from producers.store.profiles import read_profiles
-from producers.store.scaling import parsed, parsed_value, read_states
 
 QUEUE_PREFIX: Final = keys.model_queue("")
 
@@ -59,13 +59,13 @@ class Scaling:
     leads: str = ""
     """The autoscaler that leads; empty if none does."""
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Pool -> its latest decision (`producers.store.scaling`)."""
+    """Pool -> its latest decision (`producers.store.fleet.scaling`)."""
     retries: dict[str, float] = field(default_factory=dict)
     """Pool -> when an operator last asked for another try (unix s)."""
     profiles: dict[str, Profile] = field(default_factory=dict)
     """`model@version` -> what its workers measured."""
     rollouts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Model -> its rolling update (`producers.store.rollouts`)."""
+    """Model -> its rolling update (`producers.store.fleet.rollouts`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http.errors import RETRY_AFTER, Problem, body_of
 from producers.gateway.reach import lasts
 from producers.gateway.tasks.views import ErrorView
-from producers.store.scaling import is_fresh, states
+from producers.store.fleet.scaling import is_fresh, states
 
 router = APIRouter(tags=["health"])
 

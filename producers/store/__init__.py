@@ -3,7 +3,7 @@
 protocol has one function for each script, which returns the `Call` to send; scripts/ has the Lua
 batches has batches: their scripts, and how they are read
 outbox has the events that wait to be delivered to webhooks
-cards has models' cards, model_files their files
+fleet/ has models' cards and files, what workers measured, scaling decisions and rollouts
 files has what is known of uploaded files, blobs their bytes
 task_index has the tasks that clients submitted
 aside keeps bodies of messages that are too large for their queue; references name such blobs

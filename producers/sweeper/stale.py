@@ -14,7 +14,8 @@ from producers.admin.dead_letters import letters, purge
 from producers.client.aio import AsyncClient
 from producers.connection.script import text
 from producers.contract import keys
-from producers.store import model_files, task_index
+from producers.store import task_index
+from producers.store.fleet import model_files
 
 log = logging.getLogger(__name__)
 

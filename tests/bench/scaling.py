@@ -27,7 +27,7 @@ from typing import Any
 
 from producers.client.aio import AsyncClient
 from producers.contract import keys
-from producers.store.scaling import decisions
+from producers.store.fleet.scaling import decisions
 from tests.bench.streamed import System
 from workers.autoscaler.simulate.replay import replay
 from workers.autoscaler.simulate.synthetic import Synthetic

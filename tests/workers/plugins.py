@@ -26,8 +26,9 @@ from workers.flow.publisher import Publisher
 from workers.leases import control
 from workers.leases.control import Control
 from workers.runtime import assembly as runtime
-from workers.runtime import gpu_facts, spot, watchdog
-from workers.runtime.gpu_facts import GpuFacts
+from workers.runtime import watchdog
+from workers.runtime.host import gpu_facts, spot
+from workers.runtime.host.gpu_facts import GpuFacts
 from workers.transport.redis import QoS
 
 

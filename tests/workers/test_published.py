@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from producers.contract import keys
-from producers.store import cards
+from producers.store.fleet import cards
 from tests.producers.gateway.conftest import Door, open_door
 from tests.workers.rig import Rig
 from workers.library import find_model

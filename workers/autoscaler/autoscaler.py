@@ -27,7 +27,7 @@ from producers.connection.script import arun
 from producers.connection.trouble import said
 from producers.contract import keys
 from producers.contract.profile import sane
-from producers.store import scaling
+from producers.store.fleet import scaling
 from producers.sweeper.leader import Leadership
 from workers.autoscaler.acting import Acting
 from workers.autoscaler.control import Control
@@ -157,7 +157,7 @@ class Autoscaler:
         for control, state, changed in decided:
             control.act(state, fleet)
             self._show(control.settings.name, state, changed)
-            if changed:
+            if changed and not self._dry:  # a dry run shows it
                 level = logging.WARNING if state["trouble"] else logging.INFO
                 log.log(level, "%s: %s%s", control.settings.name, state["reason"], _and(state["trouble"]))
         if fleet is not None:

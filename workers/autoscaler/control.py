@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from producers.admin.fleet import Fleet
 from producers.client.submission import FRESH_S
-from producers.store.scaling import is_fresh
+from producers.store.fleet.scaling import is_fresh
 from workers.autoscaler import watch
 from workers.autoscaler.acting import Acting
 from workers.autoscaler.policy.decide import Decision, decide
@@ -47,7 +47,7 @@ class Control:
         self._shown: tuple[Any, ...] = ()
 
     def decide(self, fleet: Fleet | None, at: float, by: str) -> dict[str, Any] | None:
-        """The pool's new state (`producers.store.scaling`); None while nothing is known of it.
+        """The pool's new state (`producers.store.fleet.scaling`); None while nothing is known of it.
 
         `fleet`: None where it could not be read; then everything stays as it is.
         """

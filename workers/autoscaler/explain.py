@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any, Final
 
-from producers.store.scaling import is_fresh
+from producers.store.fleet.scaling import is_fresh
 
 #: What a kept state lacks, if it is of another release or makes no sense.
 UNREADABLE: Final = "its kept state cannot be read; the autoscaler that leads writes a new one"

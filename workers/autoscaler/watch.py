@@ -14,7 +14,7 @@ from typing import Any
 from producers.admin.fleet import Fleet, Pool
 from producers.contract import keys
 from producers.contract.profile import Profile, sane
-from producers.store.profiles import field
+from producers.store.fleet.profiles import field
 from workers.autoscaler.policy.signals import Signals, TierQueue
 from workers.autoscaler.pools import PoolSettings
 

@@ -24,7 +24,7 @@ from producers.connection.connect import connect
 from workers.chaos.checker.rest import workers_of
 from workers.chaos.injector import Gone, Handle, Healing
 from workers.chaos.plan import KINDS, PROCESSES, SERVERS, Fault, Plan
-from workers.runtime.proc import LAST, SERVER, argv_of, command_of, option
+from workers.runtime.host.proc import LAST, SERVER, argv_of, command_of, option
 
 VERBS: Final = ("kill", "pause", "resume", "drain", "start")
 #: Kind of fault -> the verbs that it needs.

@@ -17,7 +17,7 @@ from redis import Redis
 
 from producers.connection.log_throttle import warn_throttled
 from producers.contract import keys
-from producers.store import cards
+from producers.store.fleet import cards
 from workers.connect import LOST, connect
 from workers.flow.deliveries import Deliveries
 from workers.flow.finisher import Finisher

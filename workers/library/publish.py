@@ -8,7 +8,7 @@ from typing import Any
 
 from redis import Redis
 
-from producers.store import cards
+from producers.store.fleet import cards
 from workers.errors import Refused
 from workers.library.reference import Found
 from workers.library.verify import verify

@@ -20,7 +20,7 @@ from redis import Redis
 
 from producers.connection.log_throttle import warn_throttled
 from producers.contract.profile import Profile
-from producers.store.profiles import field, keep
+from producers.store.fleet.profiles import field, keep
 from workers.connect import LOST
 from workers.measure.measured import Measured
 from workers.state.served import Served

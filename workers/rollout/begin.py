@@ -7,8 +7,8 @@ from typing import Any
 
 from redis import Redis
 
-from producers.store import cards, rollouts
-from producers.store.rollouts import Rollout
+from producers.store.fleet import cards, rollouts
+from producers.store.fleet.rollouts import Rollout
 from workers.errors import Refused
 from workers.library import Found
 

@@ -17,8 +17,8 @@ from producers.client.submission import FRESH_S
 from producers.connection.script import text
 from producers.connection.trouble import said
 from producers.contract import keys
-from producers.store import cards, rollouts
-from producers.store.rollouts import Rollout
+from producers.store.fleet import cards, rollouts
+from producers.store.fleet.rollouts import Rollout
 from workers.rollout.begin import New
 from workers.rollout.drain import drain_idle
 from workers.rollout.seen import Seen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from producers.client.aio import AsyncClient
 from producers.contract import keys
-from producers.store.scaling import parsed
+from producers.store.fleet.scaling import parsed
 
 
 async def drain_idle(client: AsyncClient, model: str, version: str) -> int:

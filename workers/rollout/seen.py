@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from producers.admin.fleet import Fleet
 from producers.contract.profile import sane
-from producers.store.rollouts import Rollout
-from producers.store.scaling import is_fresh
+from producers.store.fleet.rollouts import Rollout
+from producers.store.fleet.scaling import is_fresh
 from workers.autoscaler import watch
 from workers.autoscaler.pools import PoolSettings
 

@@ -32,7 +32,7 @@ from workers.measure.keeper import Keeper
 from workers.measure.measured import Measured
 from workers.runtime.cold_start import COLD_START
 from workers.runtime.drain import Drain
-from workers.runtime.gpu_facts import GpuFacts
+from workers.runtime.host.gpu_facts import GpuFacts
 from workers.runtime.watchdog import Watchdog
 from workers.state.clock import Clock
 from workers.state.served import Served

@@ -10,7 +10,7 @@ from typing import Any
 from redis import Redis
 
 from producers.contract import keys
-from producers.store import cards
+from producers.store.fleet import cards
 from workers.errors import Refused
 from workers.library import find_model, verify
 from workers.runtime.cold_start import COLD_START

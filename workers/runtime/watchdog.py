@@ -18,7 +18,7 @@ from typing import Final
 
 from workers.flow.intake import Intake
 from workers.flow.publisher import Publisher
-from workers.runtime.gpu_facts import GpuFacts
+from workers.runtime.host.gpu_facts import GpuFacts
 from workers.state.served import Served
 
 logger = logging.getLogger(__name__)

@@ -19,18 +19,18 @@ from celery.worker import state
 
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.trouble import trouble
-from producers.store import cards
+from producers.store.fleet import cards
 from workers.connect import LOST, check_queues, check_servers, connect
 from workers.flow.probe import check_model
 from workers.pool.app import attach, make_app
 from workers.runtime.assembly import Runtime
 from workers.runtime.cold_start import COLD_START
 from workers.runtime.health import Health
-from workers.runtime.notify import notify_ready
+from workers.runtime.host.notify import notify_ready
+from workers.runtime.host.spot import SpotNotice
+from workers.runtime.host.task_protection import TaskProtection
 from workers.runtime.serving import announce, pool_of
-from workers.runtime.spot import SpotNotice
 from workers.runtime.stopping import Stopping
-from workers.runtime.task_protection import TaskProtection
 from workers.settings import WorkerSettings
 from workers.state.served import Served
 

@@ -9,8 +9,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from producers.admin.fleet import Fleet
 from producers.contract.profile import Profile, sane
-from producers.store.profiles import field
-from producers.store.scaling import is_fresh
+from producers.store.fleet.profiles import field
+from producers.store.fleet.scaling import is_fresh
 
 #: (name, help, figure of the profile).
 FIGURES: Final = (

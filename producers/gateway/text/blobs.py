@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from producers.errors import shown
 from producers.gateway.http.errors import RETRY_AFTER, Problem
-from producers.store import model_files
+from producers.store.fleet import model_files
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from producers.connection.script import Call, arun, script, text
 from producers.contract import keys
 from producers.contract.message import id_of, is_plain
 from producers.contract.queues import takers_of, version_queue_of
+from producers.store.fleet.scaling import is_fresh, parsed, states
 from producers.store.protocol import PACKAGE
-from producers.store.scaling import is_fresh, parsed, states
 
 log = logging.getLogger(__name__)
 

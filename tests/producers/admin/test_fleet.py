@@ -15,7 +15,7 @@ from producers.broker.sqs.names import lists
 from producers.broker.sqs.queues.setup import make_missing
 from producers.broker.values import Credit, Rules
 from producers.contract import keys
-from producers.store import cards
+from producers.store.fleet import cards
 from producers.sweeper.queues.orphaned import OrphanedQueues
 from tests.producers.broker.conftest import url
 from tests.producers.conftest import CARD, POOL, QUEUE

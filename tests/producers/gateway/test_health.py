@@ -12,7 +12,7 @@ from redis import Redis
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from producers.gateway import health
-from producers.store.cards import publish
+from producers.store.fleet.cards import publish
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import CARD, Door
 from tests.producers.gateway.http.test_sse import follow

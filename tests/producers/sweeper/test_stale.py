@@ -14,7 +14,7 @@ from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run
 from producers.contract import keys
 from producers.store import task_index
-from producers.store.model_files import unused
+from producers.store.fleet.model_files import unused
 from producers.sweeper.stale import Removed, Stale
 
 

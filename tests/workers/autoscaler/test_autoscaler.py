@@ -12,7 +12,7 @@ from redis import Redis
 
 from producers import AsyncClient
 from producers.contract import keys
-from producers.store.scaling import retry
+from producers.store.fleet.scaling import retry
 from tests.producers.proxy import Proxy
 from tests.workers.autoscaler.conftest import Fleet, Recorder, until
 from workers.autoscaler import acting, autoscaler, control

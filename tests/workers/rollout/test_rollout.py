@@ -18,8 +18,8 @@ from engine.text import ModelCard
 from producers import AsyncClient, Client
 from producers.client import submission
 from producers.contract import keys
-from producers.store import cards, rollouts
-from producers.store.rollouts import Rollout
+from producers.store.fleet import cards, rollouts
+from producers.store.fleet.rollouts import Rollout
 from tests.processes import Worker
 from tests.stub_engine import token
 from tests.warm import Forked

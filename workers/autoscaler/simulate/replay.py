@@ -1,7 +1,7 @@
 """Replay of kept decisions: each is computed again from what is kept with it, by the same `decide`.
 
 Takes what `penstock scale explain --history N --json` prints: a JSON object a line, with a list of decisions under
-`history`. A line may also be one decision. See `producers.store.scaling` for the format.
+`history`. A line may also be one decision. See `producers.store.fleet.scaling` for the format.
 """
 
 from __future__ import annotations

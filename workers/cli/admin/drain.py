@@ -12,7 +12,7 @@ import typer
 
 from workers.cli.exits import Exit, Failure
 from workers.cli.options import finite
-from workers.runtime import proc
+from workers.runtime.host import proc
 
 STATUS: Final = "Exit status: 0 the worker has ended, 2 refused, 4 timed out (it goes on draining), 130 interrupted."
 

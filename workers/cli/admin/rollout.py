@@ -18,7 +18,7 @@ from workers.cli.options import AnyBroker, Store, finite
 if TYPE_CHECKING:
     from redis import Redis
 
-    from producers.store.rollouts import Rollout
+    from producers.store.fleet.rollouts import Rollout
     from workers.rollout.begin import New
 
 
@@ -121,7 +121,7 @@ def _say(line: str) -> None:
 
 
 def _shown(store: Redis, model: str | None) -> list[Rollout]:
-    from producers.store import rollouts
+    from producers.store.fleet import rollouts
     from workers.library import name_of
 
     if model is None:

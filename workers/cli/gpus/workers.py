@@ -30,7 +30,7 @@ from typing import Final
 from workers.cli.exits import Exit
 from workers.cli.gpus.choice import Chosen
 from workers.processes.supervisor import HAND_BACK_S, TOLD, WELL_S, Child, Program
-from workers.runtime.notify import notify_ready
+from workers.runtime.host.notify import notify_ready
 from workers.runtime.signals import coming
 
 #: Deaths in a row, without WELL_S seconds of service between, after which a child is given up (some minutes).

@@ -1,7 +1,7 @@
 """The workers of `penstock up`: for each model a pool of each version that runs here.
 
 start: the least number of the version that was found -> the autoscaler says how many -> Local starts and drains them
-a rolling update begins (`producers.store.rollouts`): the new version is a pool beside the old one
+a rolling update begins (`producers.store.fleet.rollouts`): the new version is a pool beside the old one
 it is done: the pool whose version is not the card's is forgotten when its last worker has ended
 """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from engine.text.checkpoint import model_version
 from producers.connection.trouble import said
-from producers.store import cards, rollouts
+from producers.store.fleet import cards, rollouts
 from workers.cli.exits import Exit, Failure
 from workers.cli.models.publish import publish_to
 from workers.connect import LOST, connect

@@ -27,7 +27,7 @@ from typing import Final
 
 from producers.client.aio import AsyncClient
 from producers.connection.local import HOST
-from producers.store.scaling import forget
+from producers.store.fleet.scaling import forget
 from workers.autoscaler.actuators import ActuatorError
 from workers.autoscaler.autoscaler import Autoscaler
 from workers.cli.client import Gateway

@@ -49,7 +49,7 @@ def publish_to(broker: str, store: str, found: Found, over: str | None = None) -
         from producers.connection.connect import shown
         from producers.connection.trouble import said
         from producers.contract import keys
-        from producers.store import cards
+        from producers.store.fleet import cards
         from workers.connect import LOST, check_queues, check_servers, connect
         from workers.library.publish import described
 

@@ -65,7 +65,7 @@ def explain(
     """Tell why a pool has the number of workers that it has: what was seen, the formula, limits, trouble, changes."""
 
     async def work(client: AsyncClient) -> None:
-        from producers.store.scaling import decisions
+        from producers.store.fleet.scaling import decisions
         from workers.autoscaler.explain import explained
 
         now, states = await _states(client)
@@ -89,8 +89,8 @@ def retry(pool: Pool, broker: AnyBroker = None, store: Store = None) -> None:
     """Try at once to start workers of a pool whose starts failed. The failures so far are forgotten."""
 
     async def work(client: AsyncClient) -> None:
-        from producers.store import scaling
-        from producers.store.scaling import is_fresh
+        from producers.store.fleet import scaling
+        from producers.store.fleet.scaling import is_fresh
 
         now, states = await _states(client)
         for name in _named(pool, states):
@@ -104,7 +104,7 @@ def retry(pool: Pool, broker: AnyBroker = None, store: Store = None) -> None:
 
 async def _states(client: AsyncClient) -> tuple[float, dict[str, dict[str, Any]]]:
     """The store's clock (unix s), and the state of each pool by its name."""
-    from producers.store.scaling import states
+    from producers.store.fleet.scaling import states
 
     seconds, micros = await client.store.time()
     return seconds + micros / 1e6, dict(sorted((await states(client.store)).items()))

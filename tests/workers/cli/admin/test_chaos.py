@@ -21,7 +21,7 @@ from tests.producers.gateway.conftest import until
 from tests.workers.cli.conftest import Run, Scripted
 from workers.chaos.injector import Gone
 from workers.chaos.operated import Process
-from workers.runtime.proc import argv_of
+from workers.runtime.host.proc import argv_of
 
 URLS = ("--broker", "redis://127.0.0.1:1/0", "--url", "http://127.0.0.1:1")
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from workers.cli.admin import drain
 from workers.cli.app import app
 from workers.cli.exits import Exit, Failure
-from workers.runtime import proc
+from workers.runtime.host import proc
 
 #: A process that `ps` shows as a worker: it says what signal came, and takes a while to end, or until a file is there.
 STAND_IN = """

@@ -28,7 +28,7 @@ from workers.processes.supervisor import Program
 from workers.runtime import signals
 
 PYTHON = (sys.executable, "-I", "-S", "-c")
-#: Says that it serves, as `workers.runtime.notify` does, and waits for SIGTERM; then exits with the status it was
+#: Says that it serves, as `workers.runtime.host.notify` does, and waits for SIGTERM; then exits with the status it was
 #: given.
 SERVES = """
 import os, signal, socket, sys, time

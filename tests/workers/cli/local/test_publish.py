@@ -5,7 +5,7 @@ from __future__ import annotations
 from redis import Redis
 
 from engine.text import ModelCard
-from producers.store import cards, rollouts
+from producers.store.fleet import cards, rollouts
 from workers.cli.local.publish import publish_own
 from workers.library import find_model
 from workers.library.publish import described, publish

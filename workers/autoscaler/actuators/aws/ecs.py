@@ -1,7 +1,7 @@
 """`ecs://CLUSTER/SERVICE[?region=R]`: sets the desired count of an ECS service.
 
 ECS itself chooses which tasks end, among those that are not protected: a worker that holds tasks protects its own
-(`workers/runtime/task_protection.py`). So only idle workers end, and a pool of busy ones stays until one is idle.
+(`workers/runtime/host/task_protection.py`). So only idle workers end, and a pool of busy ones stays until one is idle.
 
 | dies after | what stands | who repairs it |
 | --- | --- | --- |

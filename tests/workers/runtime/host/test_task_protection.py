@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.workers.rig import Rig
-from workers.runtime import task_protection
-from workers.runtime.task_protection import TaskProtection
+from workers.runtime.host import task_protection
+from workers.runtime.host.task_protection import TaskProtection
 
 ON = {"ProtectionEnabled": True, "ExpiresInMinutes": 30}
 OFF = {"ProtectionEnabled": False}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from producers.store.scaling import is_fresh
+from producers.store.fleet.scaling import is_fresh
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.runtime import proc
+from workers.runtime.host import proc
 
 
 @pytest.mark.parametrize(

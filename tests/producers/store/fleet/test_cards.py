@@ -10,7 +10,7 @@ import pytest
 from redis import Redis
 
 from producers.contract import keys
-from producers.store import cards
+from producers.store.fleet import cards
 
 FILES = {"tokenizer.json": b"{}"}
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from workers.runtime import gpu_facts
-from workers.runtime.gpu_facts import GpuFacts, open_nvml, read
+from workers.runtime.host import gpu_facts
+from workers.runtime.host.gpu_facts import GpuFacts, open_nvml, read
 
 pynvml = pytest.importorskip("pynvml")
 UUID = "a0000000-0000-0000-0000-0000000000ff"
@@ -127,7 +127,7 @@ class TestFacts:
 
 class TestWithout:
     def test_a_driver_there_are_none_and_one_line_for_debugging(self, caplog: pytest.LogCaptureFixture) -> None:
-        caplog.set_level(logging.DEBUG, "workers.runtime.gpu_facts")
+        caplog.set_level(logging.DEBUG, "workers.runtime.host.gpu_facts")
         if open_nvml(UUID) is not None:
             pytest.skip("this machine has NVIDIA's driver, and a GPU of that UUID")
         assert [record.levelname for record in caplog.records] == ["DEBUG"]
@@ -136,7 +136,7 @@ class TestWithout:
     def test_the_package_there_are_none(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        caplog.set_level(logging.DEBUG, "workers.runtime.gpu_facts")
+        caplog.set_level(logging.DEBUG, "workers.runtime.host.gpu_facts")
         monkeypatch.setitem(sys.modules, "pynvml", None)
         assert open_nvml(UUID) is None
         assert "penstock[gpu]" in caplog.text

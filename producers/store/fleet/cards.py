@@ -33,9 +33,9 @@ from redis import Redis
 
 from producers.connection.script import Call, run, script
 from producers.contract import keys
-from producers.store import model_files
+from producers.store.fleet import model_files
+from producers.store.fleet.scaling import parsed
 from producers.store.protocol import PACKAGE
-from producers.store.scaling import parsed
 
 Card = dict[str, Any]
 #: A card's keys that workers tell of.

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from tests.workers.rig import Rig
-from workers.runtime import spot
-from workers.runtime.spot import SpotNotice, left_of
+from workers.runtime.host import spot
+from workers.runtime.host.spot import SpotNotice, left_of
 
 
 class Metadata:
