@@ -118,6 +118,8 @@ def _time_passes(valkey: Redis) -> None:
     for name in valkey.keys("*"):
         if 60_000 < valkey.pttl(name) <= batches.KEPT_S * 1000:
             valkey.delete(name)
+    for name in valkey.keys("penstock:delayed:*"):
+        valkey.zadd(name, dict.fromkeys(valkey.zrange(name, 0, -1), 1), xx=True)
     if noted := valkey.zrange(keys.FILE_NOTES, 0, -1):
         valkey.zadd(keys.FILE_NOTES, dict.fromkeys(noted, 1), xx=True)
 
