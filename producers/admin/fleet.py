@@ -12,11 +12,11 @@ from typing import Any, Final
 from redis.asyncio import Redis
 
 from producers.broker.base import Broker
-from producers.connection.script import text
+from producers.connection.script import parsed, parsed_value, text
 from producers.contract import keys
 from producers.contract.profile import Profile, sane
 from producers.store.fleet.profiles import read_profiles
-from producers.store.fleet.scaling import parsed, parsed_value, read_states
+from producers.store.fleet.scaling import read_states
 from producers.store.outbox import Backlog, backlog
 
 QUEUE_PREFIX: Final = keys.model_queue("")

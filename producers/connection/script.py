@@ -10,6 +10,7 @@ command, so that no flush can come between.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -160,3 +161,17 @@ def _answer(connection: Any) -> Any:
 def text(value: Any) -> str:
     """A reply as str, with and without `decode_responses`."""
     return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def parsed_value(raw: str | bytes | None) -> Any:
+    """A value of JSON; None where it is none."""
+    try:
+        return json.loads(raw or "null")
+    except (ValueError, RecursionError):
+        return None
+
+
+def parsed(raw: str | bytes | None) -> dict[str, Any]:
+    """An object of JSON; empty where it is none."""
+    found = parsed_value(raw)
+    return found if isinstance(found, dict) else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from producers.connection.script import parsed
 from producers.contract import keys
 
 
@@ -12,10 +13,13 @@ def takers_of(pools: Mapping[str, str], cards: Mapping[str, str] | None = None) 
     """Every queue, with the own queues of the pools that take from it; the pools' own come first.
 
     `pools` and `cards`: JSON by queue and by model, as the store has them. A model's queues are there before its pools.
+    What is no card names no version: its model has the queue of plain senders alone.
     """
     found = {queue: [queue] for queue in pools}
     for name, card in (cards or {}).items():
-        found |= {keys.version_queue(name, json.loads(card)["version"]): [], keys.model_queue(name): []}
+        found[keys.model_queue(name)] = []
+        if version := parsed(card).get("version"):
+            found[keys.version_queue(name, str(version))] = []
     for queue, about in pools.items():
         found.setdefault(version_queue_of(about), []).append(queue)
         found.setdefault(keys.model_queue(json.loads(about)["model"]), []).append(queue)

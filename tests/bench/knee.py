@@ -74,7 +74,7 @@ def load(url: str, rng: random.Random, sizes: list[int]) -> float:
     return 256 * size / (time.perf_counter() - began)
 
 
-#: What the worker serves it as.
+#: The model's name in the worker.
 MODEL_NAME = "measured"
 ENGINE = "workers.runtime.serving:load_engine"
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from producers.client.aio import AsyncClient
+from producers.connection.script import parsed
 from producers.contract import keys
-from producers.store.fleet.scaling import parsed
 
 
 async def drain_idle(client: AsyncClient, model: str, version: str) -> int:

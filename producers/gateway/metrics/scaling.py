@@ -69,7 +69,7 @@ def _profiles(fleet: Fleet) -> Iterator[Metric]:
 
 
 def _worst_ttft(fleet: Fleet) -> dict[str, float]:
-    """By `model@version`."""
+    """The worst p95 of the first token (s) among the workers of each `model@version`."""
     worst: dict[str, float] = {}
     for pool in fleet.pools:
         for worker in pool.workers:

@@ -31,10 +31,9 @@ from typing import Any
 
 from redis import Redis
 
-from producers.connection.script import Call, run, script
+from producers.connection.script import Call, parsed, run, script
 from producers.contract import keys
 from producers.store.fleet import model_files
-from producers.store.fleet.scaling import parsed
 from producers.store.protocol import PACKAGE
 
 Card = dict[str, Any]

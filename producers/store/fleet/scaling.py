@@ -31,7 +31,7 @@ from typing import Any, Final
 
 from redis.asyncio import Redis
 
-from producers.connection.script import Call, script, text
+from producers.connection.script import Call, parsed, script, text
 from producers.contract import keys
 from producers.contract.profile import sane
 from producers.store.protocol import PACKAGE
@@ -88,20 +88,6 @@ async def retry(store: Redis, pool: str) -> None:
     """Ask for another try to start a pool's workers. Raises redis.RedisError or OSError."""
     seconds, micros = await store.time()
     await store.execute_command("HSET", keys.SCALE_RETRIES, pool, repr(seconds + micros / 1e6))
-
-
-def parsed_value(raw: str | bytes | None) -> Any:
-    """A value of JSON; None where it is none."""
-    try:
-        return json.loads(raw or "null")
-    except (ValueError, RecursionError):
-        return None
-
-
-def parsed(raw: str | bytes | None) -> dict[str, Any]:
-    """An object of JSON; empty where it is none."""
-    found = parsed_value(raw)
-    return found if isinstance(found, dict) else {}
 
 
 async def decisions(store: Redis, pool: str, count: int) -> list[dict[str, Any]]:

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from producers.client.aio import AsyncClient
-from producers.connection.script import Call, arun, script, text
+from producers.connection.script import Call, arun, parsed, script, text
 from producers.contract import keys
 from producers.contract.message import id_of, is_plain
 from producers.contract.queues import takers_of, version_queue_of
-from producers.store.fleet.scaling import is_fresh, parsed, states
+from producers.store.fleet.scaling import is_fresh, states
 from producers.store.protocol import PACKAGE
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from redis import Redis
 
 from producers import AsyncClient
 from producers.broker.redis import keys as broker_keys
+from producers.connection.script import parsed
 from producers.contract import keys
-from producers.store.fleet.scaling import parsed
 from tests.processes import fill
 from tests.producers.proxy import Proxy
 from workers.autoscaler.actuators.base import Actual, ActuatorError

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from prometheus_client.core import Metric
 
 from producers.admin.fleet import Fleet, Pool, Scaling
+from producers.connection.script import parsed
 from producers.gateway.metrics.scaling import described
-from producers.store.fleet.scaling import parsed
 from tests.workers.autoscaler.conftest import Recorder
 from workers.autoscaler.acting import Acting
 from workers.autoscaler.control import Control

@@ -69,7 +69,7 @@ class Courier(threading.Thread):
                 time.sleep(LONGEST_PAUSE_S)
 
     def _wait(self) -> list[Errand]:
-        """What is due next; nothing once the hold is closed and all is done."""
+        """Waits for the errands that are due next. Returns none once the hold is closed and all is done."""
         with self._changed:
             while not (ready := self._ready(time.monotonic())):
                 if self._hold.closed:

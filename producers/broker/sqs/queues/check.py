@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from typing import Final
@@ -14,7 +13,7 @@ from producers.broker.sqs.names import is_celery, lists
 from producers.broker.sqs.queues.lookup import Queues
 from producers.broker.sqs.queues.setup import make_missing
 from producers.connection.aws import AwsError, AwsMissing, client
-from producers.connection.script import text
+from producers.connection.script import parsed, text
 from producers.connection.trouble import Trouble
 from producers.contract import keys
 from producers.contract.queues import version_queue_of
@@ -63,7 +62,7 @@ def reach(queues: Queues) -> None:
 
 def announced(store: Redis) -> list[str]:
     """The queues of the model versions that are published or that workers have announced, and no sweeper forgot."""
-    cards = (json.loads(card) for card in store.hvals(keys.MODELS))
+    cards = (parsed(card) for card in store.hvals(keys.MODELS))
     found = {keys.version_queue(card["name"], card["version"]) for card in cards if "published" in card}
     return sorted(found | {version_queue_of(text(about)) for about in store.hvals(keys.POOLS)})
 

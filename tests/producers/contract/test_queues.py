@@ -1,0 +1,16 @@
+"""Queues of models and pools."""
+
+from __future__ import annotations
+
+import pytest
+
+from producers.contract.queues import takers_of
+
+
+@pytest.mark.parametrize("card", ["", "{", "[1]", "null", '{"v": 1}'])
+def test_what_is_no_card_stops_nobody_and_names_no_version(card: str) -> None:
+    assert takers_of({}, {"bad": card, "good": '{"version": "1"}'}) == {
+        "penstock:queue:bad": [],
+        "penstock:queue:good": [],
+        "penstock:queue:good@1": [],
+    }
