@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 #: Time (s) for which a model's card is cached.
 FRESH_S: Final = 2.0
+#: Time (s) after the card has changed for which tasks of its former version may still come.
+SETTLED_S: Final = FRESH_S + 3.0
 #: Longest patience: the last try of ADMIT must be within the submit window.
 MAX_PATIENCE_S: Final = protocol.SUBMIT_WINDOW_MS / 1000 - SILENT_S
 ADVICE: Final[dict[Trouble | None, str]] = {

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any, Final
 
 from producers.admin.fleet import Fleet
-from producers.client.submission import FRESH_S
+from producers.client.submission import SETTLED_S
 from producers.store.fleet.scaling import is_fresh
 from workers.autoscaler import watch
 from workers.autoscaler.acting import Acting
@@ -22,8 +22,6 @@ log = logging.getLogger(__name__)
 
 #: Time (s) for which a platform may have fewer workers than it was told.
 FEWER_S: Final = 30.0
-#: Time (s) after another version replaced this one for which tasks may still come: clients keep a card for FRESH_S.
-SETTLED_S: Final = FRESH_S + 3.0
 
 
 class Control:

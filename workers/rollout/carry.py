@@ -13,7 +13,7 @@ from redis import Redis
 from producers.admin.fleet import read_fleet
 from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES
-from producers.client.submission import FRESH_S
+from producers.client.submission import SETTLED_S
 from producers.connection.script import text
 from producers.connection.trouble import said
 from producers.contract import keys
@@ -25,8 +25,6 @@ from workers.rollout.seen import Seen
 
 #: Interval (s) of looks.
 LOOK_S: Final = 0.5
-#: Time (s) after the switch for which tasks may still come to the old version: clients keep a card for FRESH_S.
-SETTLED_S: Final = FRESH_S + 3.0
 #: Recorded tasks without a message that are looked at for the old version's.
 PAGE: Final = 1000
 
