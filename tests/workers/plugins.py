@@ -18,7 +18,7 @@ from celery.worker import state as celery_state
 from celery.worker.control import control_command, inspect_command
 from redis import Redis
 
-import workers.runtime.worker
+import workers.pool.boot
 from tests.stub_engine import StubEngine
 from workers.flow import claimer, intake
 from workers.flow.claimer import Claimer
@@ -34,7 +34,7 @@ from workers.transport.redis import QoS
 
 def ordinary_tasks() -> None:
     """Celery tasks that are not the engine's, as an application adds them."""
-    make_app = workers.runtime.worker.make_app
+    make_app = workers.pool.boot.make_app
 
     def with_tasks(*args: Any) -> Celery:
         app = make_app(*args)
@@ -95,7 +95,7 @@ def ordinary_tasks() -> None:
 
         return app
 
-    workers.runtime.worker.make_app = with_tasks
+    workers.pool.boot.make_app = with_tasks
 
 
 def dies_before_claim() -> None:

@@ -44,7 +44,7 @@ def test_no_password_of_a_cluster_is_shown() -> None:
 
 @pytest.mark.parametrize("url", ["rediss://h:1/2", "rediss://h:1/2?ssl_ca_certs=/ca.pem"])
 def test_tls_asks_for_a_certificate_on_both_sides_of_celery(url: str) -> None:
-    app = make_app(WorkerSettings(broker=url, store=url, model="m"), ["a", "b"])
+    app = make_app(WorkerSettings(broker=url, store=url, model="m"))
     assert app.backend.connparams["ssl_cert_reqs"] == ssl.CERT_REQUIRED
     connection = app.connection_for_write()
     assert connection.ssl["ssl_cert_reqs"] == ssl.CERT_REQUIRED

@@ -35,8 +35,8 @@ class App(Celery):
             raise
 
 
-def make_app(settings: WorkerSettings, queues: list[str]) -> Celery:
-    """Consumes the queues through `workers.transport`; `attach` gives it the runtime before it starts."""
+def make_app(settings: WorkerSettings) -> Celery:
+    """Consumes through `workers.transport`; `consume` names its queues and `attach` its runtime before it starts."""
     control = kombu_url(control_url(settings.broker, settings.store))
     app = App("penstock", set_as_current=False)
     app.loader.override_backends = {results.NAME: f"{results.__name__}:Backend"}
@@ -48,8 +48,6 @@ def make_app(settings: WorkerSettings, queues: list[str]) -> Celery:
         result_backend=f"{results.NAME}+{kombu_url(settings.store).removeprefix('redis+')}",
         **{results.STORE: settings.store},
         result_extended=True,
-        task_queues=[Queue(name, Exchange(name), routing_key=name) for name in queues],
-        task_default_queue=queues[-1],
         task_create_missing_queues=True,
         accept_content=["json"],
         task_acks_late=True,
@@ -61,9 +59,18 @@ def make_app(settings: WorkerSettings, queues: list[str]) -> Celery:
         # Deliveries belong to the worker's incarnation, not to a connection: losing the connection ends nothing.
         worker_cancel_long_running_tasks_on_connection_loss=False,
         worker_enable_prefetch_count_reduction=False,
+        worker_prefetch_multiplier=0,  # no limit of Celery's: the intake fetches what the engine has room for
     )
     register(app, settings.max_retries)
     return app
+
+
+def consume(app: Celery, queues: list[str]) -> None:
+    """Name the queues; the last one takes what tasks of the application's own send without a queue."""
+    app.conf.update(
+        task_queues=[Queue(name, Exchange(name), routing_key=name) for name in queues], task_default_queue=queues[-1]
+    )
+    app.amqp.queues = app.conf.task_queues
 
 
 def attach(app: Celery, runtime: Any) -> None:

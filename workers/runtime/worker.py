@@ -12,8 +12,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from celery.apps.worker import install_cry_handler
-from celery.exceptions import CPendingDeprecationWarning, SecurityWarning
+from celery.exceptions import SecurityWarning
 from celery.signals import worker_ready
 from celery.worker import state
 
@@ -22,7 +21,7 @@ from producers.connection.trouble import trouble
 from producers.store.fleet import cards
 from workers.connect import LOST, check_queues, check_servers, connect
 from workers.flow.probe import check_model
-from workers.pool.app import attach, make_app
+from workers.pool.boot import Boot
 from workers.runtime.assembly import Runtime
 from workers.runtime.cold_start import COLD_START
 from workers.runtime.health import Health
@@ -56,6 +55,7 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     stopping = Stopping()
     stopping.install()
     health = None if settings.health_port is None else Health(settings.health_host, settings.health_port)
+    boot = Boot(settings, loglevel)
     check_servers(settings.broker, settings.store, queues=())
     COLD_START.mark("connect")
     engine, files = _factory(settings.engine_factory)(settings.model, settings.engine)
@@ -66,9 +66,7 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     check_queues(settings.broker, settings.store, queues, must_answer=False, make=True, lease=settings.lease)
     served = _announced(settings, engine, files)
     card, pool = served.card, served.pool
-    app = make_app(settings, pool.queues)
-    runtime = Runtime(served, app, lambda store: announce(store, engine, files))
-    attach(app, runtime)
+    runtime = Runtime(served, boot.app(pool.queues), lambda store: announce(store, engine, files))
     threading.excepthook = partial(_thread_died, runtime)
     stopping.serve(runtime.stop, settings.drain)
     runtime.start()
@@ -77,17 +75,7 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     if settings.spot_notice is not None:
         SpotNotice(runtime.notice, settings.spot_endpoint).start()
     TaskProtection.follow(lambda: bool(runtime.deliveries.held))
-    worker = _quiet(app.Worker)(
-        hostname=f"penstock@{settings.name}",
-        loglevel=loglevel,
-        concurrency=engine.max_num_seqs,
-        without_mingle=True,
-        without_gossip=True,
-        quiet=True,
-    )
-    # Each time that the broker was away, Celery warns of tasks that cannot be acknowledged afterwards: these can. Only
-    # here, since its worker shows all such warnings from when it is made.
-    warnings.filterwarnings("ignore", category=CPendingDeprecationWarning, module="celery.worker.consumer")
+    worker = boot.worker(runtime)
     # What is there now stays, the little garbage among it too: a collection would take 200 ms to go through it.
     gc.freeze()
     gc.enable()
@@ -107,21 +95,6 @@ def _tell_ready(**_: Any) -> None:
     """Log how long the start took, once Celery's consumer takes tasks for the first time."""
     if COLD_START.ready():
         logger.info("Ready in %s", COLD_START)
-
-
-def _quiet(worker: Any) -> Any:
-    """Celery's worker, without its handlers of signals: those run on the main thread, which may wait for a broker.
-
-    It keeps the name that its command line gave it, too: operators look for `penstock worker`, not for `celeryd`.
-    """
-
-    def only_ours(self: Any, worker: Any) -> None:
-        install_cry_handler()  # SIGUSR1 shows where every thread is
-
-    def keep_title(self: Any, info: Any) -> None:
-        """Do nothing."""
-
-    return type("Worker", (worker,), {"install_platform_tweaks": only_ours, "set_process_status": keep_title})
 
 
 def _announced(settings: WorkerSettings, engine: Any, files: dict[str, bytes]) -> Served:
