@@ -22,7 +22,7 @@ AVX512 = ["-DLANES=16", *AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "vl",
 BUILDS = {
     "avx2": ["-DLANES=8", *AVX2],
     "avx512": AVX512,
-    "avx512bf16": [*AVX512, "-mavx512bf16"],
+    "avx512bf16": [*AVX512, "-mavx512bf16", "-mavx512vnni"],
 }
 
 

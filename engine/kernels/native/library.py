@@ -24,7 +24,9 @@ _FOLDER = Path(__file__).parent
 VERSION = 13
 #: Maps each instruction set to a check whether the CPU has it. The best one is first.
 _BUILDS: dict[str, Callable[[], bool]] = {
-    "avx512bf16": lambda: torch.cpu._is_avx512_supported() and torch.cpu._is_avx512_bf16_supported(),
+    "avx512bf16": lambda: (
+        torch.cpu._is_avx512_supported() and torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported()
+    ),
     "avx512": torch.cpu._is_avx512_supported,
     "avx2": torch.cpu._is_avx2_supported,
 }

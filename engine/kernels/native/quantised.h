@@ -29,18 +29,20 @@ typedef int8_t Bytes __attribute__((vector_size(2 * LANES)));
 
 constexpr int kMostBlock = 128;
 
-// The sums of the products of neighbouring pairs.
-INLINE I<LANES> pair_sums(Words a, Words b) {
-#if LANES == 16 && defined(__AVX512BW__)
-    return (I<LANES>)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+// Adds to `sums` the products of both numbers of each pair.
+INLINE I<LANES> add_pairs(I<LANES> sums, Words a, Words b) {
+#if LANES == 16 && defined(__AVX512VNNI__)
+    return (I<LANES>)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)a, (__m512i)b);
+#elif LANES == 16 && defined(__AVX512BW__)
+    return sums + (I<LANES>)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #else
     __m256i left[LANES / 8], right[LANES / 8];
     memcpy(left, &a, sizeof a);
     memcpy(right, &b, sizeof b);
     for (int i = 0; i < LANES / 8; i++) left[i] = _mm256_madd_epi16(left[i], right[i]);
-    I<LANES> out;
-    memcpy(&out, left, sizeof out);
-    return out;
+    I<LANES> products;
+    memcpy(&products, left, sizeof products);
+    return sums + products;
 #endif
 }
 INLINE Words pair(const int16_t* from) {
@@ -161,7 +163,7 @@ static __attribute__((noinline)) void quantised_tile(const Quantised& q, const R
             for (int i = 0; i < M; i++) {
                 Words value = pair(values + i * depth + k);
 #pragma GCC unroll 4
-                for (int j = 0; j < kVectors; j++) sums[i][j] += pair_sums(value, numbers[j]);
+                for (int j = 0; j < kVectors; j++) sums[i][j] = add_pairs(sums[i][j], value, numbers[j]);
             }
         });
         int64_t at = (panel * groups + b / q.group) * kColumns;
