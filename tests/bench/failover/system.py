@@ -1,0 +1,119 @@
+"""Valkey, workers with the bundled model, and gateways, as processes of one's own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from redis import Redis
+
+from producers.broker.redis import keys as broker_keys
+from tests.processes import ROOT, free_port, guarded, valkey
+from workers.processes import PENSTOCK
+
+#: Longest (s) that a process may take to come up or to stop.
+PATIENCE_S = 120.0
+
+
+class Process:
+    """A `penstock` process. Its output goes to a file; it dies with this one."""
+
+    def __init__(self, folder: Path, name: str, url: str, *argv: str) -> None:
+        self.name = name
+        self.log = folder / f"{name}.log"
+        with self.log.open("w") as log:
+            self.popen = subprocess.Popen(
+                guarded(*PENSTOCK, *argv),
+                cwd=ROOT,
+                env={**os.environ, "BROKER_URL": url, "STORE_URL": url},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def signal(self, sig: signal.Signals) -> None:
+        self.popen.send_signal(sig)
+
+    def until(self, ready: Callable[[], Any]) -> None:
+        """Wait for it while the process lives. Raises RuntimeError with its output otherwise."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not ready():
+            if self.popen.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{self.name} is not ready:\n{self.log.read_text()[-3000:]}")
+            time.sleep(0.02)
+
+
+class System:
+    """`options`: further arguments of each worker."""
+
+    def __init__(self, folder: Path, url: str, redis: Redis, options: list[str]) -> None:
+        self.folder, self.url, self.redis = folder, url, redis
+        self._options = options
+        self._count = 0
+        self.workers: list[Process] = []
+        self.gateways: dict[int, Process] = {}
+
+    def start_worker(self) -> Process:
+        """Start a worker and return at once."""
+        self._count += 1
+        name = f"w{self._count}"
+        argv = ["worker", "--model", "tiny", "--name", name, "--threads", "1", *self._options]
+        return Process(self.folder, name, self.url, *argv)
+
+    def add_worker(self) -> Process:
+        """Start a worker; return once it takes tasks."""
+        worker = self.start_worker()
+        worker.until(lambda: "Ready in" in worker.log.read_text() and self.incarnation(worker))
+        self.workers.append(worker)
+        return worker
+
+    def add_gateway(self, port: int | None = None) -> int:
+        """Start a gateway, also again on a port that it had; return its port once it is ready."""
+        port = port or free_port()
+        gateway = Process(self.folder, f"gateway-{port}", self.url, "gateway", "--port", str(port))
+        gateway.until(lambda: _answers(port))
+        self.gateways[port] = gateway
+        return port
+
+    def incarnation(self, worker: Process) -> str:
+        """The worker's name in the broker's books now; empty if it has none."""
+        return next((one for one in self.incarnations() if one.startswith(f"{worker.name}.")), "")
+
+    def incarnations(self) -> list[str]:
+        found: list[str] = self.redis.hkeys(broker_keys.INCARNATIONS)  # type: ignore[assignment]
+        return found
+
+    def stop(self) -> None:
+        for process in (*self.workers, *self.gateways.values()):
+            process.signal(signal.SIGKILL)
+            process.popen.wait(PATIENCE_S)
+
+
+@contextmanager
+def running(workers: int, gateways: int, *options: str) -> Iterator[System]:
+    """A system that is ready."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-failover-")))
+        url, redis = stack.enter_context(valkey())
+        system = System(folder, url, redis, list(options))
+        stack.callback(system.stop)
+        for _ in range(workers):
+            system.add_worker()
+        for _ in range(gateways):
+            system.add_gateway()
+        yield system
+
+
+def _answers(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=1):
+            return True
+    except OSError:
+        return False
