@@ -14,10 +14,12 @@ from fastapi.responses import JSONResponse
 
 from producers.connection.addresses import networks
 from producers.gateway import batches, docs, files, front, health, metrics, models, openai, webhooks
+from producers.gateway.admission.callers import Callers
 from producers.gateway.admission.destinations import Destinations
 from producers.gateway.admission.limits import Admission
 from producers.gateway.context import Gateway
 from producers.gateway.http import errors
+from producers.gateway.http.caller import ADMINISTERS
 from producers.gateway.http.edge import Edge
 from producers.gateway.http.openapi import Documented
 from producers.gateway.http.sse import Streams
@@ -67,6 +69,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             prompts, templates = Prompts(client.store), Templates(client.store)
             blobs = open_blobs(settings.files_dir)
             readers = ReaderLeases(client, settings.reader_lease, settings.patience)
+            callers = Callers(client.store) if settings.auth == "keys" else None
             admission = Admission(client, settings.max_queued, settings.max_queued_per_tenant)
             places = Destinations(allowed)
             large = asyncio.Semaphore(LARGE_RESULTS)
@@ -79,6 +82,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
                 blobs,
                 Reach(blobs),
                 readers,
+                callers,
                 admission,
                 places,
                 figures,
@@ -124,9 +128,10 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         )
     errors.install(app)
     for router in (
-        *(part.router for part in (front, docs, tasks, events, files, batches, webhooks, models, health, metrics)),
+        *(part.router for part in (front, docs, tasks, events, files, batches, webhooks, models, health)),
         *openai.ROUTERS,
     ):
         app.include_router(router)
+    app.include_router(metrics.router, dependencies=ADMINISTERS)
     app.mount(docs.ASSETS, docs.assets())
     return app

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from fastapi import Request
+from starlette.requests import HTTPConnection
 
 from producers.client.aio import AsyncClient
+from producers.gateway.admission.callers import Callers
 from producers.gateway.admission.destinations import Destinations
 from producers.gateway.admission.limits import Admission
 from producers.gateway.http.sse import Streams
@@ -32,6 +33,8 @@ class Gateway:
     reach: Reach
     """Whether `blobs` can be used."""
     readers: ReaderLeases
+    callers: Callers | None
+    """Finds who asks; None where no keys are asked for."""
     admission: Admission
     destinations: Destinations
     metrics: Metrics
@@ -42,6 +45,6 @@ class Gateway:
     """Models that must be served before the gateway is ready, and that no worker has served yet."""
 
 
-def gateway_of(request: Request) -> Gateway:
+def gateway_of(request: HTTPConnection) -> Gateway:
     gateway: Gateway = request.app.state.gateway
     return gateway

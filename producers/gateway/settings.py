@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from producers.connection.local import FILES_DIR
 from producers.sweeper.reader_leases import LEASE_S
@@ -16,6 +17,8 @@ class GatewaySettings:
     store: str
     host: str = "127.0.0.1"
     port: int = 8000
+    auth: Literal["keys", "none"] = "none"
+    """Whether requests need a key (`producers.store.api_keys`), or callers name their tenant themselves."""
     max_body: int = 4 << 20
     """Largest request body; a larger one is refused with 413."""
     max_file: int = 2 << 30

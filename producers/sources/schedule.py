@@ -19,14 +19,14 @@ from pydantic import Field, model_validator
 
 from producers.client.once import stored, submit_as
 from producers.client.steps import Read, Steps, persistently
-from producers.connection.script import Call, script
+from producers.connection.script import Call
 from producers.contract import keys
 from producers.contract.task import Task
 from producers.errors import InvalidTask, PenstockError, SubmitFailed
 from producers.sources.cron import Cron, stamp
 from producers.sources.source import Context, Source, SourceSettings
 from producers.store import idempotency
-from producers.store.protocol import PACKAGE
+from producers.store.protocol import swap
 from producers.sweeper.leader import Leadership
 
 log = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ class Schedule(Source):
     def _note(self, time: int, noted: int | None) -> Steps[None]:
         """A time was dealt with, unless another process has gone on meanwhile."""
         before = "" if noted is None else str(noted)
-        call = Call(script(PACKAGE, "swap"), (keys.SCHEDULES,), (self.name, before, str(time), 0))
+        call = swap(keys.SCHEDULES, self.name, before, str(time))
         yield from persistently(call, self._client.patience)
 
 

@@ -22,13 +22,13 @@ from typing import Any, Final, Self
 from redis.asyncio import Redis
 
 from producers.connection.log_throttle import warn_throttled
-from producers.connection.script import Call, arun, script, text
+from producers.connection.script import arun, text
 from producers.contract import keys
 from producers.contract.ids import timed_id
 from producers.contract.webhook import new_secret
 from producers.store import outbox
 from producers.store.outbox import Row
-from producers.store.protocol import PACKAGE
+from producers.store.protocol import swap
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def new_id() -> str:
 async def create(store: Redis, endpoint: Endpoint) -> Endpoint:
     """Make an endpoint. Returns it, or the one that has this id already. Raises TooManyEndpoints."""
     while True:
-        done = await arun(store, _swap(keys.WEBHOOK_ENDPOINTS, endpoint.id, "", endpoint.to_json(), MAX_ENDPOINTS))
+        done = await arun(store, swap(keys.WEBHOOK_ENDPOINTS, endpoint.id, "", endpoint.to_json(), most=MAX_ENDPOINTS))
         if done < 0:
             raise TooManyEndpoints
         made = endpoint if done else await get(store, endpoint.id)
@@ -152,7 +152,7 @@ async def change(store: Redis, endpoint_id: str, how: Callable[[Endpoint], Endpo
         if (old := Endpoint.parse(raw)) is None:
             return None
         new = how(old)
-        if new == old or await arun(store, _swap(keys.WEBHOOK_ENDPOINTS, endpoint_id, text(raw), new.to_json())):
+        if new == old or await arun(store, swap(keys.WEBHOOK_ENDPOINTS, endpoint_id, text(raw), new.to_json())):
             return new
     return None
 
@@ -181,7 +181,7 @@ async def _own(store: Redis, tenant: str | None, how: Callable[[Secrets], Secret
         if new == old:
             return new
         said = "" if raw is None else text(raw)
-        if await arun(store, _swap(keys.WEBHOOK_SECRETS, tenant or "", said, json.dumps(asdict(new)))):
+        if await arun(store, swap(keys.WEBHOOK_SECRETS, tenant or "", said, json.dumps(asdict(new)))):
             return new
 
 
@@ -212,8 +212,3 @@ async def tested(store: Redis, endpoint: Endpoint, event_type: str, patience_s: 
         await asyncio.sleep(pause)
         pause = min(0.25, 1.5 * pause)
     return None
-
-
-def _swap(name: str, field: str, old: str, new: str, most: int = 0) -> Call:
-    """SWAP: answers 1, 0 if the field has another value than `old`, or -1 if there are `most` fields."""
-    return Call(script(PACKAGE, "swap"), (name,), (field, old, new, most))

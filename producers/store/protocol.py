@@ -12,6 +12,7 @@ from typing import Any, Final
 from producers.connection.script import Call, script, text
 from producers.contract import keys
 from producers.contract.record import Record
+from producers.store.audit import KEPT, Change
 from producers.store.references import Reference
 
 PACKAGE: Final = "producers.store"
@@ -233,3 +234,12 @@ def lease(incarnation: str, pool: str, about: str, ttl_ms: int, *, take: bool, s
     `serves`: it does not drain. Answers 1, or 0 if gone."""
     names = (keys.lease(incarnation), keys.workers(pool))
     return Call(script(PACKAGE, "lease"), names, (incarnation, about, ttl_ms, int(take), int(serves)))
+
+
+def swap(name: str, field: str, old: str, new: str, *, most: int = 0, audit: Change | None = None) -> Call:
+    """SWAP: change a hash's field from `old` to `new` (empty: no field), and append the change to the audit log.
+
+    Answers 1; 0 if the field has another value than `old`; -1 if the field is new and there are `most` already.
+    """
+    said = "" if audit is None else audit.to_json()
+    return Call(script(PACKAGE, "swap"), (name,), (field, old, new, most, said, KEPT))

@@ -25,6 +25,7 @@ from typing import Final
 from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES
 from producers.connection.connect import SILENT_S
+from producers.contract.principal import Principal
 from producers.contract.task import Task
 from producers.errors import shown
 from producers.gateway.http.errors import Problem
@@ -74,11 +75,13 @@ class Admission:
         self._away = False
         self._taken, self._took_s = USUAL_RATE * USUAL_S, USUAL_S
 
-    async def enter(self, tasks: Sequence[Task]) -> None:
+    async def enter(self, principal: Principal, tasks: Sequence[Task]) -> None:
         """Admit a request's tasks and count them.
 
-        Raises Problem: 429 if they are too many now, 400 if they always will be. Raises what `AsyncClient.known` does.
+        Raises Problem: 403 for a model or tier that the key may not use, 429 if they are too many now, 400 if they
+        always will be. Raises what `AsyncClient.known` does.
         """
+        _check(principal, tasks[0])
         if self._most is None and self._most_of_one is None:
             return
         known = await self._client.known(tasks[0].model)
@@ -192,3 +195,18 @@ class Admission:
         except FAILURES:
             self._away = True
             return 0
+
+
+def _check(principal: Principal, task: Task) -> None:
+    """Raise Problem where a request's tasks, all of one model and tier, are not the caller's to submit."""
+    if not principal.may_use(task.model):
+        raise Problem(
+            403, f"This key may not use the model {shown(task.model)}.", code="model_not_allowed", param="model"
+        )
+    if not principal.may_use(task.model, [task.tier]):
+        raise Problem(
+            403,
+            f"This key may not use the tier {task.tier}; it may use {', '.join(principal.tiers)}.",
+            code="tier_not_allowed",
+            param="tier",
+        )

@@ -14,8 +14,9 @@ from producers.gateway.batches.request import SCHEMA, read
 from producers.gateway.batches.views import BatchList, BatchView
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.files.routes import file_of
-from producers.gateway.http import idempotency, query, tenant, trace
+from producers.gateway.http import idempotency, query, trace
 from producers.gateway.http.body import read_object
+from producers.gateway.http.caller import CANCELS, PARAMETER, READS, SUBMITS, marks, principal_of, tenant_of
 from producers.gateway.http.errors import Problem
 from producers.gateway.tasks.views import errors
 from producers.store import batches
@@ -33,19 +34,20 @@ ID: Final = re.compile(f"{batches.PREFIX}[0-9a-f]{{32}}")
 
 @router.post(
     "",
+    dependencies=SUBMITS,
     response_model=BatchView,
     responses=errors(404, 413, 415, 422),
     openapi_extra={
-        "parameters": [idempotency.PARAMETER, tenant.PARAMETER],
+        "parameters": [idempotency.PARAMETER, PARAMETER],
         "requestBody": {"required": True, "content": {"application/json": {"schema": SCHEMA}}},
     },
 )
 async def create(request: Request, response: Response) -> BatchView:
     """Make a batch of a file. Its lines run once all of them have been checked."""
     gateway = gateway_of(request)
-    owner = tenant.tenant_of(request.headers)
+    owner = tenant_of(request)
     window_s, fields = read(await read_object(request, gateway.settings.max_body))
-    file = await file_of(gateway, str(fields["input_file"]), "input_file_id")
+    file = await file_of(request, str(fields["input_file"]), "input_file_id")
     if file.purpose != BATCH:
         raise Problem(
             400,
@@ -63,8 +65,8 @@ async def create(request: Request, response: Response) -> BatchView:
         fields["idempotency"] = entry.name
     if owner is not None:
         fields["tenant"] = owner
-    await arun(gateway.client.store, batches.create(new_id, window_s, {**fields, **trace.fields()}))
-    return BatchView.of(await _batch(gateway, new_id))
+    await arun(gateway.client.store, batches.create(new_id, window_s, {**fields, **marks(request), **trace.fields()}))
+    return BatchView.of(await _batch(request, new_id))
 
 
 async def _original(gateway: Gateway, entry: Entry) -> Batch:
@@ -81,6 +83,7 @@ async def _original(gateway: Gateway, entry: Entry) -> Batch:
 
 @router.get(
     "",
+    dependencies=READS,
     response_model=BatchList,
     openapi_extra={
         "parameters": [
@@ -88,7 +91,7 @@ async def _original(gateway: Gateway, entry: Entry) -> Batch:
                 "limit", "most batches in the page", type="integer", minimum=1, maximum=MAX_PAGE, default=PAGE
             ),
             query.parameter("after", "the id of the batch before the page", type="string", pattern=f"^{ID.pattern}$"),
-            tenant.PARAMETER,
+            PARAMETER,
         ]
     },
 )
@@ -96,24 +99,24 @@ async def listed(request: Request) -> BatchList:
     """List the tenant's batches, the newest first, a page at a time."""
     limit = query.integer(request, "limit", 1, MAX_PAGE, PAGE)
     after = query.matching(request, "after", ID, "the id of a batch, such as the last one of the page before")
-    owner = tenant.tenant_of(request.headers) or ""
+    owner = tenant_of(request) or ""
     found = await batches.page(gateway_of(request).client.store, limit + 1, after=after, tenant=owner)
     page = [BatchView.of(batch) for batch in found[:limit]]
     first, last = (page[0].id, page[-1].id) if page else (None, None)
     return BatchList(data=page, first_id=first, last_id=last, has_more=len(found) > limit)
 
 
-@router.get("/{batch_id}", response_model=BatchView, responses=errors(404))
+@router.get("/{batch_id}", dependencies=READS, response_model=BatchView, responses=errors(404))
 async def look(request: Request, batch_id: str) -> BatchView:
     """Get a batch, and how many of its lines have ended."""
-    return BatchView.of(await _batch(gateway_of(request), batch_id))
+    return BatchView.of(await _batch(request, batch_id))
 
 
-@router.post("/{batch_id}/cancel", response_model=BatchView, responses=errors(404, 409))
+@router.post("/{batch_id}/cancel", dependencies=CANCELS, response_model=BatchView, responses=errors(404, 409))
 async def cancel(request: Request, batch_id: str) -> BatchView:
     """Cancel a batch. Lines that have ended are written to its files, then it is `cancelled`."""
     gateway = gateway_of(request)
-    batch = await _batch(gateway, batch_id)
+    batch = await _batch(request, batch_id)
     accepted, status = await arun(gateway.client.store, batches.cancel(batch.id))
     if not accepted and text(status) != "cancelled":
         raise Problem(
@@ -122,12 +125,12 @@ async def cancel(request: Request, batch_id: str) -> BatchView:
             code="batch_ended",
             headers={"x-should-retry": "false"},
         )
-    return BatchView.of(await _batch(gateway, batch_id))
+    return BatchView.of(await _batch(request, batch_id))
 
 
-async def _batch(gateway: Gateway, batch_id: str) -> Batch:
-    batch = await batches.read(gateway.client.store, batch_id) if ID.fullmatch(batch_id) else None
-    if batch is None:
+async def _batch(request: Request, batch_id: str) -> Batch:
+    batch = await batches.read(gateway_of(request).client.store, batch_id) if ID.fullmatch(batch_id) else None
+    if batch is None or not principal_of(request).sees(batch.tenant):
         raise Problem(
             404, f"There is no batch {shown(batch_id)}; an ended one is kept for 30 days.", code="batch_not_found"
         )

@@ -16,7 +16,8 @@ from producers.gateway.files import expiry, faults
 from producers.gateway.files.content import FileContent, content_of, redirect_of
 from producers.gateway.files.upload import Asked, Upload
 from producers.gateway.files.views import FileDeleted, FileList, FileView
-from producers.gateway.http import idempotency, query, tenant
+from producers.gateway.http import idempotency, query
+from producers.gateway.http.caller import CANCELS, PARAMETER, READS, SUBMITS, principal_of, tenant_of
 from producers.gateway.http.edge import HEAD
 from producers.gateway.http.errors import RETRY_AFTER, Problem
 from producers.gateway.tasks.views import errors
@@ -43,10 +44,11 @@ _FORM: Final[dict[str, Any]] = {
 
 @router.post(
     "",
+    dependencies=SUBMITS,
     response_model=FileView,
     responses=errors(413, 415, 422),
     openapi_extra={
-        "parameters": [idempotency.PARAMETER, tenant.PARAMETER],
+        "parameters": [idempotency.PARAMETER, PARAMETER],
         "requestBody": {
             "required": True,
             "content": {
@@ -61,7 +63,7 @@ _FORM: Final[dict[str, Any]] = {
 async def create(request: Request, response: Response) -> FileView:
     """Upload a file. It is whole and durable once this answers."""
     gateway = gateway_of(request)
-    owner = tenant.tenant_of(request.headers)
+    owner = tenant_of(request)
     new_id = files.new_id(int(time.time() * 1000))
     with faults.telling():
         async with Upload(request, gateway.blobs, gateway.settings.max_file, new_id) as upload:
@@ -107,6 +109,7 @@ async def _original(gateway: Gateway, entry: Entry) -> FileView:
 
 @router.get(
     "",
+    dependencies=READS,
     response_model=FileList,
     openapi_extra={
         "parameters": [
@@ -114,7 +117,7 @@ async def _original(gateway: Gateway, entry: Entry) -> FileView:
             query.parameter("limit", "most files in the page", type="integer", minimum=1, maximum=MAX_PAGE),
             query.parameter("after", "the id of the file before the page", type="string", pattern=f"^{ID.pattern}$"),
             query.parameter("order", "by the time at which they were made", enum=["desc", "asc"]),
-            tenant.PARAMETER,
+            PARAMETER,
         ]
     },
 )
@@ -125,7 +128,7 @@ async def listed(request: Request) -> FileList:
     order = query.choice(request, "order", ("desc", "asc"), "desc")
     found = await files.listed(
         gateway_of(request).client.store,
-        tenant=tenant.tenant_of(request.headers) or "",
+        tenant=tenant_of(request) or "",
         purpose=purpose or None,
         after=query.matching(request, "after", ID, "the id of a file, such as the last one of the page before"),
         limit=limit + 1,
@@ -136,14 +139,15 @@ async def listed(request: Request) -> FileList:
     return FileList(data=page, first_id=first, last_id=last, has_more=len(found) > limit)
 
 
-@router.get("/{file_id}", response_model=FileView, responses=errors(404))
+@router.get("/{file_id}", dependencies=READS, response_model=FileView, responses=errors(404))
 async def look(request: Request, file_id: str) -> FileView:
     """Get what is known of a file."""
-    return FileView.of(await file_of(gateway_of(request), file_id))
+    return FileView.of(await file_of(request, file_id))
 
 
 @router.get(
     "/{file_id}/content",
+    dependencies=READS,
     response_class=Response,
     responses={
         200: {"content": {FileContent.media_type: {"schema": {"type": "string", "format": "binary"}}}},
@@ -165,28 +169,28 @@ async def look(request: Request, file_id: str) -> FileView:
 async def content(request: Request, file_id: str) -> Response:
     """Get a file's bytes."""
     gateway = gateway_of(request)
-    file = await file_of(gateway, file_id)
+    file = await file_of(request, file_id)
     with faults.telling():
         if gateway.settings.files_redirect and not request.scope.get(HEAD):
             return await redirect_of(gateway.blobs, file)
         return await content_of(request, gateway.blobs, file, gateway.settings.stall)
 
 
-@router.delete("/{file_id}", response_model=FileDeleted, responses=errors(404))
+@router.delete("/{file_id}", dependencies=CANCELS, response_model=FileDeleted, responses=errors(404))
 async def delete(request: Request, file_id: str) -> FileDeleted:
     """Delete a file. A batch that still needs it fails."""
     gateway = gateway_of(request)
-    await file_of(gateway, file_id)
+    await file_of(request, file_id)
     with faults.telling():
         if not await files.remove(gateway.client.store, gateway.blobs, file_id):
             raise _none(file_id)
     return FileDeleted(id=file_id, deleted=True)
 
 
-async def file_of(gateway: Gateway, file_id: str, param: str | None = None) -> File:
-    """The file. Raises Problem; `param`: the parameter that names it."""
-    file = await files.get(gateway.client.store, file_id) if ID.fullmatch(file_id) else None
-    if file is None:
+async def file_of(request: Request, file_id: str, param: str | None = None) -> File:
+    """A file of the caller. Raises Problem; `param`: the parameter that names it."""
+    file = await files.get(gateway_of(request).client.store, file_id) if ID.fullmatch(file_id) else None
+    if file is None or not principal_of(request).sees(file.tenant):
         raise _none(file_id, param)
     return file
 

@@ -18,6 +18,7 @@ from producers.contract.task import Task
 from producers.errors import InvalidTask, shown
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http.body import read_object
+from producers.gateway.http.caller import SUBMITS, tenant_of
 from producers.gateway.http.errors import Problem
 from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, head, made, respond
 from producers.gateway.openai.arrays import joined
@@ -64,6 +65,7 @@ class _Chat:
 
 @router.post(
     "/completions",
+    dependencies=SUBMITS,
     response_class=JSONResponse,
     response_model=None,
     responses=RESPONSES,
@@ -72,7 +74,7 @@ class _Chat:
 async def create(request: Request) -> Response:
     """OpenAI's chat completions; docs/http.md says which parameters are taken."""
     gateway = gateway_of(request)
-    chat = read_chat(await read_object(request, gateway.settings.max_body), request.headers)
+    chat = read_chat(await read_object(request, gateway.settings.max_body), tenant_of(request))
     asked, task = chat.asked, chat.asked.task([0], logprobs=chat.logprobs)
     request.state.tier = task.tier
     known = await gateway.client.known(task.model)
@@ -94,9 +96,9 @@ async def create(request: Request) -> Response:
     return await respond(asked, foreground, answer)
 
 
-def read_chat(body: Mapping[str, Any], headers: Mapping[str, str]) -> _Chat:
+def read_chat(body: Mapping[str, Any], tenant: str | None) -> _Chat:
     """The chat request in a body. Raises Problem and InvalidTask."""
-    asked = read(body, headers, own=OWN, renamed=RENAMED, required="messages")
+    asked = read(body, tenant, own=OWN, renamed=RENAMED, required="messages")
     own = asked.own
     wanted, top = flag(own, "logprobs"), count(own, "top_logprobs", 0, MAX_TOP_LOGPROBS)
     if top and not wanted:

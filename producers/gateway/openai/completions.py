@@ -16,6 +16,7 @@ from producers.contract.events import End
 from producers.contract.task import Task
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http.body import read_object
+from producers.gateway.http.caller import SUBMITS, tenant_of
 from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, head, made, respond
 from producers.gateway.openai.arrays import joined
 from producers.gateway.openai.echo import Echo, echoed
@@ -31,6 +32,7 @@ router = APIRouter(prefix="/v1", tags=["openai"])
 
 @router.post(
     "/completions",
+    dependencies=SUBMITS,
     response_class=JSONResponse,
     response_model=None,
     responses=RESPONSES,
@@ -39,7 +41,7 @@ router = APIRouter(prefix="/v1", tags=["openai"])
 async def create(request: Request) -> Response:
     """OpenAI's completions; docs/http.md says which parameters are taken."""
     gateway = gateway_of(request)
-    wanted = read_completion(await read_object(request, gateway.settings.max_body), request.headers)
+    wanted = read_completion(await read_object(request, gateway.settings.max_body), tenant_of(request))
     asked, tasks = wanted.asked, wanted.tasks()
     request.state.tier = tasks[0].tier
     known = await gateway.client.known(asked.model)

@@ -99,12 +99,12 @@ def _head(kind: str, prefix: str, record: Record) -> dict[str, Any]:
 
 
 def _chat(body: Mapping[str, Any], fields: Mapping[str, Any]) -> _Read:
-    read = read_chat(body, {})
+    read = read_chat(body, None)
     return read.asked, read.asked.task(None, messages=read.messages, logprobs=read.logprobs, **fields), None
 
 
 def _completion(body: Mapping[str, Any], fields: Mapping[str, Any]) -> _Read:
-    read = read_completion(body, {})
+    read = read_completion(body, None)
     if len(read.prompts) > 1 or read.prompts[0] == "":
         raise Problem(
             400,
@@ -117,7 +117,7 @@ def _completion(body: Mapping[str, Any], fields: Mapping[str, Any]) -> _Read:
 
 
 def _response(body: Mapping[str, Any], fields: Mapping[str, Any]) -> _Read:
-    read = read_response(body, {})
+    read = read_response(body, None)
     return read.asked, read.task(messages=read.messages(read.items), **fields), read
 
 

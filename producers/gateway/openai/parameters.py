@@ -15,8 +15,8 @@ from typing import Any, Final
 from producers.contract.task import MAX_SEED, Task, likely
 from producers.errors import InvalidTask, UnknownModel, shown
 from producers.gateway.http import idempotency
+from producers.gateway.http.caller import PARAMETER
 from producers.gateway.http.errors import Problem
-from producers.gateway.http.tenant import TENANT, tenant_of
 from producers.gateway.tasks.views import errors
 
 #: Time (s) for which a foreground request's task is kept, for inspection.
@@ -164,9 +164,8 @@ def request_body(
     }
     if alike := [names for field in set(renamed.values()) if len(names := _called(renamed, field)) > 1]:
         schema["not"] = {"anyOf": [{"required": names} for names in alike]}
-    tenant = {"name": TENANT, "in": "header", "description": "the tenant whose turn it is", "schema": task["tenant"]}
     return {
-        "parameters": [tenant, idempotency.PARAMETER],
+        "parameters": [PARAMETER, idempotency.PARAMETER],
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
     }
 
@@ -177,7 +176,7 @@ def _called(renamed: Mapping[str, str], field: str) -> list[str]:
 
 def read(
     body: Mapping[str, Any],
-    headers: Mapping[str, str],
+    tenant: str | None,
     *,
     own: Collection[str],
     renamed: dict[str, str],
@@ -188,9 +187,9 @@ def read(
 ) -> Asked:
     """The request in a body. Raises Problem.
 
-    `own`: the endpoint's own parameters. `renamed`: the endpoint's parameter -> a task's field. `required`: the
-    parameter that must be given. `same`, `not_offered`, `stream_options`: its tables, where it has others. A null
-    parameter counts as missing.
+    `tenant`: the caller's. `own`: the endpoint's own parameters. `renamed`: the endpoint's parameter -> a task's field.
+    `required`: the parameter that must be given. `same`, `not_offered`, `stream_options`: its tables, where it has
+    others. A null parameter counts as missing.
     """
     given = {name: value for name, value in body.items() if value is not None}
     renamed = OTHER_NAMES | renamed
@@ -220,7 +219,8 @@ def read(
             raise Problem(400, f"{other} and {name} mean the same; give one of them", code="invalid_value", param=name)
     fields = {name: given[name] for name in same if name in given}
     fields |= {renamed[name]: given[name] for name in renamed if name in given}
-    fields |= _seed(given) | _top_k(given) | _tenant(headers)
+    fields |= _seed(given) | _top_k(given)
+    fields |= {} if tenant is None else {"tenant": tenant}
     options = _stream_options(given, stream, stream_options)
     include_usage = options.get("include_usage", False)
     return Asked(
@@ -259,11 +259,6 @@ def count(given: Mapping[str, Any], name: str, least: int, most: int) -> int | N
 
 def refusal(name: str, value: Any, wanted: str, code: str = "invalid_value") -> Problem:
     return Problem(400, f"{name} is {shown(value)}; {name} must be {wanted}", code=code, param=name)
-
-
-def _tenant(headers: Mapping[str, str]) -> dict[str, str]:
-    name = tenant_of(headers)
-    return {} if name is None else {"tenant": name}
 
 
 def _seed(given: Mapping[str, Any]) -> dict[str, int]:

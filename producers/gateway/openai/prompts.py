@@ -145,9 +145,9 @@ class Completion:
         return replace(self.asked, names=names)
 
 
-def read_completion(body: Mapping[str, Any], headers: Mapping[str, str]) -> Completion:
+def read_completion(body: Mapping[str, Any], tenant: str | None) -> Completion:
     """The completions request in a body. Raises Problem."""
-    asked = read(body, headers, own=OWN, renamed=RENAMED, required="prompt")
+    asked = read(body, tenant, own=OWN, renamed=RENAMED, required="prompt")
     n, best_of = asked.fields.get("n", 1), asked.fields.get("best_of")
     if asked.stream and best_of is not None and best_of != n:
         raise Problem(

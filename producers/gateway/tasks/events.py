@@ -23,9 +23,11 @@ from producers.client.steps import FAILURES
 from producers.contract.events import Event
 from producers.errors import PenstockError, shown
 from producers.gateway.context import Gateway, gateway_of
+from producers.gateway.http.caller import READS, Needs
 from producers.gateway.http.connection import cut
 from producers.gateway.http.errors import Problem, body_of, problem_of, response_of
 from producers.gateway.http.sse import EVENT, EventStream, named
+from producers.gateway.tasks.own import task_of
 from producers.gateway.tasks.views import errors
 
 router = APIRouter(prefix="/v1/tasks", tags=["tasks"])
@@ -40,6 +42,7 @@ BROKEN: Final = (1011, "see the error event")
 
 @router.get(
     "/{task_id}/events",
+    dependencies=READS,
     status_code=200,
     response_class=Response,
     responses={
@@ -72,7 +75,7 @@ async def follow(request: Request, task_id: str) -> Response:
     """Stream a task's events from any position on, until it ends. The same URL takes WebSockets."""
     gateway = gateway_of(request)
     start = _start(request)
-    handle = gateway.client.get(task_id)
+    handle = await task_of(request, task_id)
     record = await handle.status()
     batches = handle.batches(start)
     first: list[Event] = []
@@ -91,8 +94,9 @@ async def follow_on_socket(websocket: WebSocket, task_id: str) -> None:
     gateway: Gateway = websocket.app.state.gateway
     try:
         _check_origin(websocket, gateway)
+        await Needs("read")(websocket)
         start = _start(websocket)
-        handle = gateway.client.get(task_id)
+        handle = await task_of(websocket, task_id)
         await handle.status()
     except (Problem, PenstockError, *FAILURES) as error:
         await response_of(problem_of(error))(websocket.scope, websocket.receive, websocket.send)

@@ -18,10 +18,12 @@ from starlette.requests import Request
 from producers.client.steps import FAILURES
 from producers.connection.trouble import said
 from producers.contract.events import End, Event
+from producers.contract.principal import Principal
 from producers.contract.task import Task
 from producers.errors import PenstockError, TaskExists, TaskNotFound
 from producers.gateway.context import Gateway
 from producers.gateway.http import idempotency
+from producers.gateway.http.caller import marks, principal_of
 from producers.gateway.http.errors import RETRY_AFTER, Problem
 from producers.gateway.http.sse import watch
 from producers.store.idempotency import KEPT_S, Entry
@@ -43,19 +45,21 @@ ONCE: Final = {"x-should-retry": "false"}
 class Foreground:
     """The tasks of one request. Always call `close`.
 
-    `more`: fields of their records beside the tasks' own. `ids`: the tasks' ids, if they were chosen before. `entry`:
-    what the request's Idempotency-Key stands for, see `keyed`.
+    `principal`: who asks. `more`: fields of their records beside the tasks' own. `ids`: the tasks' ids, if they were
+    chosen before. `entry`: what the request's Idempotency-Key stands for, see `keyed`.
     """
 
     def __init__(
         self,
         gateway: Gateway,
+        principal: Principal,
         tasks: Sequence[Task],
         more: Mapping[str, str | int] | None = None,
         ids: Sequence[str] | None = None,
         entry: Entry | None = None,
     ) -> None:
         self._gateway = gateway
+        self._principal = principal
         self._tasks = tasks
         self._more = more or {}
         self.ids: Final = ids or [str(uuid.uuid4()) for _ in tasks]
@@ -74,7 +78,7 @@ class Foreground:
         """Submit all tasks. Raises Problem if too many wait, and as `AsyncClient.submit`; none stays queued then."""
         client, metrics = self._gateway.client, self._gateway.metrics
         if self._entry is None or self._entry.state != "made":
-            await self._gateway.admission.enter(self._tasks)
+            await self._gateway.admission.enter(self._principal, self._tasks)
         await self._gateway.readers.enter(self.ids)
         self._held = list(self.ids)
         submits = [client.admit(task, name, self._more) for task, name in zip(self._tasks, self.ids, strict=True)]
@@ -158,11 +162,12 @@ async def keyed(request: Request, gateway: Gateway, tasks: Sequence[Task]) -> Fo
             task.check(await gateway.client.card(task.model))
     entry = await idempotency.first(request, gateway.client, str(uuid.uuid4()), tenant=tasks[0].tenant)
     if entry is None:
-        return Foreground(gateway, tasks)
+        return Foreground(gateway, principal_of(request), tasks, marks(request))
     first = uuid.UUID(entry.id)
     ids = [entry.id, *(str(uuid.uuid5(first, str(number))) for number in range(1, len(tasks)))]
     kept = [task.model_copy(update={"ttl": KEPT_S}) for task in tasks]
-    return Foreground(gateway, kept, {"idempotency": entry.name}, ids, entry)
+    more = {"idempotency": entry.name, **marks(request)}
+    return Foreground(gateway, principal_of(request), kept, more, ids, entry)
 
 
 async def answered(request: Request, gateway: Gateway, waiting: Callable[[], Awaitable[T]]) -> T:

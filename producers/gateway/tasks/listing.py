@@ -12,9 +12,11 @@ from fastapi import Request
 from producers.client.listing import LOOKED, MOST, UNREADABLE, USUAL, Listed, Order, Query, Status
 from producers.connection.log_throttle import warn_throttled
 from producers.contract import keys
+from producers.contract.principal import Principal
 from producers.contract.record import Record
 from producers.contract.task import MAX_TENANT
 from producers.errors import shown
+from producers.gateway.http.caller import same
 from producers.gateway.http.errors import Problem
 from producers.gateway.tasks.views import TaskList, TaskView
 
@@ -61,8 +63,11 @@ PARAMETERS: Final[list[dict[str, Any]]] = [
 ]
 
 
-def read_query(request: Request) -> Query:
-    """Raises Problem or InvalidQuery, also for a parameter that does not exist or is given twice."""
+def read_query(request: Request, principal: Principal) -> Query:
+    """What the caller asks for, of what it may see.
+
+    Raises Problem or InvalidQuery, also for a parameter that does not exist or is given twice.
+    """
     given: dict[str, Any] = {}
     metadata: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
@@ -81,6 +86,9 @@ def read_query(request: Request) -> Query:
     for name in ("created_after", "created_before", "limit"):
         if name in given:
             given[name] = _number(name, given[name])
+    if not principal.sees_all:
+        same(principal, given.get("tenant"), "tenant")
+        given["tenant"] = principal.tenant
     return Query(**given, metadata=metadata)
 
 

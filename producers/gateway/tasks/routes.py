@@ -18,9 +18,11 @@ from producers.errors import PenstockError
 from producers.gateway.context import gateway_of
 from producers.gateway.http import idempotency
 from producers.gateway.http.body import read_task
+from producers.gateway.http.caller import CANCELS, READS, SUBMITS, principal_of
 from producers.gateway.http.errors import Problem
 from producers.gateway.tasks import listing, outcome, wait
 from producers.gateway.tasks.cancelling import cancelled
+from producers.gateway.tasks.own import owned, task_of
 from producers.gateway.tasks.submit import encoded, made, submitted
 from producers.gateway.tasks.views import Cancelled, TaskList, TaskView, errors
 
@@ -32,6 +34,7 @@ ENDED: Final[dict[str, Any]] = {"model": TaskView, "description": "The task ende
 
 @router.post(
     "",
+    dependencies=SUBMITS,
     status_code=202,
     response_model=TaskView,
     responses={200: ENDED, **errors(404, 413, 415, 422, 429)},
@@ -43,21 +46,30 @@ ENDED: Final[dict[str, Any]] = {"model": TaskView, "description": "The task ende
 async def submit(request: Request) -> Response:
     """Submit a task. It is durable once this answers."""
     gateway = gateway_of(request)
-    task = await read_task(request, gateway.settings.max_body)
+    task = owned(request, await read_task(request, gateway.settings.max_body))
     request.state.tier = task.tier
     return await _accepted(request, await encoded(gateway, task), TASK)
 
 
-@router.get("", response_model=TaskList, responses=errors(404), openapi_extra={"parameters": listing.PARAMETERS})
+@router.get(
+    "",
+    dependencies=READS,
+    response_model=TaskList,
+    responses=errors(404),
+    openapi_extra={"parameters": listing.PARAMETERS},
+)
 async def list_all(request: Request) -> Response:
     """List tasks that were submitted here or by the Python client, without their outputs; the latest first."""
     gateway = gateway_of(request)
-    found = await gateway.client.run(list_tasks(listing.read_query(request), gateway.settings.patience))
+    found = await gateway.client.run(
+        list_tasks(listing.read_query(request, principal_of(request)), gateway.settings.patience)
+    )
     return _json(listing.view(found))
 
 
 @router.get(
     "/{task_id}",
+    dependencies=READS,
     response_model=TaskView,
     responses=errors(404),
     openapi_extra={"parameters": [wait.PARAMETER]},
@@ -65,7 +77,7 @@ async def list_all(request: Request) -> Response:
 async def look(request: Request, task_id: str) -> Response:
     """Get a task's state, and its outputs once it is final."""
     gateway = gateway_of(request)
-    handle = gateway.client.get(task_id)
+    handle = await task_of(request, task_id)
     record = await handle.status()
     seconds = wait.wished(request.headers)
     if seconds is not None and not record.final:
@@ -78,6 +90,7 @@ async def look(request: Request, task_id: str) -> Response:
 
 @router.post(
     "/{task_id}/retry",
+    dependencies=SUBMITS,
     status_code=202,
     response_model=TaskView,
     responses={200: ENDED, **errors(404, 409, 422, 429)},
@@ -85,21 +98,20 @@ async def look(request: Request, task_id: str) -> Response:
 )
 async def retry(request: Request, task_id: str) -> Response:
     """Submit a task that has ended once more, as a new task with the same fields, seed and webhook."""
-    gateway = gateway_of(request)
-    task, more = repeated(await gateway.client.get(task_id).status())
+    task, more = repeated(await (await task_of(request, task_id)).status())
     request.state.tier = task.tier
     idempotency.note_body(request, b"")
     return await _accepted(request, task, more)
 
 
-@router.post("/{task_id}/cancel", response_model=Cancelled, responses=errors(404))
+@router.post("/{task_id}/cancel", dependencies=CANCELS, response_model=Cancelled, responses=errors(404))
 async def cancel(request: Request, task_id: str) -> Response:
     """Cancel a task, and answer with the task.
 
     An accepted task ends `cancelled`: at once if no worker runs it, else within a step. Repeating it changes nothing.
     """
     gateway = gateway_of(request)
-    handle = gateway.client.get(task_id)
+    handle = await task_of(request, task_id)
     accepted, record = await cancelled(handle)
     if record.final:
         return await outcome.answer(gateway, handle, record, accepted=accepted)

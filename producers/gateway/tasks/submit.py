@@ -18,6 +18,7 @@ from producers.contract.task import Task
 from producers.errors import TaskExists, TaskNotFound
 from producers.gateway.context import Gateway
 from producers.gateway.http import idempotency
+from producers.gateway.http.caller import marks, principal_of
 from producers.gateway.http.errors import Problem
 from producers.gateway.tasks.views import TaskView, WebhookView
 
@@ -54,7 +55,8 @@ async def submitted(
     entry = await idempotency.first(request, gateway.client, str(uuid.uuid4()), tenant=task.tenant)
     if entry is not None and entry.state == "made":
         return entry.id, await original(gateway, entry.id)
-    await gateway.admission.enter([task])
+    await gateway.admission.enter(principal_of(request), [task])
+    more = {**more, **marks(request)}
     if entry is None:
         task_id = (await gateway.client.admit(task, more=more)).id
     else:

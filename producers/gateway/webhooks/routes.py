@@ -13,6 +13,7 @@ from producers.contract.webhook import EVENT_TYPES
 from producers.errors import shown
 from producers.gateway.context import gateway_of
 from producers.gateway.http import idempotency
+from producers.gateway.http.caller import CANCELS, READS, SUBMITS, principal_of, same
 from producers.gateway.http.errors import Problem
 from producers.gateway.tasks.views import errors
 from producers.gateway.webhooks.body import fields_of, host_of
@@ -43,7 +44,7 @@ def _body(schema: Mapping[str, Any], *, required: bool = True) -> dict[str, Any]
     return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}
 
 
-@router.get("/webhook_event_types", response_model=EventTypes)
+@router.get("/webhook_event_types", dependencies=READS, response_model=EventTypes)
 async def event_types() -> EventTypes:
     """List the types of events that an endpoint may hear of."""
     return EventTypes(data=list(EVENT_TYPES))
@@ -51,6 +52,7 @@ async def event_types() -> EventTypes:
 
 @router.post(
     "/webhook_endpoints",
+    dependencies=SUBMITS,
     response_model=EndpointWithSecret,
     responses=errors(404, 413, 415, 422),
     openapi_extra=_body(CREATE) | {"parameters": [idempotency.PARAMETER]},
@@ -59,6 +61,10 @@ async def create(request: Request, response: Response) -> EndpointWithSecret:
     """Make an endpoint. The answer alone shows its secret, with which it verifies what it receives."""
     gateway, now = gateway_of(request), int(time.time())
     fields = await fields_of(request, CREATE)
+    principal = principal_of(request)
+    if not principal.sees_all:
+        same(principal, fields.get("tenant"), "tenant")
+        fields["tenant"] = principal.tenant
     await gateway.destinations.check(fields["url"], "url")
     endpoint_id, name = endpoints.new_id(), fields.pop("name", None) or host_of(fields["url"])
     entry = await idempotency.first(request, gateway.client, endpoint_id, tenant=fields.get("tenant"))
@@ -82,6 +88,7 @@ async def create(request: Request, response: Response) -> EndpointWithSecret:
 
 @router.get(
     "/webhook_endpoints",
+    dependencies=READS,
     response_model=EndpointList,
     openapi_extra={
         "parameters": [
@@ -104,20 +111,21 @@ async def listed(request: Request) -> EndpointList:
     """List the endpoints, the newest first."""
     limit, after = _limit(request), request.query_params.get("after")
     found = await endpoints.every(gateway_of(request).client.store)
-    found = [one for one in found if not after or one.id < after]
+    found = [one for one in found if principal_of(request).sees(one.tenant) and (not after or one.id < after)]
     page = [EndpointView.of(one) for one in found[:limit]]
     first, last = (page[0].id, page[-1].id) if page else (None, None)
     return EndpointList(data=page, first_id=first, last_id=last, has_more=len(found) > limit)
 
 
-@router.get("/webhook_endpoints/{endpoint_id}", response_model=EndpointView, responses=errors(404))
+@router.get("/webhook_endpoints/{endpoint_id}", dependencies=READS, response_model=EndpointView, responses=errors(404))
 async def look(request: Request, endpoint_id: str) -> EndpointView:
     """Get an endpoint, without its secret."""
-    return EndpointView.of(_found(await endpoints.get(gateway_of(request).client.store, endpoint_id), endpoint_id))
+    return EndpointView.of(await _own(request, endpoint_id))
 
 
 @router.post(
     "/webhook_endpoints/{endpoint_id}",
+    dependencies=SUBMITS,
     response_model=EndpointView,
     responses=errors(404, 413, 415),
     openapi_extra=_body(UPDATE),
@@ -125,6 +133,7 @@ async def look(request: Request, endpoint_id: str) -> EndpointView:
 async def update(request: Request, endpoint_id: str) -> EndpointView:
     """Change an endpoint's fields that are given. Another URL, or `enabled`, enables one that was disabled."""
     gateway = gateway_of(request)
+    await _own(request, endpoint_id)
     fields = await fields_of(request, UPDATE)
     if "url" in fields:
         await gateway.destinations.check(fields["url"], "url")
@@ -139,9 +148,12 @@ async def update(request: Request, endpoint_id: str) -> EndpointView:
     return EndpointView.of(_found(await endpoints.change(gateway.client.store, endpoint_id, changed), endpoint_id))
 
 
-@router.delete("/webhook_endpoints/{endpoint_id}", response_model=EndpointDeleted, responses=errors(404))
+@router.delete(
+    "/webhook_endpoints/{endpoint_id}", dependencies=CANCELS, response_model=EndpointDeleted, responses=errors(404)
+)
 async def delete(request: Request, endpoint_id: str) -> EndpointDeleted:
     """Delete an endpoint. Its deliveries that wait are given up."""
+    await _own(request, endpoint_id)
     if not await endpoints.remove(gateway_of(request).client.store, endpoint_id):
         raise _missing(endpoint_id)
     return EndpointDeleted(id=endpoint_id)
@@ -149,12 +161,14 @@ async def delete(request: Request, endpoint_id: str) -> EndpointDeleted:
 
 @router.post(
     "/webhook_endpoints/{endpoint_id}/rotate_secret",
+    dependencies=SUBMITS,
     response_model=EndpointWithSecret,
     responses=errors(404, 413, 415),
     openapi_extra=_body(ROTATE, required=False),
 )
 async def rotate_secret(request: Request, endpoint_id: str) -> EndpointWithSecret:
     """Give an endpoint a new secret, shown this once. The old one goes on for 24 hours, unless told not to."""
+    await _own(request, endpoint_id)
     fields = await fields_of(request, ROTATE, optional=True)
     keep = fields.get("keep_old_secret_active_for_24_hours") is not False
     now = int(time.time())
@@ -168,6 +182,7 @@ async def rotate_secret(request: Request, endpoint_id: str) -> EndpointWithSecre
 
 @router.post(
     "/webhook_endpoints/{endpoint_id}/test",
+    dependencies=SUBMITS,
     response_model=EndpointTested,
     responses=errors(404, 413, 415, 424),
     openapi_extra=_body(TEST),
@@ -176,7 +191,7 @@ async def test(request: Request, endpoint_id: str) -> EndpointTested:
     """Deliver a made-up event to an endpoint, as any other event is delivered but once, and wait for the answer."""
     gateway = gateway_of(request)
     event_type = (await fields_of(request, TEST))["event_type"]
-    one = _found(await endpoints.get(gateway.client.store, endpoint_id), endpoint_id)
+    one = await _own(request, endpoint_id)
     row = await endpoints.tested(gateway.client.store, one, event_type, TEST_S)
     if row is None:
         raise Problem(
@@ -189,6 +204,12 @@ async def test(request: Request, endpoint_id: str) -> EndpointTested:
     if tried.status is None:
         raise Problem(424, f"There was no answer from {one.url}: {tried.error}", code="webhook_failed", param="url")
     return EndpointTested(webhook_endpoint_id=endpoint_id, event_type=event_type, status_code=tried.status)
+
+
+async def _own(request: Request, endpoint_id: str) -> Endpoint:
+    """An endpoint of the caller's tenant. Raises Problem."""
+    one = await endpoints.get(gateway_of(request).client.store, endpoint_id)
+    return _found(one if one is not None and principal_of(request).sees(one.tenant) else None, endpoint_id)
 
 
 def _found(one: Endpoint | None, endpoint_id: str) -> Endpoint:

@@ -31,10 +31,10 @@ from typing import Any
 
 from redis import Redis
 
-from producers.connection.script import Call, parsed, run, script
+from producers.connection.script import parsed, run
 from producers.contract import keys
 from producers.store.fleet import model_files
-from producers.store.protocol import PACKAGE
+from producers.store.protocol import swap
 
 Card = dict[str, Any]
 #: A card's keys that workers tell of.
@@ -172,8 +172,7 @@ def _write(store: Redis, name: str, change: Callable[[Card | None], Card | None]
             return before
         if before is not None and before["version"] != after["version"]:
             _keep_known(store, name, before["version"])
-        swap = Call(script(PACKAGE, "swap"), (keys.MODELS,), (name, raw or "", json.dumps(after), 0))
-        if run(store, swap):
+        if run(store, swap(keys.MODELS, name, raw or "", json.dumps(after))):
             return after
 
 

@@ -41,9 +41,9 @@ from typing import Any, Final, Self
 
 from redis import Redis
 
-from producers.connection.script import Call, run, script, text
+from producers.connection.script import run, text
 from producers.contract import keys
-from producers.store.protocol import PACKAGE
+from producers.store.protocol import swap
 
 UNDER_WAY: Final = ("starting", "draining")
 
@@ -116,4 +116,4 @@ def change(store: Redis, old: Rollout, new: Rollout) -> bool:
 
 
 def _swap(store: Redis, model: str, old: str, new: str) -> bool:
-    return bool(run(store, Call(script(PACKAGE, "swap"), (keys.ROLLOUTS,), (model, old, new, 0))))
+    return bool(run(store, swap(keys.ROLLOUTS, model, old, new)))

@@ -11,6 +11,7 @@ import pytest
 
 from producers import AsyncClient, Task
 from producers.client import submission
+from producers.contract.principal import LOCAL
 from producers.gateway import metrics
 from producers.gateway.admission import limits
 from producers.gateway.admission.limits import Admission
@@ -61,7 +62,10 @@ async def test_who_asks_for_room_waits_once_however_many_they_are(
             patched.setattr(asyncio, "timeout", lambda s: Counting(asyncio.get_running_loop().time() + s))
             await asyncio.wait_for(
                 asyncio.gather(
-                    *(bounds.enter([Task(model=model, prompt=[1], tier="priority", tenant=f"t{i}")]) for i in range(5))
+                    *(
+                        bounds.enter(LOCAL, [Task(model=model, prompt=[1], tier="priority", tenant=f"t{i}")])
+                        for i in range(5)
+                    )
                 ),
                 LONG,
             )

@@ -12,6 +12,7 @@ from producers.contract.record import Record
 from producers.contract.task import Task
 from producers.gateway.context import Gateway
 from producers.gateway.http import idempotency
+from producers.gateway.http.caller import marks, principal_of
 from producers.gateway.openai.answer import respond
 from producers.gateway.openai.logprobs import ChatLogprobs
 from producers.gateway.openai.responses import conversation
@@ -39,7 +40,7 @@ async def make(request: Request, gateway: Gateway, wanted: Wanted) -> Response:
     task, items = await conversation.fitted(gateway, known.card, wanted, task, items)
     with wanted.asked.in_its_words():
         task = bounded(task, known.card).resolved(known.card)
-    more = wanted.more(task, items, known.now_ms())
+    more = wanted.more(task, items, known.now_ms()) | marks(request)
     scorer = None if task.logprobs is None else ChatLogprobs(await gateway.prompts.tokenizer(known.card))
     kind = _background if wanted.background else _foreground
     return await kind(request, gateway, wanted, task, more, Output(scorer))
@@ -68,7 +69,7 @@ async def _foreground(
         more["idempotency"] = entry.name
         if entry.state == "made":
             await original(gateway, entry.id)  # one that was deleted is not made again
-    foreground = Foreground(gateway, [task], more, None if entry is None else [entry.id], entry)
+    foreground = Foreground(gateway, principal_of(request), [task], more, None if entry is None else [entry.id], entry)
 
     async def answer() -> Response:
         name = foreground.ids[0]

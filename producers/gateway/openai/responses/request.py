@@ -112,11 +112,11 @@ class Wanted:
         return {"response": response, **origin}
 
 
-def read_response(body: Mapping[str, Any], headers: Mapping[str, str]) -> Wanted:
+def read_response(body: Mapping[str, Any], tenant: str | None) -> Wanted:
     """The request in a body. Raises Problem and InvalidTask."""
     asked = read(
         body,
-        headers,
+        tenant,
         own=OWN,
         renamed=RENAMED,
         required="input",

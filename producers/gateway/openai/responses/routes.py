@@ -14,8 +14,8 @@ from producers.contract.record import Record
 from producers.errors import shown
 from producers.gateway.context import gateway_of
 from producers.gateway.http.body import read_object
+from producers.gateway.http.caller import CANCELS, READS, SUBMITS, tenant_of
 from producers.gateway.http.errors import Problem
-from producers.gateway.http.tenant import tenant_of
 from producers.gateway.openai.parameters import request_body
 from producers.gateway.openai.responses import conversation, query
 from producers.gateway.openai.responses.answer import answer, scorer_of
@@ -55,6 +55,7 @@ _ONE: Final = {200: {"content": _JSON}, **errors(404)}
 
 @router.post(
     "",
+    dependencies=SUBMITS,
     response_class=JSONResponse,
     response_model=None,
     responses={**_BOTH, **errors(404, 409, 413, 415, 422, 429, 504)},
@@ -65,12 +66,13 @@ _ONE: Final = {200: {"content": _JSON}, **errors(404)}
 async def create(request: Request) -> Response:
     """OpenAI's Responses; docs/responses.md says which parameters are taken."""
     gateway = gateway_of(request)
-    wanted = read_response(await read_object(request, gateway.settings.max_body), request.headers)
+    wanted = read_response(await read_object(request, gateway.settings.max_body), tenant_of(request))
     return await make(request, gateway, wanted)
 
 
 @router.get(
     "/{response_id}",
+    dependencies=READS,
     response_class=JSONResponse,
     response_model=None,
     responses={**_BOTH, **errors(404)},
@@ -87,7 +89,9 @@ async def retrieve(request: Request, response_id: str) -> Response:
     return ResponseStream(Story(about, Output(scorer), after), handle, gateway)
 
 
-@router.post("/{response_id}/cancel", response_class=JSONResponse, response_model=None, responses=_ONE)
+@router.post(
+    "/{response_id}/cancel", dependencies=CANCELS, response_class=JSONResponse, response_model=None, responses=_ONE
+)
 async def cancel(request: Request, response_id: str) -> Response:
     """Cancel a response, and answer with it. One that has ended stays as it is."""
     gateway = gateway_of(request)
@@ -96,7 +100,13 @@ async def cancel(request: Request, response_id: str) -> Response:
     return await answer(gateway, handle, record, about)
 
 
-@router.delete("/{response_id}", response_class=JSONResponse, response_model=None, responses={**_ONE, 200: {}})
+@router.delete(
+    "/{response_id}",
+    dependencies=CANCELS,
+    response_class=JSONResponse,
+    response_model=None,
+    responses={**_ONE, 200: {}},
+)
 async def delete(request: Request, response_id: str) -> Response:
     """Delete a response; one that has not ended is cancelled."""
     gateway = gateway_of(request)
@@ -107,6 +117,7 @@ async def delete(request: Request, response_id: str) -> Response:
 
 @router.get(
     "/{response_id}/input_items",
+    dependencies=READS,
     response_class=JSONResponse,
     response_model=None,
     responses={200: {"content": {"application/json": {"schema": {"type": "object"}}}}, **errors(404)},
@@ -120,7 +131,7 @@ async def input_items(request: Request, response_id: str) -> Response:
 
 async def _found(request: Request, response_id: str) -> tuple[AsyncHandle, Record, About]:
     """A stored response of the caller. Raises Problem, redis.exceptions.RedisError or OSError."""
-    found = await conversation.find(gateway_of(request), response_id, tenant_of(request.headers))
+    found = await conversation.find(gateway_of(request), response_id, tenant_of(request))
     if found is None:
         raise Problem(
             404,

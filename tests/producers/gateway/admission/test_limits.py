@@ -14,6 +14,7 @@ from producers.broker.redis import keys as broker_keys
 from producers.client.aio import AsyncClient
 from producers.contract import keys
 from producers.contract.message import Message
+from producers.contract.principal import LOCAL
 from producers.contract.task import Task
 from producers.gateway.admission import limits
 from producers.gateway.admission.limits import Admission
@@ -147,7 +148,7 @@ async def test_the_rate_is_that_of_time_in_which_tasks_waited(
             if waiting:
                 valkey.lpush(LIST, *["{}"] * waiting)
             try:
-                await bounds.enter(task)
+                await bounds.enter(LOCAL, task)
             except Problem as refused:
                 return int(refused.headers["retry-after-ms"]) / 1000
             return None

@@ -1,0 +1,51 @@
+"""Who asks: a key's holder, or anybody where a gateway takes requests without keys.
+
+key ─▶ Principal: tenant, scopes, models, tiers ─▶ each endpoint asks it what the caller may do and see
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+#: Scope -> what it lets a key do.
+SCOPES: Final[dict[str, str]] = {
+    "submit": "submit tasks, responses, batches; upload files",
+    "read": "see, list and stream what its tenant has made",
+    "cancel": "cancel, retry and delete what its tenant has made",
+    "admin": "see and do everything, for all tenants: keys, webhook endpoints, figures",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """Who asks. `key`: the key's id; None where no keys are asked for: then the caller names its tenant itself."""
+
+    key: str | None
+    tenant: str | None
+    scopes: frozenset[str]
+    models: tuple[str, ...] = ()
+    """The models that it may use; empty: all."""
+    tiers: tuple[str, ...] = ()
+    """The tiers that it may use; empty: all."""
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether it may see what other tenants have made."""
+        return "admin" in self.scopes
+
+    def may(self, scope: str) -> bool:
+        return self.sees_all or scope in self.scopes
+
+    def sees(self, tenant: str | None) -> bool:
+        """Whether it may see what this tenant (None: without one) has made."""
+        return self.sees_all or tenant == self.tenant
+
+    def may_use(self, model: str, tiers: Sequence[str] = ()) -> bool:
+        """Whether it may use this model, and each of these tiers."""
+        return (not self.models or model in self.models) and (not self.tiers or {*tiers} <= {*self.tiers})
+
+
+#: Everybody, where no keys are asked for.
+LOCAL: Final = Principal(None, None, frozenset(SCOPES))

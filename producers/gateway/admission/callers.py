@@ -1,0 +1,117 @@
+"""Who asks: finds the Principal of a request's key, within a second of what the store says of it.
+
+    token ─▶ id, secret ─▶ the key as the store had it at most FRESH_S ago ─▶ its digest compared ─▶ Principal
+
+A key that is revoked at one gateway ends at all of them within FRESH_S. While the store is away, keys that opened
+within the last REMEMBERED_S go on; others are answered 503, never let in. Wrong keys are answered alike whatever is
+wrong with them, and ever more slowly to one address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from redis.asyncio import Redis
+
+from producers.client.steps import FAILURES
+from producers.connection.connect import SILENT_S
+from producers.contract.principal import Principal
+from producers.gateway.http.errors import Problem
+from producers.store import api_keys
+from producers.store.api_keys import Key
+
+T = TypeVar("T")
+
+#: Time (s) for which a key counts as the store last had it.
+FRESH_S: Final = 0.5
+#: Time (s) for which a key that has opened goes on while the store is away.
+REMEMBERED_S: Final = 60.0
+#: Keys, and addresses that sent wrong ones, that are remembered.
+KEPT: Final = 10_000
+#: The header of an answer to a caller without a good key (RFC 6750).
+CHALLENGE: Final = {"www-authenticate": 'Bearer realm="penstock"'}
+#: Wrong keys of one address in FORGIVEN_S that are answered at once; each further one waits longer, up to SLOWEST_S.
+FREE: Final = 10
+FORGIVEN_S: Final = 60.0
+SLOWEST_S: Final = 2.0
+
+
+@dataclass(slots=True)
+class _Known:
+    """A key as the store had it at `at`; when it last let somebody in."""
+
+    key: Key
+    at: float
+    opened: float = float("-inf")
+
+
+class Callers:
+    """The callers of one gateway, by their keys."""
+
+    def __init__(self, store: Redis) -> None:
+        self._store = store
+        self._known: dict[str, _Known] = {}
+        self._wrong: dict[str, tuple[int, float]] = {}
+
+    async def principal(self, token: str | None, address: str) -> Principal:
+        """The holder of a key. Raises Problem (401) for a wrong or missing key, and redis.exceptions.RedisError or
+        OSError where that cannot be told now."""
+        read = api_keys.read_token(token or "")
+        known = None if read is None else await self._opened(*read)
+        if known is None:
+            raise await self._refusal(address, missing=not token)
+        known.opened = time.monotonic()
+        return known.key.principal()
+
+    async def _opened(self, key_id: str, secret: str) -> _Known | None:
+        """The key, if this secret opens it. A secret that does not is looked up anew each time: so every refusal takes
+        the same time, and a secret that was made just now works at once."""
+        known = self._known.get(key_id)
+        if known is not None and time.monotonic() - known.at < FRESH_S and known.key.opens(secret, time.time()):
+            return known
+        known = await self._look(key_id, known)
+        return known if known is not None and known.key.opens(secret, time.time()) else None
+
+    async def _look(self, key_id: str, known: _Known | None) -> _Known | None:
+        now = time.monotonic()
+        opened = float("-inf") if known is None else known.opened
+        try:
+            async with asyncio.timeout(SILENT_S):
+                key = await api_keys.get(self._store, key_id)
+        except FAILURES:
+            if now - opened > REMEMBERED_S:
+                raise
+            return known
+        if key is None:
+            self._known.pop(key_id, None)
+            return None
+        fresh = _Known(key, now, opened)
+        _put(self._known, key_id, fresh)
+        return fresh
+
+    async def _refusal(self, address: str, *, missing: bool = False) -> Problem:
+        """What a caller without a good key is told, and how soon."""
+        if not missing:
+            await asyncio.sleep(self._pause(address))
+            return Problem(401, "This key does not work.", code="invalid_api_key", headers=CHALLENGE)
+        said = "A key is missing: send it in the header `Authorization: Bearer psk_...`."
+        return Problem(401, said, code="missing_api_key", headers=CHALLENGE)
+
+    def _pause(self, address: str) -> float:
+        """Seconds that the next wrong key of this address waits."""
+        now = time.monotonic()
+        count, since = self._wrong.get(address, (0, now))
+        count, since = (1, now) if now - since > FORGIVEN_S else (count + 1, since)
+        _put(self._wrong, address, (count, since))
+        return 0.0 if count <= FREE else min(SLOWEST_S, 0.1 * 2.0 ** min(count - FREE, 10))
+
+
+def _put(kept: dict[str, T], name: str, value: T) -> None:
+    """Keep a value as the latest one; the one that was put longest ago makes room."""
+    kept.pop(name, None)
+    kept[name] = value
+    if len(kept) > KEPT:
+        del kept[next(iter(kept))]

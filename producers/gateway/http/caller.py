@@ -1,0 +1,103 @@
+"""Who makes a request, and whether it may: every endpoint names the scope that it needs.
+
+    @router.get("", dependencies=READS)      or needs("submit") ...      then principal_of(request), tenant_of(request)
+
+Endpoints without a scope are open to all; a test knows them by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from fastapi import Depends
+from starlette.requests import HTTPConnection
+
+from producers.contract.principal import LOCAL, Principal
+from producers.contract.task import MAX_TENANT
+from producers.errors import shown
+from producers.gateway.http.errors import Problem
+
+TENANT: Final = "Penstock-Tenant"
+#: The header for OpenAPI (`parameters` of an operation).
+PARAMETER: Final[dict[str, Any]] = {
+    "name": TENANT,
+    "in": "header",
+    "description": "the tenant that asks; with a key, nothing but the key's own",
+    "schema": {"type": "string", "minLength": 1, "maxLength": MAX_TENANT},
+}
+
+
+class Needs:
+    """A dependency: the caller has a key of this scope, where the gateway asks for keys. Raises Problem."""
+
+    def __init__(self, scope: str) -> None:
+        self.scope = scope
+
+    async def __call__(self, connection: HTTPConnection) -> None:
+        callers = connection.app.state.gateway.callers
+        if callers is None:
+            connection.state.principal = LOCAL
+            return
+        address = connection.client.host if connection.client else "nobody"
+        principal = await callers.principal(_token(connection.headers), address)
+        if not principal.may(self.scope):
+            raise Problem(403, f"This key lacks the scope {self.scope}.", code="missing_scope")
+        connection.state.principal = principal
+
+
+SUBMITS, READS, CANCELS, ADMINISTERS = ([Depends(Needs(scope))] for scope in ("submit", "read", "cancel", "admin"))
+
+
+def principal_of(connection: HTTPConnection) -> Principal:
+    """Who asks, at an endpoint that needs a scope."""
+    principal: Principal = connection.state.principal
+    return principal
+
+
+def tenant_of(connection: HTTPConnection) -> str | None:
+    """The caller's tenant: the key's; without keys the one that it names, in UTF-8, if any. Raises Problem."""
+    principal, named = principal_of(connection), _named(connection.headers)
+    if principal.key is None:
+        return named
+    same(principal, named, TENANT)
+    return principal.tenant
+
+
+def marks(connection: HTTPConnection) -> dict[str, str]:
+    """The fields of a record that say whose key made it."""
+    principal = principal_of(connection)
+    return {} if principal.key is None else {"key": principal.key}
+
+
+def same(principal: Principal, named: str | None, param: str) -> None:
+    """Raise Problem where a key's holder names another tenant than its own."""
+    if principal.key is not None and named is not None and named != principal.tenant:
+        raise Problem(
+            403, f"{param} is {shown(named)}, and this key another tenant's.", code="wrong_tenant", param=param
+        )
+
+
+def _named(headers: Mapping[str, str]) -> str | None:
+    value = headers.get(TENANT)
+    if value is None:
+        return None
+    try:
+        name = value.encode("latin-1").decode()
+    except UnicodeDecodeError:
+        raise _refusal(value, "valid UTF-8") from None
+    if not 1 <= len(name) <= MAX_TENANT:
+        raise _refusal(name, f"a name of 1 to {MAX_TENANT} characters")
+    return name
+
+
+def _refusal(value: str, wanted: str) -> Problem:
+    return Problem(400, f"{TENANT} is {shown(value)}; {TENANT} must be {wanted}", code="invalid_value", param=TENANT)
+
+
+def _token(headers: Mapping[str, str]) -> str | None:
+    """The key in a request's headers: OpenAI's, or `x-api-key`."""
+    kind, _, token = headers.get("authorization", "").partition(" ")
+    if kind.lower() == "bearer":
+        return token.strip()
+    return headers.get("x-api-key")

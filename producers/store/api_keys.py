@@ -1,0 +1,160 @@
+"""API keys: made, shown once, rotated, disabled, revoked; kept hashed.
+
+    psk_<id>_<secret>     `id` names the key everywhere; of `secret` the store keeps only the SHA-256
+
+A key is a field of the hash `penstock:keys`, by its id: a JSON object with the fields of `Key`. SWAP changes it only
+from what was read, and appends the change to the audit log (`producers.store.audit`) in the same script. A secret has
+256 random bits, so a plain hash of it cannot be guessed, and a slow one would only cost each request time.
+
+| dies after | what stands | who repairs it |
+| --- | --- | --- |
+| its creator: SWAP, before the key was shown | a key that nobody has | revoke it, make another one |
+| its rotator: SWAP, before the secret was shown | a secret that nobody has; the old one works a while | rotate again |
+| anybody, at another change | the change and its audit entry, or neither | nothing to repair |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Final
+
+from redis.asyncio import Redis
+
+from producers.connection.log_throttle import warn_throttled
+from producers.connection.script import arun, text
+from producers.contract import keys
+from producers.contract.principal import Principal
+from producers.store.audit import Change
+from producers.store.protocol import swap
+
+log = logging.getLogger(__name__)
+
+PREFIX: Final = "psk_"
+ID: Final = re.compile(r"[0-9a-z]{16}")
+#: A whole key, as callers send it. Scanners for leaked secrets can look for this.
+TOKEN: Final = re.compile(rf"{PREFIX}({ID.pattern})_([A-Za-z0-9_-]{{43}})")
+#: Time (s) for which an old secret still works after a rotation, unless told otherwise.
+OVERLAP_S: Final = 24 * 3600
+#: Most keys: an answer lists them all.
+MAX_KEYS: Final = 10_000
+_ALPHABET: Final = "0123456789abcdefghijklmnopqrstuvwxyz"
+#: The hash of no secret.
+_NOTHING: Final = "0" * 64
+
+
+class TooManyKeys(Exception):
+    """There are MAX_KEYS already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key. Times are unix seconds; `old_digest` works until `old_until`."""
+
+    id: str
+    tenant: str
+    name: str
+    scopes: tuple[str, ...]
+    created_at: int
+    digest: str
+    models: tuple[str, ...] = ()
+    tiers: tuple[str, ...] = ()
+    expires_at: int | None = None
+    disabled_at: int | None = None
+    revoked_at: int | None = None
+    old_digest: str | None = None
+    old_until: int = 0
+
+    @classmethod
+    def parse(cls, raw: Any) -> Key | None:
+        """None for what cannot be read: that lets nobody in, and keeps no other key from working."""
+        try:
+            said = json.loads(raw)
+            known: dict[str, Any] = {one.name: said[one.name] for one in fields(cls) if one.name in said}
+            several = {name: tuple(known[name]) for name in ("scopes", "models", "tiers")}
+            return cls(**known | several)
+        except (ValueError, TypeError, KeyError) as error:
+            warn_throttled(log, "a key in %s cannot be read: %s", keys.API_KEYS, error)
+            return None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    def state(self, now: float) -> str:
+        """`active`, or why it lets nobody in: `revoked`, `expired`, `disabled`."""
+        if self.revoked_at is not None:
+            return "revoked"
+        if self.expires_at is not None and now >= self.expires_at:
+            return "expired"
+        return "active" if self.disabled_at is None else "disabled"
+
+    def opens(self, secret: str, now: float) -> bool:
+        """Whether this secret lets its holder in now. Takes the same time for every answer."""
+        given = _digest(secret)
+        new = hmac.compare_digest(given, self.digest)
+        old = hmac.compare_digest(given, self.old_digest or _NOTHING) and now < self.old_until
+        return (new or old) and self.state(now) == "active"
+
+    def principal(self) -> Principal:
+        return Principal(self.id, self.tenant, frozenset(self.scopes), self.models, self.tiers)
+
+
+def read_token(token: str) -> tuple[str, str] | None:
+    """The id and the secret in a key; None for what is none."""
+    found = TOKEN.fullmatch(token)
+    return None if found is None else (found[1], found[2])
+
+
+def new_key(tenant: str, name: str, scopes: tuple[str, ...], **more: Any) -> tuple[Key, str]:
+    """A key, and its text as its holder needs it, which nothing can show again."""
+    key_id, secret = "".join(secrets.choice(_ALPHABET) for _ in range(16)), secrets.token_urlsafe(32)
+    key = Key(key_id, tenant, name, scopes, int(time.time()), _digest(secret), **more)
+    return key, f"{PREFIX}{key_id}_{secret}"
+
+
+def rotated(key: Key, overlap_s: float, now: float) -> tuple[Key, str]:
+    """The key with a new secret, and its text. The old secret works for `overlap_s` seconds more."""
+    secret = secrets.token_urlsafe(32)
+    new = replace(key, digest=_digest(secret), old_digest=key.digest, old_until=int(now + overlap_s))
+    return new, f"{PREFIX}{key.id}_{secret}"
+
+
+async def create(store: Redis, key: Key, change: Change) -> None:
+    """Keep a new key. Raises TooManyKeys, redis.exceptions.RedisError or OSError; may be called again."""
+    if await arun(store, swap(keys.API_KEYS, key.id, "", key.to_json(), most=MAX_KEYS, audit=change)) < 0:
+        raise TooManyKeys
+
+
+async def get(store: Redis, key_id: str) -> Key | None:
+    """Raises redis.exceptions.RedisError or OSError."""
+    raw = await store.execute_command("HGET", keys.API_KEYS, key_id)
+    return None if raw is None else Key.parse(raw)
+
+
+async def every(store: Redis) -> list[Key]:
+    """All keys, the newest first. Raises redis.exceptions.RedisError or OSError."""
+    found = await store.execute_command("HVALS", keys.API_KEYS)
+    return sorted(filter(None, map(Key.parse, found)), key=lambda one: (one.created_at, one.id), reverse=True)
+
+
+async def change(store: Redis, key_id: str, how: Callable[[Key], Key], audit: Change) -> Key | None:
+    """Change a key by a function, which may be called again if another process changes it meanwhile. None where there
+    is none. Raises redis.exceptions.RedisError or OSError."""
+    while (raw := await store.execute_command("HGET", keys.API_KEYS, key_id)) is not None:
+        if (old := Key.parse(raw)) is None:
+            return None
+        new = how(old)
+        if new == old or await arun(store, swap(keys.API_KEYS, key_id, text(raw), new.to_json(), audit=audit)):
+            return new
+    return None
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
