@@ -19,6 +19,7 @@ from producers.contract.queues import takers_of
 from producers.store.protocol import lease, release
 from workers.connect import LOST
 from workers.flow.deliveries import Deliveries
+from workers.processes.notify import notify_lease
 from workers.state.clock import Clock
 from workers.state.delivery import Delivery
 from workers.state.incarnation import Incarnation
@@ -53,6 +54,7 @@ class Lease:
 
     def take(self, life: Incarnation) -> None:
         """Begin this life."""
+        notify_lease(life.id)
         about = self._about()
         seconds, micros = self._store.time()
         self._clock.offset_ms = int(seconds * 1000 + micros // 1000 - time.time() * 1000)

@@ -1,27 +1,45 @@
-"""Hears from a child process that it serves, as sd_notify(3) has it: READY=1 on the socket named by NOTIFY_SOCKET."""
+"""Hears from a child process, as sd_notify(3) has it, on the socket named by NOTIFY_SOCKET.
+
+READY=1                      it serves
+X_PENSTOCK_LEASE=NAME        it is about to take this lease
+"""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
+
+from workers.processes.notify import LEASE
+
+#: The sender's process, user and group (unix(7), SCM_CREDENTIALS). The kernel vouches for them.
+SENDER: Final = struct.Struct("3i")
 
 
 class Readiness:
-    """The socket of one child. `heard` is called for each process of it that serves, on this event loop."""
+    """The socket of one child, on this event loop. `heard` is called for each process of it that serves.
 
-    def __init__(self, heard: Callable[[], None]) -> None:
+    `leased(name, pid)` gets each lease, and the process that told it; None where the system does not say: there the
+    socket lies in a folder that only this user may enter.
+    """
+
+    def __init__(self, heard: Callable[[], None], leased: Callable[[str, int | None], None]) -> None:
         self._heard = heard
+        self._leased = leased
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
+        if sys.platform == "linux":
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self.address = self._bind()
         """The value of NOTIFY_SOCKET."""
-        asyncio.get_running_loop().add_reader(self._socket.fileno(), self._read)
+        asyncio.get_running_loop().add_reader(self._socket.fileno(), self.read)
 
     def close(self) -> None:
         if self._socket.fileno() >= 0:
@@ -39,7 +57,24 @@ class Readiness:
         self._socket.bind(path)
         return path
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Take all that has come."""
         with suppress(BlockingIOError):
-            if b"READY=1" in self._socket.recv(4096).split(b"\n"):
+            while True:
+                data, aside, *_ = self._socket.recvmsg(4096, socket.CMSG_SPACE(SENDER.size))
+                self._take(data.decode(errors="replace"), _sender(aside))
+
+    def _take(self, message: str, sender: int | None) -> None:
+        for line in message.split("\n"):
+            name, _, value = line.partition("=")
+            if line == "READY=1":
                 self._heard()
+            elif name == LEASE:
+                self._leased(value, sender)
+
+
+def _sender(aside: list[tuple[int, int, bytes]]) -> int | None:
+    for level, kind, data in aside:
+        if sys.platform == "linux" and (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
+            return int(SENDER.unpack(data)[0])
+    return None

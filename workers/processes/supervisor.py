@@ -21,7 +21,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Protocol
 
+from redis.exceptions import RedisError
+
 from workers.errors import REFUSED
+from workers.processes.ended_leases import end_leases
 from workers.processes.readiness import Readiness
 
 GUARD: Final = Path(__file__).with_name("guard.py")
@@ -43,8 +46,8 @@ TOLD: Final = "told to stop by another process; it stays stopped"
 class Program:
     """A program to run.
 
-    `last`: the signal that it gets when this process dies. `tells`: the program reports that it serves, as sd_notify(3)
-    has it; without it, a running program counts as serving.
+    `last`: the signal that it gets when this process dies. `tells`: the program reports that it serves, and its leases,
+    as sd_notify(3) has it; without it, a running program counts as serving. `env`: for leases also their servers' URLs.
     """
 
     name: str
@@ -88,6 +91,8 @@ class Child:
         self._say = say
         self.process: asyncio.subprocess.Process | None = None
         self._relays: set[asyncio.Task[None]] = set()
+        self._leases: list[str] = []
+        self._ending: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
         self._ordered: signal.Signals | None = None
         self._readiness: Readiness | None = None
@@ -107,7 +112,7 @@ class Child:
     async def start(self) -> None:
         """Start the program. Raises OSError if it cannot be run."""
         if self.program.tells:
-            self._readiness = Readiness(self._serves)
+            self._readiness = Readiness(self._serves, self._leased)
             own = {"NOTIFY_SOCKET": self._readiness.address}
             self.program = replace(self.program, env={**self.program.env, **own})
         try:
@@ -133,14 +138,36 @@ class Child:
             self._tell(f"did not stop within {grace:g} s: killed")
             self.order(signal.SIGKILL)
             await asyncio.wait((self.keeper,))
-        if self._relays:
-            await asyncio.wait(self._relays, timeout=1.0)
+        if pending := self._relays | self._ending:
+            await asyncio.wait(pending, timeout=1.0)
         return bool(done)
 
     def _serves(self) -> None:
         self.served = True
         self._serves_since = time.monotonic()
         self.on_serve()
+
+    def _leased(self, lease: str, sender: int | None) -> None:
+        """Note a lease of the current process: not of another, which may live on."""
+        if sender is None or (self.process is not None and sender == self.process.pid):
+            self._leases.append(lease)
+
+    def _end_leases(self, status: int) -> None:
+        """The process has ended. One that ended well gave its leases up itself."""
+        if self._readiness is not None:
+            self._readiness.read()  # what it told last
+        leases, self._leases = self._leases, []
+        if status != 0 and leases:
+            task = asyncio.create_task(self._end(leases))
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    async def _end(self, leases: Sequence[str]) -> None:
+        try:
+            count = await end_leases(leases, self.program.env)
+            self._tell(f"its lease is ended: returned its {count} deliveries to the queue")
+        except (RedisError, OSError, ValueError, KeyError) as error:
+            self._tell(f"its lease is left to others, or lapses: {error}")
 
     async def _keep(self) -> int:
         """Restart the child until it is stopped or given up. Returns the last exit status."""
@@ -158,6 +185,7 @@ class Child:
         while True:
             assert self.process is not None
             status = await self.process.wait()
+            self._end_leases(status)
             if self._standby is not None:
                 self._standby.used()
             if self._stopping.is_set() or not self.restart:

@@ -22,10 +22,10 @@ from producers.store.fleet import cards
 from workers.connect import LOST, check_queues, check_servers, connect
 from workers.flow.probe import check_model
 from workers.pool.boot import Boot
+from workers.processes.notify import notify_ready
 from workers.runtime.assembly import Runtime
 from workers.runtime.cold_start import COLD_START
 from workers.runtime.health import Health
-from workers.runtime.host.notify import notify_ready
 from workers.runtime.host.spot import SpotNotice
 from workers.runtime.host.task_protection import TaskProtection
 from workers.runtime.serving import announce, pool_of

@@ -26,7 +26,7 @@ def fleet(url: str, labels: list[str], drain: float) -> list[Program]:
     settings = {"broker": url, "store": url, "model": "stub", "engine_factory": "tests.stub_engine:load"}
     argv = [sys.executable, "-c", CHILD, json.dumps({**settings, "drain": drain, "lease": 300.0})]
     gpus = [Chosen(label, label.removeprefix("gpu")) for label in labels]
-    return programs(gpus, argv, {}, "node", [None] * len(gpus))
+    return programs(gpus, argv, {"BROKER_URL": url}, "node", [None] * len(gpus))
 
 
 def say(name: str, line: str) -> None:

@@ -12,7 +12,8 @@ What happens when a process dies:
 - a child before it serves, or soon after: it is restarted after a growing pause, and given up after MOST_DEATHS such
   deaths in a row. A child that is refused (a setting, a model) before it ever served is given up at once. After it has
   served, a refusal has another cause (a restarting broker) and passes.
-- a child that serves: its lease lapses like any worker's. It is restarted with the same name, as a new incarnation.
+- a child that serves: its lease is ended for it (docs/worker.md). It is restarted with the same name, as a new
+  incarnation.
 - a child that another process told to stop: it exits with 0 and stays stopped.
 - a child while all stop: it is not restarted, and its status counts.
 
@@ -29,8 +30,8 @@ from typing import Final
 
 from workers.cli.exits import Exit
 from workers.cli.gpus.choice import Chosen
+from workers.processes.notify import notify_ready
 from workers.processes.supervisor import HAND_BACK_S, TOLD, WELL_S, Child, Program
-from workers.runtime.host.notify import notify_ready
 from workers.runtime.signals import coming
 
 #: Deaths in a row, without WELL_S seconds of service between, after which a child is given up (some minutes).
