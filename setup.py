@@ -23,6 +23,7 @@ BUILDS = {
     "avx2": ["-DLANES=8", *AVX2],
     "avx512": AVX512,
     "avx512bf16": [*AVX512, "-mavx512bf16", "-mavx512vnni"],
+    "avx512amx": [*AVX512, "-mavx512vnni", "-DPENSTOCK_TILES"],  # only the assembler has to know AMX
 }
 
 

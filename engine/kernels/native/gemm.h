@@ -2,15 +2,17 @@
 //
 // fp32: [panel][input][column]. bf16: [panel][pair of inputs][column][2], so that a vector of 32-bit words holds two
 // neighbouring inputs of each column, and a shift or a mask turns either into fp32. If the CPU multiplies such pairs
-// itself (DOTS), the rows are rounded to bf16 too, as is usual for models in bf16. Each output is one chain of fused
-// multiply-adds over the inputs in order, or over the pairs, whatever the number of rows and threads. So a row's result
-// does not depend on other rows.
+// itself (DOTS, or TILES: gemm_amx.h), the rows are rounded to bf16 too, as is usual for models in bf16. Each output is
+// one chain of fused multiply-adds over the inputs in order, or over the pairs, whatever the number of rows and threads.
+// So a row's result does not depend on other rows.
 #pragma once
 
 #include <algorithm>
 #include <array>
 
-#if defined(__AVX512BF16__) || defined(PENSTOCK_EMULATED_DOTS)
+#if defined(PENSTOCK_TILES) || defined(PENSTOCK_EMULATED_TILES)
+#define TILES 1
+#elif defined(__AVX512BF16__) || defined(PENSTOCK_EMULATED_DOTS)
 #define DOTS 1
 #endif
 #include "pool.h"
@@ -45,7 +47,7 @@ struct Gemm {
     const float* bias;  // may be null
     float* out;
     int64_t rows, inputs, outputs;
-    const uint32_t* rounded = nullptr;  // x as pairs of bf16, with DOTS
+    const uint32_t* rounded = nullptr;  // x as pairs of bf16, with DOTS or TILES
 };
 
 #ifdef DOTS
@@ -260,16 +262,16 @@ struct Part {
 
 // Cuts a product into tasks: few enough to be worth claiming, and enough for the threads to end together.
 struct Cut {
-    int64_t panels, share, across, down;
-    Cut(const Pool& pool, const Gemm& g) {
+    int64_t panels, share, across, down, most;
+    Cut(const Pool& pool, const Gemm& g, int64_t most_rows = kTaskRows) : most(most_rows) {
         panels = panels_of(g.outputs);
         share = std::max<int64_t>(1, std::min<int64_t>(panels / (8 * pool.threads()), 16));
         across = (panels + share - 1) / share;
-        down = (g.rows + kTaskRows - 1) / kTaskRows;
+        down = (g.rows + most - 1) / most;
     }
     Part part(const Gemm& g, int task) const {
-        int64_t first = task / across * kTaskRows, begin = task % across * share;
-        return {first, std::min<int64_t>(kTaskRows, g.rows - first), begin, std::min(begin + share, panels)};
+        int64_t first = task / across * most, begin = task % across * share;
+        return {first, std::min(most, g.rows - first), begin, std::min(begin + share, panels)};
     }
 };
 
@@ -325,6 +327,13 @@ INLINE void product(const Gemm& g, const Part& part, int64_t p, int64_t k, int64
     }
 }
 
+// Computes whole panels of one part: c, [part.rows, kColumns].
+template <class W> struct PanelProduct {
+    const Gemm& g;
+    const Part& part;
+    void operator()(int64_t p, float* c) const { product<W>(g, part, p, 0, units_of<W>(g.inputs), c, kColumns); }
+};
+
 template <class W> static void gemm(Pool& pool, Gemm g) {
     prepare<W>(pool, g);
     Cut cut(pool, g);
@@ -367,3 +376,7 @@ static void pack(Pool& pool, const bf16* weight, bf16* packed, int64_t inputs, i
             for (int64_t k = 0; k < inputs; k++) to[(k / 2 * kColumns + n) * 2 + k % 2] = weight[(first + n) * inputs + k];
     });
 }
+
+#ifdef TILES
+#include "gemm_amx.h"
+#endif

@@ -21,9 +21,13 @@ logger = logging.getLogger("penstock.engine")
 
 _FOLDER = Path(__file__).parent
 #: The penstock_version() that this file expects.
-VERSION = 13
-#: Maps each instruction set to a check whether the CPU has it. The best one is first.
+VERSION = 14
+#: Maps each instruction set to a check whether the CPU has it. The best one is first. A build may still be refused by
+#: the system (penstock_refused).
 _BUILDS: dict[str, Callable[[], bool]] = {
+    "avx512amx": lambda: (
+        torch.cpu._is_avx512_supported() and torch.cpu._is_vnni_supported() and torch.cpu._is_amx_tile_supported()
+    ),
     "avx512bf16": lambda: (
         torch.cpu._is_avx512_supported() and torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported()
     ),
@@ -55,7 +59,8 @@ class Library:
     """The functions of one build, as native/penstock.cpp describes them. Pointers and sizes are not checked."""
 
     def __init__(self, path: Path, isa: str) -> None:
-        """Raises OSError if the file is missing, truncated, of another version or cannot be loaded."""
+        """Raises OSError if the file is missing, truncated, of another version or cannot be loaded, or if the system
+        does not let this process use its instructions."""
         self.isa = isa
         _refuse_part(path)
         found = ctypes.CDLL(str(path))
@@ -63,6 +68,8 @@ class Library:
             version = found.penstock_version()
             if version != VERSION:
                 raise OSError(f"{path} is of version {version}, this is {VERSION}: build it again")
+            if refused := found.penstock_refused():
+                raise OSError(f"the system does not let this process use what {path} needs ({os.strerror(refused)})")
             self._bind(found)
         except AttributeError as error:
             raise OSError(f"{path} is not what it should be ({error}): build it again") from error

@@ -54,19 +54,21 @@ INLINE bool before(const Peak& a, float value, int32_t place) {
     return a.value > value || (a.value == value && a.place < place);
 }
 
-// Writes `places` and `finite`, [rows]. A row that is not finite gets an arbitrary valid place. `panel(part, p, c)`
-// computes a whole panel of columns.
-template <class Panel> INLINE void peaks(Pool& pool, const Gemm& g, int64_t* places, uint8_t* finite, Panel&& panel) {
+// Writes `places` and `finite`, [rows]. A row that is not finite gets an arbitrary valid place. `panels_of(part)` gives
+// a function of (p, c) that computes a whole panel of columns; it lives as long as the part's task.
+template <class PanelsOf>
+INLINE void peaks(Pool& pool, const Gemm& g, int64_t* places, uint8_t* finite, PanelsOf&& panels_of) {
     Cut cut(pool, g);
     std::vector<Peak> found(cut.across * g.rows);
     pool.spread((int)(cut.across * cut.down), [&](int task, int) {
         Part part = cut.part(g, task);
+        auto&& panel = panels_of(part);
         Peaks own;
         own.begin(part.rows);
         for (int64_t p = part.begin; p < part.end; p++) {
             alignas(64) float c[kTaskRows * kColumns];
             int64_t columns = std::min<int64_t>(kColumns, g.outputs - p * kColumns);
-            panel(part, p, c);
+            panel(p, c);
             for (int64_t r = 0; r < part.rows; r++)
                 std::fill(c + r * kColumns + columns, c + (r + 1) * kColumns, -std::numeric_limits<float>::infinity());
             own.take(c, part.rows, p * kColumns, columns);
@@ -95,14 +97,13 @@ template <class Panel> INLINE void peaks(Pool& pool, const Gemm& g, int64_t* pla
 
 template <class W> static void peaks(Pool& pool, Gemm g, int64_t* places, uint8_t* finite) {
     prepare<W>(pool, g);
-    peaks(pool, g, places, finite, [&](const Part& part, int64_t p, float* c) {
-        product<W>(g, part, p, 0, units_of<W>(g.inputs), c, kColumns);
-    });
+    peaks(pool, g, places, finite, [&](const Part& part) { return PanelProduct<W>{g, part}; });
 }
 
 static void quantised_peaks(Pool& pool, const Gemm& g, int64_t* places, uint8_t* finite) {
     const Quantised& q = *(const Quantised*)g.weight;
     Rounded r = rounded_rows(pool, q, g.x, g.rows, g.inputs);
-    peaks(pool, g, places, finite,
-          [&](const Part& part, int64_t p, float* c) { product(q, r, g, part, p, c, kColumns); });
+    peaks(pool, g, places, finite, [&](const Part& part) {
+        return [&](int64_t p, float* c) { product(q, r, g, part, p, c, kColumns); };
+    });
 }

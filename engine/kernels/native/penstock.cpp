@@ -9,11 +9,19 @@
 extern "C" {
 
 // Increased with every change of the functions below.
-int penstock_version() { return 13; }
+int penstock_version() { return 14; }
+// Returns 0 if the system lets this process use the build's instructions, else errno.
+int penstock_refused() {
+#ifdef TILES
+    return ask_for_tiles();
+#else
+    return 0;
+#endif
+}
 int penstock_columns() { return kColumns; }
 // Whether products with bf16 weights round the rows to bf16 too.
 int penstock_rounds() {
-#ifdef DOTS
+#if defined(DOTS) || defined(TILES)
     return 1;
 #else
     return 0;

@@ -24,12 +24,16 @@ static_assert(sizeof(TileSizes) == 64, "a register of the CPU");
 #include "tiles_emulated.h"
 #else
 #include <cerrno>
+#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// Asks Linux to let all threads of this process use tiles. Returns 0, or errno: the kernel, a sandbox or a thread's
+// Asks Linux to let all threads of this process use tiles. Returns 0, or errno: an old kernel, a sandbox or a thread's
 // small signal stack may forbid it. Without this, the first use of a tile ends the process.
 INLINE int ask_for_tiles() {
+    constexpr unsigned kBf16 = 1 << 22, kTile = 1 << 24, kInt8 = 1 << 25, kAll = kBf16 | kTile | kInt8;
+    unsigned eax, ebx, ecx, edx;
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || (edx & kAll) != kAll) return ENOTSUP;
     constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) ? errno : 0;
 }

@@ -1,4 +1,4 @@
-"""The builds that can be tried here: the CPU's own, and that for wider vectors, which any compiler cuts in two."""
+"""The builds that can be tried here: the CPU's own, and those for other CPUs, emulated in AVX2's instructions."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ SOURCE = Path(engine.kernels.native.__file__).parent / "penstock.cpp"
 Make = Callable[..., Native]
 
 
-def _wide(factory: pytest.TempPathFactory, name: str, *flags: str) -> Library:
-    """A build for AVX-512, in AVX2's instructions: all of its logic but for the choice of instructions. Compiled once
-    for all processes that test, which takes longer than the tests."""
+def compiled(factory: pytest.TempPathFactory, name: str, *flags: str, source: Path = SOURCE) -> Path:
+    """A library for vectors of 16, in AVX2's instructions: any compiler cuts them in two. Compiled once for all
+    processes that test, because that may take longer than the tests."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None or load_library() is None:
         pytest.skip("needs a C++ compiler and AVX2")
@@ -34,27 +34,35 @@ def _wide(factory: pytest.TempPathFactory, name: str, *flags: str) -> Library:
     with (folder / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            subprocess.run([compiler, *every, str(SOURCE), "-o", str(part)], check=True, timeout=840)
+            own_headers = f"-I{SOURCE.parent}"
+            subprocess.run([compiler, *every, own_headers, str(source), "-o", str(part)], check=True, timeout=840)
             part.rename(path)
-    return Library(path, "wide")
+    return path
 
 
 @pytest.fixture(scope="session")
 def wide_library(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    return _wide(tmp_path_factory, "wide")
+    """All of the logic for AVX-512 but for the choice of instructions."""
+    return Library(compiled(tmp_path_factory, "wide"), "wide")
 
 
 @pytest.fixture(scope="session")
 def dots_library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     """With products of pairs of bf16, which are emulated: the packing and rounding of CPUs that have them."""
-    return _wide(tmp_path_factory, "dots", "-DPENSTOCK_EMULATED_DOTS")
+    return Library(compiled(tmp_path_factory, "dots", "-DPENSTOCK_EMULATED_DOTS"), "dots")
+
+
+@pytest.fixture(scope="session")
+def tiles_library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    """With AMX's tiles, which are emulated."""
+    return Library(compiled(tmp_path_factory, "tiles", "-DPENSTOCK_EMULATED_TILES"), "tiles")
 
 
 #: Compiling takes a quarter of a minute, and several minutes where the machine has much else to do.
 PATIENT = (pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.timeout(900))
 
 
-@pytest.fixture(params=["own", *(pytest.param(name, marks=PATIENT) for name in ("wide", "dots"))])
+@pytest.fixture(params=["own", *(pytest.param(name, marks=PATIENT) for name in ("wide", "dots", "tiles"))])
 def make(request: pytest.FixtureRequest) -> Make:
     if request.param == "own":
         built = load_library()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import resource
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from tests.engine.looping import until
 
 CPU = torch.device("cpu")
 FOLDER = Path(library.__file__).parent
+BUILDS = [("avx2", 24, 0), ("avx512", 48, 0), ("avx512bf16", 48, 1), ("avx512amx", 48, 1)]
 BUILT = pytest.mark.skipif(load_library() is None, reason="native kernels are not built for this CPU")
 
 
@@ -68,7 +70,7 @@ def test_with_a_build_native_kernels_are_taken(dtype: torch.dtype) -> None:
 
 
 @BUILT
-@pytest.mark.parametrize(("isa", "columns", "rounds"), [("avx2", 24, 0), ("avx512", 48, 0), ("avx512bf16", 48, 1)])
+@pytest.mark.parametrize(("isa", "columns", "rounds"), BUILDS)
 def test_each_file_is_of_its_own_build(isa: str, columns: int, rounds: int) -> None:
     path = Path(library.__file__).parent / f"_{isa}.so"
     if not path.exists():
@@ -116,15 +118,26 @@ def test_a_truncated_file_is_reported_before_it_is_mapped(tmp_path: Path) -> Non
     assert Library(path, own.isa).columns == own.columns
 
 
-def test_a_library_without_a_function_is_reported(tmp_path: Path) -> None:
+def stub(folder: Path, refused: int) -> Path:
+    """A library that can say two things of itself, and no more."""
     compiler = shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         pytest.skip("needs a C compiler")
-    source, path = tmp_path / "a.c", tmp_path / "_avx2.so"
-    source.write_text(f"int penstock_version(void) {{ return {library.VERSION}; }}\n")
+    source, path = folder / "a.c", folder / "_avx2.so"
+    says = {"version": library.VERSION, "refused": refused}
+    source.write_text("".join(f"int penstock_{name}(void) {{ return {value}; }}\n" for name, value in says.items()))
     subprocess.run([compiler, "-shared", "-fPIC", source, "-o", path], check=True)
+    return path
+
+
+def test_a_library_without_a_function_is_reported(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"_avx2\.so is not what it should be .*penstock_columns.*: build it again"):
-        Library(path, "avx2")
+        Library(stub(tmp_path, refused=0), "avx2")
+
+
+def test_instructions_that_the_system_refuses_are_not_used(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"not let this process use what .*_avx2\.so needs \(Operation not permitted\)"):
+        Library(stub(tmp_path, refused=errno.EPERM), "avx2")
 
 
 @BUILT
@@ -151,6 +164,6 @@ def test_weights_and_keys_in_bf16_stay_so_and_are_computed_with_in_fp32() -> Non
         torch.bfloat16,
         torch.bfloat16,
     )
-    assert found.name in ("native-avx2", "native-avx512", "native-avx512bf16")
+    assert found.name in {f"native-{isa}" for isa, _, _ in BUILDS}
     assert found.identity.startswith(found.name)
     assert select(CPU, torch.float16, "native").weight_dtype == torch.float32

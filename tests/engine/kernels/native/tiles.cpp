@@ -1,0 +1,35 @@
+// The bf16 products of a build with AMX, by the names of penstock.cpp. They compile in a second, the whole library does
+// not.
+#include "peaks.h"
+
+extern "C" {
+
+void* penstock_pool(int threads, int spin_us) { return new Pool(threads, spin_us); }
+void penstock_free(void* pool) { delete (Pool*)pool; }
+
+void penstock_pack(void* pool, const void* weight, void* packed, int, int64_t inputs, int64_t outputs) {
+    pack(*(Pool*)pool, (const bf16*)weight, (bf16*)packed, inputs, outputs);
+}
+
+void penstock_linear(void* pool, const float* x, const void* weight, const float* bias, float* out, int, int64_t rows,
+                     int64_t inputs, int64_t outputs) {
+    gemm<bf16>(*(Pool*)pool, {x, weight, bias, out, rows, inputs, outputs});
+}
+
+void penstock_peaks(void* pool, const float* x, const void* weight, const float* bias, int, int64_t rows, int64_t inputs,
+                    int64_t outputs, int64_t* places, uint8_t* finite) {
+    peaks<bf16>(*(Pool*)pool, {x, weight, bias, nullptr, rows, inputs, outputs}, places, finite);
+}
+
+// Each instruction alone. On every CPU it can be read, on one with AMX run.
+#ifndef PENSTOCK_EMULATED_TILES
+void configure(const TileSizes* sizes) { ldtilecfg(*sizes); }
+void release() { tilerelease(); }
+void zero() { tilezero<5>(); }
+void load_tile(const void* from, int64_t stride) { tileloadd<4>(from, stride); }
+void store_tile(void* to, int64_t stride) { tilestored<4>(to, stride); }
+void add_bf16() { tdpbf16ps<1, 2, 3>(); }
+void add_signed() { tdpbssd<1, 2, 3>(); }
+void add_unsigned() { tdpbusd<1, 2, 3>(); }
+#endif
+}
