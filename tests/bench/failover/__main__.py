@@ -22,7 +22,8 @@ async def measure(asked: argparse.Namespace) -> dict[str, Any]:
     """All rounds of one kind."""
     found: dict[str, Any] = {"how": asked.how, "rounds": [], "returns": [], "load": os.getloadavg()[0]}
     gateways = 2 if asked.how == "gateway" and not asked.restart else 1
-    with running(asked.workers, gateways, "--drain-timeout", str(asked.drain_s)) as system:
+    options = ("--drain-timeout", str(asked.drain_s))
+    with running(asked.workers, gateways, *options, supervised=asked.supervised) as system:
         load = Load([*system.gateways], asked.streams, asked.tokens)
         await load.start()
         if asked.how == "soak":
@@ -72,6 +73,7 @@ def main() -> int:
         kind.add_argument(f"--{name}", dest="how", action="store_const", const=name, default="kill")
     kind.add_argument("--soak", type=float, metavar="SECONDS", help="kill connections in place of processes")
     parser.add_argument("--restart", action="store_true", help="with --gateway: there is one, which is started again")
+    parser.add_argument("--supervised", action="store_true", help="workers have a supervisor, as under `penstock up`")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--streams", type=int, default=16, help="streams open at a time")
     parser.add_argument("--tokens", type=int, default=900, help="tokens of each stream")

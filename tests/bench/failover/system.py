@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,14 +26,15 @@ PATIENCE_S = 120.0
 
 
 class Process:
-    """A `penstock` process. Its output goes to a file; it dies with this one."""
+    """A `penstock` process, or a supervisor with one below it. Its output goes to a file; it dies with this one."""
 
-    def __init__(self, folder: Path, name: str, url: str, *argv: str) -> None:
-        self.name = name
+    def __init__(self, folder: Path, name: str, url: str, *argv: str, supervised: bool = False) -> None:
+        self.name, self._supervised = name, supervised
+        above = (sys.executable, "-m", "tests.bench.failover.supervised") if supervised else ()
         self.log = folder / f"{name}.log"
         with self.log.open("w") as log:
             self.popen = subprocess.Popen(
-                guarded(*PENSTOCK, *argv),
+                guarded(*above, *PENSTOCK, *argv),
                 cwd=ROOT,
                 env={**os.environ, "BROKER_URL": url, "STORE_URL": url},
                 stdout=log,
@@ -39,7 +42,11 @@ class Process:
             )
 
     def signal(self, sig: signal.Signals) -> None:
-        self.popen.send_signal(sig)
+        """Send it to the `penstock` process."""
+        if not self._supervised:
+            self.popen.send_signal(sig)
+        elif said := re.search(r"^process (\d+)$", self.log.read_text(), re.MULTILINE):
+            os.kill(int(said[1]), sig)
 
     def until(self, ready: Callable[[], Any]) -> None:
         """Wait for it while the process lives. Raises RuntimeError with its output otherwise."""
@@ -51,11 +58,11 @@ class Process:
 
 
 class System:
-    """`options`: further arguments of each worker."""
+    """`options`: further arguments of each worker; `supervised`: each has a supervisor, as under `penstock up`."""
 
-    def __init__(self, folder: Path, url: str, redis: Redis, options: list[str]) -> None:
+    def __init__(self, folder: Path, url: str, redis: Redis, options: Sequence[str], supervised: bool) -> None:
         self.folder, self.url, self.redis = folder, url, redis
-        self._options = options
+        self._options, self._supervised = options, supervised
         self._count = 0
         self.workers: list[Process] = []
         self.gateways: dict[int, Process] = {}
@@ -65,7 +72,7 @@ class System:
         self._count += 1
         name = f"w{self._count}"
         argv = ["worker", "--model", "tiny", "--name", name, "--threads", "1", *self._options]
-        return Process(self.folder, name, self.url, *argv)
+        return Process(self.folder, name, self.url, *argv, supervised=self._supervised)
 
     def add_worker(self) -> Process:
         """Start a worker; return once it takes tasks."""
@@ -92,17 +99,17 @@ class System:
 
     def stop(self) -> None:
         for process in (*self.workers, *self.gateways.values()):
-            process.signal(signal.SIGKILL)
+            process.popen.kill()
             process.popen.wait(PATIENCE_S)
 
 
 @contextmanager
-def running(workers: int, gateways: int, *options: str) -> Iterator[System]:
+def running(workers: int, gateways: int, *options: str, supervised: bool = False) -> Iterator[System]:
     """A system that is ready."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-failover-")))
         url, redis = stack.enter_context(valkey())
-        system = System(folder, url, redis, list(options))
+        system = System(folder, url, redis, options, supervised)
         stack.callback(system.stop)
         for _ in range(workers):
             system.add_worker()
