@@ -27,6 +27,8 @@ and what the good end is; `search` visits every state within a scenario's budget
   S17 a final record has its rows in the outbox, a row its final; a first start has its row, once
   S18 a row is marked as delivered only if its receiver got it; its deliverer is not overruled while its lease stands.
       With S5: each row is delivered at last, or dead
+  S22 a living worker is taken for dead only if it lost its alive connections while it was suspended; it then takes the
+      counts back (S7)   S23 what is returned early is not refused for an owner whose lease stands on the store
   S19 on SQS a task that is not settled is in the index, in a worker's books or stored, whatever SQS has
   S20 the index has nothing that does not wait, unless SQS or a process failed  S21 a message leaves one dead letter
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.protocol.model.alive import known as known_alive
 from tests.protocol.model.outbox import rows_in_order
 from tests.protocol.model.scripts import Rec
 from tests.protocol.model.state import DOWN, IDLE, SQS, Cfg, Slot, State
@@ -29,6 +30,7 @@ def canon(s: State, cfg: Cfg) -> State:
     """Rename identifiers by where they stand, forget what no step reads, and put workers that are alike in order."""
     s = s._replace(slots=tuple([_slot(p, cfg.strays) for p in s.slots]))
     s = rows_in_order(s) if s.posts else s
+    s = known_alive(s) if cfg.alive else s
     return renamed(in_order(s, cfg) if len(s.slots) > 1 and not cfg.kinds else s, cfg)
 
 
@@ -39,7 +41,16 @@ def renamed(s: State, cfg: Cfg) -> State:
     kinds = dict(s.kinds)
     owners = [r.owner if r else None for r in s.recs]
     entries = s.fields | (frozenset(s.reap[1]) if s.reap else frozenset())
-    known = s.lb | s.ls | s.listed | {e[1] for e in s.infl} | {f.inc for f in entries} | set(owners)
+    known = (
+        s.lb
+        | s.ls
+        | s.listed
+        | {f[0] for f in s.alive}
+        | {w[1] for w in s.watch}
+        | {e[1] for e in s.infl}
+        | {f.inc for f in entries}
+        | set(owners)
+    )
     strangers = (known | ({s.reap[0]} if s.reap else set())) - set(inc)
     if len(strangers) > 1:
         held: dict[Any, list[Any]] = {
@@ -48,7 +59,15 @@ def renamed(s: State, cfg: Cfg) -> State:
         }
         ordered = sorted(
             strangers,
-            key=lambda n: (n in s.lb, n in s.ls, n in s.listed, [o == n for o in owners], held[n], kinds.get(n, ())),
+            key=lambda n: (
+                n in s.lb,
+                n in s.ls,
+                n in s.listed,
+                [o == n for o in owners],
+                held[n],
+                kinds.get(n, ()),
+                _facts(s, n),
+            ),
         )
     else:
         ordered = list(strangers)
@@ -73,10 +92,12 @@ def renamed(s: State, cfg: Cfg) -> State:
         lb=frozenset(inc[n] for n in s.lb),
         ls=frozenset(inc[n] for n in s.ls),
         infl=frozenset((d[e[0]], inc[e[1]], e[2]) for e in s.infl),
-        recs=tuple(r and _record(r, c[r.claim], inc[r.owner], cfg) for r in s.recs),
+        recs=tuple(r and _record(r, c[r.claim], inc[r.owner], inc, cfg) for r in s.recs),
         listed=frozenset(inc[n] for n in s.listed),
         looks=tuple(one._replace(what=_those(one.what, d), seen=_those(one.seen, d)) for one in s.looks),
         kinds=frozenset((inc[n], kind) for n, kind in s.kinds if n in s.lb | s.ls or n in s.incs) if kinds else s.kinds,
+        alive=frozenset((inc[n], *rest) for n, *rest in s.alive) if s.alive else s.alive,
+        watch=frozenset((inc[n], inc[m], how) for n, m, how in s.watch) if s.watch else s.watch,
         unknown=frozenset((d[uuid], c[claim]) for uuid, claim in s.unknown if uuid in d and claim in c),
         fields=frozenset(f._replace(d=d[f.d], inc=inc[f.inc]) for f in s.fields) if s.fields else s.fields,
         reap=s.reap and (inc[s.reap[0]], tuple(sorted(f._replace(d=d[f.d], inc=inc[f.inc]) for f in s.reap[1]))),
@@ -139,7 +160,19 @@ def _stands(s: State, inc: int, slots: list[tuple[Any, ...]]) -> tuple[Any, ...]
     """What tells a worker from others."""
     owned = [r is not None and r.owner == inc for r in s.recs]
     held = [*sorted(e[2] for e in s.infl if e[1] == inc), *sorted(f[2:] for f in s.fields if f.inc == inc)]
-    return (inc == DOWN, inc in s.lb, inc in s.ls, inc in s.listed, owned, held, slots)
+    return (inc == DOWN, inc in s.lb, inc in s.ls, inc in s.listed, owned, held, slots, _facts(s, inc))
+
+
+def _facts(s: State, inc: int) -> list[tuple[str, ...]]:
+    """What is known of its life, and who looks at whom."""
+    facts = [fact[1:] for fact in s.alive if fact[0] == inc]
+    return sorted(
+        [
+            *facts,
+            *(("looks", how) for n, _, how in s.watch if n == inc),
+            *(("seen", how) for _, n, how in s.watch if n == inc),
+        ]
+    )
 
 
 def _those(some: frozenset[int], d: dict[Any, Any]) -> frozenset[int]:
@@ -151,10 +184,11 @@ def _renamed(p: Slot, d: dict[Any, Any], c: dict[Any, Any]) -> Slot:
     return p._replace(d=d[p.d], c=c[p.c])
 
 
-def _record(r: Rec, claim: Any, owner: Any, cfg: Cfg) -> Rec:
+def _record(r: Rec, claim: Any, owner: Any, inc: dict[Any, Any], cfg: Cfg) -> Rec:
     """Most are as they were already, and a new tuple takes long."""
     claims = min(r.claims, 1) if cfg.late else 0
     stuck, mark = (r.stuck, r.mark) if cfg.counting else (0, 0)
-    if (r.claim, r.owner, r.claims, r.stuck, r.mark) == (claim, owner, claims, stuck, mark):
+    lost = tuple([inc.get(n, 0) for n in r.lost]) if cfg.alive else ()
+    if (r.claim, r.owner, r.claims, r.stuck, r.mark, r.lost) == (claim, owner, claims, stuck, mark, lost):
         return r
-    return r._replace(claim=claim, owner=owner, claims=claims, stuck=stuck, mark=mark)
+    return r._replace(claim=claim, owner=owner, claims=claims, stuck=stuck, mark=mark, lost=lost)

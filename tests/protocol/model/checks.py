@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.protocol.model.alive import outstanding
 from tests.protocol.model.books import wrong_books
 from tests.protocol.model.outbox import wrong_rows
 from tests.protocol.model.scripts import FINAL, Rec
@@ -13,6 +14,10 @@ def wrong(s: State, cfg: Cfg) -> str:
     used = dict(zip(FAULTS, (had - left for had, left in zip(cfg.budget, s.budget, strict=True)), strict=True))
     # Whoever lives says so before it fetches again: only another process can take its task up before that.
     deaths = used["crash"] + s.kills + (used["expire"] if len(s.incs) > 1 else 0)
+    if cfg.alive:
+        deaths += outstanding(s)
+        if max(s.reaped) > deaths:
+            return "S7 a return was counted, and no worker died"
     for t, (r, g) in enumerate(zip(s.recs, s.ghosts, strict=True)):
         if g.bad:
             return g.bad

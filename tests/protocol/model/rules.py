@@ -99,6 +99,21 @@ RULES: dict[str, Rule] = {
     "adopt": Rule("pools", "ADOPT moves what waits for a pool without workers to its version's queue"),
     "adopt_unserved": Rule("pools", "ADOPT takes nothing from a pool that a live worker serves"),
     "sweeper_reaps": Rule("scaled", "a sweeper REAPs, too: where no worker lives, nobody else would"),
+    # dead before their lease lapses
+    "look_heard": Rule(
+        "alive-cut", "a look counts only where the looker's own channel has a listener, in the same call"
+    ),
+    "looker_stood": Rule("alive-cut", "who looks has been heard there for a lease: older lease values say nothing"),
+    "lease_tells": Rule("alive-cut", "LEASE asks the server itself whether its worker is heard, and writes that"),
+    "listens_said": Rule("alive-old", "only a worker whose lease value says that it listens is taken early"),
+    "look_twice": Rule("alive", "two looks, so far apart that a living worker has renewed its lease in between"),
+    "both_asked": Rule("alive-split", "both servers must find it silent, or its store's lease gone"),
+    "reap_asks": Rule("alive", "END and REAP ask once more, in the script that takes"),
+    "store_first": Rule("alive-split", "the store's lease ends before REAP returns the messages: CLAIM would say busy"),
+    "reap_whole": Rule("alive", "REAP takes the lease with the messages: else its worker fetches, and nobody lists it"),
+    "deaths_back": Rule("alive", "a living worker that was taken takes back the deaths counted against its tasks"),
+    "reaped_back": Rule("alive-counts", "it takes back the returns that REAP counted, too"),
+    "release_first": Rule("alive", "it RELEASEs all before that: no CLAIM counts another afterwards"),
     # SQS and its books
     "index_first": Rule("books-producer", "a sender enters its message in the index before it sends"),
     "note_lease": Rule("books-lapse", "NOTE refuses a worker without a lease: what it received goes back"),

@@ -29,6 +29,8 @@ def _world(
     kinds: tuple[tuple[int, int], ...] = (),
     posts: int = 0,
     books: bool = False,
+    alive: bool = False,
+    old: tuple[int, ...] = (),
     sent: bool = True,
     **faults: int,
 ) -> Cfg:
@@ -64,6 +66,8 @@ def _world(
         kinds,
         posts,
         books,
+        alive,
+        old,
         budget,
     )
 
@@ -143,6 +147,15 @@ _LIST = [
     _world("books-scaled-dup", books=True, scaled=True, workers=(0,), crash=1, dup=1, late=1, later=1, length=0),
     _world("books-old", books=True, workers=(0,), age=1, crash=1, length=0),
     _world("books-undone", books=True, workers=(0,), undo=1, crash=1, length=0),
+    _world("alive", alive=True, crash=1, suspend=1, deaf=1, lost=1, length=1),
+    _world("alive-crash", alive=True, crash=2, expire=1, length=1),
+    _world("alive-cut", alive=True, crash=1, suspend=1, cut=1, length=1),
+    _world("alive-split", alive=True, split=True, suspend=1, deaf=2, length=0),
+    _world("alive-split-crash", alive=True, split=True, crash=2, length=0),
+    _world("alive-split-cut", alive=True, split=True, suspend=1, cut=2, length=0),
+    _world("alive-counts", alive=True, crash=1, suspend=1, deaf=1, limit=2, length=1),
+    _world("alive-three", alive=True, workers=(0, 1, 2), crash=1, suspend=1, deaf=1, length=0),
+    _world("alive-old", alive=True, old=(0,), crash=1, suspend=1, expire=1, length=1),
     _world("two", tasks=2, length=1, crash=1, expire=1, cancel=1),
 ]
 

@@ -17,7 +17,8 @@ class Rec(NamedTuple):
     `stream` holds the tokens; `prompt`, of each entry of the prompt's, how many tokens stand before it; `counted`: the
     prompt's tokens, where known; `at`: where its entries are, in the stream or, once compacted, in the result;
     `dated`: it says when it was queued; `kind`: (version, pool) that took it up last, or as it was sent (version,
-    None); `hook`: the events that somebody wants to hear of; `told`: those whose rows were written, in order."""
+    None); `hook`: the events that somebody wants to hear of; `told`: those whose rows were written, in order;
+    `lost`: the owners whose deaths were counted, in order."""
 
     status: str = "submitting"
     cancel: bool = False
@@ -43,6 +44,7 @@ class Rec(NamedTuple):
     kind: Any = None
     hook: frozenset[str] = frozenset()
     told: tuple[str, ...] = ()
+    lost: tuple[Any, ...] = ()
 
     @property
     def length(self) -> int:
@@ -129,7 +131,10 @@ def claim(
         return "elsewhere", r
     died = r.claim is not None
     got_on = r.length > r.mark and "progress_absolves" in rules
-    r = _left(r, rules)._replace(claim=c, owner=inc, deaths=r.deaths + died, stuck=0 if got_on else r.stuck + died)
+    lost = (*r.lost, r.owner) if died else r.lost
+    r = _left(r, rules)._replace(
+        claim=c, owner=inc, lost=lost, deaths=r.deaths + died, stuck=0 if got_on else r.stuck + died
+    )
     if "claim_dates" in rules:
         r = r._replace(dated=True)
     if r.cancel:
@@ -257,6 +262,15 @@ def release(r: Rec | None, c: Any, rules: Rules) -> tuple[int, Rec | None]:
     if r.status in FINAL:
         return (1, r._replace(claim=None, owner=None)) if "release_final" in rules else (0, r)
     return 1, r._replace(status="queued", claim=None, owner=None)
+
+
+def absolve(r: Rec | None, inc: Any) -> tuple[int, Rec | None]:
+    """That owner lives: its death is not counted any more. `stuck` counts the last ones of `lost`."""
+    if r is None or inc not in r.lost:
+        return 0, r
+    at = r.lost.index(inc)
+    stuck = r.stuck - (at >= len(r.lost) - r.stuck)
+    return 1, r._replace(deaths=r.deaths - 1, stuck=stuck, lost=r.lost[:at] + r.lost[at + 1 :])
 
 
 def expire(r: Rec | None, live: Container[Any], rules: Rules) -> tuple[str, Rec | None]:

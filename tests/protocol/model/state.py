@@ -14,7 +14,8 @@ from tests.protocol.model.scripts import FINAL, QUEUED, Rec
 #: a deliverer is killed; `stall`: a row's lease ends while its deliverer lives; `refuse`: the receiver refuses, or its
 #: answer is lost; `unmark`: a failover loses what became of a row, and keeps its final; `replay`: an operator asks.
 #: `delete`: whoever was told of a task deletes it. Of SQS: `later`: a message is to come after more than 15 minutes;
-#: `late`: a message that was deleted comes once more; `age`: all messages are so old that SQS will drop them.
+#: `late`: a message that was deleted comes once more; `age`: all messages are so old that SQS will drop them. `deaf`: a
+#: worker loses its alive connection to a server; `cut`: a server drops all; `suspend`: a worker is stopped for a while.
 FAULTS = (
     "crash",
     "expire",
@@ -43,6 +44,9 @@ FAULTS = (
     "later",
     "late",
     "age",
+    "deaf",
+    "cut",
+    "suspend",
 )
 FAULT = {name: i for i, name in enumerate(FAULTS)}
 
@@ -59,7 +63,7 @@ class Cfg(NamedTuple):
     not take, and whoever starts workers sees nothing but the list; `strays`: workers look for what they do not know;
     `broken`: no worker can make sense of a record that it has claimed, and keeps the message; `kinds[w]`: (version,
     pool) of worker w, where that matters; `posts`: how many deliver events, of which tasks then want all; `books`: of
-    SQS, on the store."""
+    SQS, on the store; `alive`: workers look whether others are alive, but for those of an earlier release (`old`)."""
 
     name: str
     tasks: int
@@ -84,6 +88,8 @@ class Cfg(NamedTuple):
     kinds: tuple[tuple[int, int], ...]
     posts: int
     books: bool
+    alive: bool
+    old: tuple[int, ...]
     budget: tuple[int, ...]
 
     @property
@@ -179,7 +185,8 @@ class State(NamedTuple):
     brought back; `kinds`: (incarnation, its kind) of all with a lease; `rows`: of the outbox, per task;
     `posts`: deliverers. Of SQS's books: `index`: (task, its age: `true`, `old`, or `new` whatever its message is);
     `fields`: in flight; `stored`: tasks to be sent later; `reap`: the incarnation that is reaped, and its fields to be
-    made visible; `due`: what is being sent from the store; `old`: messages that SQS will drop."""
+    made visible; `due`: what is being sent from the store; `old`: messages that SQS will drop. `alive`, `watch`: see
+    `alive`."""
 
     queue: tuple[Message, ...]
     infl: frozenset[Delivery]
@@ -210,6 +217,8 @@ class State(NamedTuple):
     reap: tuple[int, tuple[Field, ...]] | None = None
     due: tuple[str, int] | None = None
     old: frozenset[Message] = frozenset()
+    alive: frozenset[tuple[int, str, str]] = frozenset()
+    watch: frozenset[tuple[int, int, str]] = frozenset()
 
 
 IDLE = Slot("idle")

@@ -121,7 +121,8 @@ def _go_on(s: State, p: Slot, i: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
 def _fetch(s: State, p: Slot, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     again = p.pc == "refetch"
     mine = (q for q, w in zip(s.slots, cfg.workers, strict=True) if s.incs[w] == inc)
-    if "lapse_first" in rules and any(q.note == "lapsed" for q in mine):
+    owes = any(w[0] == inc and w[2] == "owes" for w in s.watch)
+    if "lapse_first" in rules and (owes or any(q.note == "lapsed" for q in mine)):
         return
     if inc not in s.lb and not cfg.sqs:
         if again:
@@ -185,6 +186,8 @@ def _claim(s: State, p: Slot, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step
         return
     if answer == "go" and r and r.claim != p.c and scripts.elsewhere(r, kind, lives, ALL, bound=made is None):
         s2 = haunt(s2, t, bad="S16 a task went on in another version, or in another pool than its own, which lives")
+    if answer == "busy" and r and (r.owner, "", "taken") in s.alive:
+        s2 = haunt(s2, t, bad="S23 what was returned early is refused: its owner's lease stands on the store")
     if (
         answer in ("go", "settle")
         and r2

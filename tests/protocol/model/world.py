@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tests.protocol.model.alive import alive_steps, begun_anew, born, is_asleep
 from tests.protocol.model.books import PLACES, book_steps, lapsed_place, place_steps
 from tests.protocol.model.fleet import adopt_steps, down_steps, enlisted, look_steps, recall_steps, unack_steps
 from tests.protocol.model.outbox import outbox_steps
@@ -61,12 +62,15 @@ def start(cfg: Cfg) -> State:
         dead=frozenset(),
         kills=0,
         budget=cfg.budget,
-        listed=frozenset(incs) if cfg.scaled or cfg.books else frozenset(),
+        listed=frozenset(incs) if cfg.scaled or cfg.books or cfg.alive else frozenset(),
         looks=(Look(),) * len(incs) if cfg.strays else (),
         kinds=frozenset(zip(incs, cfg.kinds, strict=True)) if cfg.kinds else frozenset(),
         rows=((),) * cfg.tasks if cfg.posts else (),
         posts=(NOBODY,) * cfg.posts,
         index=frozenset((t, "true") for t in range(cfg.tasks)) if cfg.books and sent else frozenset(),
+        alive=frozenset().union(*(born(inc, cfg, stood=True) for w, inc in enumerate(incs) if w not in cfg.old))
+        if cfg.alive
+        else frozenset(),
     )
 
 
@@ -81,6 +85,8 @@ def steps(s: State, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     yield from adopt_steps(s, rules)
     if cfg.books:
         yield from book_steps(s, cfg, rules)
+    if cfg.alive:
+        yield from alive_steps(s, cfg, rules)
     for p in range(len(s.prods)):
         if s.prods[p] != "done":
             yield from producer_steps(s, p, cfg, rules)
@@ -103,7 +109,7 @@ def steps(s: State, cfg: Cfg, rules: Rules) -> Iterator[Step]:
 
 
 def _slot(s: State, i: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
-    if s.incs[cfg.workers[i]] == DOWN:
+    if s.incs[cfg.workers[i]] == DOWN or is_asleep(s, s.incs[cfg.workers[i]]):
         return
     p, lost = s.slots[i], spend(s, "lost")
     me = f"slot{i}(inc{s.incs[cfg.workers[i]]}) "
@@ -139,7 +145,15 @@ def reborn(s: State, w: int, cfg: Cfg) -> State:
     """The worker process w starts again (after a crash, or because its lease was lost) as a new incarnation."""
     s = bereave(s, s.incs[w])
     given_up = {p.msg[0] for i, p in enumerate(s.slots) if cfg.workers[i] == w and p.note == "dead"}
-    known = s.lb | s.ls | s.listed | {e[1] for e in s.infl} | {r.owner for r in s.recs if r} | {f.inc for f in s.fields}
+    known = (
+        s.lb
+        | s.ls
+        | s.listed
+        | {w[1] for w in s.watch}
+        | {e[1] for e in s.infl}
+        | {r.owner for r in s.recs if r}
+        | {f.inc for f in s.fields}
+    )
     inc = fresh(set(s.incs) | known | ({s.reap[0]} if s.reap else set()))
     return s._replace(
         ghosts=tuple(g._replace(unlisted=True) if t in given_up else g for t, g in enumerate(s.ghosts)),
@@ -147,7 +161,8 @@ def reborn(s: State, w: int, cfg: Cfg) -> State:
         incs=put(s.incs, w, inc),
         lb=s.lb | {inc},
         ls=s.ls | {inc},
-        listed=s.listed | {inc} if cfg.books else s.listed,
+        listed=s.listed | {inc} if cfg.books or cfg.alive else s.listed,
+        alive=s.alive | born(inc, cfg) if cfg.alive and w not in cfg.old else s.alive,
         looks=put(s.looks, w, Look()) if cfg.strays else (),
         kinds=of_kind(s, w, inc, cfg),
     )
@@ -156,6 +171,7 @@ def reborn(s: State, w: int, cfg: Cfg) -> State:
 def lapsed(s: State, w: int, cfg: Cfg, rules: Rules) -> State:
     """The worker process w learns that its lease is over: all it held goes, RELEASEd, and it is born anew."""
     after = enlisted(reborn(s, w, cfg), w, cfg, rules)
+    after = begun_anew(after, s.incs[w], after.incs[w]) if cfg.alive else after
     if "lapse_release" not in rules:
         return after
     let_go = (
@@ -180,13 +196,14 @@ def _process(s: State, w: int, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Ste
     if any(toxic(s, cfg, p) for p in mine):
         dead = reborn(s, w, cfg)
         yield f"worker {w} (inc{inc}) dies of task 0", True, dead._replace(kills=min(s.kills + 1, cfg.killer + 1))
-    if (b := spend(s, "crash")) and (s.sorted or any(p != IDLE for p in mine)):
+    busy = s.sorted or s.watch or any(p != IDLE for p in mine)
+    if (b := spend(s, "crash")) and busy:
         after = reborn(s, w, cfg)
         if cfg.scaled:  # nobody starts it anew but whoever sees something in the list
             after = after._replace(incs=s.incs, lb=s.lb, ls=s.ls, listed=s.listed)
             after = after._replace(incs=put(s.incs, w, DOWN), kinds=s.kinds)
         yield f"crash of worker {w} (inc{inc})", False, after._replace(budget=b)
-    if inc not in s.lb or inc not in s.ls:
+    if (inc not in s.lb or inc not in s.ls) and not is_asleep(s, inc):
         yield f"worker {w} learns that inc{inc} is over", True, lapsed(s, w, cfg, rules)
         if cfg.scaled and "lease_renews" not in rules:
             yield f"LEASE renews what lapsed of inc{inc}", False, s._replace(lb=s.lb | {inc}, ls=s.ls | {inc})
@@ -226,7 +243,7 @@ def _returns(s: State, cfg: Cfg, rules: Rules) -> Iterator[Step]:
         return
     if cfg.scaled and not any(inc in s.lb for inc in s.incs) and "sweeper_reaps" not in rules:
         return  # nobody is left who would
-    for inc in (s.listed if cfg.scaled else {e[1] for e in s.infl}) - s.lb - {SQS}:
+    for inc in (s.listed if cfg.scaled or cfg.alive else {e[1] for e in s.infl}) - s.lb - {SQS}:
         mine = [e for e in s.infl if e[1] == inc]
         tasks, reaped = {e[2][0] for e in mine}, s.reaped
         if cfg.counting and "reap_counts" in rules:
