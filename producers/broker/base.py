@@ -12,7 +12,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
-from producers.broker.values import Ack, Back, Capabilities, Credit, Depths, Fetched, Listed, PutDown, Rules, Waiting
+from producers.broker.values import (
+    Ack,
+    Back,
+    Capabilities,
+    Credit,
+    Depths,
+    Fetched,
+    Listed,
+    PutDown,
+    Rules,
+    Standing,
+    Waiting,
+)
 from producers.contract.message import Message
 from producers.errors import PenstockError
 
@@ -198,6 +210,11 @@ class Broker(ABC):
     @abstractmethod
     async def waiting_of(self, queue: str, tenant: str) -> int:
         """Number of a tenant's waiting messages, as far as they are sorted by tenant."""
+
+    @abstractmethod
+    async def standing(self, message: Message) -> Standing | None:
+        """The place of a task's message, in one round trip. None where it does not wait: it is in flight, or gone; or
+        where the broker does not know its order."""
 
     @abstractmethod
     async def sizes(self, queue: str, count: int) -> tuple[int, int]:

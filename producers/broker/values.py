@@ -129,6 +129,18 @@ class Waiting:
     """Whether a worker serves the queue."""
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A waiting message's place in its tier of its queue."""
+
+    ahead: int = 0
+    """Messages of the tier that go before it."""
+    exact: bool = False
+    """Whether that is counted. Where several tenants wait it is reckoned."""
+    due_s: float | None = None
+    """Seconds until it waits at all: it was given back with a delay."""
+
+
 @dataclass(slots=True)
 class Depth:
     """A queue's contents. `waiting`: tier -> messages to fetch. `tenants`: tier -> known tenants with waiting messages.

@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from producers.broker.base import Broker, NoSuchPlace, Sender
 from producers.broker.memory.consumer import CAPABILITIES, workers
 from producers.broker.memory.server import Server
-from producers.broker.values import Depth, Depths, Listed, Waiting, check_weight
+from producers.broker.memory.standing import standing
+from producers.broker.values import Depth, Depths, Listed, Standing, Waiting, check_weight
 from producers.contract import keys
 from producers.contract.message import Message
 from producers.contract.queues import takes_from
@@ -61,6 +62,11 @@ class MemoryBroker(Broker):
     async def waiting_of(self, queue: str, tenant: str) -> int:
         with self._server.lock:
             return sum(len(self._server.turns[name].queues.get(tenant, ())) for name, _ in self._lists(queue))
+
+    async def standing(self, message: Message) -> Standing | None:
+        with self._server.lock:
+            lists = [name for name, tier in self._lists(message.queue) if tier == message.tier]
+            return standing(self._server, lists, message)
 
     async def sizes(self, queue: str, count: int) -> tuple[int, int]:
         with self._server.lock:

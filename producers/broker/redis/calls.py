@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from producers.broker.redis import keys
-from producers.broker.values import Credit, Fetched
+from producers.broker.values import Credit, Fetched, Standing
 from producers.connection.script import Call, script, text
 from producers.contract import keys as contract_keys
+from producers.contract.message import Message
 
 PACKAGE: Final = "producers.broker.redis"
 
@@ -121,6 +122,26 @@ def oldest(lists: Sequence[str]) -> Call:
 def sizes(lists: Sequence[str], count: int) -> Call:
     """Answers how many of the lists' next messages say their size, at most `count` of each, and their KV tokens."""
     return Call(script(PACKAGE, "sizes"), [key for name in lists for key in (name, keys.sorted_of(name))], (count,))
+
+
+#: Delayed messages that one STANDING looks through.
+DELAYED: Final = 1000
+
+
+def standing(message: Message) -> Call:
+    """Answers where a message stands; `read_standing` reads it."""
+    lists = keys.tier_lists(message.queue, message.tier)
+    about = (message.id, message.tenant, message.at, message.tokens, DELAYED)
+    return Call(script(PACKAGE, "standing"), (keys.delayed(message.queue), keys.WEIGHTS, keys.RETURNED, *lists), about)
+
+
+def read_standing(answer: Sequence[Any]) -> Standing | None:
+    match [text(part) if isinstance(part, bytes) else part for part in answer]:
+        case ["waiting", ahead, exact]:
+            return Standing(int(ahead), bool(exact))
+        case ["delayed", ms]:
+            return Standing(due_s=int(ms) / 1000)
+    return None
 
 
 def recall(queue: str, pools: Sequence[str], count: int) -> Call:

@@ -11,7 +11,7 @@ from producers.broker.base import NoSuchPlace, Sender
 from producers.broker.redis import calls, keys
 from producers.broker.redis.books import Books
 from producers.broker.redis.consumer import CAPABILITIES
-from producers.broker.values import Depth, Depths, Waiting
+from producers.broker.values import Depth, Depths, Standing, Waiting
 from producers.connection.script import aexecute, arun, text
 from producers.connection.trouble import trouble
 from producers.contract import keys as contract_keys
@@ -70,6 +70,9 @@ class RedisBroker(Books):
 
     async def waiting_of(self, queue: str, tenant: str) -> int:
         return sum(await self._ask(*(("ZCARD", keys.turn(name, tenant)) for name, _ in _lists(queue))))
+
+    async def standing(self, message: Message) -> Standing | None:
+        return calls.read_standing(await arun(self._redis, calls.standing(message)))
 
     async def sizes(self, queue: str, count: int) -> tuple[int, int]:
         messages, tokens = await arun(self._redis, calls.sizes([name for name, _ in _lists(queue)], count))

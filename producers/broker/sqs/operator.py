@@ -30,7 +30,7 @@ from producers.broker.sqs.repair import Repair
 from producers.broker.sqs.sending import celery
 from producers.broker.sqs.sending.batcher import Batcher
 from producers.broker.sqs.sending.outgoing import Outgoing, send, send_one
-from producers.broker.values import Depth, Depths, Waiting
+from producers.broker.values import Depth, Depths, Standing, Waiting
 from producers.connection.aws import AwsError, AwsMissing
 from producers.connection.script import arun, text
 from producers.connection.trouble import Trouble, trouble
@@ -148,6 +148,10 @@ class SqsBroker(Books):
     async def waiting_of(self, queue: str, tenant: str) -> int:
         counts = await self._ask(*(("HGET", keys.tenants(name), tenant) for name, _ in _indexed(queue)))
         return sum(int(count or 0) for count in counts)
+
+    async def standing(self, message: Message) -> Standing | None:
+        """None: SQS keeps no order, and tells none."""
+        return None
 
     async def sizes(self, queue: str, count: int) -> tuple[int, int]:
         messages, tokens = await arun(self._redis, calls.sizes([name for name, _ in _indexed(queue)], count))

@@ -1,0 +1,156 @@
+#!lua flags=no-writes
+-- STANDING(task) | how many messages of its tier go before a waiting one; reads only.
+-- Lists and turns are searched by the time of submission, which rises along them but where messages came back: so the
+-- neighbours of the found place are looked through for the id. Turns among tenants are reckoned, not played: before a
+-- message come those of each tenant that will have been served less by then, if its messages are as large as some of
+-- them are on average. Whose the messages of an unsorted list are is told by samples.
+-- KEYS: delayed, weights, returned, list ...   ARGV: id, tenant, at (ms), tokens, most delayed messages to look through
+-- Answers: {waiting, messages ahead, exact 0|1} | {delayed, ms until it is due} | {} where it does not wait
+local delayed, weights = KEYS[1], KEYS[2]
+local id, tenant, at, tokens = ARGV[1], ARGV[2], tonumber(ARGV[3]), math.max(tonumber(ARGV[4]), 1)
+local NEAR, SAMPLE, FEW, TENANTS = 128, 64, 8, 200
+
+-- id, time of submission, tenant and tokens of a message
+local function read(raw)
+  local fine, m = pcall(cjson.decode, raw)
+  local headers = fine and type(m) == 'table' and m.headers
+  if type(headers) ~= 'table' then
+    return nil, nil, '', 1
+  end
+  local said = type(headers.penstock) == 'table' and headers.penstock or {}
+  local size = type(said.tokens) == 'number' and said.tokens or 1
+  return headers.id, type(said.at) == 'number' and said.at, type(said.tenant) == 'string' and said.tenant or '', size
+end
+
+-- the place of the message among `count`, from 0; `get(i)` gives one
+local function search(count, get)
+  local low, high = 0, count
+  while low < high do
+    local middle = math.floor((low + high) / 2)
+    local _, its = read(get(middle))
+    if its and its < at then
+      low = middle + 1
+    else
+      high = middle
+    end
+  end
+  for distance = 0, NEAR do
+    for _, i in ipairs({ low + distance, low - distance }) do
+      if i >= 0 and i < count and read(get(i)) == id then
+        return i
+      end
+    end
+  end
+end
+
+local function weight(of)
+  local said = tonumber(redis.call('HGET', weights, of) or '1')
+  return said and said >= 0.001 and said <= 1000 and said or 1
+end
+
+-- what is sorted of a list: tenant -> {served, messages, tokens of those looked at, how many, weight}
+local function sorted(list)
+  local all, count = {}, 0
+  local found = redis.call('ZRANGE', 'penstock:turns:' .. list, 0, TENANTS - 1, 'WITHSCORES')
+  for k = 1, #found, 2 do
+    local turn = 'penstock:turn:' .. list .. ':' .. found[k]
+    local length, sum = redis.call('ZCARD', turn), 0
+    local looked = math.min(length, FEW)
+    for one = 1, looked do
+      local place = math.floor((one - 1) * length / looked)
+      local number = redis.call('ZRANGE', turn, place, place)[1]
+      local packed = redis.call('ZRANGEBYSCORE', 'penstock:sorted:' .. list, number, number)[1]
+      sum = sum + math.max(cmsgpack.unpack(packed)[7], 1)
+    end
+    all[found[k]] = { tonumber(found[k + 1]), length, sum, looked, weight(found[k]) }
+    count = count + 1
+  end
+  return all, count
+end
+
+-- what a message of the tenant adds to what it was served, on average
+local function charge(its)
+  return its[4] > 0 and its[3] / its[4] / its[5] or tokens / its[5]
+end
+
+-- messages of others that go before the one with `own` of its tenant's before it
+local function before(all, own)
+  local then_served, total = all[tenant][1] + own * charge(all[tenant]), 0
+  for name, its in pairs(all) do
+    if name ~= tenant then
+      local turns = math.ceil((then_served - its[1]) / charge(its))
+      total = total + math.max(0, math.min(its[2], turns))
+    end
+  end
+  return total
+end
+
+local function in_turn(list)
+  local turn = 'penstock:turn:' .. list .. ':' .. tenant
+  local place = search(redis.call('ZCARD', turn), function(i)
+    local number = redis.call('ZRANGE', turn, i, i)[1]
+    local packed = redis.call('ZRANGEBYSCORE', 'penstock:sorted:' .. list, number, number)[1]
+    return packed and cmsgpack.unpack(packed)[2] or ''
+  end)
+  if place then
+    local all, count = sorted(list)
+    return { 'waiting', place + before(all, place), count == 1 and 1 or 0 }
+  end
+end
+
+-- adds to each tenant its part of the messages `from` to `to` of a list, from 0, as a sample of them tells it; returns
+-- the caller's part
+local function add(all, list, from, to)
+  local count, own = to - from, 0
+  local looked = math.min(count, SAMPLE)
+  for k = 1, looked do
+    local _, _, name, size = read(redis.call('LINDEX', list, -1 - from - math.floor((k - 1) * count / looked)))
+    local its = all[name] or { 0, 0, 0, 0, weight(name) }
+    its[2], its[3], its[4], all[name] = its[2] + count / looked, its[3] + math.max(size, 1), its[4] + 1, its
+    own = own + (name == tenant and count / looked or 0)
+  end
+  return own
+end
+
+local function in_list(list)
+  local length = redis.call('LLEN', list)
+  local place = search(length, function(i)
+    return redis.call('LINDEX', list, -1 - i)
+  end)
+  if not place then
+    return nil
+  end
+  local all = sorted(list)
+  local own = all[tenant] and all[tenant][2] or 0
+  local number = redis.call('HGET', KEYS[3], id)
+  if number then -- it came back, and goes to where it stood
+    own = redis.call('ZCOUNT', 'penstock:turn:' .. list .. ':' .. tenant, '-inf', '(' .. number)
+  else -- as if all of the list were sorted, which is faster than to be taken
+    own = own + add(all, list, 0, place)
+    add(all, list, place, length)
+  end
+  all[tenant] = all[tenant] or { 0, 0, 0, 0, weight(tenant) }
+  local least, tenants = nil, 0
+  for _, its in pairs(all) do
+    least, tenants = its[1] > 0 and math.min(least or its[1], its[1]) or least, tenants + 1
+  end
+  for _, its in pairs(all) do -- who comes begins with the least of those who wait
+    its[1] = math.max(its[1], least or 0)
+  end
+  return { 'waiting', math.floor(own + before(all, own) + 0.5), tenants == 1 and 1 or 0 }
+end
+
+for k = 4, #KEYS do
+  local found = in_turn(KEYS[k]) or in_list(KEYS[k])
+  if found then
+    return found
+  end
+end
+local t = redis.call('TIME')
+local found = redis.call('ZRANGE', delayed, 0, ARGV[5] - 1, 'WITHSCORES')
+for k = 1, #found, 2 do
+  if read(cmsgpack.unpack(found[k])[2]) == id then
+    return { 'delayed', math.max(0, math.floor(found[k + 1] - t[1] * 1000 - t[2] / 1000)) }
+  end
+end
+return {}

@@ -1,0 +1,95 @@
+"""Where a waiting message stands, compared with the order in which messages are then taken."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from producers.broker.base import Broker, Consumer
+from producers.broker.connect import connect_broker, connect_consumer
+from producers.broker.values import Back, Credit, Rules, Standing
+from producers.contract.message import Message
+
+QUEUE = "penstock:queue:m@1"
+INC = "w.1"
+RULES = Rules(capacity=(10**6, 10**9), plain_tokens=512, ageing=10**6, max_redeliveries=5)
+ALL = Credit((10**6,) * 4, (10**9,) * 4)
+
+pytestmark = pytest.mark.parametrize("url", ["redis", "memory"], indirect=True)
+
+
+@pytest.fixture
+async def broker(url: str, store_url: str) -> AsyncIterator[Broker]:
+    found = connect_broker(url, store_url)
+    yield found
+    await found.aclose()
+
+
+@pytest.fixture
+def consumer(url: str, store_url: str) -> Iterator[Consumer]:
+    found = connect_consumer(url, [QUEUE], store_url)
+    found.take_lease(INC, "{}", 60.0)
+    yield found
+    found.close()
+
+
+def take(consumer: Consumer, count: int) -> list[str]:
+    """The ids of the next messages; of each list so many are sorted by tenant that none is taken out of turn."""
+    uuids = [f"{random.random()}" for _ in range(count)]
+    fetched = consumer.fetch(INC, uuids, ALL, RULES, bite=1000)
+    return [json.loads(one.raw)["headers"]["id"] for one in fetched or ()]
+
+
+def one(number: int, tenant: str = "", tokens: int = 100) -> Message:
+    """Of the same time are several, as of a request with many prompts."""
+    return Message(f"task-{number}", QUEUE, "default", 1, tokens, tenant, 1_000_000 + number // 3)
+
+
+async def test_with_one_tenant_it_is_exact_wherever_the_message_is(broker: Broker, consumer: Consumer) -> None:
+    sent = [one(number) for number in range(3000)]
+    await broker.send_many(sent)
+    assert take(consumer, 10) == [message.id for message in sent[:10]]
+    for number in (10, 11, 500, 1500, 2999):
+        assert await broker.standing(sent[number]) == Standing(number - 10, exact=True)
+    assert await broker.standing(sent[3]) is None  # in flight
+    assert await broker.standing(one(4000)) is None
+
+
+async def test_what_was_given_back_stands_at_the_front_or_is_due(broker: Broker, consumer: Consumer) -> None:
+    sent = [one(number) for number in range(50)]
+    await broker.send_many(sent)
+    fetched = consumer.fetch(INC, ["a", "b", "c"], ALL, RULES)
+    assert fetched is not None
+    consumer.put_down([Back(INC, "b"), Back(INC, "c", delay=3600.0)])
+    assert await broker.standing(sent[1]) == Standing(0, exact=True)
+    late = await broker.standing(sent[2])
+    assert late is not None
+    assert late.due_s is not None
+    assert 3000 < late.due_s <= 3600
+
+
+@pytest.mark.parametrize("sorted_already", [True, False])
+async def test_among_tenants_it_is_right_to_a_twentieth_of_the_queue(
+    broker: Broker, consumer: Consumer, sorted_already: bool
+) -> None:
+    """On average: what is not sorted yet is known by a sample."""
+    draw = random.Random(5)
+    weights = {"heavy": 1.0, "light": 1.0, "paid": 4.0, "": 1.0}
+    for tenant, weight in weights.items():
+        await broker.weigh(tenant, weight)
+    shares = draw.choices([*weights], [70, 5, 20, 5], k=900)
+    sent = [one(number, tenant, draw.randint(50, 150)) for number, tenant in enumerate(shares)]
+    await broker.send_many(sent)
+    gone = {*take(consumer, 40)} if sorted_already else set[str]()
+    waiting = [message for message in sent if message.id not in gone]
+    told = {message.id: await broker.standing(message) for message in draw.sample(waiting, 60)}
+    order = take(consumer, len(waiting))
+    assert len(order) == len(waiting)
+    found = {name: standing for name, standing in told.items() if standing is not None and not standing.exact}
+    assert found.keys() == told.keys()
+    off = [abs(standing.ahead - order.index(name)) / len(waiting) for name, standing in found.items()]
+    assert sum(off) / len(off) <= 0.05
+    assert max(off) <= 0.15
