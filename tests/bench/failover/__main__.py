@@ -14,8 +14,11 @@ from tests.bench.failover.gateways import kill_gateway
 from tests.bench.failover.load import Load
 from tests.bench.failover.report import of_rounds, table
 from tests.bench.failover.rounds import plain, strike
-from tests.bench.failover.soak import soak
+from tests.bench.failover.soak import counted, soak
 from tests.bench.failover.system import running
+
+#: Time (s) for which all stands before the first fault: more than a lease.
+STAND_S = 12.0
 
 
 async def measure(asked: argparse.Namespace) -> dict[str, Any]:
@@ -26,8 +29,9 @@ async def measure(asked: argparse.Namespace) -> dict[str, Any]:
     with running(asked.workers, gateways, *options, supervised=asked.supervised) as system:
         load = Load([*system.gateways], asked.streams, asked.tokens)
         await load.start()
+        await asyncio.sleep(STAND_S)
         if asked.how == "soak":
-            found["soak"] = asdict(await soak(system, load, asked.soak, asked.pause))
+            found["soak"] = asdict(await soak(system, load, asked.soak, asked.pause)) | counted(load.ports[0])
         else:
             for number in range(asked.kills):
                 if asked.how == "gateway":
@@ -74,7 +78,7 @@ def main() -> int:
     kind.add_argument("--soak", type=float, metavar="SECONDS", help="kill connections in place of processes")
     parser.add_argument("--restart", action="store_true", help="with --gateway: there is one, which is started again")
     parser.add_argument("--supervised", action="store_true", help="workers have a supervisor, as under `penstock up`")
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--streams", type=int, default=16, help="streams open at a time")
     parser.add_argument("--tokens", type=int, default=900, help="tokens of each stream")
     parser.add_argument("--drain-s", type=float, default=2.0, help="the workers' drain timeout, s")

@@ -39,7 +39,10 @@ class Round:
 
 
 async def strike(system: System, load: Load, how: str) -> Round:
-    """Do it to the worker that holds most streams, at a random time, and wait until each has gone on."""
+    """Do it to the worker that holds most streams, at a random time, and wait until each has gone on.
+
+    Never to the oldest of three or more: a worker looks after others only once it has stood for a lease.
+    """
     await asyncio.sleep(random.uniform(0.2, 1.5))
     victim, incarnation, held = await _victim(system, load)
     began = time.monotonic()
@@ -57,7 +60,10 @@ async def strike(system: System, load: Load, how: str) -> Round:
 async def _victim(system: System, load: Load) -> tuple[Process, str, list[Stream]]:
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
-        held = {worker: _held(system, load, system.incarnation(worker)) for worker in system.workers}
+        held = {
+            worker: _held(system, load, system.incarnation(worker))
+            for worker in system.workers[max(0, len(system.workers) - 2) :]
+        }
         victim = max(held, key=lambda worker: len(held[worker]))
         if len(held[victim]) >= LEAST:
             return victim, system.incarnation(victim), held[victim]

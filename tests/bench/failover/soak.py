@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
+import re
 import time
+import urllib.request
 from dataclasses import dataclass, field
 
 from redis import Redis
@@ -14,6 +15,8 @@ from producers.contract import keys
 from tests.bench.failover.load import Load
 from tests.bench.failover.system import System
 from tests.processes import TESTS
+
+METRICS = ("penstock_worker_false_takeovers_total", "penstock_worker_recomputed_tokens_total")
 
 
 @dataclass(slots=True)
@@ -54,7 +57,8 @@ def _kill_one(redis: Redis) -> str:
     return kind
 
 
-def abouts(system: System) -> list[dict[str, object]]:
-    """The workers' own reports, from their leases."""
-    found = (system.redis.get(keys.lease(one)) for one in system.incarnations())
-    return [json.loads(about) for about in found if about]
+def counted(port: int) -> dict[str, float]:
+    """The gateway's figures of takeovers, summed over all workers."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        text = answer.read().decode()
+    return {name: sum(map(float, re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))) for name in METRICS}
