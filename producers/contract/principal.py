@@ -14,7 +14,8 @@ SCOPES: Final[dict[str, str]] = {
     "submit": "submit tasks, responses, batches; upload files",
     "read": "see, list and stream what its tenant has made",
     "cancel": "cancel, retry and delete what its tenant has made",
-    "admin": "see and do everything, for all tenants: keys, webhook endpoints, figures",
+    "metrics": "read /metrics, the figures of all tenants, and nothing else",
+    "admin": "see and do everything, for all tenants: also keys and the audit log",
 }
 
 

@@ -13,13 +13,13 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 
 from producers.connection.addresses import networks
-from producers.gateway import batches, docs, files, front, health, metrics, models, openai, webhooks
+from producers.gateway import batches, docs, files, front, health, keys, metrics, models, openai, webhooks
 from producers.gateway.admission.callers import Callers
 from producers.gateway.admission.destinations import Destinations
 from producers.gateway.admission.limits import Admission
 from producers.gateway.context import Gateway
 from producers.gateway.http import errors
-from producers.gateway.http.caller import ADMINISTERS
+from producers.gateway.http.caller import MEASURES
 from producers.gateway.http.edge import Edge
 from producers.gateway.http.openapi import Documented
 from producers.gateway.http.sse import Streams
@@ -128,10 +128,10 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         )
     errors.install(app)
     for router in (
-        *(part.router for part in (front, docs, tasks, events, files, batches, webhooks, models, health)),
+        *(part.router for part in (front, docs, tasks, events, files, batches, webhooks, keys, models, health)),
         *openai.ROUTERS,
     ):
         app.include_router(router)
-    app.include_router(metrics.router, dependencies=ADMINISTERS)
+    app.include_router(metrics.router, dependencies=MEASURES)
     app.mount(docs.ASSETS, docs.assets())
     return app

@@ -95,6 +95,10 @@ class Key:
             return "expired"
         return "active" if self.disabled_at is None else "disabled"
 
+    def ended(self, now: float) -> bool:
+        """Whether it will never let anybody in again."""
+        return self.state(now) in ("revoked", "expired")
+
     def opens(self, secret: str, now: float) -> bool:
         """Whether this secret lets its holder in now. Takes the same time for every answer."""
         given = _digest(secret)
@@ -126,10 +130,17 @@ def rotated(key: Key, overlap_s: float, now: float) -> tuple[Key, str]:
     return new, f"{PREFIX}{key.id}_{secret}"
 
 
-async def create(store: Redis, key: Key, change: Change) -> None:
-    """Keep a new key. Raises TooManyKeys, redis.exceptions.RedisError or OSError; may be called again."""
-    if await arun(store, swap(keys.API_KEYS, key.id, "", key.to_json(), most=MAX_KEYS, audit=change)) < 0:
-        raise TooManyKeys
+async def create(store: Redis, key: Key, audit: Change) -> None:
+    """Keep a new key. Where there are MAX_KEYS, the oldest one that has ended for good makes room.
+
+    Raises TooManyKeys, redis.exceptions.RedisError or OSError; may be called again.
+    """
+    while await arun(store, swap(keys.API_KEYS, key.id, "", key.to_json(), most=MAX_KEYS, audit=audit)) < 0:
+        ended = [one for one in await every(store) if one.ended(time.time())]
+        if not ended:
+            raise TooManyKeys
+        await store.execute_command("HDEL", keys.API_KEYS, ended[-1].id)
+    audit.say()
 
 
 async def get(store: Redis, key_id: str) -> Key | None:
@@ -146,12 +157,15 @@ async def every(store: Redis) -> list[Key]:
 
 async def change(store: Redis, key_id: str, how: Callable[[Key], Key], audit: Change) -> Key | None:
     """Change a key by a function, which may be called again if another process changes it meanwhile. None where there
-    is none. Raises redis.exceptions.RedisError or OSError."""
+    is none. The audit entry gets the key's tenant. Raises redis.exceptions.RedisError or OSError."""
     while (raw := await store.execute_command("HGET", keys.API_KEYS, key_id)) is not None:
         if (old := Key.parse(raw)) is None:
             return None
-        new = how(old)
-        if new == old or await arun(store, swap(keys.API_KEYS, key_id, text(raw), new.to_json(), audit=audit)):
+        audit = replace(audit, tenant=old.tenant)
+        if (new := how(old)) == old:
+            return new
+        if await arun(store, swap(keys.API_KEYS, key_id, text(raw), new.to_json(), audit=audit)):
+            audit.say()
             return new
     return None
 

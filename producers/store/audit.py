@@ -6,16 +6,21 @@ without the other. The process that asked for it also logs it as a line of JSON,
 
 from __future__ import annotations
 
+import getpass
 import json
 import logging
+import os
+import socket
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from redis.asyncio import Redis
 
+from producers.connection.script import text
 from producers.contract import keys
 
 log = logging.getLogger("penstock.audit")
+log.setLevel(logging.INFO)  # changes are logged whatever else is
 
 #: Entries of the stream; older ones are in the logs alone.
 KEPT: Final = 100_000
@@ -23,7 +28,7 @@ KEPT: Final = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change. `by`: a key's id, `local` for a caller without one, or `cli:USER@HOST`."""
+    """A change. `by`: a key's id, `local` for a caller without one, a process's name, or `cli:USER@HOST`."""
 
     by: str
     did: str
@@ -43,8 +48,28 @@ class Change:
         log.info("%s", self.to_json())
 
 
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """Who makes changes: `by` and `address` as of `Change`."""
+
+    by: str
+    address: str | None = None
+
+    def did(self, did: str, what: str, tenant: str | None = None) -> Change:
+        return Change(self.by, did, what, tenant, self.address)
+
+
+def operator() -> str:
+    """The user of this process, as `by` of a change."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        user = str(os.getuid())
+    return f"cli:{user}@{socket.gethostname()}"
+
+
 async def latest(store: Redis, most: int) -> list[dict[str, Any]]:
     """Up to `most` changes, the latest first, each with its time `at` (unix ms). Raises redis.exceptions.RedisError or
     OSError."""
     found = await store.execute_command("XREVRANGE", keys.AUDIT, "+", "-", "COUNT", most)
-    return [{"at": int(entry.split(b"-")[0]), **json.loads(said[1])} for entry, said in found]
+    return [{"at": int(text(entry).partition("-")[0]), **json.loads(*said.values())} for entry, said in found]

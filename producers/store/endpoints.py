@@ -4,8 +4,8 @@
 
 An endpoint is a field of the hash `penstock:webhooks:endpoints`, by its id: a JSON object with the fields of
 `Endpoint`. Tenants' own secrets are fields of `penstock:webhooks:secrets`, by tenant ('' for tasks without one). Both
-are changed by SWAP, which writes only over what was read. Every call may raise redis.exceptions.RedisError or OSError,
-and may be called again.
+are changed by SWAP, which writes only over what was read, and appends the change to the audit log. Every call may raise
+redis.exceptions.RedisError or OSError, and may be called again.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from producers.contract import keys
 from producers.contract.ids import timed_id
 from producers.contract.webhook import new_secret
 from producers.store import outbox
+from producers.store.audit import Change
 from producers.store.outbox import Row
 from producers.store.protocol import swap
 
@@ -112,14 +113,17 @@ def new_id() -> str:
     return timed_id(PREFIX, time.time_ns() // 1_000_000)
 
 
-async def create(store: Redis, endpoint: Endpoint) -> Endpoint:
+async def create(store: Redis, endpoint: Endpoint, audit: Change) -> Endpoint:
     """Make an endpoint. Returns it, or the one that has this id already. Raises TooManyEndpoints."""
+    call = swap(keys.WEBHOOK_ENDPOINTS, endpoint.id, "", endpoint.to_json(), most=MAX_ENDPOINTS, audit=audit)
     while True:
-        done = await arun(store, swap(keys.WEBHOOK_ENDPOINTS, endpoint.id, "", endpoint.to_json(), most=MAX_ENDPOINTS))
+        done = await arun(store, call)
         if done < 0:
             raise TooManyEndpoints
-        made = endpoint if done else await get(store, endpoint.id)
-        if made is not None:
+        if done:
+            audit.say()
+            return endpoint
+        if (made := await get(store, endpoint.id)) is not None:
             return made
 
 
@@ -143,7 +147,7 @@ async def every(store: Redis) -> list[Endpoint]:
     return sorted(filter(None, map(Endpoint.parse, found)), key=lambda one: one.id, reverse=True)
 
 
-async def change(store: Redis, endpoint_id: str, how: Callable[[Endpoint], Endpoint]) -> Endpoint | None:
+async def change(store: Redis, endpoint_id: str, how: Callable[[Endpoint], Endpoint], audit: Change) -> Endpoint | None:
     """Change an endpoint by a function, which may be called again if another process changes it meanwhile.
 
     None where there is none.
@@ -151,28 +155,34 @@ async def change(store: Redis, endpoint_id: str, how: Callable[[Endpoint], Endpo
     while (raw := await store.execute_command("HGET", keys.WEBHOOK_ENDPOINTS, endpoint_id)) is not None:
         if (old := Endpoint.parse(raw)) is None:
             return None
-        new = how(old)
-        if new == old or await arun(store, swap(keys.WEBHOOK_ENDPOINTS, endpoint_id, text(raw), new.to_json())):
+        if (new := how(old)) == old:
+            return new
+        if await arun(store, swap(keys.WEBHOOK_ENDPOINTS, endpoint_id, text(raw), new.to_json(), audit=audit)):
+            audit.say()
             return new
     return None
 
 
-async def remove(store: Redis, endpoint_id: str) -> bool:
+async def remove(store: Redis, endpoint_id: str, audit: Change) -> bool:
     """Remove an endpoint. Its rows that are due become dead. False where there was none."""
-    return bool(await store.execute_command("HDEL", keys.WEBHOOK_ENDPOINTS, endpoint_id))
+    while (raw := await store.execute_command("HGET", keys.WEBHOOK_ENDPOINTS, endpoint_id)) is not None:
+        if await arun(store, swap(keys.WEBHOOK_ENDPOINTS, endpoint_id, text(raw), "", audit=audit)):
+            audit.say()
+            return True
+    return False
 
 
 async def own_secrets(store: Redis, tenant: str | None) -> Secrets:
     """The tenant's secrets for its tasks' own webhooks, made at first need."""
-    return await _own(store, tenant, lambda secrets: secrets)
+    return await _own(store, tenant, lambda secrets: secrets, None)
 
 
-async def rotate_own(store: Redis, tenant: str | None, *, keep_old: bool = True) -> Secrets:
+async def rotate_own(store: Redis, tenant: str | None, audit: Change, *, keep_old: bool = True) -> Secrets:
     """Give a tenant a new secret for its tasks' own webhooks."""
-    return await _own(store, tenant, lambda secrets: secrets.rotated(time.time(), keep_old=keep_old))
+    return await _own(store, tenant, lambda secrets: secrets.rotated(time.time(), keep_old=keep_old), audit)
 
 
-async def _own(store: Redis, tenant: str | None, how: Callable[[Secrets], Secrets]) -> Secrets:
+async def _own(store: Redis, tenant: str | None, how: Callable[[Secrets], Secrets], audit: Change | None) -> Secrets:
     fresh = Secrets.new()
     while True:
         raw = await store.execute_command("HGET", keys.WEBHOOK_SECRETS, tenant or "")
@@ -181,7 +191,9 @@ async def _own(store: Redis, tenant: str | None, how: Callable[[Secrets], Secret
         if new == old:
             return new
         said = "" if raw is None else text(raw)
-        if await arun(store, swap(keys.WEBHOOK_SECRETS, tenant or "", said, json.dumps(asdict(new)))):
+        if await arun(store, swap(keys.WEBHOOK_SECRETS, tenant or "", said, json.dumps(asdict(new)), audit=audit)):
+            if audit is not None:
+                audit.say()
             return new
 
 

@@ -18,6 +18,7 @@ from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call
 from producers.errors import shown
 from producers.store import endpoints, outbox
+from producers.store.audit import Change
 from producers.store.endpoints import TEST_PREFIX, Endpoint
 from producers.store.outbox import Attempt, Row
 from workers.webhooks.limits import Limits, Visit
@@ -170,7 +171,8 @@ class Deliverer:
             return replace(one, enabled=False, disabled_because="it answered 410 Gone", updated_at=int(time.time()))
 
         try:
-            await endpoints.change(self._client.store, endpoint_id, disabled)
+            audit = Change("webhooks", "endpoint.disable", endpoint_id)
+            await endpoints.change(self._client.store, endpoint_id, disabled, audit)
         except FAILURES as error:  # its next delivery hears the same
             warn_throttled(log, "an endpoint that answered 410 is not disabled yet: %s", error)
 

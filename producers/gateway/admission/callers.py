@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -49,10 +50,11 @@ class _Known:
 
 
 class Callers:
-    """The callers of one gateway, by their keys."""
+    """The callers of one gateway, by their keys. `sleep`: waits for some seconds."""
 
-    def __init__(self, store: Redis) -> None:
+    def __init__(self, store: Redis, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep) -> None:
         self._store = store
+        self._sleep = sleep
         self._known: dict[str, _Known] = {}
         self._wrong: dict[str, tuple[int, float]] = {}
 
@@ -95,7 +97,7 @@ class Callers:
     async def _refusal(self, address: str, *, missing: bool = False) -> Problem:
         """What a caller without a good key is told, and how soon."""
         if not missing:
-            await asyncio.sleep(self._pause(address))
+            await self._sleep(self._pause(address))
             return Problem(401, "This key does not work.", code="invalid_api_key", headers=CHALLENGE)
         said = "A key is missing: send it in the header `Authorization: Bearer psk_...`."
         return Problem(401, said, code="missing_api_key", headers=CHALLENGE)

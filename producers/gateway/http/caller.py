@@ -17,6 +17,7 @@ from producers.contract.principal import LOCAL, Principal
 from producers.contract.task import MAX_TENANT
 from producers.errors import shown
 from producers.gateway.http.errors import Problem
+from producers.store.audit import Actor
 
 TENANT: Final = "Penstock-Tenant"
 #: The header for OpenAPI (`parameters` of an operation).
@@ -39,20 +40,26 @@ class Needs:
         if callers is None:
             connection.state.principal = LOCAL
             return
-        address = connection.client.host if connection.client else "nobody"
-        principal = await callers.principal(_token(connection.headers), address)
+        principal = await callers.principal(_token(connection.headers), _address(connection) or "nobody")
         if not principal.may(self.scope):
             raise Problem(403, f"This key lacks the scope {self.scope}.", code="missing_scope")
         connection.state.principal = principal
 
 
-SUBMITS, READS, CANCELS, ADMINISTERS = ([Depends(Needs(scope))] for scope in ("submit", "read", "cancel", "admin"))
+SUBMITS, READS, CANCELS, MEASURES, ADMINISTERS = (
+    [Depends(Needs(scope))] for scope in ("submit", "read", "cancel", "metrics", "admin")
+)
 
 
 def principal_of(connection: HTTPConnection) -> Principal:
     """Who asks, at an endpoint that needs a scope."""
     principal: Principal = connection.state.principal
     return principal
+
+
+def actor_of(connection: HTTPConnection) -> Actor:
+    """Who asks, for the audit log."""
+    return Actor(principal_of(connection).key or "local", _address(connection))
 
 
 def tenant_of(connection: HTTPConnection) -> str | None:
@@ -93,6 +100,10 @@ def _named(headers: Mapping[str, str]) -> str | None:
 
 def _refusal(value: str, wanted: str) -> Problem:
     return Problem(400, f"{TENANT} is {shown(value)}; {TENANT} must be {wanted}", code="invalid_value", param=TENANT)
+
+
+def _address(connection: HTTPConnection) -> str | None:
+    return connection.client.host if connection.client else None
 
 
 def _token(headers: Mapping[str, str]) -> str | None:

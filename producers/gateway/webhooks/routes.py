@@ -13,7 +13,7 @@ from producers.contract.webhook import EVENT_TYPES
 from producers.errors import shown
 from producers.gateway.context import gateway_of
 from producers.gateway.http import idempotency
-from producers.gateway.http.caller import CANCELS, READS, SUBMITS, principal_of, same
+from producers.gateway.http.caller import CANCELS, READS, SUBMITS, actor_of, principal_of, same
 from producers.gateway.http.errors import Problem
 from producers.gateway.tasks.views import errors
 from producers.gateway.webhooks.body import fields_of, host_of
@@ -76,7 +76,9 @@ async def create(request: Request, response: Response) -> EndpointWithSecret:
             return EndpointWithSecret.of(made, signing_secret=made.secrets.secret)
     made = Endpoint(id=endpoint_id, name=name, secrets=Secrets.new(), created_at=now, updated_at=now, **fields)
     try:
-        made = await endpoints.create(gateway.client.store, made)
+        made = await endpoints.create(
+            gateway.client.store, made, actor_of(request).did("endpoint.create", made.id, made.tenant)
+        )
     except TooManyEndpoints:
         raise Problem(
             400, f"There are {MAX_ENDPOINTS} endpoints, the most; delete one first.", code="too_many_endpoints"
@@ -133,7 +135,7 @@ async def look(request: Request, endpoint_id: str) -> EndpointView:
 async def update(request: Request, endpoint_id: str) -> EndpointView:
     """Change an endpoint's fields that are given. Another URL, or `enabled`, enables one that was disabled."""
     gateway = gateway_of(request)
-    await _own(request, endpoint_id)
+    own = await _own(request, endpoint_id)
     fields = await fields_of(request, UPDATE)
     if "url" in fields:
         await gateway.destinations.check(fields["url"], "url")
@@ -145,7 +147,9 @@ async def update(request: Request, endpoint_id: str) -> EndpointView:
             new = replace(new, enabled=enabled, disabled_because=None if enabled else "disabled by an update")
         return new if new == one else replace(new, updated_at=int(time.time()))
 
-    return EndpointView.of(_found(await endpoints.change(gateway.client.store, endpoint_id, changed), endpoint_id))
+    audit = actor_of(request).did("endpoint.update", endpoint_id, own.tenant)
+    new = await endpoints.change(gateway.client.store, endpoint_id, changed, audit)
+    return EndpointView.of(_found(new, endpoint_id))
 
 
 @router.delete(
@@ -153,8 +157,8 @@ async def update(request: Request, endpoint_id: str) -> EndpointView:
 )
 async def delete(request: Request, endpoint_id: str) -> EndpointDeleted:
     """Delete an endpoint. Its deliveries that wait are given up."""
-    await _own(request, endpoint_id)
-    if not await endpoints.remove(gateway_of(request).client.store, endpoint_id):
+    audit = actor_of(request).did("endpoint.delete", endpoint_id, (await _own(request, endpoint_id)).tenant)
+    if not await endpoints.remove(gateway_of(request).client.store, endpoint_id, audit):
         raise _missing(endpoint_id)
     return EndpointDeleted(id=endpoint_id)
 
@@ -168,7 +172,7 @@ async def delete(request: Request, endpoint_id: str) -> EndpointDeleted:
 )
 async def rotate_secret(request: Request, endpoint_id: str) -> EndpointWithSecret:
     """Give an endpoint a new secret, shown this once. The old one goes on for 24 hours, unless told not to."""
-    await _own(request, endpoint_id)
+    audit = actor_of(request).did("endpoint.rotate_secret", endpoint_id, (await _own(request, endpoint_id)).tenant)
     fields = await fields_of(request, ROTATE, optional=True)
     keep = fields.get("keep_old_secret_active_for_24_hours") is not False
     now = int(time.time())
@@ -176,7 +180,7 @@ async def rotate_secret(request: Request, endpoint_id: str) -> EndpointWithSecre
     def rotated(one: Endpoint) -> Endpoint:
         return replace(one, secrets=one.secrets.rotated(now, keep_old=keep), updated_at=now)
 
-    one = _found(await endpoints.change(gateway_of(request).client.store, endpoint_id, rotated), endpoint_id)
+    one = _found(await endpoints.change(gateway_of(request).client.store, endpoint_id, rotated, audit), endpoint_id)
     return EndpointWithSecret.of(one, signing_secret=one.secrets.secret)
 
 

@@ -33,6 +33,7 @@ from redis import Redis
 
 from producers.connection.script import parsed, run
 from producers.contract import keys
+from producers.store.audit import Change, operator
 from producers.store.fleet import model_files
 from producers.store.protocol import swap
 
@@ -80,7 +81,7 @@ def publish(store: Redis, card: Card, files: Mapping[str, bytes], over: str | No
             new["served"] = before.get("served", "published" not in before)
         return new
 
-    _put(store, card, files, change)
+    _put(store, card, files, change, audit=_published(card["name"], card["version"]))
     return _write(store, card["name"], lambda before: _told(store, card["version"], before))
 
 
@@ -92,7 +93,7 @@ def pin(store: Redis, name: str, version: str) -> Card:
             return None
         return before | {"published": _now_ms(), "served": True}
 
-    return _write(store, name, change)
+    return _write(store, name, change, _published(name, version))
 
 
 def read(store: Redis, name: str) -> Card | None:
@@ -148,6 +149,7 @@ def _put(
     files: Mapping[str, bytes],
     change: Callable[[Card | None], Card | None],
     first: Callable[[], object] = lambda: None,
+    audit: Change | None = None,
 ) -> Card:
     def put() -> None:
         for name, data in files.items():
@@ -155,13 +157,18 @@ def _put(
 
     put()
     first()
-    standing = _write(store, card["name"], change)
+    standing = _write(store, card["name"], change, audit)
     put()  # a sweeper removes files that no card names, as these were until now
     store.hdel(keys.ROUTES, card["name"])  # clients of earlier releases send to all pools of the model then
     return standing
 
 
-def _write(store: Redis, name: str, change: Callable[[Card | None], Card | None]) -> Card:
+def _published(name: str, version: str) -> Change:
+    """New tasks of a name go to this version, as its publisher decided."""
+    return Change(operator(), "model.publish", f"{name}@{version}")
+
+
+def _write(store: Redis, name: str, change: Callable[[Card | None], Card | None], audit: Change | None = None) -> Card:
     """Replace a card by what `change` makes of it; None leaves it. Returns what stands."""
     while True:
         raw: Any = store.hget(keys.MODELS, name)
@@ -172,7 +179,9 @@ def _write(store: Redis, name: str, change: Callable[[Card | None], Card | None]
             return before
         if before is not None and before["version"] != after["version"]:
             _keep_known(store, name, before["version"])
-        if run(store, swap(keys.MODELS, name, raw or "", json.dumps(after))):
+        if run(store, swap(keys.MODELS, name, raw or "", json.dumps(after), audit=audit)):
+            if audit is not None:
+                audit.say()
             return after
 
 

@@ -147,11 +147,13 @@ def secret(
 
     async def work(client: AsyncClient) -> None:
         from producers.store import endpoints
+        from producers.store.audit import Change, operator
 
         if drop_old and not rotate:
             raise Failure("--drop-old needs --rotate")
         if rotate:
-            found = await endpoints.rotate_own(client.store, tenant, keep_old=not drop_old)
+            audit = Change(operator(), "webhook_secret.rotate", tenant or "", tenant)
+            found = await endpoints.rotate_own(client.store, tenant, audit, keep_old=not drop_old)
         else:
             found = await endpoints.own_secrets(client.store, tenant)
         typer.echo(found.secret)

@@ -1,0 +1,187 @@
+"""API keys, for whoever minds a system: checks what is asked for, and makes each change with its audit entry.
+
+`penstock keys` and `/v1/keys` are the same functions: both take the fields of FIELDS, and show what `about` gives.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from redis.asyncio import Redis
+
+from producers.contract import keys
+from producers.contract.principal import SCOPES
+from producers.contract.task import MAX_TENANT
+from producers.errors import InvalidTask, PenstockError, shown
+from producers.store import api_keys
+from producers.store.api_keys import PREFIX, Key
+from producers.store.audit import Actor
+
+#: Scopes of a key, unless it is given others.
+USUAL: Final = ("submit", "read", "cancel")
+MAX_NAME: Final = 200
+#: Most models of a key.
+MAX_MODELS: Final = 100
+#: Longest life of a key that expires, and longest overlap of a rotation (s).
+LONGEST_S: Final = 10 * 365 * 24 * 3600
+MAX_OVERLAP_S: Final = 30 * 24 * 3600
+#: What nothing shows.
+_HIDDEN: Final = ("digest", "old_digest", "old_until")
+
+
+class KeyEnded(PenstockError):
+    """The key is revoked or has expired: nothing brings it back."""
+
+
+def checked(asked: Mapping[str, Any], now: float) -> dict[str, Any]:
+    """The fields of a new key, with defaults. None counts as not given. Raises InvalidTask."""
+    for name in asked:
+        if name not in FIELDS:
+            said = f"unknown field {shown(name)}; there are {', '.join(FIELDS)}"
+            raise InvalidTask(said, param=name, code="unknown_parameter")
+    given = {name: FIELDS[name](name, value) for name, value in asked.items() if value is not None}
+    if "tenant" not in given:
+        raise InvalidTask("tenant is missing: whose key is it?", param="tenant", code="missing_parameter")
+    given = {"name": given["tenant"], "scopes": USUAL, **given}
+    _check_expiry(given.get("expires_at"), now)
+    for name in ("models", "tiers"):
+        if given.get(name) and not {"submit", "admin"} & {*given["scopes"]}:
+            said = f"{name} say what a key may submit, and the scopes {', '.join(given['scopes'])} do not let it"
+            raise InvalidTask(said, param=name)
+    return given
+
+
+async def create(store: Redis, asked: Mapping[str, Any], actor: Actor) -> tuple[Key, str]:
+    """Make a key of the fields that are asked for; gives its text, too, which nothing can show again.
+
+    Raises InvalidTask, TooManyKeys, redis.exceptions.RedisError or OSError.
+    """
+    key, token = api_keys.new_key(**checked(asked, time.time()))
+    await api_keys.create(store, key, actor.did("key.create", key.id, key.tenant))
+    return key, token
+
+
+async def rotate(store: Redis, key_id: str, overlap_s: float, actor: Actor) -> tuple[Key, str] | None:
+    """Give a key a new secret; the old one works for `overlap_s` seconds more. None where there is no such key.
+
+    Raises KeyEnded, and as `create` does.
+    """
+    if not 0 <= overlap_s <= MAX_OVERLAP_S:
+        raise InvalidTask(f"overlap is {overlap_s:g}; it must be from 0 to {MAX_OVERLAP_S} seconds", param="overlap")
+    made: list[str] = []
+
+    def new(key: Key) -> Key:
+        _check_going(key)
+        key, token = api_keys.rotated(key, overlap_s, time.time())
+        made.append(token)
+        return key
+
+    key = await api_keys.change(store, key_id, new, actor.did("key.rotate", key_id))
+    return None if key is None else (key, made[-1])
+
+
+async def turn(store: Redis, key_id: str, verb: str, actor: Actor) -> Key | None:
+    """`disable`, `enable` or `revoke` a key; done before, nothing changes. None where there is no such key.
+
+    Raises KeyEnded, redis.exceptions.RedisError or OSError.
+    """
+    return await api_keys.change(store, key_id, TURNS[verb], actor.did(f"key.{verb}", key_id))
+
+
+async def found(store: Redis, prefix: str = "", tenant: str | None = None) -> list[Key]:
+    """The keys of a tenant (None: of all) whose id begins so, the newest first.
+
+    `prefix`: of an id, or of a whole key.
+    """
+    begins = prefix.removeprefix(PREFIX).partition("_")[0]
+    every = await api_keys.every(store)
+    return [one for one in every if one.id.startswith(begins) and tenant in (None, one.tenant)]
+
+
+def about(key: Key, now: float) -> dict[str, Any]:
+    """A key as it is shown: without digests, with its state and, while an old secret works, until when."""
+    told = {name: value for name, value in asdict(key).items() if name not in _HIDDEN}
+    overlaps = key.old_digest is not None and now < key.old_until
+    return {**told, "state": key.state(now), "old_secret_until": key.old_until if overlaps else None}
+
+
+def _disable(key: Key) -> Key:
+    _check_going(key)
+    return key if key.disabled_at is not None else replace(key, disabled_at=int(time.time()))
+
+
+def _enable(key: Key) -> Key:
+    _check_going(key)
+    return replace(key, disabled_at=None)
+
+
+def _revoke(key: Key) -> Key:
+    return key if key.revoked_at is not None else replace(key, revoked_at=int(time.time()))
+
+
+TURNS: Final[Mapping[str, Callable[[Key], Key]]] = {"disable": _disable, "enable": _enable, "revoke": _revoke}
+
+
+def _check_going(key: Key) -> None:
+    if key.ended(time.time()):
+        raise KeyEnded(f"The key {key.id} is {key.state(time.time())} for good; make another one.")
+
+
+def _text(most: int) -> Callable[[str, Any], str]:
+    def text(name: str, value: Any) -> str:
+        if not isinstance(value, str):
+            raise InvalidTask(f"{name} is {shown(value)}; it must be text", param=name, code="invalid_type")
+        if not 1 <= len(value) <= most or not value.strip():
+            raise InvalidTask(f"{name} is {shown(value)}; it must be a name of 1 to {most} characters", param=name)
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise InvalidTask(f"{name} is {shown(value)}; it must be valid Unicode", param=name) from None
+        return value
+
+    return text
+
+
+def _some(most: int, known: Collection[str] = ()) -> Callable[[str, Any], tuple[str, ...]]:
+    """A list of names, each once; of those that are known, if any are."""
+
+    def names(name: str, value: Any) -> tuple[str, ...]:
+        if not isinstance(value, list | tuple):
+            raise InvalidTask(f"{name} is {shown(value)}; it must be a list", param=name, code="invalid_type")
+        if not 1 <= len(value) <= most:
+            raise InvalidTask(f"{name} has {len(value)} entries; it must have 1 to {most}", param=name)
+        for one in value:
+            if known and one not in known:
+                raise InvalidTask(f"{name} has {shown(one)}; there are {', '.join(known)}", param=name)
+            _text(MAX_NAME)(name, one)
+        return tuple(dict.fromkeys(value))
+
+    return names
+
+
+def _second(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidTask(f"{name} is {shown(value)}; it must be unix seconds", param=name, code="invalid_type")
+    return value
+
+
+def _check_expiry(at: int | None, now: float) -> None:
+    if at is not None and not now < at <= now + LONGEST_S:
+        when = datetime.fromtimestamp(at, UTC).isoformat() if 0 <= at < 2**35 else str(at)
+        said = f"the key would expire at {when}; that must lie ahead, by ten years at most"
+        raise InvalidTask(said, param="expires_at")
+
+
+#: Field of a new key -> its check.
+FIELDS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
+    "tenant": _text(MAX_TENANT),
+    "name": _text(MAX_NAME),
+    "scopes": _some(len(SCOPES), tuple(SCOPES)),
+    "models": _some(MAX_MODELS),
+    "tiers": _some(len(keys.TIERS), tuple(keys.TIERS)),
+    "expires_at": _second,
+}

@@ -1,0 +1,168 @@
+"""The routes of `/v1/keys` and `/v1/audit`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from fastapi import APIRouter, Request
+from redis.asyncio import Redis
+
+from producers.admin import keys as admin
+from producers.admin.keys import KeyEnded
+from producers.errors import InvalidTask, shown
+from producers.gateway.context import gateway_of
+from producers.gateway.http import query
+from producers.gateway.http.body import read_object
+from producers.gateway.http.caller import ADMINISTERS, actor_of
+from producers.gateway.http.errors import Problem
+from producers.gateway.keys.views import CREATE, ROTATE, ChangeList, ChangeView, KeyList, KeyView, KeyWithSecret
+from producers.gateway.tasks.views import errors
+from producers.store import api_keys, audit
+from producers.store.api_keys import MAX_KEYS, OVERLAP_S, Key, TooManyKeys
+
+router = APIRouter(prefix="/v1", tags=["keys"], dependencies=ADMINISTERS)
+
+#: The beginning of an id, or of a key up to its secret: URLs are in logs.
+BEGINNING: Final = re.compile(f"(?:{api_keys.PREFIX})?[0-9a-z]{{0,16}}")
+#: Changes that are shown, unless asked for otherwise, and the most.
+PAGE, MAX_PAGE = 100, 1000
+
+
+def _body(schema: Mapping[str, Any], *, required: bool = True) -> dict[str, Any]:
+    return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}
+
+
+@router.post("/keys", response_model=KeyWithSecret, responses=errors(413, 415), openapi_extra=_body(CREATE))
+async def create(request: Request) -> KeyWithSecret:
+    """Make a key. The answer alone shows it; a key whose answer was lost is of use to nobody, and can be revoked."""
+    gateway = gateway_of(request)
+    asked = await read_object(request, gateway.settings.max_body)
+    try:
+        key, token = await admin.create(gateway.client.store, asked, actor_of(request))
+    except TooManyKeys:
+        raise Problem(400, f"There are {MAX_KEYS} keys, the most; revoke one first.", code="too_many_keys") from None
+    return KeyWithSecret.of(key, key=token)
+
+
+@router.get(
+    "/keys",
+    response_model=KeyList,
+    openapi_extra={
+        "parameters": [
+            query.parameter("prefix", "the beginning of their ids", type="string"),
+            query.parameter("tenant", "keys of this tenant", type="string"),
+        ]
+    },
+)
+async def listed(request: Request) -> KeyList:
+    """List all keys, the newest first."""
+    prefix = request.query_params.get("prefix", "")
+    if not BEGINNING.fullmatch(prefix):
+        said = "prefix must be the beginning of a key's id, without its secret"
+        raise Problem(400, said, code="invalid_value", param="prefix")
+    found = await admin.found(_store(request), prefix, request.query_params.get("tenant"))
+    return KeyList(data=[KeyView.of(one) for one in found])
+
+
+@router.get("/keys/{key_id}", response_model=KeyView, responses=errors(404))
+async def look(request: Request, key_id: str) -> KeyView:
+    """Get a key, without its secret."""
+    return KeyView.of(_found(await api_keys.get(_store(request), key_id), key_id))
+
+
+@router.post(
+    "/keys/{key_id}/rotate",
+    response_model=KeyWithSecret,
+    responses=errors(404, 409, 413, 415),
+    openapi_extra=_body(ROTATE, required=False),
+)
+async def rotate(request: Request, key_id: str) -> KeyWithSecret:
+    """Give a key a new secret, shown this once. The old one goes on for 24 hours, unless told otherwise."""
+    overlap = await _overlap(request)
+    try:
+        made = await admin.rotate(_store(request), key_id, overlap, actor_of(request))
+    except KeyEnded as error:
+        raise _ended(error) from None
+    if made is None:
+        raise _missing(key_id)
+    return KeyWithSecret.of(made[0], key=made[1])
+
+
+@router.post("/keys/{key_id}/disable", response_model=KeyView, responses=errors(404, 409))
+async def disable(request: Request, key_id: str) -> KeyView:
+    """Let a key in no more until it is enabled; on every gateway within a second."""
+    return await _turned(request, key_id, "disable")
+
+
+@router.post("/keys/{key_id}/enable", response_model=KeyView, responses=errors(404, 409))
+async def enable(request: Request, key_id: str) -> KeyView:
+    """Let a key that was disabled in again."""
+    return await _turned(request, key_id, "enable")
+
+
+@router.post("/keys/{key_id}/revoke", response_model=KeyView, responses=errors(404))
+async def revoke(request: Request, key_id: str) -> KeyView:
+    """End a key for good; on every gateway within a second."""
+    return await _turned(request, key_id, "revoke")
+
+
+@router.get(
+    "/audit",
+    response_model=ChangeList,
+    openapi_extra={
+        "parameters": [
+            query.parameter(
+                "limit", "most changes to answer with", type="integer", minimum=1, maximum=MAX_PAGE, default=PAGE
+            )
+        ]
+    },
+)
+async def changes(request: Request) -> ChangeList:
+    """List who made, changed or removed keys, webhook endpoints and secrets, models' versions: the latest first."""
+    limit = query.integer(request, "limit", 1, MAX_PAGE, PAGE)
+    return ChangeList(data=[ChangeView(**one) for one in await audit.latest(_store(request), limit)])
+
+
+async def _turned(request: Request, key_id: str, verb: str) -> KeyView:
+    try:
+        return KeyView.of(_found(await admin.turn(_store(request), key_id, verb, actor_of(request)), key_id))
+    except KeyEnded as error:
+        raise _ended(error) from None
+
+
+async def _overlap(request: Request) -> float:
+    """The overlap (s) in a body, which there need not be. Raises InvalidTask, and Problem."""
+    if request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
+        return OVERLAP_S
+    asked = await read_object(request, gateway_of(request).settings.max_body)
+    for name in asked:
+        if name != "overlap":
+            said = f"unknown field {shown(name)}; there is overlap"
+            raise InvalidTask(said, param=name, code="unknown_parameter")
+    overlap = asked.get("overlap")
+    if overlap is None:
+        return OVERLAP_S
+    if isinstance(overlap, bool) or not isinstance(overlap, int | float):
+        said = f"overlap is {shown(overlap)}; it must be a number of seconds"
+        raise InvalidTask(said, param="overlap", code="invalid_type")
+    return overlap
+
+
+def _store(request: Request) -> Redis:
+    return gateway_of(request).client.store
+
+
+def _found(key: Key | None, key_id: str) -> Key:
+    if key is None:
+        raise _missing(key_id)
+    return key
+
+
+def _missing(key_id: str) -> Problem:
+    return Problem(404, f"There is no key {shown(key_id)}.", code="key_not_found")
+
+
+def _ended(error: KeyEnded) -> Problem:
+    return Problem(409, str(error), code="key_ended", headers={"x-should-retry": "false"})

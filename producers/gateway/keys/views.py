@@ -1,0 +1,96 @@
+"""The JSON of keys and of the audit log. Times are unix seconds, unless said otherwise."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, Field
+
+from producers.admin.keys import LONGEST_S, MAX_MODELS, MAX_NAME, MAX_OVERLAP_S, USUAL, about
+from producers.contract import keys
+from producers.contract.principal import SCOPES
+from producers.contract.task import MAX_TENANT
+from producers.store.api_keys import OVERLAP_S, Key
+
+
+def _names(most: int, description: str, known: tuple[str, ...] = ()) -> dict[str, Any]:
+    items: dict[str, Any] = {"type": "string", "enum": list(known)} if known else {"type": "string", "minLength": 1}
+    return {"type": "array", "minItems": 1, "maxItems": most, "items": items, "description": description}
+
+
+CREATE: dict[str, Any] = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["tenant"],
+    "properties": {
+        "tenant": {"type": "string", "minLength": 1, "maxLength": MAX_TENANT},
+        "name": {"type": "string", "minLength": 1, "maxLength": MAX_NAME, "description": "unset: the tenant"},
+        "scopes": _names(len(SCOPES), f"unset: {', '.join(USUAL)}", tuple(SCOPES)),
+        "models": _names(MAX_MODELS, "the models that it may use; unset: all"),
+        "tiers": _names(len(keys.TIERS), "the tiers that it may use; unset: all", tuple(keys.TIERS)),
+        "expires_at": {
+            "type": "integer",
+            "description": f"unix seconds, at most {LONGEST_S // (365 * 24 * 3600)} years ahead; unset: never",
+        },
+    },
+}
+ROTATE: dict[str, Any] = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {
+        "overlap": {
+            "type": "number",
+            "minimum": 0,
+            "maximum": MAX_OVERLAP_S,
+            "description": f"seconds for which the old secret still works; unset: {OVERLAP_S}",
+        }
+    },
+}
+
+
+class KeyView(BaseModel):
+    """An API key, without its secret."""
+
+    id: str
+    object: Literal["api_key"] = "api_key"
+    tenant: str
+    name: str
+    scopes: list[str]
+    models: list[str] = Field(description="the models that it may use; empty: all")
+    tiers: list[str] = Field(description="the tiers that it may use; empty: all")
+    state: Literal["active", "disabled", "expired", "revoked"]
+    created_at: int
+    expires_at: int | None
+    disabled_at: int | None
+    revoked_at: int | None
+    old_secret_until: int | None = Field(description="until when the secret before the last rotation works, too")
+
+    @classmethod
+    def of(cls, one: Key, **more: Any) -> Self:
+        return cls(**about(one, time.time()), **more)
+
+
+class KeyWithSecret(KeyView):
+    key: str = Field(description="what its holder sends; it is shown this once")
+
+
+class KeyList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[KeyView]
+
+
+class ChangeView(BaseModel):
+    """A change of a key, a webhook endpoint, a webhook secret or a model's version."""
+
+    at: int = Field(description="unix milliseconds")
+    by: str = Field(description="a key's id, `local` for a caller without one, `cli:USER@HOST`, or a process")
+    did: str
+    what: str
+    tenant: str | None = None
+    address: str | None = None
+
+
+class ChangeList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ChangeView]

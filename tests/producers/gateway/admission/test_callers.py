@@ -1,0 +1,67 @@
+"""Keys while the store is away, and wrong keys one after the other."""
+
+from __future__ import annotations
+
+import pytest
+
+from producers.client.steps import FAILURES
+from producers.connection.connect import connect_async
+from producers.gateway.admission import callers as module
+from producers.gateway.admission.callers import FREE, SLOWEST_S, Callers
+from producers.gateway.http.errors import Problem
+from producers.store import api_keys
+from producers.store.audit import Change
+from tests.processes import valkey
+
+
+async def made(url: str) -> str:
+    key, token = api_keys.new_key("acme", "a key", ("read",))
+    store = connect_async(url)
+    await api_keys.create(store, key, Change("test", "key.create", key.id))
+    await store.aclose()
+    return token
+
+
+async def test_keys_that_were_seen_go_on_while_the_store_is_away_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "FRESH_S", 0.0)  # each call looks
+    with valkey() as (url, _):
+        seen, unseen = await made(url), await made(url)
+        callers = Callers(connect_async(url))
+        assert (await callers.principal(seen, "here")).tenant == "acme"
+    assert (await callers.principal(seen, "here")).tenant == "acme"
+    with pytest.raises(FAILURES):
+        await callers.principal(unseen, "here")
+    with pytest.raises(Problem) as wrong:  # a secret that the key never had, though its id was seen
+        await callers.principal(seen[:21] + unseen[21:], "here")
+    assert wrong.value.status == 401
+    monkeypatch.setattr(module, "REMEMBERED_S", -1.0)
+    with pytest.raises(FAILURES):
+        await callers.principal(seen, "here")
+
+
+async def test_wrong_keys_of_an_address_are_answered_ever_more_slowly(valkey_url: str) -> None:
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    callers, good = Callers(connect_async(valkey_url), sleep), await made(valkey_url)
+
+    async def tries(address: str, count: int, token: str | None = "psk_" + "a" * 16 + "_" + "b" * 43) -> list[float]:
+        pauses.clear()
+        for _ in range(count):
+            with pytest.raises(Problem):
+                await callers.principal(token, address)
+        return [*pauses]
+
+    slowed = await tries("guesser", FREE + 10)
+    assert slowed[:FREE] == [0.0] * FREE
+    assert all(one < two for one, two in zip(slowed[FREE - 1 : FREE + 3], slowed[FREE : FREE + 4], strict=True))
+    assert slowed[-1] == SLOWEST_S
+    assert await tries("another", 1) == [0.0]
+    assert await tries("guesser", 1, None) == [], "no key is no guess"
+    pauses.clear()
+    await callers.principal(good, "guesser")
+    assert pauses == [], "who has a good key does not wait for those who have none"

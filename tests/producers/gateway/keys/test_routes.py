@@ -1,0 +1,171 @@
+"""`/v1/keys` and `/v1/audit`: who may do what, and who changed it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis
+
+from producers.contract import keys
+from tests.producers.gateway.conftest import Door, until
+from tests.producers.gateway.test_keys import as_caller, door, make
+
+__all__ = ["door", "make"]
+
+Make = Callable[..., str]
+
+
+@pytest.fixture
+def admin(door: Door, make: Make) -> httpx.Client:
+    """A client with a key of the scope admin."""
+    return httpx.Client(base_url=door.url, timeout=60, headers=as_caller(make("ops", ("admin",))))
+
+
+def works(door: Door, token: str) -> bool:
+    return httpx.get(f"{door.url}/v1/models", headers=as_caller(token)).status_code == 200
+
+
+def test_a_key_is_shown_once_and_kept_hashed(admin: httpx.Client, door: Door, valkey: Redis) -> None:
+    made = admin.post("/v1/keys", json={"tenant": "acme", "models": ["tiny"], "tiers": ["flex"]}).json()
+    assert made["scopes"] == ["submit", "read", "cancel"]
+    assert (made["name"], made["state"], made["expires_at"]) == ("acme", "active", None)
+    assert works(door, made["key"])
+    secret = made.pop("key").split("_", 2)[2]
+    assert admin.get(f"/v1/keys/{made['id']}").json() == made
+    for prefix in (made["id"][:5], made["id"], f"psk_{made['id']}"):
+        assert admin.get("/v1/keys", params={"prefix": prefix, "tenant": "acme"}).json()["data"] == [made]
+    assert admin.get("/v1/keys", params={"tenant": "other"}).json()["data"] == []
+    kept = [*valkey.hvals(keys.API_KEYS), *(entry[b"e"] for _, entry in valkey.xrange(keys.AUDIT))]
+    assert not any(secret.encode() in one for one in kept)
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({}, "tenant"),
+        ({"tenant": ""}, "tenant"),
+        ({"tenant": " "}, "tenant"),
+        ({"tenant": "x" * 201}, "tenant"),
+        ({"tenant": "\ud800"}, "tenant"),
+        ({"tenant": 5}, "tenant"),
+        ({"tenant": "a", "scopes": []}, "scopes"),
+        ({"tenant": "a", "scopes": ["write"]}, "scopes"),
+        ({"tenant": "a", "scopes": "read"}, "scopes"),
+        ({"tenant": "a", "tiers": ["gold"]}, "tiers"),
+        ({"tenant": "a", "models": [""]}, "models"),
+        ({"tenant": "a", "models": ["m"] * 101}, "models"),
+        ({"tenant": "a", "expires_at": int(time.time())}, "expires_at"),
+        ({"tenant": "a", "expires_at": -1}, "expires_at"),
+        ({"tenant": "a", "expires_at": 10**400}, "expires_at"),
+        ({"tenant": "a", "expires_at": 1.5}, "expires_at"),
+        ({"tenant": "a", "scopes": ["read"], "models": ["m"]}, "models"),
+        ({"tenant": "a", "digest": "0" * 64}, "digest"),
+    ],
+)
+def test_a_bad_key_is_refused_and_nothing_is_written(
+    admin: httpx.Client, valkey: Redis, asked: dict[str, Any], param: str
+) -> None:
+    before = valkey.hlen(keys.API_KEYS), valkey.xlen(keys.AUDIT)
+    answer = admin.post("/v1/keys", content=json.dumps(asked), headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert (valkey.hlen(keys.API_KEYS), valkey.xlen(keys.AUDIT)) == before
+
+
+def test_a_keys_life_is_in_the_audit_log(admin: httpx.Client, door: Door, valkey: Redis) -> None:
+    made = admin.post("/v1/keys", json={"tenant": "acme"}).json()
+    url, opened = f"/v1/keys/{made['id']}", [made["key"]]
+    opened.append(admin.post(f"{url}/rotate", json={"overlap": 60}).json()["key"])
+    assert [works(door, key) for key in opened] == [True, True]
+    rotated = admin.post(f"{url}/rotate", json={"overlap": 0}).json()
+    assert rotated["old_secret_until"] is None
+    until(lambda: [works(door, key) for key in opened] == [False, False])
+    assert works(door, rotated["key"])
+    assert admin.post(f"{url}/disable").json()["state"] == "disabled"
+    assert admin.post(f"{url}/disable").json()["state"] == "disabled"
+    until(lambda: not works(door, rotated["key"]))
+    assert admin.post(f"{url}/enable").json()["state"] == "active"
+    until(lambda: works(door, rotated["key"]))
+    assert admin.post(f"{url}/revoke").json()["state"] == "revoked"
+    until(lambda: not works(door, rotated["key"]))
+    for verb in ("rotate", "disable", "enable"):
+        refused = admin.post(f"{url}/{verb}")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "key_ended")
+    told = [one for one in admin.get("/v1/audit").json()["data"] if one["what"] == made["id"]]
+    did = ["create", "rotate", "rotate", "disable", "enable", "revoke"]
+    assert [one["did"] for one in told] == [f"key.{verb}" for verb in reversed(did)]
+    mine = admin.headers["authorization"].split("_")[1]
+    assert {(one["by"], one["address"], one["tenant"]) for one in told} == {(mine, "127.0.0.1", "acme")}
+    assert len(admin.get("/v1/audit", params={"limit": 2}).json()["data"]) == 2
+
+
+def test_unknown_keys_and_bad_questions_are_refused(admin: httpx.Client) -> None:
+    answers = [admin.get("/v1/keys/none")]
+    answers += [admin.post(f"/v1/keys/none/{verb}") for verb in ("rotate", "disable", "enable", "revoke")]
+    assert [(one.status_code, one.json()["error"]["code"]) for one in answers] == [(404, "key_not_found")] * 5
+    for overlap in (-1, 1e9, "1", True):
+        answer = admin.post("/v1/keys/none/rotate", json={"overlap": overlap})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "overlap")
+    assert admin.post("/v1/keys/none/rotate", json={"for": 1}).json()["error"]["code"] == "unknown_parameter"
+    refused = admin.get("/v1/keys", params={"prefix": "psk_" + "a" * 16 + "_hush"})  # URLs are in logs
+    assert (refused.status_code, "hush" in refused.text) == (400, False)
+    assert admin.get("/v1/audit", params={"limit": 0}).status_code == 400
+
+
+def test_keys_are_for_admins_and_figures_for_scrapers(door: Door, make: Make) -> None:
+    usual, scraper = make(), make("ops", ("metrics",))
+
+    def status(token: str, path: str, method: str = "GET") -> int:
+        return httpx.request(method, door.url + path, headers=as_caller(token)).status_code
+
+    for path in ("/v1/keys", "/v1/keys/x", "/v1/audit"):
+        assert (status(usual, path), status(scraper, path)) == (403, 403)
+    for path in ("/v1/keys", "/v1/keys/x/rotate", "/v1/keys/x/disable", "/v1/keys/x/enable", "/v1/keys/x/revoke"):
+        assert status(usual, path, "POST") == 403
+    assert (status(scraper, "/metrics"), status(scraper, "/v1/models"), status(usual, "/metrics")) == (200, 403, 403)
+
+
+def test_changes_of_webhook_endpoints_are_in_the_audit_log(door: Door, make: Make, admin: httpx.Client) -> None:
+    mine = httpx.Client(base_url=door.url, headers=as_caller(make()))
+    asked = {"url": "https://192.0.2.1/", "event_types": ["response.completed"]}
+    made = mine.post("/v1/webhook_endpoints", json={**asked, "url": "https://1.1.1.1/hook?token=hush"}).json()
+    url = f"/v1/webhook_endpoints/{made['id']}"
+    mine.post(url, json={"name": "new"})
+    mine.post(url, json={"name": "new"})  # changes nothing
+    mine.post(f"{url}/rotate_secret")
+    mine.delete(url)
+    told = admin.get("/v1/audit").json()["data"][:4]
+    assert [one["did"] for one in told] == [
+        f"endpoint.{did}" for did in ("delete", "rotate_secret", "update", "create")
+    ]
+    assert {(one["what"], one["tenant"]) for one in told} == {(made["id"], "acme")}
+    assert "hush" not in json.dumps(told)
+
+
+def test_a_key_that_is_revoked_at_one_gateway_ends_at_another(
+    admin: httpx.Client, open_door: Callable[..., Door]
+) -> None:
+    made, other = admin.post("/v1/keys", json={"tenant": "acme"}).json(), open_door(auth="keys")
+    assert works(other, made["key"])
+    admin.post(f"/v1/keys/{made['id']}/revoke")
+    until(lambda: not works(other, made["key"]))
+
+
+def test_no_secret_is_in_a_log_an_error_or_a_figure(
+    admin: httpx.Client, door: Door, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    made = admin.post("/v1/keys", json={"tenant": "acme"}).json()
+    new = admin.post(f"/v1/keys/{made['id']}/rotate").json()["key"]
+    wrong = new[:-1] + ("A" if new[-1] != "A" else "B")
+    said = [httpx.get(f"{door.url}/v1/models", headers=as_caller(key)).text for key in (made["key"], new, wrong)]
+    said += [httpx.get(f"{door.url}/v1/models", headers={"x-api-key": wrong}).text]
+    said += [admin.get(path).text for path in ("/metrics", "/v1/audit", "/v1/keys", f"/v1/keys/{made['id']}")]
+    assert "key.rotate" in caplog.text
+    for secret in (made["key"][21:], new[21:], wrong[21:]):
+        assert not any(secret in one for one in (*said, caplog.text))
