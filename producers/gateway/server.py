@@ -46,20 +46,6 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Port 0 takes any free port. Raises OSError if the address cannot be bound."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(2048)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
 def serve(settings: GatewaySettings, listener: socket.socket) -> None:
     """Serve until SIGTERM or SIGINT. The socket is closed then. Raises what `create_app` does."""
     app = create_app(settings)

@@ -76,9 +76,9 @@ class Timed:
         raise TimeoutError(f"not idle within {PATIENCE_S:g} s:\n{self.up.out[-3000:]}")
 
 
-def first_token(url: str) -> float:
+def first_token(url: str, model: str = "tiny") -> float:
     """Seconds from a request until its first token."""
-    body = {"model": "tiny", "prompt": "def f(x):", "max_tokens": 4, "stream": True, "ignore_eos": True}
+    body = {"model": model, "prompt": "def f(x):", "max_tokens": 4, "stream": True, "ignore_eos": True}
     with httpx.Client(timeout=PATIENCE_S) as client:
         client.get(f"{url}/livez").raise_for_status()  # the connection is open, as a caller's is
         asked = time.monotonic()

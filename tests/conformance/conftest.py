@@ -13,8 +13,8 @@ from redis import Redis
 
 from producers.contract import keys
 from producers.gateway import GatewaySettings, serve
-from producers.gateway.server import listen
 from tests.processes import Worker, valkey
+from workers.cli.processes import open_port
 
 TINY = Path(__file__).parents[2] / "workers" / "models" / "tiny"
 #: Seconds; short, so that what is lost is found soon, and longer than a busy machine holds the worker up.
@@ -41,7 +41,7 @@ def gateway(
     store_url: str, port: int = 0, **fields: object
 ) -> Iterator[tuple[str, multiprocessing.context.SpawnProcess]]:
     """A gateway process and its URL."""
-    listener = listen("127.0.0.1", port)
+    listener = open_port("127.0.0.1", port)
     settings = GatewaySettings(store_url, store_url, **fields)  # type: ignore[arg-type]
     process = multiprocessing.get_context("spawn").Process(target=serve, args=(settings, listener))
     process.start()

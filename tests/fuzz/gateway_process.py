@@ -5,10 +5,10 @@ import logging
 import sys
 
 from producers.gateway import GatewaySettings, health, serve
-from producers.gateway.server import listen
+from workers.cli.processes import open_port
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     health.PATIENCE_S = 60.0  # servers that are slow to answer, on a busy machine, are none that are away
     settings = GatewaySettings(**json.loads(sys.argv[1]))
-    serve(settings, listen(settings.host, settings.port))
+    serve(settings, open_port(settings.host, settings.port))

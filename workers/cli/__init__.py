@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from workers.cli.exits import Exit
@@ -25,8 +26,13 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-#: Commands whose start is waited for: tasks wait while a worker starts.
-ALONE: Final = (["worker"], ["gateway"], ["sweeper"])
+#: Commands whose start is waited for, and their modules: tasks wait while a worker starts.
+ALONE: Final = {
+    "worker": "processes",
+    "gateway": "processes",
+    "sweeper": "processes",
+    "up": "local.up",
+}
 
 
 def main() -> None:
@@ -47,12 +53,11 @@ def main() -> None:
 
 def _app(command: list[str]) -> Typer:
     """The app with this command: of those that start as processes, without all others, which takes less time."""
-    if command in ALONE:
-        from workers.cli import processes
+    if command and command[0] in ALONE:
         from workers.cli.root import root
 
         app = root()
-        processes.add_to(app)
+        import_module(f"workers.cli.{ALONE[command[0]]}").add_to(app)
         return app
     from workers.cli.app import app as all_of_them
 

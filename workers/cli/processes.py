@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from errno import EACCES, EADDRINUSE
@@ -196,7 +197,6 @@ def _one_for_each(context: typer.Context, asked: str, name: str | None, drain: f
     """Run this command once for each GPU, with the other options unchanged. Returns the exit status."""
     import asyncio
     import os
-    import socket
     from contextlib import suppress
 
     from engine.execution.threads import threads_of_each
@@ -259,8 +259,6 @@ def gateway(
     fd: Annotated[int | None, typer.Option(hidden=True, help="File descriptor of a listening socket.")] = None,
 ) -> None:
     """Serve the HTTP API: OpenAI's endpoints, tasks and metrics."""
-    import socket
-
     with needs("gateway"):
         from producers.gateway import GatewaySettings, serve
     set_up_logging(log_level)
@@ -384,13 +382,16 @@ def _endpoints(client: AsyncClient) -> LineEndpoints | None:
     return LineEndpoints(client)
 
 
-def open_port(host: str, port: int) -> Any:
-    """A listening socket. Raises Failure where the address cannot be bound."""
-    with needs("gateway"):
-        from producers.gateway.server import listen
+def open_port(host: str, port: int) -> socket.socket:
+    """A listening socket. Port 0 takes any free port. Raises Failure if the address cannot be bound."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        return listen(host, port)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+        return listener
     except OSError as error:
+        listener.close()
         other = "port with --port (0: any free)" if error.errno in (EADDRINUSE, EACCES) else "address with --host"
         raise Failure(
             f"cannot listen on {host} port {port}: {error.strerror or error}; choose another {other}"

@@ -11,9 +11,9 @@ from typing import Final
 LEASE: Final = "X_PENSTOCK_LEASE"
 
 
-def notify_ready() -> None:
-    """Tell that this process serves."""
-    _send("READY=1")
+def notify_ready(status: str = "") -> None:
+    """Tell that this process serves. `status`: a line for people: `systemctl status` and `penstock up` show it."""
+    _send(f"STATUS={status}\nREADY=1")
 
 
 def notify_lease(incarnation: str) -> None:
@@ -21,12 +21,12 @@ def notify_lease(incarnation: str) -> None:
     _send(f"{LEASE}={incarnation}")
 
 
-def _send(line: str) -> None:
-    """Send it to NOTIFY_SOCKET, if there is one: systemd's (Type=notify), or that of the process that keeps this."""
+def _send(lines: str) -> None:
+    """Send them to NOTIFY_SOCKET, if there is one: systemd's (Type=notify), or that of the process that keeps this."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return
     # Linux's abstract names begin with a zero byte, which no environment can hold.
     name = "\0" + address[1:] if address.startswith("@") else address
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as ours:
-        ours.sendto(line.encode(), name)
+        ours.sendto(lines.encode(), name)

@@ -1,6 +1,7 @@
 """Hears from a child process, as sd_notify(3) has it, on the socket named by NOTIFY_SOCKET.
 
 READY=1                      it serves
+STATUS=WORDS                 before READY=1: what it says of its start, for people
 X_PENSTOCK_LEASE=NAME        it is about to take this lease
 """
 
@@ -23,13 +24,13 @@ SENDER: Final = struct.Struct("3i")
 
 
 class Readiness:
-    """The socket of one child, on this event loop. `heard` is called for each process of it that serves.
+    """The socket of one child, on this event loop. `heard(status)` is called for each process of it that serves.
 
     `leased(name, pid)` gets each lease, and the process that told it; None where the system does not say: there the
     socket lies in a folder that only this user may enter.
     """
 
-    def __init__(self, heard: Callable[[], None], leased: Callable[[str, int | None], None]) -> None:
+    def __init__(self, heard: Callable[[str], None], leased: Callable[[str, int | None], None]) -> None:
         self._heard = heard
         self._leased = leased
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -65,10 +66,13 @@ class Readiness:
                 self._take(data.decode(errors="replace"), _sender(aside))
 
     def _take(self, message: str, sender: int | None) -> None:
+        status = ""
         for line in message.split("\n"):
             name, _, value = line.partition("=")
-            if line == "READY=1":
-                self._heard()
+            if name == "STATUS":
+                status = value
+            elif line == "READY=1":
+                self._heard(status)
             elif name == LEASE:
                 self._leased(value, sender)
 

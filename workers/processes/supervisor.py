@@ -86,6 +86,8 @@ class Child:
         self.on_serve: Callable[[], None] = lambda: None
         self.served = False
         """Whether any of its processes has served, not only the current one."""
+        self.status = ""
+        """What the last process that served said of itself then, for people."""
         self._serves_since: float | None = None
         self.lines: deque[str] = deque(maxlen=LINES)
         self._say = say
@@ -142,8 +144,8 @@ class Child:
             await asyncio.wait(pending, timeout=1.0)
         return bool(done)
 
-    def _serves(self) -> None:
-        self.served = True
+    def _serves(self, status: str = "") -> None:
+        self.served, self.status = True, status
         self._serves_since = time.monotonic()
         self.on_serve()
 

@@ -1,5 +1,7 @@
 """The cold start of this process, by phase: from the start of the process until it takes tasks.
 
+A worker's phases:
+
     process     the process exists .............. first line of our code
     imports     Python modules: the command line, torch, Celery, ours
     weights     the model is found, checked and read; on a CPU with tokenizer and KV cache
@@ -8,6 +10,14 @@
     connect     servers asked, model announced, lease taken, Celery's consumer up
     total       all of these
     first_token from then, or from the claim of the first task if that comes later, until its first token is published
+
+The phases of `penstock up`, whose workers start beside its gateway:
+
+    process     as above
+    imports     the command line's modules; models are found, or downloaded
+    store       the embedded Valkey is up; broker and store answer
+    workers     all workers take tasks, each after its own phases
+    gateway     the gateway is ready, where that comes later
 
 `mark(phase)` says that what has passed since the last mark was that phase, so that phases sum up to the total. One
 thread makes the marks. What runs beside counts where that thread waits for it. Imports nothing that takes time.

@@ -81,7 +81,6 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     gc.enable()
     gc.collect()  # the next full one comes when a quarter of what this one leaves, nothing, has come
     logger.info("Serving %s from %s", card["name"], pool.queue)
-    notify_ready()
     worker_ready.connect(_tell_ready)
     worker.start()
     if runtime.drain.over.is_set():
@@ -92,9 +91,10 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
 
 
 def _tell_ready(**_: Any) -> None:
-    """Log how long the start took, once Celery's consumer takes tasks for the first time."""
+    """Tell how long the start took, once Celery's consumer takes tasks for the first time."""
     if COLD_START.ready():
         logger.info("Ready in %s", COLD_START)
+        notify_ready(f"Ready in {COLD_START}")
 
 
 def _announced(settings: WorkerSettings, engine: Any, files: dict[str, bytes]) -> Served:

@@ -23,8 +23,9 @@ from redis import Redis
 from engine.text import ModelCard
 from producers.contract import keys
 from producers.gateway import GatewaySettings, create_app
-from producers.gateway.server import configured, listen
+from producers.gateway.server import configured
 from tests.producers.fake_worker import FakeWorker
+from workers.cli.processes import open_port
 
 T = TypeVar("T")
 
@@ -38,7 +39,7 @@ class Door:
     """A running gateway."""
 
     def __init__(self, settings: GatewaySettings) -> None:
-        listener = listen("127.0.0.1", 0)
+        listener = open_port("127.0.0.1", 0)
         self.port: int = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.app: FastAPI = create_app(settings)

@@ -12,16 +12,17 @@ import pytest
 from redis import Redis
 
 from producers.gateway import GatewaySettings, serve
-from producers.gateway.server import listen
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import until
 from tests.producers.gateway.http.test_sse import follow, subscribers
+from workers.cli.exits import Failure
+from workers.cli.processes import open_port
 
 
 @contextmanager
 def gateway(url: str, drain: float) -> Iterator[tuple[str, multiprocessing.context.SpawnProcess]]:
     """A gateway process and its URL."""
-    listener = listen("127.0.0.1", 0)
+    listener = open_port("127.0.0.1", 0)
     settings = GatewaySettings(url, url, drain=drain)
     process = multiprocessing.get_context("spawn").Process(target=serve, args=(settings, listener))
     process.start()
@@ -80,10 +81,10 @@ def test_streams_are_ended_after_the_drain_time_or_at_a_second_signal(
 
 
 def test_a_port_that_is_taken_is_an_error_of_listen() -> None:
-    with listen("127.0.0.1", 0) as taken, pytest.raises(OSError, match="in use"):
-        listen("127.0.0.1", taken.getsockname()[1])
+    with open_port("127.0.0.1", 0) as taken, pytest.raises(Failure, match="in use"):
+        open_port("127.0.0.1", taken.getsockname()[1])
 
 
 def test_ipv6_is_listened_on_where_asked_for() -> None:
-    with listen("::1", 0) as listener:
+    with open_port("::1", 0) as listener:
         assert listener.family == socket.AF_INET6

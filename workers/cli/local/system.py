@@ -1,7 +1,8 @@
 """The whole system on one machine, as child processes of this one.
 
-    start:  valkey (unless one is given) -> gateway, workers, sweeper, webhooks, sources; the models are published
-            -> wait until all serve -> the autoscaler begins, if the plan has it
+    start:  valkey (unless one is given) -> workers, gateway, sources; the models are published -> wait until all serve
+            -> sweeper, webhooks: before, their imports would delay the workers'
+            -> the autoscaler begins, if the plan has it
     stop:   autoscaler -> gateway stops listening -> workers drain -> sweeper, webhooks, sources, the gateway's streams
             end -> valkey
 
@@ -23,13 +24,10 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from producers.client.aio import AsyncClient
 from producers.connection.local import HOST
-from producers.store.fleet.scaling import forget
 from workers.autoscaler.actuators import ActuatorError
-from workers.autoscaler.autoscaler import Autoscaler
 from workers.cli.client import Gateway
 from workers.cli.exits import Exit, Failure
 from workers.cli.local import embedded
@@ -43,7 +41,11 @@ from workers.library import Found
 from workers.processes import PENSTOCK
 from workers.processes.standby import Standby
 from workers.processes.supervisor import HAND_BACK_S, Child, Program, ended
+from workers.runtime.cold_start import COLD_START
 from workers.runtime.signals import coming
+
+if TYPE_CHECKING:
+    from workers.autoscaler.autoscaler import Autoscaler
 
 STREAMS_END_S: Final = 5.0
 WEBHOOKS_DRAIN_S: Final = 5.0
@@ -110,22 +112,23 @@ class System:
             await asyncio.to_thread(check_servers, self.broker, self.store, ())
         except Refused as refused:
             raise Failure(str(refused)) from refused
-        self._gateway = Child(self._gateway_program(), self.say)
-        await self._gateway.start()
+        COLD_START.mark("store")
         self._standby = await self._begin_standby()
         self._pools = LocalPools(plan, self.urls, self.say, self._standby)
         try:
             await self._pools.start()
         except ActuatorError as error:
             raise Failure(str(error), Exit.TASK_FAILED) from error
-        self._sweeper = Child(self._sweeper_program(), self.say)
-        await self._sweeper.start()
-        self._webhooks = Child(self._webhooks_program(), self.say)
-        await self._webhooks.start()
+        self._gateway = Child(self._gateway_program(), self.say)
+        await self._gateway.start()
         if plan.sources is not None:
             self._sources = Child(self._sources_program(plan.sources), self.say)
             await self._sources.start()
         await self._all_serve()
+        self._sweeper = Child(self._sweeper_program(), self.say)
+        await self._sweeper.start()
+        self._webhooks = Child(self._webhooks_program(), self.say)
+        await self._webhooks.start()
         for child in self.children:
             child.restart = True
         self._pools.go_on()
@@ -187,9 +190,11 @@ class System:
         await asyncio.gather(*(asyncio.to_thread(self._publish, model) for model in self.plan.models))
         while not all(child.serves for child in self.children):  # noqa: ASYNC110 - children change
             await asyncio.sleep(0.02)
+        COLD_START.mark("workers")
         gateway = Gateway(self.url)
         while not await asyncio.to_thread(gateway.ready):  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.02)
+        COLD_START.mark("gateway")
         if self._standby is not None and self.plan.rules.min == 0:  # the first task would wait for it anyway
             await self._standby_ready(self._standby)
 
@@ -216,6 +221,10 @@ class System:
 
     async def _scale(self, pools: LocalPools) -> None:
         """Let the autoscaler say how many workers run, from now on. Where it fails, it begins anew."""
+        from producers.client.aio import AsyncClient
+        from producers.store.fleet.scaling import forget
+        from workers.autoscaler.autoscaler import Autoscaler
+
         while True:
             try:
                 async with AsyncClient(self.broker, self.store) as client:

@@ -199,6 +199,7 @@ def up(
     from workers.cli.exits import Failure
     from workers.cli.gpus.choice import choose, gpus_here
     from workers.cli.starting import checked_level, set_up_logging
+    from workers.runtime.cold_start import COLD_START
 
     with needs("gateway", "worker", "webhooks"):
         from workers.cli.local.plan import Plan
@@ -249,6 +250,7 @@ def up(
         sources=sources,
     )
 
+    COLD_START.mark("imports")
     server = "an embedded Valkey server" if plan.embedded else "the broker that was given"
     say(
         "up",
@@ -265,6 +267,7 @@ async def _serve(system: System) -> None:
 
     from producers.connection.connect import shown
     from workers.cli.client import Gateway
+    from workers.runtime.cold_start import COLD_START
 
     models = [model["id"] for model in await asyncio.to_thread(Gateway(system.url).models)]
     elsewhere = "" if system.url == DEFAULT_URL else f" --url {system.url}"
@@ -273,10 +276,12 @@ async def _serve(system: System) -> None:
     health = "".join(f" http://127.0.0.1:{port}/readyz" for port in system.plan.health_ports if port is not None)
     typer.echo(
         f"\nPenstock is ready at {system.url}\n"
+        f"  start   {COLD_START}\n"
         f"  models  {', '.join(models)}\n"
         f"  broker  {shown(system.broker)}{kept if not store else ''}\n"
         + store
         + f"  workers {numbers(system.plan.rules)}{health}\n"
+        + "".join(f"          {child.program.name}: {child.status}\n" for child in system.children if child.status)
         + f"  webhooks to public https:// URLs{_allowed(system)}\n"
         + f"  try     penstock submit {models[0]} 'def fibonacci(n):' --stream{elsewhere}\n"
         f"{how_to_end()} drains and stops it.\n"

@@ -24,6 +24,8 @@ from tests.producers.gateway.conftest import until
 from workers.cli.gpus import workers as gpu_workers
 from workers.cli.gpus.workers import supervise
 from workers.processes import supervisor
+from workers.processes.notify import notify_ready
+from workers.processes.readiness import Readiness
 from workers.processes.supervisor import Program
 from workers.runtime import signals
 
@@ -202,8 +204,20 @@ class TestReadiness:
             waits.unlink()
             await running.says("gpu1", "serves")
             async with asyncio.timeout(60):
-                assert await asyncio.get_running_loop().sock_recv(systemd, 100) == b"READY=1"
+                assert await asyncio.get_running_loop().sock_recv(systemd, 100) == b"STATUS=\nREADY=1"
             assert await running.status(signal.SIGTERM) == 0
+
+    async def test_comes_with_what_the_program_says_of_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        heard: asyncio.Queue[str] = asyncio.Queue()
+        readiness = Readiness(heard.put_nowait, lambda name, pid: None)
+        try:
+            monkeypatch.setenv("NOTIFY_SOCKET", readiness.address)
+            for status in ("Ready in 2.31 s: imports 1.20", ""):
+                notify_ready(status)
+                async with asyncio.timeout(60):
+                    assert await heard.get() == status
+        finally:
+            readiness.close()
 
 
 class Fleet:

@@ -45,6 +45,9 @@ def test_what_is_in_the_way_is_said_what_dies_is_started_again_and_nothing_outli
 ) -> None:
     system = up()
     gateway = system.wait_ready()
+    until(lambda: "stops it." in system.out)
+    assert re.search(r"start   \d+\.\d\d s: process \d.*, imports .*, store .*, workers .*, gateway \d", system.out)
+    assert re.search(r"worker: Ready in \d+\.\d\d s: process \d.*, imports .*, weights .*, warm_up \d", system.out)
 
     port = gateway.url.rpartition(":")[2]
     taken, in_use = up("--port", port, data_dir=tmp_path / "other"), up()

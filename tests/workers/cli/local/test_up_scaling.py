@@ -33,7 +33,8 @@ def test_workers_come_with_the_tasks_and_go_without_them(up: Callable[..., Up]) 
     system = up("--min", "0", "--max", "2", "--cool-down", "1", "--drain-timeout", "0.1", "--max-num-seqs", "2")
     gateway = system.wait_ready()
     assert "workers 0 now; up to 2" in system.out
-    assert set(system.children()) == {"valkey", "gateway", "sweeper", "webhooks", "standby"}
+    assert "Ready in" not in system.out
+    until(lambda: set(system.children()) == {"valkey", "gateway", "sweeper", "webhooks", "standby"})
 
     client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0)
     answer = client.completions.create(model="tiny", prompt="def f(x):", max_tokens=8, extra_body={"ignore_eos": True})
