@@ -33,6 +33,18 @@ def servers(broker: str | None, store: str | None) -> tuple[str, str]:
     return broker, store_of(broker, store)
 
 
+def the_store(store: str | None, data_dir: Path | None) -> str:
+    """The store's URL, for who needs no broker: the one given, else that of a data directory, else as of `servers`.
+
+    Raises ValueError if there is none, or both are given.
+    """
+    if store is not None and data_dir is not None:
+        raise ValueError("give the store's URL or a data directory, not both")
+    if data_dir is not None:
+        return _server_in(data_dir)
+    return store or os.environ.get("STORE_URL") or servers(None, None)[1]
+
+
 def store_of(broker: str, store: str | None) -> str:
     """The store's URL: the broker's unless given. Raises ValueError if that keeps no records."""
     from producers.connection.connect import SCHEMES, shown
@@ -54,11 +66,15 @@ def _broker_here() -> str:
 
 
 def _server_here() -> str:
-    file = DATA_DIR / PORT
+    return _server_in(DATA_DIR)
+
+
+def _server_in(data_dir: Path) -> str:
+    file = data_dir / PORT
     try:
         return f"redis://{HOST}:{int(file.read_text())}/0"
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"no broker is given, and `penstock up` has not run in this directory ({file} holds no port): give a URL, "
+            f"no server is given, and `penstock up` has not run in this directory ({file} holds no port): give a URL, "
             "or set BROKER_URL; `penstock up` prints its own"
         ) from error

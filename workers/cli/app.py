@@ -6,6 +6,7 @@ from workers.cli import batch, completion, listing, processes, sources, tasks
 from workers.cli.admin import bench, chaos, dlq, drain, rollout, tenants
 from workers.cli.aws import commands as aws
 from workers.cli.demo import command as demo
+from workers.cli.keys import commands as keys
 from workers.cli.local import chat, run, up
 from workers.cli.models import commands as models
 from workers.cli.models import quantize, warm
@@ -34,6 +35,7 @@ for group in (
     drain,
     dlq,
     tenants,
+    keys,
     webhooks,
     aws,
     bench,

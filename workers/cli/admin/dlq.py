@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -199,10 +199,7 @@ def with_client(broker: str | None, store: str | None, work: Callable[[AsyncClie
     import asyncio
 
     from producers.client.aio import AsyncClient
-    from producers.client.steps import FAILURES
-    from producers.connection.connect import shown
     from producers.connection.local import servers
-    from producers.connection.trouble import Trouble, said, trouble
 
     async def within() -> None:
         async with AsyncClient(*urls) as client:
@@ -211,9 +208,21 @@ def with_client(broker: str | None, store: str | None, work: Callable[[AsyncClie
 
     try:
         urls = servers(broker, store)
-        asyncio.run(within())
+        with answering(*urls):
+            asyncio.run(within())
     except ValueError as error:
         raise Failure(str(error)) from error
+
+
+@contextmanager
+def answering(*urls: str) -> Iterator[None]:
+    """Within it, a server that does not answer, or refuses, raises Failure."""
+    from producers.client.steps import FAILURES
+    from producers.connection.connect import shown
+    from producers.connection.trouble import Trouble, said, trouble
+
+    try:
+        yield
     except FAILURES as error:
         where = " or ".join(dict.fromkeys(shown(url) for url in urls))
         if trouble(error) is not Trouble.AWAY:

@@ -1,0 +1,88 @@
+"""Options of `penstock keys`, read from text, and the store that they are about."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from workers.cli.admin.dlq import answering
+from workers.cli.exits import Failure
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
+DataDir = Annotated[
+    Path | None, typer.Option(help="The data directory of a `penstock up` on this machine. Unset: .penstock.")
+]
+KeyStore = Annotated[
+    str | None,
+    typer.Option(
+        help="The Redis or Valkey server that holds records and keys. Unset: STORE_URL, else BROKER_URL, else that of "
+        "--data-dir."
+    ),
+]
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}
+
+
+def with_store(store: str | None, data_dir: Path | None, work: Callable[[Redis], Awaitable[None]]) -> None:
+    """Run `work` with the store. Raises Failure for a bad URL, a server that does not answer, and what is refused."""
+    import asyncio
+
+    from producers.connection.connect import connect_async
+    from producers.connection.local import the_store
+    from producers.errors import PenstockError
+
+    async def within() -> None:
+        client = connect_async(url)
+        try:
+            await client.execute_command("PING")
+            await work(client)
+        finally:
+            await client.aclose()
+
+    try:
+        url = the_store(store, data_dir)
+        with answering(url):
+            asyncio.run(within())
+    except (ValueError, PenstockError) as error:
+        raise Failure(str(error)) from error
+
+
+def names(text: str | None) -> list[str] | None:
+    """The names in an option, between commas."""
+    return None if text is None else [name.strip() for name in text.split(",")]
+
+
+def duration(text: str, option: str) -> int:
+    """Seconds. Raises Failure for what is no length of time."""
+    read = re.fullmatch(r"([0-9]{1,9})([smhdw])", text)
+    if read is None and text != "0":
+        raise Failure(f"{option} is {text!r}; it must look like 24h, 30m or 7d, or be 0")
+    return 0 if read is None else int(read[1]) * _SECONDS[read[2]]
+
+
+def moment(text: str | None, option: str) -> int | None:
+    """Unix seconds of a time, or of the end of a length of time that begins now. Raises Failure."""
+    if text is None:
+        return None
+    if re.fullmatch(r"[0-9]{1,9}[smhdw]", text):
+        return int(time.time()) + duration(text, option)
+    try:
+        at = datetime.fromisoformat(text)
+        return int((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp())
+    except (ValueError, OverflowError):
+        raise Failure(
+            f"{option} is {text!r}; it must look like 30d, 12h, 2027-01-31 or 2027-01-31T08:00+01:00"
+        ) from None
+
+
+def when(seconds: int) -> str:
+    """A time as it is shown, in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

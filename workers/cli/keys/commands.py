@@ -1,0 +1,210 @@
+"""`penstock keys`: makes, lists, rotates and ends API keys. `penstock audit`: the latest changes, and who made them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from workers.cli.exits import OPERATOR_STATUS, Failure
+from workers.cli.keys.asked import DataDir, Json, KeyStore, duration, moment, names, when, with_store
+from workers.cli.terminal.show import printable
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+    from producers.store.api_keys import Key
+
+KeyId = Annotated[str, typer.Argument(metavar="ID", help="The key's id; `penstock keys ls` shows all.")]
+SCOPES = "What it may do, of submit, read, cancel, metrics and admin, between commas. Unset: submit,read,cancel."
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    group = typer.Typer(no_args_is_help=True, help="API keys: make, list, rotate, disable and revoke them.")
+    examples: dict[str, tuple[Callable[..., None], str]] = {
+        "create": (create, "penstock keys create --tenant acme --scopes submit,read --expires 30d"),
+        "ls": (listed, "penstock keys ls --tenant acme"),
+        "show": (show, "penstock keys show 3k9vq0x7m2c4t8da"),
+        "rotate": (rotate, "penstock keys rotate 3k9vq0x7m2c4t8da --overlap 1h"),
+        "disable": (disable, "penstock keys disable 3k9vq0x7m2c4t8da"),
+        "enable": (enable, "penstock keys enable 3k9vq0x7m2c4t8da"),
+        "revoke": (revoke, "penstock keys revoke 3k9vq0x7m2c4t8da --store redis://10.0.0.5:6379/0"),
+    }
+    for name, (command, example) in examples.items():
+        group.command(name, epilog=f"Example: {example}\n\n{OPERATOR_STATUS}")(command)
+    app.add_typer(group, name="keys", rich_help_panel="Operations")
+    app.command(epilog=f"Example: penstock audit --limit 20\n\n{OPERATOR_STATUS}", rich_help_panel="Operations")(audit)
+
+
+def create(
+    tenant: Annotated[str, typer.Option(help="Whose key it is: what it makes is this tenant's.")],
+    name: Annotated[str | None, typer.Option(help="What people call the key. Unset: the tenant.")] = None,
+    scopes: Annotated[str | None, typer.Option(help=SCOPES)] = None,
+    models: Annotated[str | None, typer.Option(help="Models that it may use, between commas. Unset: all.")] = None,
+    tiers: Annotated[str | None, typer.Option(help="Tiers that it may use, between commas. Unset: all.")] = None,
+    expires: Annotated[
+        str | None, typer.Option(help="When it ends: 30d, 12h, or 2027-01-31 (UTC). Unset: never.")
+    ] = None,
+    data_dir: DataDir = None,
+    store: KeyStore = None,
+    as_json: Json = False,
+) -> None:
+    """Make a key and print it. Nothing can show it again: the store keeps a hash."""
+    asked = {
+        "tenant": tenant,
+        "name": name,
+        "scopes": names(scopes),
+        "models": names(models),
+        "tiers": names(tiers),
+        "expires_at": moment(expires, "--expires"),
+    }
+
+    async def work(client: Redis) -> None:
+        from producers.admin import keys
+        from producers.store.api_keys import TooManyKeys
+        from producers.store.audit import Actor, operator
+
+        try:
+            _shown_once(*await keys.create(client, asked, Actor(operator())), as_json)
+        except TooManyKeys:
+            raise Failure("there are 10,000 keys, the most; revoke one first") from None
+
+    with_store(store, data_dir, work)
+
+
+def listed(
+    prefix: Annotated[str, typer.Argument(metavar="[PREFIX]", help="The beginning of an id or of a key.")] = "",
+    tenant: Annotated[str | None, typer.Option(help="Keys of this tenant.")] = None,
+    data_dir: DataDir = None,
+    store: KeyStore = None,
+    as_json: Json = False,
+) -> None:
+    """List keys, the newest first: id, state, tenant, scopes, name."""
+
+    async def work(client: Redis) -> None:
+        from producers.admin import keys
+
+        found = [keys.about(one, time.time()) for one in await keys.found(client, prefix, tenant)]
+        for one in found:
+            line = f"{one['id']}  {one['state']:<8}  {one['tenant']}  {','.join(one['scopes'])}  {one['name']}"
+            _say(json.dumps(one) if as_json else line)
+        if not found and not as_json:
+            typer.echo("There are no such keys." if prefix or tenant else "There are no keys.")
+
+    with_store(store, data_dir, work)
+
+
+def show(key_id: KeyId, data_dir: DataDir = None, store: KeyStore = None, as_json: Json = False) -> None:
+    """Show a key: its state, tenant, scopes, models, tiers and times."""
+
+    async def work(client: Redis) -> None:
+        from producers.admin import keys
+        from producers.store import api_keys
+
+        _described(keys.about(_found(await api_keys.get(client, key_id), key_id), time.time()), as_json)
+
+    with_store(store, data_dir, work)
+
+
+def rotate(
+    key_id: KeyId,
+    overlap: Annotated[str, typer.Option(help="Time for which the old secret still works; 0: not at all.")] = "24h",
+    data_dir: DataDir = None,
+    store: KeyStore = None,
+    as_json: Json = False,
+) -> None:
+    """Give a key a new secret and print it. The id stays, and the old secret works until the overlap ends."""
+    seconds = duration(overlap, "--overlap")
+
+    async def work(client: Redis) -> None:
+        from producers.admin import keys
+        from producers.store.audit import Actor, operator
+
+        made = await keys.rotate(client, key_id, seconds, Actor(operator()))
+        _shown_once(_found(made and made[0], key_id), made[1] if made else "", as_json)
+
+    with_store(store, data_dir, work)
+
+
+def disable(key_id: KeyId, data_dir: DataDir = None, store: KeyStore = None, as_json: Json = False) -> None:
+    """Let a key in no more, until it is enabled."""
+    _turn("disable", key_id, data_dir, store, as_json)
+
+
+def enable(key_id: KeyId, data_dir: DataDir = None, store: KeyStore = None, as_json: Json = False) -> None:
+    """Let a key in again that was disabled."""
+    _turn("enable", key_id, data_dir, store, as_json)
+
+
+def revoke(key_id: KeyId, data_dir: DataDir = None, store: KeyStore = None, as_json: Json = False) -> None:
+    """End a key for good. Gateways know it within a second."""
+    _turn("revoke", key_id, data_dir, store, as_json)
+
+
+def audit(
+    limit: Annotated[int, typer.Option(min=1, max=100_000, help="Most changes to list.")] = 50,
+    data_dir: DataDir = None,
+    store: KeyStore = None,
+    as_json: Json = False,
+) -> None:
+    """List changes of keys, webhook endpoints and models' versions, the latest first, and who made them."""
+
+    async def work(client: Redis) -> None:
+        from producers.store.audit import latest
+
+        for one in await latest(client, limit):
+            whose = f"  tenant {one['tenant']}" if one.get("tenant") else ""
+            place = f" from {one['address']}" if one.get("address") else ""
+            line = f"{when(one['at'] // 1000)}  {one['did']}  {one['what']}{whose}  by {one['by']}{place}"
+            _say(json.dumps(one) if as_json else line)
+
+    with_store(store, data_dir, work)
+
+
+def _turn(verb: str, key_id: str, data_dir: Any, store: str | None, as_json: bool) -> None:
+    async def work(client: Redis) -> None:
+        from producers.admin import keys
+        from producers.store.audit import Actor, operator
+
+        key = _found(await keys.turn(client, key_id, verb, Actor(operator())), key_id)
+        about = keys.about(key, time.time())
+        typer.echo(json.dumps(about) if as_json else f"{key.id} is {about['state']}")
+
+    with_store(store, data_dir, work)
+
+
+def _found(key: Key | None, key_id: str) -> Key:
+    if key is None:
+        raise Failure(f"there is no key {key_id}; `penstock keys ls` shows all")
+    return key
+
+
+def _shown_once(key: Key, token: str, as_json: bool) -> None:
+    from producers.admin.keys import about
+
+    if as_json:
+        typer.echo(json.dumps({"key": token, **about(key, time.time())}))
+        return
+    typer.echo(f"id   {key.id}\nkey  {token}")
+    typer.echo("It is shown this once. Callers send it as `Authorization: Bearer KEY`.", err=True)
+
+
+def _described(about: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(about))
+        return
+    for name, value in about.items():
+        if value is None or value == ():
+            continue
+        said = ", ".join(value) if isinstance(value, tuple) else value
+        _say(f"{name:<16} {when(value) if name.endswith(('_at', '_until')) else said}")
+
+
+def _say(line: str) -> None:
+    """Print a line that may hold a name of any kind."""
+    typer.echo(printable(line, sys.stdout.isatty()))
