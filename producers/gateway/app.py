@@ -27,7 +27,7 @@ from producers.gateway.http.trace import TracedClient
 from producers.gateway.metrics import Metrics
 from producers.gateway.reach import Reach
 from producers.gateway.settings import GatewaySettings
-from producers.gateway.tasks import events, views
+from producers.gateway.tasks import events, explain, views
 from producers.gateway.tasks import routes as tasks
 from producers.gateway.text.prompts import Prompts
 from producers.gateway.text.templates import Templates
@@ -128,7 +128,10 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         )
     errors.install(app)
     for router in (
-        *(part.router for part in (front, docs, tasks, events, files, batches, webhooks, keys, models, health)),
+        *(
+            part.router
+            for part in (front, docs, tasks, events, explain, files, batches, webhooks, keys, models, health)
+        ),
         *openai.ROUTERS,
     ):
         app.include_router(router)

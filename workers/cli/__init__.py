@@ -5,7 +5,7 @@
     models                       -> models on this machine and on a hub
     bench                        -> workers.bench: load on a gateway, over HTTP
     worker, gateway, sweeper     -> one such process by itself
-    submit, tail, result, cancel -> client -> a gateway, over HTTP
+    submit, tail, result, cancel, explain -> client -> a gateway, over HTTP
 
 Modules import what they need when a command runs, so that `--help` is quick and a caller's machine needs no torch.
 """

@@ -84,6 +84,10 @@ class Gateway:
     def cancel(self, task_id: str) -> dict[str, Any]:
         return self.json("POST", _path(task_id, "/cancel"))
 
+    def explain(self, task_id: str) -> dict[str, Any]:
+        """Where a task is, as `GET /v1/tasks/{id}/explain` says it."""
+        return self.json("GET", _path(task_id, "/explain"))
+
     def models(self) -> list[dict[str, Any]]:
         models: list[dict[str, Any]] = self.json("GET", "/v1/models")["data"]
         return models

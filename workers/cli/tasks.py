@@ -1,4 +1,4 @@
-"""`penstock submit`, `tail`, `result` and `cancel`: a caller's commands. They need only a gateway's URL."""
+"""`penstock submit`, `tail`, `result`, `cancel` and `explain`: a caller's commands. They need only a gateway's URL."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ def add_to(app: typer.Typer) -> None:
         tail: "penstock tail 0b7c7c3e-6a51-4d3c-9f0e-8f5f3a1f2f11 --from 40",
         result: "penstock result 0b7c7c3e-6a51-4d3c-9f0e-8f5f3a1f2f11 --timeout 60 --json",
         cancel: "penstock cancel 0b7c7c3e-6a51-4d3c-9f0e-8f5f3a1f2f11",
+        explain: "penstock explain 0b7c7c3e-6a51-4d3c-9f0e-8f5f3a1f2f11",
     }
     for command, example in examples.items():
         epilog = f"Example: {example}\n\n{CALLER_STATUS}"
@@ -224,6 +225,21 @@ def cancel(task_id: TaskId, as_json: Json = False, url: Url = DEFAULT_URL) -> No
         raise Failure(f"task {task_id} is {answer['status']} already", Exit.TASK_FAILED)
 
 
+def explain(task_id: TaskId, as_json: Json = False, url: Url = DEFAULT_URL) -> None:
+    """Explain where a task is: how many go before it, what keeps it, when it will start and end."""
+    said = gateway_at(url).explain(task_id)
+    if as_json:
+        typer.echo(json.dumps(said))
+        return
+    typer.echo(said["summary"])
+    for reason in said["blocked_by"]:
+        typer.echo(f"  {reason['name']:18} {reason['message']}")
+    for one in said["lost"]:
+        typer.echo(f"  {'worker lost':18} {one['worker']}, after {one['tokens']} entries of its stream")
+    if said["phases"]:
+        typer.echo("  " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in said["phases"].items()))
+
+
 def _follow(gateway: Gateway, task: dict[str, Any], start: int, as_json: bool) -> None:
     """Show a task's events. Raises Failure if the task failed or the stream broke; it says how to resume."""
     from workers.cli.terminal.show import JsonLines, TextStream
@@ -270,7 +286,6 @@ def _bias(text: str) -> tuple[str, float]:
 
 
 def pair(text: str) -> tuple[str, str]:
-    """The two sides of `--metadata KEY=TEXT`. Raises Failure."""
     """The key and the text of an option KEY=TEXT. Raises Failure."""
     key, equals, value = text.partition("=")
     if not equals:

@@ -78,7 +78,8 @@ local function before(all, own)
   local then_served, total = all[tenant][1] + own * charge(all[tenant]), 0
   for name, its in pairs(all) do
     if name ~= tenant then
-      local turns = math.ceil((then_served - its[1]) / charge(its))
+      local turns = (then_served - its[1]) / charge(its)
+      turns = name < tenant and math.floor(turns) + 1 or math.ceil(turns) -- served alike, the names decide
       total = total + math.max(0, math.min(its[2], turns))
     end
   end

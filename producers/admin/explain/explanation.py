@@ -1,0 +1,148 @@
+"""An explanation, put together: place, reasons, estimate, attempts, phases, and one line of words."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from redis.asyncio import Redis
+
+from producers.admin.explain.look import Seen, look
+from producers.admin.explain.reasons import Reason, reasons
+from producers.broker.base import Broker
+from producers.contract.record import Record
+
+#: Phase -> the record's times at which it begins and ends.
+PHASES = {
+    "submit": ("created", "queued"),
+    "queue": ("queued", "started"),
+    "first_token": ("started", "first"),
+    "output": ("first", "finished"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Seconds from now, reckoned from what workers measured of themselves. None: nobody can tell."""
+
+    starts_in_s: float | None = None
+    ends_in_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Where a task is. Times are seconds."""
+
+    id: str
+    status: str
+    summary: str
+    """One sentence."""
+    ahead: int | None = None
+    """Tasks that go before it; None if it does not wait, or nobody can tell."""
+    ahead_is_exact: bool = False
+    waiting: int = 0
+    """All tasks that wait for its version."""
+    blocked_by: list[Reason] = field(default_factory=list)
+    estimate: Estimate = Estimate()
+    worker: str | None = None
+    """The worker's incarnation that runs it."""
+    attempts: int = 0
+    """How often it was started."""
+    lost: list[dict[str, Any]] = field(default_factory=list)
+    """Workers that died while they ran it: {"worker", "noticed_at" (unix s), "tokens"}."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """`submit`, `queue`, `first_token`, `output`: how long each took; the last one may go on."""
+
+
+async def explain(store: Redis, broker: Broker, record: Record) -> Explanation:
+    """Explain a task. Raises redis.exceptions.RedisError or OSError."""
+    return explanation(await look(store, broker, record))
+
+
+def explanation(seen: Seen) -> Explanation:
+    record, why = seen.record, reasons(seen)
+    estimate = estimated(seen)
+    return Explanation(
+        record.id,
+        record.status,
+        summary(seen, why, estimate),
+        seen.ahead,
+        bool(seen.standing and seen.standing.exact and not seen.better),
+        sum(seen.pool.queued.values()),
+        why,
+        estimate,
+        record.fields.get("owner") if record.status == "in_progress" else None,
+        int(record.fields.get("claims", 0)),
+        [_lost(one) for one in record.json("lost") or ()],
+        phases(record, seen.now_ms),
+    )
+
+
+def estimated(seen: Seen) -> Estimate:
+    """By the throughput that workers of the version measured, and what each task took of it on average."""
+    rate, per_task, knee = seen.profile.tokens_per_s, seen.profile.tokens_per_task, seen.profile.knee
+    if not rate or not per_task or not knee or seen.record.final:
+        return Estimate()
+    service = knee * per_task / rate
+    if seen.record.status == "in_progress":
+        left = max(0.0, service - (seen.now_ms - (seen.record.time("started") or seen.now_ms)) / 1000)
+        return Estimate(0.0, left)
+    start = _start(seen, rate / per_task, knee)
+    return Estimate(start, None if start is None else start + service)
+
+
+def _start(seen: Seen, tasks_per_s: float, knee: float) -> float | None:
+    """Seconds until it starts. `tasks_per_s`, `knee`: of one worker."""
+    wait = 0.0 if seen.standing is None else seen.standing.due_s or 0.0
+    workers = len(seen.ready)
+    if not workers:
+        cold = seen.profile.cold_start.get("total")
+        workers = int((seen.scaling or {}).get("wanted") or 0)
+        if not workers or cold is None:
+            return None
+        wait += cold
+    if seen.ahead is None:
+        return None if seen.standing is None else wait
+    running = sum(int(one.get("running") or 0) + int(one.get("waiting") or 0) for one in seen.ready)
+    before = max(0.0, seen.ahead - max(0.0, workers * knee - running))
+    return wait + before / (workers * tasks_per_s)
+
+
+def phases(record: Record, now_ms: float) -> dict[str, float]:
+    """How long each phase took so far; one that has not begun is not there."""
+    found: dict[str, float] = {}
+    for name, (begin, end) in PHASES.items():
+        began, ended = record.time(begin), record.time(end)
+        if began is None:
+            continue
+        if ended is None:
+            ended = record.time("finished") if record.final else None
+        found[name] = round(max(0.0, (ended if ended is not None else now_ms) - began) / 1000, 3)
+        if record.time(end) is None:
+            break
+    return found
+
+
+def summary(seen: Seen, why: list[Reason], estimate: Estimate) -> str:
+    """One sentence."""
+    record = seen.record
+    if record.final:
+        error = record.json("error")
+        said = f": {error['message']}" if error else ""
+        return f"It has ended: {record.status}{said}"
+    if record.status == "in_progress":
+        end = _in(", and ends", estimate.ends_in_s)
+        return f"It runs on {record.fields.get('owner')}, with {sum(record.nexts)} tokens so far{end}."
+    place = "It waits" if seen.ahead is None else f"It waits, with {seen.ahead:,} tasks before it,"
+    because = f": {why[0].message}" if why else ", and is about to be taken"
+    return f"{place} in the tier {record.tier}{because}{_in('; it starts', estimate.starts_in_s)}."
+
+
+def _in(what: str, seconds: float | None) -> str:
+    return "" if seconds is None else f"{what} in about {seconds:.1f} s"
+
+
+def _lost(one: Any) -> dict[str, Any]:
+    said = one if isinstance(one, dict) else json.loads(one)
+    return {"worker": said.get("owner"), "noticed_at": said.get("at", 0) / 1000, "tokens": said.get("entries")}

@@ -1,0 +1,89 @@
+"""What there is to see of a task: its record, its place in the queue, the workers that may run it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from redis.asyncio import Redis
+
+from producers.admin.fleet import Fleet, Pool, read_fleet
+from producers.broker.base import Broker
+from producers.broker.values import Standing
+from producers.contract import keys
+from producers.contract.message import Message
+from producers.contract.profile import Profile
+from producers.contract.record import Record
+from producers.store.fleet.scaling import is_fresh
+
+#: A worker's lease, as `workers.runtime.assembly` writes it, with its incarnation under `worker`.
+Lease = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Everything that an explanation is made of."""
+
+    record: Record
+    now_ms: float
+    """The store's clock."""
+    pool: Pool
+    """The queue of the task's version: what waits there, by tier."""
+    workers: list[Lease] = field(default_factory=list)
+    """Those that serve the version."""
+    standing: Standing | None = None
+    """Its place in its tier; None if it does not wait there, or the broker tells no order."""
+    profile: Profile = field(default_factory=Profile)
+    scaling: Mapping[str, Any] | None = None
+    """The latest decision of the autoscaler that leads, on this version; None if there is none."""
+    led: bool = False
+    """Whether an autoscaler leads."""
+
+    @property
+    def ready(self) -> list[Lease]:
+        """Workers that take tasks."""
+        return [one for one in self.workers if not one.get("draining") and not one.get("unready")]
+
+    @property
+    def better(self) -> int:
+        """Tasks of better tiers that wait for the same version."""
+        rank = keys.TIERS[self.record.tier][0]
+        return sum(count for tier, count in self.pool.queued.items() if keys.TIERS[tier][0] < rank)
+
+    @property
+    def ahead(self) -> int | None:
+        """All tasks that go before it; None if that is not known."""
+        if self.standing is None or self.standing.due_s is not None:
+            return None
+        return self.better + self.standing.ahead
+
+
+async def look(store: Redis, broker: Broker, record: Record) -> Seen:
+    """Raises redis.exceptions.RedisError or OSError."""
+    fleet = await read_fleet(store, broker)
+    queue = record.fields.get("queue", "")
+    name = queue.removeprefix(keys.model_queue(""))
+    its = [pool for pool in fleet.pools if pool.name == name or pool.name.startswith(f"{name}.")]
+    pool = next((pool for pool in its if pool.name == name), Pool(name, record.model))
+    standing = None
+    if record.status == "queued" and {"queue", "tier", "tokens", "task"} <= record.fields.keys():
+        standing = await broker.standing(Message.of(record))
+    return Seen(
+        record,
+        fleet.at * 1000,
+        pool,
+        [worker for one in its for worker in one.workers],
+        standing,
+        fleet.scaling.profiles.get(name, Profile()),
+        _scaling(fleet, record.model, name),
+        bool(fleet.scaling.leads),
+    )
+
+
+def _scaling(fleet: Fleet, model: str, version: str) -> Mapping[str, Any] | None:
+    for pool in (version, model):
+        state = fleet.scaling.states.get(pool)
+        if state is not None and is_fresh(state.get("at"), fleet.at):
+            return state
+    return None

@@ -1,0 +1,113 @@
+"""What keeps a task that waits: every reason that holds now, the one that decides first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from producers.admin.explain.look import Lease, Seen
+from producers.contract.profile import sane
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """`name`: for programs."""
+
+    name: str
+    message: str
+
+
+def reasons(seen: Seen) -> list[Reason]:
+    """Empty for a task that does not wait, or that nothing keeps but the moment that it takes to be fetched."""
+    if seen.record.status != "queued":
+        return []
+    if seen.record.fields["status"] == "submitting":
+        return [Reason("submitting", "its message is on its way into the queue; a sweeper sends it if its sender died")]
+    if seen.standing is not None and seen.standing.due_s is not None:
+        said = f"its message was given back with a delay, and is due in {seen.standing.due_s:.1f} s"
+        return [Reason("delayed", said), *_workers(seen)]
+    return [*_workers(seen), *_others(seen), *_room(seen)]
+
+
+def _workers(seen: Seen) -> Iterator[Reason]:
+    """Why nobody takes tasks of its version."""
+    if seen.ready:
+        return
+    if not seen.workers:
+        yield Reason("no_worker", f"no worker serves {seen.pool.name}")
+    for worker in seen.workers:
+        why = ", ".join(map(str, worker.get("unready") or ())) or "it drains"
+        yield Reason("worker_not_ready", f"worker {worker.get('worker')} takes no tasks: {why}")
+    yield from _scaling(seen)
+
+
+def _scaling(seen: Seen) -> Iterator[Reason]:
+    state = seen.scaling
+    if state is None and seen.led:
+        yield Reason("not_scaled", "the autoscaler has not decided on it yet, or does not scale it")
+    elif state is None:
+        yield Reason("not_scaled", "no autoscaler starts one: start a worker, or `penstock autoscaler`")
+    elif state.get("trouble"):
+        yield Reason("start_failed", f"workers do not come up: {state['trouble']}")
+    elif not sane(state.get("wanted")):
+        yield Reason("not_worth_a_start", f"the autoscaler wants no worker now: {state.get('reason')}")
+    else:
+        yield Reason("cold_start", f"a worker is starting{_last_start(seen)}")
+
+
+def _last_start(seen: Seen) -> str:
+    phases = dict(seen.profile.cold_start)
+    total = phases.pop("total", None)
+    if total is None:
+        return ""
+    longest = max(phases, key=lambda name: phases[name], default="")
+    part = f", of which {longest} {phases[longest]:.1f} s" if longest else ""
+    return f"; the last start took {total:.1f} s{part}"
+
+
+def _others(seen: Seen) -> Iterator[Reason]:
+    """Tasks that go first."""
+    if seen.better:
+        yield Reason("better_tiers", f"{_tasks(seen.better)} of better tiers go first")
+    if seen.standing is not None and seen.standing.ahead:
+        same = _tasks(seen.standing.ahead)
+        whose = "came before it" if seen.standing.exact else "go first: they came before it, or it is others' turn"
+        yield Reason("same_tier" if seen.standing.exact else "turns", f"{same} of the tier {seen.record.tier} {whose}")
+
+
+def _room(seen: Seen) -> Iterator[Reason]:
+    """Workers that have no room for it."""
+    if not seen.ready:
+        return
+    full = [worker for worker in seen.ready if _full(worker)]
+    if len(full) == len(seen.ready):
+        count = f"all {len(full)} workers are" if len(full) > 1 else "the worker is"
+        yield Reason("workers_full", f"{count} full: {'; '.join(map(_load, full))}")
+        return
+    tokens = int(seen.record.fields.get("tokens", 0))
+    free = [room for worker in seen.ready if (room := _free_tokens(seen, worker)) is not None]
+    if free and len(free) == len(seen.ready) and tokens > max(free):
+        said = f"it may need {tokens} tokens of KV cache, and no worker has more than {max(free)} free"
+        yield Reason("kv_room", said)
+
+
+def _full(worker: Lease) -> bool:
+    running, capacity = sane(worker.get("running")), sane(worker.get("capacity"))
+    return running is not None and capacity is not None and running + (sane(worker.get("waiting")) or 0) >= capacity
+
+
+def _load(worker: Lease) -> str:
+    return f"{worker.get('worker')} generates {worker.get('running')} of {worker.get('capacity')} sequences"
+
+
+def _free_tokens(seen: Seen, worker: Lease) -> int | None:
+    """KV tokens that a worker has free, as far as its blocks say; None where it does not say."""
+    used, blocks = sane(worker.get("kv_blocks_used")), sane(worker.get("kv_blocks_total"))
+    capacity = sane(seen.profile.kv_capacity)
+    if used is None or not blocks or capacity is None:
+        return None
+    return int((blocks - used) / blocks * capacity)
+
+
+def _tasks(count: int) -> str:
+    return "1 task" if count == 1 else f"{count:,} tasks"

@@ -1,0 +1,57 @@
+"""`/v1/tasks/{id}/explain`: where a task is, what keeps it, and when it will start and end."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
+
+from producers.admin.explain import explain
+from producers.gateway.context import gateway_of
+from producers.gateway.http.caller import READS
+from producers.gateway.tasks.own import task_of
+from producers.gateway.tasks.views import Status, errors
+
+router = APIRouter(prefix="/v1/tasks", tags=["tasks"])
+
+
+class ReasonView(BaseModel):
+    """What keeps a task: `name` for programs, `message` for people."""
+
+    name: str
+    message: str
+
+
+class EstimateView(BaseModel):
+    """Seconds from now, reckoned from what workers measured. Null: nobody can tell."""
+
+    starts_in_s: float | None
+    ends_in_s: float | None
+
+
+class ExplanationView(BaseModel):
+    """Where a task is. Times are seconds."""
+
+    id: str
+    object: Literal["task.explanation"] = "task.explanation"
+    status: Status
+    summary: str = Field(description="one sentence")
+    ahead: int | None = Field(description="tasks that go before it; null if it does not wait, or nobody can tell")
+    ahead_is_exact: bool = Field(description="false where it is reckoned: several tenants or tiers wait")
+    waiting: int = Field(description="all tasks that wait for its model's version")
+    blocked_by: list[ReasonView] = Field(description="what keeps it now, the deciding reason first")
+    estimate: EstimateView
+    worker: str | None = Field(description="the worker that runs it")
+    attempts: int = Field(description="how often it was started")
+    lost: list[dict[str, Any]] = Field(description="workers that died while they ran it: worker, noticed_at, tokens")
+    phases: dict[str, float] = Field(description="how long submit, queue, first_token and output took so far")
+
+
+@router.get("/{task_id}/explain", dependencies=READS, response_model=ExplanationView, responses=errors(404))
+async def explained(request: Request, task_id: str) -> ExplanationView:
+    """Explain where a task is: how many go before it, what keeps it, and when it will start and end."""
+    client = gateway_of(request).client
+    record = await (await task_of(request, task_id)).status()
+    return ExplanationView(**asdict(await explain(client.store, client.broker, record)))

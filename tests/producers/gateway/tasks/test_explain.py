@@ -1,0 +1,171 @@
+"""Why a task waits: each cause is brought about, and the answer read."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis
+
+from producers.broker.connect import connect_consumer
+from producers.broker.values import Back, Credit, Rules
+from producers.connection.script import run
+from producers.contract import keys
+from producers.contract.profile import Profile
+from producers.store import protocol
+from tests.producers.fake_worker import FakeWorker
+from tests.producers.gateway.conftest import POOL, QUEUE
+
+RULES = Rules(capacity=(64, 10**6), plain_tokens=512, ageing=10**6, max_redeliveries=5)
+NAME = QUEUE.removeprefix(keys.model_queue(""))
+#: Of a worker that makes 10 tasks a second.
+MEASURED = Profile(
+    knee=4, tokens_per_s=1000, tokens_per_task=100, kv_capacity=1000, cold_start={"total": 2.5, "imports": 2.0}
+)
+
+Explain = Callable[[str], dict[str, Any]]
+
+
+@pytest.fixture
+def explain(http: httpx.Client) -> Explain:
+    def asked(task_id: str) -> dict[str, Any]:
+        answer = http.get(f"/v1/tasks/{task_id}/explain")
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    return asked
+
+
+def names(said: dict[str, Any]) -> list[str]:
+    return [reason["name"] for reason in said["blocked_by"]]
+
+
+def lease(url: str, **about: Any) -> None:
+    """A worker that is up and says this of itself."""
+    said = {
+        "worker": "w1",
+        "running": 1,
+        "waiting": 0,
+        "capacity": 4,
+        "kv_blocks_used": 1,
+        "kv_blocks_total": 10,
+        **about,
+    }
+    consumer = connect_consumer(url, POOL.queues, url)
+    consumer.take_lease("w1.1", json.dumps(said), 300.0)
+    consumer.close()
+
+
+def scaled(valkey: Redis, **state: Any) -> None:
+    """An autoscaler that leads has decided this."""
+    valkey.set(keys.SCALE_LEADER, "one")
+    valkey.hset(
+        keys.SCALE_POOLS, NAME, json.dumps({"at": time.time(), "wanted": 1, "reason": "r", "trouble": "", **state})
+    )
+    valkey.hset(keys.PROFILES, NAME, MEASURED.to_json())
+
+
+def test_without_a_worker_and_without_one_that_starts_any(submit: Callable[..., str], explain: Explain) -> None:
+    said = explain(submit())
+    assert names(said) == ["no_worker", "not_scaled"]
+    assert (said["ahead"], said["ahead_is_exact"], said["waiting"]) == (0, True, 1)
+    assert said["estimate"] == {"starts_in_s": None, "ends_in_s": None}
+    assert f"no worker serves {NAME}" in said["summary"]
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "words"),
+    [
+        ({}, "cold_start", "the last start took 2.5 s, of which imports 2.0 s"),
+        ({"trouble": "quota of GPUs"}, "start_failed", "quota of GPUs"),
+        ({"wanted": 0, "reason": "batch waits"}, "not_worth_a_start", "batch waits"),
+    ],
+)
+def test_an_autoscalers_state_is_told(
+    submit: Callable[..., str], explain: Explain, valkey: Redis, state: dict[str, Any], reason: str, words: str
+) -> None:
+    task_id = submit()
+    scaled(valkey, **state)
+    said = explain(task_id)
+    assert names(said) == ["no_worker", reason]
+    assert words in said["blocked_by"][1]["message"]
+    if reason == "cold_start":
+        assert said["estimate"] == {"starts_in_s": 2.5, "ends_in_s": pytest.approx(2.9)}
+
+
+def test_a_worker_that_takes_no_tasks(
+    submit: Callable[..., str], explain: Explain, valkey: Redis, valkey_url: str
+) -> None:
+    task_id = submit()
+    lease(valkey_url, unready=["its GPU is lost"])
+    assert names(explain(task_id)) == ["worker_not_ready", "not_scaled"]
+    assert "its GPU is lost" in explain(task_id)["blocked_by"][0]["message"]
+
+
+def test_who_goes_first_and_when_it_starts(
+    submit: Callable[..., str], explain: Explain, valkey: Redis, valkey_url: str
+) -> None:
+    valkey.hset(keys.PROFILES, NAME, MEASURED.to_json())
+    for tier in ("priority", "default", "default", "flex", "batch"):
+        submit(tier=tier)
+    task_id = submit(tier="flex")
+    lease(valkey_url)
+    said = explain(task_id)
+    assert names(said) == ["better_tiers", "same_tier"]
+    assert (said["ahead"], said["waiting"]) == (4, 6)
+    # Three more fit beside the one that runs; the fourth before it makes room after a tenth of a second.
+    assert said["estimate"] == {"starts_in_s": pytest.approx(0.1), "ends_in_s": pytest.approx(0.5)}
+    submit(tier="default", tenant="other")
+    assert "turns" in names(explain(submit(tier="default", tenant="greedy")))
+
+
+def test_workers_without_room(submit: Callable[..., str], explain: Explain, valkey: Redis, valkey_url: str) -> None:
+    valkey.hset(keys.PROFILES, NAME, MEASURED.to_json())
+    task_id = submit(max_tokens=600)
+    lease(valkey_url, running=3, waiting=1)
+    said = explain(task_id)
+    assert names(said) == ["workers_full"]
+    assert "w1 generates 3 of 4" in said["blocked_by"][0]["message"]
+    lease(valkey_url, kv_blocks_used=5)
+    assert names(explain(task_id)) == ["kv_room"]
+    lease(valkey_url)
+    assert names(explain(task_id)) == []
+
+
+def test_what_was_given_back_for_later_or_was_not_sent_yet(
+    submit: Callable[..., str], explain: Explain, valkey: Redis, valkey_url: str
+) -> None:
+    task_id = submit()
+    consumer = connect_consumer(valkey_url, [QUEUE], valkey_url)
+    consumer.take_lease("w1.1", "{}", 300.0)
+    assert consumer.fetch("w1.1", ["u"], Credit((1,) * 4, (10**6,) * 4), RULES)
+    consumer.put_down([Back("w1.1", "u", 60.0)])
+    consumer.close()
+    assert names(explain(task_id))[0] == "delayed"
+    valkey.hset(keys.task(task_id), "status", "submitting")
+    assert names(explain(task_id)) == ["submitting"]
+
+
+def test_a_task_that_runs_lost_a_worker_and_ends(
+    submit: Callable[..., str], explain: Explain, valkey: Redis, worker: FakeWorker
+) -> None:
+    task_id = submit(max_tokens=2)
+    first = FakeWorker(valkey, "first")
+    assert first.take(QUEUE) == task_id
+    first.claim(task_id)
+    first.append(task_id, 0, ["a"])
+    first.die()
+    worker.claim(task_id)
+    said = explain(task_id)
+    assert (said["status"], said["worker"], said["attempts"], said["blocked_by"]) == ("in_progress", "fake", 2, [])
+    assert [(one["worker"], one["tokens"]) for one in said["lost"]] == [("first", 1)]
+    assert said["phases"].keys() == {"submit", "queue", "first_token", "output"}
+    assert "runs on fake, with 1 tokens so far" in said["summary"]
+    run(valkey, protocol.cancel(task_id))
+    worker.die()
+    run(valkey, protocol.expire(task_id))
+    assert explain(task_id)["summary"] == "It has ended: cancelled"
