@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from producers.connection.local import FILES_DIR
+from workers.cli import auth as keys_or_none
+from workers.cli.auth import AskFor, Insecure
 from workers.cli.exits import PROCESS_STATUS, Failure, needs
 from workers.cli.models.references import MODEL, complete_model
 from workers.cli.options import (
@@ -241,6 +243,8 @@ def gateway(
             min=1, callback=finite, help="Seconds after a gateway died at which its open requests are cancelled."
         ),
     ] = 15.0,
+    auth: AskFor = None,
+    insecure: Insecure = False,
     max_queued: MaxQueued = None,
     max_queued_per_tenant: MaxQueuedPerTenant = None,
     cors_origin: CorsOrigin = None,
@@ -259,15 +263,21 @@ def gateway(
     fd: Annotated[int | None, typer.Option(hidden=True, help="File descriptor of a listening socket.")] = None,
 ) -> None:
     """Serve the HTTP API: OpenAI's endpoints, tasks and metrics."""
+    import logging
+
     with needs("gateway"):
         from producers.gateway import GatewaySettings, serve
     set_up_logging(log_level)
     listener = socket.socket(fileno=fd) if fd is not None else open_port(host, port)
+    address = listener.getsockname()[0]
+    asks = keys_or_none.decided(auth, insecure, address)
+    logging.getLogger("penstock").info("API keys: %s", keys_or_none.said(asks, address))
     settings = GatewaySettings(
         broker,
         store_of(broker, store),
         host,
         port,
+        asks,
         drain=drain_timeout,
         reader_lease=reader_lease,
         max_queued=max_queued,

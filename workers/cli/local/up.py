@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from producers.connection.local import DATA_DIR
+from workers.cli import auth as keys_or_none
+from workers.cli.auth import AskFor, Insecure
 from workers.cli.exits import PROCESS_STATUS, needs
 from workers.cli.models.references import MODEL, complete_model, find_models
 from workers.cli.options import (
@@ -65,6 +67,8 @@ OF_WORKERS: Final = (
     *("speculate", "draft_model", "speculate_tokens"),
 )
 OF_THE_GATEWAY: Final = (
+    "auth",
+    "insecure",
     "max_queued",
     "max_queued_per_tenant",
     "cors_origin",
@@ -171,6 +175,8 @@ def up(
     ] = None,
     spot_provider: SpotProvider = None,
     spot_metadata_url: SpotMetadataUrl = None,
+    auth: AskFor = None,
+    insecure: Insecure = False,
     max_queued: MaxQueued = None,
     max_queued_per_tenant: MaxQueuedPerTenant = None,
     cors_origin: CorsOrigin = None,
@@ -195,6 +201,7 @@ def up(
     """
     import asyncio
     from contextlib import suppress
+    from functools import partial
 
     from workers.cli.exits import Failure
     from workers.cli.gpus.choice import choose, gpus_here
@@ -208,6 +215,7 @@ def up(
     if store is not None and broker is None:
         raise Failure("--store needs --broker; without them the embedded Valkey server is both")
     check_spot(spot_provider, spot_metadata_url)
+    asks = keys_or_none.decided(auth, insecure, host)
     level = checked_level(log_level)
     set_up_logging(level, "autoscaler | ")  # what else runs in this process says nothing
 
@@ -257,19 +265,18 @@ def up(
         f"starting {server}, a gateway, a sweeper, a webhooks process, {'event sources, ' if sources else ''}"
         f"{rules.min * len(models)} worker(s) for {', '.join(one.name for one in models)}",
     )
-    finished = asyncio.run(conduct(System(plan, say), _serve))
+    finished = asyncio.run(conduct(System(plan, say), partial(_serve, asks=keys_or_none.said(asks, host))))
     assert not finished, "it is used until a signal comes"
     say("up", "stopped; queued tasks are kept for the next start")
 
 
-async def _serve(system: System) -> None:
+async def _serve(system: System, asks: str) -> None:
     import asyncio
 
     from producers.connection.connect import shown
-    from workers.cli.client import Gateway
     from workers.runtime.cold_start import COLD_START
 
-    models = [model["id"] for model in await asyncio.to_thread(Gateway(system.url).models)]
+    models = [model.name for model in system.plan.models]
     elsewhere = "" if system.url == DEFAULT_URL else f" --url {system.url}"
     kept = f", kept in {system.plan.data_dir}" if system.plan.embedded else ""
     store = "" if system.store == system.broker else f"  store   {shown(system.store)}{kept}\n"
@@ -278,6 +285,7 @@ async def _serve(system: System) -> None:
         f"\nPenstock is ready at {system.url}\n"
         f"  start   {COLD_START}\n"
         f"  models  {', '.join(models)}\n"
+        f"  auth    {asks}\n"
         f"  broker  {shown(system.broker)}{kept if not store else ''}\n"
         + store
         + f"  workers {numbers(system.plan.rules)}{health}\n"
