@@ -44,8 +44,8 @@ def test_strict_tiers_with_a_backlog_in_all(place: Place, monkeypatch: pytest.Mo
 def test_a_list_that_was_unserved_for_long_counts_as_better(place: Place) -> None:
     for tier in TIERS:
         place.send(tier, tier=tier)
-    place.redis.hset(shared.UNSERVED, f"{QUEUE}#batch", int(time.time() * 1000) - 4_500_000)
-    rules = Rules((64, 10**6), 512, 1000.0, 5)
+    place.redis.hset(shared.UNSERVED, f"{QUEUE}#batch", int(time.time() * 1000) - 4_500_000_000)
+    rules = Rules((64, 10**6), 512, 1_000_000.0, 5)  # nothing else ages, however slow the machine
     assert ids(place.take(4, rules=rules)) == ["batch", "priority", "default", "flex"]
 
 
