@@ -99,9 +99,14 @@ class Query:
             raise _invalid("metadata", f"{len(self.metadata)} pairs", "at most 16")
 
     @property
+    def index(self) -> str:
+        """The index that has the tasks: the tenant's own, where one is asked for."""
+        return task_index.index(self.tenant)
+
+    @property
     def filtered(self) -> bool:
-        """Whether some tasks may not match."""
-        return bool(self.status or self.model or self.tier or self.tenant or self.metadata)
+        """Whether some tasks of the index may not match."""
+        return bool(self.status or self.model or self.tier or self.metadata)
 
     def matches(self, record: Record) -> bool:
         return (
@@ -161,7 +166,7 @@ def _start(query: Query, patience_s: float) -> Steps[_Place | None]:
     time = _TIME.fullmatch(query.after)
     if time is not None:
         return _Place(int(time[1]))
-    (at,) = yield from persistently(Read((("ZSCORE", keys.TASKS, query.after),)), patience_s)
+    (at,) = yield from persistently(Read((("ZSCORE", query.index, query.after),)), patience_s)
     if at is None:
         raise TaskNotFound(
             f"There is no task {query.after} to go on after: never submitted here, or past its time to live"
@@ -181,7 +186,7 @@ def _page(
     elif place is not None:
         low = max(low, place.at if place.id else place.at + 1)
     (answer,) = yield from persistently(
-        Read((task_index.entries(str(low), str(high), size, newest_first=newest_first),)), patience_s
+        Read((task_index.entries(query.index, str(low), str(high), size, newest_first=newest_first),)), patience_s
     )
     entries = task_index.read_entries(answer)
     whole = len(entries) < size

@@ -22,6 +22,7 @@ TASK_NAME: Final = "penstock.generate"
 UNSERVED: Final = "unserved"
 
 TASKS: Final = "penstock:tasks"  # zset: task id -> ms of ADMIT; tasks of clients, for lists of them
+TENANTS: Final = "penstock:tenants"  # set: tenants that have an index of tasks of their own (`tasks`)
 SUBMITTING: Final = "penstock:submitting"  # zset: task id -> ms; tasks whose message may not be sent yet
 DEADLINES: Final = "penstock:deadlines"  # zset: task id -> ms; unfinished tasks with a deadline or a cancel
 UNSETTLED: Final = "penstock:unsettled"  # zset: task id -> ms; final tasks that are not settled
@@ -64,6 +65,11 @@ def tier_of(priority: int | None) -> str:
 def task(task_id: str) -> str:
     """Hash: the record."""
     return f"penstock:task:{task_id}"
+
+
+def tasks(tenant: str) -> str:
+    """Zset: as TASKS, of one tenant."""
+    return f"penstock:tasks:{tenant}"
 
 
 def stream(task_id: str) -> str:
@@ -129,6 +135,11 @@ def source_leader(source: str) -> str:
 def batch(batch_id: str) -> str:
     """Hash: a batch (`producers.store.batches`)."""
     return f"penstock:batch:{batch_id}"
+
+
+def batch_index(tenant: str) -> str:
+    """Zset: as BATCH_INDEX, of one tenant."""
+    return f"penstock:batches:index:{tenant}"
 
 
 def batch_refused(batch_id: str) -> str:

@@ -12,6 +12,7 @@ A batch is the hash `penstock:batch:<id>`:
 | `v` | 1, the format |
 | `status` | OpenAI's statuses, as above |
 | `endpoint`, `input_file`, `completion_window`, `metadata`, `tenant` | as created; the window as written ("24h") |
+| `principal` | the key that made it, and the models and tiers that it might use then (JSON, `Principal`); absent: all |
 | `created`, `deadline`, `window` | server times (ms); seconds. The deadline is that of each line's task |
 | `output_kept` | seconds for which its files are kept, if they are not those of all batches |
 | `total` | lines of the input, once it is validated; blank lines do not count |
@@ -40,6 +41,7 @@ from producers.connection.script import Call, script, text
 from producers.contract import keys
 from producers.contract.batch import MAX_WINDOW_S
 from producers.contract.ids import timed_id
+from producers.contract.principal import LOCAL, Principal
 from producers.store.files import OUTPUT_KEPT_S
 from producers.store.protocol import PACKAGE
 
@@ -49,6 +51,8 @@ ENDED: Final = frozenset({"completed", "failed", "expired", "cancelled"})
 KEPT_S: Final = 30 * 24 * 3600
 #: Time (s) after the deadline for which a line's result waits to be written: a sweeper may be away for so long.
 MARGIN_S: Final = 7 * 24 * 3600
+#: Time (s) after which a batch is gone from the lists, whatever became of it.
+LISTED_S: Final = KEPT_S + 2 * MAX_WINDOW_S + MARGIN_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,12 @@ class Batch:
     def tenant(self) -> str:
         """Empty without one."""
         return self.fields.get("tenant", "")
+
+    @property
+    def principal(self) -> Principal:
+        """Who made it: what its lines may use is what its key might at that time."""
+        kept = self.fields.get("principal")
+        return LOCAL if kept is None else Principal.parse(kept)
 
     @property
     def metadata(self) -> dict[str, str] | None:
@@ -161,9 +171,10 @@ async def page(store: Redis, limit: int, *, after: str | None = None, tenant: st
     `tenant`: only batches of this one; empty: without one. None: all.
     """
     found: list[Batch] = []
+    index = keys.batch_index(tenant) if tenant else keys.BATCH_INDEX
     while len(found) < limit:
         first = f"({after}" if after else "+"
-        ids: list[Any] = await store.zrange(keys.BATCH_INDEX, first, "-", desc=True, bylex=True, offset=0, num=limit)
+        ids: list[Any] = await store.zrange(index, first, "-", desc=True, bylex=True, offset=0, num=limit)
         if not ids:
             break
         async with store.pipeline(transaction=False) as pipe:
@@ -178,8 +189,12 @@ async def page(store: Redis, limit: int, *, after: str | None = None, tenant: st
 
 async def trim(store: Redis, now_ms: int) -> int:
     """Remove from the list of all batches those that are not kept any more. Returns their number."""
-    before = now_ms - (KEPT_S + 2 * MAX_WINDOW_S + MARGIN_S) * 1000
-    return int(await store.zremrangebylex(keys.BATCH_INDEX, "-", f"({PREFIX}{max(before, 0):012x}"))
+    return int(await store.zremrangebylex(keys.BATCH_INDEX, "-", f"({_oldest(now_ms)}"))
+
+
+def _oldest(now_ms: int) -> str:
+    """What no id of a listed batch is before."""
+    return f"{PREFIX}{max(now_ms - LISTED_S * 1000, 0):012x}"
 
 
 async def parts(store: Redis, batch_id: str) -> list[Part]:
@@ -195,12 +210,13 @@ async def parts(store: Redis, batch_id: str) -> list[Part]:
 def create(batch_id: str, window_s: int, fields: Mapping[str, str | int]) -> Call:
     """BATCH_CREATE: make a batch, `validating`. Answers `new` or `exists`.
 
-    `fields`: `endpoint`, `input_file`, `completion_window`; where given `metadata` (JSON), `tenant`, `traceparent`,
-    `output_kept`, and `idempotency` (`producers.store.idempotency.Entry.name`).
+    `fields`: `endpoint`, `input_file`, `completion_window`; where given `metadata` (JSON), `tenant`, `principal`,
+    `traceparent`, `output_kept`, and `idempotency` (`producers.store.idempotency.Entry.name`).
     """
     pairs = [part for item in fields.items() for part in item]
     names = (keys.batch(batch_id), keys.BATCHES, keys.BATCH_INDEX)
-    return Call(script(PACKAGE, "batch_create"), names, (batch_id, window_s, *pairs))
+    made_ms = int(batch_id.removeprefix(PREFIX)[:12], 16)
+    return Call(script(PACKAGE, "batch_create"), names, (batch_id, window_s, _oldest(made_ms), LISTED_S, *pairs))
 
 
 def begin(batch_id: str, total: int) -> Call:

@@ -1,11 +1,16 @@
-"""The index of tasks, `penstock:tasks`: ids of tasks that clients submitted, by the time of ADMIT.
+"""The indexes of tasks: ids of tasks that clients submitted, by the time of ADMIT.
 
-ADMIT enters a task whose `origin` is `task`. An entry outlives its record until the leading sweeper trims it.
+    penstock:tasks             all of them                    penstock:tasks:<tenant>    a tenant's
+    penstock:tenants           the tenants that have one
+
+ADMIT enters a task whose `origin` is `task`. An entry outlives its record until the leading sweeper trims it. A list
+of one tenant reads that tenant's index alone: neither its answer nor its time tells of what others have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from redis.asyncio import Redis
@@ -21,10 +26,24 @@ CALLS, MORE = 100, 2000
 Command = tuple[str | int, ...]
 
 
-def entries(low: str, high: str, count: int, *, newest_first: bool) -> Command:
-    """The command for up to `count` entries between two scores (as of ZRANGEBYSCORE). `read_entries` reads it."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where trimming goes on: at a cursor of a tenant's index; '' is the index of all."""
+
+    tenant: str = ""
+    cursor: int = 0
+
+
+def index(tenant: str | None) -> str:
+    """The index of a tenant's tasks; that of all without one."""
+    return keys.tasks(tenant) if tenant else keys.TASKS
+
+
+def entries(name: str, low: str, high: str, count: int, *, newest_first: bool) -> Command:
+    """The command for up to `count` entries of an index between two scores (as of ZRANGEBYSCORE). `read_entries` reads
+    it."""
     command, bounds = ("ZREVRANGEBYSCORE", (high, low)) if newest_first else ("ZRANGEBYSCORE", (low, high))
-    return (command, keys.TASKS, *bounds, "WITHSCORES", "LIMIT", 0, count)
+    return (command, name, *bounds, "WITHSCORES", "LIMIT", 0, count)
 
 
 def read_entries(answer: Sequence[Any]) -> list[tuple[int, str]]:
@@ -32,20 +51,27 @@ def read_entries(answer: Sequence[Any]) -> list[tuple[int, str]]:
     return [(int(float(at)), text(name)) for name, at in zip(answer[::2], answer[1::2], strict=True)]
 
 
-def trim_call(cursor: int) -> Call:
+def trim_call(place: Place) -> Call:
     """TRIM_TASKS: remove entries without a record. Answers `[next cursor, looked at, removed]`."""
-    return Call(script(__package__, "trim_tasks"), (keys.TASKS,), (cursor, PAGE))
+    return Call(script(__package__, "trim_tasks"), (index(place.tenant),), (place.cursor, PAGE, place.tenant))
 
 
-async def trim(store: Redis, cursor: int) -> tuple[int, int]:
-    """Go on trimming at `cursor`, a bounded part of the index. Returns the next cursor, and how many entries went.
+async def trim(store: Redis, place: Place) -> tuple[Place, int]:
+    """Go on trimming at a place, a bounded part of the indexes. Returns the next place, and how many entries went.
 
     Raises redis.exceptions.RedisError or OSError.
     """
+    names = ["", *sorted(text(name) for name in await store.smembers(keys.TENANTS))]
+    left = [name for name in names if name >= place.tenant]
     total = 0
     for calls in range(1, MORE):
-        cursor, looked, removed = map(int, await arun(store, trim_call(cursor)))
-        total += removed
-        if cursor == 0 or (calls >= CALLS and 4 * removed < looked):
+        if not left:
+            return Place(), total
+        place = place if place.tenant == left[0] else Place(left[0])
+        cursor, looked, removed = map(int, await arun(store, trim_call(place)))
+        place, total = Place(left[0], cursor), total + removed
+        if cursor == 0:
+            place = Place(left.pop(0) + "\0")
+        if calls >= CALLS and 4 * removed < looked:
             break
-    return cursor, total
+    return place, total

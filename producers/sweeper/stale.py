@@ -33,7 +33,7 @@ class Removed:
     deliveries: int = 0
     files: int = 0
     listed: int = 0
-    """Entries of the index of tasks whose records are gone."""
+    """Entries of the indexes of tasks whose records are gone."""
 
 
 class Stale:
@@ -51,7 +51,7 @@ class Stale:
         self._letters_kept_s = letters_kept_s
         self._unneeded_s = unneeded_s
         self._since: dict[str, float] = {}
-        self._listed_to = 0
+        self._listed_to = task_index.Place()
 
     async def sweep(self) -> Removed:
         """Remove stale data once. Raises redis.exceptions.RedisError or OSError; then the waiting times begin anew."""

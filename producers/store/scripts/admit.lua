@@ -1,7 +1,7 @@
 #!lua
 -- ADMIT | no record -> `submitting`; else nothing. A request older than the submit window is refused.
 -- The record's field `idempotency` names the entry of the request's Idempotency-Key (IDEMPOTENT): it is marked as made.
--- A task with the `origin` task enters the index that lists it.
+-- A task with the `origin` task enters the index that lists it, and its tenant's own.
 -- KEYS: task, submitting, deadlines
 -- ARGV: id, nonce, asked (ms, server time as the client estimates it), window (ms), field, value, ...
 -- Answers: new | mine (the same request was admitted before, and its reply was lost) | exists | late
@@ -23,11 +23,15 @@ for i = 5, #ARGV do
   fields[#fields + 1] = ARGV[i]
 end
 admit(task, submitting, KEYS[3], id, now, fields)
-local entry, origin = unpack(redis.call('HMGET', task, 'idempotency', 'origin'))
+local entry, origin, tenant = unpack(redis.call('HMGET', task, 'idempotency', 'origin', 'tenant'))
 if entry then
   made(entry)
 end
 if origin == 'task' then
   redis.call('ZADD', 'penstock:tasks', now, id)
+  if tenant then
+    redis.call('ZADD', 'penstock:tasks:' .. tenant, now, id)
+    redis.call('SADD', 'penstock:tenants', tenant)
+  end
 end
 return 'new'

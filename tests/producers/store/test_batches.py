@@ -9,7 +9,7 @@ import pytest
 from redis import Redis
 
 from producers import AsyncClient
-from producers.connection.script import Call, run, text
+from producers.connection.script import Call, arun, run, text
 from producers.contract import keys
 from producers.store import batches, protocol
 from producers.store.batches import Batch, Block, Part, Written
@@ -171,5 +171,9 @@ def test_the_list_of_batches(valkey: Redis, valkey_url: str) -> None:
             assert [b.id for b in await batches.page(client.store, 9, tenant="a")] == made[1::2]
             assert await batches.open_batches(client.store) == made[::-1]
             assert await batches.trim(client.store, 1_800_000_000_000) == 7
+            late = batches.new_id(1_800_000_000_000)
+            await arun(client.store, batches.create(late, 60, FIELDS | {"tenant": "a"}))
+            assert [b.id for b in await batches.page(client.store, 9, tenant="a")] == [late], "older ones have left"
+            assert 0 < await client.store.ttl(keys.batch_index("a")) <= batches.LISTED_S
 
     asyncio.run(listed())

@@ -13,7 +13,7 @@ from producers.broker.redis import calls as broker
 from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run
 from producers.contract import keys
-from producers.store import task_index
+from producers.store import protocol, task_index
 from producers.store.fleet.model_files import unused
 from producers.sweeper.stale import Removed, Stale
 
@@ -95,3 +95,23 @@ async def test_the_index_of_tasks_loses_what_has_no_record(
     valkey.zadd(keys.TASKS, {"gone": 1})
     assert sum([(await stale.sweep()).listed for _ in range(8)]) == 1
     assert {name.decode() for name in valkey.zrange(keys.TASKS, 0, -1)} == lives.keys()
+
+
+async def test_tenants_indexes_lose_what_is_gone_or_another_tenants(
+    aclient: AsyncClient, valkey: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = int(valkey.time()[0]) * 1000
+    for task_id, tenant in (("lives", "acme"), ("gone", "acme"), ("last", "zoo")):
+        run(valkey, protocol.admit(task_id, "n", now, {"origin": "task", "tenant": tenant}))
+    valkey.delete(keys.task("gone"), keys.task("last"))
+    valkey.zadd(keys.tasks("acme"), {"another's": 1})
+    valkey.hset(keys.task("another's"), mapping={"status": "queued", "tenant": "zoo"})
+    stale = Stale(aclient)
+    assert (await stale.sweep()).listed == 5
+    assert valkey.zrange(keys.tasks("acme"), 0, -1) == [b"lives"]
+    assert valkey.smembers(keys.TENANTS) == {b"acme"}
+    monkeypatch.setattr(task_index, "CALLS", 1)  # one index in each sweep, where little goes
+    for number in range(4):
+        run(valkey, protocol.admit(f"t{number}", "n", now, {"origin": "task", "tenant": "acme"}))
+    valkey.zadd(keys.tasks("acme"), {"gone": 1})
+    assert [(await stale.sweep()).listed for _ in range(4)] == [0, 1, 0, 0]
