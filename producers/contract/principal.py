@@ -5,9 +5,10 @@ key ─▶ Principal: tenant, scopes, models, tiers ─▶ each endpoint asks it
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 
 #: Scope -> what it lets a key do.
 SCOPES: Final[dict[str, str]] = {
@@ -46,6 +47,17 @@ class Principal:
     def may_use(self, model: str, tiers: Sequence[str] = ()) -> bool:
         """Whether it may use this model, and each of these tiers."""
         return (not self.models or model in self.models) and (not self.tiers or {*tiers} <= {*self.tiers})
+
+    def to_json(self) -> str:
+        """What is kept of it beside work that is done later: all but its scopes."""
+        kept = {"key": self.key, "tenant": self.tenant, "models": self.models, "tiers": self.tiers}
+        return json.dumps(kept)
+
+    @classmethod
+    def parse(cls, kept: str) -> Self:
+        """What `to_json` kept. It has no scopes."""
+        said = json.loads(kept)
+        return cls(said["key"], said["tenant"], frozenset(), tuple(said["models"]), tuple(said["tiers"]))
 
 
 #: Everybody, where no keys are asked for.

@@ -81,7 +81,7 @@ class Admission:
         Raises Problem: 403 for a model or tier that the key may not use, 429 if they are too many now, 400 if they
         always will be. Raises what `AsyncClient.known` does.
         """
-        _check(principal, tasks[0])
+        check_may_use(principal, tasks[0])
         if self._most is None and self._most_of_one is None:
             return
         known = await self._client.known(tasks[0].model)
@@ -197,7 +197,7 @@ class Admission:
             return 0
 
 
-def _check(principal: Principal, task: Task) -> None:
+def check_may_use(principal: Principal, task: Task) -> None:
     """Raise Problem where a request's tasks, all of one model and tier, are not the caller's to submit."""
     if not principal.may_use(task.model):
         raise Problem(

@@ -15,7 +15,9 @@ from engine.text import Tokenizer
 from producers.client.aio import AsyncClient
 from producers.client.submission import Known
 from producers.contract.events import End
+from producers.contract.principal import LOCAL, Principal
 from producers.errors import InvalidTask, PenstockError, UnknownModel
+from producers.gateway.admission.limits import check_may_use
 from producers.gateway.http.errors import Problem, body_of, problem_of
 from producers.gateway.openai.lines import answer_line, read_line
 from producers.gateway.tasks.foreground import problem_of_end
@@ -40,14 +42,18 @@ class LineEndpoints:
     def close(self) -> None:
         self._prompts.close()
 
-    async def tasks(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[Planned | Answer]:
+    async def tasks(
+        self, path: str, bodies: Sequence[Mapping[str, Any]], principal: Principal = LOCAL, tenant: str | None = None
+    ) -> list[Planned | Answer]:
         known: dict[str, Known | UnknownModel] = {}
         for model in {str(body["model"]) for body in bodies}:
             try:
                 known[model] = await self._client.known(model)
             except UnknownModel as error:
                 known[model] = error
-        return await asyncio.to_thread(lambda: [_planned(path, body, known[str(body["model"])]) for body in bodies])
+        return await asyncio.to_thread(
+            lambda: [_planned(path, body, known[str(body["model"])], principal, tenant) for body in bodies]
+        )
 
     async def answers(self, path: str, finished: Sequence[Finished]) -> list[Answer]:
         tokenizers: dict[str, Tokenizer | Answer] = {}
@@ -66,12 +72,15 @@ class LineEndpoints:
             return _refused(error)
 
 
-def _planned(path: str, body: Mapping[str, Any], known: Known | UnknownModel) -> Planned | Answer:
+def _planned(
+    path: str, body: Mapping[str, Any], known: Known | UnknownModel, principal: Principal, tenant: str | None
+) -> Planned | Answer:
     if isinstance(known, UnknownModel):
-        return _refused(known)
-    tier = {"tier": TIER} if body.get("service_tier") in (None, "auto") else {}
+        return _refused(known, principal)
+    fields = {"tier": TIER} if body.get("service_tier") in (None, "auto") else {}
     try:
-        task, more = read_line(path, body, known.card, known.now_ms(), **tier)
+        task, more = read_line(path, body, known.card, known.now_ms(), **fields, tenant=tenant)
+        check_may_use(principal, task)
     except (Problem, InvalidTask) as error:
         return _refused(error)
     except Exception:  # a fault of ours is the line's error: it must not hold up the batch for ever
@@ -98,8 +107,8 @@ def _scored(one: Finished) -> bool:
     return one.record.task.get("logprobs") is not None
 
 
-def _refused(error: Exception) -> Answer:
-    problem = problem_of(error)
+def _refused(error: Exception, principal: Principal = LOCAL) -> Answer:
+    problem = problem_of(error, principal)
     return Answer(problem.status, json.dumps(body_of(problem)).encode())
 
 

@@ -9,6 +9,7 @@ from typing import Final
 from fastapi import APIRouter, Request, Response
 
 from producers.connection.script import arun, text
+from producers.contract import keys
 from producers.errors import shown
 from producers.gateway.batches.request import SCHEMA, read
 from producers.gateway.batches.views import BatchList, BatchView
@@ -16,8 +17,9 @@ from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.files.routes import file_of
 from producers.gateway.http import idempotency, query, trace
 from producers.gateway.http.body import read_object
-from producers.gateway.http.caller import CANCELS, PARAMETER, READS, SUBMITS, marks, principal_of, tenant_of
+from producers.gateway.http.caller import CANCELS, PARAMETER, READS, SUBMITS, principal_of, tenant_of
 from producers.gateway.http.errors import Problem
+from producers.gateway.tasks.own import sees
 from producers.gateway.tasks.views import errors
 from producers.store import batches
 from producers.store.batches import Batch
@@ -65,7 +67,10 @@ async def create(request: Request, response: Response) -> BatchView:
         fields["idempotency"] = entry.name
     if owner is not None:
         fields["tenant"] = owner
-    await arun(gateway.client.store, batches.create(new_id, window_s, {**fields, **marks(request), **trace.fields()}))
+    principal = principal_of(request)
+    if principal.key is not None:
+        fields["principal"] = principal.to_json()
+    await arun(gateway.client.store, batches.create(new_id, window_s, {**fields, **trace.fields()}))
     return BatchView.of(await _batch(request, new_id))
 
 
@@ -129,8 +134,10 @@ async def cancel(request: Request, batch_id: str) -> BatchView:
 
 
 async def _batch(request: Request, batch_id: str) -> Batch:
-    batch = await batches.read(gateway_of(request).client.store, batch_id) if ID.fullmatch(batch_id) else None
-    if batch is None or not principal_of(request).sees(batch.tenant):
+    batch = None
+    if ID.fullmatch(batch_id) and await sees(request, keys.batch(batch_id)):
+        batch = await batches.read(gateway_of(request).client.store, batch_id)
+    if batch is None:
         raise Problem(
             404, f"There is no batch {shown(batch_id)}; an ended one is kept for 30 days.", code="batch_not_found"
         )

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from producers.connection.aws import AwsError
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.trouble import CODES, Trouble, trouble
+from producers.contract.principal import LOCAL, Principal
 from producers.contract.task import label
 from producers.errors import (
     InvalidQuery,
@@ -73,13 +74,14 @@ def response_of(problem: Problem) -> JSONResponse:
     return JSONResponse(body_of(problem), problem.status, problem.headers)
 
 
-def problem_of(error: Exception) -> Problem:
-    """The Problem that a caller sees for an exception, without internals."""
+def problem_of(error: Exception, principal: Principal = LOCAL) -> Problem:
+    """The Problem that a caller sees for an exception, without internals, and without models that it may not use."""
     match error:
         case Problem():
             return error
         case UnknownModel():
-            return Problem(404, str(error), code="model_not_found", param="model")
+            said = str(error).partition("; ")[0] + "." if principal.models else str(error)
+            return Problem(404, said, code="model_not_found", param="model")
         case InvalidTask():
             return Problem(400, str(error), code=error.code, param=error.param)
         case RequestValidationError():
@@ -134,7 +136,7 @@ def _invalid(error: RequestValidationError) -> Problem:
 
 
 async def _handle(request: Request, error: Exception) -> JSONResponse:
-    problem = problem_of(error)
+    problem = problem_of(error, getattr(request.state, "principal", LOCAL))
     if problem.status in (429, 503):
         request.app.state.metrics.refused(problem.code, getattr(request.state, "tier", UNKNOWN))
     return response_of(problem)

@@ -134,7 +134,8 @@ class Batches:
             async with self._long_steps:
                 if await files.get(self._store, batch.input_file) is None:
                     raise BlobNotFound(batch.input_file)
-                models = [text(name) for name in await self._store.hkeys(keys.MODELS)]
+                names = map(text, await self._store.hkeys(keys.MODELS))
+                models = [name for name in names if batch.principal.may_use(name)]
                 checked = await asyncio.to_thread(check, read, batch.endpoint, models, stop=stopped.is_set)
         finally:
             stopped.set()

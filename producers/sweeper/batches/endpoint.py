@@ -12,6 +12,7 @@ from typing import Any, Protocol, Self
 
 from producers.client.submission import Known
 from producers.contract.events import Event
+from producers.contract.principal import LOCAL, Principal
 from producers.contract.record import Record
 from producers.contract.task import Task
 
@@ -56,8 +57,13 @@ class Endpoints(Protocol):
     Its methods may raise redis.exceptions.RedisError or OSError; then nothing is lost, and they are called again.
     """
 
-    async def tasks(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[Planned | Answer]:
-        """What is to be run for each request, or its refusal. The tier is `batch`, unless a request names another."""
+    async def tasks(
+        self, path: str, bodies: Sequence[Mapping[str, Any]], principal: Principal = LOCAL, tenant: str | None = None
+    ) -> list[Planned | Answer]:
+        """What is to be run for each request, or its refusal. The tier is `batch`, unless a request names another.
+
+        `principal`: whose key made the batch. `tenant`: that of the tasks.
+        """
 
     async def answers(self, path: str, finished: Sequence[Finished]) -> list[Answer]:
         """The answer to each request. Its status is 200 if the request got what it asked for."""

@@ -94,7 +94,8 @@ class Expander:
 
     async def _ready(self, batch: Batch, line: int, offset: int, most: int, size: int) -> _Ready:
         found = await asyncio.to_thread(read_requests, self._blobs, batch, line, offset, most, size, self._ahead)
-        planned = await self._endpoints.tasks(batch.endpoint, [request.body for request in found.requests])
+        bodies = [request.body for request in found.requests]
+        planned = await self._endpoints.tasks(batch.endpoint, bodies, batch.principal, batch.tenant or None)
         return await asyncio.to_thread(_block, batch, found, planned)
 
     async def _make(self, batch: Batch, ready: _Ready) -> bool:
@@ -114,7 +115,8 @@ def _shared(batch: Batch) -> Mapping[str, str | int]:
         "ttl": int(batch.fields["window"]) + batches.MARGIN_S,
         **trace_fields(batch.fields.get("traceparent")),
     }
-    return fields | ({"tenant": batch.tenant} if batch.tenant else {})
+    key = batch.principal.key
+    return fields | ({"tenant": batch.tenant} if batch.tenant else {}) | ({"key": key} if key else {})
 
 
 def _block(batch: Batch, found: Requests, planned: Sequence[Planned | Answer]) -> _Ready:
