@@ -10,6 +10,7 @@ from typing import Any, Final
 from fastapi import APIRouter, Request, Response
 
 from producers.connection.script import arun, text
+from producers.contract import keys
 from producers.errors import shown
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.files import expiry, faults
@@ -17,9 +18,10 @@ from producers.gateway.files.content import FileContent, content_of, redirect_of
 from producers.gateway.files.upload import Asked, Upload
 from producers.gateway.files.views import FileDeleted, FileList, FileView
 from producers.gateway.http import idempotency, query
-from producers.gateway.http.caller import CANCELS, PARAMETER, READS, SUBMITS, principal_of, tenant_of
+from producers.gateway.http.caller import CANCELS, PARAMETER, READS, SUBMITS, tenant_of
 from producers.gateway.http.edge import HEAD
 from producers.gateway.http.errors import RETRY_AFTER, Problem
+from producers.gateway.tasks.own import sees
 from producers.gateway.tasks.views import errors
 from producers.store import files
 from producers.store.files import BATCH, BATCH_OUTPUT, File
@@ -189,8 +191,10 @@ async def delete(request: Request, file_id: str) -> FileDeleted:
 
 async def file_of(request: Request, file_id: str, param: str | None = None) -> File:
     """A file of the caller. Raises Problem; `param`: the parameter that names it."""
-    file = await files.get(gateway_of(request).client.store, file_id) if ID.fullmatch(file_id) else None
-    if file is None or not principal_of(request).sees(file.tenant):
+    file = None
+    if ID.fullmatch(file_id) and await sees(request, keys.file(file_id)):
+        file = await files.get(gateway_of(request).client.store, file_id)
+    if file is None:
         raise _none(file_id, param)
     return file
 

@@ -16,9 +16,10 @@ from producers.contract.chat import MESSAGE, read_messages
 from producers.contract.events import End
 from producers.contract.task import Task
 from producers.errors import InvalidTask, shown
+from producers.gateway.admission.limits import check_may_use
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http.body import read_object
-from producers.gateway.http.caller import SUBMITS, tenant_of
+from producers.gateway.http.caller import SUBMITS, principal_of, tenant_of
 from producers.gateway.http.errors import Problem
 from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, head, made, respond
 from producers.gateway.openai.arrays import joined
@@ -77,6 +78,7 @@ async def create(request: Request) -> Response:
     chat = read_chat(await read_object(request, gateway.settings.max_body), tenant_of(request))
     asked, task = chat.asked, chat.asked.task([0], logprobs=chat.logprobs)
     request.state.tier = task.tier
+    check_may_use(principal_of(request), task)
     known = await gateway.client.known(task.model)
     task = task.model_copy(update={"prompt": await _prompt(gateway, known.card, chat, task)})
     scorer = None if chat.logprobs is None else ChatLogprobs(await gateway.prompts.tokenizer(known.card))

@@ -14,9 +14,10 @@ from starlette.responses import Response
 from engine.text import Tokenizer
 from producers.contract.events import End
 from producers.contract.task import Task
+from producers.gateway.admission.limits import check_may_use
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http.body import read_object
-from producers.gateway.http.caller import SUBMITS, tenant_of
+from producers.gateway.http.caller import SUBMITS, principal_of, tenant_of
 from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, head, made, respond
 from producers.gateway.openai.arrays import joined
 from producers.gateway.openai.echo import Echo, echoed
@@ -44,6 +45,7 @@ async def create(request: Request) -> Response:
     wanted = read_completion(await read_object(request, gateway.settings.max_body), tenant_of(request))
     asked, tasks = wanted.asked, wanted.tasks()
     request.state.tier = tasks[0].tier
+    check_may_use(principal_of(request), tasks[0])
     known = await gateway.client.known(asked.model)
     tasks = await wanted.encoded(gateway, known.card, tasks)
     wanted.check_size(tasks)

@@ -1,33 +1,46 @@
-"""Tasks of the caller: another tenant's are answered exactly as unknown ones, after the same one look at the store."""
+"""What is the caller's: another tenant's things are answered exactly as unknown ones, after the same look at the store.
+
+sees ─▶ one field of the thing's hash, its tenant ─▶ only then is the thing itself read
+"""
 
 from __future__ import annotations
 
 from starlette.requests import HTTPConnection
 
 from producers.client.aio import AsyncHandle
+from producers.client.operations import not_found
 from producers.client.steps import Read, persistently
 from producers.connection.script import text
 from producers.contract import keys
 from producers.contract.task import Task
-from producers.errors import TaskNotFound
+from producers.gateway.admission.limits import check_may_use
 from producers.gateway.context import gateway_of
 from producers.gateway.http.caller import principal_of, same
 
 
 def owned(connection: HTTPConnection, task: Task) -> Task:
-    """The task, as its key's tenant's. Raises Problem where it names another one."""
+    """The task, as its key's tenant's. Raises Problem where it names another one, or what its key may not use."""
     principal = principal_of(connection)
     same(principal, task.tenant, "tenant")
+    check_may_use(principal, task)
     return task if principal.key is None else task.model_copy(update={"tenant": principal.tenant})
+
+
+async def sees(connection: HTTPConnection, name: str) -> bool:
+    """Whether the caller may see what this hash of the store tells of: a task, a file, a batch.
+
+    It reads the tenant alone: how large another tenant's record is must not show in the time of the answer. Raises
+    redis.exceptions.RedisError or OSError.
+    """
+    client, principal = gateway_of(connection).client, principal_of(connection)
+    if principal.sees_all:
+        return True
+    (tenant,) = await client.run(persistently(Read((("HGET", name, "tenant"),)), client.patience))
+    return tenant is not None and principal.sees(text(tenant))
 
 
 async def task_of(connection: HTTPConnection, task_id: str) -> AsyncHandle:
     """The handle of a task that the caller may see. Raises TaskNotFound, redis.exceptions.RedisError or OSError."""
-    client, principal = gateway_of(connection).client, principal_of(connection)
-    handle = client.get(task_id)
-    if not principal.sees_all:
-        look = Read((("HGET", keys.task(task_id), "tenant"),))
-        (tenant,) = await client.run(persistently(look, client.patience))
-        if tenant is None or not principal.sees(text(tenant)):
-            raise TaskNotFound(task_id)
-    return handle
+    if not await sees(connection, keys.task(task_id)):
+        raise not_found(task_id)
+    return gateway_of(connection).client.get(task_id)

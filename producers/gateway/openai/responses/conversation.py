@@ -10,16 +10,20 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Final
 
+from starlette.requests import Request
+
 from producers.client.aio import AsyncHandle
 from producers.contract.events import Token
 from producers.contract.record import Record
 from producers.contract.task import Task
 from producers.errors import InvalidTask, TaskNotFound, shown
 from producers.gateway.context import Gateway
+from producers.gateway.http.caller import principal_of, tenant_of
 from producers.gateway.http.errors import Problem
 from producers.gateway.openai.responses.items import Item
 from producers.gateway.openai.responses.request import Wanted
 from producers.gateway.openai.responses.view import PREFIX, About
+from producers.gateway.tasks.own import task_of
 
 #: Codes of an error that a shorter prompt cures.
 TOO_LONG: Final = ("context_length_exceeded", "kv_capacity_exceeded")
@@ -29,25 +33,27 @@ ROOM: Final = 4
 STAY: Final = ("system", "developer")
 
 
-async def find(gateway: Gateway, response_id: str, tenant: str | None) -> tuple[AsyncHandle, Record, About] | None:
-    """A tenant's stored response; None if there is none (any more). Raises redis.exceptions.RedisError or OSError."""
+async def find(request: Request, response_id: str) -> tuple[AsyncHandle, Record, About] | None:
+    """A stored response of the caller's; None if there is none (any more). Raises redis.exceptions.RedisError or
+    OSError; Problem, where the caller names a tenant that it may not."""
     if not response_id.startswith(PREFIX):
         return None
-    handle = gateway.client.get(response_id.removeprefix(PREFIX))
+    tenant = tenant_of(request)
     try:
+        handle = await task_of(request, response_id.removeprefix(PREFIX))
         record = await handle.status()
     except TaskNotFound:
         return None
     kept = record.fields.get("response")
-    if kept is None or record.fields.get("tenant") != tenant:
+    if kept is None or (principal_of(request).key is None and record.fields.get("tenant") != tenant):
         return None
     about = About.of(record.id, kept)
     return (handle, record, about) if about.fields["store"] else None
 
 
-async def before(gateway: Gateway, response_id: str, tenant: str | None) -> list[Item]:
+async def before(request: Request, response_id: str) -> list[Item]:
     """The conversation up to and with a response's output. Raises Problem, and as `find`."""
-    found = await find(gateway, response_id, tenant)
+    found = await find(request, response_id)
     if found is None:
         raise Problem(
             400,

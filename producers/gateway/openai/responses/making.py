@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from producers.contract.record import Record
 from producers.contract.task import Task
+from producers.gateway.admission.limits import check_may_use
 from producers.gateway.context import Gateway
 from producers.gateway.http import idempotency
 from producers.gateway.http.caller import marks, principal_of
@@ -17,7 +18,6 @@ from producers.gateway.openai.answer import respond
 from producers.gateway.openai.logprobs import ChatLogprobs
 from producers.gateway.openai.responses import conversation
 from producers.gateway.openai.responses.answer import answer, opened, scorer_of, waited
-from producers.gateway.openai.responses.items import Item
 from producers.gateway.openai.responses.request import Wanted, bounded
 from producers.gateway.openai.responses.story import Story
 from producers.gateway.openai.responses.stream import ResponseStream
@@ -33,10 +33,11 @@ async def make(request: Request, gateway: Gateway, wanted: Wanted) -> Response:
     """
     task = wanted.task()
     request.state.tier = task.tier
+    check_may_use(principal_of(request), task)
     if task.webhook is not None:
         await gateway.destinations.check(task.webhook.url, "webhook.url")
     known = await gateway.client.known(task.model)
-    items = [*await _before(gateway, wanted, task.tenant), *wanted.items]
+    items = [*([] if wanted.previous is None else await conversation.before(request, wanted.previous)), *wanted.items]
     task, items = await conversation.fitted(gateway, known.card, wanted, task, items)
     with wanted.asked.in_its_words():
         task = bounded(task, known.card).resolved(known.card)
@@ -92,7 +93,3 @@ async def _again(gateway: Gateway, wanted: Wanted, record: Record) -> Response:
         response = await answer(gateway, handle, record, about)
     response.headers.update(idempotency.REPLAYED)
     return response
-
-
-async def _before(gateway: Gateway, wanted: Wanted, tenant: str | None) -> list[Item]:
-    return [] if wanted.previous is None else await conversation.before(gateway, wanted.previous, tenant)

@@ -131,7 +131,7 @@ async def input_items(request: Request, response_id: str) -> Response:
 
 async def _found(request: Request, response_id: str) -> tuple[AsyncHandle, Record, About]:
     """A stored response of the caller. Raises Problem, redis.exceptions.RedisError or OSError."""
-    found = await conversation.find(gateway_of(request), response_id, tenant_of(request))
+    found = await conversation.find(request, response_id)
     if found is None:
         raise Problem(
             404,
