@@ -46,6 +46,9 @@ FILE_NOTES: Final = "penstock:files:notes"  # zset: file id -> unix s, or 0; blo
 SCHEDULES: Final = "penstock:schedules"  # hash: schedule's name -> unix s of the last time that was dealt with
 API_KEYS: Final = "penstock:keys"  # hash: id -> key (JSON, `producers.store.api_keys`)
 AUDIT: Final = "penstock:audit"  # stream: changes of keys, endpoints, routing (`producers.store.audit`)
+LEDGER: Final = "penstock:ledger"  # stream: a row for each final task (`producers.store.usage.ledger`)
+USAGE: Final = "penstock:usage"  # zset: hour or day with sums of the ledger -> unix s of its beginning
+USAGE_FOLDED: Final = "penstock:usage:folded"  # string: id of the last row that is in the sums
 WEBHOOK_ENDPOINTS: Final = "penstock:webhooks:endpoints"  # hash: id -> endpoint (JSON), see `producers.store.outbox`
 WEBHOOK_SECRETS: Final = "penstock:webhooks:secrets"  # hash: tenant -> secrets of its tasks' own webhooks (JSON)
 WEBHOOKS_DUE: Final = "penstock:webhooks:due"  # zset: row's name -> ms; a taken row is due again when its lease ends
@@ -130,6 +133,11 @@ def replies(source: str) -> str:
 def source_leader(source: str) -> str:
     """String with a TTL: the process that leads a source of which one alone may run."""
     return f"penstock:source:{source}:leader"
+
+
+def usage(bucket: str) -> str:
+    """Hash: sums of an hour or a day, `hour:<unix s>` or `day:<unix s>` (`producers.store.usage.ledger`)."""
+    return f"penstock:usage:{bucket}"
 
 
 def batch(batch_id: str) -> str:

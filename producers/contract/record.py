@@ -30,6 +30,7 @@
 | `stuck`, `mark` | number of owners that died since its last new entry; the stream's length at its last start |
 | `next:<choice>` | index of the choice's next token |
 | `prompt` | stream entries that hold the prompt's log probabilities, before token 0 |
+| `again` | tokens of prompt and output that later workers took up from earlier ones, once for each such start |
 | `discarded` | tokens made for candidates of `best_of` that are not among the choices |
 | `end` | the final status; the stream has its terminal entry |
 | `reasons`, `usage`, `error` | JSON: a finish reason per choice; token counts; `{code, message, param}` or null |

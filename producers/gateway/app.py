@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from pathlib import Path
 from typing import Final
 
 from fastapi import FastAPI
@@ -13,7 +14,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 
 from producers.connection.addresses import networks
-from producers.gateway import batches, docs, files, front, health, keys, metrics, models, openai, webhooks
+from producers.gateway import batches, docs, files, front, health, keys, metrics, models, openai, usage, webhooks
 from producers.gateway.admission.callers import Callers
 from producers.gateway.admission.destinations import Destinations
 from producers.gateway.admission.limits import Admission
@@ -33,6 +34,7 @@ from producers.gateway.text.prompts import Prompts
 from producers.gateway.text.templates import Templates
 from producers.store.blobs import open_blobs
 from producers.store.blobs.bucket import is_s3
+from producers.store.usage.prices import Prices
 from producers.sweeper import sweeper
 from producers.sweeper.reader_leases import ReaderLeases
 
@@ -53,13 +55,14 @@ EXPOSED: Final = (
 def create_app(settings: GatewaySettings) -> FastAPI:
     """The gateway as an ASGI application, to be started once. It connects when it is started.
 
-    Raises ValueError for a broker or store that is no Redis or Valkey, a bad network in `webhook_allow`, and
-    `files_redirect` without a bucket.
+    Raises ValueError for a broker or store that is no Redis or Valkey, a bad network in `webhook_allow`, prices
+    that cannot be read, and `files_redirect` without a bucket.
     """
     client = TracedClient(settings.broker, settings.store, patience=settings.patience, files_dir=settings.files_dir)
     allowed = networks(settings.webhook_allow)
     if settings.files_redirect and not is_s3(settings.files_dir):
         raise ValueError(f"--files-redirect needs a bucket: --files-dir is {settings.files_dir!r}, not s3://...")
+    prices = None if settings.prices is None else Prices.read(Path(settings.prices))
     streams = Streams()
     figures = Metrics(streams.__len__)
 
@@ -88,6 +91,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
                 figures,
                 streams,
                 large,
+                prices,
                 awaited,
             )
             keeping = [asyncio.create_task(readers.run(), name="renew reader leases")]
@@ -130,7 +134,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     for router in (
         *(
             part.router
-            for part in (front, docs, tasks, events, explain, files, batches, webhooks, keys, models, health)
+            for part in (front, docs, tasks, events, explain, files, batches, webhooks, keys, usage, models, health)
         ),
         *openai.ROUTERS,
     ):

@@ -18,6 +18,7 @@ from producers.gateway.settings import GatewaySettings
 from producers.gateway.text.prompts import Prompts
 from producers.gateway.text.templates import Templates
 from producers.store.blobs import Blobs
+from producers.store.usage.prices import Prices
 from producers.sweeper.reader_leases import ReaderLeases
 
 
@@ -41,6 +42,8 @@ class Gateway:
     streams: Streams
     large: asyncio.Semaphore
     """Permits for large results in memory."""
+    prices: Prices | None
+    """What tokens cost; None where that is not said."""
     awaited: set[str]
     """Models that must be served before the gateway is ready, and that no worker has served yet."""
 

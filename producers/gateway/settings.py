@@ -49,6 +49,8 @@ class GatewaySettings:
     """Origins of web pages that may read answers: `https://chat.example.org`, or `*`. Empty: none."""
     webhook_allow: tuple[str, ...] = ()
     """Networks (CIDR) whose addresses webhooks may name though they are not public, by any scheme and port."""
+    prices: str | None = None
+    """A file with prices (`producers.store.usage.prices`), with which usage has its cost."""
     proxy_headers: tuple[str, ...] = ()
     """Addresses or networks of proxies whose X-Forwarded-For and X-Forwarded-Proto count, or `*`. Empty: none."""
     awaited: tuple[str, ...] = ()

@@ -3,5 +3,5 @@
 unsent sends accepted tasks again; reader_leases cancels tasks of lost readers; deadlines ends late tasks
 unsettled settles final tasks, celery_results stores their Celery results; compact shrinks settled streams
 queues/ looks after queues without workers; batches/ takes batches forward; outbox trims webhooks and tells of late ones
-stale removes what nobody needs; files removes expired files
+stale removes what nobody needs; files removes expired files; usage adds the ledger's rows to sums
 """

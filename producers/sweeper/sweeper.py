@@ -50,6 +50,9 @@ from producers.sweeper.reader_leases import LEASE_S, LapsedReaders
 from producers.sweeper.stale import LETTERS_KEPT_S, UNNEEDED_S, Stale
 from producers.sweeper.unsettled import AGE_MS as ORPHAN_MS
 from producers.sweeper.unsettled import Orphans
+from producers.sweeper.usage import USUAL as USUAL_AGES
+from producers.sweeper.usage import Ages
+from producers.sweeper.usage import sweep as sum_usage
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +91,8 @@ class SweeperSettings:
     delivered_kept: float = DELIVERED_KEPT_S
     dead_kept: float = DEAD_KEPT_S
     """Times for which webhooks that were delivered, or given up, are kept."""
+    usage: Ages = USUAL_AGES
+    """Ages at which the ledger's rows become sums of hours, these of days, and days are removed."""
     retire_after: float = RETIRE_AFTER_S
     files_dir: str = str(FILES_DIR)
     """The folder, or the bucket's URL, for files' content, which all gateways and sweepers share."""
@@ -177,6 +182,9 @@ async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: End
         done = await trim_outbox(client.store, settings.delivered_kept, settings.dead_kept)
         return {"removed_webhooks": done.delivered + done.dead}
 
+    async def add_up() -> Counts:
+        return {"ledger_rows": await sum_usage(client, settings.usage)}
+
     async def expire_files() -> Counts:
         return {f"files_{name}": count for name, count in asdict(await remove_files(client.store, blobs)).items()}
 
@@ -199,6 +207,7 @@ async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: End
         group.create_task(_repeat(client, prune, settings.seldom))
         group.create_task(_repeat(client, tidy, settings.seldom))
         group.create_task(_repeat(client, trim, settings.seldom))
+        group.create_task(_repeat(client, add_up, settings.every))
         group.create_task(_repeat(client, expire_files, settings.seldom))
 
 

@@ -157,4 +157,5 @@ def _play(plan: Plan, shape: Shape, folder: Path, say: Callable[[str], None]) ->
         stores.left += [f"an incarnation: {name}" for name in books if f"The lease of {name} lapsed" not in said]
     finally:
         stage.down()
-    return Case.of(History.read(stage.journals), stores, watcher.streams), wrong
+    billed = watcher.billed(stores.ledger)
+    return Case.of(History.read(stage.journals), stores, watcher.streams, ledger=billed), wrong

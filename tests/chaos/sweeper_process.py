@@ -9,10 +9,17 @@ import logging
 import sys
 
 from producers.sweeper.sweeper import SweeperSettings
+from producers.sweeper.usage import Ages
 from workers.cli.processes import sweep
 
 #: Times in seconds.
-HASTY = {"every": 1.0, "unsent_after": 3.0, "unsettled_after": 3.0, "reader_lease": 3.0}
+HASTY = {
+    "every": 1.0,
+    "unsent_after": 3.0,
+    "unsettled_after": 3.0,
+    "reader_lease": 3.0,
+    "usage": Ages(fold=5.0, roll=0.0),
+}
 
 if __name__ == "__main__":
     logging.basicConfig(level="INFO")

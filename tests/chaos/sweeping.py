@@ -20,7 +20,9 @@ from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.events import encode_token
 from producers.store import protocol
+from producers.store.usage.ledger import COUNTS
 from producers.sweeper.sweeper import SweeperSettings
+from producers.sweeper.usage import Ages
 from tests.warm import template
 from workers.cli.processes import sweep
 
@@ -33,7 +35,7 @@ class Sweeper:
 
     def __init__(self, url: str, name: str, **settings: Any) -> None:
         """`settings`: those of a SweeperSettings that are to be others."""
-        fields = {"lease": 1.0, "every": 0.05, "seldom": 0.1} | settings
+        fields = {"lease": 1.0, "every": 0.05, "seldom": 0.1, "usage": Ages(fold=0.0, roll=0.0)} | settings
         args = (url, name, fields, dict(os.environ))
         self._process: BaseProcess = template().Process(target=_sweep, args=args, daemon=True)
         self._process.start()
@@ -83,6 +85,7 @@ class Left:
         for index in (keys.SUBMITTING, keys.SETTLED):
             redis.zadd(index, dict.fromkeys(redis.zrange(index, 0, -1), self._a_while_ago()))
         self.age()
+        self.tokens = sum(streams) + 2
         self.whole = self.events()
 
     def _admit(self, task_id: str, **fields: Any) -> None:
@@ -129,7 +132,8 @@ class Left:
             pipe.zcard(index)
         for task_id in self.ids:
             pipe.exists(keys.stream(task_id))
-        return not any(pipe.execute())
+        pipe.xlen(keys.LEDGER)
+        return not any(pipe.execute()) and not any(b"hour:" in name for name in self.redis.zrange(keys.USAGE, 0, -1))
 
     def faults(self) -> list[str]:
         """What is wrong, once all is done."""
@@ -147,6 +151,11 @@ class Left:
                 found.append(f"{name} is {fields}")
         if self.redis.llen(QUEUE) not in (1, 2):  # the sweeper may have died between send and QUEUED
             found.append(f"{self.redis.llen(QUEUE)} messages were sent")
+        days = [name.decode() for name in self.redis.zrange(keys.USAGE, 0, -1)]
+        sums = [list(map(int, said.split())) for day in days for said in self.redis.hvals(keys.usage(day))]
+        tasks, tokens = (sum(said[k] for said in sums for k in at) for at in (range(4), [COUNTS.index("output")]))
+        if (tasks, tokens) != (len(self.ids) + 3, self.tokens):
+            found.append(f"the ledger counts {tasks} tasks of {tokens} tokens, not {self.tokens}: {sums}")
         for task_id in self.ids:
             if not 0 < self.redis.ttl(keys.result(task_id)) <= protocol.DEFAULT_TTL_S + 60:
                 found.append(f"the result of {task_id} lives for {self.redis.ttl(keys.result(task_id))} s")

@@ -15,6 +15,7 @@ import pytest
 import workers.chaos.checker
 from workers.chaos.checker import Case, History, Report, Stores, judge
 from workers.chaos.checker.history import lines_of
+from workers.chaos.checker.ledger import COUNTS, Ledger, total
 from workers.chaos.checker.streams import NOTHING, outputs_of
 
 TOKENS = (7, 8, 9)
@@ -43,6 +44,11 @@ def _stream(status: str, count: int) -> list[tuple[str, Any]]:
 def _record(status: str, count: int, **more: str) -> dict[str, str]:
     record = {"status": status, "end": status, "settled": "1", "n": "1", "started": "1", "prompt_tokens": "2"}
     return record | {"next:0": str(count)} | more
+
+
+def _row(name: str, stream: list[tuple[str, Any]]) -> dict[str, str]:
+    row = dict.fromkeys(COUNTS, "0") | {"prompt": "2", "output": str(len(stream) - 1)}
+    return row | {"id": name, "status": stream[-1][1]["end"]}
 
 
 def good() -> Case:
@@ -81,7 +87,9 @@ def good() -> Case:
     result = {"status": "SUCCESS", "result": {"text": " w7 w8 w9"}}
     idle = {"worker": "w", "tasks": 0, "running": 0, "waiting": 0, "kv_blocks_used": 0}
     stores = Stores(records, {"read": copy.deepcopy(whole)}, {"plain": result}, ["plain"], [], [], [idle])
-    return Case(history, stores, streams, {0: outputs_of([entry for _, entry in whole])})
+    rows = {f"{at}-0": _row(name, stream) for at, (name, stream) in enumerate(streams.items())}
+    ledger = Ledger(rows, total(rows.values()))
+    return Case(history, stores, streams, {0: outputs_of([entry for _, entry in whole])}, ledger=ledger)
 
 
 def test_a_whole_run_is_found_whole() -> None:
@@ -252,6 +260,28 @@ def _fail_to_drain(case: Case) -> None:
     case.history.exits[0]["code"] = -11
 
 
+def _bill(**wrong: str) -> Callable[[Case], None]:
+    def apply(case: Case) -> None:
+        case.ledger.rows["0-0"] = {**case.ledger.rows["0-0"], **wrong}
+
+    return apply
+
+
+def _bill_twice(case: Case) -> None:
+    case.ledger.rows["9-0"] = case.ledger.rows["0-0"]
+    case.ledger.totals += total([case.ledger.rows["0-0"]])
+
+
+def _sum_twice(case: Case) -> None:
+    case.ledger.totals["output"] += 1
+
+
+def _sum_nothing(case: Case) -> None:
+    """As if the rows had gone before they were added."""
+    case.ledger.rows.clear()
+    case.ledger.totals.clear()
+
+
 CORRUPTED = {
     "accepted_tasks_end": (_drop_record, _leave_running, _leave_unsettled, _fail, _cancel_answered),
     "accepted_cancels_win": (_forget_cancel,),
@@ -267,6 +297,14 @@ CORRUPTED = {
         _break_quiet_off,
     ),
     "usage_is_the_stream": tuple(map(_stream_edit, (_overcharge, _overcharge_prompt))),
+    "ledger_is_the_streams": (
+        _bill(output="4"),
+        _bill(status="failed"),
+        _bill(id="unknown", output="400"),
+        _bill_twice,
+        _sum_twice,
+        _sum_nothing,
+    ),
     "readers_are_given_the_stream": (
         *map(_reader, (_misled, _given_twice, _skipped, _cut_short)),
         _poll_other,
@@ -301,6 +339,7 @@ def test_what_others_do_on_a_shared_system_is_none_of_ours() -> None:
     case.shared = True
     _dead_letter(case)
     _leak(case)
+    case.ledger.totals["output"] += 9
     assert judge(case) == []
 
 

@@ -17,7 +17,10 @@ from tests.chaos.sweeping import Left, Sweeper, within
 from tests.chaos.tap import Mode, Tap
 from tests.exhaustive import few
 
-WRITES = {"LEAD", "COMPACT", "ORPHAN", "EXPIRE", "LPUSH queue", "QUEUED", "HINCRBY swept"}
+WRITES = {"LEAD", "COMPACT", "ORPHAN", "EXPIRE", "LPUSH queue", "QUEUED", "HINCRBY swept"} | {
+    "LEDGER_FOLD",
+    "LEDGER_ROLL",
+}
 
 pytestmark = pytest.mark.slow
 

@@ -21,12 +21,13 @@ from producers.gateway.batches.endpoints import LineEndpoints
 from producers.store import batches, files, inbox, outbox, protocol
 from producers.sweeper.reader_leases import hold
 from producers.sweeper.sweeper import SweeperSettings, lead
+from producers.sweeper.usage import Ages
 from tests.producers.conftest import POOL, QUEUE
 from tests.producers.fake_worker import FakeWorker
 
 OLD = keys.Pool("tiny", "0ld", "cafe")
-#: Models, and what sweepers counted.
-STAYS = {keys.MODELS, keys.SWEPT}
+#: Models, what sweepers counted, and the ledger, which is empty then.
+STAYS = {keys.MODELS, keys.SWEPT, keys.LEDGER, keys.USAGE_FOLDED}
 FREE = broker.Credit((9, 9, 9, 9), (9999,) * 4)
 
 
@@ -140,6 +141,7 @@ async def test_nothing_grows_for_ever(
         letters_kept=60.0,
         delivered_kept=0.1,
         dead_kept=0.1,
+        usage=Ages(fold=0.0, roll=0.0, kept=0.0),
         unneeded=0.2,
         retire_after=0.1,
         files_dir=str(tmp_path),
@@ -150,7 +152,7 @@ async def test_nothing_grows_for_ever(
         found = {name.decode().split(":")[1] for name in valkey.keys("penstock:*")}
         assert found >= {"task", "stream", "submitting", "deadlines", "readers", "unsettled", "settled", "incarnations"}
         assert found >= {"inflight", "delayed", "dead", "blob", "queue", "unserved", "webhooks"}
-        assert found >= {"tasks", "idempotency", "batch", "batches", "inbox"}
+        assert found >= {"tasks", "idempotency", "batch", "batches", "inbox", "ledger"}
         endpoints = LineEndpoints(client)
         sweeping = asyncio.create_task(lead(client, settings, endpoints))
         try:
@@ -169,6 +171,7 @@ async def test_nothing_grows_for_ever(
             await asyncio.wait((sweeping,))
             endpoints.close()
     assert {name.decode() for name in valkey.keys("*")} <= STAYS | COUNTERS
+    assert valkey.xlen(keys.LEDGER) == 0
 
 
 #: Of the broker's scripts: a number each, however much there is of what they count.

@@ -89,6 +89,11 @@ class Server:
         found = [self.redis.hgetall(keys.webhook_row(name)) for name in names]
         return [{field.decode(): value.decode() for field, value in row.items()} for row in found]
 
+    def ledger(self) -> list[dict[str, str]]:
+        """The ledger's rows."""
+        rows: Any = self.redis.xrange(keys.LEDGER)
+        return [{field.decode(): value.decode() for field, value in row.items()} for _, row in rows]
+
     def stored(self, task_ids: Iterable[str]) -> dict[str, Stored]:
         """All that the store holds of these tasks."""
         ids = list(task_ids)

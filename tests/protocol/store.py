@@ -51,7 +51,7 @@ FIELDS = {
         "usage",
         "error",
     ),
-    *("prompt", "discarded", "version", "queue", "fingerprint", "origin", "webhook", "webhook_secret"),
+    *("prompt", "discarded", "again", "version", "queue", "fingerprint", "origin", "webhook", "webhook_secret"),
 }
 
 
@@ -72,6 +72,19 @@ def rows_of(t: str, told: Iterable[str]) -> Counter[str]:
     return rows + Counter(f"{t} {event} own" for event in told if t == "t1")
 
 
+#: What a row of the ledger says of a task that ended, and of which.
+BILLED = ("id", "status", "prompt", "output", "discarded", "again", "attempts", "deaths")
+
+
+def billed(t: str, r: Rec, again: int) -> Counter[tuple[str, ...]]:
+    """The row of a task that ended. `again`: what later workers took up."""
+    if not r.end:
+        return Counter()
+    prompt = (r.counted or 0) if r.claims else 0
+    counts = (prompt, sum(r.next) + r.discarded, r.discarded, again, r.claims, r.deaths)
+    return Counter([(t, r.end, *map(str, counts))])
+
+
 def begun(r: Rec, t: str) -> Rec:
     """A new record, as the model has it."""
     kind = (POOL.version, None) if t != "p" else None
@@ -87,7 +100,8 @@ def reason_of(r: Rec, choice: int) -> str:
 
 class Pair(RuleBasedStateMachine):
     """`model` is what the records should be; `published` what was heard; `controls` what workers should be told;
-    `rows` what the outbox has, of them `past` of records that are gone."""
+    `rows` what the outbox has, of them `past` of records that are gone; `owed` what the ledger has of those; `taken_up`
+    the tokens that later workers took up."""
 
     redis: Redis
     mutant: Mutant | None = None
@@ -100,6 +114,8 @@ class Pair(RuleBasedStateMachine):
         self.live: set[str] = set(INCS)
         self.rows: Counter[str] = Counter()
         self.past: Counter[str] = Counter()
+        self.owed: Counter[tuple[str, ...]] = Counter()
+        self.taken_up: Counter[str] = Counter()
         self.redis.hset(keys.WEBHOOK_ENDPOINTS, "we_1", json.dumps(ENDPOINT))
         for inc, pool in zip(INCS, POOLS, strict=True):
             self.server.lease(inc, True)
@@ -121,6 +137,12 @@ class Pair(RuleBasedStateMachine):
         fits = [other for other in sorted(TASKS) if (r := self.model[other]) and wanted(r)]
         return t if t in fits or not fits else fits[0]
 
+    def forget(self, t: str, r: Rec) -> None:
+        """A record is gone, and leaves its rows."""
+        self.past += rows_of(t, r.told)
+        self.owed += billed(t, r, self.taken_up.pop(t, 0))
+        self.model[t] = None
+
     def held(self, t: str, valid: bool) -> str:
         """The claim that holds the task; or one that does not."""
         r = self.model[t]
@@ -140,6 +162,9 @@ class Pair(RuleBasedStateMachine):
         assert controls == self.controls
         self.controls = []
         self._same_rows(wakes)
+        now = sum((billed(t, r, self.taken_up[t]) for t, r in self.model.items() if r), Counter(self.owed))
+        found = Counter(tuple(row[name] for name in BILLED) for row in self.server.ledger())
+        assert found == now
         waited_for = {t for t, r in self.model.items() if r and not r.end and (r.expired or r.cancel or t in DEADLINES)}
         assert self.server.deadlines() == waited_for
         for t, stored in self.server.stored(TASKS).items():

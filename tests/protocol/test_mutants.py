@@ -100,6 +100,9 @@ STORE = {
     "CLAIM calls nobody back": ("claim", "  outbox_task(task, id, status)\n", ""),
     "EXPIRE calls nobody back": ("expire", "  outbox_task(task, id, status)\n", ""),
     "CLAIM tells of no start": ("claim", "if not r[8] then\n  outbox_task", "if false then\n  outbox_task"),
+    "FINISH bills nobody": ("finish", "  ledger_row(task, id, status, prompt, cached, out)\n", ""),
+    "EXPIRE bills nobody": ("expire", "  ledger_row(task, id, status, prompt, cached, out)\n", ""),
+    "CLAIM bills nothing again": ("claim", "elseif length > 0 then", "elseif false then"),
     "a row of an earlier life is this one's": ("cancel", "':' .. created .. ':'", "':'"),
     "the end is published elsewhere": ("finish", "'[' .. at .. ',' .. entry", "'[' .. (at + 1) .. ',' .. entry"),
     "what CLAIM ends used no prompt": (

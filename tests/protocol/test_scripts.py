@@ -32,7 +32,6 @@ from tests.protocol.store import (
     Pair,
     begun,
     prompt_fields,
-    rows_of,
     sent_to,
 )
 from tests.protocol.store_histories import HISTORIES
@@ -119,8 +118,9 @@ class StoreMachine(Pair):
             answer = protocol.read_claim(t, self.server.run(call))
             kind = (pool.version, pool.fingerprint)
             serving = {(p.version, p.fingerprint) for inc, p in zip(INCS, POOLS, strict=True) if inc in self.live}
+            before = self.model[t]
             expected, self.model[t] = scripts.claim(
-                *(self.model[t], c, inc, self.live, ALL),
+                *(before, c, inc, self.live, ALL),
                 limit=LIMIT,
                 made=made,
                 condemned=condemned,
@@ -128,6 +128,8 @@ class StoreMachine(Pair):
                 serving=serving,
             )
             assert answer.answer == expected
+            if before and (r := self.model[t]) and r.claims > before.claims > 0 and r.length:
+                self.taken_up[t] += (r.counted or 0) + len(r.stream)
             if expected == "elsewhere":
                 r = self.model[t]
                 assert r
@@ -299,8 +301,7 @@ class StoreMachine(Pair):
                 return
             if last is not r and r.owner in self.live:
                 self.controls = [*self.controls, (keys.control(r.owner), f"cancel {t}")]
-            self.past += rows_of(t, last.told)
-            self.model[t] = None
+            self.forget(t, last)
 
         self.do(step)
         if self.model[t] is None and self.published[t]:
@@ -374,8 +375,7 @@ class StoreMachine(Pair):
         r = self.model[t]
         if r and r.settled:
             self.server.redis.delete(keys.task(t), keys.stream(t), keys.result(t))
-            self.past += rows_of(t, r.told)
-            self.model[t] = None
+            self.forget(t, r)
             self.published[t] = []
 
 

@@ -101,7 +101,13 @@ class Trial:
             stores = Stores.read(broker, store, links=LINKS, only=ids)
             stores.dead = [letter for letter in stores.dead if letter not in old]
             broker.delete(LINKS)
-        case = Case.of(History.read(journals), stores, watcher.streams, shared=not self.alone)
+        case = Case.of(
+            History.read(journals),
+            stores,
+            watcher.streams,
+            shared=not self.alone,
+            ledger=watcher.billed(stores.ledger),
+        )
         report = Report.of(case, judge(case) + wrong, command=command, seed=self.plan.seed, lease=self.plan.lease)
         (self.folder / "report.json").write_text(json.dumps(report.json(), indent=1))
         return report

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from workers.cli import batch, completion, listing, processes, sources, tasks
-from workers.cli.admin import bench, chaos, dlq, drain, rollout, tenants
+from workers.cli.admin import bench, chaos, dlq, drain, rollout, tenants, usage
 from workers.cli.aws import commands as aws
 from workers.cli.demo import command as demo
 from workers.cli.keys import commands as keys
@@ -36,6 +36,7 @@ for group in (
     dlq,
     tenants,
     keys,
+    usage,
     webhooks,
     aws,
     bench,

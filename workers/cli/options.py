@@ -6,6 +6,7 @@ import ipaddress
 import math
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
@@ -126,6 +127,10 @@ AnyBroker = Annotated[
         help="What holds the queues: a Redis or Valkey, or SQS (sqs://REGION?prefix=pen-). Unset: the server of "
         "`penstock up` in this directory.",
     ),
+]
+Prices = Annotated[
+    Path | None,
+    typer.Option(dir_okay=False, help="A table of prices (TOML or JSON): usage is shown with its cost."),
 ]
 Store = Annotated[
     str | None,

@@ -38,6 +38,7 @@ from workers.cli.options import (
     MaxStepSeconds,
     MaxWorkerDeaths,
     MemoryShare,
+    Prices,
     ProxyHeaders,
     Quantization,
     Speculate,
@@ -253,6 +254,7 @@ def gateway(
     files_redirect: FilesRedirect = False,
     max_file: MaxFile = 2 << 30,
     webhook_allow: WebhookAllow = None,
+    prices: Prices = None,
     await_model: Annotated[
         list[str] | None,
         typer.Option(
@@ -289,6 +291,7 @@ def gateway(
         files_redirect=files_redirect,
         max_file=max_file,
         webhook_allow=tuple(webhook_allow or ()),
+        prices=None if prices is None else str(prices),
     )
     with refusing_bad_urls():
         look_at_servers(broker, store)
@@ -314,6 +317,9 @@ def sweeper(
     dead_letter_days: Annotated[
         float, typer.Option(min=0, callback=finite, help="Days that dead letters are kept.")
     ] = 14.0,
+    usage_days: Annotated[
+        float, typer.Option(min=1, callback=finite, help="Days that `penstock usage` looks back.")
+    ] = 400.0,
     reader_lease: Annotated[
         float, typer.Option(min=1, callback=finite, help="The same as the gateways' --reader-lease.")
     ] = 15.0,
@@ -338,6 +344,7 @@ def sweeper(
     import asyncio
 
     from producers.sweeper.sweeper import SweeperSettings
+    from producers.sweeper.usage import Ages
 
     set_up_logging(log_level)
     settings = SweeperSettings(
@@ -347,6 +354,7 @@ def sweeper(
         reader_lease=reader_lease,
         compact_after=compact_after,
         letters_kept=dead_letter_days * 24 * 3600,
+        usage=Ages(kept=usage_days * 24 * 3600),
         files_dir=str(files_dir or FILES_DIR),
         results_to_files=results_to_files,
         batch_lines=max_batch_lines,

@@ -1,5 +1,7 @@
 -- Shared by CLAIM, FINISH, CANCEL and EXPIRE. The script that makes a record final also appends the terminal entry, so
--- that no reader ever sees one without the other. It writes the end's rows into the outbox, and counts a batch's line.
+-- that no reader ever sees one without the other. It writes the end's rows into the ledger and the outbox, and counts a
+-- batch's line.
+-- include: _ledger.lua
 -- include: _outbox.lua
 local FINAL = { completed = true, failed = true, cancelled = true, incomplete = true }
 
@@ -32,6 +34,7 @@ local function finalise(task, stream, id, status, reasons, err, prompt, cached)
   redis.call('ZREM', 'penstock:deadlines', id)
   redis.call('ZADD', 'penstock:unsettled', now_ms(), id)
   redis.call('PUBLISH', 'penstock:tokens:' .. id, '[' .. at .. ',' .. entry .. ']')
+  ledger_row(task, id, status, prompt, cached, out)
   outbox_task(task, id, status)
   if r[3] and redis.call('HEXISTS', 'penstock:batch:' .. r[3], 'status') == 1 then
     redis.call('HINCRBY', 'penstock:batch:' .. r[3], status == 'completed' and 'completed' or 'failed', 1)

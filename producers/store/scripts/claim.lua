@@ -65,6 +65,11 @@ local function elsewhere(begun)
   local pool = begun and own[3] and own[3] ~= fingerprint and queue .. '.' .. own[3]
   return pool and lives(pool) and pool
 end
+-- What an earlier worker had computed, and this one computes again or finds in its cache: prompt, and tokens so far.
+local function again(length)
+  local had = redis.call('HMGET', task, 'prompt_tokens', 'prompt')
+  redis.call('HINCRBY', task, 'again', (had[1] or 0) + length - (had[2] or 0))
+end
 local status, held, owner = r[1], r[2], r[3]
 if held == claim then
   return answer(FINAL[status] and 'settle' or 'go')
@@ -123,5 +128,7 @@ redis.call('HSETNX', task, 'started', now)
 redis.call('HINCRBY', task, 'claims', 1)
 if not r[8] then
   outbox_task(task, id, 'in_progress')
+elseif length > 0 then
+  again(length)
 end
 return answer('go')

@@ -1,17 +1,19 @@
 """The invariants. Each is a function that yields the violations in a case.
 
 1 accepted tasks end, 2 streams are whole, 3 outputs are those of an uninterrupted run, 4 accepted cancels win, 5 the KV
-pool is whole; then usage, links, leftovers and processes' ends.
+pool is whole; then usage, the ledger, links, leftovers and processes' ends.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from workers.chaos.checker.history import History, Seen
+from workers.chaos.checker.ledger import Ledger, Row, total
 from workers.chaos.checker.rest import held_by
 from workers.chaos.checker.store import FINAL, Stores, Stream
 from workers.chaos.checker.streams import NOTHING, Outputs, outputs_of, tokens_of
@@ -49,17 +51,28 @@ class Case:
     """Whether others use the system: tasks that the journals do not know are then theirs."""
     meant: frozenset[str] = frozenset()
     """Tasks that may be given up and may have dead letters."""
+    ledger: Ledger = field(default_factory=Ledger)
+    """What the run added to the ledger."""
 
     @classmethod
-    def of(cls, history: History, stores: Stores, ended: Mapping[str, Stream], *, shared: bool = False) -> Case:
-        """The case of a run. `ended`: streams as they were when their tasks ended, as far as they were read then."""
+    def of(
+        cls,
+        history: History,
+        stores: Stores,
+        ended: Mapping[str, Stream],
+        *,
+        shared: bool = False,
+        ledger: Ledger | None = None,
+    ) -> Case:
+        """The case of a run. `ended`: streams as they were when their tasks ended, as far as they were read then.
+        `ledger`: what the run added to it."""
         streams = {**stores.streams, **ended}
         outputs = {
             seen.variant: dict.fromkeys(range(seen.task["n"]), NOTHING) | outputs_of([entry for _, entry in stream])
             for seen in history.tasks.values()
             if seen.quiet and _is_completed(stream := streams.get(str(seen.id), []))
         }
-        return cls(history, stores, streams, outputs, shared)
+        return cls(history, stores, streams, outputs, shared, ledger=ledger or Ledger())
 
     def ended(self) -> Iterator[tuple[str, Stream, dict[str, str]]]:
         """Tasks with their streams and records, where both exist."""
@@ -268,6 +281,44 @@ def usage_is_the_stream(case: Case) -> Iterator[Violation]:
             yield Violation("usage_is_the_stream", task_id, f"is billed {usage} for a prompt of {prompt}")
 
 
+def ledger_is_the_streams(case: Case) -> Iterator[Violation]:
+    """Each task that ended has one row, which counts what its stream holds; rows and sums together count all of it.
+
+    Records may be past their time to live in a long run, and rows of clocks that were set ahead unseen: then the ledger
+    counts at least what is known.
+    """
+    rows: dict[str, Row] = {}
+    for entry, row in case.ledger.rows.items():
+        if row["id"] in rows:
+            yield Violation("ledger_is_the_streams", row["id"], f"has a second row, {entry}: {row}")
+        rows[row["id"]] = row
+    ended = {task_id: record for task_id, record in case.stores.records.items() if record.get("status") in FINAL}
+    for task_id, record in ended.items():
+        wanted = _billed(case.streams.get(task_id) or case.stores.streams.get(task_id), record)
+        row = rows.setdefault(task_id, wanted) if not case.shared else rows.get(task_id, wanted)
+        if wrong := {name: row[name] for name, count in wanted.items() if row[name] != count}:
+            yield Violation("ledger_is_the_streams", task_id, f"is in the ledger with {wrong}, not {wanted}")
+    sums, counted = total(rows.values()), case.ledger.totals
+    same = sums <= counted if rows.keys() - ended.keys() else sums == counted
+    if not case.shared and not same:
+        yield Violation("ledger_is_the_streams", "penstock:ledger", f"counts {counted}, and the tasks {sums}")
+
+
+def _billed(stream: Stream | None, record: Mapping[str, str]) -> dict[str, str]:
+    """What the row of this task must count. `stream`: None where it is only known from the record."""
+    end = stream[-1][1] if stream else None
+    usage = end.get("usage", {}) if isinstance(end, dict) else json.loads(record.get("usage", "{}"))
+    discarded, output = int(record.get("discarded", 0)), usage.get("output_tokens", 0)
+    if stream:
+        output = sum(tokens_of([entry for _, entry in stream]).values()) + discarded
+    counts = {"output": output, "discarded": discarded, "again": record.get("again", 0)}
+    counts |= {"prompt": usage.get("prompt_tokens", 0), "cached": usage.get("cached_tokens", 0)}
+    counts |= {"attempts": record.get("claims", 0), "deaths": record.get("deaths", 0)}
+    ran = int(record.get("finished", 0)) - int(record["started"]) if "started" in record else 0
+    counts["ms"] = max(0, ran)
+    return {"status": record.get("status", ""), **{name: str(count) for name, count in counts.items()}}
+
+
 def links_ran(case: Case) -> Iterator[Violation]:
     """Each completed plain Celery task sent its link at least once, and its result is the stream's text."""
     sent = Counter(case.stores.links)
@@ -335,6 +386,7 @@ RULES: tuple[Rule, ...] = (
     outputs_equal_the_quiet_run,
     accepted_cancels_win,
     usage_is_the_stream,
+    ledger_is_the_streams,
     links_ran,
     nothing_is_left,
     memory_is_whole,

@@ -20,6 +20,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from workers.chaos.checker.history import lines_of
+from workers.chaos.checker.ledger import LEDGER, Ledger, Row
 from workers.chaos.checker.rest import at_rest
 
 FINAL = frozenset({"completed", "failed", "cancelled", "incomplete"})
@@ -44,6 +45,7 @@ class Stores:
     """The leases of idle live workers."""
     readers: dict[str, float] = field(default_factory=dict)
     """Task id -> seconds since its reader lease ended, by the store's clock."""
+    ledger: Ledger = field(default_factory=Ledger)
 
     @classmethod
     def read(cls, broker: Redis, store: Redis, *, links: str, only: Iterable[str] | None = None) -> Stores:
@@ -71,11 +73,12 @@ class Stores:
         found.workers = at_rest(broker) if only is None else []
         found.left = _left(broker, store, None if only is None else set(ids))
         found.readers = _readers(store, None if only is None else set(ids))
+        found.ledger = Ledger.read(store)
         return found
 
 
 class Watcher(threading.Thread):
-    """A thread that reads each task's stream once the task has ended.
+    """A thread that reads each task's stream once the task has ended, and the ledger's rows before they become sums.
 
     It follows the journals in `folder` for task ids and retries an unreachable server. `store`: a client that decodes
     replies and has a time limit. `open`: ids of tasks that have not ended.
@@ -90,6 +93,10 @@ class Watcher(threading.Thread):
         self.open: set[str] = set()
         self.streams: dict[str, Stream] = {}
         """Each task's stream as it was when the task ended."""
+        self.before = Ledger.read(store)
+        """The ledger before the run."""
+        self.rows: dict[str, Row] = {}
+        """The ledger's rows of the run, by entry id."""
 
     def run(self) -> None:
         while not self._over.wait(self._every):
@@ -102,8 +109,11 @@ class Watcher(threading.Thread):
         self.look()
 
     def look(self) -> None:
-        """Read the streams of tasks that have ended. If the store is away, the next look catches up."""
+        """Read the streams of tasks that have ended, and new rows. If the store is away, the next look catches up."""
         self._follow()
+        with suppress(RedisError):
+            last = max(self.rows or self.before.rows or ["0-0"], key=_order)
+            self.rows |= dict(self._store.xrange(LEDGER, f"({last}"))  # type: ignore[arg-type]
         for part in _parts(sorted(self.open)):
             try:
                 pipe = self._store.pipeline(transaction=False)
@@ -114,6 +124,11 @@ class Watcher(threading.Thread):
             except RedisError:
                 return
             self.open -= set(ended)
+
+    def billed(self, end: Ledger) -> Ledger:
+        """The run's part of the ledger, of which this is the end."""
+        new = {entry: row for entry, row in end.rows.items() if entry not in self.before.rows}
+        return Ledger(self.rows | new, end.totals - self.before.totals)
 
     def _follow(self) -> None:
         for path in self._folder.glob("*.jsonl"):
@@ -126,6 +141,10 @@ class Watcher(threading.Thread):
                     task_id = json.loads(raw)["id"]
                     if task_id is not None and task_id not in self.streams:
                         self.open.add(task_id)
+
+
+def _order(entry: str) -> tuple[int, ...]:
+    return tuple(map(int, entry.split("-")))
 
 
 def streams_of(store: Redis, ids: Iterable[str]) -> dict[str, Stream]:

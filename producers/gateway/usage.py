@@ -1,0 +1,79 @@
+"""`/v1/usage`: who used how many tokens, from the ledger. A caller sees its tenant's."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
+
+from producers.errors import shown
+from producers.gateway.context import gateway_of
+from producers.gateway.http.caller import READS, principal_of
+from producers.gateway.http.errors import Problem
+from producers.store.usage.report import PARTS, BadSpan, read_by, read_span, report
+
+router = APIRouter(prefix="/v1/usage", tags=["usage"])
+
+CSV: Final = "text/csv"
+_SPAN: Final = {"type": "string", "minLength": 1, "maxLength": 40}
+_ABOUT: Final[dict[str, tuple[dict[str, Any], str]]] = {
+    "by": (_SPAN, f"what to group by, with commas between: {', '.join(PARTS)}; unset: one line for all"),
+    "since": (_SPAN, "a date or time (UTC); unset: the beginning of this month"),
+    "until": (_SPAN, "a date, which is included, or a time, which is not; unset: now"),
+    "format": ({"enum": ["json", "csv"], "default": "json"}, f"csv: as with `Accept: {CSV}`"),
+}
+
+
+class Usage(BaseModel):
+    """Usage in a span of time (unix s; `until` is not included), in lines by the values of `by`."""
+
+    object: Literal["usage"] = "usage"
+    since: int
+    until: int
+    by: list[str]
+    data: list[dict[str, str | int | float]] = Field(description="numbers of tasks and tokens; with prices, costs")
+
+
+@router.get(
+    "",
+    dependencies=READS,
+    response_model=Usage,
+    responses={200: {"content": {CSV: {"schema": {"type": "string"}}}}},
+    openapi_extra={
+        "parameters": [
+            {"name": name, "in": "query", "schema": schema, "description": about}
+            for name, (schema, about) in _ABOUT.items()
+        ]
+    },
+)
+async def usage(request: Request) -> Response:
+    """Add up what was used: by the caller's tenant, or by all for a key of the scope admin and where there are none."""
+    said = _parameters(request)
+    try:
+        by, span = read_by([said.get("by", "")]), read_span(said.get("since"), said.get("until"))
+    except BadSpan as error:
+        raise Problem(400, f"{error}.", code="invalid_value", param=str(error).split(" ")[0]) from None
+    gateway, principal = gateway_of(request), principal_of(request)
+    tenant = None if principal.sees_all else principal.tenant or ""
+    async with gateway.large:
+        found = await report(gateway.client.store, *span, by, tenant=tenant, prices=gateway.prices)
+        if said.get("format", "csv" if CSV in request.headers.get("accept", "") else "json") == "csv":
+            return Response(found.csv(), media_type=CSV)
+        return JSONResponse(Usage(since=span[0], until=span[1], by=list(by), data=found.rows()).model_dump())
+
+
+def _parameters(request: Request) -> dict[str, str]:
+    said: dict[str, str] = {}
+    for name, value in request.query_params.multi_items():
+        if name not in _ABOUT:
+            problem = f"There is no parameter {shown(name)}; there are {', '.join(_ABOUT)}."
+            raise Problem(400, problem, code="unknown_parameter", param=name)
+        if name in said:
+            raise Problem(400, f"{shown(name)} is given twice.", code="invalid_value", param=name)
+        said[name] = value
+    if said.get("format", "json") not in ("json", "csv"):
+        problem = f"format is {shown(said['format'])}; it must be json or csv."
+        raise Problem(400, problem, code="invalid_value", param="format")
+    return said

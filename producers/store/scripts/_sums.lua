@@ -1,0 +1,20 @@
+-- Shared by FOLD and ROLL. It adds counts to the sum of a group in a bucket, an hour or a day. A sum is its counts in the
+-- order of `producers.store.usage.ledger.COUNTS`, with spaces between; they are exact up to 2^53.
+local function add(bucket, start, group, counts)
+  local key = 'penstock:usage:' .. bucket
+  local had, sum, k = redis.call('HGET', key, group), {}, 0
+  for number in string.gmatch(had or '', '%d+') do
+    k = k + 1
+    sum[k] = tonumber(number)
+  end
+  for i, count in ipairs(counts) do
+    sum[i] = string.format('%.0f', (sum[i] or 0) + count)
+  end
+  redis.call('HSET', key, group, table.concat(sum, ' '))
+  redis.call('ZADD', 'penstock:usage', start, bucket)
+end
+
+local function now_ms()
+  local t = redis.call('TIME')
+  return t[1] * 1000 + math.floor(t[2] / 1000)
+end

@@ -1,0 +1,5 @@
+"""Who used how much, and what it costs.
+
+a script that ends a task ─▶ ledger: a row ─▶ FOLD: sums of hours ─▶ ROLL: sums of days ─▶ PRUNE
+                                └──────────────────┴──────────────────────┴─▶ report, with prices ─▶ `penstock usage`
+"""

@@ -1,0 +1,139 @@
+"""The ledger: a row for each final task, and the sums that become of old rows.
+
+    a final end (`scripts/_ledger.lua`) ─▶ row ─ FOLD ─▶ sums of its hour ─ ROLL ─▶ sums of its day ─ PRUNE ─▶ gone
+
+The script that makes a record final appends its row to the stream `penstock:ledger`, so no end is without a row, and no
+row without an end; the row outlives the record. An entry's id begins with the time of the end (ms). Its fields:
+
+| field | what it holds |
+| --- | --- |
+| `id`, `status` | the task, and how it ended |
+| `key`, `tenant`, `model`, `version`, `tier` | as in the record; empty where it lacks them |
+| `prompt`, `cached`, `output` | tokens as the task's usage has them; `cached` are part of `prompt` |
+| `discarded` | tokens of `output` that are not in the stream: of candidates that `best_of` did not choose |
+| `again` | tokens of prompt and output that later workers took up from earlier ones, which `prompt` and `output` \
+count once |
+| `attempts`, `deaths` | starts; workers that died holding it |
+| `ms` | from its first start to its end; 0 for what never started |
+
+FOLD adds rows to the sums of their hours, ROLL hours to days (UTC). Each adds and removes in one script, so that a task
+is counted once, as a row or in a sum, whoever dies when. `penstock:usage:hour:<unix s>` and `:day:<unix s>` are hashes:
+`[key, tenant, model, version, tier]` (JSON) -> its COUNTS, with spaces between. `penstock:usage` has all of them, by
+their beginning; `penstock:usage:folded` is the id of the last row that FOLD took.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any, Final, NamedTuple
+
+from redis.asyncio import Redis
+
+from producers.connection.script import Call, script, text
+from producers.contract import keys
+from producers.store.protocol import PACKAGE
+
+#: What a sum counts, in its order: tasks by how they ended; then the fields of rows.
+STATUSES: Final = ("completed", "failed", "cancelled", "incomplete")
+COUNTS: Final = (*STATUSES, "prompt", "cached", "output", "discarded", "again", "attempts", "deaths", "ms")
+#: Rows, or sums, that one script takes: a few ms of the server's time.
+MOST: Final = 500
+#: Rows that a reader gets at a time.
+PAGE: Final = 1000
+_HOUR_MS: Final = 3_600_000
+
+
+class Group(NamedTuple):
+    """Whose tasks are counted together."""
+
+    key: str
+    tenant: str
+    model: str
+    version: str
+    tier: str
+
+
+class Used(NamedTuple):
+    """What a group used in the hour or day that begins at `start` (unix s). `counts`: in the order of COUNTS."""
+
+    start: int
+    group: Group
+    counts: tuple[int, ...]
+
+
+def fold(age_ms: int, most: int = MOST) -> Call:
+    """FOLD: add up to `most` rows older than `age_ms` to the sums of their hours. Answers how many."""
+    return Call(script(PACKAGE, "ledger_fold"), (keys.LEDGER, keys.USAGE_FOLDED), (age_ms, most, *COUNTS))
+
+
+def roll(age_s: int, most: int = MOST) -> Call:
+    """ROLL: add about `most` sums of the oldest hour that began longer ago than `age_s` to its day's. Answers how many;
+    0 once there is no such hour."""
+    return Call(script(PACKAGE, "ledger_roll"), (keys.USAGE,), (age_s, most))
+
+
+async def prune(store: Redis, age_s: float) -> int:
+    """PRUNE: remove days that began longer ago than `age_s` (s). Answers how many.
+
+    Raises redis.exceptions.RedisError or OSError.
+    """
+    old = await store.zrangebyscore(keys.USAGE, "-inf", time.time() - age_s)
+    days = [day for day in map(text, old) if day.startswith("day:")]
+    async with store.pipeline(transaction=True) as pipe:
+        for day in days:
+            pipe.unlink(keys.usage(day))
+            pipe.zrem(keys.USAGE, day)
+        await pipe.execute()
+    return len(days)
+
+
+async def used(store: Redis, since: int, until: int) -> list[Used]:
+    """What was used from `since` until before `until` (unix s): rows by their hours, and the hours and days that begin
+    in that time. Each task that ended before the call is counted once. Raises redis.exceptions.RedisError or OSError.
+    """
+    while True:
+        folded, sums = await _sums(store, since, until)
+        rows = await _rows(store, folded, max(0, since) * 1000, until * 1000)
+        if await store.get(keys.USAGE_FOLDED) == folded:  # else FOLD took some of the rows meanwhile
+            return sums + rows
+
+
+async def _rows(store: Redis, folded: bytes | None, since_ms: int, until_ms: int) -> list[Used]:
+    """The rows of a time that are not in the sums, added up by hour and group."""
+    found: dict[tuple[int, Group], list[int]] = {}
+    first = f"({text(folded)}" if folded and _ms(folded) >= since_ms else str(since_ms)
+    while True:
+        page: Any = await store.xrange(keys.LEDGER, first, str(until_ms - 1), count=PAGE)
+        for entry, fields in page:
+            row = {text(name): text(value) for name, value in fields.items()}
+            group = Group(*(row[name] for name in Group._fields))
+            sum_ = found.setdefault((_ms(entry) // _HOUR_MS * 3600, group), [0] * len(COUNTS))
+            for k, name in enumerate(COUNTS):
+                sum_[k] += row["status"] == name if name in STATUSES else int(row[name])
+        if len(page) < PAGE:
+            return [Used(start, group, tuple(counts)) for (start, group), counts in found.items()]
+        first = f"({text(page[-1][0])}"
+
+
+async def _sums(store: Redis, since: int, until: int) -> tuple[bytes | None, list[Used]]:
+    """The id of the last row in the sums, and the sums of a time, as they stood at one moment."""
+    span = keys.USAGE, since, f"({until}"
+    while True:
+        names: list[Any] = await store.zrangebyscore(*span)
+        async with store.pipeline(transaction=True) as pipe:
+            pipe.get(keys.USAGE_FOLDED)
+            pipe.zrangebyscore(*span)
+            for name in names:
+                pipe.hgetall(keys.usage(text(name)))
+            folded, now, *sums = await pipe.execute()
+        if names == now:
+            return folded, [
+                Used(int(text(name).split(":")[1]), Group(*json.loads(group)), tuple(map(int, counts.split())))
+                for name, hour in zip(names, sums, strict=True)
+                for group, counts in hour.items()
+            ]
+
+
+def _ms(entry: bytes) -> int:
+    return int(entry.split(b"-")[0])

@@ -1,0 +1,89 @@
+"""Prices of tokens, from a file in TOML or JSON.
+
+    currency = "EUR"
+
+    ["tiny"."default"]          # model, tier; "*" stands for every other one
+    prompt = 0.20               # per million tokens of prompts that were not cached
+    cached = 0.02               # per million that were; absent: the price of `prompt`
+    output = 0.60
+
+What has no price costs nothing, and is counted as `unpriced`. Prices are decimal numbers, so that sums are exact.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Final
+
+from producers.contract import keys
+from producers.errors import shown
+from producers.store.usage.ledger import COUNTS, Group
+
+ANY: Final = "*"
+_MILLION: Final = Decimal(1_000_000)
+_FIELDS: Final = ("prompt", "cached", "output")
+_PROMPT, _CACHED, _OUTPUT = (COUNTS.index(name) for name in _FIELDS)
+
+
+class BadPrices(ValueError):
+    """A price table that cannot be read, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """A price table: (model, tier) -> price of a million tokens: prompt, cached, output."""
+
+    currency: str
+    table: Mapping[tuple[str, str], tuple[Decimal, Decimal, Decimal]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> Prices:
+        """Raises BadPrices, for a file that cannot be read as well."""
+        try:
+            raw = path.read_text("utf-8")
+            said = (
+                json.loads(raw, parse_float=Decimal)
+                if path.suffix == ".json"
+                else tomllib.loads(raw, parse_float=Decimal)
+            )
+        except (OSError, ValueError) as error:
+            raise BadPrices(f"the prices in {path} cannot be read: {error}") from error
+        if not isinstance(said, dict) or not isinstance(currency := said.pop("currency", None), str) or not currency:
+            raise BadPrices(f'the prices in {path} lack a currency: `currency = "EUR"`')
+        return cls(currency, {(m, t): _price(m, t, one) for m, tiers in said.items() for t, one in _tiers(m, tiers)})
+
+    def of(self, group: Group, counts: tuple[int, ...]) -> Decimal | None:
+        """What a group's tokens cost; None where the table has no price for them."""
+        for where in ((group.model, group.tier), (group.model, ANY), (ANY, group.tier), (ANY, ANY)):
+            if (price := self.table.get(where)) is not None:
+                prompt, cached, output = price
+                fresh = counts[_PROMPT] - counts[_CACHED]
+                return (fresh * prompt + counts[_CACHED] * cached + counts[_OUTPUT] * output) / _MILLION
+        return None
+
+
+def _tiers(model: str, tiers: Any) -> list[tuple[str, Any]]:
+    if not isinstance(tiers, dict) or (bad := [tier for tier in tiers if tier not in (*keys.TIERS, ANY)]):
+        wrong = tiers if not isinstance(tiers, dict) else bad[0]
+        raise BadPrices(f"prices of {shown(model)}: {shown(wrong)} is no tier: {', '.join(keys.TIERS)} or {ANY}")
+    return list(tiers.items())
+
+
+def _price(model: str, tier: str, said: Any) -> tuple[Decimal, Decimal, Decimal]:
+    where = f"the price of {shown(model)}, {tier}"
+    if not isinstance(said, dict) or not {"prompt", "output"} <= said.keys() <= {*_FIELDS}:
+        raise BadPrices(f"{where} is {shown(said)}; it needs prompt and output, and may have cached")
+    prompt, cached, output = (said.get(name, said["prompt"]) for name in _FIELDS)
+    return _amount(where, prompt), _amount(where, cached), _amount(where, output)
+
+
+def _amount(where: str, said: Any) -> Decimal:
+    price = Decimal(said) if isinstance(said, int | Decimal) and not isinstance(said, bool) else Decimal("nan")
+    if price.is_nan() or not 0 <= price <= _MILLION:
+        raise BadPrices(f"{where} is {shown(said)}; a million tokens may cost from 0 to {_MILLION}")
+    return price

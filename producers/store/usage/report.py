@@ -1,0 +1,133 @@
+"""Adds up what was used, by what a reader asks for, and shows it as JSON or CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
+from typing import Any, Final
+
+from redis.asyncio import Redis
+
+from producers.store.usage.ledger import COUNTS, STATUSES, Group, used
+from producers.store.usage.prices import Prices
+
+#: What usage may be grouped by.
+PARTS: Final = (*Group._fields, "day")
+#: Count -> its name in a report.
+NAMES: Final = {
+    "prompt": "prompt_tokens",
+    "cached": "cached_tokens",
+    "output": "output_tokens",
+    "discarded": "discarded_tokens",
+    "again": "recomputed_tokens",
+    "ms": "seconds",
+}
+_MS: Final = COUNTS.index("ms")
+
+
+class BadSpan(ValueError):
+    """A time, or a part to group by, that cannot be used, in words."""
+
+
+@dataclass(slots=True)
+class Line:
+    """One line of a report. `cost`: of what has a price; `unpriced`: tasks without one."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * len(COUNTS))
+    cost: Decimal = Decimal(0)
+    unpriced: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was used from `since` until before `until` (unix s), in lines by the values of the parts `by`."""
+
+    since: int
+    until: int
+    by: tuple[str, ...]
+    lines: dict[tuple[str, ...], Line]
+    currency: str | None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The lines, in order, each as a flat object."""
+        return [
+            dict(zip(self.by, name, strict=True)) | self._numbers(line) for name, line in sorted(self.lines.items())
+        ]
+
+    def csv(self) -> str:
+        """The lines with a head; one line at least without `by`."""
+        out = io.StringIO()
+        writer = csv.DictWriter(out, [*self.by, *self._numbers(Line())], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows())
+        return out.getvalue()
+
+    def _numbers(self, line: Line) -> dict[str, Any]:
+        numbers: dict[str, Any] = {"tasks": sum(line.counts[: len(STATUSES)])}
+        numbers |= {NAMES.get(name, name): count for name, count in zip(COUNTS, line.counts, strict=True)}
+        numbers["seconds"] = line.counts[_MS] / 1000
+        if self.currency is not None:
+            numbers |= {"cost": format(line.cost.normalize(), "f"), "currency": self.currency}
+            numbers["unpriced_tasks"] = line.unpriced
+        return numbers
+
+
+async def report(
+    store: Redis,
+    since: int,
+    until: int,
+    by: tuple[str, ...] = (),
+    *,
+    tenant: str | None = None,
+    prices: Prices | None = None,
+) -> Report:
+    """`tenant`: its usage alone. Raises redis.exceptions.RedisError or OSError."""
+    lines: dict[tuple[str, ...], Line] = {} if by else {(): Line()}
+    for start, group, counts in await used(store, since, until):
+        if tenant is not None and group.tenant != tenant:
+            continue
+        values = group._asdict() | {"day": datetime.fromtimestamp(start, UTC).date().isoformat()}
+        line = lines.setdefault(tuple(values[part] for part in by), Line())
+        line.counts = [had + more for had, more in zip(line.counts, counts, strict=True)]
+        cost = None if prices is None else prices.of(group, counts)
+        line.cost += cost or 0
+        line.unpriced += sum(counts[: len(STATUSES)]) if cost is None else 0
+    return Report(since, until, by, lines, None if prices is None else prices.currency)
+
+
+def read_by(given: Sequence[str]) -> tuple[str, ...]:
+    """The parts to group by, in `key,model` or one at a time. Raises BadSpan."""
+    parts = [part for one in given for part in one.split(",") if part]
+    for part in parts:
+        if part not in PARTS:
+            raise BadSpan(f"by is {part!r}; usage is grouped by {', '.join(PARTS)}")
+    return tuple(dict.fromkeys(parts))
+
+
+def read_span(since: str | None, until: str | None) -> tuple[int, int]:
+    """Unix s, rounded down to whole hours, of two dates or times (ISO 8601, UTC unless they say otherwise). `until` is
+    not included, but for a date its whole day is. Unset: the beginning of this month, and the next hour. Raises
+    BadSpan."""
+    now = datetime.now(UTC)
+    first = _time("since", since) if since else now.replace(day=1, hour=0)
+    last = _time("until", until, whole=True) if until else now + timedelta(hours=1)
+    start, end = (int(one.timestamp()) // 3600 * 3600 for one in (first, last))
+    if start > end:
+        raise BadSpan(f"since ({since}) is after until ({until})")
+    return start, end
+
+
+def _time(name: str, said: str, *, whole: bool = False) -> datetime:
+    try:
+        found = datetime.fromisoformat(said)
+        found = found.replace(tzinfo=found.tzinfo or UTC)
+        if whole and len(said) == len(date.min.isoformat()):
+            found += timedelta(days=1)
+        found.timestamp()
+    except (ValueError, OverflowError):
+        raise BadSpan(f"{name} is {said[:40]!r}; it must be a date or time such as 2026-11-01") from None
+    return found

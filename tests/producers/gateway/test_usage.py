@@ -1,0 +1,127 @@
+"""`/v1/usage`: who used what, for its own tenant alone, with prices where there are some."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis
+
+from producers.contract import keys
+from producers.store.usage.ledger import COUNTS
+from tests.producers.gateway.conftest import Door
+from tests.producers.gateway.test_keys import as_caller, make
+
+__all__ = ["make"]
+
+PRICES = """
+currency = "EUR"
+[tiny.default]
+prompt = 0.1
+cached = 0.01
+output = 0.3
+[tiny."*"]
+prompt = 0.2
+output = 0.7
+"""
+#: Tokens, as no float adds them up.
+PROMPT, CACHED, OUTPUT = 1_000_003, 3, 7
+
+
+@pytest.fixture
+def door(open_door: Callable[..., Door], model: str, tmp_path: Path) -> Door:
+    (tmp_path / "prices.toml").write_text(PRICES)
+    return open_door(auth="keys", prices=str(tmp_path / "prices.toml"))
+
+
+@pytest.fixture
+def ledger(valkey: Redis) -> Iterator[None]:
+    """Three tasks of acme's and one of another's, on two days of November."""
+    for tenant, model, tier, day in (
+        ("acme", "tiny", "default", 3),
+        ("acme", "tiny", "flex", 3),
+        ("acme", "free", "default", 4),
+        ("other", "tiny", "default", 4),
+    ):
+        row = dict.fromkeys(COUNTS[4:], 0) | {"prompt": PROMPT, "cached": CACHED, "output": OUTPUT, "ms": 1500}
+        whose = {"key": "k", "tenant": tenant, "model": model, "version": "1", "tier": tier, "status": "completed"}
+        valkey.xadd(keys.LEDGER, row | whose, id=f"{1_793_491_200_000 + day * 86_400_000}-*")  # 2026-11-01, 0:00
+    return
+
+
+ALL = {"since": "2026-11-01"}
+
+
+@pytest.mark.usefixtures("ledger")
+def test_a_tenant_sees_its_own_and_an_admin_all(http: httpx.Client, make: Callable[..., str]) -> None:
+    def tasks(token: str, **asked: str) -> dict[str, int]:
+        answer = http.get("/v1/usage", params=ALL | asked, headers=as_caller(token)).json()
+        return {line["tenant"]: line["tasks"] for line in answer["data"]}
+
+    assert tasks(make(), by="tenant") == {"acme": 3}
+    assert tasks(make("none"), by="tenant") == {}
+    assert tasks(make("ops", ("admin",)), by="tenant") == {"acme": 3, "other": 1}
+
+
+@pytest.mark.usefixtures("ledger")
+def test_lines_are_grouped_and_cost_what_the_table_says(http: httpx.Client, make: Callable[..., str]) -> None:
+    headers = as_caller(make())
+
+    def lines(**asked: str) -> list[dict[str, Any]]:
+        found = http.get("/v1/usage", params=ALL | asked, headers=headers).json()["data"]
+        return list(found)
+
+    (whole,) = lines()
+    assert (whole["tasks"], whole["completed"], whole["seconds"]) == (3, 3, 4.5)
+    assert (whole["prompt_tokens"], whole["cached_tokens"], whole["output_tokens"]) == (3_000_009, 9, 21)
+    # 1,000,000 * 0.1 + 3 * 0.01 + 7 * 0.3 and 1,000,003 * 0.2 + 7 * 0.7, of a million
+    assert (whole["cost"], whole["currency"], whole["unpriced_tasks"]) == ("0.30000763", "EUR", 1)
+    assert [(line["day"], line["tier"], line["tasks"]) for line in lines(by="day,tier")] == [
+        ("2026-11-04", "default", 1),
+        ("2026-11-04", "flex", 1),
+        ("2026-11-05", "default", 1),
+    ]
+    assert [line["model"] for line in lines(by="model", until="2026-11-04")] == ["tiny"]
+    assert lines(since="2026-11-06", by="key") == []
+
+
+@pytest.mark.usefixtures("ledger")
+@pytest.mark.parametrize(("params", "headers"), [({"format": "csv"}, {}), ({}, {"accept": "text/csv"})])
+def test_it_comes_as_csv(
+    http: httpx.Client, make: Callable[..., str], params: dict[str, str], headers: dict[str, str]
+) -> None:
+    answer = http.get("/v1/usage", params=ALL | {"by": "tier"} | params, headers=as_caller(make()) | headers)
+    assert answer.headers["content-type"] == "text/csv; charset=utf-8"
+    found = list(csv.DictReader(io.StringIO(answer.text)))
+    assert [(line["tier"], line["tasks"], line["output_tokens"]) for line in found] == [
+        ("default", "2", "14"),
+        ("flex", "1", "7"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"by": "colour"}, "by"),
+        ({"since": "yesterday"}, "since"),
+        ({"until": "2026-13-01"}, "until"),
+        ({"since": "2026-11-02", "until": "2026-10-31"}, "since"),
+        ({"until": "9999-12-31"}, "until"),
+        ({"format": "xml"}, "format"),
+        ({"tenant": "other"}, "tenant"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(
+    http: httpx.Client, make: Callable[..., str], params: dict[str, str], param: str
+) -> None:
+    answer = http.get("/v1/usage", params=params, headers=as_caller(make()))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_it_takes_the_scope_read(http: httpx.Client, make: Callable[..., str]) -> None:
+    assert http.get("/v1/usage", headers=as_caller(make(scopes=("submit",)))).status_code == 403

@@ -1,0 +1,177 @@
+"""The ledger: each task that ended is counted once, whoever adds rows to sums, and whenever somebody reads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+
+from producers import Client
+from producers.connection.script import run
+from producers.contract import keys
+from producers.store import protocol
+from producers.store.usage.ledger import COUNTS, STATUSES, Group, Used, fold, prune, roll, used
+from tests.producers.fake_worker import FakeWorker
+
+ALL = 0, 2**40
+HOUR, DAY = 3600, 86400
+#: A Monday, 0:00.
+BEGIN = 1_763_942_400
+
+
+def read(url: str, since: int = ALL[0], until: int = ALL[1]) -> list[Used]:
+    async def found() -> list[Used]:
+        async with AsyncRedis.from_url(url) as store:
+            return await used(store, since, until)
+
+    return asyncio.run(found())
+
+
+def totals(found: Iterable[Used]) -> Counter[tuple[Group, str]]:
+    sums: Counter[tuple[Group, str]] = Counter()
+    for one in found:
+        sums.update({(one.group, name): count for name, count in zip(COUNTS, one.counts, strict=True)})
+    return sums
+
+
+def test_a_row_says_who_used_what_and_outlives_its_record(valkey: Redis, client: Client, worker: FakeWorker) -> None:
+    handle = client.submit(model="tiny", prompt=[1, 2, 3], tier="flex", tenant="acme")
+    valkey.hset(keys.task(handle.id), "key", "k1")
+    worker.claim(handle.id)
+    worker.append(handle.id, 0, ["a", "b"])
+    worker.die()
+    other = FakeWorker(valkey, "other")
+    other.claim(handle.id)
+    other.append(handle.id, 2, ["c"], finish_reason="stop")
+    other.finish(handle.id, [3])
+    other.settle(handle.id)
+    valkey.delete(keys.task(handle.id))
+    ((_, row),) = valkey.xrange(keys.LEDGER)
+    said = {name.decode(): value.decode() for name, value in row.items()}
+    assert int(said.pop("ms")) >= 0
+    whose = {"key": "k1", "tenant": "acme", "model": "tiny", "version": "0123456789ab", "tier": "flex"}
+    tokens = {"prompt": "3", "cached": "0", "output": "3", "discarded": "0", "again": "5"}
+    assert said == whose | tokens | {"id": handle.id, "status": "completed", "attempts": "2", "deaths": "1"}
+
+
+def test_what_is_deleted_or_never_began_has_a_row_and_ends_once(
+    valkey: Redis, valkey_url: str, client: Client, model: str
+) -> None:
+    cancelled, deleted = (client.submit(model=model, prompt=[1]) for _ in range(2))
+    for _ in range(2):
+        cancelled.cancel()
+        run(valkey, protocol.delete(deleted.id))
+    assert valkey.xlen(keys.LEDGER) == 2
+    (found,) = read(valkey_url)
+    assert found.counts == tuple(2 if name == "cancelled" else 0 for name in COUNTS)
+    assert found.group == Group("", "", "tiny", "0123456789ab", "default")
+
+
+class Machine(RuleBasedStateMachine):
+    """Rows of all ages; FOLD and ROLL of any part of them; beside them a list of what was written."""
+
+    valkey: Redis
+    url: str
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.valkey.flushall()
+        self.now = int(self.valkey.time()[0])
+        self.at = (self.now - 6 * DAY) * 1000
+        self.written: list[Used] = []
+
+    @rule(
+        later=st.integers(0, 9 * HOUR),
+        tenant=st.sampled_from(["", "a", 'b" c', "ünï"]),
+        status=st.sampled_from(STATUSES),
+        tokens=st.sampled_from([0, 7, 2**40]),
+    )
+    def end(self, later: int, tenant: str, status: str, tokens: int) -> None:
+        self.at = min(self.at + later * 1000, self.now * 1000)
+        group = Group("", tenant, "m", "v", "default")
+        numbers = dict.fromkeys(COUNTS[len(STATUSES) :], tokens)
+        self.valkey.xadd(keys.LEDGER, {**group._asdict(), "status": status, **numbers}, id=f"{self.at}-*")
+        counts = [*(int(name == status) for name in STATUSES), *numbers.values()]
+        self.written.append(Used(self.at // 1000, group, tuple(counts)))
+
+    @rule(days=st.integers(0, 6), most=st.integers(1, 5))
+    def fold(self, days: int, most: int) -> None:
+        assert run(self.valkey, fold(days * DAY * 1000, most)) <= most
+
+    @rule(days=st.integers(0, 6), most=st.integers(1, 5))
+    def roll(self, days: int, most: int) -> None:
+        run(self.valkey, roll(days * DAY, most))
+
+    @invariant()
+    def each_is_counted_once(self) -> None:
+        assert totals(read(self.url)) == totals(self.written)
+
+    @invariant()
+    def whole_days_are_right_however_much_is_in_sums(self) -> None:
+        since = (self.now // DAY - 3) * DAY
+        wanted = totals(one for one in self.written if since <= one.start < since + 2 * DAY)
+        assert totals(read(self.url, since, since + 2 * DAY)) == wanted
+
+
+def test_rows_and_sums_count_each_task_once(valkey: Redis, valkey_url: str) -> None:
+    machine = type("OnThisServer", (Machine,), {"valkey": valkey, "url": valkey_url})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=30, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
+
+
+@pytest.mark.parametrize("folded", [False, True])
+def test_numbers_beyond_a_doubles_fourteen_digits_are_exact(valkey: Redis, valkey_url: str, folded: bool) -> None:
+    numbers = dict.fromkeys(COUNTS[len(STATUSES) :], 2**51 + 1)
+    for k in (1, 2):
+        row = Group("k", "t", "m", "v", "flex")._asdict() | {"status": "failed"} | numbers
+        valkey.xadd(keys.LEDGER, row, id=f"{BEGIN * 1000}-{k}")
+        if folded:
+            run(valkey, fold(0))
+    assert totals(read(valkey_url))[Group("k", "t", "m", "v", "flex"), "output"] == 2**52 + 2
+
+
+async def test_who_reads_while_others_fold_counts_each_task_once(valkey: Redis, valkey_url: str) -> None:
+    row = Group("k", "t", "m", "v", "flex")._asdict() | dict.fromkeys(COUNTS[len(STATUSES) :], 1)
+    for k in range(4000):
+        valkey.xadd(keys.LEDGER, row | {"status": "completed"}, id=f"{(BEGIN + 9 * k) * 1000}-0")
+
+    async def folding(store: AsyncRedis) -> None:
+        for _ in range(400):
+            await store.execute_command(*fold(0, 10).whole)
+            await store.execute_command(*roll(0, 1).whole)
+            await asyncio.sleep(0.001)
+
+    async with AsyncRedis.from_url(valkey_url) as store, asyncio.TaskGroup() as group:
+        for _ in range(2):  # two sweepers
+            group.create_task(folding(store))
+        while valkey.xlen(keys.LEDGER):
+            assert totals(await used(store, *ALL))[Group("k", "t", "m", "v", "flex"), "output"] == 4000
+            await asyncio.sleep(0)
+
+
+async def test_old_days_go_and_nothing_else_does(valkey: Redis, valkey_url: str) -> None:
+    now = int(valkey.time()[0])
+    row = Group("k", "t", "m", "v", "flex")._asdict() | dict.fromkeys(COUNTS[len(STATUSES) :], 1)
+    for days in (9, 5, 2, 0):
+        valkey.xadd(keys.LEDGER, row | {"status": "completed"}, id=f"{(now - days * DAY) * 1000}-*")
+    run(valkey, fold(DAY * 1000))
+    while run(valkey, roll(3 * DAY)):
+        pass
+    async with AsyncRedis.from_url(valkey_url) as store:
+        assert await prune(store, 7.0 * DAY) == 1
+        assert len(await used(store, *ALL)) == 3
+        assert await prune(store, 1.0) == 1
+    left = {name.decode() for name in valkey.keys("penstock:usage:*:*")}
+    assert left == {keys.usage(f"hour:{(now - 2 * DAY) // HOUR * HOUR}")}
+    assert valkey.xlen(keys.LEDGER) == 1

@@ -1,0 +1,49 @@
+"""`penstock usage`, against a real server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from producers.contract import keys
+from producers.store.usage.ledger import COUNTS
+from tests.workers.cli.conftest import Run
+
+
+@pytest.fixture
+def usage(run: Run, valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("BROKER_URL", valkey_url)
+    return lambda *args: run("usage", *args)
+
+
+@pytest.fixture
+def ledger(valkey: Redis) -> None:
+    for tenant, output in (("acme", 5), ("acme", 7), ("\x1b[2J", 1)):
+        row = dict.fromkeys(COUNTS[4:], 0) | {"prompt": 1000, "output": output, "status": "completed"}
+        valkey.xadd(keys.LEDGER, row | {"key": "", "tenant": tenant, "model": "tiny", "version": "1", "tier": "flex"})
+
+
+@pytest.mark.usefixtures("ledger")
+def test_usage_is_shown_to_people_and_programs(usage: Run, tmp_path: Path) -> None:
+    shown = usage("--by", "tenant").out
+    assert [line.split() for line in shown.splitlines()[::2]] == [
+        ["tenant", "tasks", "prompt", "cached", "output", "recomputed", "seconds"],
+        ["acme", "2", "2000", "0", "12", "0", "0.0"],
+    ]
+    assert "\x1b" not in shown
+    (whole,) = map(json.loads, usage("--json").out.splitlines())
+    assert (whole["tasks"], whole["output_tokens"]) == (3, 13)
+    assert usage("--csv", "--by", "model", "--by", "tier").out.splitlines()[1].startswith("tiny,flex,3,")
+    (tmp_path / "p.toml").write_text('currency = "EUR"\n["*"."*"]\nprompt = 3\noutput = 0\n')
+    (whole,) = map(json.loads, usage("--json", "--prices", str(tmp_path / "p.toml")).out.splitlines())
+    assert (whole["cost"], whole["currency"]) == ("0.009", "EUR")
+
+
+def test_what_cannot_be_meant_is_refused(usage: Run, tmp_path: Path) -> None:
+    assert usage().out.split()[-6:] == ["0", "0", "0", "0", "0", "0.0"]
+    assert usage("--by", "day").out == "No task ended in this time.\n"
+    for bad in (["--by", "colour"], ["--since", "x"], ["--json", "--csv"], ["--prices", str(tmp_path / "none.toml")]):
+        assert usage(*bad).status != 0

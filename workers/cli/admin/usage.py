@@ -1,0 +1,102 @@
+"""`penstock usage`: who used how many tokens, and what they cost. It needs the store, but no gateway."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from workers.cli.admin.dlq import with_client
+from workers.cli.exits import OPERATOR_STATUS, Failure
+from workers.cli.options import AnyBroker, Prices, Store
+from workers.cli.terminal.show import printable
+
+if TYPE_CHECKING:
+    from producers.client.aio import AsyncClient
+    from producers.store.usage.report import Report
+
+#: The columns that a person sees, and their heads.
+_COLUMNS = {
+    "tasks": "tasks",
+    "prompt_tokens": "prompt",
+    "cached_tokens": "cached",
+    "output_tokens": "output",
+    "recomputed_tokens": "recomputed",
+    "seconds": "seconds",
+    "cost": "cost",
+}
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    epilog = f"Example: penstock usage --by tenant,model --since 2026-11-01 --prices prices.toml\n\n{OPERATOR_STATUS}"
+    app.command(name="usage", epilog=epilog, rich_help_panel="Operations")(usage)
+
+
+def usage(
+    by: Annotated[
+        list[str] | None,
+        typer.Option(help="Group by key, tenant, model, version, tier or day. May be repeated. Unset: one line."),
+    ] = None,
+    since: Annotated[
+        str | None, typer.Option(help="A date or time (UTC), rounded down to an hour. Unset: this month's beginning.")
+    ] = None,
+    until: Annotated[
+        str | None, typer.Option(help="A date, which is included, or a time, which is not. Unset: now.")
+    ] = None,
+    prices: Prices = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    broker: AnyBroker = None,
+    store: Store = None,
+) -> None:
+    """Show who used how many tokens, from the ledger of ended tasks. Days and times are UTC."""
+    from producers.store.usage.prices import BadPrices
+    from producers.store.usage.prices import Prices as Table
+    from producers.store.usage.report import BadSpan, read_by, read_span, report
+
+    if as_json and as_csv:
+        raise Failure("--json and --csv exclude each other")
+    try:
+        parts, span = read_by(by or ()), read_span(since, until)
+        table = None if prices is None else Table.read(prices)
+    except (BadSpan, BadPrices) as error:
+        raise Failure(str(error)) from error
+
+    async def work(client: AsyncClient) -> None:
+        found = await report(client.store, *span, parts, prices=table)
+        if as_csv:
+            typer.echo(found.csv(), nl=False)
+        elif as_json:
+            for row in found.rows():
+                typer.echo(json.dumps(row))
+        else:
+            _show(found)
+
+    with_client(broker, store, work)
+
+
+def _show(found: Report) -> None:
+    rows = found.rows()
+    if not rows:
+        typer.echo("No task ended in this time.")
+        return
+    heads = [*found.by, *(name for name in _COLUMNS if name in rows[0])]
+    table = [[_COLUMNS.get(name, name) for name in heads], *([_cell(row[name]) for name in heads] for row in rows)]
+    if found.currency:
+        table[0][-1] = found.currency
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for line in table:
+        cells = [
+            cell.ljust(width) if k < len(found.by) else cell.rjust(width)
+            for k, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        typer.echo(printable("  ".join(cells).rstrip(), sys.stdout.isatty()))
+    if unpriced := sum(row.get("unpriced_tasks", 0) for row in rows):
+        typer.echo(f"{unpriced} tasks have no price: they cost nothing here")
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.1f}" if isinstance(value, float) else str(value) or "-"
