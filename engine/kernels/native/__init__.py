@@ -1,6 +1,7 @@
 """The engine's own CPU kernels: C++ behind a plain C ABI, called with pointers.
 
-penstock.cpp: the ABI; gemm.h: products with packed weights (tile_avx2.h, tile_avx512.h), quantised.h: of 4 and 8 bits
+penstock.cpp: the ABI; gemm.h: products with packed weights (tile_avx2.h, tile_avx512.h)
+quantised.h: products with weights of 4 and 8 bits (quantised_pairs.h, or quantised_amx.h on CPUs with AMX)
 gemm_amx.h: products on CPUs with AMX; tiles.h: its instructions, tiles_emulated.h: the same for tests on any CPU
 attention.h: attention over the paged KV cache; rows.h: norms, rotation and cache writes, gates
 layers.h: all layers of a model in one call; peaks.h, draws.h: greedy and sampled tokens

@@ -61,15 +61,16 @@ INLINE int64_t panels_of(int64_t outputs) { return (outputs + kColumns - 1) / kC
 INLINE int64_t pairs_of(int64_t inputs) { return (inputs + 1) / 2; }
 template <class W> INLINE int64_t units_of(int64_t inputs) { return kPairs<W> ? pairs_of(inputs) : inputs; }
 
-// a * b + c, rounded once. If some tiles are written by hand, all others must round in the same way, and compilers do
-// not guarantee that for the operators.
+// a * b + c, rounded once. Compilers do not guarantee that for the operators, and all tiles must round in the same way.
 INLINE F<LANES> fused(F<LANES> a, F<LANES> b, F<LANES> c) {
-#if !defined(PENSTOCK_TILE_BY_HAND)
-    return a * b + c;
-#elif LANES == 16
+#if LANES == 16 && defined(__AVX512F__)
     return (F<LANES>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #else
-    return (F<LANES>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+    __m256 x[LANES / 8], y[LANES / 8], z[LANES / 8];
+    memcpy(x, &a, sizeof a), memcpy(y, &b, sizeof b), memcpy(z, &c, sizeof c);
+    for (int i = 0; i < LANES / 8; i++) z[i] = _mm256_fmadd_ps(x[i], y[i], z[i]);
+    memcpy(&c, z, sizeof c);
+    return c;
 #endif
 }
 

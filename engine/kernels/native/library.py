@@ -21,7 +21,7 @@ logger = logging.getLogger("penstock.engine")
 
 _FOLDER = Path(__file__).parent
 #: The penstock_version() that this file expects.
-VERSION = 14
+VERSION = 15
 #: Maps each instruction set to a check whether the CPU has it. The best one is first. A build may still be refused by
 #: the system (penstock_refused).
 _BUILDS: dict[str, Callable[[], bool]] = {
@@ -79,6 +79,8 @@ class Library:
         """The outputs of one panel of packed weights."""
         self.rounds = bool(found.penstock_rounds())
         """Whether products with bf16 weights round the rows to bf16 too."""
+        self.fours = bool(found.penstock_fours())
+        """Whether weights of 4 and 8 bits are packed by fours of inputs, as quantised_amx.h says."""
         self.pool = found.penstock_pool
         self.pool.argtypes, self.pool.restype = [_I, _I], c_void_p
         for name, arguments in _SIGNATURES.items():

@@ -103,7 +103,5 @@ template <class W> static void peaks(Pool& pool, Gemm g, int64_t* places, uint8_
 static void quantised_peaks(Pool& pool, const Gemm& g, int64_t* places, uint8_t* finite) {
     const Quantised& q = *(const Quantised*)g.weight;
     Rounded r = rounded_rows(pool, q, g.x, g.rows, g.inputs);
-    peaks(pool, g, places, finite, [&](const Part& part) {
-        return [&](int64_t p, float* c) { product(q, r, g, part, p, c, kColumns); };
-    });
+    peaks(pool, g, places, finite, [&](const Part& part) { return QuantisedPanels{q, r, g, part}; });
 }

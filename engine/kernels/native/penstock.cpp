@@ -9,7 +9,7 @@
 extern "C" {
 
 // Increased with every change of the functions below.
-int penstock_version() { return 14; }
+int penstock_version() { return 15; }
 // Returns 0 if the system lets this process use the build's instructions, else errno.
 int penstock_refused() {
 #ifdef TILES
@@ -22,6 +22,15 @@ int penstock_columns() { return kColumns; }
 // Whether products with bf16 weights round the rows to bf16 too.
 int penstock_rounds() {
 #if defined(DOTS) || defined(TILES)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+// Whether weights of 4 and 8 bits are packed as quantised_amx.h says, else as quantised_pairs.h does.
+int penstock_fours() {
+#ifdef TILES
     return 1;
 #else
     return 0;

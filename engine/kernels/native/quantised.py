@@ -1,4 +1,4 @@
-"""Packs weights of 4 and 8 bits into the layout of quantised.h, and makes the product that reads it."""
+"""Packs weights of 4 and 8 bits into the layouts of quantised_pairs.h and quantised_amx.h, and makes their product."""
 
 from __future__ import annotations
 
@@ -52,9 +52,11 @@ def quantised_product(
     values = F.pad(weight.values(), (0, depth - inputs, 0, missing))
     zeros = None
     if isinstance(weight, Int8Weight):
-        ordered = values.view(-1, columns, depth // 2, 2).transpose(1, 2)
+        together = 4 if library.fours else 2
+        ordered = values.view(-1, columns, depth // together, together).transpose(1, 2)
     else:
-        ordered = _words(values.view(-1, columns, depth // 8, 4, 2)).transpose(1, 2)
+        pack = _fours if library.fours else _words
+        ordered = pack(values.view(-1, columns, depth // 8, 8)).transpose(1, 2)
         zeros = None if weight.zeros is None else _by_panel(weight.zeros.to(torch.int16), columns)
     packed = pages.zeros(*ordered.shape, dtype=ordered.dtype).copy_(ordered)
     order = None if order is None else order.contiguous()
@@ -83,11 +85,18 @@ def kept_bytes(weight: Int4Weight | Int8Weight) -> int:
 
 
 def _words(q: Tensor) -> Tensor:
-    """Pack numbers [panels, columns, eights, 4 pairs, 2] into words, int16 [panels, columns, eights, 2]."""
+    """Pack numbers [panels, columns, eights, 8] into words, int16 [panels, columns, eights, 2]: the first pair is in
+    the lowest bits."""
     words = torch.zeros(*q.shape[:3], 2, dtype=torch.int32)
     for pair in range(4):
-        words |= q[..., pair, :].int() << (4 * pair)
+        words |= q[..., 2 * pair : 2 * pair + 2].int() << (4 * pair)
     return torch.where(words >= 1 << 15, words - (1 << 16), words).to(torch.int16)
+
+
+def _fours(q: Tensor) -> Tensor:
+    """Pack numbers [panels, columns, eights, 8] into bytes, [panels, columns, eights, 4]: the low halves hold the first
+    four."""
+    return (q[..., :4] | q[..., 4:] << 4).to(torch.uint8)
 
 
 def _by_panel(rows: Tensor, columns: int) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -11,11 +13,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kernels.native import library, load_library
-from engine.kernels.native.library import _SIGNATURES
+from engine.kernels.native import Native, library, load_library
+from engine.kernels.native.layers import PackedProduct
+from engine.kernels.native.library import _SIGNATURES, Library, Pool
+from engine.kernels.native.pages import Pages
+from engine.kernels.native.quantised import quantised_product
 from tests.engine.kernels.native.conftest import compiled
 from tests.engine.kernels.native.test_kernels import noise
 from tests.engine.kernels.native.test_peaks import expected
+from tests.engine.kernels.native.test_quantised import WEIGHTS, Weight
 
 SOURCE = Path(__file__).parent / "tiles.cpp"
 Floats = NDArray[np.float32]
@@ -53,6 +59,13 @@ class Products:
         assert out[rows].isnan().all()
         return out[:rows]
 
+    def quantised(self, weight: Weight, bias: Tensor) -> PackedProduct:
+        calls = {"linear": self._found.penstock_linear, "peaks": self._found.penstock_peaks}
+        built = cast(Library, SimpleNamespace(columns=48, fours=True, **calls))
+        run = quantised_product(built, cast(Pool, SimpleNamespace(address=self._pool)), Pages(), weight, bias)
+        assert run is not None
+        return run
+
     def peaks(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         (rows, inputs), packed = x.shape, self.pack(weight)
         places, finite = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.bool)
@@ -70,6 +83,23 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if built is None or built.isa != "avx512amx":
         pytest.skip("AMX's kernels are not built for this CPU")
     return Path(library.__file__).parent / "_avx512amx.so"
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("shape", [(100, 192), (96, 256), (7, 96)], ids=str)
+def test_quantised_products_have_the_bits_of_builds_without_tiles(
+    path: Path, kind: str, shape: tuple[int, int]
+) -> None:
+    weight, bias = WEIGHTS[kind](noise(*shape)), noise(shape[0])
+    plain = Native(torch.bfloat16, Library(Path(library.__file__).parent / "_avx2.so", "avx2"), 1)
+    wanted, products = plain.prepare_quantised(weight, bias), Products(path, 2)
+    got = products.quantised(weight, bias)
+    for rows in (1, 15, 16, 33, 130):
+        x = noise(rows, shape[1]) * torch.logspace(-2, 2, shape[1])
+        x[rows // 2, 3] = float("nan") if rows > 1 else 0
+        assert same(got(x), wanted(x))
+        (places, finite), (other, _) = got.peaks(x), expected(wanted(x))
+        assert torch.equal(places[finite], other[finite])
 
 
 def same(a: Tensor, b: Tensor) -> bool:

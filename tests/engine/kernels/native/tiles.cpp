@@ -1,4 +1,4 @@
-// The bf16 products of a build with AMX, by the names of penstock.cpp. They compile in a second, the whole library does
+// The products of a build with AMX, by the names of penstock.cpp. They compile in a second, the whole library does
 // not.
 #include "peaks.h"
 
@@ -11,14 +11,18 @@ void penstock_pack(void* pool, const void* weight, void* packed, int, int64_t in
     pack(*(Pool*)pool, (const bf16*)weight, (bf16*)packed, inputs, outputs);
 }
 
-void penstock_linear(void* pool, const float* x, const void* weight, const float* bias, float* out, int, int64_t rows,
-                     int64_t inputs, int64_t outputs) {
-    gemm<bf16>(*(Pool*)pool, {x, weight, bias, out, rows, inputs, outputs});
+void penstock_linear(void* pool, const float* x, const void* weight, const float* bias, float* out, int kind,
+                     int64_t rows, int64_t inputs, int64_t outputs) {
+    Gemm g{x, weight, bias, out, rows, inputs, outputs};
+    if (kind == 2) quantised_product(*(Pool*)pool, g);
+    else gemm<bf16>(*(Pool*)pool, g);
 }
 
-void penstock_peaks(void* pool, const float* x, const void* weight, const float* bias, int, int64_t rows, int64_t inputs,
-                    int64_t outputs, int64_t* places, uint8_t* finite) {
-    peaks<bf16>(*(Pool*)pool, {x, weight, bias, nullptr, rows, inputs, outputs}, places, finite);
+void penstock_peaks(void* pool, const float* x, const void* weight, const float* bias, int kind, int64_t rows,
+                    int64_t inputs, int64_t outputs, int64_t* places, uint8_t* finite) {
+    Gemm g{x, weight, bias, nullptr, rows, inputs, outputs};
+    if (kind == 2) quantised_peaks(*(Pool*)pool, g, places, finite);
+    else peaks<bf16>(*(Pool*)pool, g, places, finite);
 }
 
 // Each instruction alone. On every CPU it can be read, on one with AMX run.
