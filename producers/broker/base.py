@@ -25,6 +25,7 @@ from producers.broker.values import (
     Standing,
     Waiting,
 )
+from producers.connection.alive import Seen
 from producers.contract.message import Message
 from producers.errors import PenstockError
 
@@ -119,10 +120,24 @@ class Consumer(ABC):
         """All listed incarnations, also those of other queues and those whose lease has ended."""
 
     @abstractmethod
-    def reap(self, incarnation: str) -> int:
+    def look(self, looker: str, others: Sequence[str]) -> dict[str, Seen] | None:
+        """Look whether other incarnations live, as `looker`. None where that is not heard here itself: nothing is known
+        then (docs/failover.md)."""
+
+    @abstractmethod
+    def reap(self, incarnation: str, looker: str = "") -> int:
         """Return a dead incarnation's deliveries to the front of their lists, in order of fetch, and forget it.
 
         It counts one redelivery against each. Returns their number, -1 while the lease stands, 0 if repeated.
+        `looker`: the incarnation that found it silent. If it is, its lease ends first, in the same script; ordinary
+        Celery tasks wait for as long as the lease would have stood.
+        """
+
+    @abstractmethod
+    def retract(self, incarnation: str) -> list[str] | None:
+        """Take back the redeliveries that `reap` counted when a looker ended this incarnation, whose worker lives.
+
+        Returns the ids of their tasks; None if no looker ended it. Repeated, it takes nothing more back.
         """
 
     # ---- queues ---------------------------------------------------------------------------------------------------

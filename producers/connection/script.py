@@ -37,19 +37,23 @@ class Script:
 
 @cache
 def script(package: str, name: str) -> Script:
-    """Load `<package>/scripts/<name>.lua`. A line `-- include: FILE` is replaced by that file's text, and so in there.
+    """Load `<package>/scripts/<name>.lua`. A line `-- include: FILE` is replaced by that file's text, and so in there;
+    `PACKAGE/FILE` is another package's.
 
     Raises RuntimeError if the package's files are missing.
     """
-    text = _whole(_files(package), f"{name}.lua")
+    text = _whole(package, f"{name}.lua")
     return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
-def _whole(files: dict[str, str], name: str) -> str:
-    lines = files[name].splitlines()
-    return "\n".join(
-        _whole(files, line[len(INCLUDE) :].strip()) if line.startswith(INCLUDE) else line for line in lines
-    )
+def _whole(package: str, name: str) -> str:
+    lines = []
+    for line in _files(package)[name].splitlines():
+        if line.startswith(INCLUDE):
+            other, _, file = line[len(INCLUDE) :].strip().rpartition("/")
+            line = _whole(other or package, file)
+        lines.append(line)
+    return "\n".join(lines)
 
 
 @cache

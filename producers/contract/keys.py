@@ -95,8 +95,13 @@ def control(incarnation: str) -> str:
     return f"penstock:control:{incarnation}"
 
 
+def alive(incarnation: str) -> str:
+    """Channel: nothing is published; a worker listens to its own for as long as its process lives."""
+    return f"penstock:alive:{incarnation}"
+
+
 def lease(incarnation: str) -> str:
-    """String with a TTL: the lease of a worker incarnation. Its value is the worker's state (JSON)."""
+    """String with a TTL: the lease of a worker incarnation. The value: its state (JSON), and `listens` by LEASE."""
     return f"penstock:lease:{incarnation}"
 
 

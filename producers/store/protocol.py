@@ -229,6 +229,11 @@ def release(task_id: str, claim_id: str) -> Call:
     return Call(script(PACKAGE, "release"), (keys.task(task_id),), (claim_id,))
 
 
+def absolve(task_id: str, incarnation: str) -> Call:
+    """ABSOLVE: take back the death of an owner who lives. Answers 1, or 0 if none was counted."""
+    return Call(script(PACKAGE, "absolve"), (keys.task(task_id),), (incarnation,))
+
+
 def lease(incarnation: str, pool: str, about: str, ttl_ms: int, *, take: bool, serves: bool = True) -> Call:
     """LEASE: take or renew a worker's lease here. `pool`: its pool's queue; `about`: the worker's state (JSON);
     `serves`: it does not drain. Answers 1, or 0 if gone."""

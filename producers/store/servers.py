@@ -34,6 +34,7 @@ def check_server(url: str, role: str, *, must_answer: bool = True) -> None:
     try:
         with closing(connect(url)) as client:
             _may(client)
+            _may_look(client, role, shown(url))
             _look_at_memory(client, role, shown(url))
     except (ValueError, RedisError, OSError) as error:
         said = str(error).replace(url, shown(url))
@@ -74,6 +75,22 @@ def _may(client: Redis) -> None:
             user = text(client.execute_command("ACL", "WHOAMI"))
             raise type(error)(f"user {user!r}: {error}. It needs {RIGHTS}") from error
         raise
+
+
+def _may_look(client: Redis, role: str, where: str) -> None:
+    """Warn where the user may not ask who listens: LEASE, LOOK and REAP then go by leases alone (docs/failover.md)."""
+    try:
+        client.execute_command("PUBSUB", "NUMSUB", "penstock:alive:probe")
+    except RedisError as error:
+        if trouble(error) is not Trouble.DENIED:
+            raise
+        log.warning(
+            "the user of the %s at %s may not call PUBSUB NUMSUB: a killed worker's streams wait until its lease "
+            "lapses. It needs %s",
+            role,
+            where,
+            RIGHTS,
+        )
 
 
 def _look_at_memory(client: Redis, role: str, where: str) -> None:

@@ -84,6 +84,22 @@ def live_and_lapse(machine: BrokerMachine) -> None:
     machine.fetch_more(INC, 1)
 
 
+def taken_early(machine: BrokerMachine) -> None:
+    """Only who says that it listens, and does not, as seen by one who does. An ordinary task comes later."""
+    for mute, heard, looker_heard in ((True, False, True), (False, True, True), (False, False, False)):
+        machine.send(FIRST, [task("a"), good("b", "app.add", 1, 0, False, "")])
+        machine.fetch_more(INC, 2)
+        machine.reap_early(INC, mute, heard, looker_heard)
+    machine.reap_early(INC, False, False, True)
+    machine.again()
+    machine.retract(INC)
+    machine.again()
+    machine.lease(INC, True, QUEUE)
+    machine.fetch_more(INC, 2)
+    machine.dies(INC)
+    machine.retract(INC)
+
+
 def hold(machine: BrokerMachine) -> None:
     """What its worker has in its books is no stray, what it has forgotten is."""
     machine.send(FIRST, [task("a"), task("b")])
@@ -135,6 +151,7 @@ HISTORIES: tuple[Callable[[BrokerMachine], None], ...] = (
     weigh,
     say_nan,
     live_and_lapse,
+    taken_early,
     hold,
     move,
     name_nobody,

@@ -39,6 +39,7 @@ class Server:
     redis: Redis
     mutant: Mutant | None = None
     _ears: Any = field(init=False)
+    _alive: dict[str, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.redis.flushall()
@@ -48,6 +49,8 @@ class Server:
 
     def close(self) -> None:
         self._ears.close()
+        for inc in list(self._alive):
+            self.hear(inc, False)
 
     def run(self, call: Call) -> Any:
         if self.mutant and call.script is script(self.mutant.package, self.mutant.name):
@@ -67,6 +70,21 @@ class Server:
                 return heard
             if message["type"] == "pmessage":
                 heard.append((message["channel"].decode(), message["data"].decode()))
+
+    def hear(self, inc: str, alive: bool) -> None:
+        """Whether somebody listens to this incarnation's alive channel, on a connection of its own."""
+        if alive and inc not in self._alive:
+            self._alive[inc] = self.redis.pubsub()
+            self._alive[inc].subscribe(keys.alive(inc))
+            assert self._alive[inc].get_message(timeout=60)["type"] == "subscribe"
+        elif not alive and (ear := self._alive.pop(inc, None)):
+            ear.unsubscribe()
+            while ear.get_message(timeout=60)["type"] != "unsubscribe":
+                pass
+            ear.close()
+
+    def heard(self) -> set[str]:
+        return set(self._alive)
 
     def now(self) -> int:
         """The server's clock in ms."""

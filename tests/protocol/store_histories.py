@@ -273,6 +273,35 @@ def be_deleted(kind: type[StoreMachine]) -> None:
     machine.teardown()
 
 
+def keep_the_links(kind: type[StoreMachine]) -> None:
+    """A plain task's need its message, however its owner died."""
+    machine = kind()
+    machine.begin(begun=(0, 0, 0), alive=(True, True, True))
+    machine.claim("p", "i1", False, False, False)
+    machine.finish("p", True, "completed", 9)
+    machine.lease("i1", False)
+    machine.orphan("p", False)
+    machine.teardown()
+
+
+def live_after_all(kind: type[StoreMachine]) -> None:
+    """The first of two owners was taken for dead, with progress or without it; somebody else was not."""
+    for got_on in (True, False):
+        machine = kind()
+        machine.begin(begun=(0, 0, 0), alive=(True, True, True))
+        for owner, other in (("i1", "i2"), ("i2", "i1")):
+            machine.claim("p", owner, False, False, False)
+            machine.lease(owner, False)
+            if got_on and owner == "i2":
+                machine.append([("p", False, True, 0, 0, 2)])
+            machine.lease(other, True)
+            machine.claim("p", other, False, False, False)
+        machine.absolve("p", True, False)
+        for _ in range(3):
+            machine.absolve("p", True, True)
+        machine.teardown()
+
+
 #: All of them.
 HISTORIES: tuple[Callable[[type[StoreMachine]], None], ...] = (
     be_late,
@@ -287,6 +316,8 @@ HISTORIES: tuple[Callable[[type[StoreMachine]], None], ...] = (
     come_late,
     compact_what_was_read_in_part,
     end_in_two_lives,
+    keep_the_links,
+    live_after_all,
     meet_another_pool,
     end_in_another_version,
     *(partial(die, lives=lives) for lives in LIVES),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from producers.broker.memory.server import Server as Memory
 from producers.broker.redis import calls as broker
 from producers.broker.redis import keys as broker_keys
 from producers.broker.values import Credit, Rules
+from producers.connection import alive
 from producers.contract import keys
 from tests.protocol.broker_histories import run_histories
 from tests.protocol.messages import SEQS, TOKENS, good, messages
@@ -119,6 +121,8 @@ class BrokerMachine(RuleBasedStateMachine):
         self.last: Callable[[], None] = lambda: None
         self.names = 0
         self.known: dict[str, list[str]] = {inc: [] for inc in INCS}
+        #: Incarnation that was reaped early -> task -> returns that were counted and not taken back.
+        self.raised: dict[str, Counter[str]] = {}
         for inc, queue in zip(INCS, QUEUES, strict=True):
             self.lease(inc, True, queue)
 
@@ -285,6 +289,48 @@ class BrokerMachine(RuleBasedStateMachine):
     def reap(self, inc: str) -> None:
         self.do(lambda: self._agree(broker.reap(inc), lambda: self.model.reap(inc)))
 
+    @rule(inc=incs, mute=rarely, heard=rarely, looker_heard=rarely.map(lambda yes: not yes))
+    @precondition(holding)
+    def reap_early(self, inc: str, mute: bool, heard: bool, looker_heard: bool) -> None:
+        """Where its lease says that it listens (it was heard then), and nobody does; as far as the looker is heard."""
+        looker = next(other for other in INCS if other != inc)
+        self.server.hear(inc, not mute)
+        self.lease(inc, False, "")
+        self.server.hear(inc, heard)
+        self.server.hear(looker, looker_heard)
+        silent = not mute and not heard and looker_heard
+
+        def expected() -> int:
+            model = self.model
+            if not (silent and model.lives(inc)):
+                return model.reap(inc)
+            held = model.inflight[inc]
+            self.raised.setdefault(inc, Counter()).update(d.id for d in held.values())
+            plain = [uuid for uuid, d in sorted(held.items(), key=lambda one: -one[1].order) if not d.seqs]
+            for uuid in plain:
+                model.reaped[held[uuid].id] = model.reaped.get(held[uuid].id, 0) + 1
+                model.back(inc, QUEUES[0], uuid, AGEING_MS)
+            model.leases.pop(inc)
+            return model.reap(inc) + len(plain)
+
+        self.do(lambda: self._agree(broker.reap(inc, looker, QUEUES[0]), expected))
+
+    @rule(inc=incs)
+    @precondition(lambda self: self.raised)
+    def retract(self, inc: str) -> None:
+        """Its worker lives: what was counted is taken back, once."""
+
+        def step() -> None:
+            found = alive.read_retract(self.server.run(alive.retract(inc, broker_keys.REAPED)))
+            raised = self.raised.get(inc)
+            assert (None if found is None else set(found)) == (None if raised is None else set(raised))
+            for task, count in (raised or {}).items():
+                left = self.model.reaped.pop(task, 0) - count
+                self.model.reaped |= {task: left} if left > 0 else {}
+                self.raised[inc][task] = 0
+
+        self.do(step)
+
     @rule(inc=incs)
     @precondition(holding)
     def dies(self, inc: str) -> None:
@@ -351,7 +397,7 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule(inc=incs, take=rarely, queue=st.sampled_from(QUEUES))
     def lease(self, inc: str, take: bool, queue: str) -> None:
         """Taken, or renewed."""
-        call = broker.lease(inc, "{}", AGEING_MS, take=take, queue=queue)
+        call = broker.lease(inc, '{"worker": "w"}', AGEING_MS, take=take, queue=queue)
         self.do(lambda: self._agree(call, lambda: self.model.lease(inc, AGEING_MS, take=take, queue=queue)))
         assert self.server.redis.pttl(keys.lease(inc)) > 0 or not self.model.lives(inc)
 

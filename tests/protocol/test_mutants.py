@@ -8,6 +8,7 @@ import pytest
 from redis import Redis
 
 from producers.broker.redis import calls as broker
+from producers.connection import alive
 from producers.store import protocol
 from tests.exhaustive import one_of_each
 from tests.protocol.server import Mutant
@@ -70,6 +71,9 @@ STORE = {
         "redis.call('ZREM', 'penstock:deadlines', id)",
         "",
     ),
+    "ABSOLVE asks for no owner": ("absolve", "one.owner == ARGV[1]", "true"),
+    "ABSOLVE counts the owner on": ("absolve", "table.remove(lost, k)", ""),
+    "ABSOLVE takes back what progress took": ("absolve", "k > deaths - stuck", "true"),
     "RELEASE asks for no claim": ("release", "r[2] ~= ARGV[1]", "false"),
     "SETTLE keeps the stream for ever": ("settle", "redis.call('EXPIRE', stream, ttl + 60)", ""),
     "SETTLE leaves the task to the sweeper": ("settle", "redis.call('ZREM', 'penstock:unsettled', id)", ""),
@@ -180,8 +184,15 @@ BROKER = {
     "BACK returns what is not there": ("back", "if not packed then\n  return 0\nend", ""),
     "BACK puts it behind the others": ("back", "redis.call('RPUSH', ARGV[3", "redis.call('LPUSH', ARGV[3"),
     "BACK knows no delay": ("back", "delay > 0", "false"),
-    "REAP robs the living": ("reap", "redis.call('EXISTS', KEYS[1]) == 1", "false"),
+    "REAP robs the living": ("reap", "local early = left ~= -2", "local early = false"),
     "REAP turns the order round": ("reap", "a[1] > b[1]", "a[1] < b[1]"),
+    "REAP takes early whom nobody found silent": ("reap", "or not silent(ARGV[1], ARGV[2])", ""),
+    "REAP goes by a looker that is not heard": ("reap", "heard(me) and not heard(inc)", "not heard(inc)"),
+    "REAP takes who is heard": ("reap", "heard(me) and not heard(inc)", "heard(me)"),
+    "REAP believes that everybody listens": ("reap", "said.listens == true", "true"),
+    "REAP returns ordinary tasks early": ("reap", "early and e[6] == 0", "false"),
+    "REAP notes nothing": ("reap", "    note_taken(ARGV[1], e[3])\n", ""),
+    "LEASE does not ask who listens": ("lease", "heard(inc) and about:gsub", "about:gsub"),
     "REAP counts nothing": ("reap", "redis.call('HINCRBY', KEYS[4], e[3], 1)", ""),
 }
 
@@ -192,6 +203,20 @@ def test_a_broken_store_script_is_noticed(broken: str, valkey: Redis) -> None:
     assert mutant.text()
     with pytest.raises(Exception):  # noqa: B017, PT011 - a wrong answer or record, or the server's own complaint
         check_store(valkey, mutant, max_examples=100, stateful_step_count=40)
+
+
+ALIVE = {
+    "RETRACT takes back again": ("retract", "redis.call('HSET', taken, task, 0)", ""),
+    "RETRACT takes nothing back": ("retract", "task, -raised", "task, 0"),
+}
+
+
+@pytest.mark.parametrize("broken", ALIVE)
+def test_a_broken_script_of_the_living_is_noticed(broken: str, valkey: Redis) -> None:
+    mutant = Mutant(alive.PACKAGE, *ALIVE[broken])
+    assert mutant.text()
+    with pytest.raises(Exception):  # noqa: B017, PT011 - as above
+        check_broker(valkey, mutant, max_examples=100, stateful_step_count=40)
 
 
 @pytest.mark.parametrize("broken", one_of_each(itemgetter(0), BROKER))

@@ -269,6 +269,21 @@ class StoreMachine(Pair):
 
         self.do(step)
 
+    @rule(t=tasks, first=st.booleans(), valid=mostly)
+    @precondition(lambda self: any(r and r.lost for r in self.model.values()))
+    def absolve(self, t: str, first: bool, valid: bool) -> None:
+        """An owner that was counted dead, or one that was not."""
+        t = self.apt(t, lambda r: r.lost)
+        r = self.model[t]
+        inc = r.lost[0 if first else -1] if valid and r and r.lost else "nobody"
+
+        def step() -> None:
+            answer = self.server.run(protocol.absolve(t, inc))
+            expected, self.model[t] = scripts.absolve(self.model[t], inc)
+            assert answer == expected
+
+        self.do(step)
+
     @rule(t=tasks, valid=mostly, now=rarely)
     @precondition(lambda self: any(self.model.values()))
     def cancel(self, t: str, valid: bool, now: bool) -> None:

@@ -11,6 +11,7 @@ from producers.broker.base import Consumer, Waker
 from producers.broker.memory.fetch import fetch
 from producers.broker.memory.server import Server
 from producers.broker.values import Ack, Back, Capabilities, Credit, Fetched, Listed, PutDown, Rules
+from producers.connection.alive import Seen
 
 CAPABILITIES: Final = Capabilities(
     strict_order=True,
@@ -79,7 +80,13 @@ class MemoryConsumer(Consumer):
     def workers(self) -> list[Listed]:
         return workers(self._server)
 
-    def reap(self, incarnation: str) -> int:
+    def look(self, looker: str, others: Sequence[str]) -> dict[str, Seen] | None:
+        return None  # all of its workers live and die in this process
+
+    def retract(self, incarnation: str) -> list[str] | None:
+        return None
+
+    def reap(self, incarnation: str, looker: str = "") -> int:
         with self._server.lock:
             return self._server.reap(incarnation)
 

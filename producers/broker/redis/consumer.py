@@ -11,6 +11,7 @@ from producers.broker.base import Consumer, Waker
 from producers.broker.redis import calls, keys
 from producers.broker.redis.waker import TrackingWaker
 from producers.broker.values import Ack, Back, Capabilities, Credit, Fetched, Listed, PutDown, Rules, sane_weights
+from producers.connection import alive
 from producers.connection.connect import SILENT_S, connect
 from producers.connection.script import Call, run, run_many, text
 from producers.contract import keys as contract_keys
@@ -104,8 +105,14 @@ class RedisConsumer(Consumer):
                 pipe.pttl(contract_keys.lease(text(name)))
             return read_listed(listed, pipe.execute())
 
-    def reap(self, incarnation: str) -> int:
-        return int(run(self._redis, calls.reap(incarnation)))
+    def look(self, looker: str, others: Sequence[str]) -> dict[str, alive.Seen] | None:
+        return alive.read_look(run(self._redis, alive.look(looker, others)), others)
+
+    def reap(self, incarnation: str, looker: str = "") -> int:
+        return int(run(self._redis, calls.reap(incarnation, looker, self.home)))
+
+    def retract(self, incarnation: str) -> list[str] | None:
+        return alive.read_retract(run(self._redis, alive.retract(incarnation, keys.REAPED)))
 
     # ---- queues ---------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from producers.broker.sqs.hold.hold import Hold
 from producers.broker.sqs.hold.shared import hold_of, release
 from producers.broker.sqs.keys import Entry
 from producers.broker.values import Ack, Back, Credit, Fetched, Listed, PutDown, Rules
+from producers.connection import alive
 from producers.connection.connect import SILENT_S, connect
 from producers.connection.script import run, text
 from producers.contract import keys as contract_keys
@@ -101,8 +102,14 @@ class SqsConsumer(Consumer):
                 pipe.pttl(contract_keys.lease(text(name)))
             return read_listed(listed, pipe.execute())
 
-    def reap(self, incarnation: str) -> int:
-        count, flying = reaping.read_reap(run(self._redis, reaping.reap(incarnation)))
+    def look(self, looker: str, others: Sequence[str]) -> dict[str, alive.Seen] | None:
+        return alive.read_look(run(self._redis, alive.look(looker, others)), others)
+
+    def retract(self, incarnation: str) -> list[str] | None:
+        return alive.read_retract(run(self._redis, alive.retract(incarnation, shared.REAPED)))
+
+    def reap(self, incarnation: str, looker: str = "") -> int:
+        count, flying = reaping.read_reap(run(self._redis, reaping.reap(incarnation, looker)))
         self._hold.chores.reap(incarnation, flying, min(PATIENCE_S, self._timeout))
         return count
 

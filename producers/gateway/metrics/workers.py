@@ -24,6 +24,8 @@ WORKER_FIGURES: Final = (
     ("out_of_memory", "Steps for which a worker's device had no memory.", "out_of_memory", True),
     ("not_finite", "Sequences that failed because a worker's model gave NaN or infinity.", "not_finite", True),
     ("drafted_tokens", "Tokens that a worker guessed ahead (speculative decoding).", "drafted", True),
+    ("false_takeovers", "Lives of a worker that others ended though it lived.", "false_takeovers", True),
+    ("recomputed_tokens", "KV tokens of what it held then, to be computed again.", "recomputed_tokens", True),
     ("draft_accepted_tokens", "Of these, those that were right.", "draft_accepted", True),
 )
 #: The same for a worker's GPU, as far as its driver reports it; keys are within the lease's `gpu`.

@@ -1,13 +1,14 @@
 #!lua flags=allow-oom
 -- LEASE(inc, pool) | `take`: it is entered; else renewed where it is there. One that serves is listed with its pool's
--- workers, for as long; one that drains is not. A script, because a plain SET is refused when memory is full: then all
+-- workers, for as long; one that drains is not. The value says `listens` where its alive channel is heard here. A script, because a plain SET is refused when memory is full: then all
 -- workers would be taken for dead, who are to make room. The broker has one of its own.
 -- KEYS: lease, workers of the pool   ARGV: inc, what it says of itself (JSON), ttl (ms), take 0|1, serves 0|1
 -- Answers: 1 | 0 gone
+-- include: producers.connection/_alive.lua
 if ARGV[4] == '0' and redis.call('EXISTS', KEYS[1]) == 0 then
   return 0
 end
-redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
+redis.call('SET', KEYS[1], lease_of(ARGV[1], ARGV[2]), 'PX', ARGV[3])
 if ARGV[4] == '1' then -- whoever died before is forgotten now and then
   for _, worker in ipairs(redis.call('SMEMBERS', KEYS[2])) do
     if redis.call('EXISTS', 'penstock:lease:' .. worker) == 0 then

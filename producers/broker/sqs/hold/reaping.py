@@ -57,10 +57,10 @@ class Request:
         return [{"Id": str(k), "ReceiptHandle": one.receipt, **more} for k, one in enumerate(self.messages)]
 
 
-def reap(incarnation: str) -> Call:
-    """See `read_reap`."""
+def reap(incarnation: str, looker: str = "") -> Call:
+    """See `read_reap`. `looker`: the incarnation that found it silent, if its lease stands."""
     names = (contract_keys.lease(incarnation), keys.inflight(incarnation), shared.REAPED, shared.INCARNATIONS)
-    return Call(script(PACKAGE, "reap"), names, (incarnation,))
+    return Call(script(PACKAGE, "reap"), names, (incarnation, looker))
 
 
 def read_reap(answer: Sequence[Any]) -> tuple[int, list[Flying]]:

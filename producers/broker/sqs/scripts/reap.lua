@@ -1,14 +1,26 @@
 #!lua flags=allow-oom
 -- REAP(inc) | lease absent: all its messages are on their way back, if on no other (see OUT): in the index, unless their
 -- records are settled; deliveries (not what is in the buffer) count a redelivery. Then SQS is told, then REAPED.
--- KEYS: lease, in flight of inc, reaped, incarnations   ARGV: inc
+-- Early, with a looker, where inc is silent (see _alive.lua) and holds nothing of plain Celery's, which cannot be kept
+-- back: its lease ends here, and what is counted is noted for RETRACT.
+-- KEYS: lease, in flight of inc, reaped, incarnations   ARGV: inc, looker (or empty)
 -- Answers: {-1} while the lease is alive; else messages that this call has put on their way, then field, entry (JSON), ...
 -- of all that are in flight. Without any, the incarnation is forgotten.
 -- include: _index.lua
-if redis.call('EXISTS', KEYS[1]) == 1 then
-  return { -1 }
-end
+-- include: producers.connection/_alive.lua
 local now, out, flying = clock(), { 0 }, redis.call('HGETALL', KEYS[2])
+local early = redis.call('EXISTS', KEYS[1]) == 1
+if early then
+  local takes = ARGV[2] ~= '' and silent(ARGV[1], ARGV[2])
+  for k = 2, #flying, 2 do
+    takes = takes and cjson.decode(flying[k]).member ~= ''
+  end
+  if not takes then
+    return { -1 }
+  end
+  redis.call('DEL', KEYS[1])
+  note_taken(ARGV[1], '')
+end
 for k = 1, #flying, 2 do
   local field, e = flying[k], cjson.decode(flying[k + 1])
   if not e.out then
@@ -16,6 +28,9 @@ for k = 1, #flying, 2 do
     out[1] = out[1] + 1
     if field:sub(1, 2) ~= 'm:' and e.id ~= '' then
       redis.call('HINCRBY', KEYS[3], e.id, 1)
+      if early then
+        note_taken(ARGV[1], e.id)
+      end
     end
     local r = redis.call('HMGET', 'penstock:task:' .. e.id, 'status', 'settled')
     if e.member ~= '' and not r[2] then

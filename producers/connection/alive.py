@@ -1,0 +1,49 @@
+"""Scripts that tell whether another worker's process is alive, on any server that has leases (docs/failover.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, Final
+
+from producers.connection.script import Call, script, text
+
+PACKAGE: Final = "producers.connection"
+
+
+class Seen(IntEnum):
+    """What a look says of an incarnation."""
+
+    LIVES = 0
+    """As far as is known."""
+    SILENT = 1
+    """Its lease says that it listens, and nobody does."""
+    GONE = 2
+    """It has no lease there."""
+
+
+def look(looker: str, others: Sequence[str]) -> Call:
+    """LOOK: see which of these incarnations are silent. `read_look` reads the answer."""
+    return Call(script(PACKAGE, "look"), (), (looker, *others))
+
+
+def read_look(answer: Sequence[Any], others: Sequence[str]) -> dict[str, Seen] | None:
+    """None where the looker itself is not heard: then nothing is known of anybody."""
+    return dict(zip(others, map(Seen, answer[1:]), strict=True)) if answer[0] else None
+
+
+def end(incarnation: str, looker: str) -> Call:
+    """END: end the lease of a silent incarnation. Answers 1 if it has none now, 0 if it keeps it."""
+    return Call(script(PACKAGE, "end"), (), (incarnation, looker))
+
+
+def retract(incarnation: str, returns: str = "") -> Call:
+    """RETRACT: take back what was counted when this living incarnation was ended. `read_retract` reads the answer.
+
+    `returns`: the broker's hash of redeliveries by task, if the broker is asked."""
+    return Call(script(PACKAGE, "retract"), (returns,) if returns else (), (incarnation,))
+
+
+def read_retract(answer: Sequence[Any]) -> list[str] | None:
+    """Ids of the tasks whose messages were returned; None where nobody ended it."""
+    return [text(task_id) for task_id in answer[1:]] if answer[0] else None
