@@ -1,7 +1,12 @@
-"""Hears words to this worker on a channel of the store.
+"""Listens, on connections of its own, for as long as this process lives.
+
+On the store, words to this worker come on a channel:
 
 cancel TASK    a cancel should not wait for the task's next token
 drain          take no more tasks, end the running ones, exit (`penstock rollout --drain-old`)
+
+On store and broker, it listens to the incarnation's alive channel, where nothing is ever said: that somebody listens
+tells others that this process is there (docs/failover.md).
 """
 
 from __future__ import annotations
@@ -9,7 +14,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from redis import Redis
 
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import text
@@ -27,34 +34,53 @@ RETRY_S = 0.5
 
 
 class Control:
-    """A thread for each life, on a connection of its own, from `listen` until the life is over."""
+    """A thread for each life and server, from `listen` until the life is over. `servers`: URLs, the store's first."""
 
-    def __init__(self, store: str, deliveries: Deliveries, publisher: Publisher) -> None:
-        self._redis = connect(store)
+    def __init__(self, servers: Sequence[str], deliveries: Deliveries, publisher: Publisher) -> None:
+        self._servers = [connect(url) for url in servers]
         self._deliveries = deliveries
         self._publisher = publisher
         self.on_drain: Callable[[str], None] = lambda why: None
         """Called with the reason when the worker is told to drain."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called, on any thread, when a server begins to hear this worker or hears it no more."""
+        self._life: Incarnation | None = None
+        self._since: dict[tuple[str, Redis], float] = {}
         self._stopping = False
 
     def listen(self, life: Incarnation) -> None:
-        """Begin."""
-        threading.Thread(target=self._listen, args=(life,), name="penstock-control", daemon=True).start()
+        """Begin, once for each life."""
+        if life is self._life:
+            return
+        self._life = life
+        for server in self._servers:
+            names = [keys.alive(life.id), *([keys.control(life.id)] if server is self._servers[0] else [])]
+            threading.Thread(
+                target=self._listen, args=(life, server, names), name="penstock-control", daemon=True
+            ).start()
+
+    def stood(self, life: Incarnation, seconds: float) -> bool:
+        """Whether every server has heard this life for so long without a break."""
+        latest = time.monotonic() - seconds
+        return all(self._since.get((life.id, server), float("inf")) <= latest for server in self._servers)
 
     def stop(self) -> None:
         self._stopping = True
 
-    def _listen(self, life: Incarnation) -> None:
+    def _listen(self, life: Incarnation, server: Redis, names: Sequence[str]) -> None:
         while not self._deaf(life):
             try:
-                with self._redis.pubsub(ignore_subscribe_messages=True) as channel:
-                    channel.subscribe(keys.control(life.id))
+                with server.pubsub() as channel:
+                    channel.subscribe(*names)
                     heard = asked = time.monotonic()
                     while not self._deaf(life):
                         message = channel.get_message(timeout=min(1.0, PING_S / 2))
                         now = time.monotonic()
                         if message and message["type"] == "message":
                             self._heard(text(message["data"]))
+                        elif message and message["type"] == "subscribe" and message["data"] == len(names):
+                            self._since[life.id, server] = now
+                            self.on_change()
                         if message:
                             heard = now
                         elif now - heard > 2 * PING_S:
@@ -63,8 +89,11 @@ class Control:
                             channel.ping()
                             asked = now
             except LOST as exc:
+                self._since.pop((life.id, server), None)
+                self.on_change()
                 warn_throttled(logger, "Lost the control channel, subscribing again: %s", exc)
                 time.sleep(RETRY_S)
+        self._since.pop((life.id, server), None)
 
     def _deaf(self, life: Incarnation) -> bool:
         return life.over or self._stopping

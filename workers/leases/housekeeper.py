@@ -3,7 +3,8 @@
 A thread with connections of its own: neither a busy event loop nor a consumer in reconnect back-off may let the lease
 lapse. On each round it lets go of what its lapsed lives held, renews the lease on store and broker, reaps incarnations
 whose lease is gone, ends tasks whose readers are gone and those that waited too long, gives back tasks that have been
-preempted for long, keeps what this worker measured, and runs what the clock was asked to do later.
+preempted for long, keeps what this worker measured, and runs what the clock was asked to do later. Between rounds it
+looks whether its neighbours live.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from workers.flow.finisher import Finisher
 from workers.flow.publisher import Publisher
 from workers.leases.control import Control
 from workers.leases.lease import Lease
+from workers.leases.neighbours import Neighbours
 from workers.leases.others import Others
 from workers.leases.reconcile import Reconciler
 from workers.measure.keeper import Keeper
@@ -69,7 +71,10 @@ class Housekeeper(threading.Thread):
         self._store = connect(settings.store, timeout=patience)
         self._broker = served.connect_broker(patience)
         self.lease = Lease(served, self._store, self._broker, deliveries, clock, about)
-        self.control = Control(settings.store, deliveries, publisher)
+        self.control = Control(list(dict.fromkeys((settings.store, served.control_url))), deliveries, publisher)
+        self.control.on_change = self.renew_soon
+        apart = self._store if served.control_url != settings.store else None
+        self._neighbours = Neighbours(apart, self._broker, self.control, settings.lease)
         self._reconciler = Reconciler(self._store, self._broker, deliveries)
         self._others = Others(served, self._store, self._broker)
         self._pause = min(ROUND_S, self._quarter)
@@ -81,9 +86,9 @@ class Housekeeper(threading.Thread):
 
     def begin_life(self, life: Incarnation) -> None:
         """Take the lease. Raises redis errors."""
-        self.lease.take(life)
         self._renew_at = time.monotonic() + self._pause
         self.control.listen(life)
+        self.lease.take(life)
 
     def renew_soon(self) -> None:
         """Renew at once: what the lease says has changed."""
@@ -102,7 +107,8 @@ class Housekeeper(threading.Thread):
         while not self._stopping:
             # First of all: a worker that starts anew finds at once what its predecessor left.
             self._guarded(self._round)
-            for action in self._clock.wait(tick, lambda: min(self._look_at, self._expire())):
+            self._guarded(self._look_at_neighbours)
+            for action in self._clock.wait(tick, self._next_at):
                 self._guarded(action)
 
     def _round(self) -> None:
@@ -130,6 +136,7 @@ class Housekeeper(threading.Thread):
             alive = self._others.reap(life)
             soonest = min((one.left for one in alive if one.left is not None), default=float("inf"))
             self._look_at = min(self._look_at, now + soonest + REAP_AFTER_S)
+            self._neighbours.learn(life, alive)
             self._others.adopt(alive)
             self._others.end_unwanted()
             self._served.weights = self._broker.weights()
@@ -137,6 +144,13 @@ class Housekeeper(threading.Thread):
             self._served.takes_plain = cards.takes_new(card, self._served.pool.version)
         self._release_preempted()
         self.keeper.keep_now_and_then(self._store)
+
+    def _look_at_neighbours(self) -> None:
+        if self._neighbours.look(self._deliveries.life):
+            self._look_at = 0.0  # its pool may have nobody left
+
+    def _next_at(self) -> float:
+        return min(self._look_at, self._expire(), self._neighbours.at)
 
     def _announce_again(self) -> None:
         """A store that has lost the lease may have lost all: then nobody would know this model any more."""

@@ -13,10 +13,11 @@ from redis import Redis
 
 from producers.broker.base import Consumer
 from producers.broker.values import Back
+from producers.connection.alive import read_retract, retract
 from producers.connection.script import Call, run, run_many, text
 from producers.contract import keys
 from producers.contract.queues import takers_of
-from producers.store.protocol import lease, release
+from producers.store.protocol import absolve, lease, release
 from workers.connect import LOST
 from workers.flow.deliveries import Deliveries
 from workers.processes.notify import notify_lease
@@ -51,6 +52,10 @@ class Lease:
         self._letting_go = threading.Lock()
         self.round_trip = 0.0
         """Round trip time (s) to the farther server, as measured by the last renewal."""
+        self.false_takeovers = 0
+        """Lives of this worker that another worker ended though it lived."""
+        self.recomputed_tokens = 0
+        """KV tokens of what it held then, which have to be computed again."""
 
     def take(self, life: Incarnation) -> None:
         """Begin this life."""
@@ -116,7 +121,25 @@ class Lease:
                 _log_errors(run_many(self._store, [release(one.task_id, one.uuid) for one in dropped]))
                 # The last first: each goes to the front of its list.
                 _log_errors(self._broker.put_down([Back(life.id, one.uuid) for one in reversed(dropped)]))
+                taken = self._take_counts_back(life, dropped)
                 self._lapsed.popleft()
+                if taken:
+                    self.false_takeovers += 1
+                    self.recomputed_tokens += sum(one.used for one in dropped if one.record is not None)
+
+    def _take_counts_back(self, life: Incarnation, dropped: Sequence[Delivery]) -> bool:
+        """Whether another took this life for dead: then no task keeps the death or the return counted for it.
+
+        After RELEASE, so that no CLAIM counts another one. A life that only lapsed keeps them (docs/failover.md).
+        """
+        returned = self._broker.retract(life.id)
+        noted = read_retract(run(self._store, retract(life.id)))
+        if returned is None and noted is None:
+            return False
+        tasks = {*(returned or ()), *(noted or ()), *(one.task_id for one in dropped)}
+        logger.warning("%s was taken for dead: taking back what was counted against %d tasks", life.id, len(tasks))
+        _log_errors(run_many(self._store, [absolve(task_id, life.id) for task_id in sorted(tasks)]))
+        return True
 
 
 def _log_errors(answers: Sequence[Any]) -> None:

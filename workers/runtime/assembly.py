@@ -176,6 +176,8 @@ class Runtime:
                 "not_finite": stats.not_finite,
                 "drafted": stats.drafted,
                 "draft_accepted": stats.draft_accepted,
+                "false_takeovers": self.housekeeper.lease.false_takeovers,
+                "recomputed_tokens": self.housekeeper.lease.recomputed_tokens,
                 "profile": self.profile().to_dict(),
                 **({} if gpu is None else {"gpu": gpu}),
             }

@@ -1,0 +1,163 @@
+"""A killed worker's tasks go on elsewhere before its lease lapses, and nobody else is taken for dead.
+
+Leases are far longer than any test. Who looks need not have been heard for a whole one here.
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from producers.broker.redis import keys as broker_keys
+from producers.contract import keys
+from tests.processes import Worker
+from tests.workers.rig import TIMES, Rig, two_servers
+
+SOON = {"times": TIMES | {"workers.leases.neighbours:STOOD_LEASES": 0.001}, "STUB_STEP_S": 0.01}
+
+
+def with_tasks(rig: Rig, count: int = 6, **task: Any) -> tuple[Worker, list[str]]:
+    """A worker that has them all, and they have tokens."""
+    worker = rig.worker(**SOON)
+    ids = rig.submit(count, **{"max_tokens": 300, **task})
+    rig.until(lambda: all(rig.tokens(task_id) > 3 for task_id in ids))
+    return worker, ids
+
+
+def deaths(rig: Rig, ids: list[str]) -> set[str]:
+    return {rig.record(task_id)["deaths"] for task_id in ids}
+
+
+def cut_pubsub(rig: Rig) -> None:
+    for server in {rig.redis, rig.store}:
+        server.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
+
+
+def _killed(rig: Rig) -> None:
+    first, ids = with_tasks(rig)
+    second = rig.worker(**SOON)
+    first.stop(signal.SIGKILL)
+    rig.until_settled(ids)
+    rig.check(ids)
+    assert deaths(rig, ids) == {"1"}
+    assert not rig.redis.exists(*[keys.lease(name) for name in first.incarnations] or ["none"])
+    assert len(second.incarnations) == rig.redis.hlen(broker_keys.INCARNATIONS) == 1
+    rig.check_nothing_left()
+
+
+def test_a_killed_workers_tasks_go_on_before_its_lease_lapses(rig: Rig) -> None:
+    _killed(rig)
+
+
+def test_so_they_do_where_broker_and_store_are_two_servers() -> None:
+    with two_servers() as rig:
+        _killed(rig)
+
+
+def test_two_killed_at_once_are_found_by_the_third(rig: Rig) -> None:
+    first, ids = with_tasks(rig)
+    others = [rig.worker(**SOON) for _ in range(2)]
+    for worker in (first, others[0]):
+        worker.stop(signal.SIGKILL)
+    rig.until_settled(ids)
+    rig.check(ids)
+    assert rig.redis.hkeys(broker_keys.INCARNATIONS) == others[1].incarnations
+
+
+def test_a_suspended_worker_is_taken_by_nobody_before_its_lease_lapses(rig: Rig) -> None:
+    """Its neighbour looks at it, and at one that is dead."""
+    suspended, ids = with_tasks(rig)
+    killed = rig.worker(**SOON)
+    looker = rig.worker(**SOON)
+    old = suspended.incarnations
+    suspended.process.send_signal(signal.SIGSTOP)
+    killed.stop(signal.SIGKILL)
+    rig.until(lambda: "is dead" in looker.log.read_text())
+    killed = rig.worker(**SOON)  # and again, with more looks
+    killed.stop(signal.SIGKILL)
+    rig.until(lambda: looker.log.read_text().count("is dead") == 2)
+    assert suspended.incarnations == old
+    suspended.process.send_signal(signal.SIGCONT)
+    rig.until_settled(ids)
+    rig.check(ids)
+    assert deaths(rig, ids) == {"0"}
+    assert suspended.incarnations == old
+
+
+def test_who_loses_no_more_than_alive_connections_is_taken_by_nobody(rig: Rig) -> None:
+    """Nor by one who was cut off as well. Afterwards they look as before."""
+    first, ids = with_tasks(rig, max_tokens=600)
+    second = rig.worker(**SOON)
+    old = [first.incarnations, second.incarnations]
+    for _ in range(3):
+        cut_pubsub(rig)
+        rig.until(lambda: {lease.get("listens") for lease in rig.leases()} == {None})
+        rig.until(lambda: [lease.get("listens") for lease in rig.leases()] == [True, True])
+    assert [first.incarnations, second.incarnations] == old
+    assert {lease["false_takeovers"] for lease in rig.leases()} == {0}
+    first.stop(signal.SIGKILL)
+    rig.until_settled(ids)
+    rig.check(ids)
+    assert deaths(rig, ids) <= {"0", "1"}
+    assert not first.incarnations
+
+
+def _wronged(rig: Rig) -> None:
+    wronged, ids = with_tasks(rig)
+    (old,) = wronged.incarnations
+    second = rig.worker(**SOON)
+    wronged.process.send_signal(signal.SIGSTOP)
+    cut_pubsub(rig)  # the other one listens again, and has not been heard for a whole lease
+    rig.until(lambda: deaths(rig, ids) == {"1"})
+    wronged.process.send_signal(signal.SIGCONT)
+    rig.until(lambda: wronged.incarnations and wronged.incarnations != [old])
+    rig.until(lambda: deaths(rig, ids) == {"0"})
+    rig.until_settled(ids)
+    rig.check(ids)
+    assert {rig.record(task_id).get("stuck") for task_id in ids} == {"0"}
+    assert rig.redis.hgetall(broker_keys.REAPED) == {}
+    rig.until(lambda: sum(lease["false_takeovers"] for lease in rig.leases()) == 1)
+    assert sum(lease["recomputed_tokens"] for lease in rig.leases()) > 0
+    assert wronged.stop() == second.stop() == 0
+    rig.check_nothing_left()
+
+
+def test_a_living_worker_that_is_taken_loses_nothing_and_takes_the_counts_back(rig: Rig) -> None:
+    _wronged(rig)
+
+
+@pytest.mark.slow
+def test_so_it_does_where_broker_and_store_are_two_servers() -> None:
+    with two_servers() as rig:
+        _wronged(rig)
+
+
+def test_ordinary_tasks_wait_for_the_lease(rig: Rig) -> None:
+    """The engine's tasks go on."""
+    app = rig.sender()
+    first = rig.worker(**SOON, WORKER_PLUGINS="tests.workers.plugins:ordinary_tasks")
+    app.send_task("app.note", ("kept",), {"go": "/nowhere"})
+    rig.until(lambda: rig.redis.llen("seen:kept") == 1)
+    ids = rig.fill(3, max_tokens=300)
+    rig.until(lambda: all(rig.tokens(task_id) > 3 for task_id in ids))
+    rig.worker(**SOON, WORKER_PLUGINS="tests.workers.plugins:ordinary_tasks")
+    first.stop(signal.SIGKILL)
+    rig.until_settled(ids)
+    rig.check(ids)
+    assert rig.redis.zcard(broker_keys.delayed(keys.version_queue("stub", "v1"))) == 1
+    assert rig.redis.lrange("seen:kept", 0, -1) == ["begun"]
+
+
+def test_without_the_right_to_ask_the_lease_decides(rig: Rig) -> None:
+    """And nobody is taken for dead."""
+    rig.redis.execute_command("ACL", "SETUSER", "mute", "on", ">secret", "~*", "&*", "+@all", "-pubsub|numsub")
+    rig.url = rig.store_url = rig.url.replace("://", "://mute:secret@")
+    first, ids = with_tasks(rig)
+    second = rig.worker(**SOON)
+    assert "may not call PUBSUB" in second.log.read_text()
+    assert {lease.get("listens") for lease in rig.leases()} == {None}
+    rig.kill(first)
+    rig.until_settled(ids)
+    rig.check(ids)
