@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from fastapi import Depends
+from fastapi.openapi.models import HTTPBearer
+from fastapi.security.base import SecurityBase
 from starlette.requests import HTTPConnection
 
 from producers.contract.principal import LOCAL, Principal
@@ -29,8 +31,14 @@ PARAMETER: Final[dict[str, Any]] = {
 }
 
 
-class Needs:
-    """A dependency: the caller has a key of this scope, where the gateway asks for keys. Raises Problem."""
+class Needs(SecurityBase):
+    """A dependency: the caller has a key of this scope, where the gateway asks for keys. Raises Problem.
+
+    The OpenAPI document says so of each endpoint that has it, and of the key's header.
+    """
+
+    scheme_name = "key"
+    model = HTTPBearer(description="an API key, `psk_...`, where the gateway asks for keys (`--auth keys`)")
 
     def __init__(self, scope: str) -> None:
         self.scope = scope

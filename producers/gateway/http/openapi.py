@@ -9,6 +9,12 @@ from fastapi import FastAPI
 
 #: FastAPI's schemas for bad parameters. Our answer to those is a 400 of our own form (`errors`).
 _AUTOMATIC: Final = ("HTTPValidationError", "ValidationError")
+_ERROR: Final = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorView"}}}
+#: The answers to a key that does not work, or lacks what the operation needs.
+_REFUSALS: Final = {
+    "401": {"description": "There is no key, or it does not work.", "content": _ERROR},
+    "403": {"description": "The key is not for this.", "content": _ERROR},
+}
 _MESSAGES: Final = [{"role": "user", "content": "Write the function add(a, b)."}]
 _EVENTS: Final = ["response.completed", "response.failed"]
 #: Bodies to begin with, for those who try an operation: path -> JSON. Made up from the schemas, they would be refused.
@@ -31,6 +37,9 @@ class Documented(FastAPI):
             for operation in (one for methods in made["paths"].values() for one in methods.values()):
                 if "description" in operation:  # FastAPI's own summary is the function's name
                     operation["summary"] = _first_sentence(operation["description"])
+                if "security" in operation:
+                    operation["security"].append({})  # a gateway that asks for no keys takes requests without
+                    operation["responses"] = dict(sorted((operation["responses"] | _REFUSALS).items()))
                 if _AUTOMATIC[0] in str(operation["responses"].get("422")):
                     del operation["responses"]["422"]
             for path, example in EXAMPLES.items():

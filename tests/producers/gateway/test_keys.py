@@ -63,6 +63,7 @@ def test_every_endpoint_asks_for_a_key_but_those_named_here(http: httpx.Client) 
     asked = [(path, http.request(method, path.translate(BARE))) for path in paths for method in paths[path]]
     unasked = {path for path, answer in asked if answer.status_code != 401}
     assert unasked == OPEN
+    assert {path for path, methods in paths.items() for one in methods.values() if "security" not in one} == OPEN
 
 
 def test_a_key_opens_what_its_scopes_say(http: httpx.Client, make: Callable[..., str], model: str) -> None:

@@ -26,9 +26,12 @@ from schemathesis.specs.openapi.checks import (
 from producers.contract.record import Record
 from producers.gateway import GatewaySettings, create_app
 from producers.gateway.http.openapi import EXAMPLES as EXAMPLES_TO_TRY
+from tests.exhaustive import few
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Door
 from tests.producers.gateway.openai.conftest import MESSAGES, Answering, says
+from tests.producers.gateway.test_keys import OPEN, as_caller
+from tests.producers.gateway.test_keys import make as make  # the fixture
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 EXAMPLES = 10
@@ -43,6 +46,7 @@ KNOWN: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": "tiny", "messages": MESSAGES},
     "/v1/responses": {"model": "tiny", "input": "def f"},
     "/v1/batches": {"input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h"},
+    "/v1/keys": {"tenant": "acme"},
     "/v1/webhook_endpoints": {"url": "http://127.0.0.1:9/", "event_types": ["response.completed"]},
 }
 DOCUMENT = create_app(GatewaySettings("redis://127.0.0.1:1", "redis://127.0.0.1:1")).openapi()
@@ -78,6 +82,7 @@ def made(http: httpx.Client, path: str) -> dict[str, str]:
         "task_id": lambda: make("/v1/tasks", json=KNOWN["/v1/tasks"]),
         "response_id": lambda: make("/v1/responses", json=KNOWN["/v1/responses"] | {"background": True}),
         "endpoint_id": lambda: make("/v1/webhook_endpoints", json=KNOWN["/v1/webhook_endpoints"]),
+        "key_id": lambda: make("/v1/keys", json=KNOWN["/v1/keys"]),
         "batch_id": lambda: make("/v1/batches", json=KNOWN["/v1/batches"] | {"input_file_id": ways["file_id"]()}),
         "file_id": lambda: make("/v1/files", data={"purpose": "batch"}, files={"file": ("a.jsonl", b"{}")}),
     }
@@ -102,6 +107,42 @@ def test_every_answer_is_described(
         if known and not path.endswith("/test"):  # it waits for a process that delivers
             case.path_parameters |= there
         case.call_and_validate(base_url=door.url, checks=CHECKS, timeout=60)
+
+    holds()
+
+
+@pytest.mark.parametrize(
+    ("mode", "method", "path"),
+    few(
+        [one for one in OPERATIONS if one[0] is GenerationMode.POSITIVE],
+        *((GenerationMode.POSITIVE, method, "/v1/tasks") for method in ("get", "post")),
+        (GenerationMode.POSITIVE, "post", "/v1/chat/completions"),
+        (GenerationMode.POSITIVE, "get", "/v1/files/{file_id}/content"),
+    ),
+)
+def test_every_answer_to_a_key_and_to_none_is_described(
+    open_door: Callable[..., Door],
+    model: str,
+    answering: Answering,
+    make: Callable[..., str],
+    mode: GenerationMode,
+    method: str,
+    path: str,
+) -> None:
+    answering.scripts = [answer]
+    door = open_door(auth="keys", webhook_allow=("127.0.0.0/8",))
+    good, reads, wrong = make(), make(scopes=("read",)), f"psk_{'a' * 16}_{'b' * 43}"
+
+    @seed(1)
+    @settings(max_examples=EXAMPLES, database=None, phases=[Phase.generate])
+    @given(SCHEMA[path][method].as_strategy(mode), st.sampled_from([good, reads, wrong, None]))
+    def holds(case: schemathesis.Case, key: str | None) -> None:
+        if path in KNOWN and isinstance(case.body, dict):
+            case.body = KNOWN[path]
+        case.headers.pop("authorization", None)
+        case.headers.update({} if key is None else as_caller(key))
+        told = case.call_and_validate(base_url=door.url, checks=CHECKS, timeout=60)
+        assert (told.status_code == 401) == (key in (wrong, None) and path not in OPEN)
 
     holds()
 
