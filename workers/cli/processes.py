@@ -270,7 +270,7 @@ def gateway(
     with needs("gateway"):
         from producers.gateway import GatewaySettings, serve
     set_up_logging(log_level)
-    listener = socket.socket(fileno=fd) if fd is not None else open_port(host, port)
+    listener = socket.socket(fileno=fd) if fd is not None else open_port(host, port, listens=False)
     address = listener.getsockname()[0]
     asks = keys_or_none.decided(auth, insecure, address)
     logging.getLogger("penstock").info("API keys: %s", keys_or_none.said(asks, address))
@@ -400,13 +400,18 @@ def _endpoints(client: AsyncClient) -> LineEndpoints | None:
     return LineEndpoints(client)
 
 
-def open_port(host: str, port: int) -> socket.socket:
-    """A listening socket. Port 0 takes any free port. Raises Failure if the address cannot be bound."""
+def open_port(host: str, port: int, *, listens: bool = True) -> socket.socket:
+    """A listening socket. Port 0 takes any free port. Raises Failure if the address cannot be bound.
+
+    `listens`: callers wait from now on. Otherwise they are refused until a server takes it, so that a proxy asks
+    another gateway, and no caller who comes back waits for a start.
+    """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-        listener.listen(2048)
+        if listens:
+            listener.listen(2048)
         return listener
     except OSError as error:
         listener.close()
