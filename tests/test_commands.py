@@ -104,7 +104,7 @@ def of_procfile() -> list[str]:
     # ${NAME:+--option $NAME}: said where NAME is set, as here.
     found = [re.sub(r"\$\{\w+:\+([^}]*)\}", r"\1", line) for line in lines]
     found = [line.replace("$WEBHOOK_ALLOW", "10.0.0.0/8") for line in found]
-    found = [line.replace("$PROXY_HEADERS", "::1") for line in found]
+    found = [line.replace("$PROXY_HEADERS", "::1").replace("$AUTH", "keys") for line in found]
     return list(dict.fromkeys(re.sub(r"\$\{[^}]*\}+|\$[A-Z_]+", "1", line) for line in found))
 
 

@@ -190,8 +190,8 @@ def _shown_once(key: Key, token: str, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"key": token, **about(key, time.time())}))
         return
-    typer.echo(f"id   {key.id}\nkey  {token}")
-    typer.echo("It is shown this once. Callers send it as `Authorization: Bearer KEY`.", err=True)
+    typer.echo(f"The key {key.id}, shown this once; callers send it as `Authorization: Bearer KEY`:", err=True)
+    typer.echo(token)
 
 
 def _described(about: dict[str, Any], as_json: bool) -> None:
