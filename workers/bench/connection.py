@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from workers.api_key import authorization
+
 #: Idle time (s) after which a connection is not reused: the server may be closing it.
 IDLE_S: Final = 2.0
 
@@ -56,9 +58,10 @@ class Answer:
 
 @dataclass(slots=True)
 class Connections:
-    """A pool of connections to one server. Each serves one request at a time."""
+    """A pool of connections to one server. Each serves one request at a time. `headers`: of every request."""
 
     url: str
+    headers: Mapping[str, str] = field(default_factory=authorization)
     _idle: list[tuple[float, asyncio.StreamReader, asyncio.StreamWriter]] = field(default_factory=list)
 
     @asynccontextmanager
@@ -67,6 +70,7 @@ class Connections:
         parts = urlsplit(self.url)
         content = b"" if body is None else json.dumps(body).encode()
         head = f"{method} {parts.path.rstrip('/')}{path} HTTP/1.1\r\nHost: {parts.netloc}\r\n"
+        head += "".join(f"{name}: {value}\r\n" for name, value in self.headers.items())
         if body is not None:
             head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n"
         writer = None

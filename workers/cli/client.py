@@ -11,6 +11,8 @@ from types import MappingProxyType
 from typing import Any, Final
 from urllib.parse import quote, urlencode, urlsplit
 
+from workers import errors
+from workers.api_key import API_KEY, authorization
 from workers.cli.exits import Exit, Failure
 
 #: Silence (s) after which a gateway counts as gone. On an open stream it sends something every 10 s.
@@ -37,7 +39,8 @@ class Refused(Failure):
     """The gateway refused the request. `error` is its `{"message", "type", "param", "code"}`."""
 
     def __init__(self, http_status: int, error: Mapping[str, Any]) -> None:
-        super().__init__(str(error["message"]), Exit.UNREACHABLE if http_status >= 500 else Exit.REFUSED)
+        hint = f" `penstock keys create --tenant NAME` makes a key; set {API_KEY} to it." if http_status == 401 else ""
+        super().__init__(f"{error['message']}{hint}", Exit.UNREACHABLE if http_status >= 500 else Exit.REFUSED)
         self.http_status = http_status
         self.error = error
 
@@ -45,10 +48,15 @@ class Refused(Failure):
 class Gateway:
     """A gateway, by its URL. Thread-safe: every call has its own connection.
 
-    Raises Failure for a bad URL. The methods raise Unreachable and Refused.
+    `with_key`: requests carry this process's API key, if it has one. Raises Failure for a bad URL or key. The methods
+    raise Unreachable and Refused.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, with_key: bool = True) -> None:
+        try:
+            self._own = authorization() if with_key else {}
+        except errors.Refused as refused:
+            raise Failure(str(refused)) from None
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port
@@ -165,7 +173,7 @@ class Gateway:
         make = HTTPSConnection if self._tls else HTTPConnection
         connection = make(self._host, self._port, timeout=SILENCE_S)
         try:
-            connection.request(method, self._base + path, body, headers)
+            connection.request(method, self._base + path, body, {**self._own, **headers})
             response = connection.getresponse()
             if response.status not in (200, 202, 204, 206, 307):
                 raise Refused(response.status, _error(response))

@@ -12,9 +12,12 @@ from http.server import BaseHTTPRequestHandler
 
 import pytest
 from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
 
+from producers.admin import keys as api_keys
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
+from producers.store.audit import Actor
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE, Door, until
 from tests.workers.cli.conftest import Scripted, door, model, open_door, scripted, worker
@@ -183,6 +186,19 @@ class TestConnections:
         scripted.answers = [self.answer(raw)]
         with pytest.raises(Broken):
             await self.body(scripted.url)
+
+    async def test_requests_carry_the_key_of_the_environment(
+        self, open_door: Callable[..., Door], valkey_url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        url = open_door(auth="keys").url
+        monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
+        async with Connections(url).request("GET", "/v1/models") as answer:
+            assert answer.status == 401
+        async with AsyncRedis.from_url(valkey_url) as store:
+            _, key = await api_keys.create(store, {"tenant": "acme"}, Actor("test"))
+        monkeypatch.setenv("PENSTOCK_API_KEY", key)
+        async with Connections(url).request("GET", "/v1/models") as answer:
+            assert answer.status == 200
 
     async def test_nothing_listening_is_broken(self) -> None:
         with pytest.raises(Broken):

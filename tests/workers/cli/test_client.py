@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.workers.cli.conftest import Scripted
+from tests.producers.gateway.conftest import Door
+from tests.workers.cli.conftest import Run, Scripted
 from workers.cli import client
+from workers.cli.batch.client import BatchGateway
 from workers.cli.client import Gateway, Refused, Unreachable
 from workers.cli.exits import Exit, Failure
 
@@ -174,3 +176,49 @@ def test_a_task_is_sent_as_it_is(scripted: Scripted) -> None:
     scripted.answers = [answer]
     assert Gateway(scripted.url).submit({"prompt": "é\u2028", "n": 2}) == {"id": "t"}
     assert got == [{"prompt": "é\u2028", "n": 2}]
+
+
+class TestTheKeyInTheEnvironment:
+    @pytest.fixture
+    def key(self, valkey_url: str, run: Run) -> str:
+        made = run("keys", "create", "--tenant", "acme", "--store", valkey_url)
+        return made.out.strip()
+
+    def test_commands_send_it(
+        self, run: Run, key: str, open_door: Callable[..., Door], model: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PENSTOCK_URL", open_door(auth="keys").url)
+        monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
+        refused = run("submit", model, "def f")
+        assert (refused.status, "penstock keys create" in refused.err) == (2, True)
+        monkeypatch.setenv("PENSTOCK_API_KEY", f" {key}\n")  # as a file or a form gives it
+        assert run("submit", model, "def f").status == 0
+        assert run("batch", "ls").status == 0
+        assert json.loads(run("tasks", "ls", "--json").out)["tenant"] == "acme"
+
+    def test_one_that_no_header_may_hold_is_refused_and_not_shown(
+        self, run: Run, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for key in ("psk_hush\r\nx: y", "psk_hush\u00e9", "psk hush"):
+            monkeypatch.setenv("PENSTOCK_API_KEY", key)
+            refused = run("tasks", "ls", "--url", "http://127.0.0.1:1")
+            assert (refused.status, "PENSTOCK_API_KEY" in refused.err, "hush" in refused.err) == (2, True, False)
+
+    def test_a_bucket_does_not_get_it(self, scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PENSTOCK_API_KEY", "psk_hush")
+        sent: list[str | None] = []
+
+        def there(request: BaseHTTPRequestHandler) -> None:
+            sent.append(request.headers.get("authorization"))
+            request.send_response(307)
+            request.send_header("location", f"{scripted.url}/bucket")
+            request.end_headers()
+
+        def here(request: BaseHTTPRequestHandler) -> None:
+            sent.append(request.headers.get("authorization"))
+            request.send_response(200)
+            request.end_headers()
+
+        scripted.answers += [there, here]
+        assert list(BatchGateway(scripted.url).content("file-1", 0)) == []
+        assert sent == ["Bearer psk_hush", None]

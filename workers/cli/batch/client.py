@@ -66,7 +66,7 @@ class BatchGateway(Gateway):
                 yield from _pieces(response)
                 return
             parts = urlsplit(response.headers["location"])
-        bucket = Gateway(f"{parts.scheme}://{parts.netloc}")
+        bucket = Gateway(f"{parts.scheme}://{parts.netloc}", with_key=False)  # the URL itself opens the file
         with bucket.opened("GET", f"{parts.path}?{parts.query}", None, headers) as response:
             yield from _pieces(response)
 

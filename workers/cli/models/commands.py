@@ -203,15 +203,17 @@ def _here() -> Iterator[dict[str, Any]]:
 
 
 def _served(url: str | None) -> Iterator[dict[str, Any]]:
-    """Rows of a gateway's models; none if no gateway was named and none answers at the default URL."""
-    from workers.cli.client import Gateway, Unreachable
+    """Rows of a gateway's models; none if no gateway was named and the one at the default URL does not list them."""
+    from workers.cli.client import Gateway, Refused, Unreachable
 
     gateway = Gateway(url or DEFAULT_URL)
     try:
         models = gateway.models()
-    except Unreachable:
+    except (Unreachable, Refused) as failure:
         if url is not None:
             raise
+        if isinstance(failure, Refused):
+            typer.echo(f"penstock: {gateway.url} does not list its models: {failure}", err=True)
         return
     for model in models:
         same = {name: model[name] for name in ("version", "context_length", "capabilities")}
