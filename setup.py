@@ -19,11 +19,12 @@ NATIVE = Path("engine/kernels/native")
 COMMON = ["-std=c++17", "-O3", "-g0", "-pthread", "-fvisibility=hidden", "-Wno-psabi"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = ["-DLANES=16", *AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq"))]
+BF16 = ["-mavx512bf16", "-mavx512vnni"]
 BUILDS = {
     "avx2": ["-DLANES=8", *AVX2],
     "avx512": AVX512,
-    "avx512bf16": [*AVX512, "-mavx512bf16", "-mavx512vnni"],
-    "avx512amx": [*AVX512, "-mavx512vnni", "-DPENSTOCK_TILES"],  # only the assembler has to know AMX
+    "avx512bf16": [*AVX512, *BF16],
+    "avx512amx": [*AVX512, *BF16, "-DPENSTOCK_TILES"],  # only the assembler has to know AMX
 }
 
 

@@ -11,7 +11,7 @@
 
 static_assert(kColumns == 48, "a step of a panel is three tiles");
 constexpr int kTileRows = 16;
-constexpr int kStepInputs = 32;
+constexpr int kStepInputs = 2 * LANES;
 constexpr int kTileRowBytes = 64;  // a row's inputs of one step, and 16 columns
 constexpr int kPairBytes = 4 * kColumns;
 constexpr int kStepBytes = kStepInputs / 2 * kPairBytes;
@@ -39,7 +39,7 @@ INLINE const char* rows_tile(const Gemm& g, int64_t row, int64_t step) {
 INLINE void round_step(const float* from, int64_t inputs, bf16* to) {
     alignas(64) float padded[kStepInputs] = {};
     if (inputs < kStepInputs) from = (const float*)memcpy(padded, from, inputs * sizeof(float));
-    for (int i = 0; i < kStepInputs; i += LANES) store<LANES>(to + i, load<LANES>(from + i));
+    round_inputs(from, to);
 }
 
 // Rows from g.rows on, which fill the last block, are 0.

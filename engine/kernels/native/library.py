@@ -22,15 +22,19 @@ logger = logging.getLogger("penstock.engine")
 _FOLDER = Path(__file__).parent
 #: The penstock_version() that this file expects.
 VERSION = 15
+
+
+def _has_bf16() -> bool:
+    """True if the CPU has AVX-512 and what setup.py calls BF16."""
+    cpu = torch.cpu
+    return cpu._is_avx512_supported() and cpu._is_avx512_bf16_supported() and cpu._is_vnni_supported()
+
+
 #: Maps each instruction set to a check whether the CPU has it. The best one is first. A build may still be refused by
 #: the system (penstock_refused).
 _BUILDS: dict[str, Callable[[], bool]] = {
-    "avx512amx": lambda: (
-        torch.cpu._is_avx512_supported() and torch.cpu._is_vnni_supported() and torch.cpu._is_amx_tile_supported()
-    ),
-    "avx512bf16": lambda: (
-        torch.cpu._is_avx512_supported() and torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported()
-    ),
+    "avx512amx": lambda: _has_bf16() and torch.cpu._is_amx_tile_supported(),
+    "avx512bf16": _has_bf16,
     "avx512": torch.cpu._is_avx512_supported,
     "avx2": torch.cpu._is_avx2_supported,
 }
