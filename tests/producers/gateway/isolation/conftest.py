@@ -29,7 +29,7 @@ LINE = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": 
 
 @pytest.fixture
 def door(open_door: Callable[..., Door], model: str) -> Door:
-    return open_door(auth="keys", webhook_allow=("127.0.0.0/8",))
+    return open_door(auth="keys", webhook_allow=("127.0.0.0/8",), heartbeat=300.0)  # a stream that opens times out
 
 
 @pytest.fixture

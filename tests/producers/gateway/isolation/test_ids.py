@@ -14,9 +14,12 @@ import pytest
 from redis import Redis
 from websockets.exceptions import InvalidStatus
 
+from tests.aws import Aws
 from tests.producers.gateway.conftest import Door
-from tests.producers.gateway.isolation.conftest import ENDPOINT, Made
+from tests.producers.gateway.isolation.conftest import ENDPOINT, Made, upload
 from tests.producers.gateway.tasks.test_websocket import opened
+from tests.producers.gateway.test_keys import as_caller
+from tests.producers.store.test_s3 import bucket_of
 
 #: How to name something that is none, beside a thing's name in `Made`.
 UNKNOWN = {
@@ -35,7 +38,7 @@ ATTACKS: list[tuple[str, str, dict[str, Any]]] = [
     ("GET", "/v1/tasks/{task}", {}),
     ("GET", "/v1/tasks/{running}", {}),
     ("HEAD", "/v1/tasks/{task}", {}),
-    ("GET", "/v1/tasks/{running}", {"headers": {"prefer": "wait=60"}}),
+    ("GET", "/v1/tasks/{running}", {"headers": {"prefer": "wait=1"}}),
     ("GET", "/v1/tasks/{task}/events", {}),
     ("GET", "/v1/tasks/{running}/events?from=1", {}),
     ("GET", "/v1/tasks/{task}/events", {"headers": {"last-event-id": "1"}}),
@@ -160,3 +163,18 @@ def test_a_response_goes_on_with_ones_own_items_alone(other: httpx.Client, their
     ]
     assert asked[0].status_code == asked[1].status_code
     assert asked[0].text.replace(foreign, "ID") == asked[1].text.replace("msg_unknown", "ID")
+
+
+@pytest.mark.parametrize("path", ["", "/content"])
+def test_a_bucket_signs_no_url_of_a_foreign_file(
+    open_door: Callable[..., Door], make: Callable[..., str], model: str, aws: Aws, path: str
+) -> None:
+    url = open_door(auth="keys", files_dir=bucket_of(aws), files_redirect=True).url
+    with httpx.Client(base_url=url, headers=as_caller(make("acme")), timeout=60) as acme:
+        theirs = upload(acme)
+        assert acme.get(f"/v1/files/{theirs}{path}").status_code == (307 if path else 200)
+    with httpx.Client(base_url=url, headers=as_caller(make("other")), timeout=60) as other:
+        refused = [other.get(f"/v1/files/{one}{path}") for one in (theirs, UNKNOWN["file"])]
+    assert [answer.status_code for answer in refused] == [404, 404]
+    assert refused[0].text.replace(theirs, UNKNOWN["file"]) == refused[1].text
+    assert "location" not in refused[0].headers
