@@ -76,12 +76,12 @@ def rows_of(t: str, told: Iterable[str]) -> Counter[str]:
 BILLED = ("id", "status", "prompt", "output", "discarded", "again", "attempts", "deaths")
 
 
-def billed(t: str, r: Rec, again: int) -> Counter[tuple[str, ...]]:
-    """The row of a task that ended. `again`: what later workers took up."""
+def billed(t: str, r: Rec, again: int, deaths: int) -> Counter[tuple[str, ...]]:
+    """The row of a task that ended. `again`: what later workers took up; `deaths`: as it was known then."""
     if not r.end:
         return Counter()
     prompt = (r.counted or 0) if r.claims else 0
-    counts = (prompt, sum(r.next) + r.discarded, r.discarded, again, r.claims, r.deaths)
+    counts = (prompt, sum(r.next) + r.discarded, r.discarded, again, r.claims, deaths)
     return Counter([(t, r.end, *map(str, counts))])
 
 
@@ -101,7 +101,7 @@ def reason_of(r: Rec, choice: int) -> str:
 class Pair(RuleBasedStateMachine):
     """`model` is what the records should be; `published` what was heard; `controls` what workers should be told;
     `rows` what the outbox has, of them `past` of records that are gone; `owed` what the ledger has of those; `taken_up`
-    the tokens that later workers took up."""
+    the tokens that later workers took up; `died` the deaths that were counted at a task's end."""
 
     redis: Redis
     mutant: Mutant | None = None
@@ -116,6 +116,7 @@ class Pair(RuleBasedStateMachine):
         self.past: Counter[str] = Counter()
         self.owed: Counter[tuple[str, ...]] = Counter()
         self.taken_up: Counter[str] = Counter()
+        self.died: dict[str, int] = {}
         self.redis.hset(keys.WEBHOOK_ENDPOINTS, "we_1", json.dumps(ENDPOINT))
         for inc, pool in zip(INCS, POOLS, strict=True):
             self.server.lease(inc, True)
@@ -140,7 +141,7 @@ class Pair(RuleBasedStateMachine):
     def forget(self, t: str, r: Rec) -> None:
         """A record is gone, and leaves its rows."""
         self.past += rows_of(t, r.told)
-        self.owed += billed(t, r, self.taken_up.pop(t, 0))
+        self.owed += billed(t, r, self.taken_up.pop(t, 0), self.died.pop(t, r.deaths))
         self.model[t] = None
 
     def held(self, t: str, valid: bool) -> str:
@@ -162,7 +163,10 @@ class Pair(RuleBasedStateMachine):
         assert controls == self.controls
         self.controls = []
         self._same_rows(wakes)
-        now = sum((billed(t, r, self.taken_up[t]) for t, r in self.model.items() if r), Counter(self.owed))
+        now = Counter(self.owed)
+        for t, r in self.model.items():
+            if r and r.end:
+                now += billed(t, r, self.taken_up[t], self.died.setdefault(t, r.deaths))
         found = Counter(tuple(row[name] for name in BILLED) for row in self.server.ledger())
         assert found == now
         waited_for = {t for t, r in self.model.items() if r and not r.end and (r.expired or r.cancel or t in DEADLINES)}
