@@ -187,12 +187,12 @@ BROKER = {
     "REAP robs the living": ("reap", "local early = left ~= -2", "local early = false"),
     "REAP turns the order round": ("reap", "a[1] > b[1]", "a[1] < b[1]"),
     "REAP takes early whom nobody found silent": ("reap", "or not silent(ARGV[1], ARGV[2])", ""),
-    "REAP goes by a looker that is not heard": ("reap", "heard(me) and not heard(inc)", "not heard(inc)"),
-    "REAP takes who is heard": ("reap", "heard(me) and not heard(inc)", "heard(me)"),
+    "REAP goes by a looker that is not heard": ("reap", "heard[me] and not heard[inc]", "not heard[inc]"),
+    "REAP takes who is heard": ("reap", "heard[me] and not heard[inc]", "heard[me]"),
     "REAP believes that everybody listens": ("reap", "said.listens == true", "true"),
     "REAP returns ordinary tasks early": ("reap", "early and e[6] == 0", "false"),
     "REAP notes nothing": ("reap", "    note_taken(ARGV[1], e[3])\n", ""),
-    "LEASE does not ask who listens": ("lease", "heard(inc) and about:gsub", "about:gsub"),
+    "LEASE does not ask who listens": ("lease", "hear({ inc })[inc] and about:gsub", "about:gsub"),
     "REAP counts nothing": ("reap", "redis.call('HINCRBY', KEYS[4], e[3], 1)", ""),
 }
 

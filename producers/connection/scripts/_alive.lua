@@ -1,21 +1,33 @@
--- Whether a connection listens to an incarnation's alive channel on this server. False as well where the user may not
--- ask: then nobody is heard, so that no lease says `listens` and no look counts.
-local function heard(inc)
-  local said = redis.pcall('PUBSUB', 'NUMSUB', 'penstock:alive:' .. inc)
-  return not said.err and tonumber(said[2]) > 0
+-- Which of these incarnations have a listener to their alive channel on this server. None where the user may not ask:
+-- then no lease says `listens`, and no look counts.
+local function hear(incs)
+  local channels, heard = {}, {}
+  for k, inc in ipairs(incs) do
+    channels[k] = 'penstock:alive:' .. inc
+  end
+  local said = redis.pcall('PUBSUB', 'NUMSUB', unpack(channels))
+  for k, inc in ipairs(incs) do
+    heard[inc] = not said.err and tonumber(said[2 * k]) > 0
+  end
+  return heard
 end
 
 -- The lease's value with what this server hears of its worker; `about` is a JSON object.
 local function lease_of(inc, about)
-  return heard(inc) and about:gsub('}%s*$', ',"listens":true}') or about
+  return hear({ inc })[inc] and about:gsub('}%s*$', ',"listens":true}') or about
+end
+
+local function listens(about)
+  local fine, said = pcall(cjson.decode, about)
+  return fine and type(said) == 'table' and said.listens == true
 end
 
 -- Whether an incarnation is dead as far as `me`, who is heard here in the same call, can tell: its lease stands and says
 -- that it listens, and nobody does.
 local function silent(inc, me)
-  local about = heard(me) and not heard(inc) and redis.call('GET', 'penstock:lease:' .. inc)
-  local fine, said = pcall(cjson.decode, about or '')
-  return fine and type(said) == 'table' and said.listens == true
+  local heard = hear({ me, inc })
+  local about = heard[me] and not heard[inc] and redis.call('GET', 'penstock:lease:' .. inc)
+  return about and listens(about)
 end
 
 -- Notes that an incarnation was ended by another, for the worker if it lives after all; for an hour.

@@ -3,12 +3,13 @@
 -- ARGV: me, inc ...
 -- Answers: {0} where me is not heard; else {1}, then for each: 0 it lives, as far as is known | 1 silent | 2 no lease
 -- include: _alive.lua
-if not heard(ARGV[1]) then
+local heard = hear(ARGV)
+if not heard[ARGV[1]] then
   return { 0 }
 end
 local out = { 1 }
 for k = 2, #ARGV do
-  local gone = not heard(ARGV[k]) and redis.call('EXISTS', 'penstock:lease:' .. ARGV[k]) == 0
-  out[k] = gone and 2 or silent(ARGV[k], ARGV[1]) and 1 or 0
+  local about = heard[ARGV[k]] or redis.call('GET', 'penstock:lease:' .. ARGV[k])
+  out[k] = about == true and 0 or not about and 2 or listens(about) and 1 or 0
 end
 return out

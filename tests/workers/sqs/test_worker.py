@@ -87,6 +87,19 @@ def test_others_take_over_at_once_what_a_killed_worker_had(sqs: SqsRig, tmp_path
     sqs.check_nothing_left()
 
 
+def test_a_killed_worker_is_noticed_before_its_lease_lapses(sqs: SqsRig, tmp_path: Path) -> None:
+    times = {**TIMES, "workers.leases.neighbours:STOOD_LEASES": 0.001}
+    killed = sqs.worker(times=times, STUB_HOLD_AT=5, STUB_GO=tmp_path / "go", STUB_SEQS=4)
+    ids = sqs.submit(4, max_tokens=12)
+    sqs.until(lambda: all(sqs.tokens(one) == 5 for one in ids))
+    sqs.worker(times=times)
+    killed.stop(signal.SIGKILL)
+    sqs.until_settled(ids)
+    sqs.check(ids)
+    assert {sqs.record(one)["deaths"] for one in ids} == {"1"}
+    sqs.check_nothing_left()
+
+
 def test_what_a_dead_workers_own_poll_takes_comes_back_soon(sqs: SqsRig, tmp_path: Path) -> None:
     """It had room: its poll goes on at SQS without it, and gets what others show again."""
     times = {**TIMES, "producers.broker.sqs.hold.poller:FIRST_S": 2}
