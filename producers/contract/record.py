@@ -27,6 +27,7 @@
 | `claim`, `owner` | the delivery that holds it, and its worker's incarnation; both until SETTLE |
 | `deaths`, `claims` | number of owners that died holding it; number of starts |
 | `lost` | the first 32 of those owners (JSON): incarnation, time of notice, entries in the stream at that time |
+| `given_back` | the first 32 times that a worker gave it back (JSON): as `lost`, and why |
 | `stuck`, `mark` | number of owners that died since its last new entry; the stream's length at its last start |
 | `next:<choice>` | index of the choice's next token |
 | `prompt` | stream entries that hold the prompt's log probabilities, before token 0 |

@@ -224,9 +224,9 @@ def compact(
     )
 
 
-def release(task_id: str, claim_id: str) -> Call:
-    """RELEASE: give a claim up. Answers 1, or 0 if another delivery holds it."""
-    return Call(script(PACKAGE, "release"), (keys.task(task_id),), (claim_id,))
+def release(task_id: str, claim_id: str, why: str = "") -> Call:
+    """RELEASE: give a claim up; `why` is kept in the record. Answers 1, or 0 if another delivery holds it."""
+    return Call(script(PACKAGE, "release"), (keys.task(task_id), keys.stream(task_id)), (claim_id, why))
 
 
 def absolve(task_id: str, incarnation: str) -> Call:

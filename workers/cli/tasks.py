@@ -234,8 +234,8 @@ def explain(task_id: TaskId, as_json: Json = False, url: Url = DEFAULT_URL) -> N
     typer.echo(said["summary"])
     for reason in said["blocked_by"]:
         typer.echo(f"  {reason['name']:18} {reason['message']}")
-    for one in said["lost"]:
-        typer.echo(f"  {'worker lost':18} {one['worker']}, after {one['tokens']} entries of its stream")
+    for one in said["attempts"]:
+        typer.echo(f"  {one['why']:18} {one['worker']}, when its stream had {one['entries']} entries")
     if said["phases"]:
         typer.echo("  " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in said["phases"].items()))
 

@@ -63,6 +63,8 @@ class _Ending:
     """Why the message is to be kept."""
     claimed: bool = True
     """The claim may be ours: put down without SETTLE or RELEASE, a copy of its message would wait for it for ever."""
+    why: str = ""
+    """Why it goes back, for who asks what became of it."""
     otherwise: Callable[[], None] | None = None
     """Called where a copy for Celery's retry cannot be sent."""
 
@@ -91,20 +93,20 @@ class Finisher(threading.Thread):
     def retry(self, delivery: Delivery, message: str, otherwise: Callable[[], None]) -> None:
         """The engine failed the task, whose record is not final: publish a copy, RELEASE, ACK; `otherwise` where no
         copy can be published."""
-        self._queue.put(_Ending(delivery, RETRY, message, otherwise=otherwise))
+        self._queue.put(_Ending(delivery, RETRY, message, why="failed", otherwise=otherwise))
 
-    def release(self, delivery: Delivery, delay: float = 0.0) -> None:
+    def release(self, delivery: Delivery, delay: float = 0.0, why: str = "") -> None:
         """RELEASE, then BACK, unfinished; whoever claims it next goes on from its next token."""
-        self._queue.put(_Ending(delivery, BACK, delay=delay, traced=True))
+        self._queue.put(_Ending(delivery, BACK, delay=delay, traced=True, why=why))
 
-    def let_go(self, delivery: Delivery, delay: float = 0.0) -> None:
+    def let_go(self, delivery: Delivery, delay: float = 0.0, why: str = "") -> None:
         """The engine stops; RELEASE if it was claimed (it does nothing where the claim is another's by now); BACK."""
         self._deliveries.stop(delivery)
         delivery.ended = True
         if delivery.record is None:
             self._deliveries.give_back(delivery, delay)
         else:
-            self.release(delivery, delay)
+            self.release(delivery, delay, why)
 
     def bury(self, delivery: Delivery, reason: str, *, claimed: bool = False) -> None:
         """There is no record to finish: tell whoever waits for its result, RELEASE what was `claimed`, then ACK; the
@@ -216,7 +218,7 @@ class Finisher(threading.Thread):
                 self._deliveries.done(end.delivery, end.reason)
         ends = [end for end in ends if end.claimed]
         calls = [
-            release(end.delivery.task_id, end.delivery.uuid)
+            release(end.delivery.task_id, end.delivery.uuid, end.why)
             if end.status in (RETRY, BACK, DEAD)
             else settle(end.delivery.task_id)
             for end in ends

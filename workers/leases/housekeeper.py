@@ -178,7 +178,7 @@ class Housekeeper(threading.Thread):
         if found:
             logger.info("Giving %d tasks back that were preempted for %.0f s", len(found), patience)
             for delivery in found:
-                self._finisher.let_go(delivery)
+                self._finisher.let_go(delivery, why="preempted")
 
     def _guarded(self, action: Callable[[], None]) -> None:
         try:

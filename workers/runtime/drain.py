@@ -145,7 +145,7 @@ class Drain:
         """RELEASE also what we do not know to be claimed: the answer to its CLAIM may be on its way."""
         self._deliveries.running.pop(delivery.uuid, None)
         delivery.ended = True
-        self._finisher.release(delivery)
+        self._finisher.release(delivery, why="drained")
 
     def _give_up_lease(self) -> None:
         """Also keeps what this worker measured, as the last thing: it can be missed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,20 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
+class Attempt:
+    """A start that ended before the task did."""
+
+    worker: str
+    """The worker's incarnation."""
+    at: float
+    """When that was known, unix seconds."""
+    why: str
+    """`died`, `drained`, `preempted`, `lease_lost`; `failed`: the engine failed it, and Celery tries again."""
+    entries: int
+    """What its stream held by then."""
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """Where a task is. Times are seconds."""
 
@@ -47,10 +61,10 @@ class Explanation:
     estimate: Estimate = Estimate()
     worker: str | None = None
     """The worker's incarnation that runs it."""
-    attempts: int = 0
+    starts: int = 0
     """How often it was started."""
-    lost: list[dict[str, Any]] = field(default_factory=list)
-    """Workers that died while they ran it: {"worker", "noticed_at" (unix s), "tokens"}."""
+    attempts: list[Attempt] = field(default_factory=list)
+    """Starts that did not bring it to its end, as they ended."""
     phases: dict[str, float] = field(default_factory=dict)
     """`submit`, `queue`, `first_token`, `output`: how long each took; the last one may go on."""
 
@@ -74,7 +88,7 @@ def explanation(seen: Seen) -> Explanation:
         estimate,
         record.fields.get("owner") if record.status == "in_progress" else None,
         int(record.fields.get("claims", 0)),
-        [_lost(one) for one in record.json("lost") or ()],
+        attempts(record),
         phases(record, seen.now_ms),
     )
 
@@ -143,6 +157,12 @@ def _in(what: str, seconds: float | None) -> str:
     return "" if seconds is None else f"{what} in about {seconds:.1f} s"
 
 
-def _lost(one: Any) -> dict[str, Any]:
-    said = one if isinstance(one, dict) else json.loads(one)
-    return {"worker": said.get("owner"), "noticed_at": said.get("at", 0) / 1000, "tokens": said.get("entries")}
+def attempts(record: Record) -> list[Attempt]:
+    """Those that are kept in the record: the first 32 deaths, and the first 32 times that it was given back."""
+    died = [_attempt(one, "died") for one in record.json("lost") or ()]
+    given_back = [_attempt(one, str(one["why"])) for one in record.json("given_back") or ()]
+    return sorted(died + given_back, key=lambda one: one.at)
+
+
+def _attempt(said: Mapping[str, Any], why: str) -> Attempt:
+    return Attempt(str(said["owner"]), said["at"] / 1000, why, int(said["entries"]))

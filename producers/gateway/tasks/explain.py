@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Literal
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
@@ -22,6 +22,15 @@ class ReasonView(BaseModel):
 
     name: str
     message: str
+
+
+class AttemptView(BaseModel):
+    """A start that ended before the task did. `at`: when that was known (unix s). `entries`: of its stream then."""
+
+    worker: str
+    at: float
+    why: str = Field(description="died, drained, preempted, lease_lost or failed")
+    entries: int
 
 
 class EstimateView(BaseModel):
@@ -44,8 +53,8 @@ class ExplanationView(BaseModel):
     blocked_by: list[ReasonView] = Field(description="what keeps it now, the deciding reason first")
     estimate: EstimateView
     worker: str | None = Field(description="the worker that runs it")
-    attempts: int = Field(description="how often it was started")
-    lost: list[dict[str, Any]] = Field(description="workers that died while they ran it: worker, noticed_at, tokens")
+    starts: int = Field(description="how often it was started")
+    attempts: list[AttemptView] = Field(description="starts that ended before the task did")
     phases: dict[str, float] = Field(description="how long submit, queue, first_token and output took so far")
 
 

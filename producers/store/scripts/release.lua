@@ -1,14 +1,21 @@
 #!lua flags=allow-oom
 -- RELEASE(c) | claim = c: the claim is cleared, also of a final unsettled task; `queued` if not final. Counts no death.
--- KEYS: task   ARGV: claim
+-- Why an unfinished task was given back is kept, for the first 32 times.
+-- KEYS: task, stream   ARGV: claim, why ('': not kept)
 -- Answers: 1 released | 0
 -- include: _final.lua
-local r = redis.call('HMGET', KEYS[1], 'status', 'claim')
+local r = redis.call('HMGET', KEYS[1], 'status', 'claim', 'owner', 'given_back')
 if not r[1] or r[2] ~= ARGV[1] then
   return 0
 end
 redis.call('HDEL', KEYS[1], 'claim', 'owner')
 if not FINAL[r[1]] then
   redis.call('HSET', KEYS[1], 'status', 'queued')
+  local fine, before = pcall(cjson.decode, r[4] or '[]')
+  if ARGV[2] ~= '' and fine and type(before) == 'table' and #before < 32 then
+    local now, entries = now_ms(), redis.call('XLEN', KEYS[2])
+    before[#before + 1] = { owner = r[3] or '', at = now, entries = entries, why = ARGV[2] }
+    redis.call('HSET', KEYS[1], 'given_back', cjson.encode(before))
+  end
 end
 return 1

@@ -95,6 +95,7 @@ def test_a_second_signal_cuts_the_drain_short(rig: Rig, second: signal.Signals) 
         time.sleep(SAME_S)  # else it is the same one
     assert worker.stop(second) == 0
     assert rig.status(task_id) == "queued"
+    assert [one["why"] for one in json.loads(rig.record(task_id)["given_back"])] == ["drained"]
     check_gone(rig)
 
 

@@ -159,10 +159,16 @@ def test_a_task_that_runs_lost_a_worker_and_ends(
     first.claim(task_id)
     first.append(task_id, 0, ["a"])
     first.die()
+    second = FakeWorker(valkey, "second")
+    second.claim(task_id)
+    run(valkey, protocol.release(task_id, second.claims[task_id], "drained"))
     worker.claim(task_id)
     said = explain(task_id)
-    assert (said["status"], said["worker"], said["attempts"], said["blocked_by"]) == ("in_progress", "fake", 2, [])
-    assert [(one["worker"], one["tokens"]) for one in said["lost"]] == [("first", 1)]
+    assert (said["status"], said["worker"], said["starts"], said["blocked_by"]) == ("in_progress", "fake", 3, [])
+    assert [(one["worker"], one["why"], one["entries"]) for one in said["attempts"]] == [
+        ("first", "died", 1),
+        ("second", "drained", 1),
+    ]
     assert said["phases"].keys() == {"submit", "queue", "first_token", "output"}
     assert "runs on fake, with 1 tokens so far" in said["summary"]
     run(valkey, protocol.cancel(task_id))
