@@ -39,6 +39,7 @@ TINY = {
     "tests.bench.files": ["--lines 1000"],
     "tests.bench.flame": ["STACKS --title Steps --out OUT"],
     "tests.bench.knee": ["--most 4 --repeats 1"],
+    "tests.bench.explain": ["--tasks 500"],
     "tests.bench.ledger": ["--rounds 1 --batch 3"],
     "tests.bench.overload_by_arithmetic": ["--loads 1 --tasks 20 --output 8"],
     "tests.bench.plan": ["--sequences 2 --steps 3"],

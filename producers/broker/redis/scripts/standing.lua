@@ -8,7 +8,7 @@
 -- Answers: {waiting, messages ahead, exact 0|1} | {delayed, ms until it is due} | {} where it does not wait
 local delayed, weights = KEYS[1], KEYS[2]
 local id, tenant, at, tokens = ARGV[1], ARGV[2], tonumber(ARGV[3]), math.max(tonumber(ARGV[4]), 1)
-local NEAR, SAMPLE, FEW, TENANTS = 128, 64, 8, 200
+local NEAR, BLOCKS, BLOCK, SIZES, TENANTS = 128, 16, 8, 256, 200
 
 -- id, time of submission, tenant and tokens of a message
 local function read(raw)
@@ -55,7 +55,7 @@ local function sorted(list)
   for k = 1, #found, 2 do
     local turn = 'penstock:turn:' .. list .. ':' .. found[k]
     local length, sum = redis.call('ZCARD', turn), 0
-    local looked = math.min(length, FEW)
+    local looked = math.min(length, math.max(4, math.floor(2 * SIZES / #found)))
     for one = 1, looked do
       local place = math.floor((one - 1) * length / looked)
       local number = redis.call('ZRANGE', turn, place, place)[1]
@@ -99,16 +99,22 @@ local function in_turn(list)
   end
 end
 
--- adds to each tenant its part of the messages `from` to `to` of a list, from 0, as a sample of them tells it; returns
--- the caller's part
+-- adds to each tenant its part of the messages `from` to `to` of a list, from 0, as blocks of them tell it; returns the
+-- caller's part
 local function add(all, list, from, to)
-  local count, own = to - from, 0
-  local looked = math.min(count, SAMPLE)
-  for k = 1, looked do
-    local _, _, name, size = read(redis.call('LINDEX', list, -1 - from - math.floor((k - 1) * count / looked)))
+  local count, seen, own = to - from, {}, 0
+  local blocks = math.min(BLOCKS, math.ceil(count / BLOCK))
+  for k = 0, blocks - 1 do
+    local first = from + math.floor(k * count / blocks)
+    for _, raw in ipairs(redis.call('LRANGE', list, -math.min(first + BLOCK, to), -1 - first)) do
+      seen[#seen + 1] = raw
+    end
+  end
+  for _, raw in ipairs(seen) do
+    local _, _, name, size = read(raw)
     local its = all[name] or { 0, 0, 0, 0, weight(name) }
-    its[2], its[3], its[4], all[name] = its[2] + count / looked, its[3] + math.max(size, 1), its[4] + 1, its
-    own = own + (name == tenant and count / looked or 0)
+    its[2], its[3], its[4], all[name] = its[2] + count / #seen, its[3] + math.max(size, 1), its[4] + 1, its
+    own = own + (name == tenant and count / #seen or 0)
   end
   return own
 end
