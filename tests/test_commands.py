@@ -38,6 +38,7 @@ TINY = {
     "tests.bench.compressed_kv": ["--sequences 1 --length 64 --chunk 16 --layers 1 --rounds 1"],
     "tests.bench.files": ["--lines 1000"],
     "tests.bench.flame": ["STACKS --title Steps --out OUT"],
+    "tests.bench.keys": ["--rounds 1 --tasks 16"],
     "tests.bench.knee": ["--most 4 --repeats 1"],
     "tests.bench.explain": ["--tasks 500"],
     "tests.bench.ledger": ["--rounds 1 --batch 3"],

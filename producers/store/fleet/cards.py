@@ -169,7 +169,10 @@ def _published(name: str, version: str) -> Change:
 
 
 def _write(store: Redis, name: str, change: Callable[[Card | None], Card | None], audit: Change | None = None) -> Card:
-    """Replace a card by what `change` makes of it; None leaves it. Returns what stands."""
+    """Replace a card by what `change` makes of it; None leaves it. Returns what stands.
+
+    `audit`: logged unless the same version was published before, as by each start of `penstock up`.
+    """
     while True:
         raw: Any = store.hget(keys.MODELS, name)
         before = _parsed(raw)
@@ -179,9 +182,11 @@ def _write(store: Redis, name: str, change: Callable[[Card | None], Card | None]
             return before
         if before is not None and before["version"] != after["version"]:
             _keep_known(store, name, before["version"])
-        if run(store, swap(keys.MODELS, name, raw or "", json.dumps(after), audit=audit)):
-            if audit is not None:
-                audit.say()
+        same = before is not None and before["version"] == after["version"] and "published" in before
+        said = None if same else audit
+        if run(store, swap(keys.MODELS, name, raw or "", json.dumps(after), audit=said)):
+            if said is not None:
+                said.say()
             return after
 
 

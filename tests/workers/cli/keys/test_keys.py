@@ -113,6 +113,7 @@ def test_who_changed_what_is_told_latest_first(penstock: Run, valkey: Redis) -> 
     card = {"v": 1, "name": "m", "version": "a", "context_length": 1, "files": {}}
     cards.announce(valkey, card, keys.Pool("m", "a", "f"), {})
     cards.publish(valkey, card | {"version": "b"}, {})
+    cards.publish(valkey, card | {"version": "b"}, {})  # as a `penstock up` that starts again
     told = [json.loads(line) for line in penstock("audit", "--json").out.splitlines()]
     assert [(line["did"], line["what"]) for line in told] == [
         ("model.publish", "m@b"),
