@@ -1,6 +1,6 @@
 """What API keys cost a submit: `python -m tests.bench.keys`.
 
-Two gateway processes on one Valkey, one of which asks for keys, take the same tasks in turns. A client process POSTs
+Two gateway processes on one Valkey, one of which asks for keys, take the same tasks of one tenant in turns. A client process POSTs
 them, by 16 connections for rates, and by one for the time of a request. Rates are by the clock, and by the gateway's
 processor time; the cost is the median over the rounds, each of which compares one turn of either.
 """
@@ -26,6 +26,7 @@ from tests.bench.submits import BODY
 from tests.processes import valkey
 
 CONNECTIONS = 16
+TENANT = "bench"
 
 
 def post(port: int, headers: dict[str, str], requests: int, connections: int, done: Any) -> None:
@@ -76,7 +77,7 @@ def turn(port: int, pid: int, headers: dict[str, str], tasks: int) -> dict[str, 
 
 async def made(url: str) -> str:
     async with Redis.from_url(url) as store:
-        return (await keys.create(store, {"tenant": "bench"}, Actor("bench")))[1]
+        return (await keys.create(store, {"tenant": TENANT}, Actor("bench")))[1]
 
 
 def measure(tasks: int, rounds: int) -> dict[str, Any]:
@@ -84,7 +85,7 @@ def measure(tasks: int, rounds: int) -> dict[str, Any]:
     turns: dict[str, list[dict[str, float]]] = {"none": [], "keys": []}
     with valkey() as (url, redis), gateway(url) as plain, gateway(url, "--auth", "keys") as keyed:
         header = {"authorization": f"Bearer {asyncio.run(made(url))}"}
-        doors = {"none": (*plain, {}), "keys": (*keyed, header)}
+        doors = {"none": (*plain, {"penstock-tenant": TENANT}), "keys": (*keyed, header)}
         for door in doors.values():  # the first requests of a gateway are slower
             posted(door[0], {"content-type": "application/json", **door[2]}, CONNECTIONS, CONNECTIONS)
         for number in range(rounds):
