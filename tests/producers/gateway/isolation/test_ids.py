@@ -120,24 +120,36 @@ def said(answer: httpx.Response, ids: dict[str, str]) -> tuple[int, str, dict[st
     return answer.status_code, without(answer.text, ids), headers
 
 
-@pytest.mark.parametrize(("method", "path", "sent"), ATTACKS)
-def test_a_foreign_id_is_as_an_unknown_one(
-    other: httpx.Client, theirs: Made, valkey: Redis, method: str, path: str, sent: dict[str, Any]
-) -> None:
-    mine = {name: getattr(theirs, name) for name in UNKNOWN}
-    other.get("/v1/models")  # the key is looked up before we look
-    before = everything(valkey)
-    answers = []
-    for ids in (mine, UNKNOWN):
-        asked = filled({"url": path, **sent}, ids)
-        answer, got = commands(valkey, lambda asked=asked: other.request(method, **asked))  # type: ignore[misc]
-        answers.append((said(answer, ids), [without(one, ids) for one in got]))
-    assert everything(valkey) == before
-    assert answers[0] == answers[1]
-    (status, text, _), asked_for = answers[0]
-    assert status in (400, 404) or ("after=" in path and '"data":[]' in text and '"has_more":false' in text)
-    assert asked_for, "it was looked up"
-    assert not [one for one in asked_for if one.startswith("HGETALL")], "nothing of it was read but whose it is"
+def test_every_endpoint_that_takes_an_id_is_attacked(other: httpx.Client) -> None:
+    """Those of models and keys are no tenant's: `test_between.py` has them."""
+    paths = other.get("/openapi.json").json()["paths"]
+    taken = {(method.upper(), path) for path in paths for method in paths[path] if re.search(r"\{(?!name|key)", path)}
+    known = {(method, re.sub(r"\{\w+\}", "{}", path.partition("?")[0])) for method, path, _ in ATTACKS}
+    assert {(method, re.sub(r"\{\w+\}", "{}", path)) for method, path in taken} <= known
+
+
+@pytest.mark.parametrize("thing", ["tasks", "responses", "files", "batches", "webhook_endpoints"])
+def test_a_foreign_id_is_as_an_unknown_one(other: httpx.Client, theirs: Made, valkey: Redis, thing: str) -> None:
+    attacks = [one for one in ATTACKS if re.match(rf"/v1/{thing}\b", one[1])]
+    assert len(attacks) >= 5
+    for method, path, sent in attacks:
+        before = everything(valkey)
+        known, unknown = (attacked(other, valkey, ids, method, path, sent) for ids in (vars(theirs), UNKNOWN))
+        assert known == unknown
+        assert everything(valkey) == before, (method, path)
+        (status, text, _), got = known
+        assert status in (400, 404) or ("after=" in path and '"data":[]' in text and '"has_more":false' in text)
+        assert got, f"{path} was looked up"
+        assert not [one for one in got if one.startswith("HGETALL")], "nothing was read of it but whose it is"
+
+
+def attacked(
+    client: httpx.Client, valkey: Redis, ids: dict[str, str], method: str, path: str, sent: dict[str, Any]
+) -> tuple[tuple[int, str, dict[str, str]], list[str]]:
+    """What is answered to an attack, and the commands that the store got; with ID in place of the ids."""
+    client.get("/v1/models")  # the key is looked up before we look
+    answer, got = commands(valkey, lambda: client.request(method, **filled({"url": path, **sent}, ids)))
+    return said(answer, ids), [without(one, ids) for one in got]
 
 
 def test_a_foreign_id_opens_no_websocket(door: Door, other: httpx.Client, theirs: Made, valkey: Redis) -> None:
