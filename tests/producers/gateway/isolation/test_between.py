@@ -66,7 +66,8 @@ def test_a_conflict_of_idempotency_keys_is_within_a_tenant(acme: httpx.Client, o
 def test_an_endpoint_hears_of_its_own_tenants_ends_alone(
     acme: httpx.Client, other: httpx.Client, worker: FakeWorker, valkey: Redis, celery: bool
 ) -> None:
-    mine = posted(other, "/v1/webhook_endpoints", json=ENDPOINT | {"celery": celery})["id"]
+    named = {"name": "acme", "celery": celery}
+    mine = posted(other, "/v1/webhook_endpoints", json=ENDPOINT | named)["id"]
     for client in (acme, other):
         worker.serve(posted(client, "/v1/tasks", json=TASK)["id"])
     (row,) = valkey.keys(keys.webhook_row("*"))

@@ -134,3 +134,19 @@ def test_a_webhook_of_a_task_is_shown_without_its_secret(acme: httpx.Client, val
     made = posted(acme, "/v1/tasks", json=TASK | {"webhook": {"url": hook.url, "secret": hook.secret}})
     assert valkey.hget(keys.task(made["id"]), "webhook_secret") == str(hook.secret).encode()
     assert str(hook.secret) not in acme.get(f"/v1/tasks/{made['id']}").text + acme.get("/v1/tasks").text
+
+
+@pytest.mark.parametrize("by", ["", "tenant", "key", "model,tier"])
+def test_usage_adds_up_ones_own_alone(acme: httpx.Client, other: httpx.Client, worker: FakeWorker, by: str) -> None:
+    def used(client: httpx.Client) -> Any:
+        query = {"by": by} if by else {}
+        table = client.get("/v1/usage", params=query | {"format": "csv"}).text
+        return client.get("/v1/usage", params=query).json()["data"], table
+
+    before = used(other)
+    worker.serve(posted(acme, "/v1/tasks", json=TASK)["id"])
+    assert used(other) == before
+    worker.serve(posted(other, "/v1/tasks", json=TASK)["id"])
+    ((mine,), table), ((theirs,), _) = used(other), used(acme)
+    assert mine["tasks"] == theirs["tasks"] == 1
+    assert "acme" not in table
