@@ -1,8 +1,8 @@
 """What API keys cost a submit: `python -m tests.bench.keys`.
 
-Two gateway processes on one Valkey, one of which asks for keys, take the same tasks of one tenant in turns. A client process POSTs
-them, by 16 connections for rates, and by one for the time of a request. Rates are by the clock, and by the gateway's
-processor time; the cost is the median over the rounds, each of which compares one turn of either.
+Two gateway processes on one Valkey, one of which asks for keys, take the same tasks of one tenant in turns. A client
+process POSTs them, by 16 connections for rates, and by one for the time of a request. Rates are by the clock, and by
+the gateway's processor time; the cost is the median over the rounds, each of which compares one turn of either.
 """
 
 from __future__ import annotations
