@@ -63,10 +63,10 @@ def decided(auth: str | None, insecure: bool, host: str) -> Auth:
     return "none" if auth == "none" else "keys"
 
 
-def said(auth: Auth, host: str) -> str:
-    """The words for it."""
+def said(auth: Auth, host: str, where: str = "") -> str:
+    """The words for it. `where`: the options that name the store."""
     if auth == "keys":
-        return "keys: penstock keys create --tenant NAME makes one"
+        return f"keys: penstock keys create --tenant NAME{where} makes one"
     if is_loopback(host):
         return (
             "none: this machine alone reaches it, and callers name their tenant themselves; --auth keys asks for keys"

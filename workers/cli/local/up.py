@@ -265,12 +265,12 @@ def up(
         f"starting {server}, a gateway, a sweeper, a webhooks process, {'event sources, ' if sources else ''}"
         f"{rules.min * len(models)} worker(s) for {', '.join(one.name for one in models)}",
     )
-    finished = asyncio.run(conduct(System(plan, say), partial(_serve, asks=keys_or_none.said(asks, host))))
+    finished = asyncio.run(conduct(System(plan, say), partial(_serve, asks=asks)))
     assert not finished, "it is used until a signal comes"
     say("up", "stopped; queued tasks are kept for the next start")
 
 
-async def _serve(system: System, asks: str) -> None:
+async def _serve(system: System, asks: keys_or_none.Auth) -> None:
     import asyncio
 
     from producers.connection.connect import shown
@@ -285,7 +285,7 @@ async def _serve(system: System, asks: str) -> None:
         f"\nPenstock is ready at {system.url}\n"
         f"  start   {COLD_START}\n"
         f"  models  {', '.join(models)}\n"
-        f"  auth    {asks}\n"
+        f"  auth    {keys_or_none.said(asks, system.plan.host, _of_the_store(system))}\n"
         f"  broker  {shown(system.broker)}{kept if not store else ''}\n"
         + store
         + f"  workers {numbers(system.plan.rules)}{health}\n"
@@ -343,6 +343,13 @@ def numbers(rules: Rules) -> str:
     if rules.min == rules.max:
         return f"{rules.min}"
     return f"{rules.min} now; up to {rules.max} of each model run while tasks come"
+
+
+def _of_the_store(system: System) -> str:
+    """The options with which commands find the store; none where they find it by themselves."""
+    if system.plan.embedded:
+        return "" if system.plan.data_dir == DATA_DIR else f" --data-dir {system.plan.data_dir}"
+    return " --store STORE_URL"
 
 
 def _allowed(system: System) -> str:
