@@ -21,6 +21,7 @@ from tests.processes import free_port
 from tests.producers.gateway.conftest import TINY, until
 from tests.workers.cli.local.conftest import PATIENCE_S, PENSTOCK, Up, final, task, whole
 from tests.workers.library.hub_server import Hub, Repo, running_hub
+from workers.cli.client import Gateway, Refused
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -191,3 +192,23 @@ def test_the_demo_shows_streams_results_and_a_summary_and_leaves_nothing(tmp_pat
     assert re.search(r"KV cache: at most [1-9]\d* of \d+ blocks", done.stdout)
     assert re.search(r"[1-9]\d* of \d+ prompt tokens came from", done.stdout)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_with_auth_keys_the_first_key_comes_from_the_data_directory(
+    up: Callable[..., Up], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = up("--auth", "keys")
+    monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
+    for name in ("BROKER_URL", "STORE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    url = system.wait_ready().url
+    with pytest.raises(Refused, match="penstock keys create"):
+        Gateway(url).submit(task(max_tokens=3))
+    argv = [*PENSTOCK, "keys", "create", "--tenant", "acme", "--data-dir", str(system.data_dir)]
+    made = subprocess.run(argv, capture_output=True, text=True, check=True)
+    monkeypatch.setenv("PENSTOCK_API_KEY", made.stdout)
+    found = final(Gateway(url), Gateway(url).submit(task(max_tokens=3))["id"])
+    assert (found["status"], found["tenant"]) == ("completed", "acme")
+    until(lambda: "stops it." in system.out)
+    assert f"penstock keys create --tenant NAME --data-dir {system.data_dir}" in system.out
+    assert made.stdout.strip()[21:] not in system.out
