@@ -12,9 +12,9 @@ from typing import Final, Self
 
 #: Scope -> what it lets a key do.
 SCOPES: Final[dict[str, str]] = {
-    "submit": "submit tasks, responses, batches; upload files",
+    "submit": "submit and retry tasks, submit responses, batches; upload files",
     "read": "see, list and stream what its tenant has made",
-    "cancel": "cancel, retry and delete what its tenant has made",
+    "cancel": "cancel and delete what its tenant has made",
     "metrics": "read /metrics, the figures of all tenants, and nothing else",
     "admin": "see and do everything, for all tenants: also keys and the audit log",
 }

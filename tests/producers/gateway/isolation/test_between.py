@@ -150,3 +150,15 @@ def test_a_key_for_some_models_learns_of_no_others(
     looked = [client.get(f"/v1/models/{model}") for model in ("tiny", "no-such")]
     assert looked[0].text.replace("tiny", "no-such") == looked[1].text
     assert "tiny" not in client.post(path, json=body | {"model": "its-own"}).text, "nor where its own is away"
+
+
+def test_an_operator_sees_what_all_tenants_have(caller: Callable[..., httpx.Client], theirs: Made) -> None:
+    admin = caller("ops", scopes=("admin",))
+    paths = [
+        *(f"/v1/tasks/{theirs.task}{more}" for more in ("", "/events", "/explain")),
+        *(f"/v1/responses/{theirs.response}{more}" for more in ("", "/input_items")),
+        *(f"/v1/files/{theirs.file}{more}" for more in ("", "/content")),
+        f"/v1/batches/{theirs.batch}",
+        f"/v1/webhook_endpoints/{theirs.endpoint}",
+    ]
+    assert {path: admin.get(path).status_code for path in paths} == dict.fromkeys(paths, 200)
