@@ -19,8 +19,6 @@ SIGNALS: Final = {"kill": signal.SIGKILL, "suspend": signal.SIGSTOP, "drain": si
 LOOK_S: Final = 0.004
 #: A stream with fewer tokens left may end before it is interrupted.
 LEFT: Final = 100
-#: Fewest streams that a worker must hold to be struck.
-LEAST: Final = 2
 
 
 #: Stream -> when it was seen to be claimed elsewhere (monotonic s), and the position from which it goes on.
@@ -65,7 +63,7 @@ async def _victim(system: System, load: Load) -> tuple[Process, str, list[Stream
             for worker in system.workers[max(0, len(system.workers) - 2) :]
         }
         victim = max(held, key=lambda worker: len(held[worker]))
-        if len(held[victim]) >= LEAST:
+        if held[victim]:
             return victim, system.incarnation(victim), held[victim]
         await asyncio.sleep(0.1)
     raise RuntimeError("no worker has streams")
