@@ -1,8 +1,9 @@
 """What API keys cost a submit: `python -m tests.bench.keys`.
 
-Two gateway processes on one Valkey, one of which asks for keys, take the same tasks of one tenant in turns. A client
+Gateway processes on one Valkey take the same tasks of one tenant in turns: one asks for keys, two do not. A client
 process POSTs them, by 16 connections for rates, and by one for the time of a request. Rates are by the clock, and by
-the gateway's processor time; the cost is the median over the rounds, each of which compares one turn of either.
+the gateway's processor time. Costs are medians over the rounds, each of which compares one turn of either; `noise` is
+what the second gateway without keys "costs" beside the first.
 """
 
 from __future__ import annotations
@@ -82,10 +83,11 @@ async def made(url: str) -> str:
 
 def measure(tasks: int, rounds: int) -> dict[str, Any]:
     tasks -= tasks % CONNECTIONS
-    turns: dict[str, list[dict[str, float]]] = {"none": [], "keys": []}
-    with valkey() as (url, redis), gateway(url) as plain, gateway(url, "--auth", "keys") as keyed:
+    turns: dict[str, list[dict[str, float]]] = {"none": [], "same": [], "keys": []}
+    plain = {"penstock-tenant": TENANT}
+    with valkey() as (url, redis), gateway(url) as one, gateway(url) as two, gateway(url, "--auth", "keys") as keyed:
         header = {"authorization": f"Bearer {asyncio.run(made(url))}"}
-        doors = {"none": (*plain, {"penstock-tenant": TENANT}), "keys": (*keyed, header)}
+        doors = {"none": (*one, plain), "keys": (*keyed, header), "same": (*two, plain)}
         for door in doors.values():  # the first requests of a gateway are slower
             posted(door[0], {"content-type": "application/json", **door[2]}, CONNECTIONS, CONNECTIONS)
         for number in range(rounds):
@@ -95,11 +97,17 @@ def measure(tasks: int, rounds: int) -> dict[str, Any]:
     figures: dict[str, Any] = {"tasks": tasks, "rounds": rounds}
     for name, found in turns.items():
         figures |= {f"{name}_{figure}": statistics.median(one[figure] for one in found) for figure in found[0]}
-    pairs = list(zip(turns["keys"], turns["none"], strict=True))
-    for figure in ("per_s", "per_cpu_s"):
-        figures[f"cost_{figure}"] = 1 - statistics.median(one[figure] / two[figure] for one, two in pairs)
-    figures["cost_p50_ms"] = statistics.median(one["p50_ms"] - two["p50_ms"] for one, two in pairs)
-    return figures
+    return figures | _costs("cost", turns["keys"], turns["none"]) | _costs("noise", turns["same"], turns["none"])
+
+
+def _costs(name: str, turns: list[dict[str, float]], others: list[dict[str, float]]) -> dict[str, float]:
+    """The shares of its rate that one lacks beside another, and the further time of a request."""
+    pairs = list(zip(turns, others, strict=True))
+    lost = {
+        f"{name}_{figure}": 1 - statistics.median(one[figure] / two[figure] for one, two in pairs)
+        for figure in ("per_s", "per_cpu_s")
+    }
+    return lost | {f"{name}_p50_ms": statistics.median(one["p50_ms"] - two["p50_ms"] for one, two in pairs)}
 
 
 def main() -> None:

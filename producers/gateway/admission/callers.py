@@ -2,9 +2,9 @@
 
     token ─▶ id, secret ─▶ the key as the store had it at most FRESH_S ago ─▶ its digest compared ─▶ Principal
 
-A key that is revoked at one gateway ends at all of them within FRESH_S. While the store is away, keys that opened
-within the last REMEMBERED_S go on; others are answered 503, never let in. Wrong keys are answered alike whatever is
-wrong with them, and ever more slowly to one address.
+A key that is revoked at one gateway ends at all of them within FRESH_S. While the store is away, keys that opened go on
+for REMEMBERED_S after its last word on them; others are answered 503, never let in. Wrong keys are answered alike
+whatever is wrong with them, and ever more slowly to one address.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ T = TypeVar("T")
 
 #: Time (s) for which a key counts as the store last had it.
 FRESH_S: Final = 0.5
-#: Time (s) for which a key that has opened goes on while the store is away.
+#: Time (s) for which a key that has opened goes on while the store is away: a gateway that alone is cut off from the
+#: store does not know which keys end.
 REMEMBERED_S: Final = 60.0
 #: Keys, and addresses that sent wrong ones, that are remembered.
 KEPT: Final = 10_000
@@ -42,7 +43,7 @@ SLOWEST_S: Final = 2.0
 
 @dataclass(slots=True)
 class _Known:
-    """A key as the store had it at `at`; when it last let somebody in."""
+    """A key as the store had it at `at`. `opened`: the same, of when it last let somebody in."""
 
     key: Key
     at: float
@@ -65,7 +66,7 @@ class Callers:
         known = None if read is None else await self._opened(*read)
         if known is None:
             raise await self._refusal(address, missing=not token)
-        known.opened = time.monotonic()
+        known.opened = known.at
         return known.key.principal()
 
     async def _opened(self, key_id: str, secret: str) -> _Known | None:

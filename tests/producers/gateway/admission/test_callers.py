@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from producers.client.steps import FAILURES
@@ -28,7 +30,7 @@ async def test_keys_that_were_seen_go_on_while_the_store_is_away_and_no_others(
     monkeypatch.setattr(module, "FRESH_S", 0.0)  # each call looks
     with valkey() as (url, _):
         seen, unseen = await made(url), await made(url)
-        callers = Callers(connect_async(url))
+        callers, began = Callers(connect_async(url)), time.monotonic()
         assert (await callers.principal(seen, "here")).tenant == "acme"
     assert (await callers.principal(seen, "here")).tenant == "acme"
     with pytest.raises(FAILURES):
@@ -36,9 +38,14 @@ async def test_keys_that_were_seen_go_on_while_the_store_is_away_and_no_others(
     with pytest.raises(Problem) as wrong:  # a secret that the key never had, though its id was seen
         await callers.principal(seen[:21] + unseen[21:], "here")
     assert wrong.value.status == 401
-    monkeypatch.setattr(module, "REMEMBERED_S", -1.0)
-    with pytest.raises(FAILURES):
-        await callers.principal(seen, "here")
+    monkeypatch.setattr(module, "REMEMBERED_S", time.monotonic() - began + 0.3)
+
+    async def used_on_and_on() -> None:
+        while True:
+            await callers.principal(seen, "here")
+
+    with pytest.raises(FAILURES):  # use does not prolong it: meanwhile no revocation comes through
+        await used_on_and_on()
 
 
 async def test_wrong_keys_of_an_address_are_answered_ever_more_slowly(valkey_url: str) -> None:
