@@ -23,6 +23,16 @@ class UnknownModel(InvalidTask):
     """No card of that model is in the store."""
 
 
+class LimitReached(PenstockError):
+    """The key's limit is reached, and nothing was queued. `code` says which. `wait_s`: time after which a try may
+    succeed; None: none will, this month or ever."""
+
+    def __init__(self, message: str, code: str, wait_s: float | None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.wait_s = wait_s
+
+
 class TaskExists(PenstockError):
     """Another task has this id."""
 

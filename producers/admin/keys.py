@@ -5,16 +5,17 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
 from typing import Any, Final
 
 from redis.asyncio import Redis
 
 from producers.contract import keys
-from producers.contract.principal import SCOPES
+from producers.contract.principal import SCOPES, Limits
 from producers.contract.task import MAX_TENANT
 from producers.errors import InvalidTask, PenstockError, shown
 from producers.store import api_keys
@@ -24,6 +25,8 @@ from producers.store.audit import Actor
 #: Scopes of a key, unless it is given others.
 USUAL: Final = ("submit", "read", "cancel")
 MAX_NAME: Final = 200
+#: The largest limit.
+MOST: Final = 10**12
 #: Most models of a key.
 MAX_MODELS: Final = 100
 #: Longest life of a key that expires, and longest overlap of a rotation (s).
@@ -48,7 +51,8 @@ def checked(asked: Mapping[str, Any], now: float) -> dict[str, Any]:
         raise InvalidTask("tenant is missing: whose key is it?", param="tenant", code="missing_parameter")
     given = {"name": given["tenant"], "scopes": USUAL, **given}
     _check_expiry(given.get("expires_at"), now)
-    for name in ("models", "tiers"):
+    _check_limits(given)
+    for name in ("models", "tiers", *(one.name for one in fields(Limits))):
         if given.get(name) and not {"submit", "admin"} & {*given["scopes"]}:
             said = f"{name} say what a key may submit, and the scopes {', '.join(given['scopes'])} do not let it"
             raise InvalidTask(said, param=name)
@@ -169,6 +173,22 @@ def _second(name: str, value: Any) -> int:
     return value
 
 
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidTask(f"{name} is {shown(value)}; it must be a whole number", param=name, code="invalid_type")
+    if not 1 <= value <= MOST:
+        raise InvalidTask(f"{name} is {shown(value)}; it must be from 1 to {MOST}", param=name)
+    return value
+
+
+def _check_limits(given: Mapping[str, Any]) -> None:
+    """Raises InvalidTask for a limit that another one makes useless."""
+    for name, most in itertools.product(("max_prompt", "max_output"), ("tpm", "budget_tokens")):
+        if given.get(name, 0) > given.get(most, MOST):
+            said = f"{name} is {given[name]}, and {most} {given[most]}: no task could be so large"
+            raise InvalidTask(said, param=name)
+
+
 def _check_expiry(at: int | None, now: float) -> None:
     if at is not None and not now < at <= now + LONGEST_S:
         when = datetime.fromtimestamp(at, UTC).isoformat() if 0 <= at < 2**35 else str(at)
@@ -184,4 +204,5 @@ FIELDS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "models": _some(MAX_MODELS),
     "tiers": _some(len(keys.TIERS), tuple(keys.TIERS)),
     "expires_at": _second,
+    **{one.name: _count for one in fields(Limits)},
 }

@@ -30,6 +30,7 @@ from producers.contract.task import Task
 from producers.contract.trace import trace_fields
 from producers.errors import PenstockError
 from producers.store.references import Places
+from producers.store.usage.limits import Charge
 
 
 class AsyncClient:
@@ -85,9 +86,16 @@ class AsyncClient:
         steps = submit_once(self.directory, asked, idempotency_key, task_id, self.patience, more)
         return self.get(await self.run(steps))
 
-    async def admit(self, task: Task, task_id: str | None = None, more: Mapping[str, str | int] = TASK) -> AsyncHandle:
-        """As `submit`. `more`: fields of the record beside the task's own (`producers.contract.record`)."""
-        return self.get(await self.run(submit(self.directory, task, task_id, self.patience, more)))
+    async def admit(
+        self,
+        task: Task,
+        task_id: str | None = None,
+        more: Mapping[str, str | int] = TASK,
+        charge: Charge | None = None,
+    ) -> AsyncHandle:
+        """As `submit`. `more`: fields of the record beside the task's own (`producers.contract.record`). `charge`: the
+        key's account that it is charged to; raises LimitReached, too."""
+        return self.get(await self.run(submit(self.directory, task, task_id, self.patience, more, charge)))
 
     @property
     def tasks(self) -> AsyncTasks:

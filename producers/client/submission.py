@@ -23,6 +23,7 @@ from producers.contract.message import Message
 from producers.contract.task import Task
 from producers.errors import InvalidTask, SubmitFailed, TaskExists, UnknownModel, shown
 from producers.store import protocol
+from producers.store.usage.limits import Charge
 
 log = logging.getLogger(__name__)
 
@@ -108,10 +109,11 @@ def submit(
     task_id: str | None,
     patience_s: float,
     more: Mapping[str, str | int] = TASK,
+    charge: Charge | None = None,
 ) -> Steps[str]:
-    """Queue the task and return its id. Raises InvalidTask, UnknownModel, TaskExists, SubmitFailed.
+    """Queue the task and return its id. Raises InvalidTask, UnknownModel, TaskExists, LimitReached, SubmitFailed.
 
-    `more`: fields of its record beside those of the task itself.
+    `more`: fields of its record beside those of the task itself. `charge`: the key's account that it is charged to.
     """
     if task_id is not None and (type(task_id) is not str or not TASK_ID.fullmatch(task_id)):
         raise InvalidTask(
@@ -126,7 +128,7 @@ def submit(
     task = task.resolved(known.card)
     named, task_id = task_id is not None, task_id or str(uuid.uuid4())
     fields = record_fields(task, known) | dict(more)
-    yield from _admit(directory, task, task_id, known, fields, patience_s)
+    yield from _admit(directory, task, task_id, known, fields, patience_s, charge)
     tokens, tenant, at = int(fields["tokens"]), task.tenant or "", known.now_ms()
     message = Message(task_id, known.queue, task.tier, task.width, tokens, tenant, at, task.order_key or "")
     try:
@@ -174,17 +176,28 @@ def record_fields(task: Task, known: Known) -> dict[str, str | int]:
 
 
 def _admit(
-    directory: Directory, task: Task, task_id: str, known: Known, fields: dict[str, str | int], patience_s: float
+    directory: Directory,
+    task: Task,
+    task_id: str,
+    known: Known,
+    fields: dict[str, str | int],
+    patience_s: float,
+    charge: Charge | None,
 ) -> Steps[None]:
-    call = protocol.admit(task_id, uuid.uuid4().hex, known.now_ms(), fields)
+    limits = {} if charge is None else {"account": charge.key, "limits": charge.to_json()}
+    call = protocol.admit(task_id, uuid.uuid4().hex, known.now_ms(), fields, **limits)
     try:
-        answer = text((yield from persistently(call, patience_s)))
+        answer = yield from persistently(call, patience_s)
     except FAILURES as error:
         if not lost(error):
             raise failed(f"The store refused task {task_id}, nothing was queued", error) from error
         raise failed(
             f"The store did not confirm task {task_id}; if it was recorded, the sweeper will send it", error
         ) from error
+    if charge is not None and isinstance(answer, list):
+        charge.hear(answer, int(fields["tokens"]))
+        return
+    answer = text(answer)
     if answer == "exists":
         raise TaskExists(f"There is a task {task_id} already; choose another id, or none to be given one")
     if answer == "late":

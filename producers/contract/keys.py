@@ -140,6 +140,11 @@ def source_leader(source: str) -> str:
     return f"penstock:source:{source}:leader"
 
 
+def account(key_id: str) -> str:
+    """Hash with a TTL: what is counted of an API key that has limits (`producers.store.usage.limits`)."""
+    return f"penstock:limits:{key_id}"
+
+
 def usage(bucket: str) -> str:
     """Hash: sums of an hour or a day, `hour:<unix s>` or `day:<unix s>` (`producers.store.usage.ledger`)."""
     return f"penstock:usage:{bucket}"

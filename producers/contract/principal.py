@@ -20,6 +20,36 @@ SCOPES: Final[dict[str, str]] = {
 }
 
 
+#: Limits by what a key has used before, which the store decides.
+COUNTED: Final = ("rpm", "tpm", "max_in_flight", "budget_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much a key may use; None: as much as there is. Minutes and months are the store's, in UTC."""
+
+    rpm: int | None = None
+    """Tasks that are submitted in a minute."""
+    tpm: int | None = None
+    """Tokens for which tasks are submitted in a minute."""
+    max_in_flight: int | None = None
+    """Tasks that have not ended."""
+    budget_tokens: int | None = None
+    """Tokens of tasks that end in a month, and of those that have not ended."""
+    max_prompt: int | None = None
+    max_output: int | None = None
+    """Tokens of one task's prompt, and of one choice's output."""
+
+    @property
+    def counted(self) -> dict[str, int]:
+        """Those of COUNTED that there are."""
+        found = {name: getattr(self, name) for name in COUNTED}
+        return {name: most for name, most in found.items() if most is not None}
+
+
+NO_LIMITS: Final = Limits()
+
+
 @dataclass(frozen=True, slots=True)
 class Principal:
     """Who asks. `key`: the key's id; None where no keys are asked for: then the caller names its tenant itself."""
@@ -31,6 +61,7 @@ class Principal:
     """The models that it may use; empty: all."""
     tiers: tuple[str, ...] = ()
     """The tiers that it may use; empty: all."""
+    limits: Limits = NO_LIMITS
 
     @property
     def sees_all(self) -> bool:

@@ -9,6 +9,7 @@
 | `version`, `fingerprint` | the version that runs it; the engine fingerprint of the pool that started it last |
 | `tenant`, `order_key` | the task's tenant and order key, if it names them |
 | `key` | the id of the API key that submitted it, where the gateway asked for one |
+| `reserved` | tokens for which its key's account was charged until its end (`producers.store.usage.limits`) |
 | `prompt_tokens`, `tokens` | prompt length (for a text, once a worker has counted it); KV tokens that it may need |
 | `created`, `queued`, `started`, `first`, `finished`, `settled` | server times (ms); `first`: of the first token |
 | `deadline`, `ttl` | server time (ms); seconds for which the settled record is kept |

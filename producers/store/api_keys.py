@@ -31,7 +31,7 @@ from redis.asyncio import Redis
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import arun, text
 from producers.contract import keys
-from producers.contract.principal import Principal
+from producers.contract.principal import Limits, Principal
 from producers.store.audit import Change
 from producers.store.protocol import swap
 
@@ -56,7 +56,7 @@ class TooManyKeys(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key. Times are unix seconds; `old_digest` works until `old_until`."""
+    """A key. Times are unix seconds; `old_digest` works until `old_until`. The last fields are its `Limits`."""
 
     id: str
     tenant: str
@@ -71,6 +71,12 @@ class Key:
     revoked_at: int | None = None
     old_digest: str | None = None
     old_until: int = 0
+    rpm: int | None = None
+    tpm: int | None = None
+    max_in_flight: int | None = None
+    budget_tokens: int | None = None
+    max_prompt: int | None = None
+    max_output: int | None = None
 
     @classmethod
     def parse(cls, raw: Any) -> Key | None:
@@ -107,7 +113,8 @@ class Key:
         return (new or old) and self.state(now) == "active"
 
     def principal(self) -> Principal:
-        return Principal(self.id, self.tenant, frozenset(self.scopes), self.models, self.tiers)
+        limits = Limits(**{one.name: getattr(self, one.name) for one in fields(Limits)})
+        return Principal(self.id, self.tenant, frozenset(self.scopes), self.models, self.tiers, limits)
 
 
 def read_token(token: str) -> tuple[str, str] | None:

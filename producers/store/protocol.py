@@ -31,13 +31,26 @@ MAX_DEATHS: Final = 3
 STRETCH: Final = 4
 
 
-def admit(task_id: str, nonce: str, asked_ms: int, record: Mapping[str, str | int]) -> Call:
-    """ADMIT: create a record. Answers `new`, `mine` (the same request came before), `exists` or `late`."""
+def admit(
+    task_id: str,
+    nonce: str,
+    asked_ms: int,
+    record: Mapping[str, str | int],
+    *,
+    account: str | None = None,
+    limits: str = "",
+) -> Call:
+    """ADMIT: create a record. Answers `new`, `mine` (the same request came before), `exists` or `late`.
+
+    `account`: the key that is charged for the record's `tokens`, by its `limits` (JSON): then the answer is not `new`,
+    but what `producers.store.usage.limits` reads.
+    """
     pairs = [part for item in record.items() for part in item]
+    charged = () if account is None else (keys.account(account),)
     return Call(
         script(PACKAGE, "admit"),
-        (keys.task(task_id), keys.SUBMITTING, keys.DEADLINES),
-        (task_id, nonce, asked_ms, SUBMIT_WINDOW_MS, *pairs),
+        (keys.task(task_id), keys.SUBMITTING, keys.DEADLINES, *charged),
+        (task_id, nonce, asked_ms, SUBMIT_WINDOW_MS, limits, record.get("tokens", 0), *pairs),
     )
 
 

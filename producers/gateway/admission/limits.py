@@ -25,7 +25,7 @@ from typing import Final
 from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES
 from producers.connection.connect import SILENT_S
-from producers.contract.principal import Principal
+from producers.contract.principal import Limits, Principal
 from producers.contract.task import Task
 from producers.errors import shown
 from producers.gateway.http.errors import Problem
@@ -75,15 +75,17 @@ class Admission:
         self._away = False
         self._taken, self._took_s = USUAL_RATE * USUAL_S, USUAL_S
 
-    async def enter(self, principal: Principal, tasks: Sequence[Task]) -> None:
-        """Admit a request's tasks and count them.
+    async def enter(self, principal: Principal, tasks: Sequence[Task]) -> list[Task]:
+        """Admit a request's tasks and count them. Gives them back; where the key's largest output is the only bound of
+        theirs, with that.
 
         Raises Problem: 403 for a model or tier that the key may not use, 429 if they are too many now, 400 if they
         always will be. Raises what `AsyncClient.known` does.
         """
         check_may_use(principal, tasks[0])
+        tasks = [sized(principal.limits, task) for task in tasks]
         if self._most is None and self._most_of_one is None:
-            return
+            return tasks
         known = await self._client.known(tasks[0].model)
         queue = known.queue
         tenant, tier = tasks[0].tenant or "", tasks[0].tier
@@ -103,6 +105,7 @@ class Admission:
         if self._most_of_one is not None:
             count.tenants[tenant] += len(tasks)
         count.waiting[tier] = count.waiting.get(tier, 0) + len(tasks)
+        return tasks
 
     def _limits(self, count: _Count, tier: str, tenant: str) -> Iterator[tuple[int, int, str | None]]:
         """The limits that hold for a task: what waits, the most that may, and the tenant that it is counted for."""
@@ -210,3 +213,20 @@ def check_may_use(principal: Principal, task: Task) -> None:
             code="tier_not_allowed",
             param="tier",
         )
+
+
+def sized(limits: Limits, task: Task) -> Task:
+    """The task within its key's largest prompt and output; its own largest output, if it names none, is the key's.
+
+    Raises Problem (400).
+    """
+    prompt, output = task.prompt_tokens, task.max_tokens
+    if limits.max_prompt is not None and prompt is not None and prompt > limits.max_prompt:
+        said = f"The prompt has {prompt} tokens; with this key it may have {limits.max_prompt}."
+        raise Problem(400, said, code="prompt_too_long", param="prompt")
+    if limits.max_output is None:
+        return task
+    if output is not None and output > limits.max_output:
+        said = f"max_tokens is {output}; with this key it may be {limits.max_output} at most."
+        raise Problem(400, said, code="output_too_long", param="max_tokens")
+    return task if output is not None else task.model_copy(update={"max_tokens": limits.max_output})

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from producers.connection.script import arun, text
 from producers.contract import keys
+from producers.contract.principal import NO_LIMITS
 from producers.errors import shown
 from producers.gateway.batches.request import SCHEMA, read
 from producers.gateway.batches.views import BatchList, BatchView
@@ -48,6 +49,9 @@ async def create(request: Request, response: Response) -> BatchView:
     """Make a batch of a file. Its lines run once all of them have been checked."""
     gateway = gateway_of(request)
     owner = tenant_of(request)
+    if principal_of(request).limits != NO_LIMITS:
+        said = "A batch's lines are not counted against a key's limits, so a key with limits makes no batches."
+        raise Problem(403, said, code="key_has_limits")
     window_s, fields = read(await read_object(request, gateway.settings.max_body))
     file = await file_of(request, str(fields["input_file"]), "input_file_id")
     if file.purpose != BATCH:

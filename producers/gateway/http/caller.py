@@ -20,6 +20,7 @@ from producers.contract.task import MAX_TENANT
 from producers.errors import shown
 from producers.gateway.http.errors import Problem
 from producers.store.audit import Actor
+from producers.store.usage.limits import Charge
 
 TENANT: Final = "Penstock-Tenant"
 #: The header for OpenAPI (`parameters` of an operation).
@@ -83,6 +84,17 @@ def marks(connection: HTTPConnection) -> dict[str, str]:
     """The fields of a record that say whose key made it."""
     principal = principal_of(connection)
     return {} if principal.key is None else {"key": principal.key}
+
+
+def charge_of(connection: HTTPConnection) -> Charge | None:
+    """The account that the request's tasks are charged to: of a key whose use is counted. The edge tells the caller
+    what is left of it."""
+    principal = principal_of(connection)
+    if principal.key is None or not principal.limits.counted:
+        return None
+    charge = Charge(principal.key, principal.limits)
+    connection.state.charge = charge
+    return charge
 
 
 def same(principal: Principal, named: str | None, param: str) -> None:

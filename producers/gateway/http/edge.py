@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from producers.gateway.http import trace
 from producers.gateway.http.errors import problem_of, response_of
 from producers.gateway.metrics import Metrics
+from producers.store.usage.limits import Charge
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ class Edge:
             if message["type"] in BEGINNINGS:
                 begun = True
                 MutableHeaders(scope=message)["x-request-id"] = request_id
+                if (charge := scope.get("state", {}).get("charge")) is not None:
+                    MutableHeaders(scope=message).update(left(charge))
                 route = getattr(scope.get("route"), "path", "unmatched")
                 self._metrics.answered(method, route, message.get("status", 101), time.perf_counter() - came)
             elif message["type"] == "websocket.close" and not begun:  # the framework's answer where no route matches
@@ -92,3 +95,17 @@ def _without_body(send: Send) -> Send:
             await send({"type": "http.response.body"})
 
     return send_head
+
+
+def left(charge: Charge) -> dict[str, str]:
+    """What is left of a key's limits a minute, in the headers of OpenAI's answers; nothing before ADMIT has told it."""
+    found: dict[str, str] = {}
+    for name, most, rest in (
+        ("requests", charge.limits.rpm, charge.requests),
+        ("tokens", charge.limits.tpm, charge.tokens),
+    ):
+        if most is not None and rest is not None:
+            found[f"x-ratelimit-limit-{name}"] = str(most)
+            found[f"x-ratelimit-remaining-{name}"] = str(rest)
+            found[f"x-ratelimit-reset-{name}"] = f"{charge.reset_ms / 1000:g}s"
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from http import HTTPStatus
 
@@ -20,6 +21,7 @@ from producers.contract.task import label
 from producers.errors import (
     InvalidQuery,
     InvalidTask,
+    LimitReached,
     PenstockError,
     ResultUnavailable,
     SubmitFailed,
@@ -88,6 +90,8 @@ def problem_of(error: Exception, principal: Principal = LOCAL) -> Problem:
             return _invalid(error)
         case InvalidQuery():
             return Problem(400, str(error), code="invalid_value", param=error.param)
+        case LimitReached():
+            return Problem(429, str(error), code=error.code, headers=_retry(error.wait_s))
         case TaskNotFinal():
             return Problem(409, str(error), code="task_not_final", headers={"x-should-retry": "false"})
         case TaskNotFound():
@@ -125,6 +129,14 @@ def problem_of(error: Exception, principal: Principal = LOCAL) -> Problem:
             return Problem(
                 500, "Something went wrong here; the x-request-id header finds it in our log.", code="internal"
             )
+
+
+def _retry(wait_s: float | None) -> dict[str, str]:
+    """The headers that say when to try again; None: not at all."""
+    if wait_s is None:
+        return {"x-should-retry": "false"}
+    wait = {"retry-after": str(math.ceil(wait_s)), "retry-after-ms": str(int(wait_s * 1000))}
+    return wait | {"x-should-retry": "true"}
 
 
 def _invalid(error: RequestValidationError) -> Problem:

@@ -12,6 +12,7 @@ from producers.client.aio import AsyncClient, AsyncHandle
 from producers.client.submission import TASK
 from producers.contract.task import Task
 from producers.contract.trace import trace_fields, trace_suffix
+from producers.store.usage.limits import Charge
 
 #: The record's fields for the current request's trace. Every request has a context of its own.
 _fields: Final[ContextVar[Mapping[str, str]]] = ContextVar("traceparent", default={})  # noqa: B039 - never changed
@@ -36,5 +37,11 @@ def suffix() -> str:
 class TracedClient(AsyncClient):
     """The gateway's client. Its tasks belong to the trace of the request that makes them."""
 
-    async def admit(self, task: Task, task_id: str | None = None, more: Mapping[str, str | int] = TASK) -> AsyncHandle:
-        return await super().admit(task, task_id, {**more, **fields()})
+    async def admit(
+        self,
+        task: Task,
+        task_id: str | None = None,
+        more: Mapping[str, str | int] = TASK,
+        charge: Charge | None = None,
+    ) -> AsyncHandle:
+        return await super().admit(task, task_id, {**more, **fields()}, charge)

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field
 
-from producers.admin.keys import LONGEST_S, MAX_MODELS, MAX_NAME, MAX_OVERLAP_S, USUAL, about
+from producers.admin.keys import LONGEST_S, MAX_MODELS, MAX_NAME, MAX_OVERLAP_S, MOST, USUAL, about
 from producers.contract import keys
 from producers.contract.principal import SCOPES
 from producers.contract.task import MAX_TENANT
@@ -19,6 +19,18 @@ def _names(most: int, description: str, known: tuple[str, ...] = ()) -> dict[str
     return {"type": "array", "minItems": 1, "maxItems": most, "items": items, "description": description}
 
 
+def _count(description: str) -> dict[str, Any]:
+    return {"type": "integer", "minimum": 1, "maximum": MOST, "description": f"{description}; unset: no limit"}
+
+
+LIMITS: dict[str, str] = {
+    "rpm": "most tasks that it may submit in a minute",
+    "tpm": "most tokens that the tasks of a minute may need",
+    "max_in_flight": "most of its tasks that have not ended",
+    "budget_tokens": "most tokens in a month (UTC)",
+    "max_prompt": "most tokens of a prompt",
+    "max_output": "most tokens of a choice's output",
+}
 CREATE: dict[str, Any] = {
     "type": "object",
     "additionalProperties": False,
@@ -33,6 +45,7 @@ CREATE: dict[str, Any] = {
             "type": "integer",
             "description": f"unix seconds, at most {LONGEST_S // (365 * 24 * 3600)} years ahead; unset: never",
         },
+        **{name: _count(description) for name, description in LIMITS.items()},
     },
 }
 ROTATE: dict[str, Any] = {
@@ -59,6 +72,12 @@ class KeyView(BaseModel):
     scopes: list[str]
     models: list[str] = Field(description="the models that it may use; empty: all")
     tiers: list[str] = Field(description="the tiers that it may use; empty: all")
+    rpm: int | None
+    tpm: int | None
+    max_in_flight: int | None
+    budget_tokens: int | None
+    max_prompt: int | None
+    max_output: int | None
     state: Literal["active", "disabled", "expired", "revoked"]
     created_at: int
     expires_at: int | None

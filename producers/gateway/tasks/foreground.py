@@ -23,10 +23,11 @@ from producers.contract.task import Task
 from producers.errors import PenstockError, TaskExists, TaskNotFound
 from producers.gateway.context import Gateway
 from producers.gateway.http import idempotency
-from producers.gateway.http.caller import marks, principal_of
+from producers.gateway.http.caller import charge_of, marks, principal_of
 from producers.gateway.http.errors import RETRY_AFTER, Problem
 from producers.gateway.http.sse import watch
 from producers.store.idempotency import KEPT_S, Entry
+from producers.store.usage.limits import Charge
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,8 @@ class Foreground:
     """The tasks of one request. Always call `close`.
 
     `principal`: who asks. `more`: fields of their records beside the tasks' own. `ids`: the tasks' ids, if they were
-    chosen before. `entry`: what the request's Idempotency-Key stands for, see `keyed`.
+    chosen before. `entry`: what the request's Idempotency-Key stands for, see `keyed`. `charge`: the account that they
+    are charged to.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Foreground:
         more: Mapping[str, str | int] | None = None,
         ids: Sequence[str] | None = None,
         entry: Entry | None = None,
+        charge: Charge | None = None,
     ) -> None:
         self._gateway = gateway
         self._principal = principal
@@ -66,6 +69,7 @@ class Foreground:
         self._open = set(self.ids)
         self._held: list[str] = []
         self._entry = entry
+        self._charge = charge
         #: Whether an earlier request submitted some of them.
         self.replayed = False
 
@@ -78,10 +82,11 @@ class Foreground:
         """Submit all tasks. Raises Problem if too many wait, and as `AsyncClient.submit`; none stays queued then."""
         client, metrics = self._gateway.client, self._gateway.metrics
         if self._entry is None or self._entry.state != "made":
-            await self._gateway.admission.enter(self._principal, self._tasks)
+            self._tasks = await self._gateway.admission.enter(self._principal, self._tasks)
         await self._gateway.readers.enter(self.ids)
         self._held = list(self.ids)
-        submits = [client.admit(task, name, self._more) for task, name in zip(self._tasks, self.ids, strict=True)]
+        each = zip(self._tasks, self.ids, strict=True)
+        submits = [client.admit(task, name, self._more, self._charge) for task, name in each]
         try:
             answers = await asyncio.gather(*submits, return_exceptions=True)
             taken = {name for name, answer in zip(self.ids, answers, strict=True) if isinstance(answer, TaskExists)}
@@ -162,12 +167,12 @@ async def keyed(request: Request, gateway: Gateway, tasks: Sequence[Task]) -> Fo
             task.check(await gateway.client.card(task.model))
     entry = await idempotency.first(request, gateway.client, str(uuid.uuid4()), tenant=tasks[0].tenant)
     if entry is None:
-        return Foreground(gateway, principal_of(request), tasks, marks(request))
+        return Foreground(gateway, principal_of(request), tasks, marks(request), charge=charge_of(request))
     first = uuid.UUID(entry.id)
     ids = [entry.id, *(str(uuid.uuid5(first, str(number))) for number in range(1, len(tasks)))]
     kept = [task.model_copy(update={"ttl": KEPT_S}) for task in tasks]
     more = {"idempotency": entry.name, **marks(request)}
-    return Foreground(gateway, principal_of(request), kept, more, ids, entry)
+    return Foreground(gateway, principal_of(request), kept, more, ids, entry, charge_of(request))
 
 
 async def answered(request: Request, gateway: Gateway, waiting: Callable[[], Awaitable[T]]) -> T:

@@ -18,7 +18,7 @@ from producers.contract.task import Task
 from producers.errors import TaskExists, TaskNotFound
 from producers.gateway.context import Gateway
 from producers.gateway.http import idempotency
-from producers.gateway.http.caller import marks, principal_of
+from producers.gateway.http.caller import charge_of, marks, principal_of
 from producers.gateway.http.errors import Problem
 from producers.gateway.tasks.views import TaskView, WebhookView
 
@@ -55,13 +55,13 @@ async def submitted(
     entry = await idempotency.first(request, gateway.client, str(uuid.uuid4()), tenant=task.tenant)
     if entry is not None and entry.state == "made":
         return entry.id, await original(gateway, entry.id)
-    await gateway.admission.enter(principal_of(request), [task])
-    more = {**more, **marks(request)}
+    (task,) = await gateway.admission.enter(principal_of(request), [task])
+    more, charge = {**more, **marks(request)}, charge_of(request)
     if entry is None:
-        task_id = (await gateway.client.admit(task, more=more)).id
+        task_id = (await gateway.client.admit(task, None, more, charge)).id
     else:
         try:
-            task_id = (await gateway.client.admit(task, entry.id, {**more, "idempotency": entry.name})).id
+            task_id = (await gateway.client.admit(task, entry.id, {**more, "idempotency": entry.name}, charge)).id
         except TaskExists:  # an equal request came at the same time
             return entry.id, await original(gateway, entry.id)
     gateway.metrics.submitted(task.model, task.tier)

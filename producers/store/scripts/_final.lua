@@ -1,7 +1,8 @@
 -- Shared by CLAIM, FINISH, CANCEL and EXPIRE. The script that makes a record final also appends the terminal entry, so
--- that no reader ever sees one without the other. It writes the end's rows into the ledger and the outbox, and counts a
--- batch's line.
+-- that no reader ever sees one without the other. It writes the end's rows into the ledger and the outbox, settles
+-- what a key was charged, and counts a batch's line.
 -- include: _ledger.lua
+-- include: _limits.lua
 -- include: _outbox.lua
 local FINAL = { completed = true, failed = true, cancelled = true, incomplete = true }
 
@@ -18,7 +19,7 @@ local function prompt_used(task)
 end
 
 local function finalise(task, stream, id, status, reasons, err, prompt, cached)
-  local r = redis.call('HMGET', task, 'n', 'discarded', 'batch')
+  local r = redis.call('HMGET', task, 'n', 'discarded', 'batch', 'reserved', 'key', 'created')
   -- No task has more than 64 choices: a record that says 10^11 must not keep the store busy for hours.
   local n, out = math.min(tonumber(r[1] or '1'), 64), tonumber(r[2] or '0')
   for c = 0, n - 1 do
@@ -35,6 +36,9 @@ local function finalise(task, stream, id, status, reasons, err, prompt, cached)
   redis.call('ZADD', 'penstock:unsettled', now_ms(), id)
   redis.call('PUBLISH', 'penstock:tokens:' .. id, '[' .. at .. ',' .. entry .. ']')
   ledger_row(task, id, status, prompt, cached, out)
+  if r[4] then
+    settle_charge('penstock:limits:' .. r[5], tonumber(r[4]), prompt + out, tonumber(r[6]), now_ms())
+  end
   outbox_task(task, id, status)
   if r[3] and redis.call('HEXISTS', 'penstock:batch:' .. r[3], 'status') == 1 then
     redis.call('HINCRBY', 'penstock:batch:' .. r[3], status == 'completed' and 'completed' or 'failed', 1)

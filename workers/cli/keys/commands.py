@@ -50,6 +50,12 @@ def create(
     expires: Annotated[
         str | None, typer.Option(help="When it ends: 30d, 12h, or 2027-01-31 (UTC). Unset: never.")
     ] = None,
+    rpm: Annotated[int | None, typer.Option(help="Most tasks that it may submit in a minute.")] = None,
+    tpm: Annotated[int | None, typer.Option(help="Most tokens that the tasks of a minute may need.")] = None,
+    max_in_flight: Annotated[int | None, typer.Option(help="Most of its tasks that have not ended.")] = None,
+    budget_tokens: Annotated[int | None, typer.Option(help="Most tokens in a month (UTC).")] = None,
+    max_prompt: Annotated[int | None, typer.Option(help="Most tokens of a prompt.")] = None,
+    max_output: Annotated[int | None, typer.Option(help="Most tokens of a choice's output.")] = None,
     data_dir: DataDir = None,
     store: KeyStore = None,
     as_json: Json = False,
@@ -62,6 +68,12 @@ def create(
         "models": names(models),
         "tiers": names(tiers),
         "expires_at": moment(expires, "--expires"),
+        "rpm": rpm,
+        "tpm": tpm,
+        "max_in_flight": max_in_flight,
+        "budget_tokens": budget_tokens,
+        "max_prompt": max_prompt,
+        "max_output": max_output,
     }
 
     async def work(client: Redis) -> None:

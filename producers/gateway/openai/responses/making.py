@@ -13,7 +13,7 @@ from producers.contract.task import Task
 from producers.gateway.admission.limits import check_may_use
 from producers.gateway.context import Gateway
 from producers.gateway.http import idempotency
-from producers.gateway.http.caller import marks, principal_of
+from producers.gateway.http.caller import charge_of, marks, principal_of
 from producers.gateway.openai.answer import respond
 from producers.gateway.openai.logprobs import ChatLogprobs
 from producers.gateway.openai.responses import conversation
@@ -70,7 +70,8 @@ async def _foreground(
         more["idempotency"] = entry.name
         if entry.state == "made":
             await original(gateway, entry.id)  # one that was deleted is not made again
-    foreground = Foreground(gateway, principal_of(request), [task], more, None if entry is None else [entry.id], entry)
+    ids = None if entry is None else [entry.id]
+    foreground = Foreground(gateway, principal_of(request), [task], more, ids, entry, charge_of(request))
 
     async def answer() -> Response:
         name = foreground.ids[0]

@@ -39,7 +39,9 @@ def test_a_key_that_was_made_here_opens_a_gateway_until_it_is_revoked(
     def status(token: str) -> int:
         return httpx.get(f"{door.url}/v1/models", headers={"authorization": f"Bearer {token}"}).status_code
 
-    first = made(penstock, "--scopes", "submit, read", "--models", model, "--tiers", "flex", "--name", "CI")
+    limits = ("--rpm", "60", "--budget-tokens", "1000", "--max-output", "100")
+    first = made(penstock, "--scopes", "submit, read", "--models", model, "--tiers", "flex", "--name", "CI", *limits)
+    assert [first[name] for name in ("rpm", "tpm", "budget_tokens", "max_output")] == [60, None, 1000, 100]
     assert (first["scopes"], first["models"], first["tiers"]) == (["submit", "read"], [model], ["flex"])
     assert status(first["key"]) == 200
     rotated = json.loads(penstock("keys", "rotate", first["id"], "--overlap", "0", "--json").out)
@@ -85,6 +87,8 @@ def test_keys_are_listed_and_found(penstock: Run) -> None:
         (("--tenant", "a", "--tiers", "gold"), "priority"),
         (("--tenant", "a", "--models", "a,,b"), "models is"),
         (("--tenant", "a", "--scopes", "read", "--models", "tiny"), "do not let it"),
+        (("--tenant", "a", "--rpm", "0"), "rpm is 0"),
+        (("--tenant", "a", "--max-output", "9", "--tpm", "8"), "no task could be so large"),
         (("--tenant", "a", "--expires", "2020-01-01"), "must lie ahead"),
         (("--tenant", "a", "--expires", "0d"), "must lie ahead"),
         (("--tenant", "a", "--expires", "-3d"), "--expires is '-3d'"),

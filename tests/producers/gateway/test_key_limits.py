@@ -1,0 +1,135 @@
+"""Limits of a key over HTTP: what callers are told, and that all gateways together let no more than that through."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis
+
+from producers.contract import keys
+from tests.producers.fake_worker import FakeWorker
+from tests.producers.gateway.conftest import Door
+from tests.producers.gateway.test_keys import as_caller, door, make
+
+__all__ = ["door", "make"]
+
+Make = Callable[..., str]
+CALLERS, EACH = 32, 5
+
+
+@pytest.mark.parametrize(
+    ("limit", "most", "fits"),
+    [("rpm", 50, 50), ("tpm", 500, 500 // 7), ("max_in_flight", 50, 50), ("budget_tokens", 500, 500 // 7)],
+)
+def test_two_gateways_and_32_clients_get_all_of_a_limit_and_no_more(
+    open_door: Callable[..., Door], model: str, make: Make, valkey: Redis, limit: str, most: int, fits: int
+) -> None:
+    doors = [open_door(auth="keys") for _ in range(2)]
+    headers = as_caller(make(**{limit: most}))
+    task = {"model": model, "prompt": [1, 2], "max_tokens": 5}
+
+    def hammer(number: int) -> Counter[int]:
+        with httpx.Client(base_url=doors[number % 2].url, timeout=60, headers=headers) as client:
+            return Counter(client.post("/v1/tasks", json=task).status_code for _ in range(EACH))
+
+    def minute() -> int:
+        return int(valkey.time()[0]) // 60
+
+    begun = minute()
+    with ThreadPoolExecutor(CALLERS) as pool:
+        found = sum(pool.map(hammer, range(CALLERS)), Counter[int]())
+    assert found.keys() == {202, 429}
+    minutes = minute() - begun + 1 if limit in ("rpm", "tpm") else 1
+    assert fits <= found[202] <= fits * minutes
+    (account,) = valkey.keys(keys.account("*"))
+    assert int(valkey.hget(account, "open") or 0) == found[202] == valkey.zcard(keys.TASKS)
+
+
+def test_answers_say_what_is_left(http: httpx.Client, make: Make, model: str) -> None:
+    headers, task = as_caller(make(rpm=2, tpm=1000)), {"model": model, "prompt": [1, 2], "max_tokens": 5}
+
+    def said(answer: httpx.Response) -> dict[str, str]:
+        begins = "x-ratelimit-"
+        found = {name.removeprefix(begins): value for name, value in answer.headers.items() if name.startswith(begins)}
+        resets = {found.pop("reset-requests"), found.pop("reset-tokens")}
+        assert all(0 < float(reset.removesuffix("s")) <= 60 for reset in resets)
+        return found
+
+    chat = {"model": model, "prompt": "x", "max_tokens": 1, "stream": True}
+    first = http.post("/v1/tasks", json=task, headers=headers)
+    assert said(first) == {
+        "limit-requests": "2",
+        "remaining-requests": "1",
+        "limit-tokens": "1000",
+        "remaining-tokens": "993",
+    }
+    with http.stream("POST", "/v1/completions", json=chat, headers=headers) as second:
+        assert said(second)["remaining-requests"] == "0"
+    refused = http.post("/v1/chat/completions", json=_chat(model), headers=headers)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert said(refused)["remaining-requests"] == "0"
+    assert 1 <= int(refused.headers["retry-after"]) <= 60
+    assert refused.headers["x-should-retry"] == "true"
+    assert not [name for name in http.get("/v1/models", headers=headers).headers if name.startswith("x-ratelimit")]
+
+
+def _chat(model: str) -> dict[str, Any]:
+    return {"model": model, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+
+
+def test_a_budget_counts_what_was_used_and_ends_for_the_month(
+    http: httpx.Client, make: Make, model: str, worker: FakeWorker
+) -> None:
+    headers, task = as_caller(make(budget_tokens=20)), {"model": model, "prompt": [1, 2, 3], "max_tokens": 15}
+
+    def submit() -> httpx.Response:
+        return http.post("/v1/tasks", json=task, headers=headers)
+
+    made = submit().json()["id"]
+    refused = submit()
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "insufficient_quota")
+    assert refused.headers["x-should-retry"] == "false"
+    assert "retry-after" not in refused.headers
+    worker.serve(made, ["a"])  # 1 token of 15: 16 are left
+    assert submit().status_code == 429
+    task["max_tokens"] = 13
+    assert submit().status_code == 202
+
+
+def test_several_prompts_of_a_request_are_tasks_each_or_none_stays(
+    http: httpx.Client, make: Make, model: str, valkey: Redis
+) -> None:
+    headers = as_caller(make(max_in_flight=3))
+    body = {"model": model, "prompt": ["a", "b", "c", "d"], "max_tokens": 1}
+    refused = http.post("/v1/completions", json=body, headers=headers)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_in_flight")
+    (account,) = valkey.keys(keys.account("*"))
+    assert [int(valkey.hget(account, name) or 0) for name in ("open", "reserved")] == [0, 0]
+
+
+def test_one_task_may_be_too_large(http: httpx.Client, make: Make, model: str, valkey: Redis) -> None:
+    headers = as_caller(make(max_prompt=3, max_output=10))
+
+    def submit(**fields: Any) -> tuple[int, str]:
+        answer = http.post("/v1/tasks", json={"model": model, "prompt": [1], **fields}, headers=headers)
+        return answer.status_code, "" if answer.is_success else answer.json()["error"]["code"]
+
+    assert submit(prompt=[1, 2, 3, 4]) == (400, "prompt_too_long")
+    assert submit(max_tokens=11) == (400, "output_too_long")
+    assert submit(prompt=[1, 2, 3], max_tokens=10)[0] == 202
+    assert valkey.zcard(keys.TASKS) == 1
+    assert submit()[0] == 202
+    tasks = [valkey.hget(keys.task(name.decode()), "task") or b"" for name in valkey.zrange(keys.TASKS, 0, -1)]
+    assert all(b'"max_tokens":10' in one.replace(b" ", b"") for one in tasks), "the key's own is the bound"
+
+
+def test_a_key_with_limits_makes_no_batches(http: httpx.Client, make: Make, valkey: Redis) -> None:
+    body = {"input_file_id": "file-1", "endpoint": "/v1/completions", "completion_window": "24h"}
+    refused = http.post("/v1/batches", json=body, headers=as_caller(make(max_in_flight=5)))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "key_has_limits")
+    assert not valkey.exists(keys.BATCHES)
