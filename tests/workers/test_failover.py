@@ -26,6 +26,13 @@ def with_tasks(rig: Rig, count: int = 6, **task: Any) -> tuple[Worker, list[str]
     return worker, ids
 
 
+def another(rig: Rig) -> Worker:
+    """A worker whose lease says that it listens."""
+    worker = rig.worker(**SOON)
+    rig.until(lambda: all(lease.get("listens") for lease in rig.leases()))
+    return worker
+
+
 def deaths(rig: Rig, ids: list[str]) -> set[str]:
     return {rig.record(task_id)["deaths"] for task_id in ids}
 
@@ -58,7 +65,7 @@ def test_so_they_do_where_broker_and_store_are_two_servers() -> None:
 
 def test_two_killed_at_once_are_found_by_the_third(rig: Rig) -> None:
     first, ids = with_tasks(rig)
-    others = [rig.worker(**SOON) for _ in range(2)]
+    others = [another(rig) for _ in range(2)]
     for worker in (first, others[0]):
         worker.stop(signal.SIGKILL)
     rig.until_settled(ids)
@@ -69,13 +76,13 @@ def test_two_killed_at_once_are_found_by_the_third(rig: Rig) -> None:
 def test_a_suspended_worker_is_taken_by_nobody_before_its_lease_lapses(rig: Rig) -> None:
     """Its neighbour looks at it, and at one that is dead."""
     suspended, ids = with_tasks(rig)
-    killed = rig.worker(**SOON)
+    killed = another(rig)
     looker = rig.worker(**SOON)
     old = suspended.incarnations
     suspended.process.send_signal(signal.SIGSTOP)
     killed.stop(signal.SIGKILL)
     rig.until(lambda: "is dead" in looker.log.read_text())
-    killed = rig.worker(**SOON)  # and again, with more looks
+    killed = another(rig)  # and again, with more looks
     killed.stop(signal.SIGKILL)
     rig.until(lambda: looker.log.read_text().count("is dead") == 2)
     assert suspended.incarnations == old

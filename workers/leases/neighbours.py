@@ -15,7 +15,7 @@ from redis import Redis
 
 from producers.broker.base import Consumer
 from producers.broker.values import Listed
-from producers.connection.alive import Seen, end, look, read_look
+from producers.connection.alive import Seen, end, seen
 from producers.connection.script import run
 from workers.leases.control import Control
 from workers.state.incarnation import Incarnation
@@ -68,10 +68,10 @@ class Neighbours:
 
     def _silent(self, life: Incarnation) -> list[str]:
         """Those whom both servers find silent now."""
-        seen = self._broker.look(life.id, self._names) or {}
-        silent = [name for name, what in seen.items() if what is Seen.SILENT]
+        here = self._broker.look(life.id, self._names) or {}
+        silent = [name for name, what in here.items() if what is Seen.SILENT]
         if self._store is not None and silent:
-            there = read_look(run(self._store, look(life.id, silent)), silent) or {}
+            there = seen(self._store, life.id, silent) or {}
             silent = [name for name, what in there.items() if what is not Seen.LIVES]
         return silent
 

@@ -106,7 +106,7 @@ class RedisConsumer(Consumer):
             return read_listed(listed, pipe.execute())
 
     def look(self, looker: str, others: Sequence[str]) -> dict[str, alive.Seen] | None:
-        return alive.read_look(run(self._redis, alive.look(looker, others)), others)
+        return alive.seen(self._redis, looker, others)
 
     def reap(self, incarnation: str, looker: str = "") -> int:
         return int(run(self._redis, calls.reap(incarnation, looker, self.home)))

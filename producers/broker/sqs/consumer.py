@@ -103,7 +103,7 @@ class SqsConsumer(Consumer):
             return read_listed(listed, pipe.execute())
 
     def look(self, looker: str, others: Sequence[str]) -> dict[str, alive.Seen] | None:
-        return alive.read_look(run(self._redis, alive.look(looker, others)), others)
+        return alive.seen(self._redis, looker, others)
 
     def retract(self, incarnation: str) -> list[str] | None:
         return alive.read_retract(run(self._redis, alive.retract(incarnation, shared.REAPED)))
