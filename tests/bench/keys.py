@@ -1,121 +1,87 @@
 """What API keys cost a submit: `python -m tests.bench.keys`.
 
-Gateway processes on one Valkey take the same tasks of one tenant in turns: one asks for keys, two do not. A client
-process POSTs them, by 16 connections for rates, and by one for the time of a request. Rates are by the clock, and by
-the gateway's processor time. Costs are medians over the rounds, each of which compares one turn of either; `noise` is
-what the second gateway without keys "costs" beside the first.
+Two gateways in one process, on one Valkey, take the same task of one tenant by turns: one asks for keys, one does not.
+They are called as a server calls them, without sockets and beside nothing else, so that a difference of microseconds
+shows. Times are medians over all submits; costs are medians of the differences, submit by submit.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import http.client
 import json
-import multiprocessing as mp
 import statistics
-import threading
+import tempfile
 import time
+from contextlib import AsyncExitStack
 from typing import Any
 
+from fastapi import FastAPI
 from redis.asyncio import Redis
 
 from producers.admin import keys
+from producers.gateway import GatewaySettings, create_app
 from producers.store.audit import Actor
-from tests.bench.gateways import cpu_s, gateway
-from tests.bench.submits import BODY
 from tests.processes import valkey
+from tests.producers.gateway.conftest import publish
 
-CONNECTIONS = 16
+BODY = json.dumps({"model": "tiny", "prompt": list(range(100)), "max_tokens": 64}).encode()
 TENANT = "bench"
 
 
-def post(port: int, headers: dict[str, str], requests: int, connections: int, done: Any) -> None:
-    """A process that sends the requests, and gives the seconds that all took, and each of them."""
-    each: list[float] = []
+async def submit(app: FastAPI, header: tuple[bytes, bytes]) -> tuple[float, float]:
+    """Submit a task. Returns milliseconds by the clock, and of processor time."""
+    said: list[Any] = []
 
-    def some() -> None:
-        link = http.client.HTTPConnection("127.0.0.1", port)
-        for _ in range(requests // connections):
-            began = time.perf_counter()
-            link.request("POST", "/v1/tasks", BODY, headers)
-            reply = link.getresponse()
-            said = reply.read()
-            each.append(time.perf_counter() - began)
-            if reply.status != 202:
-                raise SystemExit(f"{reply.status}: {said!r}")
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": BODY}
 
-    threads = [threading.Thread(target=some) for _ in range(connections)]
-    began = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    done.put((time.perf_counter() - began, each))
+    async def send(message: Any) -> None:
+        said.append(message)
+
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(BODY)), header]
+    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http"}
+    scope |= {"path": "/v1/tasks", "raw_path": b"/v1/tasks", "query_string": b"", "root_path": "", "headers": headers}
+    scope |= {"client": ("127.0.0.1", 1), "server": ("127.0.0.1", 8000), "state": {}}
+    began, used = time.perf_counter(), time.thread_time()
+    await app(scope, receive, send)
+    taken = 1000 * (time.perf_counter() - began), 1000 * (time.thread_time() - used)
+    if said[0]["status"] != 202:
+        raise SystemExit(f"{said}")
+    return taken
 
 
-def posted(port: int, headers: dict[str, str], requests: int, connections: int) -> tuple[float, list[float]]:
-    spawn = mp.get_context("spawn")
-    done = spawn.Queue()
-    process = spawn.Process(target=post, args=(port, headers, requests, connections, done))
-    process.start()
-    told: tuple[float, list[float]] = done.get(timeout=600)
-    process.join()
-    if len(told[1]) != requests:
-        raise SystemExit(f"{requests - len(told[1])} of {requests} requests failed")
-    return told
-
-
-def turn(port: int, pid: int, headers: dict[str, str], tasks: int) -> dict[str, float]:
-    """One gateway's figures, as `python -m tests.bench.keys` names them."""
-    headers = {"content-type": "application/json", **headers}
-    before = cpu_s(pid)
-    seconds, _ = posted(port, headers, tasks, CONNECTIONS)
-    used = cpu_s(pid) - before
-    _, each = posted(port, headers, tasks // CONNECTIONS, 1)
-    return {"per_s": tasks / seconds, "per_cpu_s": tasks / max(used, 0.01), "p50_ms": 1000 * statistics.median(each)}
-
-
-async def made(url: str) -> str:
-    async with Redis.from_url(url) as store:
-        return (await keys.create(store, {"tenant": TENANT}, Actor("bench")))[1]
-
-
-def measure(tasks: int, rounds: int) -> dict[str, Any]:
-    tasks -= tasks % CONNECTIONS
-    turns: dict[str, list[dict[str, float]]] = {"none": [], "same": [], "keys": []}
-    plain = {"penstock-tenant": TENANT}
-    with valkey() as (url, redis), gateway(url) as one, gateway(url) as two, gateway(url, "--auth", "keys") as keyed:
-        header = {"authorization": f"Bearer {asyncio.run(made(url))}"}
-        doors = {"none": (*one, plain), "keys": (*keyed, header), "same": (*two, plain)}
-        for door in doors.values():  # the first requests of a gateway are slower
-            posted(door[0], {"content-type": "application/json", **door[2]}, CONNECTIONS, CONNECTIONS)
-        for number in range(rounds):
-            for name in list(doors)[:: 1 if number % 2 else -1]:
-                turns[name].append(turn(*doors[name], tasks))
-        assert redis.dbsize() > tasks, "every task has a record"
-    figures: dict[str, Any] = {"tasks": tasks, "rounds": rounds}
-    for name, found in turns.items():
-        figures |= {f"{name}_{figure}": statistics.median(one[figure] for one in found) for figure in found[0]}
-    return figures | _costs("cost", turns["keys"], turns["none"]) | _costs("noise", turns["same"], turns["none"])
-
-
-def _costs(name: str, turns: list[dict[str, float]], others: list[dict[str, float]]) -> dict[str, float]:
-    """The shares of its rate that one lacks beside another, and the further time of a request."""
-    pairs = list(zip(turns, others, strict=True))
-    lost = {
-        f"{name}_{figure}": 1 - statistics.median(one[figure] / two[figure] for one, two in pairs)
-        for figure in ("per_s", "per_cpu_s")
-    }
-    return lost | {f"{name}_p50_ms": statistics.median(one["p50_ms"] - two["p50_ms"] for one, two in pairs)}
+async def measure(url: str, folder: str, tasks: int) -> dict[str, float]:
+    async with AsyncExitStack() as stack:
+        apps = []
+        for asks in ("none", "keys"):
+            app = create_app(GatewaySettings(url, url, auth=asks, sweep=False, files_dir=folder))  # type: ignore[arg-type]
+            await stack.enter_async_context(app.router.lifespan_context(app))
+            apps.append(app)
+        store = await stack.enter_async_context(Redis.from_url(url))
+        _, key = await keys.create(store, {"tenant": TENANT}, Actor("bench"))
+        ways = [(b"penstock-tenant", TENANT.encode()), (b"authorization", f"Bearer {key}".encode())]
+        times: list[list[tuple[float, float]]] = [[], []]
+        for number in range(tasks + 100):  # the first ones are slower
+            for which in (0, 1) if number % 2 else (1, 0):
+                times[which].append(await submit(apps[which], ways[which]))
+    none, keyed = (found[100:] for found in times)
+    figures: dict[str, float] = {"tasks": tasks}
+    for place, name in enumerate(("p50_ms", "cpu_ms")):
+        figures[f"none_{name}"] = statistics.median(one[place] for one in none)
+        figures[f"keys_{name}"] = statistics.median(one[place] for one in keyed)
+        pairs = zip(none, keyed, strict=True)
+        figures[f"cost_{name}"] = statistics.median(two[place] - one[place] for one, two in pairs)
+    return figures | {"cost_share": figures["cost_cpu_ms"] / figures["none_cpu_ms"]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", type=int, default=3200)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tasks", type=int, default=10_000)
     asked = parser.parse_args()
-    print(json.dumps(measure(asked.tasks, asked.rounds)))
+    with valkey() as (url, redis), tempfile.TemporaryDirectory() as folder:
+        publish(redis)
+        print(json.dumps(asyncio.run(measure(url, folder, asked.tasks))))
 
 
 if __name__ == "__main__":
