@@ -127,9 +127,13 @@ async def create(store: Redis, endpoint: Endpoint, audit: Change) -> Endpoint:
             return made
 
 
-async def get(store: Redis, endpoint_id: str) -> Endpoint | None:
+async def get(store: Redis, endpoint_id: str, tenant: str | None = None) -> Endpoint | None:
+    """`tenant`: one of this tenant alone. Another's is known by its text, and not parsed: the time for that would tell
+    callers that it is there."""
     raw = await store.execute_command("HGET", keys.WEBHOOK_ENDPOINTS, endpoint_id)
-    return None if raw is None else Endpoint.parse(raw)
+    if raw is None or (tenant is not None and f'"tenant": {json.dumps(tenant)}'.encode() not in raw):
+        return None
+    return Endpoint.parse(raw)
 
 
 async def get_many(store: Redis, ids: Sequence[str]) -> dict[str, Endpoint]:

@@ -212,8 +212,10 @@ async def test(request: Request, endpoint_id: str) -> EndpointTested:
 
 async def _own(request: Request, endpoint_id: str) -> Endpoint:
     """An endpoint of the caller's tenant. Raises Problem."""
-    one = await endpoints.get(gateway_of(request).client.store, endpoint_id)
-    return _found(one if one is not None and principal_of(request).sees(one.tenant) else None, endpoint_id)
+    principal = principal_of(request)
+    whose = None if principal.sees_all else principal.tenant
+    one = await endpoints.get(gateway_of(request).client.store, endpoint_id, whose)
+    return _found(one if one is not None and principal.sees(one.tenant) else None, endpoint_id)
 
 
 def _found(one: Endpoint | None, endpoint_id: str) -> Endpoint:
