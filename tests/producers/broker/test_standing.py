@@ -93,3 +93,15 @@ async def test_among_tenants_it_is_right_to_a_twentieth_of_the_queue(
     off = [abs(standing.ahead - order.index(name)) / len(waiting) for name, standing in found.items()]
     assert sum(off) / len(off) <= 0.05
     assert max(off) <= 0.15
+
+
+async def test_so_it_is_among_more_tenants_than_are_looked_at(broker: Broker, consumer: Consumer) -> None:
+    sent = [one(number, f"tenant-{number % 300:03}") for number in range(900)]
+    await broker.send_many(sent)
+    gone = {*take(consumer, 150)}
+    waiting = [message for message in sent if message.id not in gone]
+    told = {message.id: await broker.standing(message) for message in waiting[::25]}
+    order = take(consumer, len(waiting))
+    off = [abs(found.ahead - order.index(name)) for name, found in told.items() if found is not None]
+    assert len(off) == len(told)
+    assert max(off) <= 0.05 * len(waiting)

@@ -48,22 +48,29 @@ local function weight(of)
   return said and said >= 0.001 and said <= 1000 and said or 1
 end
 
--- what is sorted of a list: tenant -> {served, messages, tokens of those looked at, how many, weight}
+-- what is sorted of a list: tenant -> {served, messages, tokens of those looked at, how many, weight, tenants that it
+-- stands for}, of the caller and of others from all over their order; and how many there are
 local function sorted(list)
-  local all, count = {}, 0
-  local found = redis.call('ZRANGE', 'penstock:turns:' .. list, 0, TENANTS - 1, 'WITHSCORES')
-  for k = 1, #found, 2 do
-    local turn = 'penstock:turn:' .. list .. ':' .. found[k]
+  local turns, all, some = 'penstock:turns:' .. list, {}, {}
+  local count = redis.call('ZCARD', turns)
+  local most = math.min(count, TENANTS)
+  for k = 0, most - 1 do
+    local place = math.floor(k * count / most)
+    local found = redis.call('ZRANGE', turns, place, place, 'WITHSCORES')
+    some[found[1]] = found[2]
+  end
+  some[tenant] = redis.call('ZSCORE', turns, tenant) or nil
+  for name, served in pairs(some) do
+    local turn = 'penstock:turn:' .. list .. ':' .. name
     local length, sum = redis.call('ZCARD', turn), 0
-    local looked = math.min(length, math.max(4, math.floor(2 * SIZES / #found)))
+    local looked = math.min(length, math.max(4, math.floor(SIZES / most)))
     for one = 1, looked do
       local place = math.floor((one - 1) * length / looked)
       local number = redis.call('ZRANGE', turn, place, place)[1]
       local packed = redis.call('ZRANGEBYSCORE', 'penstock:sorted:' .. list, number, number)[1]
       sum = sum + math.max(cmsgpack.unpack(packed)[7], 1)
     end
-    all[found[k]] = { tonumber(found[k + 1]), length, sum, looked, weight(found[k]) }
-    count = count + 1
+    all[name] = { tonumber(served), length, sum, looked, weight(name), count / most }
   end
   return all, count
 end
@@ -80,7 +87,7 @@ local function before(all, own)
     if name ~= tenant then
       local turns = (then_served - its[1]) / charge(its)
       turns = name < tenant and math.floor(turns) + 1 or math.ceil(turns) -- served alike, the names decide
-      total = total + math.max(0, math.min(its[2], turns))
+      total = total + its[6] * math.max(0, math.min(its[2], turns))
     end
   end
   return total
@@ -112,8 +119,8 @@ local function add(all, list, from, to)
   end
   for _, raw in ipairs(seen) do
     local _, _, name, size = read(raw)
-    local its = all[name] or { 0, 0, 0, 0, weight(name) }
-    its[2], its[3], its[4], all[name] = its[2] + count / #seen, its[3] + math.max(size, 1), its[4] + 1, its
+    local its = all[name] or { 0, 0, 0, 0, weight(name), 1 }
+    its[2], its[3], its[4], all[name] = its[2] + count / #seen / its[6], its[3] + math.max(size, 1), its[4] + 1, its
     own = own + (name == tenant and count / #seen or 0)
   end
   return own
@@ -136,7 +143,7 @@ local function in_list(list)
     own = own + add(all, list, 0, place)
     add(all, list, place, length)
   end
-  all[tenant] = all[tenant] or { 0, 0, 0, 0, weight(tenant) }
+  all[tenant] = all[tenant] or { 0, 0, 0, 0, weight(tenant), 1 }
   local least, tenants = nil, 0
   for _, its in pairs(all) do
     least, tenants = its[1] > 0 and math.min(least or its[1], its[1]) or least, tenants + 1
