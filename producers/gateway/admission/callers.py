@@ -46,6 +46,7 @@ class _Known:
     """A key as the store had it at `at`. `opened`: the same, of when it last let somebody in."""
 
     key: Key
+    principal: Principal
     at: float
     opened: float = float("-inf")
 
@@ -67,7 +68,7 @@ class Callers:
         if known is None:
             raise await self._refusal(address, missing=not token)
         known.opened = known.at
-        return known.key.principal()
+        return known.principal
 
     async def _opened(self, key_id: str, secret: str) -> _Known | None:
         """The key, if this secret opens it. A secret that does not is looked up anew each time: so every refusal takes
@@ -91,7 +92,7 @@ class Callers:
         if key is None:
             self._known.pop(key_id, None)
             return None
-        fresh = _Known(key, now, opened)
+        fresh = _Known(key, key.principal(), now, opened)
         _put(self._known, key_id, fresh)
         return fresh
 
