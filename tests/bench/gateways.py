@@ -38,12 +38,12 @@ def serving(*argv: str, ready: str, port: int) -> Iterator[subprocess.Popen[byte
 
 
 @contextmanager
-def gateway(url: str, *more: str) -> Iterator[tuple[int, int]]:
-    """A gateway's port and process id. The store has the card of the model `stub`. `more`: options of its own."""
+def gateway(url: str) -> Iterator[tuple[int, int]]:
+    """A gateway's port and process id. The store has the card of the model `stub`."""
     with Worker(url, STUB_SEQS="512") as worker:
         worker.wait_ready()
         port = free_port()
-        options = ("--broker", url, "--store", url, "--port", str(port), "--max-queued", "100000000", *more)
+        options = ("--broker", url, "--store", url, "--port", str(port), "--max-queued", "100000000")
         with serving("-m", "workers.cli", "gateway", *options, ready="/readyz", port=port) as process:
             worker.stop()
             yield port, process.pid

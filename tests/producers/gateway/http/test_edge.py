@@ -51,6 +51,7 @@ class TestEveryAnswer:
             "/v1/tasks/{task_id}",
             "/v1/tasks/{task_id}/events",
             "/v1/tasks/{task_id}/cancel",
+            "/v1/tasks/{task_id}/explain",
             "/v1/tasks/{task_id}/retry",
         }
 
