@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, Self
 
 #: Scope -> what it lets a key do.
@@ -43,8 +44,13 @@ class Limits:
     @property
     def counted(self) -> dict[str, int]:
         """Those of COUNTED that there are."""
-        found = {name: getattr(self, name) for name in COUNTED}
-        return {name: most for name, most in found.items() if most is not None}
+        return _counted(self)
+
+
+@lru_cache(maxsize=1024)  # asked for by each request
+def _counted(limits: Limits) -> dict[str, int]:
+    found = {name: getattr(limits, name) for name in COUNTED}
+    return {name: most for name, most in found.items() if most is not None}
 
 
 NO_LIMITS: Final = Limits()

@@ -3,6 +3,7 @@
 Two gateways in one process, on one Valkey, take the same task of one tenant by turns: one asks for keys, one does not.
 They are called as a server calls them, without sockets and beside nothing else, so that a difference of microseconds
 shows. Times are medians over all submits; costs are medians of the differences, submit by submit.
+With `--limits` the key has every limit that is counted.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from fastapi import FastAPI
 from redis.asyncio import Redis
 
 from producers.admin import keys
+from producers.contract.principal import COUNTED
 from producers.gateway import GatewaySettings, create_app
 from producers.store.audit import Actor
 from tests.processes import valkey
@@ -51,7 +53,7 @@ async def submit(app: FastAPI, *key: tuple[bytes, bytes]) -> tuple[float, float]
     return taken
 
 
-async def measure(url: str, folder: str, tasks: int) -> dict[str, float]:
+async def measure(url: str, folder: str, tasks: int, limits: bool) -> dict[str, float]:
     async with AsyncExitStack() as stack:
         apps = []
         for asks in ("none", "keys"):
@@ -59,7 +61,8 @@ async def measure(url: str, folder: str, tasks: int) -> dict[str, float]:
             await stack.enter_async_context(app.router.lifespan_context(app))
             apps.append(app)
         store = await stack.enter_async_context(Redis.from_url(url))
-        _, key = await keys.create(store, {"tenant": TENANT}, Actor("bench"))
+        plenty = dict.fromkeys(COUNTED, keys.MOST) if limits else {}
+        _, key = await keys.create(store, {"tenant": TENANT, **plenty}, Actor("bench"))
         ways = [(), ((b"authorization", f"Bearer {key}".encode()),)]
         times: list[list[tuple[float, float]]] = [[], []]
         for number in range(tasks + 100):  # the first ones are slower
@@ -78,10 +81,11 @@ async def measure(url: str, folder: str, tasks: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", type=int, default=10_000)
+    parser.add_argument("--limits", action="store_true", help="give the key limits, too high to be reached")
     asked = parser.parse_args()
     with valkey() as (url, redis), tempfile.TemporaryDirectory() as folder:
         publish(redis)
-        print(json.dumps(asyncio.run(measure(url, folder, asked.tasks))))
+        print(json.dumps(asyncio.run(measure(url, folder, asked.tasks, asked.limits))))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Iterator
 from typing import Final
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -60,7 +61,7 @@ class Edge:
                 begun = True
                 MutableHeaders(scope=message)["x-request-id"] = request_id
                 if (charge := scope.get("state", {}).get("charge")) is not None:
-                    MutableHeaders(scope=message).update(left(charge))
+                    message["headers"].extend(left(charge))
                 route = getattr(scope.get("route"), "path", "unmatched")
                 self._metrics.answered(method, route, message.get("status", 101), time.perf_counter() - came)
             elif message["type"] == "websocket.close" and not begun:  # the framework's answer where no route matches
@@ -97,15 +98,14 @@ def _without_body(send: Send) -> Send:
     return send_head
 
 
-def left(charge: Charge) -> dict[str, str]:
+def left(charge: Charge) -> Iterator[tuple[bytes, bytes]]:
     """What is left of a key's limits a minute, in the headers of OpenAI's answers; nothing before ADMIT has told it."""
-    found: dict[str, str] = {}
+    reset = b"%gs" % (charge.reset_ms / 1000)
     for name, most, rest in (
-        ("requests", charge.limits.rpm, charge.requests),
-        ("tokens", charge.limits.tpm, charge.tokens),
+        (b"requests", charge.limits.rpm, charge.requests),
+        (b"tokens", charge.limits.tpm, charge.tokens),
     ):
         if most is not None and rest is not None:
-            found[f"x-ratelimit-limit-{name}"] = str(most)
-            found[f"x-ratelimit-remaining-{name}"] = str(rest)
-            found[f"x-ratelimit-reset-{name}"] = f"{charge.reset_ms / 1000:g}s"
-    return found
+            yield b"x-ratelimit-limit-" + name, b"%d" % most
+            yield b"x-ratelimit-remaining-" + name, b"%d" % rest
+            yield b"x-ratelimit-reset-" + name, reset

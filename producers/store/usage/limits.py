@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 from producers.connection.script import text
@@ -55,7 +56,7 @@ class Charge:
 
     def to_json(self) -> str:
         """The limits, as ADMIT takes them."""
-        return json.dumps(self.limits.counted)
+        return _json(self.limits)
 
     def hear(self, answer: Sequence[Any], asked: int) -> None:
         """Take what ADMIT answered for a task of `asked` tokens. Raises LimitReached."""
@@ -71,3 +72,8 @@ class Charge:
         message = f"This key may have {SAID[said].format(most=most)}"
         message += f", and the task may need {asked} tokens." if "tokens" in SAID[said] else "."
         raise LimitReached(message, CODES[said], None if never else wait_s)
+
+
+@lru_cache(maxsize=1024)
+def _json(limits: Limits) -> str:
+    return json.dumps(limits.counted)
