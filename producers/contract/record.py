@@ -100,8 +100,11 @@ class Record:
 
     @property
     def width(self) -> int:
-        """Number of choices that are generated, of which `n` are returned."""
-        return int(self.task.get("best_of") or self.n)
+        """Number of choices that are generated, of which `n` are returned. Raises ValueError for a broken record."""
+        task: Any = self.task
+        if not isinstance(task, dict):
+            raise ValueError("the record's task is not a JSON object")
+        return int(task.get("best_of") or self.n)
 
     @property
     def deaths(self) -> int:

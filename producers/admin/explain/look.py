@@ -48,7 +48,7 @@ class Seen:
     @property
     def better(self) -> int:
         """Tasks of better tiers that wait for the same version."""
-        rank = keys.TIERS[self.record.tier][0]
+        rank = keys.TIERS.get(self.record.tier, keys.TIERS["default"])[0]
         return sum(count for tier, count in self.pool.queued.items() if keys.TIERS[tier][0] < rank)
 
     @property
@@ -66,19 +66,26 @@ async def look(store: Redis, broker: Broker, record: Record) -> Seen:
     name = queue.removeprefix(keys.model_queue(""))
     its = [pool for pool in fleet.pools if pool.name == name or pool.name.startswith(f"{name}.")]
     pool = next((pool for pool in its if pool.name == name), Pool(name, record.model))
-    standing = None
-    if record.status == "queued" and {"queue", "tier", "tokens", "task"} <= record.fields.keys():
-        standing = await broker.standing(Message.of(record))
     return Seen(
         record,
         fleet.at * 1000,
         pool,
         [worker for one in its for worker in one.workers],
-        standing,
+        await _standing(broker, record),
         fleet.scaling.profiles.get(name, Profile()),
         _scaling(fleet, record.model, name),
         bool(fleet.scaling.leads),
     )
+
+
+async def _standing(broker: Broker, record: Record) -> Standing | None:
+    if record.status != "queued" or record.tier not in keys.TIERS:
+        return None
+    try:
+        message = Message.of(record)
+    except (KeyError, ValueError):  # a broken record, or one that is no client's: nobody knows its message
+        return None
+    return await broker.standing(message)
 
 
 def _scaling(fleet: Fleet, model: str, version: str) -> Mapping[str, Any] | None:

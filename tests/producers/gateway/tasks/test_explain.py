@@ -150,6 +150,16 @@ def test_what_was_given_back_for_later_or_was_not_sent_yet(
     assert names(explain(task_id)) == ["submitting"]
 
 
+@pytest.mark.parametrize(("field", "value"), [("tier", "gold"), ("tokens", "many"), ("task", "null"), ("task", "[")])
+def test_a_record_that_makes_no_message(
+    submit: Callable[..., str], explain: Explain, valkey: Redis, field: str, value: str
+) -> None:
+    task_id = submit()
+    valkey.hset(keys.task(task_id), field, value)
+    said = explain(task_id)
+    assert (said["ahead"], names(said)) == (None, ["no_worker", "not_scaled"])
+
+
 def test_a_task_that_runs_lost_a_worker_and_ends(
     submit: Callable[..., str], explain: Explain, valkey: Redis, worker: FakeWorker
 ) -> None:
