@@ -104,8 +104,10 @@ class Library:
 
 
 def _refuse_part(path: Path) -> None:
-    """Raises OSError if the end of the file is missing, as after a build that was killed. Loading such a file would
-    crash this process without a message."""
+    """Raises OSError if the file or its end is missing, as after a build that was killed. Loading a file without its
+    end would crash this process without a message."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: build it again")
     with path.open("rb") as file:
         head = file.read(_ELF64.size)
         size = file.seek(0, os.SEEK_END)
@@ -147,7 +149,7 @@ def load_library() -> Library | None:
             found = Library(path, isa)
         except OSError as error:
             note = path.with_suffix(".txt")
-            reasons.append(f"{path} was not built: {note.read_text()}" if note.exists() else str(error))
+            reasons.append(f"{path} was not built: {note.read_text().strip()}" if note.exists() else str(error))
             continue
         if reasons:
             logger.warning("native CPU kernels for %s are taken, there were faster ones: %s", isa, "; ".join(reasons))
