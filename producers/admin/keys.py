@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import unicodedata
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
@@ -32,6 +33,8 @@ MAX_MODELS: Final = 100
 #: Longest life of a key that expires, and longest overlap of a rotation (s).
 LONGEST_S: Final = 10 * 365 * 24 * 3600
 MAX_OVERLAP_S: Final = 30 * 24 * 3600
+#: Unicode's categories of characters that no name has: controls, line ends, and what turns the direction of writing.
+UNSEEN: Final = frozenset({"Cc", "Cf", "Zl", "Zp"})
 #: What nothing shows.
 _HIDDEN: Final = ("digest", "old_digest", "old_until")
 
@@ -145,6 +148,10 @@ def _text(most: int) -> Callable[[str, Any], str]:
             value.encode()
         except UnicodeEncodeError:
             raise InvalidTask(f"{name} is {shown(value)}; it must be valid Unicode", param=name) from None
+        if any(
+            unicodedata.category(sign) in UNSEEN for sign in value
+        ):  # it would forge lines of lists and of the audit
+            raise InvalidTask(f"{name} is {shown(value)}; it must have no control characters", param=name)
         return value
 
     return text
