@@ -25,7 +25,7 @@ from typing import Final
 from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES
 from producers.connection.connect import SILENT_S
-from producers.contract.principal import Limits, Principal
+from producers.contract.principal import NO_LIMITS, Limits, Principal
 from producers.contract.task import Task
 from producers.errors import shown
 from producers.gateway.http.errors import Problem
@@ -83,7 +83,7 @@ class Admission:
         always will be. Raises what `AsyncClient.known` does.
         """
         check_may_use(principal, tasks[0])
-        tasks = [sized(principal.limits, task) for task in tasks]
+        tasks = await self._sized(principal.limits, tasks)
         if self._most is None and self._most_of_one is None:
             return tasks
         known = await self._client.known(tasks[0].model)
@@ -106,6 +106,12 @@ class Admission:
             count.tenants[tenant] += len(tasks)
         count.waiting[tier] = count.waiting.get(tier, 0) + len(tasks)
         return tasks
+
+    async def _sized(self, limits: Limits, tasks: Sequence[Task]) -> list[Task]:
+        if limits == NO_LIMITS:
+            return [*tasks]
+        context = int((await self._client.known(tasks[0].model)).card["context_length"])
+        return [sized(limits, task, context) for task in tasks]
 
     def _limits(self, count: _Count, tier: str, tenant: str) -> Iterator[tuple[int, int, str | None]]:
         """The limits that hold for a task: what waits, the most that may, and the tenant that it is counted for."""
@@ -215,8 +221,9 @@ def check_may_use(principal: Principal, task: Task) -> None:
         )
 
 
-def sized(limits: Limits, task: Task) -> Task:
-    """The task within its key's largest prompt and output; its own largest output, if it names none, is the key's.
+def sized(limits: Limits, task: Task, context: int) -> Task:
+    """The task within its key's largest prompt and output. Its own largest output, if it names none, is the key's, or
+    what the model's context (tokens) leaves.
 
     Raises Problem (400).
     """
@@ -229,4 +236,5 @@ def sized(limits: Limits, task: Task) -> Task:
     if output is not None and output > limits.max_output:
         said = f"max_tokens is {output}; with this key it may be {limits.max_output} at most."
         raise Problem(400, said, code="output_too_long", param="max_tokens")
-    return task if output is not None else task.model_copy(update={"max_tokens": limits.max_output})
+    left = max(1, context - (prompt or 1))
+    return task if output is not None else task.model_copy(update={"max_tokens": min(limits.max_output, left)})

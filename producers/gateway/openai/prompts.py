@@ -68,11 +68,17 @@ class Completion:
         """A task for each prompt, before tokenisation. Raises InvalidTask."""
         return [self._task(at, prompt) for at, prompt in enumerate(self.prompts)]
 
-    async def encoded(self, gateway: Gateway, card: Mapping[str, Any], tasks: Sequence[Task]) -> list[Task]:
-        """The tasks with token ids, checked against the model. Raises InvalidTask, and as `Prompts.encode`."""
+    async def encoded(
+        self, gateway: Gateway, card: Mapping[str, Any], tasks: Sequence[Task], most: int | None = None
+    ) -> list[Task]:
+        """The tasks with token ids, checked against the model. `most`: the key's largest output, if it has one.
+
+        Raises InvalidTask, and as `Prompts.encode`.
+        """
         found = {at: task.prompt for at, task in enumerate(tasks) if isinstance(task.prompt, str)}
         ids = await self._each(found, partial(gateway.prompts.encode_all, card, special=self.special))
-        return [self._checked(card, at, task, ids.get(at)) for at, task in enumerate(tasks)]
+        usual = min(MAX_TOKENS, most or MAX_TOKENS)
+        return [self._checked(card, at, task, ids.get(at), usual) for at, task in enumerate(tasks)]
 
     async def texts(self, gateway: Gateway, card: Mapping[str, Any]) -> list[str]:
         """Each prompt's text. Raises as `encoded` does."""
@@ -90,17 +96,17 @@ class Completion:
                 raise
         return dict(zip(places, made, strict=True))
 
-    def _checked(self, card: Mapping[str, Any], at: int, task: Task, ids: tuple[int, ...] | None) -> Task:
-        """A task ready to submit. `ids`: the token ids of a text prompt, else None."""
+    def _checked(self, card: Mapping[str, Any], at: int, task: Task, ids: tuple[int, ...] | None, usual: int) -> Task:
+        """A task ready to submit. `ids`: the token ids of a text prompt, else None. `usual`: the default of its output."""
         with self._words(at).in_its_words():
             if ids is None and not self.prompts[at]:
                 ids = _beginning(card)
             if ids is not None:
                 task = task.model_copy(update={"prompt": ids})
             if "max_tokens" not in self.asked.fields:
-                # 16 is only a default: a long prompt gets the tokens that are left.
+                # It is only a default: a long prompt gets the tokens that are left.
                 left = max(1, int(card["context_length"]) - len(task.prompt))
-                task = task.model_copy(update={"max_tokens": min(MAX_TOKENS, left)})
+                task = task.model_copy(update={"max_tokens": min(usual, left)})
             task.check(card)
         return task
 

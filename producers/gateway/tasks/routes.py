@@ -13,6 +13,7 @@ from producers.client.listing import list_tasks
 from producers.client.once import repeated
 from producers.client.steps import FAILURES
 from producers.client.submission import TASK
+from producers.contract.principal import NO_LIMITS
 from producers.contract.task import Task
 from producers.errors import PenstockError
 from producers.gateway.context import gateway_of
@@ -100,6 +101,8 @@ async def retry(request: Request, task_id: str) -> Response:
     """Submit a task that has ended once more, as a new task with the same fields, seed and webhook."""
     task, more = repeated(await (await task_of(request, task_id)).status())
     request.state.tier = task.tier
+    if principal_of(request).limits != NO_LIMITS:  # a text's tokens are not counted where no gateway submitted it
+        task = await encoded(gateway_of(request), task)
     idempotency.note_body(request, b"")
     return await _accepted(request, task, more)
 

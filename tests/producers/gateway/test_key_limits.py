@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import httpx
 import pytest
 from redis import Redis
 
+from producers import Client
 from producers.contract import keys
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Door
@@ -133,3 +135,34 @@ def test_a_key_with_limits_makes_no_batches(http: httpx.Client, make: Make, valk
     refused = http.post("/v1/batches", json=body, headers=as_caller(make(max_in_flight=5)))
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "key_has_limits")
     assert not valkey.exists(keys.BATCHES)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/tasks", {"prompt": [1, 2, 3]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "stream": True}),
+        ("/v1/completions", {"prompt": "x", "stream": True}),
+    ],
+)
+@pytest.mark.parametrize("most", [5, 10**6])
+def test_the_largest_output_bounds_what_names_none_and_refuses_nothing(
+    http: httpx.Client, make: Make, model: str, valkey: Redis, path: str, body: dict[str, Any], most: int
+) -> None:
+    with http.stream("POST", path, json={"model": model, **body}, headers=as_caller(make(max_output=most))) as answer:
+        assert answer.is_success, answer.read()
+        (record,) = valkey.keys(keys.task("*"))
+        task = json.loads(valkey.hget(record, "task") or "{}")
+    assert 1 <= task["max_tokens"] <= most
+
+
+def test_a_retry_counts_the_tokens_of_a_text_that_no_gateway_has_seen(
+    http: httpx.Client, make: Make, model: str, client: Client, worker: FakeWorker
+) -> None:
+    text = "a text of some more words than three"
+    made = client.submit(model=model, prompt=text, max_tokens=5, tenant="acme").id
+    worker.serve(made, ["a"])
+    again = f"/v1/tasks/{made}/retry"
+    refused = http.post(again, headers=as_caller(make(max_prompt=3)))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "prompt_too_long")
+    assert http.post(again, headers=as_caller(make(max_prompt=100))).status_code == 202
