@@ -97,7 +97,7 @@ class Completion:
         return dict(zip(places, made, strict=True))
 
     def _checked(self, card: Mapping[str, Any], at: int, task: Task, ids: tuple[int, ...] | None, usual: int) -> Task:
-        """A task ready to submit. `ids`: the token ids of a text prompt, else None. `usual`: the default of its output."""
+        """A task ready to submit. `ids`: the token ids of a text prompt, else None. `usual`: its output, if unsaid."""
         with self._words(at).in_its_words():
             if ids is None and not self.prompts[at]:
                 ids = _beginning(card)
