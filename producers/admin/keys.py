@@ -19,9 +19,9 @@ from producers.contract import keys
 from producers.contract.principal import SCOPES, Limits
 from producers.contract.task import MAX_TENANT
 from producers.errors import InvalidTask, PenstockError, shown
-from producers.store import api_keys
-from producers.store.api_keys import PREFIX, Key
-from producers.store.audit import Actor
+from producers.store.access import api_keys
+from producers.store.access.api_keys import PREFIX, Key
+from producers.store.access.audit import Actor
 
 #: Scopes of a key, unless it is given others.
 USUAL: Final = ("submit", "read", "cancel")

@@ -18,7 +18,7 @@ class GatewaySettings:
     host: str = "127.0.0.1"
     port: int = 8000
     auth: Literal["keys", "none"] = "none"
-    """Whether requests need a key (`producers.store.api_keys`), or callers name their tenant themselves."""
+    """Whether requests need a key (`producers.store.access.api_keys`), or callers name their tenant themselves."""
     max_body: int = 4 << 20
     """Largest request body; a larger one is refused with 413."""
     max_file: int = 2 << 30

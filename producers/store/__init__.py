@@ -8,6 +8,6 @@ files has what is known of uploaded files, blobs their bytes
 task_index has the tasks that clients submitted
 aside keeps bodies of messages that are too large for their queue; references name such blobs
 idempotency lets a repeated request make nothing twice
-api_keys has the keys of the HTTP API, audit the log of who changed what
+access/ has API keys, and the log of who changed what
 servers checks store and broker when a process starts
 """

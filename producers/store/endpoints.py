@@ -27,7 +27,7 @@ from producers.contract import keys
 from producers.contract.ids import timed_id
 from producers.contract.webhook import new_secret
 from producers.store import outbox
-from producers.store.audit import Change
+from producers.store.access.audit import Change
 from producers.store.outbox import Row
 from producers.store.protocol import swap
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 from producers.connection.script import Call, script, text
 from producers.contract import keys
 from producers.contract.record import Record
-from producers.store.audit import KEPT, Change
+from producers.store.access.audit import KEPT, Change
 from producers.store.references import Reference
 
 PACKAGE: Final = "producers.store"

@@ -13,7 +13,7 @@ import pytest
 from redis import Redis
 
 from producers.contract import keys
-from producers.store import api_keys
+from producers.store.access import api_keys
 from tests.conformance.conftest import System, gateway
 from tests.producers.gateway.conftest import until
 from tests.producers.gateway.test_keys import as_caller

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from producers.connection.local import FILES_DIR
-from workers.cli import auth as keys_or_none
-from workers.cli.auth import AskFor, Insecure
 from workers.cli.exits import PROCESS_STATUS, Failure, needs
+from workers.cli.keys import auth as keys_or_none
+from workers.cli.keys.auth import AskFor, Insecure
 from workers.cli.models.references import MODEL, complete_model
 from workers.cli.options import (
     Broker,

@@ -18,7 +18,7 @@ from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call
 from producers.errors import shown
 from producers.store import endpoints, outbox
-from producers.store.audit import Change
+from producers.store.access.audit import Change
 from producers.store.endpoints import TEST_PREFIX, Endpoint
 from producers.store.outbox import Attempt, Row
 from workers.webhooks.limits import Limits, Visit

@@ -21,8 +21,8 @@ from producers.client.steps import FAILURES
 from producers.connection.connect import SILENT_S
 from producers.contract.principal import Principal
 from producers.gateway.http.errors import Problem
-from producers.store import api_keys
-from producers.store.api_keys import Key
+from producers.store.access import api_keys
+from producers.store.access.api_keys import Key
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from producers.contract.principal import LOCAL, Principal
 from producers.contract.task import MAX_TENANT
 from producers.errors import shown
 from producers.gateway.http.errors import Problem
-from producers.store.audit import Actor
+from producers.store.access.audit import Actor
 from producers.store.usage.limits import Charge
 
 TENANT: Final = "Penstock-Tenant"

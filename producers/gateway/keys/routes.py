@@ -19,8 +19,8 @@ from producers.gateway.http.caller import ADMINISTERS, actor_of
 from producers.gateway.http.errors import Problem
 from producers.gateway.keys.views import CREATE, ROTATE, ChangeList, ChangeView, KeyList, KeyView, KeyWithSecret
 from producers.gateway.tasks.views import errors
-from producers.store import api_keys, audit
-from producers.store.api_keys import MAX_KEYS, OVERLAP_S, Key, TooManyKeys
+from producers.store.access import api_keys, audit
+from producers.store.access.api_keys import MAX_KEYS, OVERLAP_S, Key, TooManyKeys
 
 router = APIRouter(prefix="/v1", tags=["keys"], dependencies=ADMINISTERS)
 

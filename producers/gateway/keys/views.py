@@ -11,7 +11,7 @@ from producers.admin.keys import LONGEST_S, MAX_MODELS, MAX_NAME, MAX_OVERLAP_S,
 from producers.contract import keys
 from producers.contract.principal import SCOPES
 from producers.contract.task import MAX_TENANT
-from producers.store.api_keys import OVERLAP_S, Key
+from producers.store.access.api_keys import OVERLAP_S, Key
 
 
 def _names(most: int, description: str, known: tuple[str, ...] = ()) -> dict[str, Any]:

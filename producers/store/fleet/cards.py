@@ -33,7 +33,7 @@ from redis import Redis
 
 from producers.connection.script import parsed, run
 from producers.contract import keys
-from producers.store.audit import Change, operator
+from producers.store.access.audit import Change, operator
 from producers.store.fleet import model_files
 from producers.store.protocol import swap
 

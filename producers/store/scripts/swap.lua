@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- SWAP(old -> new) | the field has the value `old`: it has `new`; else nothing. A new field where there are `most`: nothing.
--- What it changes is also appended to the audit log, where ARGV says what to append (`producers/store/audit.py`).
+-- What it changes is also appended to the audit log, where ARGV says what to append (`producers/store/access/audit.py`).
 -- KEYS: hash   ARGV: field, old ('': there is no field), new ('': none from now on), most fields (0: any number),
 --       entry of the audit log ('': none), entries kept
 -- Answers: 1 done (also if done before) | 0 it has another value | -1 there are `most`

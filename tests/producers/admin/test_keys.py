@@ -8,9 +8,9 @@ import pytest
 from redis.asyncio import Redis
 
 from producers.admin import keys
-from producers.store import api_keys, audit
-from producers.store.api_keys import TooManyKeys
-from producers.store.audit import Actor
+from producers.store.access import api_keys, audit
+from producers.store.access.api_keys import TooManyKeys
+from producers.store.access.audit import Actor
 
 ME = Actor("test")
 

@@ -14,9 +14,9 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
 from producers.contract import keys
-from producers.store import api_keys
-from producers.store.api_keys import Key
-from producers.store.audit import Change
+from producers.store.access import api_keys
+from producers.store.access.api_keys import Key
+from producers.store.access.audit import Change
 from tests.producers.gateway.conftest import Door, until
 
 #: The documented paths that are open to all.

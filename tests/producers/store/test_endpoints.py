@@ -7,7 +7,7 @@ from string import ascii_lowercase
 from redis.asyncio import Redis
 
 from producers.store import endpoints
-from producers.store.audit import Change
+from producers.store.access.audit import Change
 from producers.store.endpoints import OVERLAP_S, Endpoint, Secrets
 
 CHANGE = Change("test", "endpoint.change", "whe_1")

@@ -17,7 +17,7 @@ from redis.asyncio import Redis as AsyncRedis
 from producers.admin import keys as api_keys
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
-from producers.store.audit import Actor
+from producers.store.access.audit import Actor
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE, Door, until
 from tests.workers.cli.conftest import Scripted, door, model, open_door, scripted, worker

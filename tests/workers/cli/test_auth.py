@@ -12,8 +12,8 @@ import pytest
 from tests.processes import free_port, guarded
 from tests.producers.gateway.conftest import until
 from tests.workers.cli.conftest import Run
-from workers.cli.auth import decided, is_loopback
 from workers.cli.exits import Failure
+from workers.cli.keys.auth import decided, is_loopback
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from workers.cli.terminal.show import printable
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
-    from producers.store.api_keys import Key
+    from producers.store.access.api_keys import Key
 
 KeyId = Annotated[str, typer.Argument(metavar="ID", help="The key's id; `penstock keys ls` shows all.")]
 SCOPES = "What it may do, of submit, read, cancel, metrics and admin, between commas. Unset: submit,read,cancel."
@@ -78,8 +78,8 @@ def create(
 
     async def work(client: Redis) -> None:
         from producers.admin import keys
-        from producers.store.api_keys import TooManyKeys
-        from producers.store.audit import Actor, operator
+        from producers.store.access.api_keys import TooManyKeys
+        from producers.store.access.audit import Actor, operator
 
         try:
             _shown_once(*await keys.create(client, asked, Actor(operator())), as_json)
@@ -116,7 +116,7 @@ def show(key_id: KeyId, data_dir: DataDir = None, store: KeyStore = None, as_jso
 
     async def work(client: Redis) -> None:
         from producers.admin import keys
-        from producers.store import api_keys
+        from producers.store.access import api_keys
 
         _described(keys.about(_found(await api_keys.get(client, key_id), key_id), time.time()), as_json)
 
@@ -135,7 +135,7 @@ def rotate(
 
     async def work(client: Redis) -> None:
         from producers.admin import keys
-        from producers.store.audit import Actor, operator
+        from producers.store.access.audit import Actor, operator
 
         made = await keys.rotate(client, key_id, seconds, Actor(operator()))
         _shown_once(_found(made and made[0], key_id), made[1] if made else "", as_json)
@@ -167,7 +167,7 @@ def audit(
     """List changes of keys, webhook endpoints and models' versions, the latest first, and who made them."""
 
     async def work(client: Redis) -> None:
-        from producers.store.audit import latest
+        from producers.store.access.audit import latest
 
         for one in await latest(client, limit):
             whose = f"  tenant {one['tenant']}" if one.get("tenant") else ""
@@ -181,7 +181,7 @@ def audit(
 def _turn(verb: str, key_id: str, data_dir: Any, store: str | None, as_json: bool) -> None:
     async def work(client: Redis) -> None:
         from producers.admin import keys
-        from producers.store.audit import Actor, operator
+        from producers.store.access.audit import Actor, operator
 
         key = _found(await keys.turn(client, key_id, verb, Actor(operator())), key_id)
         about = keys.about(key, time.time())

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from producers.connection.local import DATA_DIR
-from workers.cli import auth as keys_or_none
-from workers.cli.auth import AskFor, Insecure
 from workers.cli.exits import PROCESS_STATUS, needs
+from workers.cli.keys import auth as keys_or_none
+from workers.cli.keys.auth import AskFor, Insecure
 from workers.cli.models.references import MODEL, complete_model, find_models
 from workers.cli.options import (
     DEFAULT_URL,

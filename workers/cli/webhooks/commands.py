@@ -147,7 +147,7 @@ def secret(
 
     async def work(client: AsyncClient) -> None:
         from producers.store import endpoints
-        from producers.store.audit import Change, operator
+        from producers.store.access.audit import Change, operator
 
         if drop_old and not rotate:
             raise Failure("--drop-old needs --rotate")

@@ -11,8 +11,8 @@ from producers.connection.connect import connect_async
 from producers.gateway.admission import callers as module
 from producers.gateway.admission.callers import FREE, SLOWEST_S, Callers
 from producers.gateway.http.errors import Problem
-from producers.store import api_keys
-from producers.store.audit import Change
+from producers.store.access import api_keys
+from producers.store.access.audit import Change
 from tests.processes import valkey
 
 

@@ -14,7 +14,7 @@ from redis import Redis
 
 from producers.contract import keys
 from producers.contract.task import MAX_TENANT
-from producers.store.api_keys import TOKEN
+from producers.store.access.api_keys import TOKEN
 from producers.store.fleet import cards
 from tests.producers.gateway.conftest import Door, until
 from tests.workers.cli.conftest import Run

@@ -3,8 +3,8 @@
     psk_<id>_<secret>     `id` names the key everywhere; of `secret` the store keeps only the SHA-256
 
 A key is a field of the hash `penstock:keys`, by its id: a JSON object with the fields of `Key`. SWAP changes it only
-from what was read, and appends the change to the audit log (`producers.store.audit`) in the same script. A secret has
-256 random bits, so a plain hash of it cannot be guessed, and a slow one would only cost each request time.
+from what was read, and appends the change to the audit log (`audit`) in the same script. A secret has 256 random bits,
+so a plain hash of it cannot be guessed, and a slow one would only cost each request time.
 
 | dies after | what stands | who repairs it |
 | --- | --- | --- |
@@ -32,7 +32,7 @@ from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import arun, text
 from producers.contract import keys
 from producers.contract.principal import Limits, Principal
-from producers.store.audit import Change
+from producers.store.access.audit import Change
 from producers.store.protocol import swap
 
 log = logging.getLogger(__name__)
