@@ -37,16 +37,16 @@ class Attempt:
     worker: str
     """The worker's incarnation."""
     at: float
-    """When that was known, unix seconds."""
+    """Time at which that was known, unix seconds."""
     why: str
     """`died`, `drained`, `preempted`, `lease_lost`; `failed`: the engine failed it, and Celery tries again."""
     entries: int
-    """What its stream held by then."""
+    """Entries of its stream by then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Where a task is. Times are seconds."""
+    """A task's place, what keeps it, and its times, in seconds."""
 
     id: str
     status: str
@@ -62,7 +62,7 @@ class Explanation:
     worker: str | None = None
     """The worker's incarnation that runs it."""
     starts: int = 0
-    """How often it was started."""
+    """Number of its starts."""
     attempts: list[Attempt] = field(default_factory=list)
     """Starts that did not bring it to its end, as they ended."""
     phases: dict[str, float] = field(default_factory=dict)
@@ -94,7 +94,7 @@ def explanation(seen: Seen) -> Explanation:
 
 
 def estimated(seen: Seen) -> Estimate:
-    """By the throughput that workers of the version measured, and what each task took of it on average."""
+    """Reckoned from the throughput that workers of the version measured, and what each task took of it on average."""
     rate, per_task, knee = seen.profile.tokens_per_s, seen.profile.tokens_per_task, seen.profile.knee
     if not rate or not per_task or not knee or seen.record.final:
         return Estimate()
@@ -124,7 +124,7 @@ def _start(seen: Seen, tasks_per_s: float, knee: float) -> float | None:
 
 
 def phases(record: Record, now_ms: float) -> dict[str, float]:
-    """How long each phase took so far; one that has not begun is not there."""
+    """Seconds that each phase took so far; one that has not begun is not there."""
     found: dict[str, float] = {}
     for name, (begin, end) in PHASES.items():
         began, ended = record.time(begin), record.time(end)

@@ -1,4 +1,4 @@
-"""What there is to see of a task: its record, its place in the queue, the workers that may run it."""
+"""Everything to be seen of a task: its record, its place in the queue, the workers that may run it."""
 
 from __future__ import annotations
 

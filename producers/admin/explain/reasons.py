@@ -1,4 +1,4 @@
-"""What keeps a task that waits: every reason that holds now, the one that decides first."""
+"""Reasons that keep a task that waits: every one that holds now, the one that decides first."""
 
 from __future__ import annotations
 

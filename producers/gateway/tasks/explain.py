@@ -18,7 +18,7 @@ router = APIRouter(prefix="/v1/tasks", tags=["tasks"])
 
 
 class ReasonView(BaseModel):
-    """What keeps a task: `name` for programs, `message` for people."""
+    """A reason that keeps a task: `name` for programs, `message` for people."""
 
     name: str
     message: str
@@ -41,7 +41,7 @@ class EstimateView(BaseModel):
 
 
 class ExplanationView(BaseModel):
-    """Where a task is. Times are seconds."""
+    """A task's place, what keeps it, and its times, in seconds."""
 
     id: str
     object: Literal["task.explanation"] = "task.explanation"
