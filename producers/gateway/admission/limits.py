@@ -75,17 +75,15 @@ class Admission:
         self._away = False
         self._taken, self._took_s = USUAL_RATE * USUAL_S, USUAL_S
 
-    async def enter(self, principal: Principal, tasks: Sequence[Task]) -> list[Task]:
-        """Admit a request's tasks and count them. Gives them back; where the key's largest output is the only bound of
-        theirs, with that.
+    async def enter(self, principal: Principal, tasks: Sequence[Task]) -> None:
+        """Admit a request's tasks and count them.
 
         Raises Problem: 403 for a model or tier that the key may not use, 429 if they are too many now, 400 if they
         always will be. Raises what `AsyncClient.known` does.
         """
         check_may_use(principal, tasks[0])
-        tasks = await self._sized(principal.limits, tasks)
         if self._most is None and self._most_of_one is None:
-            return tasks
+            return
         known = await self._client.known(tasks[0].model)
         queue = known.queue
         tenant, tier = tasks[0].tenant or "", tasks[0].tier
@@ -105,13 +103,16 @@ class Admission:
         if self._most_of_one is not None:
             count.tenants[tenant] += len(tasks)
         count.waiting[tier] = count.waiting.get(tier, 0) + len(tasks)
-        return tasks
 
-    async def _sized(self, limits: Limits, tasks: Sequence[Task]) -> list[Task]:
+    async def sized(self, limits: Limits, tasks: Sequence[Task]) -> list[Task]:
+        """The tasks within their key's largest prompt and output (`_sized`), before their Idempotency-Key is taken.
+
+        Raises Problem (400), and what `AsyncClient.known` does.
+        """
         if limits == NO_LIMITS:
             return [*tasks]
         context = int((await self._client.known(tasks[0].model)).card["context_length"])
-        return [sized(limits, task, context) for task in tasks]
+        return [_sized(limits, task, context) for task in tasks]
 
     def _limits(self, count: _Count, tier: str, tenant: str) -> Iterator[tuple[int, int, str | None]]:
         """The limits that hold for a task: what waits, the most that may, and the tenant that it is counted for."""
@@ -221,7 +222,7 @@ def check_may_use(principal: Principal, task: Task) -> None:
         )
 
 
-def sized(limits: Limits, task: Task, context: int) -> Task:
+def _sized(limits: Limits, task: Task, context: int) -> Task:
     """The task within its key's largest prompt and output. Its own largest output, if it names none, is the key's, or
     what the model's context (tokens) leaves.
 

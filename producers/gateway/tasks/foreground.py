@@ -82,7 +82,7 @@ class Foreground:
         """Submit all tasks. Raises Problem if too many wait, and as `AsyncClient.submit`; none stays queued then."""
         client, metrics = self._gateway.client, self._gateway.metrics
         if self._entry is None or self._entry.state != "made":
-            self._tasks = await self._gateway.admission.enter(self._principal, self._tasks)
+            await self._gateway.admission.enter(self._principal, self._tasks)
         await self._gateway.readers.enter(self.ids)
         self._held = list(self.ids)
         each = zip(self._tasks, self.ids, strict=True)
@@ -162,6 +162,7 @@ async def keyed(request: Request, gateway: Gateway, tasks: Sequence[Task]) -> Fo
     With a key they are kept as long as it is, and run on for a reader lease when their caller leaves. Raises
     InvalidTask, UnknownModel or Problem.
     """
+    tasks = await gateway.admission.sized(principal_of(request).limits, tasks)
     if idempotency.HEADER in request.headers:
         for task in tasks:  # a request to be refused takes no key
             task.check(await gateway.client.card(task.model))

@@ -52,10 +52,11 @@ async def submitted(
 
     `more`: as of `AsyncClient.admit`. Raises Problem, and as `AsyncClient.submit`.
     """
+    (task,) = await gateway.admission.sized(principal_of(request).limits, [task])
     entry = await idempotency.first(request, gateway.client, str(uuid.uuid4()), tenant=task.tenant)
     if entry is not None and entry.state == "made":
         return entry.id, await original(gateway, entry.id)
-    (task,) = await gateway.admission.enter(principal_of(request), [task])
+    await gateway.admission.enter(principal_of(request), [task])
     more, charge = {**more, **marks(request)}, charge_of(request)
     if entry is None:
         task_id = (await gateway.client.admit(task, None, more, charge)).id

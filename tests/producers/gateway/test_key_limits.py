@@ -156,6 +156,26 @@ def test_the_largest_output_bounds_what_names_none_and_refuses_nothing(
     assert 1 <= task["max_tokens"] <= most
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "most"),
+    [
+        ("/v1/tasks", {"prompt": [1]}, "max_tokens"),
+        ("/v1/completions", {"prompt": "x"}, "max_tokens"),
+        ("/v1/responses", {"input": "x"}, "max_output_tokens"),
+        ("/v1/responses", {"input": "x", "background": True}, "max_output_tokens"),
+    ],
+)
+def test_what_is_too_large_for_a_key_takes_no_idempotency_key(
+    http: httpx.Client, make: Make, model: str, path: str, body: dict[str, Any], most: str
+) -> None:
+    headers = {**as_caller(make(max_output=20)), "idempotency-key": "one"}
+    refused = http.post(path, json={"model": model, most: 21, **body}, headers=headers)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, most)
+    smaller = {"model": model, most: 20, **body} | ({} if path == "/v1/tasks" else {"stream": True})
+    with http.stream("POST", path, json=smaller, headers=headers) as answer:
+        assert answer.is_success, answer.read()
+
+
 def test_a_retry_counts_the_tokens_of_a_text_that_no_gateway_has_seen(
     http: httpx.Client, make: Make, model: str, client: Client, worker: FakeWorker
 ) -> None:
