@@ -144,6 +144,12 @@ class Pair(RuleBasedStateMachine):
         self.owed += billed(t, r, self.taken_up.pop(t, 0), self.died.pop(t, r.deaths))
         self.model[t] = None
 
+    def note_what_was_taken_up(self, t: str, before: Rec | None) -> None:
+        """After a CLAIM: what an earlier worker had computed by then is computed again."""
+        r = self.model[t]
+        if before and r and r.claims > before.claims > 0 and r.length:
+            self.taken_up[t] += (r.counted or 0) + len(r.stream)
+
     def held(self, t: str, valid: bool) -> str:
         """The claim that holds the task; or one that does not."""
         r = self.model[t]

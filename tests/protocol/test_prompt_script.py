@@ -54,10 +54,12 @@ class PromptMachine(Pair):
 
         def step() -> None:
             answer = protocol.read_claim(TASK, self.server.run(protocol.claim(TASK, c, inc, POOL, max_deaths=LIMIT)))
+            before = self.model[TASK]
             expected, self.model[TASK] = scripts.claim(
-                *(self.model[TASK], c, inc, self.live, ALL), limit=LIMIT, kind=(POOL.version, POOL.fingerprint)
+                *(before, c, inc, self.live, ALL), limit=LIMIT, kind=(POOL.version, POOL.fingerprint)
             )
             assert answer.answer == expected
+            self.note_what_was_taken_up(TASK, before)
 
         self.do(step)
 

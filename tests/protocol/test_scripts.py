@@ -128,8 +128,7 @@ class StoreMachine(Pair):
                 serving=serving,
             )
             assert answer.answer == expected
-            if before and (r := self.model[t]) and r.claims > before.claims > 0 and r.length:
-                self.taken_up[t] += (r.counted or 0) + len(r.stream)
+            self.note_what_was_taken_up(t, before)
             if expected == "elsewhere":
                 r = self.model[t]
                 assert r

@@ -124,8 +124,8 @@ class Lease:
                 taken = self._take_counts_back(life, dropped)
                 self._lapsed.popleft()
                 if taken:
-                    self.false_takeovers += 1
                     self.recomputed_tokens += sum(one.used for one in dropped if one.record is not None)
+                    self.false_takeovers += 1
 
     def _take_counts_back(self, life: Incarnation, dropped: Sequence[Delivery]) -> bool:
         """Whether another took this life for dead: then no task keeps the death or the return counted for it.
