@@ -9,8 +9,9 @@ from typing import Any
 from redis.asyncio import Redis
 
 from producers.admin.explain.look import Seen, look
-from producers.admin.explain.reasons import Reason, reasons
+from producers.admin.explain.reasons import Reason, counted, reasons
 from producers.broker.base import Broker
+from producers.contract.profile import sane
 from producers.contract.record import Record
 
 #: Phase -> the record's times at which it begins and ends.
@@ -94,14 +95,15 @@ def explanation(seen: Seen) -> Explanation:
 
 
 def estimated(seen: Seen) -> Estimate:
-    """Reckoned from the throughput that workers of the version measured, and what each task took of it on average."""
+    """Reckoned from the throughput that workers of the version measured, and what each task took of it on average, if
+    this one may need as much. A task that runs for longer than that has no estimate of its end."""
     rate, per_task, knee = seen.profile.tokens_per_s, seen.profile.tokens_per_task, seen.profile.knee
     if not rate or not per_task or not knee or seen.record.final:
         return Estimate()
-    service = knee * per_task / rate
+    service = knee * min(per_task, seen.tokens or per_task) / rate
     if seen.record.status == "in_progress":
-        left = max(0.0, service - (seen.now_ms - (seen.record.time("started") or seen.now_ms)) / 1000)
-        return Estimate(0.0, left)
+        left = service - (seen.now_ms - (seen.record.time("started") or seen.now_ms)) / 1000
+        return Estimate(0.0, left if left > 0 else None)
     start = _start(seen, rate / per_task, knee)
     return Estimate(start, None if start is None else start + service)
 
@@ -112,13 +114,13 @@ def _start(seen: Seen, tasks_per_s: float, knee: float) -> float | None:
     workers = len(seen.ready)
     if not workers:
         cold = seen.profile.cold_start.get("total")
-        workers = int((seen.scaling or {}).get("wanted") or 0)
+        workers = int(sane((seen.scaling or {}).get("wanted")) or 0)
         if not workers or cold is None:
             return None
         wait += cold
     if seen.ahead is None:
         return None if seen.standing is None else wait
-    running = sum(int(one.get("running") or 0) + int(one.get("waiting") or 0) for one in seen.ready)
+    running = sum(sane(one.get(name)) or 0 for one in seen.ready for name in ("running", "waiting"))
     before = max(0.0, seen.ahead - max(0.0, workers * knee - running))
     return wait + before / (workers * tasks_per_s)
 
@@ -147,9 +149,9 @@ def summary(seen: Seen, why: list[Reason], estimate: Estimate) -> str:
         return f"It has ended: {record.status}{said}"
     if record.status == "in_progress":
         end = _in(", and ends", estimate.ends_in_s)
-        return f"It runs on {record.fields.get('owner')}, with {sum(record.nexts)} tokens so far{end}."
-    place = "It waits" if seen.ahead is None else f"It waits, with {seen.ahead:,} tasks before it,"
-    because = f": {why[0].message}" if why else ", and is about to be taken"
+        return f"It runs on {record.fields.get('owner')}; tokens so far: {sum(record.nexts)}{end}."
+    place = "It waits" if seen.ahead is None else f"It waits, with {counted(seen.ahead)} before it,"
+    because = f": {why[0].message}" if why else ", and is about to be taken" if seen.ahead == 0 else ""
     return f"{place} in the tier {record.tier}{because}{_in('; it starts', estimate.starts_in_s)}."
 
 

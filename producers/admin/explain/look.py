@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from redis.asyncio import Redis
@@ -46,6 +46,12 @@ class Seen:
         return [one for one in self.workers if not one.get("draining") and not one.get("unready")]
 
     @property
+    def tokens(self) -> int:
+        """KV tokens that it may need; 0 where its record does not say."""
+        said = self.record.fields.get("tokens", "")
+        return int(said) if said.isdecimal() else 0
+
+    @property
     def better(self) -> int:
         """Tasks of better tiers that wait for the same version."""
         rank = keys.TIERS.get(self.record.tier, keys.TIERS["default"])[0]
@@ -85,6 +91,10 @@ async def _standing(broker: Broker, record: Record) -> Standing | None:
         message = Message.of(record)
     except (KeyError, ValueError):  # a broken record, or one that is no client's: nobody knows its message
         return None
+    if "fingerprint" in record.fields:  # it was begun: its message goes back to its pool, while that has a worker
+        own = keys.Pool(record.model, record.fields.get("version", ""), record.fields["fingerprint"]).queue
+        if (found := await broker.standing(replace(message, queue=own))) is not None:
+            return found
     return await broker.standing(message)
 
 

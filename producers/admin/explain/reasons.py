@@ -68,9 +68,9 @@ def _last_start(seen: Seen) -> str:
 def _others(seen: Seen) -> Iterator[Reason]:
     """Tasks that go first."""
     if seen.better:
-        yield Reason("better_tiers", f"{_tasks(seen.better)} of better tiers go first")
+        yield Reason("better_tiers", f"{counted(seen.better)} of better tiers go first")
     if seen.standing is not None and seen.standing.ahead:
-        same = _tasks(seen.standing.ahead)
+        same = counted(seen.standing.ahead)
         whose = "came before it" if seen.standing.exact else "go first: they came before it, or it is others' turn"
         yield Reason("same_tier" if seen.standing.exact else "turns", f"{same} of the tier {seen.record.tier} {whose}")
 
@@ -84,10 +84,9 @@ def _room(seen: Seen) -> Iterator[Reason]:
         count = f"all {len(full)} workers are" if len(full) > 1 else "the worker is"
         yield Reason("workers_full", f"{count} full: {'; '.join(map(_load, full))}")
         return
-    tokens = int(seen.record.fields.get("tokens", 0))
     free = [room for worker in seen.ready if (room := _free_tokens(seen, worker)) is not None]
-    if free and len(free) == len(seen.ready) and tokens > max(free):
-        said = f"it may need {tokens} tokens of KV cache, and no worker has more than {max(free)} free"
+    if free and len(free) == len(seen.ready) and seen.tokens > max(free):
+        said = f"it may need {seen.tokens} tokens of KV cache, and no worker has more than {max(free)} free"
         yield Reason("kv_room", said)
 
 
@@ -109,5 +108,6 @@ def _free_tokens(seen: Seen, worker: Lease) -> int | None:
     return int((blocks - used) / blocks * capacity)
 
 
-def _tasks(count: int) -> str:
+def counted(count: int) -> str:
+    """A number of tasks, in words."""
     return "1 task" if count == 1 else f"{count:,} tasks"

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from redis import Redis
 
-from producers.broker.connect import connect_consumer
+from producers.broker.connect import connect_consumer, connect_sender
 from producers.broker.values import Back, Credit, Rules
 from producers.connection.script import run
 from producers.contract import keys
+from producers.contract.message import Message
 from producers.contract.profile import Profile
+from producers.contract.record import Record
 from producers.store import protocol
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import POOL, QUEUE
@@ -180,8 +183,38 @@ def test_a_task_that_runs_lost_a_worker_and_ends(
         ("second", "drained", 1),
     ]
     assert said["phases"].keys() == {"submit", "queue", "first_token", "output"}
-    assert "runs on fake, with 1 tokens so far" in said["summary"]
+    assert "runs on fake; tokens so far: 1" in said["summary"]
     run(valkey, protocol.cancel(task_id))
     worker.die()
     run(valkey, protocol.expire(task_id))
     assert explain(task_id)["summary"] == "It has ended: cancelled"
+
+
+def test_what_was_begun_is_found_in_its_own_pools_queue(
+    submit: Callable[..., str], explain: Explain, valkey: Redis, valkey_url: str, worker: FakeWorker
+) -> None:
+    task_id = submit()
+    assert worker.take(QUEUE) == task_id
+    worker.claim(task_id)
+    run(valkey, protocol.release(task_id, worker.claims[task_id], "drained"))
+    assert explain(task_id)["ahead"] is None
+    assert "about to be taken" not in explain(task_id)["summary"]
+    message = Message.of(Record.parse(task_id, valkey.hgetall(keys.task(task_id))))
+    sender = connect_sender(valkey_url, valkey_url)
+    sender.send(replace(message, queue=f"{QUEUE}.fake"))
+    sender.close()
+    assert (explain(task_id)["ahead"], explain(task_id)["ahead_is_exact"]) == (0, True)
+
+
+def test_a_small_task_is_not_said_to_take_as_long_as_others(
+    submit: Callable[..., str], explain: Explain, valkey: Redis, valkey_url: str, worker: FakeWorker
+) -> None:
+    task_id = submit(max_tokens=7)
+    valkey.hset(keys.PROFILES, NAME, MEASURED.to_json())
+    lease(valkey_url)
+    needs = int(valkey.hget(keys.task(task_id), "tokens") or 0)
+    assert explain(task_id)["estimate"]["ends_in_s"] == pytest.approx(needs * MEASURED.knee / MEASURED.tokens_per_s)
+    assert worker.take(QUEUE) == task_id
+    worker.claim(task_id)
+    valkey.hset(keys.task(task_id), "started", 1)
+    assert explain(task_id)["estimate"] == {"starts_in_s": 0.0, "ends_in_s": None}
