@@ -31,7 +31,7 @@ from workers.chaos.injector import Handle, Healing
 from workers.chaos.journal import Journal, journal_path
 from workers.chaos.load import WITHOUT_CELERY, Load
 from workers.chaos.plan import Fault
-from workers.cli.processes import PENSTOCK
+from workers.processes import PENSTOCK
 
 #: Whoever takes longer than this hangs (s): beyond the drain time to stop; to come up.
 HAND_BACK_S = 60.0

@@ -14,7 +14,7 @@ from redis import Redis
 from producers.contract import keys
 from producers.gateway import GatewaySettings, serve
 from tests.processes import Worker, valkey
-from workers.cli.processes import open_port
+from workers.cli.processes.ports import open_port
 
 TINY = Path(__file__).parents[2] / "workers" / "models" / "tiny"
 #: Seconds; short, so that what is lost is found soon, and longer than a busy machine holds the worker up.

@@ -15,7 +15,7 @@ import pytest
 from tests.conformance.javascript import run_source
 from tests.processes import free_port
 from tests.workers.cli.local.test_up import Up
-from workers.cli.processes import PENSTOCK
+from workers.processes import PENSTOCK
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -16,7 +16,7 @@ from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import until
 from tests.producers.gateway.http.test_sse import follow, subscribers
 from workers.cli.exits import Failure
-from workers.cli.processes import open_port
+from workers.cli.processes.ports import open_port
 
 
 @contextmanager

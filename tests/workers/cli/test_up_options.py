@@ -21,7 +21,7 @@ from workers.cli.gpus import workers as gpu_workers
 from workers.cli.gpus.choice import Chosen
 from workers.cli.local import up
 from workers.cli.local.system import System
-from workers.cli.processes import PENSTOCK
+from workers.processes import PENSTOCK
 from workers.processes.standby import IDLE_S
 from workers.processes.supervisor import Program
 from workers.settings import WorkerSettings
@@ -110,7 +110,7 @@ def test_what_was_not_said_is_left_to_the_worker(conducted: Conducted, monkeypat
 def test_the_gateway_is_told_what_was_said(conducted: Conducted, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[GatewaySettings] = []
     monkeypatch.setattr("producers.gateway.serve", lambda settings, listener: given.append(settings))
-    monkeypatch.setattr("workers.cli.processes.look_at_servers", lambda broker, store: None)
+    monkeypatch.setattr("workers.cli.processes.gateway.look_at_servers", lambda broker, store: None)
     origins = ("https://a.example", "http://localhost:3000")
     said = ("--max-queued", "60", "--max-queued-per-tenant", "6", *(f"--cors-origin={origin}" for origin in origins))
     said += ("--proxy-headers", "10.0.0.0/8", "--proxy-headers", "::1")

@@ -34,7 +34,7 @@ from workers.cli.local import embedded
 from workers.cli.local.plan import Plan
 from workers.cli.local.pools import LocalPools
 from workers.cli.local.publish import publish_own
-from workers.cli.processes import open_port
+from workers.cli.processes.ports import open_port
 from workers.connect import check_servers
 from workers.errors import Refused
 from workers.library import Found

@@ -1,0 +1,99 @@
+"""`penstock gateway`: one process that serves the HTTP API."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import Annotated
+
+import typer
+
+from producers.connection.local import FILES_DIR
+from workers.cli.exits import needs
+from workers.cli.keys import auth as keys_or_none
+from workers.cli.keys.auth import AskFor, Insecure
+from workers.cli.options import (
+    Broker,
+    CorsOrigin,
+    FilesDir,
+    FilesRedirect,
+    LogLevel,
+    MaxFile,
+    MaxQueued,
+    MaxQueuedPerTenant,
+    Prices,
+    ProxyHeaders,
+    Store,
+    WebhookAllow,
+    finite,
+)
+from workers.cli.processes.ports import open_port
+from workers.cli.starting import look_at_files, look_at_servers, refusing_bad_urls, set_up_logging, store_of
+
+
+def gateway(
+    broker: Broker,
+    store: Store = None,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on. 0: any free port.")] = 8000,
+    drain_timeout: Annotated[
+        float,
+        typer.Option(min=0, callback=finite, help="Seconds that open streams may go on after SIGTERM."),
+    ] = 30.0,
+    reader_lease: Annotated[
+        float,
+        typer.Option(
+            min=1, callback=finite, help="Seconds after a gateway died at which its open requests are cancelled."
+        ),
+    ] = 15.0,
+    auth: AskFor = None,
+    insecure: Insecure = False,
+    max_queued: MaxQueued = None,
+    max_queued_per_tenant: MaxQueuedPerTenant = None,
+    cors_origin: CorsOrigin = None,
+    proxy_headers: ProxyHeaders = None,
+    files_dir: FilesDir = None,
+    files_redirect: FilesRedirect = False,
+    max_file: MaxFile = 2 << 30,
+    webhook_allow: WebhookAllow = None,
+    prices: Prices = None,
+    await_model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Answer /readyz with 503 until this model is published or a worker serves it. May be repeated."
+        ),
+    ] = None,
+    log_level: LogLevel = "info",
+    fd: Annotated[int | None, typer.Option(hidden=True, help="File descriptor of a listening socket.")] = None,
+) -> None:
+    """Serve the HTTP API: OpenAI's endpoints, tasks and metrics."""
+    with needs("gateway"):
+        from producers.gateway import GatewaySettings, serve
+    set_up_logging(log_level)
+    listener = socket.socket(fileno=fd) if fd is not None else open_port(host, port, listens=False)
+    address = listener.getsockname()[0]
+    asks = keys_or_none.decided(auth, insecure, address)
+    logging.getLogger("penstock").info("API keys: %s", keys_or_none.said(asks, address))
+    settings = GatewaySettings(
+        broker,
+        store_of(broker, store),
+        host,
+        port,
+        asks,
+        drain=drain_timeout,
+        reader_lease=reader_lease,
+        max_queued=max_queued,
+        max_queued_per_tenant=max_queued_per_tenant,
+        cors_origins=tuple(cors_origin or ()),
+        proxy_headers=tuple(proxy_headers or ()),
+        awaited=tuple(await_model or ()),
+        files_dir=str(files_dir or FILES_DIR),
+        files_redirect=files_redirect,
+        max_file=max_file,
+        webhook_allow=tuple(webhook_allow or ()),
+        prices=None if prices is None else str(prices),
+    )
+    with refusing_bad_urls():
+        look_at_servers(broker, store)
+        look_at_files(settings.files_dir)
+        serve(settings, listener)

@@ -1,0 +1,191 @@
+"""`penstock worker`: one process that serves a model, or one for each GPU."""
+
+from __future__ import annotations
+
+import gc
+import socket
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+
+from workers.cli.exits import Failure, needs
+from workers.cli.models.references import MODEL, complete_model
+from workers.cli.options import (
+    Broker,
+    Deterministic,
+    Device,
+    DraftModel,
+    DType,
+    Gpus,
+    KvCacheBytes,
+    KvCacheDType,
+    LogLevel,
+    MaxBatchedTokens,
+    MaxNonPriorityStepTokens,
+    MaxNumSeqs,
+    MaxStepSeconds,
+    MaxWorkerDeaths,
+    MemoryShare,
+    Quantization,
+    Speculate,
+    SpeculateTokens,
+    SpotMetadataUrl,
+    SpotProvider,
+    Store,
+    Threads,
+    check_spot,
+    finite,
+    health_ports,
+    place,
+    process_name,
+    said_again,
+    speculation,
+)
+from workers.cli.starting import checked_level, store_of
+from workers.processes import PENSTOCK
+
+
+def worker(
+    context: typer.Context,
+    broker: Broker,
+    model: Annotated[str, typer.Option(help=MODEL, autocompletion=complete_model)],
+    store: Store = None,
+    name: Annotated[
+        str | None, typer.Option(callback=process_name, help="This process's name in leases and logs. Unset: HOST.PID.")
+    ] = None,
+    lease: Annotated[
+        float,
+        typer.Option(
+            min=1, callback=finite, help="Seconds without a heartbeat after which other workers take its tasks."
+        ),
+    ] = 10.0,
+    drain_timeout: Annotated[
+        float,
+        typer.Option(min=0, callback=finite, help="Seconds that running tasks may go on after SIGTERM."),
+    ] = 30.0,
+    max_worker_deaths: MaxWorkerDeaths = 3,
+    max_step_seconds: MaxStepSeconds = 180.0,
+    health_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="Serve /livez and /readyz on this port. With --gpus, the first worker uses it and each further worker "
+            "the next one. 0: any free port. Unset: no port.",
+        ),
+    ] = None,
+    spot_provider: SpotProvider = None,
+    spot_metadata_url: SpotMetadataUrl = None,
+    files_dir: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLACE",
+            envvar="FILES_DIR",
+            callback=place,
+            help="The folder or s3://BUCKET/PREFIX for bodies of Celery messages that are too large for SQS. Unset: "
+            "such messages are refused.",
+        ),
+    ] = None,
+    max_num_seqs: MaxNumSeqs = None,
+    max_batched_tokens: MaxBatchedTokens = None,
+    max_non_priority_step_tokens: MaxNonPriorityStepTokens = None,
+    kv_cache_bytes: KvCacheBytes = None,
+    memory_share: MemoryShare = None,
+    dtype: DType = None,
+    quantization: Quantization = None,
+    kv_cache_dtype: KvCacheDType = None,
+    deterministic: Deterministic = False,
+    speculate: Speculate = None,
+    draft_model: DraftModel = None,
+    speculate_tokens: SpeculateTokens = None,
+    device: Device = None,
+    gpus: Gpus = None,
+    threads: Threads = None,
+    events: Annotated[
+        bool,
+        typer.Option("--task-events", "-E", help="Send Celery's task events, as after `celery control enable_events`."),
+    ] = False,
+    log_level: LogLevel = "info",
+) -> None:
+    """Serve a model: take tasks from its queue, run them in the engine and publish their tokens."""
+    check_spot(spot_provider, spot_metadata_url)
+    if gpus is not None:
+        raise typer.Exit(_one_for_each(context, gpus, name, drain_timeout))
+    # Until it serves, nothing that it makes is garbage: to look for some takes a quarter of the imports' time.
+    gc.disable()
+    with needs("worker"):
+        from engine.errors import EngineError
+        from workers.errors import Refused
+        from workers.runtime.worker import run_worker
+        from workers.settings import WorkerSettings
+    asked: dict[str, Any] = {
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_batched_tokens,
+        "unhurried_tokens": max_non_priority_step_tokens,
+        "kv_cache_bytes": kv_cache_bytes,
+        "memory_share": memory_share,
+        "dtype": dtype,
+        "quantization": quantization,
+        "kv_cache_dtype": kv_cache_dtype,
+        "deterministic": deterministic or None,
+        **speculation(speculate, draft_model, speculate_tokens),
+        "device": device,
+        "threads": threads,
+    }
+    engine = {option: value for option, value in asked.items() if value is not None}
+    settings = WorkerSettings(
+        broker,
+        store_of(broker, store),
+        model,
+        engine=engine,
+        lease=lease,
+        drain=drain_timeout,
+        max_deaths=max_worker_deaths,
+        step_limit=max_step_seconds,
+        health_port=health_port,
+        spot_notice=spot_provider,
+        spot_endpoint=spot_metadata_url,
+        events=events,
+        files_dir=files_dir,
+    )
+    if name is not None:
+        settings = replace(settings, name=name)
+    try:
+        status = run_worker(settings, checked_level(log_level))
+    except (Refused, EngineError) as refusal:
+        raise Failure(str(refusal)) from refusal
+    raise typer.Exit(status)
+
+
+def _one_for_each(context: typer.Context, asked: str, name: str | None, drain: float) -> int:
+    """Run this command once for each GPU, with the other options unchanged. Returns the exit status."""
+    import asyncio
+    import os
+    from contextlib import suppress
+
+    from engine.execution.threads import threads_of_each
+    from workers.cli.gpus.choice import choose, gpus_here
+    from workers.cli.gpus.workers import programs, supervise
+
+    if context.params["device"] == "cpu":
+        raise Failure("--gpus goes with --device cuda, not with cpu")
+    gpus = choose(asked, gpus_here())
+    ports = health_ports(context.params["health_port"], len(gpus))
+    argv = [*PENSTOCK, str(context.info_name), *said_again(context, without=("gpus", "name", "device", "health_port"))]
+    argv += ["--device", "cuda"]
+    if context.params["threads"] is None:
+        argv += ["--threads", str(threads_of_each(len(gpus)))]
+
+    def say(name: str, line: str) -> None:
+        with suppress(OSError):  # nobody reads the output any more: go on serving
+            typer.echo(f"{name} | {line}", err=True)
+
+    each = programs(gpus, argv, _urls(context), name or f"{socket.gethostname()}.{os.getpid()}", ports)
+    return asyncio.run(supervise(each, say, drain))
+
+
+def _urls(context: typer.Context) -> dict[str, str]:
+    """The servers' URLs by environment variable. They may hold passwords, so they stay off the command line."""
+    found = {option.envvar: context.params.get(str(option.name)) for option in context.command.params}
+    return {name: str(value) for name, value in found.items() if isinstance(name, str) and value is not None}
