@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from producers.client.aio import AsyncClient, AsyncHandle
     from producers.client.blocking import Client, Handle
-    from producers.contract.events import End, Event, Prompt, Token
     from producers.contract.record import Record
-    from producers.contract.result import Choice, Result, TaskInfo, TaskPage
+    from producers.contract.stream.events import End, Event, Prompt, Token
+    from producers.contract.stream.result import Choice, Result, TaskInfo, TaskPage
     from producers.contract.task import Task
     from producers.errors import (
         IdempotencyKeyReused,
@@ -75,9 +75,9 @@ _HOME = {
         "TaskNotFound",
         "UnknownModel",
     ),
-    "contract.events": ("End", "Event", "Prompt", "Token"),
+    "contract.stream.events": ("End", "Event", "Prompt", "Token"),
     "contract.record": ("Record",),
-    "contract.result": ("Choice", "Result", "TaskInfo", "TaskPage"),
+    "contract.stream.result": ("Choice", "Result", "TaskInfo", "TaskPage"),
     "contract.task": ("Task",),
 }
 

@@ -16,12 +16,12 @@ from typing import Any, Final
 from redis.asyncio import Redis
 
 from producers.contract import keys
-from producers.contract.principal import SCOPES, Limits
 from producers.contract.task import MAX_TENANT
 from producers.errors import InvalidTask, PenstockError, shown
 from producers.store.access import api_keys
 from producers.store.access.api_keys import PREFIX, Key
 from producers.store.access.audit import Actor
+from producers.store.access.principal import SCOPES, Limits
 
 #: Scopes of a key, unless it is given others.
 USUAL: Final = ("submit", "read", "cancel")
@@ -35,8 +35,9 @@ LONGEST_S: Final = 10 * 365 * 24 * 3600
 MAX_OVERLAP_S: Final = 30 * 24 * 3600
 #: Unicode's categories of characters that no name has: controls, line ends, and what turns the direction of writing.
 UNSEEN: Final = frozenset({"Cc", "Cf", "Zl", "Zp"})
-#: What nothing shows.
-_HIDDEN: Final = ("digest", "old_digest", "old_until")
+#: Fields that nothing shows.
+_HIDDEN: Final = ("digest", "old_digest", "old_until", "limits")
+LIMITS: Final = tuple(one.name for one in fields(Limits))
 
 
 class KeyEnded(PenstockError):
@@ -55,7 +56,7 @@ def checked(asked: Mapping[str, Any], now: float) -> dict[str, Any]:
     given = {"name": given["tenant"], "scopes": USUAL, **given}
     _check_expiry(given.get("expires_at"), now)
     _check_limits(given)
-    for name in ("models", "tiers", *(one.name for one in fields(Limits))):
+    for name in ("models", "tiers", *LIMITS):
         if given.get(name) and not {"submit", "admin"} & {*given["scopes"]}:
             said = f"{name} say what a key may submit, and the scopes {', '.join(given['scopes'])} do not let it"
             raise InvalidTask(said, param=name)
@@ -67,7 +68,9 @@ async def create(store: Redis, asked: Mapping[str, Any], actor: Actor) -> tuple[
 
     Raises InvalidTask, TooManyKeys, redis.exceptions.RedisError or OSError.
     """
-    key, token = api_keys.new_key(**checked(asked, time.time()))
+    given = checked(asked, time.time())
+    limits = Limits(**{name: given.pop(name) for name in LIMITS if name in given})
+    key, token = api_keys.new_key(**given, limits=limits)
     await api_keys.create(store, key, actor.did("key.create", key.id, key.tenant))
     return key, token
 
@@ -112,8 +115,8 @@ async def found(store: Redis, prefix: str = "", tenant: str | None = None) -> li
 def about(key: Key, now: float) -> dict[str, Any]:
     """A key as it is shown: without digests, with its state and, while an old secret works, until when."""
     told = {name: value for name, value in asdict(key).items() if name not in _HIDDEN}
-    overlaps = key.old_digest is not None and now < key.old_until
-    return {**told, "state": key.state(now), "old_secret_until": key.old_until if overlaps else None}
+    until = key.old_until if key.old_digest is not None and now < key.old_until else None
+    return {**told, **asdict(key.limits), "state": key.state(now), "old_secret_until": until}
 
 
 def _disable(key: Key) -> Key:
@@ -148,9 +151,8 @@ def _text(most: int) -> Callable[[str, Any], str]:
             value.encode()
         except UnicodeEncodeError:
             raise InvalidTask(f"{name} is {shown(value)}; it must be valid Unicode", param=name) from None
-        if any(
-            unicodedata.category(sign) in UNSEEN for sign in value
-        ):  # it would forge lines of lists and of the audit
+        # Such a name would forge lines of lists and of the audit log.
+        if any(unicodedata.category(sign) in UNSEEN for sign in value):
             raise InvalidTask(f"{name} is {shown(value)}; it must have no control characters", param=name)
         return value
 
@@ -211,5 +213,5 @@ FIELDS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "models": _some(MAX_MODELS),
     "tiers": _some(len(keys.TIERS), tuple(keys.TIERS)),
     "expires_at": _second,
-    **{one.name: _count for one in fields(Limits)},
+    **dict.fromkeys(LIMITS, _count),
 }

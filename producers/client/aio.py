@@ -22,10 +22,10 @@ from producers.client.tasks import AsyncTasks
 from producers.connection.connect import SILENT_S, connect_async
 from producers.connection.local import servers
 from producers.connection.script import Call, arun
-from producers.contract.events import Event
 from producers.contract.message import Message
 from producers.contract.record import Record
-from producers.contract.result import Result, collect
+from producers.contract.stream.events import Event
+from producers.contract.stream.result import Result, collect
 from producers.contract.task import Task
 from producers.contract.trace import trace_fields
 from producers.errors import PenstockError

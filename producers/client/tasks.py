@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from producers.client.listing import Listed, Query, Wanted, list_tasks
 from producers.client.once import retry
-from producers.contract.result import TaskInfo, TaskPage
+from producers.contract.stream.result import TaskInfo, TaskPage
 
 if TYPE_CHECKING:
     from producers.client.aio import AsyncClient, AsyncHandle

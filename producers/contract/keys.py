@@ -81,7 +81,7 @@ def stream(task_id: str) -> str:
 
 
 def result(task_id: str) -> str:
-    """Hash: the compacted stream; block number -> entries (`producers.contract.blocks`)."""
+    """Hash: the compacted stream; block number -> entries (`producers.contract.stream.blocks`)."""
     return f"penstock:result:{task_id}"
 
 

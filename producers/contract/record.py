@@ -47,7 +47,7 @@ from typing import Any, Final
 
 from producers.connection.script import text
 from producers.contract import keys
-from producers.contract.events import MAX_CHOICES
+from producers.contract.stream.events import MAX_CHOICES
 
 FINAL: Final = frozenset({"completed", "failed", "cancelled", "incomplete"})
 

@@ -41,7 +41,7 @@ from producers.connection.script import Call, script, text
 from producers.contract import keys
 from producers.contract.batch import MAX_WINDOW_S
 from producers.contract.ids import timed_id
-from producers.contract.principal import LOCAL, Principal
+from producers.store.access.principal import LOCAL, Principal
 from producers.store.files import OUTPUT_KEPT_S
 from producers.store.protocol import PACKAGE
 

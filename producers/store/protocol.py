@@ -173,7 +173,7 @@ def read_append(answer: Sequence[Any]) -> list[tuple[str, int]]:
 
 
 def prompt(task_id: str, claim_id: str, entries: Sequence[str]) -> Call:
-    """PROMPT: append a prompt's log probabilities (`producers.contract.events.encode_prompt`).
+    """PROMPT: append a prompt's log probabilities (`producers.contract.stream.events.encode_prompt`).
 
     Answers `ok`, `other` or `cancel`.
     """
@@ -224,8 +224,8 @@ def orphan(task_id: str, *, gone: bool = False, default_ttl_s: int = DEFAULT_TTL
 def compact(
     task_id: str, settled_ms: int, entries: int, blocks: Sequence[bytes], reference: Reference | None = None
 ) -> Call:
-    """COMPACT: replace a settled stream by its blocks (`producers.contract.blocks`), or by a reference to a noted blob
-    that holds them.
+    """COMPACT: replace a settled stream by its blocks (`producers.contract.stream.blocks`), or by a reference to a
+    noted blob that holds them.
 
     `settled_ms`: the record's `settled`. Answers `done`, `gone`, `other`, `unsettled`, `changed` or `late`.
     """

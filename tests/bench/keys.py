@@ -21,9 +21,9 @@ from fastapi import FastAPI
 from redis.asyncio import Redis
 
 from producers.admin import keys
-from producers.contract.principal import COUNTED
 from producers.gateway import GatewaySettings, create_app
 from producers.store.access.audit import Actor
+from producers.store.access.principal import COUNTED
 from tests.processes import valkey
 from tests.producers.gateway.conftest import publish
 

@@ -15,7 +15,7 @@ from redis import Redis
 
 from producers.connection.script import text
 from producers.contract import keys
-from producers.contract.events import encode_token
+from producers.contract.stream.events import encode_token
 from producers.store import protocol
 from tests.protocol.model import ALL, scripts
 from tests.protocol.model.scripts import FINAL

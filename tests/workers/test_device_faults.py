@@ -18,7 +18,7 @@ from redis import Redis
 
 from producers import Client
 from producers.broker.redis import keys as broker_keys
-from producers.contract.events import Token
+from producers.contract.stream.events import Token
 from tests.processes import ROOT, Worker, valkey
 from tests.workers.rig import Rig
 from workers.processes.supervisor import Child, Program

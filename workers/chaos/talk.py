@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from producers.client.steps import FAILURES
-from producers.contract.events import Event, Prompt, Token
+from producers.contract.stream.events import Event, Prompt, Token
 from producers.errors import PenstockError, SubmitFailed, TaskExists, TaskNotFound
 from workers.bench.connection import Broken
 from workers.chaos.checker.history import Seen

@@ -1,4 +1,4 @@
-"""Where a waiting message stands: as `redis/scripts/standing.lua` reckons it, by playing the turns."""
+"""The place of a waiting message in its queue, as `redis/scripts/standing.lua` reckons it, by playing the turns."""
 
 from __future__ import annotations
 

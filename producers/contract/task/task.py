@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from producers.contract.events import MAX_CHOICES
+from producers.contract.stream.events import MAX_CHOICES
 from producers.contract.task.fields import (
     DECIMAL,
     Biases,

@@ -1,4 +1,4 @@
-"""Who asks: finds the Principal of a request's key, within a second of what the store says of it.
+"""Callers: finds the Principal of a request's key, within a second of what the store says of it.
 
     token ─▶ id, secret ─▶ the key as the store had it at most FRESH_S ago ─▶ its digest compared ─▶ Principal
 
@@ -19,10 +19,10 @@ from redis.asyncio import Redis
 
 from producers.client.steps import FAILURES
 from producers.connection.connect import SILENT_S
-from producers.contract.principal import Principal
 from producers.gateway.http.errors import Problem
 from producers.store.access import api_keys
 from producers.store.access.api_keys import Key
+from producers.store.access.principal import Principal
 
 T = TypeVar("T")
 

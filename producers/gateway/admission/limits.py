@@ -25,10 +25,10 @@ from typing import Final
 from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES
 from producers.connection.connect import SILENT_S
-from producers.contract.principal import NO_LIMITS, Limits, Principal
 from producers.contract.task import Task
 from producers.errors import shown
 from producers.gateway.http.errors import Problem
+from producers.store.access.principal import NO_LIMITS, Limits, Principal
 
 #: Tier -> share of the limit that may be taken, by all tiers or, for priority, by its own tasks. It is at least one
 #: task, so that a small limit refuses no tier while nothing waits.

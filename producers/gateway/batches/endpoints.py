@@ -14,14 +14,14 @@ from typing import Any, Final
 from engine.text import Tokenizer
 from producers.client.aio import AsyncClient
 from producers.client.submission import Known
-from producers.contract.events import End
-from producers.contract.principal import LOCAL, Principal
+from producers.contract.stream.events import End
 from producers.errors import InvalidTask, PenstockError, UnknownModel
 from producers.gateway.admission.limits import check_may_use
 from producers.gateway.http.errors import Problem, body_of, problem_of
 from producers.gateway.openai.lines import answer_line, read_line
 from producers.gateway.tasks.foreground import problem_of_end
 from producers.gateway.text.prompts import Prompts
+from producers.store.access.principal import LOCAL, Principal
 from producers.sweeper.batches.endpoint import Answer, Finished, Planned
 
 logger = logging.getLogger(__name__)

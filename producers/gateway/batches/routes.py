@@ -10,7 +10,6 @@ from fastapi import APIRouter, Request, Response
 
 from producers.connection.script import arun, text
 from producers.contract import keys
-from producers.contract.principal import NO_LIMITS
 from producers.errors import shown
 from producers.gateway.batches.request import SCHEMA, read
 from producers.gateway.batches.views import BatchList, BatchView
@@ -23,6 +22,7 @@ from producers.gateway.http.errors import Problem
 from producers.gateway.tasks.own import sees
 from producers.gateway.tasks.views import errors
 from producers.store import batches
+from producers.store.access.principal import NO_LIMITS
 from producers.store.batches import Batch
 from producers.store.files import BATCH
 from producers.store.idempotency import Entry

@@ -1,6 +1,6 @@
-"""Who makes a request, and whether it may: every endpoint names the scope that it needs.
+"""The caller of a request, and whether it may make it: every endpoint names the scope that it needs.
 
-    @router.get("", dependencies=READS)      or needs("submit") ...      then principal_of(request), tenant_of(request)
+    @router.get("", dependencies=READS)      then principal_of(request), tenant_of(request)
 
 Endpoints without a scope are open to all; a test knows them by name.
 """
@@ -15,11 +15,11 @@ from fastapi.openapi.models import HTTPBearer
 from fastapi.security.base import SecurityBase
 from starlette.requests import HTTPConnection
 
-from producers.contract.principal import LOCAL, Principal
 from producers.contract.task import MAX_TENANT
 from producers.errors import shown
 from producers.gateway.http.errors import Problem
 from producers.store.access.audit import Actor
+from producers.store.access.principal import LOCAL, Principal
 from producers.store.usage.limits import Charge
 
 TENANT: Final = "Penstock-Tenant"

@@ -16,7 +16,6 @@ from starlette.exceptions import HTTPException
 from producers.connection.aws import AwsError
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.trouble import CODES, Trouble, trouble
-from producers.contract.principal import LOCAL, Principal
 from producers.contract.task import label
 from producers.errors import (
     InvalidQuery,
@@ -31,6 +30,7 @@ from producers.errors import (
     shown,
 )
 from producers.gateway.metrics import UNKNOWN
+from producers.store.access.principal import LOCAL, Principal
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from producers.client.steps import FAILURES
-from producers.contract.events import Event, Prompt, Token
-from producers.contract.result import logprobs_view, prompt_view
+from producers.contract.stream.events import Event, Prompt, Token
+from producers.contract.stream.result import logprobs_view, prompt_view
 from producers.errors import PenstockError
 from producers.gateway.http.connection import cut
 from producers.gateway.http.errors import Problem, body_of, problem_of

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from fastapi import APIRouter, Request
 from redis.asyncio import Redis
 
 from producers.admin import keys as admin
 from producers.admin.keys import KeyEnded
-from producers.errors import InvalidTask, shown
+from producers.errors import shown
 from producers.gateway.context import gateway_of
 from producers.gateway.http import query
 from producers.gateway.http.body import read_object
 from producers.gateway.http.caller import ADMINISTERS, actor_of
 from producers.gateway.http.errors import Problem
+from producers.gateway.http.fields import documented, fields_of
 from producers.gateway.keys.views import CREATE, ROTATE, ChangeList, ChangeView, KeyList, KeyView, KeyWithSecret
 from producers.gateway.tasks.views import errors
 from producers.store.access import api_keys, audit
@@ -30,11 +30,7 @@ BEGINNING: Final = re.compile(f"(?:{api_keys.PREFIX})?[0-9a-z]{{0,16}}")
 PAGE, MAX_PAGE = 100, 1000
 
 
-def _body(schema: Mapping[str, Any], *, required: bool = True) -> dict[str, Any]:
-    return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}
-
-
-@router.post("/keys", response_model=KeyWithSecret, responses=errors(413, 415), openapi_extra=_body(CREATE))
+@router.post("/keys", response_model=KeyWithSecret, responses=errors(413, 415), openapi_extra=documented(CREATE))
 async def create(request: Request) -> KeyWithSecret:
     """Make a key. The answer alone shows it; a key whose answer was lost is of use to nobody, and can be revoked."""
     gateway = gateway_of(request)
@@ -76,13 +72,13 @@ async def look(request: Request, key_id: str) -> KeyView:
     "/keys/{key_id}/rotate",
     response_model=KeyWithSecret,
     responses=errors(404, 409, 413, 415),
-    openapi_extra=_body(ROTATE, required=False),
+    openapi_extra=documented(ROTATE, required=False),
 )
 async def rotate(request: Request, key_id: str) -> KeyWithSecret:
     """Give a key a new secret, shown this once. The old one goes on for 24 hours, unless told otherwise."""
-    overlap = await _overlap(request)
+    asked = await fields_of(request, gateway_of(request).settings.max_body, ROTATE, optional=True)
     try:
-        made = await admin.rotate(_store(request), key_id, overlap, actor_of(request))
+        made = await admin.rotate(_store(request), key_id, asked.get("overlap", OVERLAP_S), actor_of(request))
     except KeyEnded as error:
         raise _ended(error) from None
     if made is None:
@@ -130,24 +126,6 @@ async def _turned(request: Request, key_id: str, verb: str) -> KeyView:
         return KeyView.of(_found(await admin.turn(_store(request), key_id, verb, actor_of(request)), key_id))
     except KeyEnded as error:
         raise _ended(error) from None
-
-
-async def _overlap(request: Request) -> float:
-    """The overlap (s) in a body, which there need not be. Raises InvalidTask, and Problem."""
-    if request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
-        return OVERLAP_S
-    asked = await read_object(request, gateway_of(request).settings.max_body)
-    for name in asked:
-        if name != "overlap":
-            said = f"unknown field {shown(name)}; there is overlap"
-            raise InvalidTask(said, param=name, code="unknown_parameter")
-    overlap = asked.get("overlap")
-    if overlap is None:
-        return OVERLAP_S
-    if isinstance(overlap, bool) or not isinstance(overlap, int | float):
-        said = f"overlap is {shown(overlap)}; it must be a number of seconds"
-        raise InvalidTask(said, param="overlap", code="invalid_type")
-    return overlap
 
 
 def _store(request: Request) -> Redis:

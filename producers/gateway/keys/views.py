@@ -9,9 +9,9 @@ from pydantic import BaseModel, Field
 
 from producers.admin.keys import LONGEST_S, MAX_MODELS, MAX_NAME, MAX_OVERLAP_S, MOST, USUAL, about
 from producers.contract import keys
-from producers.contract.principal import SCOPES
 from producers.contract.task import MAX_TENANT
 from producers.store.access.api_keys import OVERLAP_S, Key
+from producers.store.access.principal import SCOPES
 
 
 def _names(most: int, description: str, known: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from producers.client.submission import Known
-from producers.contract.events import End
+from producers.contract.stream.events import End
 from producers.gateway.context import Gateway
 from producers.gateway.http import idempotency
 from producers.gateway.http.errors import body_of, problem_of

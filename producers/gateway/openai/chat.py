@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from producers.contract.chat import MESSAGE, read_messages
-from producers.contract.events import End
+from producers.contract.stream.events import End
 from producers.contract.task import Task
 from producers.errors import InvalidTask, shown
 from producers.gateway.admission.limits import check_may_use

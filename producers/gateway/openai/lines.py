@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from engine.text import Tokenizer
 from producers.contract.batch import ENDPOINTS
-from producers.contract.events import Event
 from producers.contract.record import Record
+from producers.contract.stream.events import Event
 from producers.contract.task import Task
 from producers.errors import shown
 from producers.gateway.http.errors import Problem

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Final
 
-from producers.contract.events import End, Event, Logprobs, Prompt, Token
+from producers.contract.stream.events import End, Event, Logprobs, Prompt, Token
 
 #: Finish reason that only `/v1/tasks` has -> OpenAI's name: `deadline` is a limit of time.
 WORDS: Final = {"deadline": "length"}

@@ -20,7 +20,7 @@ from starlette.websockets import WebSocketDisconnect
 
 from producers.client.reader import MAX_POSITION
 from producers.client.steps import FAILURES
-from producers.contract.events import Event
+from producers.contract.stream.events import Event
 from producers.errors import PenstockError, shown
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http.caller import READS, Needs

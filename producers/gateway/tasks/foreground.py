@@ -17,8 +17,7 @@ from starlette.requests import Request
 
 from producers.client.steps import FAILURES
 from producers.connection.trouble import said
-from producers.contract.events import End, Event
-from producers.contract.principal import Principal
+from producers.contract.stream.events import End, Event
 from producers.contract.task import Task
 from producers.errors import PenstockError, TaskExists, TaskNotFound
 from producers.gateway.context import Gateway
@@ -27,7 +26,6 @@ from producers.gateway.http.caller import charge_of, marks, principal_of
 from producers.gateway.http.errors import RETRY_AFTER, Problem
 from producers.gateway.http.sse import watch
 from producers.store.idempotency import KEPT_S, Entry
-from producers.store.usage.limits import Charge
 
 logger = logging.getLogger(__name__)
 
@@ -46,30 +44,28 @@ ONCE: Final = {"x-should-retry": "false"}
 class Foreground:
     """The tasks of one request. Always call `close`.
 
-    `principal`: who asks. `more`: fields of their records beside the tasks' own. `ids`: the tasks' ids, if they were
-    chosen before. `entry`: what the request's Idempotency-Key stands for, see `keyed`. `charge`: the account that they
-    are charged to.
+    `more`: fields of their records beside the tasks' own and the caller's. `ids`: the tasks' ids, if they were chosen
+    before. `entry`: what the request's Idempotency-Key stands for, see `keyed`.
     """
 
     def __init__(
         self,
+        request: Request,
         gateway: Gateway,
-        principal: Principal,
         tasks: Sequence[Task],
         more: Mapping[str, str | int] | None = None,
         ids: Sequence[str] | None = None,
         entry: Entry | None = None,
-        charge: Charge | None = None,
     ) -> None:
         self._gateway = gateway
-        self._principal = principal
+        self._principal = principal_of(request)
+        self._charge = charge_of(request)
         self._tasks = tasks
-        self._more = more or {}
+        self._more = {**(more or {}), **marks(request)}
         self.ids: Final = ids or [str(uuid.uuid4()) for _ in tasks]
         self._open = set(self.ids)
         self._held: list[str] = []
         self._entry = entry
-        self._charge = charge
         #: Whether an earlier request submitted some of them.
         self.replayed = False
 
@@ -168,12 +164,11 @@ async def keyed(request: Request, gateway: Gateway, tasks: Sequence[Task]) -> Fo
             task.check(await gateway.client.card(task.model))
     entry = await idempotency.first(request, gateway.client, str(uuid.uuid4()), tenant=tasks[0].tenant)
     if entry is None:
-        return Foreground(gateway, principal_of(request), tasks, marks(request), charge=charge_of(request))
+        return Foreground(request, gateway, tasks)
     first = uuid.UUID(entry.id)
     ids = [entry.id, *(str(uuid.uuid5(first, str(number))) for number in range(1, len(tasks)))]
     kept = [task.model_copy(update={"ttl": KEPT_S}) for task in tasks]
-    more = {"idempotency": entry.name, **marks(request)}
-    return Foreground(gateway, principal_of(request), kept, more, ids, entry, charge_of(request))
+    return Foreground(request, gateway, kept, {"idempotency": entry.name}, ids, entry)
 
 
 async def answered(request: Request, gateway: Gateway, waiting: Callable[[], Awaitable[T]]) -> T:

@@ -12,13 +12,13 @@ from fastapi import Request
 from producers.client.listing import LOOKED, MOST, UNREADABLE, USUAL, Listed, Order, Query, Status
 from producers.connection.log_throttle import warn_throttled
 from producers.contract import keys
-from producers.contract.principal import Principal
 from producers.contract.record import Record
 from producers.contract.task import MAX_TENANT
 from producers.errors import shown
 from producers.gateway.http.caller import same
 from producers.gateway.http.errors import Problem
 from producers.gateway.tasks.views import TaskList, TaskView
+from producers.store.access.principal import Principal
 
 log = logging.getLogger(__name__)
 

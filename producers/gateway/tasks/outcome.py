@@ -17,9 +17,9 @@ from typing import Any, Protocol
 from starlette.responses import Response
 
 from producers.client.aio import AsyncHandle
-from producers.contract.events import Event, Prompt, Token
 from producers.contract.record import Record
-from producers.contract.result import logprobs_view, prompt_view
+from producers.contract.stream.events import Event, Prompt, Token
+from producers.contract.stream.result import logprobs_view, prompt_view
 from producers.gateway.context import Gateway
 from producers.gateway.tasks import large
 from producers.gateway.tasks.views import TaskView

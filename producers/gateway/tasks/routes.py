@@ -13,7 +13,6 @@ from producers.client.listing import list_tasks
 from producers.client.once import repeated
 from producers.client.steps import FAILURES
 from producers.client.submission import TASK
-from producers.contract.principal import NO_LIMITS
 from producers.contract.task import Task
 from producers.errors import PenstockError
 from producers.gateway.context import gateway_of
@@ -26,6 +25,7 @@ from producers.gateway.tasks.cancelling import cancelled
 from producers.gateway.tasks.own import owned, task_of
 from producers.gateway.tasks.submit import encoded, made, submitted
 from producers.gateway.tasks.views import Cancelled, TaskList, TaskView, errors
+from producers.store.access.principal import NO_LIMITS
 
 router = APIRouter(prefix="/v1/tasks", tags=["tasks"])
 

@@ -1,6 +1,6 @@
 """`/v1/webhook_endpoints`, as OpenAI's clients call it: places that hear of what becomes of tasks and batches.
 
-    body (fields, URL, event types) -> Destinations: may it be called? -> producers.store.endpoints
+    fields (URL, event types) -> Destinations: may it be called? -> producers.store.endpoints
     /test puts a row into the outbox and waits until a webhooks process has tried it
 
 Deliveries are made by `workers.webhooks`.

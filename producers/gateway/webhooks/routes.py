@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
 
-from producers.contract.webhook import EVENT_TYPES
+from producers.contract.webhook import EVENT_TYPES, Destination, checked_events, checked_url
 from producers.errors import shown
 from producers.gateway.context import gateway_of
 from producers.gateway.http import idempotency
 from producers.gateway.http.caller import CANCELS, READS, SUBMITS, actor_of, principal_of, same
 from producers.gateway.http.errors import Problem
+from producers.gateway.http.fields import documented, fields_of
 from producers.gateway.tasks.views import errors
-from producers.gateway.webhooks.body import fields_of, host_of
 from producers.gateway.webhooks.views import (
     CREATE,
     ROTATE,
@@ -38,10 +38,8 @@ router = APIRouter(prefix="/v1", tags=["webhooks"])
 PAGE, MAX_PAGE = 20, 100
 #: Time (s) for which a test waits for its delivery, which itself ends after 20 s.
 TEST_S: Final = 25.0
-
-
-def _body(schema: Mapping[str, Any], *, required: bool = True) -> dict[str, Any]:
-    return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}
+#: Fields whose check says more than their schema.
+CHECKS: Final[Mapping[str, Callable[[Any, str], Any]]] = {"url": checked_url, "event_types": checked_events}
 
 
 @router.get("/webhook_event_types", dependencies=READS, response_model=EventTypes)
@@ -55,18 +53,18 @@ async def event_types() -> EventTypes:
     dependencies=SUBMITS,
     response_model=EndpointWithSecret,
     responses=errors(404, 413, 415, 422),
-    openapi_extra=_body(CREATE) | {"parameters": [idempotency.PARAMETER]},
+    openapi_extra=documented(CREATE) | {"parameters": [idempotency.PARAMETER]},
 )
 async def create(request: Request, response: Response) -> EndpointWithSecret:
     """Make an endpoint. The answer alone shows its secret, with which it verifies what it receives."""
     gateway, now = gateway_of(request), int(time.time())
-    fields = await fields_of(request, CREATE)
+    fields = await _fields(request, CREATE)
     principal = principal_of(request)
     if not principal.sees_all:
         same(principal, fields.get("tenant"), "tenant")
         fields["tenant"] = principal.tenant
     await gateway.destinations.check(fields["url"], "url")
-    endpoint_id, name = endpoints.new_id(), fields.pop("name", None) or host_of(fields["url"])
+    endpoint_id, name = endpoints.new_id(), fields.pop("name", None) or Destination.parse(fields["url"]).host
     entry = await idempotency.first(request, gateway.client, endpoint_id, tenant=fields.get("tenant"))
     if entry is not None:
         endpoint_id = entry.id
@@ -130,13 +128,13 @@ async def look(request: Request, endpoint_id: str) -> EndpointView:
     dependencies=SUBMITS,
     response_model=EndpointView,
     responses=errors(404, 413, 415),
-    openapi_extra=_body(UPDATE),
+    openapi_extra=documented(UPDATE),
 )
 async def update(request: Request, endpoint_id: str) -> EndpointView:
     """Change an endpoint's fields that are given. Another URL, or `enabled`, enables one that was disabled."""
     gateway = gateway_of(request)
     own = await _own(request, endpoint_id)
-    fields = await fields_of(request, UPDATE)
+    fields = await _fields(request, UPDATE)
     if "url" in fields:
         await gateway.destinations.check(fields["url"], "url")
     enabled = fields.get("enabled", True if "url" in fields else None)
@@ -168,12 +166,12 @@ async def delete(request: Request, endpoint_id: str) -> EndpointDeleted:
     dependencies=SUBMITS,
     response_model=EndpointWithSecret,
     responses=errors(404, 413, 415),
-    openapi_extra=_body(ROTATE, required=False),
+    openapi_extra=documented(ROTATE, required=False),
 )
 async def rotate_secret(request: Request, endpoint_id: str) -> EndpointWithSecret:
     """Give an endpoint a new secret, shown this once. The old one goes on for 24 hours, unless told not to."""
     audit = actor_of(request).did("endpoint.rotate_secret", endpoint_id, (await _own(request, endpoint_id)).tenant)
-    fields = await fields_of(request, ROTATE, optional=True)
+    fields = await _fields(request, ROTATE, optional=True)
     keep = fields.get("keep_old_secret_active_for_24_hours") is not False
     now = int(time.time())
 
@@ -189,12 +187,12 @@ async def rotate_secret(request: Request, endpoint_id: str) -> EndpointWithSecre
     dependencies=SUBMITS,
     response_model=EndpointTested,
     responses=errors(404, 413, 415, 424),
-    openapi_extra=_body(TEST),
+    openapi_extra=documented(TEST),
 )
 async def test(request: Request, endpoint_id: str) -> EndpointTested:
     """Deliver a made-up event to an endpoint, as any other event is delivered but once, and wait for the answer."""
     gateway = gateway_of(request)
-    event_type = (await fields_of(request, TEST))["event_type"]
+    event_type = (await _fields(request, TEST))["event_type"]
     one = await _own(request, endpoint_id)
     row = await endpoints.tested(gateway.client.store, one, event_type, TEST_S)
     if row is None:
@@ -235,3 +233,8 @@ def _limit(request: Request) -> int:
             400, f"limit is {shown(given)}; it must be from 1 to {MAX_PAGE}", code="invalid_value", param="limit"
         )
     return int(given[:9])
+
+
+async def _fields(request: Request, schema: Mapping[str, Any], *, optional: bool = False) -> dict[str, Any]:
+    most = gateway_of(request).settings.max_body
+    return await fields_of(request, most, schema, CHECKS, optional=optional)

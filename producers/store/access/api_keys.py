@@ -31,8 +31,8 @@ from redis.asyncio import Redis
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import arun, text
 from producers.contract import keys
-from producers.contract.principal import Limits, Principal
 from producers.store.access.audit import Change
+from producers.store.access.principal import NO_LIMITS, Limits, Principal
 from producers.store.protocol import swap
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class TooManyKeys(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key. Times are unix seconds; `old_digest` works until `old_until`. The last fields are its `Limits`."""
+    """A key. Times are unix seconds; `old_digest` works until `old_until`."""
 
     id: str
     tenant: str
@@ -71,12 +71,7 @@ class Key:
     revoked_at: int | None = None
     old_digest: str | None = None
     old_until: int = 0
-    rpm: int | None = None
-    tpm: int | None = None
-    max_in_flight: int | None = None
-    budget_tokens: int | None = None
-    max_prompt: int | None = None
-    max_output: int | None = None
+    limits: Limits = NO_LIMITS
 
     @classmethod
     def parse(cls, raw: Any) -> Key | None:
@@ -85,7 +80,7 @@ class Key:
             said = json.loads(raw)
             known: dict[str, Any] = {one.name: said[one.name] for one in fields(cls) if one.name in said}
             several = {name: tuple(known[name]) for name in ("scopes", "models", "tiers")}
-            return cls(**known | several)
+            return cls(**known | several | {"limits": Limits(**known.get("limits", {}))})
         except (ValueError, TypeError, KeyError) as error:
             warn_throttled(log, "a key in %s cannot be read: %s", keys.API_KEYS, error)
             return None
@@ -113,8 +108,7 @@ class Key:
         return (new or old) and self.state(now) == "active"
 
     def principal(self) -> Principal:
-        limits = Limits(**{one.name: getattr(self, one.name) for one in fields(Limits)})
-        return Principal(self.id, self.tenant, frozenset(self.scopes), self.models, self.tiers, limits)
+        return Principal(self.id, self.tenant, frozenset(self.scopes), self.models, self.tiers, self.limits)
 
 
 def read_token(token: str) -> tuple[str, str] | None:

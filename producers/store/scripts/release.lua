@@ -11,8 +11,10 @@ end
 redis.call('HDEL', KEYS[1], 'claim', 'owner')
 if not FINAL[r[1]] then
   redis.call('HSET', KEYS[1], 'status', 'queued')
+end
+if not FINAL[r[1]] and ARGV[2] ~= '' then
   local fine, before = pcall(cjson.decode, r[4] or '[]')
-  if ARGV[2] ~= '' and fine and type(before) == 'table' and #before < 32 then
+  if fine and type(before) == 'table' and #before < 32 then
     local now, entries = now_ms(), redis.call('XLEN', KEYS[2])
     before[#before + 1] = { owner = r[3] or '', at = now, entries = entries, why = ARGV[2] }
     redis.call('HSET', KEYS[1], 'given_back', cjson.encode(before))

@@ -1,4 +1,4 @@
-"""What a key with limits has used: one account for all gateways, charged by ADMIT, settled where tasks become final.
+"""The account of what a key with limits has used, one for all gateways: ADMIT charges it, ends of tasks settle it.
 
     ADMIT: a limit is reached ─▶ nothing is written, 429
            else ─▶ record with `reserved`, the account charged ─▶ any end of the task: settled by what it used
@@ -23,8 +23,8 @@ from functools import lru_cache
 from typing import Any, Final
 
 from producers.connection.script import text
-from producers.contract.principal import Limits
 from producers.errors import LimitReached
+from producers.store.access.principal import Limits
 
 #: Limit -> the code of an answer that it refuses; a budget's is OpenAI's.
 CODES: Final[dict[str, str]] = {

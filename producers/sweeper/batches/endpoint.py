@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 from producers.client.submission import Known
-from producers.contract.events import Event
-from producers.contract.principal import LOCAL, Principal
 from producers.contract.record import Record
+from producers.contract.stream.events import Event
 from producers.contract.task import Task
+from producers.store.access.principal import LOCAL, Principal
 
 
 @dataclass(frozen=True, slots=True)

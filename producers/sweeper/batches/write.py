@@ -20,9 +20,9 @@ from typing import Any, Final
 from producers.client.aio import AsyncClient
 from producers.connection.script import arun, text
 from producers.contract import keys
-from producers.contract.blocks import unpack
-from producers.contract.events import Event, decode, stream_position
 from producers.contract.record import Record
+from producers.contract.stream.blocks import unpack
+from producers.contract.stream.events import Event, decode, stream_position
 from producers.store import batches
 from producers.store.batches import Batch, Written
 from producers.store.blobs import Ahead, BlobNotFound, Blobs

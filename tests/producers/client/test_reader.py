@@ -18,7 +18,7 @@ from producers.client.hub import BACKLOG
 from producers.client.reader import Cursor, Entries, read_entries, read_messages
 from producers.connection.connect import POOL
 from producers.contract import keys
-from producers.contract.events import decode, encode_token
+from producers.contract.stream.events import decode, encode_token
 from tests.producers.conftest import QUEUE
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.proxy import Proxy

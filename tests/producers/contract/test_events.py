@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.contract.events import (
+from producers.contract.stream.events import (
     End,
     Logprobs,
     Token,

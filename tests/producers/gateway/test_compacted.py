@@ -13,7 +13,7 @@ from redis import Redis
 
 from producers import AsyncClient
 from producers.contract import keys
-from producers.contract.blocks import BLOCK
+from producers.contract.stream.blocks import BLOCK
 from producers.store.blobs import open_blobs
 from producers.sweeper.compact import Compacted, Moving, compact
 from tests.producers.fake_worker import FakeWorker

@@ -11,10 +11,10 @@ import pytest
 
 from producers import AsyncClient, Task
 from producers.client import submission
-from producers.contract.principal import LOCAL
 from producers.gateway import metrics
 from producers.gateway.admission import limits
 from producers.gateway.admission.limits import Admission
+from producers.store.access.principal import LOCAL
 from producers.sweeper import reader_leases as readers
 from producers.sweeper.reader_leases import ReaderLeases
 from tests.producers.gateway.conftest import Door

@@ -13,10 +13,12 @@ import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
+from producers.admin import keys as admin
 from producers.contract import keys
 from producers.store.access import api_keys
 from producers.store.access.api_keys import Key
 from producers.store.access.audit import Change
+from producers.store.access.principal import Limits
 from tests.producers.gateway.conftest import Door, until
 
 #: The documented paths that are open to all.
@@ -31,10 +33,11 @@ def door(open_door: Callable[..., Door], model: str) -> Door:
 
 @pytest.fixture
 def make(valkey_url: str, valkey: Redis) -> Callable[..., str]:
-    """Makes a key and gives its text; fields by name."""
+    """Makes a key and gives its text; fields and limits by name."""
 
     def made(tenant: str = "acme", scopes: tuple[str, ...] = ("submit", "read", "cancel"), **more: Any) -> str:
-        key, token = api_keys.new_key(tenant, "a key", scopes, **more)
+        limits = Limits(**{name: more.pop(name) for name in admin.LIMITS if name in more})
+        key, token = api_keys.new_key(tenant, "a key", scopes, limits=limits, **more)
 
         async def create() -> None:
             async with AsyncRedis.from_url(valkey_url) as store:

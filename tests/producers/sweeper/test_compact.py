@@ -16,9 +16,9 @@ from producers import AsyncClient, Event
 from producers.client.reader import Cursor, read_block, read_entries
 from producers.connection.script import run
 from producers.contract import keys
-from producers.contract.blocks import BLOCK, pack, unpack
-from producers.contract.events import encode_token
-from producers.contract.result import Choice
+from producers.contract.stream.blocks import BLOCK, pack, unpack
+from producers.contract.stream.events import encode_token
+from producers.contract.stream.result import Choice
 from producers.store import protocol
 from producers.sweeper.compact import Compacted, compact
 from tests.processes import valkey as own_valkey

@@ -8,7 +8,7 @@ from redis import Redis
 
 from producers import AsyncClient, TaskFailed
 from producers.contract import keys
-from producers.contract.events import End
+from producers.contract.stream.events import End
 from producers.sweeper import deadlines as expiry
 from producers.sweeper import sweeper
 from producers.sweeper import unsent as submits

@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from producers.client.aio import AsyncHandle
-from producers.contract.events import Event
 from producers.contract.record import Record
+from producers.contract.stream.events import Event
 from producers.errors import UnknownModel
 from producers.gateway.context import Gateway
 from producers.gateway.openai.logprobs import ChatLogprobs

@@ -13,8 +13,8 @@ from typing import Any, Final
 from starlette.requests import Request
 
 from producers.client.aio import AsyncHandle
-from producers.contract.events import Token
 from producers.contract.record import Record
+from producers.contract.stream.events import Token
 from producers.contract.task import Task
 from producers.errors import InvalidTask, TaskNotFound, shown
 from producers.gateway.context import Gateway

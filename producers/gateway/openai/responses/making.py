@@ -13,7 +13,7 @@ from producers.contract.task import Task
 from producers.gateway.admission.limits import check_may_use
 from producers.gateway.context import Gateway
 from producers.gateway.http import idempotency
-from producers.gateway.http.caller import charge_of, marks, principal_of
+from producers.gateway.http.caller import principal_of
 from producers.gateway.openai.answer import respond
 from producers.gateway.openai.logprobs import ChatLogprobs
 from producers.gateway.openai.responses import conversation
@@ -42,7 +42,7 @@ async def make(request: Request, gateway: Gateway, wanted: Wanted) -> Response:
     with wanted.asked.in_its_words():
         (task,) = await gateway.admission.sized(principal_of(request).limits, [task])
         task = bounded(task, known.card).resolved(known.card)
-    more = wanted.more(task, items, known.now_ms()) | marks(request)
+    more = wanted.more(task, items, known.now_ms())
     scorer = None if task.logprobs is None else ChatLogprobs(await gateway.prompts.tokenizer(known.card))
     kind = _background if wanted.background else _foreground
     return await kind(request, gateway, wanted, task, more, Output(scorer))
@@ -72,7 +72,7 @@ async def _foreground(
         if entry.state == "made":
             await original(gateway, entry.id)  # one that was deleted is not made again
     ids = None if entry is None else [entry.id]
-    foreground = Foreground(gateway, principal_of(request), [task], more, ids, entry, charge_of(request))
+    foreground = Foreground(request, gateway, [task], more, ids, entry)
 
     async def answer() -> Response:
         name = foreground.ids[0]

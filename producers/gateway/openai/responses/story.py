@@ -16,8 +16,8 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from producers.contract.events import Event, Token
 from producers.contract.record import Record
+from producers.contract.stream.events import Event, Token
 from producers.gateway.openai.responses.view import About, Output, opened_item, status_of
 
 #: Status of an ended response -> its last event.

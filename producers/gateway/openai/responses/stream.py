@@ -10,7 +10,7 @@ from functools import partial
 from starlette.types import Receive, Scope, Send
 
 from producers.client.aio import AsyncHandle
-from producers.contract.events import End, Event, Token
+from producers.contract.stream.events import End, Event, Token
 from producers.errors import TaskNotFound
 from producers.gateway.context import Gateway
 from producers.gateway.http.errors import Problem, problem_of

@@ -14,11 +14,11 @@ from producers.broker.redis import keys as broker_keys
 from producers.client.aio import AsyncClient
 from producers.contract import keys
 from producers.contract.message import Message
-from producers.contract.principal import LOCAL
 from producers.contract.task import Task
 from producers.gateway.admission import limits
 from producers.gateway.admission.limits import Admission
 from producers.gateway.http.errors import Problem
+from producers.store.access.principal import LOCAL
 from tests.producers.gateway.conftest import POOL, QUEUE, Door, until
 
 LIST = broker_keys.tier_list(QUEUE, "priority")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from redis import Redis
 
 from producers.contract import keys
-from producers.contract.events import End, Prompt, Token
+from producers.contract.stream.events import End, Prompt, Token
 from producers.gateway.http.sse import encode
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Door, until

@@ -14,8 +14,8 @@ from redis import Redis
 
 from producers.connection.script import text
 from producers.contract import keys
-from producers.contract.principal import Limits
 from producers.store import protocol
+from producers.store.access.principal import Limits
 from tests.producers.fake_worker import FakeWorker
 
 KEY = "k" * 16

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from producers.contract.events import Event, Logprobs, Prompt, Token
 from producers.contract.record import Record
+from producers.contract.stream.events import Event, Logprobs, Prompt, Token
 from producers.errors import TaskFailed
 
 TIMES = ("created", "queued", "started", "first", "finished")

@@ -1,4 +1,4 @@
-"""Who asks: a key's holder, or anybody where a gateway takes requests without keys.
+"""The principal of a request: a key's holder, or anybody where a gateway takes requests without keys.
 
 key ─▶ Principal: tenant, scopes, models, tiers ─▶ each endpoint asks it what the caller may do and see
 """
