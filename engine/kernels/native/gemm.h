@@ -378,16 +378,22 @@ static void pack(Pool& pool, const float* weight, float* packed, int64_t inputs,
     pool.spread((int)panels_of(outputs), [&](int p, int) {
         int64_t first = (int64_t)p * kColumns, columns = std::min<int64_t>(kColumns, outputs - first);
         float* to = packed + first * inputs;
-        for (int64_t n = 0; n < columns; n++)
-            for (int64_t k = 0; k < inputs; k++) to[k * kColumns + n] = weight[(first + n) * inputs + k];
+        const float* from = weight + first * inputs;
+        for (int64_t k = 0; k < inputs; k++)
+            for (int64_t n = 0; n < columns; n++) to[k * kColumns + n] = from[n * inputs + k];
     });
 }
 static void pack(Pool& pool, const bf16* weight, bf16* packed, int64_t inputs, int64_t outputs) {
     pool.spread((int)panels_of(outputs), [&](int p, int) {
         int64_t first = (int64_t)p * kColumns, columns = std::min<int64_t>(kColumns, outputs - first);
         bf16* to = packed + first * 2 * pairs_of(inputs);
-        for (int64_t n = 0; n < columns; n++)
-            for (int64_t k = 0; k < inputs; k++) to[(k / 2 * kColumns + n) * 2 + k % 2] = weight[(first + n) * inputs + k];
+        const bf16* from = weight + first * inputs;
+        for (int64_t k = 0; k < inputs / 2; k++)  // a pair of inputs at a time, in the order of what is written
+            for (int64_t n = 0; n < columns; n++)
+                memcpy(to + (k * kColumns + n) * 2, from + n * inputs + 2 * k, 2 * sizeof(bf16));
+        if (inputs % 2)
+            for (int64_t n = 0; n < columns; n++)
+                to[((inputs / 2) * kColumns + n) * 2] = from[n * inputs + inputs - 1];
     });
 }
 
