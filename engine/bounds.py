@@ -1,11 +1,132 @@
-"""Checks of single values. Each raises a RequestError that names the parameter, its value and its limits."""
+"""Checks of single values. Each raises a RequestError that names the parameter, its value and its limits.
+
+The classes are bounds that a field declares (`engine.declared`); the functions check values without a field. They are
+plain classes: making dataclasses of them would take milliseconds at the start of every command.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from engine.errors import RequestError
+
+MAX_INT32: Final = (1 << 31) - 1
+
+
+class Bound:
+    """The values that a field may have."""
+
+    @property
+    def words(self) -> str:
+        """The values, as the end of a sentence that begins with "it must be"."""
+        raise NotImplementedError
+
+    def check(self, name: str, value: object) -> Any:
+        """The value as it is kept. Raises RequestError."""
+        raise NotImplementedError
+
+
+class Integer(Bound):
+    """An integer from `low` to `high`. `lowest`: what `low` itself means, where that is special."""
+
+    def __init__(self, low: int, high: int, lowest: str = "") -> None:
+        self.low, self.high, self.lowest = low, high, lowest
+
+    @property
+    def words(self) -> str:
+        return f"an integer from {self.low}{f' ({self.lowest})' if self.lowest else ''} to {self.high}"
+
+    def check(self, name: str, value: object) -> Any:
+        integer(name, value, self.low, self.high)
+        return value
+
+
+class Number(Bound):
+    """A number from `low` to `high`, without `low` itself if `above`. `lowest`: what `low` itself means."""
+
+    def __init__(self, low: float, high: float, lowest: str = "", *, above: bool = False) -> None:
+        self.low, self.high, self.lowest, self.above = low, high, lowest, above
+
+    @property
+    def words(self) -> str:
+        if self.above:
+            return f"a number above {self.low:g}, up to {self.high:g}"
+        return f"a number from {self.low:g}{f' ({self.lowest})' if self.lowest else ''} to {self.high:g}"
+
+    def check(self, name: str, value: object) -> Any:
+        number(name, value, self.low, self.high, above=self.above)
+        return value
+
+
+class Flag(Bound):
+    """True or false."""
+
+    @property
+    def words(self) -> str:
+        return "true or false"
+
+    def check(self, name: str, value: object) -> Any:
+        flag(name, value)
+        return value
+
+
+class OneOf(Bound):
+    """One of some words."""
+
+    def __init__(self, choices: tuple[str, ...]) -> None:
+        self.choices = choices
+
+    @property
+    def words(self) -> str:
+        return f"one of {', '.join(self.choices)}"
+
+    def check(self, name: str, value: object) -> Any:
+        if value not in self.choices:
+            raise RequestError(f"{name}={shown(value)} must be {self.words}", param=name)
+        return value
+
+
+class Strings(Bound):
+    """At most `limit` strings of 1 to `longest` characters. Kept as a tuple."""
+
+    def __init__(self, limit: int, longest: int) -> None:
+        self.limit, self.longest = limit, longest
+
+    @property
+    def words(self) -> str:
+        return f"a list of at most {self.limit} strings, each of 1 to {self.longest} characters"
+
+    def check(self, name: str, value: object) -> Any:
+        return strings(name, value, self.limit, self.longest)
+
+
+class TokenIds(Bound):
+    """At most `limit` token ids. Kept as a tuple."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+
+    @property
+    def words(self) -> str:
+        return f"a list of at most {self.limit} token ids"
+
+    def check(self, name: str, value: object) -> Any:
+        return token_ids(name, value, self.limit, MAX_INT32)
+
+
+class Biases(Bound):
+    """At most `limit` numbers from -`reach` to `reach` by token id. Kept as pairs, in the order of token ids."""
+
+    def __init__(self, limit: int, reach: float) -> None:
+        self.limit, self.reach = limit, reach
+
+    @property
+    def words(self) -> str:
+        return f"at most {self.limit} numbers from {-self.reach:g} to {self.reach:g} by token id"
+
+    def check(self, name: str, value: object) -> Any:
+        return biases(name, value, self.limit, MAX_INT32, self.reach)
 
 
 def shown(value: object) -> str:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import ipaddress
+import inspect
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
+
+from engine.bounds import Flag, Integer, Number
+from engine.config import EngineConfig
+from engine.declared import Declared, declared
+from engine.errors import RequestError
+from workers.cli.exits import Failure
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -77,6 +84,8 @@ def _origins(origins: list[str] | None) -> list[str] | None:
 
 def _proxies(proxies: list[str] | None) -> list[str] | None:
     """Checks addresses of proxies. Raises typer.BadParameter for a name: only addresses can be compared."""
+    import ipaddress
+
     for proxy in proxies or ():
         try:
             ipaddress.ip_network("0.0.0.0/0" if proxy == "*" else proxy)
@@ -97,6 +106,8 @@ def place(place: str | None) -> str | None:
 
 def _networks(networks: list[str] | None) -> list[str] | None:
     """Checks an allow-list. Raises typer.BadParameter for what is no network."""
+    import ipaddress
+
     for network in networks or ():
         try:
             ipaddress.ip_network(network)
@@ -165,43 +176,10 @@ Seed = Annotated[int | None, typer.Option(help="Random seed; the same seed repea
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the output. May be repeated.")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end-of-sequence token.")]
 Outputs = Annotated[int | None, typer.Option("-n", help="Number of outputs.")]
-DType = Annotated[
-    str | None, typer.Option(help="Data type of weights and activations: auto, float32, bfloat16 or float16.")
-]
-Quantization = Annotated[
-    str | None,
-    typer.Option(help="none, or fp8: 8-bit weights and activations, on GPUs from compute capability 8.9."),
-]
-KvCacheDType = Annotated[
-    str | None,
-    typer.Option(help="auto, or int8 or fp8: 8-bit keys and values, which leave memory for more context."),
-]
-Deterministic = Annotated[
-    bool,
-    typer.Option(
-        "--deterministic",
-        help="Make outputs identical to the bit whatever runs beside a task, however its prompt is cut, and after "
-        "interruptions. Slower.",
-    ),
-]
-Speculate = Annotated[
-    str | None,
-    typer.Option(
-        help="Speculative decoding: none, lookup (guess what followed the same words before) or draft (guess with a "
-        "smaller model). The output stays the same. Unset: draft with --draft-model, else none."
-    ),
-]
-DraftModel = Annotated[
-    str | None,
-    typer.Option(help="A smaller model that guesses tokens, named like MODEL; it must have the same vocabulary."),
-]
-SpeculateTokens = Annotated[int | None, typer.Option(min=1, max=16, help="Most tokens guessed at a time. Unset: 5.")]
-Device = Annotated[str | None, typer.Option(help="Where the model runs: auto, cpu or cuda.")]
 Gpus = Annotated[
     str | None,
     typer.Option(help="Run one worker on each of these GPUs: all, or numbers, GPU-... and MIG-... names, as in 0,1."),
 ]
-Threads = Annotated[int | None, typer.Option(help="CPU threads. Unset: the cores that the machine or container has.")]
 MaxStepSeconds = Annotated[
     float,
     typer.Option(
@@ -225,20 +203,6 @@ SpotProvider = Annotated[
 ]
 SpotMetadataUrl = Annotated[
     str | None, typer.Option(help="URL of the instance's metadata service. Unset: the provider's own.")
-]
-MaxNumSeqs = Annotated[int | None, typer.Option(help="Most sequences in one batch.")]
-MaxBatchedTokens = Annotated[int | None, typer.Option(help="Most tokens computed in one engine step.")]
-MaxNonPriorityStepTokens = Annotated[
-    int | None,
-    typer.Option(
-        help="Most tokens in a step that computes no prompt of the priority tier. A small number lets priority "
-        "requests start sooner. Unset: --max-batched-tokens."
-    ),
-]
-KvCacheBytes = Annotated[int | None, typer.Option(help="Memory for the KV cache, in bytes.")]
-MemoryShare = Annotated[
-    float | None,
-    typer.Option(help="Share of the GPU's memory to use, unless --kv-cache-bytes is given. Unset: 0.85."),
 ]
 MaxQueued = Annotated[
     int | None,
@@ -297,6 +261,62 @@ WebhookAllow = Annotated[
 ]
 
 
+#: An engine's settings that have an option, by name.
+ENGINE: Final = {name: one for name, one in declared(EngineConfig).items() if one.option is not None}
+#: Those of an engine that serves one request.
+ENGINE_OF_ONE: Final = {name: one for name, one in ENGINE.items() if one.option and not one.option.serving}
+
+
+def takes(**groups: Collection[Declared]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command the options of declared fields, in the place of its parameter of a group's name.
+
+    The command gets that parameter as a dict of the fields that were given.
+    """
+
+    def taking(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True)
+        every: list[inspect.Parameter] = []
+        for one in own.parameters.values():
+            options = map(_parameter, groups[one.name]) if one.name in groups else [one]
+            every += [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in options]
+
+        @wraps(command)
+        def called(**given: Any) -> None:
+            for name, fields in groups.items():
+                asked = {field.name: given.pop(field.name) for field in fields}
+                given[name] = {
+                    field: value for field, value in asked.items() if value is not None and value is not False
+                }
+            command(**given)
+
+        called.__signature__ = own.replace(parameters=every)  # type: ignore[attr-defined]
+        called.__annotations__ = {one.name: one.annotation for one in every}
+        return called
+
+    return taking
+
+
+def _parameter(field: Declared) -> inspect.Parameter:
+    """A declared field as a parameter that typer understands. A value out of bounds raises Failure."""
+    assert field.option is not None
+    bound, name = field.bound, field.option.name or f"--{field.name.replace('_', '-')}"
+
+    def within(value: Any) -> Any:
+        if value is None or bound is None:
+            return value
+        try:
+            return bound.check(field.name, value)
+        except RequestError:
+            raise Failure(f"{name} is {value!r}; it must be {bound.words}") from None
+
+    kinds: dict[Any, type] = {Integer: int, Number: float, Flag: bool}
+    kind = kinds.get(type(bound), str)
+    option = typer.Option(name, help=field.option.help, metavar=field.option.metavar, callback=within)
+    default = False if kind is bool else None
+    annotation = Annotated[kind if kind is bool else kind | None, option]  # type: ignore[valid-type]
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
 def check_spot(provider: str | None, url: str | None) -> None:
     """Checks the metadata service's URL. Raises typer.BadParameter without a provider, or for another kind of text."""
     if url is not None and (provider is None or not url.startswith(("http://", "https://"))):
@@ -335,9 +355,3 @@ def said_again(context: typer.Context, *, only: Sequence[str] = (), without: Seq
             for one in value if isinstance(value, list) else [value]:
                 argv += [option.opts[0]] if one is True else [option.opts[0], str(one)]
     return argv
-
-
-def speculation(speculate: str | None, draft_model: str | None, speculate_tokens: int | None) -> dict[str, Any]:
-    """EngineConfig's fields of speculative decoding. `draft_model` is still the caller's name, not a folder."""
-    chosen = "draft" if speculate is None and draft_model is not None else speculate
-    return {"speculate": chosen, "draft_model": draft_model, "speculate_tokens": speculate_tokens}

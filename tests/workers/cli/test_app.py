@@ -92,7 +92,11 @@ def test_callers_commands_load_neither_engine_nor_server() -> None:
     loaded = set(
         subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True).stdout.split()
     )
-    assert loaded & {"torch", "engine", "fastapi", "celery", "redis", "pydantic", "asyncio", "rich.live"} == set()
+    assert (
+        loaded
+        & {"torch", "engine.text", "engine.request", "fastapi", "celery", "redis", "pydantic", "asyncio", "rich.live"}
+        == set()
+    )
 
 
 def test_a_worker_starts_without_the_other_commands() -> None:

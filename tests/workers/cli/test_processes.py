@@ -49,7 +49,6 @@ def test_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         "dtype": "float32",
         "quantization": "none",
         "deterministic": True,
-        "speculate": "draft",
         "draft_model": "tiny-draft",
         "speculate_tokens": 3,
         "device": "cpu",

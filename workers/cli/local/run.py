@@ -15,29 +15,21 @@ import typer
 from workers.cli.exits import Exit, Failure, needs
 from workers.cli.models.references import MODEL, complete_model, find_models
 from workers.cli.options import (
-    Deterministic,
-    Device,
-    DraftModel,
-    DType,
+    ENGINE_OF_ONE,
     FrequencyPenalty,
     IgnoreEos,
-    KvCacheDType,
     MaxTokens,
     MinP,
     MinTokens,
     Outputs,
     PresencePenalty,
-    Quantization,
     RepetitionPenalty,
     Seed,
-    Speculate,
-    SpeculateTokens,
     Stop,
     Temperature,
-    Threads,
     TopK,
     TopP,
-    speculation,
+    takes,
 )
 from workers.cli.terminal.stdin import text_from
 
@@ -53,11 +45,13 @@ def add_to(app: typer.Typer) -> None:
     app.command(epilog=f"{example}\n\n{STATUS}", rich_help_panel="Start here")(run)
 
 
+@takes(engine=ENGINE_OF_ONE.values())
 def run(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, autocompletion=complete_model)],
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="The text to continue; - reads it from standard input.")
     ],
+    *,
     chat: Annotated[
         bool, typer.Option("--chat", help="PROMPT is a user's message: apply the model's chat template.")
     ] = False,
@@ -76,15 +70,7 @@ def run(
     ignore_eos: IgnoreEos = False,
     n: Outputs = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
-    dtype: DType = None,
-    quantization: Quantization = None,
-    kv_cache_dtype: KvCacheDType = None,
-    deterministic: Deterministic = False,
-    speculate: Speculate = None,
-    draft_model: DraftModel = None,
-    speculate_tokens: SpeculateTokens = None,
-    device: Device = None,
-    threads: Threads = None,
+    engine: dict[str, Any],
 ) -> None:
     """Load a model, print its output for one prompt as it comes, and end. Uses no server and no queue."""
 
@@ -110,30 +96,20 @@ def run(
         "ignore_eos": ignore_eos or None,
         "n": n,
     }
-    if draft_model is not None:
-        (guesser,) = find_models([draft_model], lambda line: typer.echo(line, err=True))
-        draft_model = str(guesser.folder)
-    setup: dict[str, Any] = {
-        **speculation(speculate, draft_model, speculate_tokens),
-        "dtype": dtype,
-        "quantization": quantization,
-        "kv_cache_dtype": kv_cache_dtype,
-        "deterministic": deterministic or None,
-        "device": device,
-        "threads": threads,
-        "max_num_seqs": n,
-    }
+    if "draft_model" in engine:
+        (guesser,) = find_models([engine["draft_model"]], lambda line: typer.echo(line, err=True))
+        engine["draft_model"] = str(guesser.folder)
     try:
         asked = {name: value for name, value in sampling.items() if value is not None}
         SamplingParams(**asked)  # refuses bad parameters before the model is loaded for seconds
-        config = EngineConfig(**{name: value for name, value in setup.items() if value is not None})
+        config = EngineConfig(**({} if n is None else {"max_num_seqs": n}) | engine)
         text = text_from(sys.stdin.read) if prompt == "-" else prompt
         verify(found.folder)
-        with Engine.load(found.folder, config) as engine:
-            if engine.card is None:
+        with Engine.load(found.folder, config) as loaded:
+            if loaded.card is None:
                 raise Failure(f"{found.folder} has no tokenizer.json: it cannot read text")
-            params = SamplingParams(**{**engine.card.defaults, **asked})
-            _show(engine, Request("run", _prompt_ids(engine, found.folder, text, chat, system), params), as_json)
+            params = SamplingParams(**{**loaded.card.defaults, **asked})
+            _show(loaded, Request("run", _prompt_ids(loaded, found.folder, text, chat, system), params), as_json)
     except (EngineError, Refused) as error:
         raise Failure(str(error)) from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -14,37 +14,26 @@ from workers.cli.keys.auth import AskFor, Insecure
 from workers.cli.models.references import MODEL, complete_model, find_models
 from workers.cli.options import (
     DEFAULT_URL,
+    ENGINE,
     CorsOrigin,
-    Deterministic,
-    DraftModel,
-    DType,
     FilesDir,
     FilesRedirect,
     Gpus,
-    KvCacheBytes,
-    KvCacheDType,
     LogLevel,
-    MaxBatchedTokens,
     MaxFile,
-    MaxNonPriorityStepTokens,
-    MaxNumSeqs,
     MaxQueued,
     MaxQueuedPerTenant,
     MaxStepSeconds,
     MaxWorkerDeaths,
-    MemoryShare,
     ProxyHeaders,
-    Quantization,
-    Speculate,
-    SpeculateTokens,
     SpotMetadataUrl,
     SpotProvider,
-    Threads,
     WebhookAllow,
     check_spot,
     finite,
     health_ports,
     said_again,
+    takes,
 )
 
 if TYPE_CHECKING:
@@ -52,19 +41,12 @@ if TYPE_CHECKING:
     from workers.cli.local.system import System
 
 
+#: Settings of the workers' engines. Where a model runs is decided with --gpus.
+OF_ENGINES: Final = {name: one for name, one in ENGINE.items() if name != "device"}
 #: Options that `up` passes on unchanged; they have the same names and meanings there.
 OF_WORKERS: Final = (
-    *(
-        "max_worker_deaths",
-        "max_step_seconds",
-        "spot_provider",
-        "spot_metadata_url",
-        "max_num_seqs",
-        "max_batched_tokens",
-    ),
-    "max_non_priority_step_tokens",
-    *("kv_cache_bytes", "memory_share", "dtype", "quantization", "kv_cache_dtype", "deterministic", "threads"),
-    *("speculate", "draft_model", "speculate_tokens"),
+    *("max_worker_deaths", "max_step_seconds", "spot_provider", "spot_metadata_url"),
+    *OF_ENGINES,
 )
 OF_THE_GATEWAY: Final = (
     "auth",
@@ -86,8 +68,10 @@ def add_to(app: typer.Typer) -> None:
     app.command(epilog=f"{example}\n\n{PROCESS_STATUS}", rich_help_panel="Start here")(up)
 
 
+@takes(engine=OF_ENGINES.values())
 def up(
     context: typer.Context,
+    *,
     host: Annotated[str, typer.Option(help="The address that the gateway listens on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The gateway's port. 0: any free port.")] = 8000,
     data_dir: Annotated[
@@ -149,19 +133,7 @@ def up(
         ),
     ] = None,
     gpus: Gpus = None,
-    max_num_seqs: MaxNumSeqs = None,
-    max_batched_tokens: MaxBatchedTokens = None,
-    max_non_priority_step_tokens: MaxNonPriorityStepTokens = None,
-    kv_cache_bytes: KvCacheBytes = None,
-    memory_share: MemoryShare = None,
-    dtype: DType = None,
-    quantization: Quantization = None,
-    kv_cache_dtype: KvCacheDType = None,
-    deterministic: Deterministic = False,
-    speculate: Speculate = None,
-    draft_model: DraftModel = None,
-    speculate_tokens: SpeculateTokens = None,
-    threads: Threads = None,
+    engine: dict[str, Any],
     max_worker_deaths: MaxWorkerDeaths = 3,
     max_step_seconds: MaxStepSeconds = 180.0,
     health_port: Annotated[
@@ -235,8 +207,8 @@ def up(
             f"port {port} is the gateway's, and --health-port {health_port} would give it to a worker's /readyz too"
         )
     models = find_models(names, lambda line: say("up", line))
-    if draft_model is not None:  # downloaded once here, not in each worker
-        find_models([draft_model], lambda line: say("up", line))
+    if "draft_model" in engine:  # downloaded once here, not in each worker
+        find_models([engine["draft_model"]], lambda line: say("up", line))
     plan = Plan(
         models,
         data_dir,

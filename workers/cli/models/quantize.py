@@ -16,7 +16,7 @@ import typer
 from workers.cli.exits import Failure, needs
 from workers.cli.models.references import MODEL, complete_model, find_models
 from workers.cli.models.unfinished import unfinished
-from workers.cli.options import Device, Threads
+from workers.cli.options import ENGINE, takes
 
 if TYPE_CHECKING:
     from engine.quant.make import Comparison, Recipe
@@ -43,9 +43,11 @@ class Texts:
     source: str
 
 
+@takes(engine=(ENGINE["device"], ENGINE["threads"]))
 def quantize(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, autocompletion=complete_model)],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make; it must not exist yet.")],
+    *,
     bits: Annotated[int, typer.Option(help="Bits of each weight: 8 or 4.")] = 8,
     method: Annotated[
         str,
@@ -71,8 +73,7 @@ def quantize(
     calibration_tokens: Annotated[int, typer.Option(min=256, help="Most calibration tokens to use.")] = 32768,
     evaluation_tokens: Annotated[int, typer.Option(min=256, help="Most held-out tokens to judge with.")] = 16384,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    device: Device = None,
-    threads: Threads = None,
+    engine: dict[str, Any],
 ) -> None:
     """Write a copy of a model with 8-bit or 4-bit weights, and report how much its output changed.
 
@@ -87,7 +88,6 @@ def quantize(
     if head_bits not in (16, 8):
         raise Failure(f"--head-bits is {head_bits}; it must be 16 (unchanged) or 8")
     with needs("worker"):
-        from engine.config import EngineConfig
         from engine.errors import EngineError
         from engine.quant.make import Recipe
         from engine.quant.make.model import GROUPS
@@ -100,11 +100,10 @@ def quantize(
     texts = _texts(calibration)
     (found,) = find_models([model], _say)
     try:
-        EngineConfig(device=device or "auto", threads=threads)  # type: ignore[arg-type]  # it checks what it is given
         verify(found.folder)
         recipe = Recipe(bits, method, group_size, 8 if head_bits == 8 else None)  # type: ignore[arg-type]  # one of _METHODS
         with unfinished(out, _say) as work:
-            report = _make(found.folder, work, recipe, texts, (calibration_tokens, evaluation_tokens), device, threads)
+            report = _make(found.folder, work, recipe, texts, (calibration_tokens, evaluation_tokens), **engine)
     except (EngineError, Refused) as error:
         raise Failure(str(error)) from error
     except OSError as error:
@@ -145,8 +144,8 @@ def _make(
     recipe: Recipe,
     texts: Texts,
     tokens: tuple[int, int],
-    device: str | None,
-    threads: int | None,
+    device: str | None = None,
+    threads: int | None = None,
 ) -> dict[str, Any]:
     import torch
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from workers.cli.exits import PROCESS_STATUS, Exit, Failure, needs
 from workers.cli.models.references import MODEL, complete_model, find_models
-from workers.cli.options import Deterministic, DType, KvCacheDType, Quantization
+from workers.cli.options import ENGINE, takes
 
 if TYPE_CHECKING:
     from engine.execution.warm import Warmed
@@ -24,8 +24,14 @@ def add_to(app: typer.Typer) -> None:
     app.command(epilog=f"{example}\n\n{PROCESS_STATUS}", rich_help_panel="Models")(warm)
 
 
+#: Settings that decide which kernels a model has.
+SETTINGS: Final = ("dtype", "quantization", "kv_cache_dtype", "deterministic")
+
+
+@takes(engine=[ENGINE[name] for name in SETTINGS])
 def warm(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, autocompletion=complete_model)],
+    *,
     arch: Annotated[
         str | None, typer.Option(help="The GPU's architecture, such as sm_90 (H100, H200). Unset: this machine's GPU.")
     ] = None,
@@ -33,10 +39,7 @@ def warm(
         Path | None,
         typer.Option(envvar="TRITON_CACHE_DIR", help="Folder for the kernels. Unset: Triton's own cache."),
     ] = None,
-    dtype: DType = None,
-    quantization: Quantization = None,
-    kv_cache_dtype: KvCacheDType = None,
-    deterministic: Deterministic = False,
+    engine: dict[str, Any],
     max_num_seqs: Annotated[int, typer.Option(min=1, max=4096, help="The same as the worker's --max-num-seqs.")] = 64,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -49,21 +52,14 @@ def warm(
         from engine.errors import EngineError
         from engine.execution.warm import architecture_here, default_cache
         from engine.execution.warm import warm as compile_all
-    if quantization not in (None, "none", "fp8"):
-        raise Failure(f"--quantization is {quantization!r}; it must be none or fp8")
-    if kv_cache_dtype not in (None, "auto", "int8", "fp8"):
-        raise Failure(f"--kv-cache-dtype is {kv_cache_dtype!r}; it must be auto, int8 or fp8")
     (found,) = find_models([model], lambda line: typer.echo(line, err=True))
     try:
         made = compile_all(
             found.folder,
             arch or architecture_here(),
             cache_dir or default_cache(),
-            dtype=dtype or "auto",
-            quantization=quantization or "none",
-            kv_cache_dtype=kv_cache_dtype or "auto",
-            deterministic=deterministic,
             max_num_seqs=max_num_seqs,
+            **engine,
         )
     except EngineError as error:
         raise Failure(f"cannot compile the kernels of {model}: {error}") from error

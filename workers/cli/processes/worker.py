@@ -12,44 +12,33 @@ import typer
 from workers.cli.exits import Failure, needs
 from workers.cli.models.references import MODEL, complete_model
 from workers.cli.options import (
+    ENGINE,
     Broker,
-    Deterministic,
-    Device,
-    DraftModel,
-    DType,
     Gpus,
-    KvCacheBytes,
-    KvCacheDType,
     LogLevel,
-    MaxBatchedTokens,
-    MaxNonPriorityStepTokens,
-    MaxNumSeqs,
     MaxStepSeconds,
     MaxWorkerDeaths,
-    MemoryShare,
-    Quantization,
-    Speculate,
-    SpeculateTokens,
     SpotMetadataUrl,
     SpotProvider,
     Store,
-    Threads,
     check_spot,
     finite,
     health_ports,
     place,
     process_name,
     said_again,
-    speculation,
+    takes,
 )
 from workers.cli.starting import checked_level, store_of
 from workers.processes import PENSTOCK
 
 
+@takes(engine=ENGINE.values())
 def worker(
     context: typer.Context,
     broker: Broker,
     model: Annotated[str, typer.Option(help=MODEL, autocompletion=complete_model)],
+    *,
     store: Store = None,
     name: Annotated[
         str | None, typer.Option(callback=process_name, help="This process's name in leases and logs. Unset: HOST.PID.")
@@ -87,21 +76,8 @@ def worker(
             "such messages are refused.",
         ),
     ] = None,
-    max_num_seqs: MaxNumSeqs = None,
-    max_batched_tokens: MaxBatchedTokens = None,
-    max_non_priority_step_tokens: MaxNonPriorityStepTokens = None,
-    kv_cache_bytes: KvCacheBytes = None,
-    memory_share: MemoryShare = None,
-    dtype: DType = None,
-    quantization: Quantization = None,
-    kv_cache_dtype: KvCacheDType = None,
-    deterministic: Deterministic = False,
-    speculate: Speculate = None,
-    draft_model: DraftModel = None,
-    speculate_tokens: SpeculateTokens = None,
-    device: Device = None,
+    engine: dict[str, Any],
     gpus: Gpus = None,
-    threads: Threads = None,
     events: Annotated[
         bool,
         typer.Option("--task-events", "-E", help="Send Celery's task events, as after `celery control enable_events`."),
@@ -119,21 +95,6 @@ def worker(
         from workers.errors import Refused
         from workers.runtime.worker import run_worker
         from workers.settings import WorkerSettings
-    asked: dict[str, Any] = {
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_batched_tokens,
-        "unhurried_tokens": max_non_priority_step_tokens,
-        "kv_cache_bytes": kv_cache_bytes,
-        "memory_share": memory_share,
-        "dtype": dtype,
-        "quantization": quantization,
-        "kv_cache_dtype": kv_cache_dtype,
-        "deterministic": deterministic or None,
-        **speculation(speculate, draft_model, speculate_tokens),
-        "device": device,
-        "threads": threads,
-    }
-    engine = {option: value for option, value in asked.items() if value is not None}
     settings = WorkerSettings(
         broker,
         store_of(broker, store),

@@ -95,7 +95,7 @@ def test_the_card_counts_the_numbers_that_weights_stand_for(folder: Path, tmp_pa
         (("--bits", "4", "--group-size", "128"), "a group of 128 does not divide"),
         (("--calibration", "nowhere.txt"), "nowhere.txt cannot be read"),
         (("--calibration", "EMPTY"), "is too short"),
-        (("--device", "tpu"), "device='tpu' must be one of"),
+        (("--device", "tpu"), "--device is 'tpu'; it must be one of"),
     ],
 )
 def test_bad_input_is_refused_and_leaves_nothing(
