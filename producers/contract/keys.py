@@ -29,6 +29,10 @@ UNSETTLED: Final = "penstock:unsettled"  # zset: task id -> ms; final tasks that
 SETTLED: Final = "penstock:settled"  # zset: task id -> ms; settled tasks whose streams are not compacted
 SWEEPER: Final = "penstock:sweeper"  # string with a TTL: the sweeper that leads
 SWEPT: Final = "penstock:swept"  # hash: a sweeper's duty -> how often it was done
+WAITING: Final = "penstock:waiting"  # hash: kind, or kind and queue -> tasks that wait (`producers.store.waiting`)
+WAITING_TOKENS: Final = "penstock:waiting:tokens"  # hash: kind and queue -> KV tokens that they may need
+WAITING_TENANTS: Final = "penstock:waiting:tenants"  # hash: tenant -> tasks that wait, without batches' lines
+WAITING_KEYS: Final = "penstock:waiting:keys"  # hash: API key's id -> the same
 READERS: Final = "penstock:readers"  # zset: task id -> ms; end of its reader lease
 MODELS: Final = "penstock:models"  # hash: model name -> card (JSON)
 ROUTES: Final = "penstock:routes"  # hash: model name -> queue of a pool; earlier releases sent tasks there
@@ -188,6 +192,11 @@ def inbox_known(digest: str) -> str:
 def inbox_lease(batch_id: str) -> str:
     """String with a TTL: the process that works on an object."""
     return f"penstock:inbox:lease:{batch_id}"
+
+
+def drain(queue: str) -> str:
+    """Hash with a TTL: how fast a queue's tasks are started (`producers.store.waiting`)."""
+    return f"penstock:drain:{queue}"
 
 
 def workers(queue: str) -> str:

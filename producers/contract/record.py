@@ -13,6 +13,7 @@
 | `prompt_tokens`, `tokens` | prompt length (for a text, once a worker has counted it); KV tokens that it may need |
 | `created`, `queued`, `started`, `first`, `finished`, `settled` | server times (ms); `first`: of the first token |
 | `deadline`, `ttl` | server time (ms); seconds for which the settled record is kept |
+| `waits` | while it waits: that it is counted, and as what (`producers.store.waiting`) |
 | `nonce` | id of the submit that made the record |
 | `origin` | who asked: `task` (client, /v1/tasks), `response` (background), `batch` (line); absent: its caller waits |
 | `batch`, `line` | the batch's id, and the line's number from 0; whatever makes the record final counts it there |

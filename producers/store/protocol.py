@@ -237,9 +237,12 @@ def compact(
     )
 
 
-def release(task_id: str, claim_id: str, why: str = "") -> Call:
-    """RELEASE: give a claim up; `why` is kept in the record. Answers 1, or 0 if another delivery holds it."""
-    return Call(script(PACKAGE, "release"), (keys.task(task_id), keys.stream(task_id)), (claim_id, why))
+def release(task_id: str, claim_id: str, why: str = "", *, buried: bool = False) -> Call:
+    """RELEASE: give a claim up; `why` is kept in the record. Answers 1, or 0 if another delivery holds it.
+
+    `buried`: its message goes to the dead letters, so that the task waits for nothing.
+    """
+    return Call(script(PACKAGE, "release"), (keys.task(task_id), keys.stream(task_id)), (claim_id, why, int(buried)))
 
 
 def absolve(task_id: str, incarnation: str) -> Call:

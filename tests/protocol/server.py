@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,6 +107,11 @@ class Server:
         names = [name.decode() for name in self.redis.zrange(keys.WEBHOOKS_DUE, 0, -1)]
         found = [self.redis.hgetall(keys.webhook_row(name)) for name in names]
         return [{field.decode(): value.decode() for field, value in row.items()} for row in found]
+
+    def waiting(self) -> tuple[Counter[str], ...]:
+        """The counts of what waits: tasks and tokens by kind and queue, tasks by tenant."""
+        found = [self.redis.hgetall(name) for name in (keys.WAITING, keys.WAITING_TOKENS, keys.WAITING_TENANTS)]
+        return tuple(Counter({name.decode(): int(n) for name, n in one.items()}) for one in found)
 
     def ledger(self) -> list[dict[str, str]]:
         """The ledger's rows."""

@@ -51,7 +51,21 @@ FIELDS = {
         "usage",
         "error",
     ),
-    *("prompt", "discarded", "again", "version", "queue", "fingerprint", "origin", "webhook", "webhook_secret"),
+    *(
+        "waits",
+        "tier",
+        "tokens",
+        "tenant",
+        "prompt",
+        "discarded",
+        "again",
+        "version",
+        "queue",
+        "fingerprint",
+        "origin",
+        "webhook",
+        "webhook_secret",
+    ),
 }
 
 
@@ -62,7 +76,7 @@ def prompt_fields(t: str) -> dict[str, str | int]:
 def sent_to(t: str) -> dict[str, str | int]:
     """The version that a client sends a task to: of `t2` an earlier release's says its pool. And who wants to hear."""
     if t == "t2":
-        return {"queue": POOL.queue, "origin": "task"}
+        return {"queue": POOL.queue, "origin": "task", "tier": "flex", "tokens": 9, "tenant": "a"}
     return {"version": POOL.version, "queue": POOL.version_queue, "origin": "task", **OWN.fields()}
 
 
@@ -96,6 +110,18 @@ def reason_of(r: Rec, choice: int) -> str:
     """Of a choice of a task that is incomplete."""
     mine = [entry for entry in map(json.loads, r.stream) if entry[0] == choice]
     return mine[-1][5] if mine and len(mine[-1]) > 5 else "deadline"
+
+
+def counts(records: Iterable[dict[str, str]]) -> tuple[Counter[str], ...]:
+    """What is counted of the tasks that wait: tasks and tokens by kind and queue, tasks by tenant."""
+    tasks, tokens, tenants = Counter[str](), Counter[str](), Counter[str]()
+    for r in (one for one in records if "waits" in one):
+        place = f"{r.get('tier', 'default')} {r['queue']}"
+        assert r["waits"] == place.replace(" ", f" {r.get('tokens', 0)} ", 1)
+        tasks += Counter([place.partition(" ")[0], place])
+        tokens += Counter({place: int(r.get("tokens", 0))})
+        tenants += Counter([r.get("tenant", "")])
+    return tasks, tokens, tenants
 
 
 class Pair(RuleBasedStateMachine):
@@ -177,8 +203,10 @@ class Pair(RuleBasedStateMachine):
         assert found == now
         waited_for = {t for t, r in self.model.items() if r and not r.end and (r.expired or r.cancel or t in DEADLINES)}
         assert self.server.deadlines() == waited_for
-        for t, stored in self.server.stored(TASKS).items():
+        kept = self.server.stored(TASKS)
+        for t, stored in kept.items():
             self._same(t, self.model[t], stored)
+        assert self.server.waiting() == counts(stored.fields for stored in kept.values())
 
     def _same_rows(self, wakes: int) -> None:
         """Rows outlive the records of earlier lives; each is written once, with the end that it tells of."""
@@ -226,6 +254,7 @@ class Pair(RuleBasedStateMachine):
             kind=self._kind(fields),
             hook=r.hook,
             told=r.told,
+            waits=int("waits" in fields),
             lost=tuple(one["owner"] for one in json.loads(fields.get("lost", "[]"))),
         )
         times = [int(fields[name]) for name in ("created", "queued", "started") if name in fields]

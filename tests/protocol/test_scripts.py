@@ -255,15 +255,15 @@ class StoreMachine(Pair):
 
         self.do(step)
 
-    @rule(t=tasks, valid=mostly)
+    @rule(t=tasks, valid=mostly, buried=rarely)
     @precondition(claimed)
-    def release(self, t: str, valid: bool) -> None:
+    def release(self, t: str, valid: bool, buried: bool = False) -> None:
         t = self.apt(t, lambda r: r.claim) if valid else t
         c = self.held(t, valid)
 
         def step() -> None:
-            answer = self.server.run(protocol.release(t, c))
-            expected, self.model[t] = scripts.release(self.model[t], c, ALL)
+            answer = self.server.run(protocol.release(t, c, buried=buried))
+            expected, self.model[t] = scripts.release(self.model[t], c, ALL, buried=buried)
             assert answer == expected
 
         self.do(step)

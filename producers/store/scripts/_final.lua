@@ -1,9 +1,10 @@
 -- Shared by CLAIM, FINISH, CANCEL and EXPIRE. The script that makes a record final also appends the terminal entry, so
 -- that no reader ever sees one without the other. It writes the end's rows into the ledger and the outbox, settles
--- what a key was charged, and counts a batch's line.
+-- what a key was charged, counts a batch's line, and counts the task no more among those that wait.
 -- include: _ledger.lua
 -- include: _limits.lua
 -- include: _outbox.lua
+-- include: _waiting.lua
 local FINAL = { completed = true, failed = true, cancelled = true, incomplete = true }
 
 local EXPIRED = '{"code":"expired","message":"The deadline passed before the task was finished."}'
@@ -40,6 +41,7 @@ local function finalise(task, stream, id, status, reasons, err, prompt, cached)
     settle_charge('penstock:limits:' .. r[5], tonumber(r[4]), prompt + out, tonumber(r[6]), now_ms())
   end
   outbox_task(task, id, status)
+  wait_ends(task)
   if r[3] and redis.call('HEXISTS', 'penstock:batch:' .. r[3], 'status') == 1 then
     redis.call('HINCRBY', 'penstock:batch:' .. r[3], status == 'completed' and 'completed' or 'failed', 1)
   end

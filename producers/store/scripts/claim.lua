@@ -8,7 +8,7 @@
 -- 9 cancel, deadline, stuck >= N or deaths >= 4 N, or a message condemned by the broker
 -- since every worker died before its CLAIM: finalise with the terminal entry, take the claim, `settle`. A task that was
 -- started before is `incomplete` past its deadline. 10 take the claim, `in_progress`, `go(next)`, with the
--- worker's version and pool; the first start of a task is an event.
+-- worker's version and pool; the first start of a task is an event. It waits no more.
 -- The first 32 owners that died are kept in `lost`. From 8 on, a record that is not marked as queued is marked now.
 -- KEYS: task, stream
 -- ARGV: id, claim, inc, plain 0|1, N, condemned 0|1, the worker's version, its version's queue, its fingerprint, then
@@ -122,6 +122,7 @@ if err then
   finalise(task, stream, id, 'failed', '[]', err, prompt_used(task), 0)
   return answer('settle')
 end
+wait_ends(task, true)
 redis.call('HSET', task, 'status', 'in_progress', 'mark', length, 'version', version, 'queue', queue,
   'fingerprint', fingerprint)
 redis.call('HSETNX', task, 'started', now)

@@ -1,7 +1,8 @@
 #!lua flags=allow-oom
--- RELEASE(c) | claim = c: the claim is cleared, also of a final unsettled task; `queued` if not final. Counts no death.
+-- RELEASE(c) | claim = c: the claim is cleared, also of a final unsettled task; `queued` if not final: it
+-- waits again, unless it is given up. Counts no death.
 -- Why an unfinished task was given back is kept, for the first 32 times.
--- KEYS: task, stream   ARGV: claim, why ('': not kept)
+-- KEYS: task, stream   ARGV: claim, why ('': not kept), buried (1: its message goes, so that it waits for nothing)
 -- Answers: 1 released | 0
 -- include: _final.lua
 local r = redis.call('HMGET', KEYS[1], 'status', 'claim', 'owner', 'given_back')
@@ -11,6 +12,9 @@ end
 redis.call('HDEL', KEYS[1], 'claim', 'owner')
 if not FINAL[r[1]] then
   redis.call('HSET', KEYS[1], 'status', 'queued')
+  if ARGV[3] ~= '1' then
+    wait_begins(KEYS[1])
+  end
 end
 if not FINAL[r[1]] and ARGV[2] ~= '' then
   local fine, before = pcall(cjson.decode, r[4] or '[]')

@@ -74,11 +74,14 @@ def test_a_line_has_one_record_and_counts_once(store: Store, valkey: Redis) -> N
     assert valkey.zcard(keys.DEADLINES) == 2
     assert valkey.hkeys(keys.batch_refused(store.id)) == [b"1"]
     assert (store.read().count("line"), store.read().count("offset"), store.read().count("failed")) == (3, 300, 1)
+    assert valkey.hgetall(keys.WAITING) == {b"line": b"2", b"line " + QUEUE.encode(): b"2"}
+    assert not valkey.exists(keys.WAITING_TENANTS), "a batch is bounded by its window, not as its tenant's tasks are"
     for name in ids:  # whatever makes it final counts it
         run(valkey, protocol.queued(name))
         run(valkey, protocol.cancel(name))
         run(valkey, protocol.cancel(name))
     assert store.read().count("failed") == 3
+    assert not valkey.exists(keys.WAITING, keys.WAITING_TOKENS)
 
 
 def test_a_completed_line_counts_as_completed(store: Store, valkey: Redis, model: str, worker: FakeWorker) -> None:

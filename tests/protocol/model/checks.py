@@ -63,6 +63,8 @@ def _record(t: int, r: Rec, g: Ghost, deaths: int, cfg: Cfg) -> str:
         return "S6 the terminal entry contradicts the final status"
     if r.status == "in_progress" and not r.dated:
         return "S15 a task runs that was never queued, by its times"
+    if r.waits != (r.status in ("submitting", "queued")) and not (cfg.broken and not r.waits):
+        return "S24 the counts of what waits have a task that does not wait, or lack one that does"
     if r.deaths > deaths:
         return "S7 a death was counted that did not happen"
     if r.why == "dead" and r.claims and cfg.counting and g.idle < cfg.limit:
@@ -81,7 +83,7 @@ def good(s: State, cfg: Cfg) -> bool:
         return False
     for t, (r, g) in enumerate(zip(s.recs, s.ghosts, strict=True)):
         if cfg.broken:
-            if t not in s.dead:
+            if t not in s.dead or (r and r.waits):
                 return False
         elif g.accepted and not (g.final and (g.links or g.spared) and (r is None or (r.settled and not r.listed))):
             return False

@@ -114,7 +114,7 @@ def unack_steps(s: State, t: int, cfg: Cfg) -> Iterator[Step]:
         after = s._replace(infl=s.infl | {(uuid, inc, (t, 0))}, budget=b)
         yield f"failover brings {t} back in flight of worker {w}", False, after
         after = after._replace(ghosts=put(s.ghosts, t, undone))
-        claimed = QUEUED._replace(status="in_progress", claim=claim, owner=inc, dated=True)
+        claimed = QUEUED._replace(status="in_progress", claim=claim, owner=inc, dated=True, waits=0)
         yield (
             f"... and its record as it was, claimed by worker {w}",
             False,

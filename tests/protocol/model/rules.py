@@ -76,6 +76,14 @@ RULES: dict[str, Rule] = {
     ),
     "compact_settled": Rule("compact", "COMPACT takes only the stream of a settled record"),
     "compact_once": Rule("compact", "COMPACT writes the result and removes the stream in one script"),
+    # the counts of what waits
+    "waits_noted": Rule(
+        "crash", "a record says that it is counted: a second CLAIM, or its end, uncounts it once alone"
+    ),
+    "claim_uncounts": Rule("crash", "CLAIM counts what it starts no more, in the same script"),
+    "final_uncounts": Rule("cancel", "whatever makes a record final counts it no more, in the same script"),
+    "release_counts": Rule("drain", "RELEASE counts again what is not final, in the same script"),
+    "bury_uncounted": Rule("broken", "RELEASE of what becomes a dead letter does not: it waits for nothing"),
     # the broker
     "ack_uuid": Rule("drain", "ACK and BACK name a fresh delivery UUID, not the message's own tag"),
     "fetch_atomic": Rule("crash", "FETCH pops and enters the delivery in flight in one script"),

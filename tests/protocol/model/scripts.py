@@ -18,7 +18,7 @@ class Rec(NamedTuple):
     prompt's tokens, where known; `at`: where its entries are, in the stream or, once compacted, in the result;
     `dated`: it says when it was queued; `kind`: (version, pool) that took it up last, or as it was sent (version,
     None); `hook`: the events that somebody wants to hear of; `told`: those whose rows were written, in order;
-    `lost`: the owners whose deaths were counted, in order."""
+    `lost`: the owners whose deaths were counted, in order; `waits`: how often the counts of what waits have it."""
 
     status: str = "submitting"
     cancel: bool = False
@@ -45,6 +45,7 @@ class Rec(NamedTuple):
     hook: frozenset[str] = frozenset()
     told: tuple[str, ...] = ()
     lost: tuple[Any, ...] = ()
+    waits: int = 0
 
     @property
     def length(self) -> int:
@@ -54,18 +55,24 @@ class Rec(NamedTuple):
 
 #: So many times the limit of deaths, and a task is given up though it got on.
 STRETCH = 4
-SUBMITTED = Rec()
-QUEUED = Rec(status="queued", listed=False)
+SUBMITTED = Rec(waits=1)
+QUEUED = Rec(status="queued", listed=False, waits=1)
 
 
 def _final(r: Rec, status: str, rules: Rules, **changes: Any) -> Rec:
     """The one way to become final: status, terminal entry and rows of the outbox together."""
+    r = _waits_no_more(r, rules) if "final_uncounts" in rules else r
     return _tell(_left(r, rules)._replace(status=status, end=r.end or status, **changes), status, rules)
 
 
 def _tell(r: Rec, event: str, rules: Rules) -> Rec:
     """The event's row is written, if somebody wants to hear of it."""
     return r._replace(told=(*r.told, event)) if event in r.hook and "row_in_script" in rules else r
+
+
+def _waits_no_more(r: Rec, rules: Rules) -> Rec:
+    """The counts of what waits lose it, if they have it."""
+    return r._replace(waits=r.waits - 1) if r.waits or "waits_noted" not in rules else r
 
 
 def _left(r: Rec, rules: Rules) -> Rec:
@@ -115,7 +122,7 @@ def claim(
     if r is None:
         if made is None and "gone_drop" in rules:
             return "done", r
-        r = made or QUEUED
+        r = (made or QUEUED)._replace(waits=0)  # nobody counted a plain message
     if "claim_idem" in rules and r.claim == c:
         return ("settle" if r.status in FINAL else "go"), r
     if r.settled:
@@ -146,6 +153,7 @@ def claim(
         return "settle", _final(r, "failed", rules, why="dead")
     if not r.claims or "progress_once" not in rules:
         r = _tell(r, "in_progress", rules)
+    r = _waits_no_more(r, rules) if "claim_uncounts" in rules else r
     return "go", r._replace(status="in_progress", claims=r.claims + 1, mark=r.length, kind=kind)
 
 
@@ -256,12 +264,16 @@ def compact(r: Rec | None, entries: int, rules: Rules) -> tuple[str, Rec | None]
     return "done", r._replace(at="result" if "compact_once" in rules else "nowhere")
 
 
-def release(r: Rec | None, c: Any, rules: Rules) -> tuple[int, Rec | None]:
+def release(r: Rec | None, c: Any, rules: Rules, *, buried: bool = False) -> tuple[int, Rec | None]:
+    """`buried`: its message goes to the dead letters, and it waits for nothing."""
     if r is None or (r.claim != c and "release_fence" in rules):
         return 0, r
     if r.status in FINAL:
         return (1, r._replace(claim=None, owner=None)) if "release_final" in rules else (0, r)
-    return 1, r._replace(status="queued", claim=None, owner=None)
+    again = "release_counts" in rules and not (buried and "bury_uncounted" in rules)
+    return 1, r._replace(
+        status="queued", claim=None, owner=None, waits=1 if again and "waits_noted" in rules else r.waits + again
+    )
 
 
 def absolve(r: Rec | None, inc: Any) -> tuple[int, Rec | None]:

@@ -286,7 +286,11 @@ def _put_down(s: State, p: Slot, cfg: Cfg, rules: Rules) -> Iterator[Step]:
         yield "SETTLE", p._replace(pc=pc), store(s, t, r2)
     elif p.pc in ("release_back", "release_ack"):
         note = "released" if p.pc == "release_ack" and p.note != "buried" else p.note
-        yield "RELEASE", p._replace(pc=p.pc[8:], note=note), store(s, t, scripts.release(r, p.c, rules)[1])
+        yield (
+            "RELEASE",
+            p._replace(pc=p.pc[8:], note=note),
+            store(s, t, scripts.release(r, p.c, rules, buried=note == "buried")[1]),
+        )
     elif p.pc == "release_end":
         yield "RELEASE", IDLE, store(s, t, scripts.release(r, p.c, rules)[1])
     elif p.pc == "retry_pub":
