@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Final
 
 from engine.logprobs import TokenLogprobs
 from engine.params import FinishReason, SamplingParams
@@ -17,6 +18,36 @@ class Tier(IntEnum):
     DEFAULT = 1
     FLEX = 2
     BATCH = 3
+
+
+#: Preemptions that a request remembers; later ones are counted.
+REMEMBERED: Final = 8
+
+
+@dataclass(slots=True)
+class Course:
+    """What the engine did with a request so far. The engine's thread writes, others read. Times: monotonic seconds."""
+
+    began_at: float | None = None
+    """When the first step that computes some of it was planned."""
+    cached_tokens: int = 0
+    """Prompt tokens that it found in the prefix cache then."""
+    running: int = 0
+    """Its choices that run. While there are none, it waits: for its first step, or to go on after a preemption."""
+    preemptions: int = 0
+    preempted: list[tuple[float, str]] = field(default_factory=list)
+    """When and why, of the first ones: `better_tier` (a request of a better tier needed the room), `kv_room` (those
+    that ran had no KV block left), `memory` (a step was too large for the device), `recompute` (of its own)."""
+
+    def admit(self, now: float, cached_tokens: int) -> None:
+        if self.began_at is None:
+            self.began_at, self.cached_tokens = now, cached_tokens
+        self.running += 1
+
+    def preempt(self, now: float, why: str) -> None:
+        self.preemptions += 1
+        if len(self.preempted) < REMEMBERED:
+            self.preempted.append((now, why))
 
 
 @dataclass(slots=True)
@@ -38,6 +69,7 @@ class Request:
     """For each choice, the tokens that were already published. Choices past the end of the list have none."""
     arrival: float = field(default_factory=time.monotonic)
     """The time of arrival in monotonic seconds. It orders requests of one tier and starts their ageing."""
+    course: Course = field(default_factory=Course, compare=False)
 
 
 @dataclass(slots=True)

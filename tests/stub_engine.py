@@ -207,6 +207,7 @@ class StubEngine:
                     made = range(MAX_CHOICES) if len(tokens) == target else [choice]
                     true = ([token(params.seed or 0, one, i) for i in range(len(tokens))] for one in made)
                     assert tokens in true, "resumed from tokens that are not this task's"
+                request.course.admit(time.monotonic(), 0)
                 self._running[request.id] = _Running(
                     request,
                     on_event,

@@ -203,7 +203,7 @@ class Planner:
             count = self._tables.grow(seq, count, spare=to_come)
             if count == 0:
                 step.decodes[tier] += decodes
-                self._preempt_last(step)
+                self._preempt_last(step, "kv_room")
                 return False
             if decodes:
                 step.put(seq, count, self._guesses(seq, step.unreserved - to_come - 1, to_come))
@@ -238,7 +238,7 @@ class Planner:
             while not freely or not self._fits(seq, claim, tier, step):
                 if not self._displaceable(seq):
                     return False
-                self._preempt_last(step)
+                self._preempt_last(step, "better_tier")
                 freely = True
                 claim = self._claim(group, seq, step)
         self.waiting.remove(seq)
@@ -253,6 +253,7 @@ class Planner:
         if group.cached_tokens is None:
             group.cached_tokens = min(claim.computed, seq.prompt_len)
             self.cached_tokens += group.cached_tokens
+        seq.request.course.admit(step.now, group.cached_tokens)
         step.admitted.add(seq.serial)
         pending = len(seq.tokens) - seq.computed
         step.put_prompt(seq, self._tables.grow(seq, min(pending, step.left(seq, tier)), spare=step.to_come))
@@ -295,16 +296,17 @@ class Planner:
         """Whether an admission leaves headroom. If only worse tiers run, a sequence may take the whole pool."""
         return bool(self.running) and self.running[0].effective_tier <= tier
 
-    def _preempt_last(self, step: _Step) -> None:
+    def _preempt_last(self, step: _Step, why: str) -> None:
         """Preempt the last sequence in order. It keeps its tokens and later computes again those whose K/V are no
         longer cached."""
         seq = self.running[-1]
         if len(seq.tokens) - seq.computed == 1:
             step.decodes[seq.effective_tier] -= 1
-        self.preempt(seq, step.now)
+        self.preempt(seq, step.now, why)
 
-    def preempt(self, seq: Sequence, now: float) -> None:
-        """Preempt a running sequence: it waits, and computes its tokens again. Between steps it may be any sequence."""
+    def preempt(self, seq: Sequence, now: float, why: str = "recompute") -> None:
+        """Preempt a running sequence: it waits, and computes its tokens again. Between steps it may be any sequence.
+        `why`: see `Course.preempted`."""
         self.running.remove(seq)
         self._leave(seq)
         seq.status = Status.WAITING
@@ -312,6 +314,7 @@ class Planner:
         seq.queued_at = now
         self.waiting.push(seq)
         self.preemptions += 1
+        seq.request.course.preempt(now, why)
 
     def shrink(self, now: float, *, tried: bool) -> bool:
         """React to a step for which the device had no memory. Halves max_num_batched_tokens, down to max_num_seqs, and
@@ -327,7 +330,7 @@ class Planner:
             return False
         self.max_num_batched_tokens = smaller
         if several:
-            self.preempt(self.running[-1], now)
+            self.preempt(self.running[-1], now, "memory")
         self.shrinks += 1
         return True
 
@@ -349,6 +352,7 @@ class Planner:
         self._tables.free(seq)
         heapq.heappush(self._slots, seq.slot)
         seq.slot = -1
+        seq.request.course.running -= 1
 
     @property
     def slots_used(self) -> int:

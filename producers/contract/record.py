@@ -11,6 +11,8 @@
 | `key` | the id of the API key that submitted it, where the gateway asked for one |
 | `reserved` | tokens for which its key's account was charged until its end (`producers.store.usage.limits`) |
 | `prompt_tokens`, `tokens` | prompt length (for a text, once a worker has counted it); KV tokens that it may need |
+| `began` | server time (ms) of its last start |
+| `run:<start>` | what a worker's engine did with it (JSON, see `producers.contract.run`), for the first 32 starts |
 | `created`, `queued`, `started`, `first`, `finished`, `settled` | server times (ms); `first`: of the first token |
 | `deadline`, `ttl` | server time (ms); seconds for which the settled record is kept |
 | `waits` | while it waits: that it is counted, and as what (`producers.store.waiting`) |
@@ -28,7 +30,7 @@
 | `cancel` | server time (ms) at which a cancel was accepted |
 | `claim`, `owner` | the delivery that holds it, and its worker's incarnation; both until SETTLE |
 | `deaths`, `claims` | number of owners that died holding it; number of starts |
-| `lost` | the first 32 of those owners (JSON): incarnation, time of notice, entries in the stream at that time |
+| `lost` | the first 32 of those owners (JSON): incarnation, time of notice, entries then, the start and its time |
 | `given_back` | the first 32 times that a worker gave it back (JSON): as `lost`, and why |
 | `stuck`, `mark` | number of owners that died since its last new entry; the stream's length at its last start |
 | `next:<choice>` | index of the choice's next token |
@@ -43,11 +45,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
 from producers.connection.script import text
 from producers.contract import keys
+from producers.contract.run import PREFIX, Run
 from producers.contract.stream.events import MAX_CHOICES
 
 FINAL: Final = frozenset({"completed", "failed", "cancelled", "incomplete"})
@@ -132,6 +136,26 @@ class Record:
     @property
     def cancel_accepted(self) -> bool:
         return "cancel" in self.fields
+
+    @property
+    def runs(self) -> dict[int, Run]:
+        """Its starts by number, in order, as far as their workers told of them. A field that is none is left out."""
+        found: dict[int, Run] = {}
+        for name, value in self.fields.items():
+            with suppress(ValueError, TypeError, OverflowError):
+                if name.startswith(PREFIX):
+                    found[int(name.removeprefix(PREFIX))] = Run.parse(value)
+        return dict(sorted(found.items()))
+
+    @property
+    def first_step(self) -> int | None:
+        """Time at which the engine began its first step, ms; None where no worker told."""
+        return min((run.step for run in self.runs.values() if run.step is not None), default=None)
+
+    @property
+    def last_token(self) -> int | None:
+        """Time of its last token, ms, as far as its workers told: a worker does once it is done with it."""
+        return max((run.last for run in self.runs.values() if run.last is not None), default=None)
 
     @property
     def metadata(self) -> dict[str, str]:

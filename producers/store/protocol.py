@@ -155,6 +155,8 @@ class Append:
     """Number of unpublished tokens of best_of's candidates."""
     prompt_tokens: int = 0
     """Length of a text prompt that the record does not have yet; 0: no news."""
+    run: str = ""
+    """What its engine did with it (`producers.contract.run.Run.said`); empty: no news."""
 
 
 def append(batch: Sequence[Append]) -> Call:
@@ -163,7 +165,8 @@ def append(batch: Sequence[Append]) -> Call:
     args: list[str | int] = []
     for a in batch:
         names += (keys.task(a.task_id), keys.stream(a.task_id))
-        args += (a.task_id, a.claim_id, a.choice, a.index, int(a.scored), a.discarded, a.prompt_tokens, len(a.entries))
+        args += (a.task_id, a.claim_id, a.choice, a.index, int(a.scored), a.discarded, a.prompt_tokens, a.run)
+        args.append(len(a.entries))
         args += a.entries
     return Call(script(PACKAGE, "append"), names, args)
 
@@ -191,16 +194,17 @@ def finish(
     prompt_tokens: int = 0,
     cached_tokens: int = 0,
     scored: bool = False,
+    run: str = "",
 ) -> Call:
     """FINISH: make a record final. Answers `[won, status]`, `[other]` or `[resend, next ...]`.
 
     `reasons`: JSON array with a finish reason for each choice. `nexts`: each choice's number of tokens. `error`: JSON.
-    `scored`: the prompt's entries were published.
+    `scored`: the prompt's entries were published. `run`: as in `Append`.
     """
     return Call(
         script(PACKAGE, "finish"),
         (keys.task(task_id), keys.stream(task_id)),
-        (task_id, claim_id, status, reasons, error, prompt_tokens, cached_tokens, int(scored), *nexts),
+        (task_id, claim_id, status, reasons, error, prompt_tokens, cached_tokens, int(scored), run, *nexts),
     )
 
 
@@ -237,12 +241,14 @@ def compact(
     )
 
 
-def release(task_id: str, claim_id: str, why: str = "", *, buried: bool = False) -> Call:
-    """RELEASE: give a claim up; `why` is kept in the record. Answers 1, or 0 if another delivery holds it.
+def release(task_id: str, claim_id: str, why: str = "", run: str = "", *, buried: bool = False) -> Call:
+    """RELEASE: give a claim up; `why` is kept in the record; `run`: as in `Append`. Answers 1, or 0 if another delivery
+    holds it.
 
     `buried`: its message goes to the dead letters, so that the task waits for nothing.
     """
-    return Call(script(PACKAGE, "release"), (keys.task(task_id), keys.stream(task_id)), (claim_id, why, int(buried)))
+    names = keys.task(task_id), keys.stream(task_id)
+    return Call(script(PACKAGE, "release"), names, (claim_id, why, int(buried), run))
 
 
 def absolve(task_id: str, incarnation: str) -> Call:

@@ -52,6 +52,7 @@ FIELDS = {
         "error",
     ),
     *(
+        "began",
         "waits",
         "tier",
         "tokens",

@@ -235,9 +235,20 @@ def explain(task_id: TaskId, as_json: Json = False, url: Url = DEFAULT_URL) -> N
     for reason in said["blocked_by"]:
         typer.echo(f"  {reason['name']:18} {reason['message']}")
     for one in said["attempts"]:
-        typer.echo(f"  {one['why']:18} {one['worker']}, when its stream had {one['entries']} entries")
+        typer.echo(f"  {one['why']:18} {_attempt(one)}")
     if said["phases"]:
         typer.echo("  " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in said["phases"].items()))
+
+
+def _attempt(one: dict[str, Any]) -> str:
+    """A start of a task, in words."""
+    said = [one["worker"] or "a worker that told nothing"]
+    said += [] if one["duration_s"] is None else [f"for {one['duration_s']:.2f} s"]
+    said += [] if one["entries"] is None else [f"until its stream had {one['entries']} entries"]
+    said += [] if one["cached_tokens"] is None else [f"with {one['cached_tokens']} cached prompt tokens"]
+    whys = ", ".join(dict.fromkeys(each["why"] for each in one["preempted"]))
+    said += [f"{one['preemptions']} times preempted ({whys})"] if one["preemptions"] else []
+    return ", ".join(said)
 
 
 def _follow(gateway: Gateway, task: dict[str, Any], start: int, as_json: bool) -> None:

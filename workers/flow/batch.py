@@ -6,6 +6,7 @@ Event of a choice -> entries of its stream, and whether the task ends with it ->
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass, field
 
 from engine.errors import NOT_FINITE
@@ -42,6 +43,8 @@ class Batch:
     scored: list[Delivery] = field(default_factory=list)
     """Deliveries whose prompt's log probabilities have come."""
     ends: dict[str, Conclusion] = field(default_factory=dict)
+    at: float = field(default_factory=time.monotonic)
+    """When they came."""
     doubted: dict[str, Conclusion] = field(default_factory=dict)
     """Ends in NaN: the request is to blame, or the model."""
 
@@ -76,6 +79,7 @@ class Batch:
             append.entries += entries
             append.discarded = delivery.discarded = event.discarded
             delivery.entries[choice] += entries
+            delivery.last_at = self.at
         if event.finish_reason is None and not event.done:
             return
         delivery.cached_tokens = event.cached_tokens
@@ -96,6 +100,7 @@ class Batch:
         if append is None:
             append = self.appends[delivery.uuid, choice] = Append(delivery.task_id, delivery.uuid, choice, index)
         append.scored = delivery.scored
+        append.run = append.run or delivery.run_news()
         return append
 
 
@@ -150,4 +155,5 @@ def finish_call(end: Conclusion) -> Call:
         prompt_tokens=d.prompt_tokens,
         cached_tokens=d.cached_tokens,
         scored=d.scored,
+        run=d.run(),
     )

@@ -223,6 +223,7 @@ class Claimer(threading.Thread):
             delivery.prompt_ids = request.prompt_ids
             delivery.prompt_tokens = len(request.prompt_ids)
             delivery.selects = request.params.selects
+            delivery.course = request.course
             running[delivery.uuid] = delivery
             if delivery.record is not None and "prompt_tokens" not in delivery.record.fields:
                 # Who runs alone may be a suspect, whose worker dies before it has made a step.

@@ -12,6 +12,8 @@ import logging
 import threading
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
+from typing import Final
 
 from workers.flow.acker import Acker
 from workers.state.delivery import Delivery, forget
@@ -20,6 +22,9 @@ from workers.state.ledger import Ledger, Size
 from workers.state.served import Served
 
 logger = logging.getLogger(__name__)
+
+#: Deliveries that wait in the engine of which the lease tells.
+WAITS: Final = 64
 
 
 class Deliveries:
@@ -52,6 +57,11 @@ class Deliveries:
     def known(self) -> set[str]:
         """UUIDs of all that is held, or on its way in or out."""
         return {*self.asked, *self.held, *self._acker.pending}
+
+    def waits(self) -> dict[str, str]:
+        """UUID -> why, of those that wait in the engine (`Delivery.waits`); some of them, where there are many."""
+        waiting = ((one.uuid, one.waits) for one in list(self.running.values()))
+        return dict(islice(((uuid, why) for uuid, why in waiting if why is not None), WAITS))
 
     def enter(self, delivery: Delivery, size: Size) -> bool:
         """Enter a fetched message; False where its life is over."""

@@ -218,7 +218,7 @@ class Finisher(threading.Thread):
                 self._deliveries.done(end.delivery, end.reason)
         ends = [end for end in ends if end.claimed]
         calls = [
-            release(end.delivery.task_id, end.delivery.uuid, end.why, buried=end.status == DEAD)
+            release(end.delivery.task_id, end.delivery.uuid, end.why, end.delivery.run(), buried=end.status == DEAD)
             if end.status in (RETRY, BACK, DEAD)
             else settle(end.delivery.task_id)
             for end in ends

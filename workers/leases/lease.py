@@ -118,7 +118,8 @@ class Lease:
                 # No lease may make it look alive, and without one no late CLAIM of it is granted.
                 self._store.delete(keys.lease(life.id))
                 self._broker.end_lease(life.id)
-                _log_errors(run_many(self._store, [release(one.task_id, one.uuid, "lease_lost") for one in dropped]))
+                calls = [release(one.task_id, one.uuid, "lease_lost", one.run()) for one in dropped]
+                _log_errors(run_many(self._store, calls))
                 # The last first: each goes to the front of its list.
                 _log_errors(self._broker.put_down([Back(life.id, one.uuid) for one in reversed(dropped)]))
                 taken = self._take_counts_back(life, dropped)

@@ -178,6 +178,7 @@ class Runtime:
                 "draft_accepted": stats.draft_accepted,
                 "false_takeovers": self.housekeeper.lease.false_takeovers,
                 "recomputed_tokens": self.housekeeper.lease.recomputed_tokens,
+                "waits": self.deliveries.waits(),
                 "profile": self.profile().to_dict(),
                 **({} if gpu is None else {"gpu": gpu}),
             }

@@ -9,8 +9,9 @@ from typing import Any
 
 from celery.worker.state import task_ready
 
-from engine.request import Event
+from engine.request import Course, Event
 from producers.contract.record import Record
+from producers.contract.run import Run
 from producers.contract.trace import trace_suffix
 from workers.state.incarnation import Incarnation
 
@@ -76,6 +77,18 @@ class Delivery:
     cached_tokens: int = 0
     claimed_at: float | None = None
     """When it was claimed (monotonic), until its first token is published. None where another worker began it."""
+    began_at: float = 0.0
+    """When it was claimed (monotonic)."""
+    began: int = 0
+    """The same by the store's clock (ms), as its record says; 0: nobody knows."""
+    start: int = 0
+    """Number of this start, from 1."""
+    course: Course = field(default_factory=Course)
+    """What the engine did with it."""
+    last_at: float | None = None
+    """When its last token came (monotonic)."""
+    told: int | None = None
+    """Preemptions that its record knows of; None: it knows nothing of this start."""
     deadline: float | None = None
     """When it has to end, by this machine's monotonic clock."""
     cancelled: bool = False
@@ -95,7 +108,40 @@ class Delivery:
         self.entries = [[] for _ in nexts]
         self.scored = record.scored
         self.reasons = [None] * len(nexts)
-        self.claimed_at = None if any(nexts) else time.monotonic()
+        self.began_at = time.monotonic()
+        self.claimed_at = None if any(nexts) else self.began_at
+        self.began, self.start = _whole(record.fields.get("began")), _whole(record.fields.get("claims"))
+        self.told = None
+
+    def run_news(self) -> str:
+        """`run`, where its record does not know that its first step began, or knows of fewer preemptions."""
+        preemptions = self.course.preemptions
+        if self.told == preemptions or self.course.began_at is None:
+            return ""
+        self.told = preemptions
+        return self.run()
+
+    def run(self) -> str:
+        """What the engine did with it, as the scripts take it; empty where it was not claimed."""
+        if self.record is None or not self.began:
+            return ""
+
+        def ms(at: float) -> int:
+            return self.began + round(1000 * (at - self.began_at))
+
+        course = self.course
+        step, last = (None if at is None else ms(at) for at in (course.began_at, self.last_at))
+        preempted = [(ms(at), why) for at, why in course.preempted]
+        run = Run(self.incarnation.id, self.began, step, last, course.cached_tokens, course.preemptions, preempted)
+        return run.said(self.start)
+
+    @property
+    def waits(self) -> str | None:
+        """Why it waits in the engine: `not_begun`, or why it was preempted (`engine.request.Course`); None: it runs."""
+        course = self.course
+        if course.running or self.ended:
+            return None
+        return course.preempted[-1][1] if course.preempted else "not_begun"
 
     @property
     def trace(self) -> str:
@@ -124,6 +170,11 @@ class Delivery:
 
     def terminate(self, signal: Any = None) -> None:
         """celery.worker.request calls this on what `apply_async` returned; `terminate_job` has done the work."""
+
+
+def _whole(said: str | None) -> int:
+    """A count or time of a record; 0 where there is none."""
+    return int(said) if said is not None and said.isdecimal() else 0
 
 
 def forget(request: Any) -> None:

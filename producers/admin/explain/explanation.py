@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from redis.asyncio import Redis
 
+from producers.admin.explain.attempts import Attempt, attempts, phases
 from producers.admin.explain.look import Seen, look
 from producers.admin.explain.reasons import Reason, counted, reasons
 from producers.broker.base import Broker
 from producers.contract.profile import sane
 from producers.contract.record import Record
-
-#: Phase -> the record's times at which it begins and ends.
-PHASES = {
-    "submit": ("created", "queued"),
-    "queue": ("queued", "started"),
-    "first_token": ("started", "first"),
-    "output": ("first", "finished"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +20,6 @@ class Estimate:
 
     starts_in_s: float | None = None
     ends_in_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """A start that ended before the task did."""
-
-    worker: str
-    """The worker's incarnation."""
-    at: float
-    """Time at which that was known, unix seconds."""
-    why: str
-    """`died`, `drained`, `preempted`, `lease_lost`; `failed`: the engine failed it, and Celery tries again."""
-    entries: int
-    """Entries of its stream by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +42,8 @@ class Explanation:
     starts: int = 0
     """Number of its starts."""
     attempts: list[Attempt] = field(default_factory=list)
-    """Starts that did not bring it to its end, as they ended."""
     phases: dict[str, float] = field(default_factory=dict)
-    """`submit`, `queue`, `first_token`, `output`: how long each took; the last one may go on."""
+    """How long each took; the last one may go on."""
 
 
 async def explain(store: Redis, broker: Broker, record: Record) -> Explanation:
@@ -89,7 +65,7 @@ def explanation(seen: Seen) -> Explanation:
         estimate,
         record.fields.get("owner") if record.status == "in_progress" else None,
         int(record.fields.get("claims", 0)),
-        attempts(record),
+        attempts(record, seen.now_ms),
         phases(record, seen.now_ms),
     )
 
@@ -125,21 +101,6 @@ def _start(seen: Seen, tasks_per_s: float, knee: float) -> float | None:
     return wait + before / (workers * tasks_per_s)
 
 
-def phases(record: Record, now_ms: float) -> dict[str, float]:
-    """Seconds that each phase took so far; one that has not begun is not there."""
-    found: dict[str, float] = {}
-    for name, (begin, end) in PHASES.items():
-        began, ended = record.time(begin), record.time(end)
-        if began is None:
-            continue
-        if ended is None:
-            ended = record.time("finished") if record.final else None
-        found[name] = round(max(0.0, (ended if ended is not None else now_ms) - began) / 1000, 3)
-        if record.time(end) is None:
-            break
-    return found
-
-
 def summary(seen: Seen, why: list[Reason], estimate: Estimate) -> str:
     """One sentence."""
     record = seen.record
@@ -148,6 +109,8 @@ def summary(seen: Seen, why: list[Reason], estimate: Estimate) -> str:
         said = f": {error['message']}" if error else ""
         return f"It has ended: {record.status}{said}"
     if record.status == "in_progress":
+        if why:
+            return f"It is at {record.fields.get('owner')}, and waits there: {why[0].message}."
         end = _in(", and ends", estimate.ends_in_s)
         return f"It runs on {record.fields.get('owner')}; tokens so far: {sum(record.nexts)}{end}."
     place = "It waits" if seen.ahead is None else f"It waits, with {counted(seen.ahead)} before it,"
@@ -157,14 +120,3 @@ def summary(seen: Seen, why: list[Reason], estimate: Estimate) -> str:
 
 def _in(what: str, seconds: float | None) -> str:
     return "" if seconds is None else f"{what} in about {seconds:.1f} s"
-
-
-def attempts(record: Record) -> list[Attempt]:
-    """Those that are kept in the record: the first 32 deaths, and the first 32 times that it was given back."""
-    died = [_attempt(one, "died") for one in record.json("lost") or ()]
-    given_back = [_attempt(one, str(one["why"])) for one in record.json("given_back") or ()]
-    return sorted(died + given_back, key=lambda one: one.at)
-
-
-def _attempt(said: Mapping[str, Any], why: str) -> Attempt:
-    return Attempt(str(said["owner"]), said["at"] / 1000, why, int(said["entries"]))

@@ -39,6 +39,8 @@ class Seen:
     """The latest decision of the autoscaler that leads, on this version; None if there is none."""
     led: bool = False
     """Whether an autoscaler leads."""
+    fetched: bool = False
+    """It is queued, and its message is in no queue, as far as the broker can tell."""
 
     @property
     def ready(self) -> list[Lease]:
@@ -72,25 +74,32 @@ async def look(store: Redis, broker: Broker, record: Record) -> Seen:
     name = queue.removeprefix(keys.model_queue(""))
     its = [pool for pool in fleet.pools if pool.name == name or pool.name.startswith(f"{name}.")]
     pool = next((pool for pool in its if pool.name == name), Pool(name, record.model))
+    message = _message(record)
+    standing = None if message is None else await _standing(broker, record, message)
     return Seen(
         record,
         fleet.at * 1000,
         pool,
         [worker for one in its for worker in one.workers],
-        await _standing(broker, record),
+        standing,
         fleet.scaling.profiles.get(name, Profile()),
         _scaling(fleet, record.model, name),
         bool(fleet.scaling.leads),
+        message is not None and standing is None and broker.capabilities.front_of_queue,
     )
 
 
-async def _standing(broker: Broker, record: Record) -> Standing | None:
+def _message(record: Record) -> Message | None:
+    """The message of a task that waits; None for another, or where nobody knows its message."""
     if record.status != "queued" or record.tier not in keys.TIERS:
         return None
     try:
-        message = Message.of(record)
-    except (KeyError, ValueError):  # a broken record, or one that is no client's: nobody knows its message
+        return Message.of(record)
+    except (KeyError, ValueError):  # a broken record, or one that is no client's
         return None
+
+
+async def _standing(broker: Broker, record: Record, message: Message) -> Standing | None:
     if "fingerprint" in record.fields:  # it was begun: its message goes back to its pool, while that has a worker
         own = keys.Pool(record.model, record.fields.get("version", ""), record.fields["fingerprint"]).queue
         if (found := await broker.standing(replace(message, queue=own))) is not None:

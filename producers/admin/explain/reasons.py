@@ -19,6 +19,8 @@ class Reason:
 
 def reasons(seen: Seen) -> list[Reason]:
     """Empty for a task that does not wait, or that nothing keeps but the moment that it takes to be fetched."""
+    if seen.record.status == "in_progress":
+        return [*_inside(seen)]
     if seen.record.status != "queued":
         return []
     if seen.record.fields["status"] == "submitting":
@@ -26,7 +28,34 @@ def reasons(seen: Seen) -> list[Reason]:
     if seen.standing is not None and seen.standing.due_s is not None:
         said = f"its message was given back with a delay, and is due in {seen.standing.due_s:.1f} s"
         return [Reason("delayed", said), *_workers(seen)]
+    if seen.fetched:
+        said = "its message is in no queue: a worker has fetched it and not begun, or is giving it back"
+        return [Reason("fetched", said), *_workers(seen)]
     return [*_workers(seen), *_others(seen), *_room(seen)]
+
+
+def _inside(seen: Seen) -> Iterator[Reason]:
+    """Why its worker does not compute it, as of the worker's latest heartbeat."""
+    for worker in seen.workers:
+        waits = worker.get("waits")
+        why = waits.get(seen.record.fields.get("claim")) if isinstance(waits, dict) else None
+        if why is None:
+            continue
+        name = worker.get("worker")
+        if why != "not_begun":
+            yield Reason("preempted", f"worker {name} took its room for others, and goes on with it later ({why})")
+        elif _busy(worker):
+            yield Reason("workers_full", f"the worker is full: {_load(worker)}")
+        else:
+            free = _free_tokens(seen, worker)
+            has = "too little is" if free is None else f"{free} are"
+            yield Reason("kv_room", f"it may need {seen.tokens} tokens of KV cache, and {has} free in worker {name}")
+
+
+def _busy(worker: Lease) -> bool:
+    """Whether as many sequences run as can."""
+    running, capacity = sane(worker.get("running")), sane(worker.get("capacity"))
+    return running is not None and capacity is not None and running >= capacity
 
 
 def _workers(seen: Seen) -> Iterator[Reason]:

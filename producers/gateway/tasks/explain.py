@@ -24,13 +24,25 @@ class ReasonView(BaseModel):
     message: str
 
 
-class AttemptView(BaseModel):
-    """A start that ended before the task did. `at`: when that was known (unix s). `entries`: of its stream then."""
+class PreemptionView(BaseModel):
+    """The engine took the task's room. `at`: unix s; `why`: better_tier, kv_room, memory or recompute."""
 
-    worker: str
     at: float
-    why: str = Field(description="died, drained, preempted, lease_lost or failed")
-    entries: int
+    why: str
+
+
+class AttemptView(BaseModel):
+    """A start of the task; null where nobody knows. Times: unix seconds."""
+
+    worker: str | None
+    why: str = Field(description="what ended it: died, drained, preempted, lease_lost, failed, ended; or running")
+    at: float | None = Field(description="when that end was known")
+    duration_s: float | None
+    entries: int | None = Field(description="entries of the task's stream then, where it went on elsewhere")
+    first_step_at: float | None
+    cached_tokens: int | None = Field(description="prompt tokens that the prefix cache had")
+    preemptions: int = Field(description="how often the engine took its room")
+    preempted: list[PreemptionView] = Field(description="the first of them")
 
 
 class EstimateView(BaseModel):
@@ -54,8 +66,8 @@ class ExplanationView(BaseModel):
     estimate: EstimateView
     worker: str | None = Field(description="the worker that runs it")
     starts: int = Field(description="how often it was started")
-    attempts: list[AttemptView] = Field(description="starts that ended before the task did")
-    phases: dict[str, float] = Field(description="how long submit, queue, first_token and output took so far")
+    attempts: list[AttemptView] = Field(description="its starts, as far as they are kept")
+    phases: dict[str, float] = Field(description="how long each phase took so far")
 
 
 @router.get("/{task_id}/explain", dependencies=READS, response_model=ExplanationView, responses=errors(404))

@@ -69,8 +69,11 @@ class TaskView(BaseModel):
     created_at: float
     queued_at: float | None = None
     started_at: float | None = None
+    first_step_at: float | None = Field(None, description="when its first worker began to compute it; null in lists")
     first_token_at: float | None = None
+    last_token_at: float | None = Field(None, description="once its worker is done with it; null in lists")
     finished_at: float | None = None
+    settled_at: float | None = None
     metadata: dict[str, str] = {}
     webhook: WebhookView | None = None
     retried_from: str | None = None
@@ -86,8 +89,7 @@ class TaskView(BaseModel):
     def of(cls, record: Record) -> Self:
         """The view of a record, without outputs; `outcome` adds those to the JSON of a final one."""
 
-        def at(name: str) -> float | None:
-            time = record.time(name)
+        def at(time: int | None) -> float | None:
             return None if time is None else time / 1000
 
         return cls(
@@ -98,11 +100,14 @@ class TaskView(BaseModel):
             tenant=record.fields.get("tenant"),
             order_key=record.fields.get("order_key"),
             n=record.n,
-            created_at=at("created") or 0.0,
-            queued_at=at("queued"),
-            started_at=at("started"),
-            first_token_at=at("first"),
-            finished_at=at("finished"),
+            created_at=at(record.time("created")) or 0.0,
+            queued_at=at(record.time("queued")),
+            started_at=at(record.time("started")),
+            first_step_at=at(record.first_step),
+            first_token_at=at(record.time("first")),
+            last_token_at=at(record.last_token),
+            finished_at=at(record.time("finished")),
+            settled_at=at(record.time("settled")),
             metadata=record.metadata,
             webhook=record.json("webhook"),
             retried_from=record.fields.get("retried_from"),

@@ -6,13 +6,14 @@
 -- One call carries a whole engine step, and the prompt lengths of newly started tasks.
 -- KEYS: task, stream for each sequence
 -- ARGV: for each sequence: id, claim, choice, i, scored (1: PROMPT came before), discarded (tokens of best_of's
---       candidates that are not among its choices), prompt (its length in tokens, 0: no news), count, entry * count
---       (stream entries, JSON arrays)
+--       candidates that are not among its choices), prompt (its length in tokens, 0: no news), run (_run.lua), count,
+--       entry * count (stream entries, JSON arrays)
 -- Answers: for each sequence: ok | other | cancel | resend | error, and a number: the choice's next index
+-- include: _run.lua
 local out, a = {}, 1
 local now
 
-local function append(task, stream, id, claim, choice, i, scored, discarded, prompt, first, last)
+local function append(task, stream, id, claim, choice, i, scored, discarded, prompt, run, first, last)
   local field = 'next:' .. choice
   local r = redis.call('HMGET', task, 'claim', 'end', 'cancel', field, 'first', 'prompt')
   if r[1] ~= claim or r[2] then
@@ -21,6 +22,7 @@ local function append(task, stream, id, claim, choice, i, scored, discarded, pro
   if prompt ~= '0' then
     redis.call('HSETNX', task, 'prompt_tokens', prompt)
   end
+  note_run(task, run)
   local next = tonumber(r[4] or '0')
   if r[3] then
     return 'cancel', next
@@ -54,11 +56,11 @@ local function append(task, stream, id, claim, choice, i, scored, discarded, pro
 end
 
 for s = 1, #KEYS / 2 do
-  local count = tonumber(ARGV[a + 7])
+  local count = tonumber(ARGV[a + 8])
   local fine, answer, next = pcall(append, KEYS[2 * s - 1], KEYS[2 * s], ARGV[a], ARGV[a + 1], ARGV[a + 2],
-    tonumber(ARGV[a + 3]), ARGV[a + 4], ARGV[a + 5], ARGV[a + 6], a + 8, a + 7 + count)
+    tonumber(ARGV[a + 3]), ARGV[a + 4], ARGV[a + 5], ARGV[a + 6], ARGV[a + 7], a + 9, a + 8 + count)
   out[#out + 1] = fine and answer or 'error'
   out[#out + 1] = fine and next or 0
-  a = a + 8 + count
+  a = a + 9 + count
 end
 return out

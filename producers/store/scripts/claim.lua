@@ -9,7 +9,8 @@
 -- since every worker died before its CLAIM: finalise with the terminal entry, take the claim, `settle`. A task that was
 -- started before is `incomplete` past its deadline. 10 take the claim, `in_progress`, `go(next)`, with the
 -- worker's version and pool; the first start of a task is an event. It waits no more.
--- The first 32 owners that died are kept in `lost`. From 8 on, a record that is not marked as queued is marked now.
+-- The first 32 owners that died are kept in `lost`, with the number and time of their start. From 8 on, a record that
+-- is not marked as queued is marked now.
 -- KEYS: task, stream
 -- ARGV: id, claim, inc, plain 0|1, N, condemned 0|1, the worker's version, its version's queue, its fingerprint, then
 --       for a plain message field, value, ...
@@ -29,7 +30,8 @@ local function answer(kind)
   table.insert(out, 1, kind)
   return out
 end
-local r = redis.call('HMGET', task, 'status', 'claim', 'owner', 'settled', 'cancel', 'deadline', 'deaths', 'claims', 'stuck', 'mark')
+local r = redis.call('HMGET', task, 'status', 'claim', 'owner', 'settled', 'cancel', 'deadline', 'deaths',
+  'claims', 'stuck', 'mark', 'began')
 local now = now_ms()
 if not r[1] then
   if ARGV[4] ~= '1' then
@@ -94,7 +96,8 @@ if held then
   deaths, stuck = deaths + 1, stuck + 1
   if deaths <= 32 then
     local lost = redis.call('HGET', task, 'lost')
-    local one = cjson.encode({ owner = owner or '', at = now, entries = length })
+    local one = cjson.encode({ owner = owner or '', at = now, entries = length, start = tonumber(r[8] or '0'),
+      began = tonumber(r[11] or nil) })
     redis.call('HSET', task, 'lost', (lost and string.sub(lost, 1, -2) .. ',' or '[') .. one .. ']')
   end
 end
@@ -124,7 +127,7 @@ if err then
 end
 wait_ends(task, true)
 redis.call('HSET', task, 'status', 'in_progress', 'mark', length, 'version', version, 'queue', queue,
-  'fingerprint', fingerprint)
+  'fingerprint', fingerprint, 'began', now)
 redis.call('HSETNX', task, 'started', now)
 redis.call('HINCRBY', task, 'claims', 1)
 if not r[8] then

@@ -4,9 +4,10 @@
 -- stays.
 -- KEYS: task, stream
 -- ARGV: id, claim, status, reasons (JSON array, one finish reason per choice), error (JSON object or null),
---       prompt tokens, cached tokens, scored (1: PROMPT came before), then n per choice, from choice 0
+--       prompt tokens, cached tokens, scored (1: PROMPT came before), run (_run.lua), then n per choice, from choice 0
 -- Answers: {won, final status}; {other}; {resend, next per choice ...}
 -- include: _final.lua
+-- include: _run.lua
 local task, stream = KEYS[1], KEYS[2]
 local id, claim = ARGV[1], ARGV[2]
 local r = redis.call('HMGET', task, 'status', 'claim', 'cancel', 'prompt')
@@ -22,8 +23,8 @@ if r[3] then
   final = 'cancelled'
 else
   local have, same = { 'resend' }, ARGV[8] == '0' or r[4]
-  for k = 9, #ARGV do
-    local next = tonumber(redis.call('HGET', task, 'next:' .. (k - 9)) or '0')
+  for k = 10, #ARGV do
+    local next = tonumber(redis.call('HGET', task, 'next:' .. (k - 10)) or '0')
     have[#have + 1] = next
     same = same and next == tonumber(ARGV[k])
   end
@@ -31,5 +32,6 @@ else
     return have
   end
 end
+note_run(task, ARGV[9])
 finalise(task, stream, id, final, ARGV[4], ARGV[5], ARGV[6], ARGV[7])
 return { 'won', final }

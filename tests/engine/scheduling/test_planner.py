@@ -6,7 +6,7 @@ import pytest
 
 from engine.errors import EngineError
 from engine.plan import Sampled
-from engine.request import Tier
+from engine.request import Course, Tier
 from engine.scheduling.policy import PrefillPriority
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.stepping import request, rows, scheduler, step
@@ -34,15 +34,20 @@ def test_a_decode_keeps_its_token_though_a_better_tier_prefills_the_whole_budget
 
 def test_a_higher_tier_takes_the_row_of_a_lower_one_at_once():
     s = scheduler(max_num_seqs=2)
-    for name in ("old", "new"):
-        s.add(request(name, 4, Tier.BATCH, arrival=float(name == "new"), max_tokens=20))
-    step(s)
+    old, new = (request(name, 4, Tier.BATCH, arrival=at, max_tokens=20) for name, at in (("old", 0.0), ("new", 1.0)))
+    s.add(old)
+    s.add(new)
+    assert (new.course.began_at, new.course.running) == (None, 0)
+    step(s, now=4.0)
     s.add(request("p", 4, Tier.PRIORITY, arrival=2.0, max_tokens=1))
     assert rows(step(s, now=5.0)[0]) == {"p": (0, 4), "old": (4, 1)}
     assert s.preempted(7.0) == [("new", 2.0)]
+    assert new.course.running == 0
     assert rows(step(s, now=8.0)[0]) == {"old": (5, 1), "new": (4, 1)}
     assert s.preempted(8.0) == []
     assert s.stats().preemptions == 1
+    assert new.course == Course(4.0, 0, 1, 1, [(5.0, "better_tier")])
+    assert old.course == Course(4.0, 0, 1)
 
 
 @pytest.mark.parametrize("shortage", ["rows", "blocks", "both"])
@@ -175,11 +180,12 @@ def test_a_higher_tier_takes_the_blocks_of_lower_ones_but_only_as_many_as_it_nee
     s = scheduler(num_blocks=10, max_num_seqs=4, enable_prefix_caching=False)
     for place, name in enumerate(("x", "y", "z")):
         s.add(request(name, 12, Tier.FLEX, arrival=float(place), max_tokens=3))
-    step(s)
+    running = {row.seq.request.id: row.seq.request.course for row in step(s)[0].rows}
     s.add(request("p", 15, Tier.DEFAULT, arrival=9.0, max_tokens=1))
     # z made room for p; y then for x, which had filled its blocks.
     assert rows(step(s)[0]) == {"p": (0, 15), "x": (12, 1)}
     assert {name for name, _ in s.preempted(0.0)} == {"y", "z"}
+    assert [running[name].preempted[0][1] for name in ("z", "y")] == ["better_tier", "kv_room"]
 
 
 def test_no_sequence_is_preempted_for_a_request_that_would_still_not_fit():

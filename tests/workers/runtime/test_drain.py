@@ -11,6 +11,7 @@ import pytest
 
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
+from producers.contract.record import Record
 from tests.exhaustive import few
 from tests.stub_engine import STALLED
 from tests.workers.rig import QUEUE, TIMES, Rig, two_servers
@@ -59,6 +60,9 @@ def test_the_rest_goes_back_with_its_tokens(rig: Rig) -> None:
     rig.until_settled([*long, *waiting])
     rig.check([*long, *waiting])
     assert rig.record(long[0])["claims"] == "2"
+    first, second = Record.parse(long[0], rig.record(long[0])).runs.values()
+    assert [run.owner.split(".")[0] for run in (first, second)] == [worker.name, rig.workers[1].name]
+    assert all(run.step is not None and run.last is not None and run.began <= run.last for run in (first, second))
     rig.until(lambda: rig.redis.keys(broker_keys.inflight("*")) == [])
     rig.check_nothing_left()
 

@@ -19,6 +19,7 @@ from producers.contract import keys
 from producers.contract.message import Message
 from producers.contract.profile import Profile
 from producers.contract.record import Record
+from producers.contract.run import Run
 from producers.store import protocol
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import POOL, QUEUE
@@ -181,13 +182,58 @@ def test_a_task_that_runs_lost_a_worker_and_ends(
     assert [(one["worker"], one["why"], one["entries"]) for one in said["attempts"]] == [
         ("first", "died", 1),
         ("second", "drained", 1),
+        ("fake", "running", None),
     ]
+    assert all(one["duration_s"] >= 0 for one in said["attempts"])
     assert said["phases"].keys() == {"submit", "queue", "first_token", "output"}
     assert "runs on fake; tokens so far: 1" in said["summary"]
     run(valkey, protocol.cancel(task_id))
     worker.die()
     run(valkey, protocol.expire(task_id))
-    assert explain(task_id)["summary"] == "It has ended: cancelled"
+    said = explain(task_id)
+    assert said["summary"] == "It has ended: cancelled"
+    assert said["attempts"][-1]["why"] == "ended"
+
+
+def test_a_worker_tells_what_its_engine_does_with_a_task(
+    submit: Callable[..., str], explain: Explain, http: httpx.Client, valkey: Redis, valkey_url: str, worker: FakeWorker
+) -> None:
+    task_id = submit(max_tokens=600)
+    valkey.hset(keys.PROFILES, NAME, MEASURED.to_json())
+    assert worker.take(QUEUE) == task_id
+    claimed = worker.claim(task_id)
+    assert claimed.record is not None
+    began = claimed.record.time("began") or 0
+    for about, reason in (
+        ({"running": 4, "waits": {worker.claims[task_id]: "not_begun"}}, "workers_full"),
+        ({"kv_blocks_used": 9, "waits": {worker.claims[task_id]: "not_begun"}}, "kv_room"),
+        ({"waits": {worker.claims[task_id]: "better_tier"}}, "preempted"),
+    ):
+        lease(valkey_url, **about)
+        assert names(explain(task_id)) == [reason]
+        assert "and waits there" in explain(task_id)["summary"]
+    assert explain(task_id)["phases"].keys() == {"submit", "queue", "worker"}
+    lease(valkey_url, waits={"another": "better_tier"})
+    assert names(explain(task_id)) == []
+    done = Run("fake", began, began + 20, began + 90, 128, 2, [(began + 50, "better_tier"), (began + 60, "kv_room")])
+    token = protocol.Append(task_id, worker.claims[task_id], 0, 0, ['[0,0,7,"a"]'], run=done.said(1))
+    run(valkey, protocol.append([token]))
+    worker.finish(task_id, [1])
+    worker.settle(task_id)
+    said = explain(task_id)
+    (attempt,) = said["attempts"]
+    assert (attempt["worker"], attempt["why"], attempt["cached_tokens"], attempt["preemptions"]) == (
+        "fake",
+        "ended",
+        128,
+        2,
+    )
+    assert [one["why"] for one in attempt["preempted"]] == ["better_tier", "kv_room"]
+    assert list(said["phases"]) == ["submit", "queue", "worker", "first_token", "output", "settle"]
+    assert said["phases"]["worker"] == pytest.approx(0.02)
+    task = http.get(f"/v1/tasks/{task_id}").json()
+    assert (task["first_step_at"], task["last_token_at"]) == ((began + 20) / 1000, (began + 90) / 1000)
+    assert task["settled_at"] >= task["finished_at"]
 
 
 def test_what_was_begun_is_found_in_its_own_pools_queue(
@@ -197,8 +243,7 @@ def test_what_was_begun_is_found_in_its_own_pools_queue(
     assert worker.take(QUEUE) == task_id
     worker.claim(task_id)
     run(valkey, protocol.release(task_id, worker.claims[task_id], "drained"))
-    assert explain(task_id)["ahead"] is None
-    assert "about to be taken" not in explain(task_id)["summary"]
+    assert (explain(task_id)["ahead"], names(explain(task_id))[0]) == (None, "fetched")
     message = Message.of(Record.parse(task_id, valkey.hgetall(keys.task(task_id))))
     sender = connect_sender(valkey_url, valkey_url)
     sender.send(replace(message, queue=f"{QUEUE}.fake"))
