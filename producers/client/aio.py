@@ -94,7 +94,7 @@ class AsyncClient:
         charge: Charge | None = None,
     ) -> AsyncHandle:
         """As `submit`. `more`: fields of the record beside the task's own (`producers.contract.record`). `charge`: the
-        key's account that it is charged to; raises LimitReached, too."""
+        accounts that it is charged to; raises LimitReached, too."""
         return self.get(await self.run(submit(self.directory, task, task_id, self.patience, more, charge)))
 
     @property

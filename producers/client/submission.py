@@ -113,7 +113,7 @@ def submit(
 ) -> Steps[str]:
     """Queue the task and return its id. Raises InvalidTask, UnknownModel, TaskExists, LimitReached, SubmitFailed.
 
-    `more`: fields of its record beside those of the task itself. `charge`: the key's account that it is charged to.
+    `more`: fields of its record beside those of the task itself. `charge`: the accounts that it is charged to.
     """
     if task_id is not None and (type(task_id) is not str or not TASK_ID.fullmatch(task_id)):
         raise InvalidTask(
@@ -184,8 +184,8 @@ def _admit(
     patience_s: float,
     charge: Charge | None,
 ) -> Steps[None]:
-    limits = {} if charge is None else {"account": charge.key, "limits": charge.to_json()}
-    call = protocol.admit(task_id, uuid.uuid4().hex, known.now_ms(), fields, **limits)
+    names, asked = ((), "") if charge is None else (charge.names, charge.asked(task, known.card, int(fields["tokens"])))
+    call = protocol.admit(task_id, uuid.uuid4().hex, known.now_ms(), fields, accounts=names, charge=asked)
     try:
         answer = yield from persistently(call, patience_s)
     except FAILURES as error:
@@ -195,7 +195,7 @@ def _admit(
             f"The store did not confirm task {task_id}; if it was recorded, the sweeper will send it", error
         ) from error
     if charge is not None and isinstance(answer, list):
-        charge.hear(answer, int(fields["tokens"]))
+        charge.hear(answer, asked)
         return
     answer = text(answer)
     if answer == "exists":

@@ -9,7 +9,8 @@
 | `version`, `fingerprint` | the version that runs it; the engine fingerprint of the pool that started it last |
 | `tenant`, `order_key` | the task's tenant and order key, if it names them |
 | `key` | the id of the API key that submitted it, where the gateway asked for one |
-| `reserved` | tokens for which its key's account was charged until its end (`producers.store.usage.limits`) |
+| `reserved` | what accounts were charged for it until its end (JSON, see `producers.store.usage.limits`) |
+| `max_output` | most output tokens of a choice, where a budget had less left than the task may make |
 | `prompt_tokens`, `tokens` | prompt length (for a text, once a worker has counted it); KV tokens that it may need |
 | `began` | server time (ms) of its last start |
 | `run:<start>` | what a worker's engine did with it (JSON, see `producers.contract.run`), for the first 32 starts |

@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse
 
 from producers.connection.addresses import networks
 from producers.gateway import batches, docs, files, front, health, keys, metrics, models, openai, usage, webhooks
+from producers.gateway.admission.accounts import Accounts
 from producers.gateway.admission.callers import Callers
 from producers.gateway.admission.destinations import Destinations
 from producers.gateway.admission.limits import Admission
@@ -87,6 +88,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
                 Reach(blobs),
                 readers,
                 callers,
+                Accounts(client),
                 admission,
                 places,
                 figures,

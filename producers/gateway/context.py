@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from starlette.requests import HTTPConnection
 
 from producers.client.aio import AsyncClient
+from producers.gateway.admission.accounts import Accounts
 from producers.gateway.admission.callers import Callers
 from producers.gateway.admission.destinations import Destinations
 from producers.gateway.admission.limits import Admission
@@ -36,6 +37,7 @@ class Gateway:
     readers: ReaderLeases
     callers: Callers | None
     """Finds who asks; None where no keys are asked for."""
+    accounts: Accounts
     admission: Admission
     destinations: Destinations
     metrics: Metrics

@@ -37,20 +37,19 @@ def admit(
     asked_ms: int,
     record: Mapping[str, str | int],
     *,
-    account: str | None = None,
-    limits: str = "",
+    accounts: Sequence[str] = (),
+    charge: str = "",
 ) -> Call:
     """ADMIT: create a record. Answers `new`, `mine` (the same request came before), `exists` or `late`.
 
-    `account`: the key that is charged for the record's `tokens`, by its `limits` (JSON): then the answer is not `new`,
-    but what `producers.store.usage.limits` reads.
+    `accounts`: those that are charged, as `charge` says (JSON, `producers.store.usage.limits`): then the answer is not
+    `new`, but what is read there.
     """
     pairs = [part for item in record.items() for part in item]
-    charged = () if account is None else (keys.account(account),)
     return Call(
         script(PACKAGE, "admit"),
-        (keys.task(task_id), keys.SUBMITTING, keys.DEADLINES, *charged),
-        (task_id, nonce, asked_ms, SUBMIT_WINDOW_MS, limits, record.get("tokens", 0), *pairs),
+        (keys.task(task_id), keys.SUBMITTING, keys.DEADLINES, *map(keys.account, accounts)),
+        (task_id, nonce, asked_ms, SUBMIT_WINDOW_MS, charge, *pairs),
     )
 
 

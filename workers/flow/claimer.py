@@ -285,6 +285,8 @@ class Claimer(threading.Thread):
         usual = {**DEFAULTS, **self._served.card.get("defaults", {})}
         asked = {name: getattr(task, name) for name in SAMPLING}
         filled = {name: usual[name] for name in DEFAULTS if asked[name] is None}
+        if delivery.record is not None and "max_output" in delivery.record.fields:
+            filled["max_tokens"] = int(delivery.record.fields["max_output"])
         if delivery.scored:
             filled["prompt_logprobs"] = None
         if any(delivery.base):

@@ -28,7 +28,7 @@ from producers.connection.connect import SILENT_S
 from producers.contract.task import Task
 from producers.errors import shown
 from producers.gateway.http.errors import Problem
-from producers.store.access.principal import NO_LIMITS, Limits, Principal
+from producers.store.access.principal import Principal
 
 #: Tier -> share of the limit that may be taken, by all tiers or, for priority, by its own tasks. It is at least one
 #: task, so that a small limit refuses no tier while nothing waits.
@@ -103,16 +103,6 @@ class Admission:
         if self._most_of_one is not None:
             count.tenants[tenant] += len(tasks)
         count.waiting[tier] = count.waiting.get(tier, 0) + len(tasks)
-
-    async def sized(self, limits: Limits, tasks: Sequence[Task]) -> list[Task]:
-        """The tasks within their key's largest prompt and output (`_sized`), before their Idempotency-Key is taken.
-
-        Raises Problem (400), and what `AsyncClient.known` does.
-        """
-        if limits == NO_LIMITS:
-            return [*tasks]
-        context = int((await self._client.known(tasks[0].model)).card["context_length"])
-        return [_sized(limits, task, context) for task in tasks]
 
     def _limits(self, count: _Count, tier: str, tenant: str) -> Iterator[tuple[int, int, str | None]]:
         """The limits that hold for a task: what waits, the most that may, and the tenant that it is counted for."""
@@ -220,22 +210,3 @@ def check_may_use(principal: Principal, task: Task) -> None:
             code="tier_not_allowed",
             param="tier",
         )
-
-
-def _sized(limits: Limits, task: Task, context: int) -> Task:
-    """The task within its key's largest prompt and output. Its own largest output, if it names none, is the key's, or
-    what the model's context (tokens) leaves.
-
-    Raises Problem (400).
-    """
-    prompt, output = task.prompt_tokens, task.max_tokens
-    if limits.max_prompt is not None and prompt is not None and prompt > limits.max_prompt:
-        said = f"The prompt has {prompt} tokens; with this key it may have {limits.max_prompt}."
-        raise Problem(400, said, code="prompt_too_long", param="prompt")
-    if limits.max_output is None:
-        return task
-    if output is not None and output > limits.max_output:
-        said = f"max_tokens is {output}; with this key it may be {limits.max_output} at most."
-        raise Problem(400, said, code="output_too_long", param="max_tokens")
-    left = max(1, context - (prompt or 1))
-    return task if output is not None else task.model_copy(update={"max_tokens": min(limits.max_output, left)})

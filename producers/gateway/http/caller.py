@@ -20,7 +20,7 @@ from producers.errors import shown
 from producers.gateway.http.errors import Problem
 from producers.store.access.audit import Actor
 from producers.store.access.principal import LOCAL, Principal
-from producers.store.usage.limits import Charge
+from producers.store.usage.limits import Account, Charge
 
 TENANT: Final = "Penstock-Tenant"
 #: The header for OpenAPI (`parameters` of an operation).
@@ -87,13 +87,14 @@ def marks(connection: HTTPConnection) -> dict[str, str]:
 
 
 def charge_of(connection: HTTPConnection) -> Charge | None:
-    """The account that the request's tasks are charged to: of a key whose use is counted. The edge tells the caller
-    what is left of it."""
+    """The accounts that the request's tasks are charged to: of a key whose use is counted. The edge tells the caller
+    what is left of them."""
     principal = principal_of(connection)
     if principal.key is None or not principal.limits.counted:
         return None
-    charge = Charge(principal.key, principal.limits)
-    connection.state.charge = charge
+    charge: Charge | None = getattr(connection.state, "charge", None)
+    if charge is None:
+        charge = connection.state.charge = Charge((Account(principal.key, principal.limits),))
     return charge
 
 

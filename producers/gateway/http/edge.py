@@ -99,13 +99,15 @@ def _without_body(send: Send) -> Send:
 
 
 def left(charge: Charge) -> Iterator[tuple[bytes, bytes]]:
-    """What is left of a key's limits a minute, in the headers of OpenAI's answers; nothing before ADMIT has told it."""
+    """What is left of limits a minute, in the headers of OpenAI's answers; nothing before ADMIT has told it."""
     reset = b"%gs" % (charge.reset_ms / 1000)
-    for name, most, rest in (
-        (b"requests", charge.limits.rpm, charge.requests),
-        (b"tokens", charge.limits.tpm, charge.tokens),
+    for name, found in (
+        (b"requests", [(one.requests, one.limits.rpm) for one in charge.accounts]),
+        (b"tokens", [(one.tokens, one.limits.tpm) for one in charge.accounts]),
     ):
-        if most is not None and rest is not None:
+        told = [(rest, most) for rest, most in found if rest is not None and most is not None]
+        if told:
+            rest, most = min(told)  # of the account that has the least left
             yield b"x-ratelimit-limit-" + name, b"%d" % most
             yield b"x-ratelimit-remaining-" + name, b"%d" % rest
             yield b"x-ratelimit-reset-" + name, reset

@@ -158,7 +158,7 @@ async def keyed(request: Request, gateway: Gateway, tasks: Sequence[Task]) -> Fo
     With a key they are kept as long as it is, and run on for a reader lease when their caller leaves. Raises
     InvalidTask, UnknownModel or Problem.
     """
-    tasks = await gateway.admission.sized(principal_of(request).limits, tasks)
+    tasks = await gateway.accounts.sized(request, tasks)
     if idempotency.HEADER in request.headers:
         for task in tasks:  # a request to be refused takes no key
             task.check(await gateway.client.card(task.model))

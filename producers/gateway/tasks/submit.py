@@ -52,7 +52,7 @@ async def submitted(
 
     `more`: as of `AsyncClient.admit`. Raises Problem, and as `AsyncClient.submit`.
     """
-    (task,) = await gateway.admission.sized(principal_of(request).limits, [task])
+    (task,) = await gateway.accounts.sized(request, [task])
     entry = await idempotency.first(request, gateway.client, str(uuid.uuid4()), tenant=task.tenant)
     if entry is not None and entry.state == "made":
         return entry.id, await original(gateway, entry.id)

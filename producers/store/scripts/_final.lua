@@ -1,6 +1,6 @@
 -- Shared by CLAIM, FINISH, CANCEL and EXPIRE. The script that makes a record final also appends the terminal entry, so
 -- that no reader ever sees one without the other. It writes the end's rows into the ledger and the outbox, settles
--- what a key was charged, counts a batch's line, and counts the task no more among those that wait.
+-- what accounts were charged, counts a batch's line, and counts the task no more among those that wait.
 -- include: _ledger.lua
 -- include: _limits.lua
 -- include: _outbox.lua
@@ -20,7 +20,7 @@ local function prompt_used(task)
 end
 
 local function finalise(task, stream, id, status, reasons, err, prompt, cached)
-  local r = redis.call('HMGET', task, 'n', 'discarded', 'batch', 'reserved', 'key', 'created')
+  local r = redis.call('HMGET', task, 'n', 'discarded', 'batch', 'reserved', 'created')
   -- No task has more than 64 choices: a record that says 10^11 must not keep the store busy for hours.
   local n, out = math.min(tonumber(r[1] or '1'), 64), tonumber(r[2] or '0')
   for c = 0, n - 1 do
@@ -38,7 +38,7 @@ local function finalise(task, stream, id, status, reasons, err, prompt, cached)
   redis.call('PUBLISH', 'penstock:tokens:' .. id, '[' .. at .. ',' .. entry .. ']')
   ledger_row(task, id, status, prompt, cached, out)
   if r[4] then
-    settle_charge('penstock:limits:' .. r[5], tonumber(r[4]), prompt + out, tonumber(r[6]), now_ms())
+    settle_charge(r[4], prompt + out, tonumber(r[5]), now_ms())
   end
   outbox_task(task, id, status)
   wait_ends(task)

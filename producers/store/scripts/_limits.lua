@@ -1,4 +1,4 @@
--- Shared by ADMIT, which charges a key's account for a task, and _final.lua, which settles the charge when the task ends.
+-- Shared by ADMIT, which charges accounts for a task, and _final.lua, which settles the charge when the task ends.
 -- An account is one hash (`producers/store/usage/limits.py`), so one script decides for all gateways. Minutes and months
 -- are the server's, in UTC; a count of an earlier one is 0.
 
@@ -23,9 +23,14 @@ local function month_of(now)
   return 12 * years + month
 end
 
-local function account_at(account, now)
-  local r = redis.call('HMGET', account, 'minute', 'requests', 'tokens', 'open', 'reserved', 'month', 'spent')
-  local a = { minute = math.floor(now / 60000), month = month_of(now) }
+-- The account as it counts now. A clock that is set back over the end of a month, or was ahead by less than one, begins
+-- no new budget.
+local function account_at(name, now)
+  local r = redis.call('HMGET', name, 'minute', 'requests', 'tokens', 'open', 'reserved', 'month', 'spent')
+  local a = { name = name, minute = math.floor(now / 60000), month = month_of(now) }
+  if tonumber(r[6]) == a.month + 1 then
+    a.month = a.month + 1
+  end
   local this_minute, this_month = tonumber(r[1]) == a.minute, tonumber(r[6]) == a.month
   a.requests, a.tokens = this_minute and tonumber(r[2]) or 0, this_minute and tonumber(r[3]) or 0
   a.open, a.reserved = tonumber(r[4]) or 0, tonumber(r[5]) or 0
@@ -33,39 +38,86 @@ local function account_at(account, now)
   return a
 end
 
-local function keep(account, a)
-  redis.call('HSET', account, 'minute', a.minute, 'requests', a.requests, 'tokens', a.tokens, 'open', a.open,
+-- It has no TTL while tasks are open. Then it is kept for 62 days: longer than the month that it counts.
+local function keep(a, opened)
+  redis.call('HSET', a.name, 'minute', a.minute, 'requests', a.requests, 'tokens', a.tokens, 'open', a.open,
     'reserved', a.reserved, 'month', a.month, 'spent', a.spent)
-  redis.call('EXPIRE', account, 5356800) -- 62 days: longer than the month that it counts
+  if a.open == 0 then
+    redis.call('EXPIRE', a.name, 5356800)
+  elseif opened and a.open == 1 then
+    redis.call('PERSIST', a.name)
+  end
 end
 
--- Charges for a task of so many tokens, if every limit allows it; else changes nothing.
--- Answers: {new | the limit that is reached, requests and tokens left (-1: no such limit), ms until the next minute}
-local function charge(account, limits, tokens, now)
-  local a, over = account_at(account, now), nil
-  if limits.budget_tokens and a.spent + a.reserved + tokens > limits.budget_tokens then
-    over = 'budget_tokens'
-  elseif limits.max_in_flight and a.open >= limits.max_in_flight then
-    over = 'max_in_flight'
-  elseif limits.rpm and a.requests >= limits.rpm then
-    over = 'rpm'
-  elseif limits.tpm and a.tokens + tokens > limits.tpm then
-    over = 'tpm'
-  else
-    a.requests, a.tokens, a.open, a.reserved = a.requests + 1, a.tokens + tokens, a.open + 1, a.reserved + tokens
-    keep(account, a)
+-- The most tokens that each choice may make by this budget, as far as `asked.output`.
+local function room(a, limits, asked)
+  if not limits.budget_tokens then
+    return asked.output
   end
-  local requests = limits.rpm and math.max(0, limits.rpm - a.requests) or -1
-  return { over or 'new', requests, limits.tpm and math.max(0, limits.tpm - a.tokens) or -1, 60000 - now % 60000 }
+  local left = limits.budget_tokens - a.spent - a.reserved - asked.prompt
+  return math.min(asked.output, math.floor(left / asked.width))
+end
+
+-- The limit that keeps an account from being charged for a task whose choices make `output` tokens; nil for none.
+-- `reserved`: a budget has enough left once tasks have ended that use less than was reserved for them.
+local function over(a, limits, asked, output)
+  local need = asked.prompt + asked.width * output
+  if limits.budget_tokens and a.spent + a.reserved + need > limits.budget_tokens then
+    return a.spent + need > limits.budget_tokens and 'budget_tokens' or 'reserved'
+  elseif limits.max_in_flight and a.open >= limits.max_in_flight then
+    return 'max_in_flight'
+  elseif limits.rpm and a.requests >= limits.rpm then
+    return 'rpm'
+  elseif limits.tpm and a.tokens + asked.tokens > limits.tpm then
+    return 'tpm'
+  end
+end
+
+-- Charges all accounts for a task, if every limit of each allows it; else changes nothing. A task of `asked.least` below
+-- `asked.output` may be shortened to what is left of a budget.
+-- asked: limits (of each account), tokens (estimated, for `tpm`), prompt, output, least (tokens of a choice), width
+-- Answers: {new | the limit that is reached, which account's (from 0), ms until the next minute, for each account its
+--          requests and tokens left (-1: no such limit)}; the record's `reserved`; the task's output, if it is shortened
+local function charge(names, asked, now)
+  local accounts, output = {}, asked.output
+  for i, name in ipairs(names) do
+    accounts[i] = account_at(name, now)
+    output = math.min(output, room(accounts[i], asked.limits[i], asked))
+  end
+  output = math.max(output, asked.least)
+  local said, whose
+  for i, a in ipairs(accounts) do
+    said, whose = over(a, asked.limits[i], asked, output), i - 1
+    if said then
+      break
+    end
+  end
+  local reserved = asked.prompt + asked.width * output
+  local answer = { said or 'new', whose, 60000 - now % 60000 }
+  for i, a in ipairs(accounts) do
+    if not said then
+      a.requests, a.tokens = a.requests + 1, a.tokens + asked.tokens
+      a.open, a.reserved = a.open + 1, a.reserved + reserved
+      keep(a, true)
+    end
+    local limits = asked.limits[i]
+    answer[#answer + 1] = limits.rpm and math.max(0, limits.rpm - a.requests) or -1
+    answer[#answer + 1] = limits.tpm and math.max(0, limits.tpm - a.tokens) or -1
+  end
+  local kept = cjson.encode({ accounts = names, estimate = asked.tokens, tokens = reserved })
+  return answer, kept, output < asked.output and output or nil
 end
 
 -- Puts what a task used in the place of what was reserved for it, once. created: when it was charged (ms).
-local function settle_charge(account, reserved, used, created, now)
-  local a = account_at(account, now)
-  a.open, a.reserved = math.max(0, a.open - 1), math.max(0, a.reserved - reserved)
-  a.spent = a.spent + used
-  if math.floor(created / 60000) == a.minute then
-    a.tokens = math.max(0, a.tokens + used - reserved)
+local function settle_charge(kept, used, created, now)
+  local charged = cjson.decode(kept)
+  for _, name in ipairs(charged.accounts) do
+    local a = account_at(name, now)
+    a.open, a.reserved = math.max(0, a.open - 1), math.max(0, a.reserved - charged.tokens)
+    a.spent = a.spent + used
+    if math.floor(created / 60000) == a.minute then
+      a.tokens = math.max(0, a.tokens + used - charged.estimate)
+    end
+    keep(a)
   end
-  keep(account, a)
 end

@@ -1,13 +1,13 @@
 #!lua
 -- ADMIT | no record -> `submitting`; else nothing. A request older than the submit window is refused.
 -- The record's field `idempotency` names the entry of the request's Idempotency-Key (IDEMPOTENT): it is marked as made.
--- A task with the `origin` task enters the index that lists it, and its tenant's own. With an account,
--- its key is charged in the same script; if a limit is reached, nothing is written.
--- KEYS: task, submitting, deadlines, then the key's account where it has limits
--- ARGV: id, nonce, asked (ms, server time as the client estimates it), window (ms), limits (JSON), tokens to reserve,
---       field, value, ...
+-- A task with the `origin` task enters the index that lists it, and its tenant's own. With accounts,
+-- they are charged in the same script; if a limit is reached, nothing is written.
+-- KEYS: task, submitting, deadlines, then the accounts that are charged
+-- ARGV: id, nonce, asked (ms, server time as the client estimates it), window (ms), what the accounts are asked for (JSON,
+--       `charge` in _limits.lua), field, value, ...
 -- Answers: new | mine (the same request was admitted before, and its reply was lost) | exists | late;
---          with an account, in place of `new`, what `charge` answers (_limits.lua)
+--          with accounts, in place of `new`, what `charge` answers (_limits.lua)
 -- include: _limits.lua
 -- include: _admit.lua
 -- include: _made.lua
@@ -23,17 +23,22 @@ if now - asked > window then
   return 'late'
 end
 local fields = { 'v', '1', 'status', 'submitting', 'nonce', nonce, 'created', now, 'deaths', 0 }
-for i = 7, #ARGV do
+for i = 6, #ARGV do
   fields[#fields + 1] = ARGV[i]
 end
 local charged
 if KEYS[4] then
-  charged = charge(KEYS[4], cjson.decode(ARGV[5]), tonumber(ARGV[6]), now)
+  local reserved, shortened
+  charged, reserved, shortened = charge({ unpack(KEYS, 4) }, cjson.decode(ARGV[5]), now)
   if charged[1] ~= 'new' then
     return charged
   end
   fields[#fields + 1] = 'reserved'
-  fields[#fields + 1] = ARGV[6]
+  fields[#fields + 1] = reserved
+  if shortened then
+    fields[#fields + 1] = 'max_output'
+    fields[#fields + 1] = shortened
+  end
 end
 admit(task, submitting, KEYS[3], id, now, fields)
 local entry, origin, tenant = unpack(redis.call('HMGET', task, 'idempotency', 'origin', 'tenant'))

@@ -1,79 +1,113 @@
-"""The account of what a key with limits has used, one for all gateways: ADMIT charges it, ends of tasks settle it.
+"""The accounts of what keys with limits have used, one for all gateways: ADMIT charges, ends of tasks settle.
 
     ADMIT: a limit is reached ─▶ nothing is written, 429
-           else ─▶ record with `reserved`, the account charged ─▶ any end of the task: settled by what it used
+           else ─▶ record with `reserved`, its accounts charged ─▶ any end of the task: settled by what it used
 
 An account is the hash `penstock:limits:<key id>`. One script makes the record and charges it, one script makes the
 record final and settles it (`scripts/_limits.lua`). So `open` is the number of the key's tasks that have not ended, and
-`reserved` the sum of their `reserved`, whichever process dies.
+`reserved` the sum of what is reserved for them, whichever process dies.
 
 | field | what it counts |
 | --- | --- |
-| `minute`, `requests`, `tokens` | of this minute: tasks, and tokens that were reserved, less what ended below that |
-| `open`, `reserved` | tasks that have not ended, and the tokens reserved for them |
+| `minute`, `requests`, `tokens` | of this minute: tasks, and the tokens that they are estimated to need, or have used |
+| `open`, `reserved` | tasks that have not ended, and the most tokens that they may use |
 | `month`, `spent` | prompt and output tokens of tasks that ended in this month (UTC) |
+
+Budgets reserve the most that a task may use, so no budget is overrun: its prompt, and for each choice `max_tokens`, or
+what the context leaves. A task that names no `max_tokens` is shortened to what is left of a budget, which the record's
+`max_output` says. `tpm` takes an estimate (`Task.kv_tokens`): a rate that waited for whole contexts would let hardly
+anything through.
+
+A record's `reserved`: {accounts, estimate, tokens}: the names of its accounts, and what they were charged.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Final
 
 from producers.connection.script import text
+from producers.contract.task import Task
 from producers.errors import LimitReached
 from producers.store.access.principal import Limits
 
+#: Fewest output tokens of a choice to which a task is shortened: OpenAI's least `max_output_tokens`.
+SHORTEST: Final = 16
 #: Limit -> the code of an answer that it refuses; a budget's is OpenAI's.
 CODES: Final[dict[str, str]] = {
     "rpm": "rate_limit_exceeded",
     "tpm": "token_limit_exceeded",
     "max_in_flight": "too_many_in_flight",
     "budget_tokens": "insufficient_quota",
+    "reserved": "budget_reserved",
 }
 #: Limit -> what a caller is told that reached it.
 SAID: Final = {
-    "rpm": "{most} tasks a minute",
-    "tpm": "{most} tokens a minute",
-    "max_in_flight": "{most} tasks that have not ended",
-    "budget_tokens": "{most} tokens in this month",
+    "rpm": "{rpm} tasks a minute",
+    "tpm": "{tpm} tokens a minute, and the task may need {tokens}",
+    "max_in_flight": "{max_in_flight} tasks that have not ended",
+    "budget_tokens": "{budget_tokens} tokens in this month, of which too few are left for this task",
+    "reserved": "so much in this month that this task may fit once others have ended, which use less than they reserve",
 }
 
 
 @dataclass(slots=True)
-class Charge:
-    """The account that a request's tasks are charged to. What ADMIT answers is kept: the least of several."""
+class Account:
+    """One account of a charge. What ADMIT answers is kept: the least of several tasks."""
 
-    key: str
+    name: str
     limits: Limits
     requests: int | None = None
     tokens: int | None = None
     """What is left in this minute; None where there is no such limit, or nothing was charged yet."""
+
+    def hear(self, requests: int, tokens: int) -> None:
+        """Take what is left; -1: no such limit."""
+        self.requests = None if requests < 0 else min(requests, requests if self.requests is None else self.requests)
+        self.tokens = None if tokens < 0 else min(tokens, tokens if self.tokens is None else self.tokens)
+
+
+@dataclass(slots=True)
+class Charge:
+    """The accounts that a request's tasks are charged to."""
+
+    accounts: tuple[Account, ...]
+    shortens: bool = False
+    """Whether tasks may be shortened: the request names no largest output."""
     reset_ms: int = 60_000
     """Time until the next minute."""
 
-    def to_json(self) -> str:
-        """The limits, as ADMIT takes them."""
-        return _json(self.limits)
+    @property
+    def names(self) -> list[str]:
+        return [account.name for account in self.accounts]
 
-    def hear(self, answer: Sequence[Any], asked: int) -> None:
-        """Take what ADMIT answered for a task of `asked` tokens. Raises LimitReached."""
-        said, requests, tokens = text(answer[0]), int(answer[1]), int(answer[2])
-        self.requests = None if requests < 0 else min(requests, requests if self.requests is None else self.requests)
-        self.tokens = None if tokens < 0 else min(tokens, tokens if self.tokens is None else self.tokens)
-        self.reset_ms = int(answer[3])
+    def asked(self, task: Task, card: Mapping[str, Any], estimate: int) -> str:
+        """What a task may need, and the limits, as ADMIT takes them. `estimate`: tokens for `tpm`."""
+        limits = [account.limits.counted for account in self.accounts]
+        return json.dumps({"limits": limits, "tokens": estimate, **needed(task, card, self.shortens)})
+
+    def hear(self, answer: Sequence[Any], asked: str) -> None:
+        """Take what ADMIT answered. Raises LimitReached."""
+        said, self.reset_ms = text(answer[0]), int(answer[2])
+        for account, requests, tokens in zip(self.accounts, answer[3::2], answer[4::2], strict=True):
+            account.hear(int(requests), int(tokens))
         if said == "new":
             return
-        most = self.limits.counted[said]
-        never = said == "budget_tokens" or (said == "tpm" and asked > most)
-        wait_s = 1.0 if said == "max_in_flight" else self.reset_ms / 1000
-        message = f"This key may have {SAID[said].format(most=most)}"
-        message += f", and the task may need {asked} tokens." if "tokens" in SAID[said] else "."
+        most, tokens = self.accounts[int(answer[1])].limits.counted, json.loads(asked)["tokens"]
+        never = said == "budget_tokens" or (said == "tpm" and tokens > most["tpm"])
+        wait_s = self.reset_ms / 1000 if said in ("rpm", "tpm") else 1.0
+        message = f"This key may have {SAID[said].format(**most, tokens=tokens)}."
         raise LimitReached(message, CODES[said], None if never else wait_s)
 
 
-@lru_cache(maxsize=1024)
-def _json(limits: Limits) -> str:
-    return json.dumps(limits.counted)
+def needed(task: Task, card: Mapping[str, Any], shortens: bool) -> dict[str, int]:
+    """The most tokens that a task may use: of its prompt, and of each choice's output; `least`: to which the latter may
+    be shortened. A text, whose tokens nobody has counted, may be as long as the context."""
+    context, width = int(card["context_length"]), task.width
+    left = context if task.prompt_tokens is None else max(1, context - task.prompt_tokens)
+    output = left if task.max_tokens is None else min(task.max_tokens, left)
+    prompt = context - output if task.prompt_tokens is None else task.prompt_tokens
+    least = min(output, max(SHORTEST, task.min_tokens)) if shortens else output
+    return {"prompt": prompt, "output": output, "least": least, "width": width}

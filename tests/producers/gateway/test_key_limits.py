@@ -93,14 +93,43 @@ def test_a_budget_counts_what_was_used_and_ends_for_the_month(
         return http.post("/v1/tasks", json=task, headers=headers)
 
     made = submit().json()["id"]
+    waits = submit()  # it may fit once the first has ended
+    assert (waits.status_code, waits.json()["error"]["code"]) == (429, "budget_reserved")
+    assert (waits.headers["x-should-retry"], waits.headers["retry-after"]) == ("true", "1")
+    worker.serve(made, ["a"])  # 1 token of 15: 16 are left
     refused = submit()
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "insufficient_quota")
     assert refused.headers["x-should-retry"] == "false"
     assert "retry-after" not in refused.headers
-    worker.serve(made, ["a"])  # 1 token of 15: 16 are left
-    assert submit().status_code == 429
     task["max_tokens"] = 13
     assert submit().status_code == 202
+
+
+@pytest.mark.parametrize("more", [{}, {"max_output": 500}])
+def test_what_names_no_output_is_shortened_so_that_no_budget_is_overrun(
+    open_door: Callable[..., Door], model: str, make: Make, valkey: Redis, worker: FakeWorker, more: dict[str, int]
+) -> None:
+    doors = [open_door(auth="keys") for _ in range(2)]
+    headers, budget = as_caller(make(budget_tokens=700, **more)), 700
+
+    def hammer(number: int) -> int:
+        """Submits and runs tasks, which make all that they may."""
+        made = 0
+        with httpx.Client(base_url=doors[number % 2].url, timeout=60, headers=headers) as client:
+            while (answer := client.post("/v1/tasks", json={"model": model, "prompt": [1, 2, 3]})).is_success:
+                made += 1
+                record = valkey.hgetall(keys.task(answer.json()["id"]))
+                most = int(record.get(b"max_output") or json.loads(record[b"task"]).get("max_tokens") or 10**6)
+                worker.serve(answer.json()["id"], ["a"] * min(most, 100))
+            assert answer.json()["error"]["code"] in ("budget_reserved", "insufficient_quota")
+        return made
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(hammer, range(8))) > 1
+    (account,) = valkey.keys(keys.account("*"))
+    assert int(valkey.hget(account, "reserved") or 0) == 0
+    assert hammer(0) or budget - int(valkey.hget(account, "spent") or 0) < 19, "what is left is of use"
+    assert int(valkey.hget(account, "spent") or 0) <= budget
 
 
 def test_several_prompts_of_a_request_are_tasks_each_or_none_stays(

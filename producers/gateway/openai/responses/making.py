@@ -40,7 +40,7 @@ async def make(request: Request, gateway: Gateway, wanted: Wanted) -> Response:
     items = [*([] if wanted.previous is None else await conversation.before(request, wanted.previous)), *wanted.items]
     task, items = await conversation.fitted(gateway, known.card, wanted, task, items)
     with wanted.asked.in_its_words():
-        (task,) = await gateway.admission.sized(principal_of(request).limits, [task])
+        (task,) = await gateway.accounts.sized(request, [task])
         task = bounded(task, known.card).resolved(known.card)
     more = wanted.more(task, items, known.now_ms())
     scorer = None if task.logprobs is None else ChatLogprobs(await gateway.prompts.tokenizer(known.card))

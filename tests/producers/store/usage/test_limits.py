@@ -1,13 +1,15 @@
-"""A key's account counts what its tasks reserve and use, and lets none past a limit: the scripts beside a model."""
+"""Accounts count what tasks reserve and use, and let none past a limit: the scripts beside a model."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, ClassVar
 
-from hypothesis import HealthCheck, settings
+import pytest
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from redis import Redis
@@ -18,64 +20,95 @@ from producers.store import protocol
 from producers.store.access.principal import Limits
 from tests.producers.fake_worker import FakeWorker
 
-KEY = "k" * 16
-#: Small enough that each is met.
-LIMITS = Limits(rpm=4, tpm=100, max_in_flight=3, budget_tokens=200)
+#: Account -> its limits, small enough that each is met. A task is charged to one of them, or to both.
+LIMITS = {
+    "k" * 16: Limits(rpm=4, tpm=100, max_in_flight=3, budget_tokens=200),
+    "tenant:acme": Limits(rpm=5, tpm=120, max_in_flight=4, budget_tokens=300),
+}
+EACH = [*([name] for name in LIMITS), [*LIMITS]]
+PROMPT = 3
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a task may need, as ADMIT is told. `tokens`: the estimate for `tpm`."""
+
+    tokens: int
+    output: int
+    least: int
+    width: int
+    prompt: int = PROMPT
+
+    def most(self, output: int) -> int:
+        return self.prompt + self.width * output
 
 
 @dataclass
 class Account:
-    """What the scripts should have counted. `open`: task -> (reserved, minute of its charge)."""
+    """What the scripts should have counted. `open`: task -> (reserved, estimate, minute of its charge)."""
 
-    open: dict[str, tuple[int, int]] = field(default_factory=dict)
+    limits: Limits
+    open: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     minute: int = 0
     requests: int = 0
     tokens: int = 0
-    month: tuple[int, int] = (0, 0)
+    month: int = 0
     spent: int = 0
-    used: int = 0
 
     def at(self, now_ms: int) -> None:
         when = datetime.fromtimestamp(now_ms / 1000, UTC)
         if self.minute != now_ms // 60_000:
             self.minute, self.requests, self.tokens = now_ms // 60_000, 0, 0
-        if self.month != (when.year, when.month):
-            self.month, self.spent = (when.year, when.month), 0
+        month = (when.year - 1970) * 12 + when.month - 1
+        if self.month not in (month, month + 1):  # a clock that is set back begins no new budget
+            self.month, self.spent = month, 0
 
     @property
     def reserved(self) -> int:
-        return sum(reserved for reserved, _ in self.open.values())
+        return sum(reserved for reserved, _, _ in self.open.values())
 
-    def charge(self, task: str, tokens: int) -> str:
-        if self.spent + self.reserved + tokens > (LIMITS.budget_tokens or 0):
-            return "budget_tokens"
-        if len(self.open) >= (LIMITS.max_in_flight or 0):
+    @property
+    def left(self) -> int:
+        return (self.limits.budget_tokens or 0) - self.spent - self.reserved
+
+    def over(self, asked: Asked, output: int) -> str | None:
+        if self.left < asked.most(output):
+            return "reserved" if self.left + self.reserved >= asked.most(output) else "budget_tokens"
+        if len(self.open) >= (self.limits.max_in_flight or 0):
             return "max_in_flight"
-        if self.requests >= (LIMITS.rpm or 0):
+        if self.requests >= (self.limits.rpm or 0):
             return "rpm"
-        if self.tokens + tokens > (LIMITS.tpm or 0):
-            return "tpm"
-        self.requests, self.tokens = self.requests + 1, self.tokens + tokens
-        self.open[task] = tokens, self.minute
-        return "new"
+        return "tpm" if self.tokens + asked.tokens > (self.limits.tpm or 0) else None
+
+    def charge(self, task: str, asked: Asked, output: int) -> None:
+        self.requests, self.tokens = self.requests + 1, self.tokens + asked.tokens
+        self.open[task] = asked.most(output), asked.tokens, self.minute
 
     def settle(self, task: str, used: int) -> None:
-        reserved, minute = self.open.pop(task)
-        self.spent, self.used = self.spent + used, self.used + used
+        _, estimate, minute = self.open.pop(task)
+        self.spent += used
         if minute == self.minute:
-            self.tokens = max(0, self.tokens + used - reserved)
+            self.tokens = max(0, self.tokens + used - estimate)
+
+    def answered(self) -> list[int]:
+        """What is left; tasks may have used more than was estimated for them."""
+        return [(self.limits.rpm or 0) - self.requests, max(0, (self.limits.tpm or 0) - self.tokens)]
 
 
 class Machine(RuleBasedStateMachine):
-    """One key, whose tasks end in every way. The scripts' clock is a key that the test sets."""
+    """A key and its tenant, whose tasks end in every way. The scripts' clock is one that the test sets."""
 
     valkey: Redis
+    mutate: ClassVar[Callable[[str], str]] = staticmethod(lambda body: body)
 
     def __init__(self) -> None:
         super().__init__()
         self.valkey.flushall()
         self.worker = FakeWorker(self.valkey)
-        self.account = Account()
+        self.accounts = {name: Account(limits) for name, limits in LIMITS.items()}
+        #: Open task -> its accounts, and the most tokens of a choice, with their number.
+        self.open: dict[str, tuple[list[str], int, int]] = {}
+        self.used = 0
         self.number = 0
         self.now = 1_772_323_190_000  # 2026-02-28, 23:59:50: the month ends
 
@@ -83,46 +116,70 @@ class Machine(RuleBasedStateMachine):
         """The call by the test's clock."""
         known = "redis.call('TIME')"
         body = call.script.text.replace(known, f"{{ {self.now // 1000}, {self.now % 1000 * 1000} }}")
-        return self.valkey.eval(body, len(call.keys), *call.keys, *call.args)
+        return self.valkey.eval(self.mutate(body), len(call.keys), *call.keys, *call.args)
 
-    @rule(seconds=st.sampled_from([0, 1, 5, 30, 60, 86_400 * 31, 86_400 * 366]))
+    def turn(self, accounts: list[Account]) -> None:
+        for account in accounts:
+            account.at(self.now)
+
+    @rule(seconds=st.sampled_from([0, 1, 5, 30, 60, -60, 86_400 * 31, 86_400 * 366]))
     def time_passes(self, seconds: int) -> None:
         self.now += seconds * 1000
 
-    @rule(tokens=st.sampled_from([1, 20, 60, 101]))
-    def admit(self, tokens: int) -> None:
+    @rule(
+        names=st.sampled_from(EACH),
+        tokens=st.sampled_from([1, 20, 60, 101]),
+        output=st.sampled_from([0, 17, 57, 150, 400]),
+        shorten=st.booleans(),
+        width=st.sampled_from([1, 1, 2]),
+    )
+    def admit(self, names: list[str], tokens: int, output: int, shorten: bool, width: int) -> None:
         self.number += 1
         name = f"t{self.number}"
-        fields = {"task": "{}", "model": "tiny", "n": 1, "tokens": tokens, "key": KEY, "prompt_tokens": 3}
-        limits = json.dumps(LIMITS.counted)
-        call = protocol.admit(name, "n", self.now, fields, account=KEY, limits=limits)
-        self.account.at(self.now)
-        expected = self.account.charge(name, tokens)
+        asked = Asked(tokens, output, min(output, 16) if shorten else output, width)
+        accounts = [replace(self.accounts[one]) for one in names]  # a refusal changes nothing
+        self.turn(accounts)
+        rooms = [(account.left - asked.prompt) // width for account in accounts]
+        most = max(asked.least, min(output, *rooms))
+        refusals = [(said, place) for place, one in enumerate(accounts) if (said := one.over(asked, most))]
+        fields = {"task": "{}", "model": "tiny", "n": width, "tokens": tokens, "key": "k", "prompt_tokens": PROMPT}
+        charge = json.dumps({**vars(asked), "limits": [account.limits.counted for account in accounts]})
+        call = protocol.admit(name, "n", self.now, fields, accounts=names, charge=charge)
         said = self.run(call)
-        assert text(said[0]) == expected
-        left = max(0, 100 - self.account.tokens)  # tasks may have used more than was reserved for them
-        assert said[1:] == [4 - self.account.requests, left, 60_000 - self.now % 60_000]
-        assert bool(self.valkey.exists(keys.task(name))) == (expected == "new")
-        if expected == "new":
+        expected = refusals[0] if refusals else ("new", len(accounts) - 1)
+        assert (text(said[0]), said[1]) == expected
+        assert bool(self.valkey.exists(keys.task(name))) == (not refusals)
+        if not refusals:
+            for one, account in zip(names, accounts, strict=True):
+                account.charge(name, asked, most)
+                self.accounts[one] = account
+            self.open[name] = names, most, width
             assert self.run(call) == b"mine", "a reply was lost: it is charged once"
             self.run(protocol.queued(name))
+            shortened = self.valkey.hget(keys.task(name), "max_output")
+            assert shortened == (b"%d" % most if most < output else None)
+        assert said[2:] == [60_000 - self.now % 60_000, *(n for one in accounts for n in one.answered())]
 
-    @precondition(lambda self: self.account.open)
+    @precondition(lambda self: self.open)
     @rule(
         which=st.integers(0, 9),
         how=st.sampled_from(["finish", "cancel", "delete", "expire", "give up"]),
-        made=st.integers(0, 30),
+        made=st.integers(0, 400),
         repeat=st.booleans(),
     )
     def end(self, which: int, how: str, made: int, repeat: bool) -> None:
-        name = sorted(self.account.open)[which % len(self.account.open)]
+        name = sorted(self.open)[which % len(self.open)]
+        names, most, width = self.open.pop(name)
+        accounts = [self.accounts[one] for one in names]
+        made = min(made, most)
         pool = keys.Pool("tiny", "v", "f")
         begun = how in ("finish", "give up")
         if begun:
             self.run(protocol.claim(name, "c", self.worker.incarnation, pool))
-            self.valkey.hset(keys.task(name), "next:0", made)
+            self.valkey.hset(keys.task(name), mapping={f"next:{choice}": made for choice in range(width)})
+        nexts = [made] * width
         calls = {
-            "finish": protocol.finish(name, "c", "completed", reasons="[]", nexts=[made], prompt_tokens=3),
+            "finish": protocol.finish(name, "c", "completed", reasons="[]", nexts=nexts, prompt_tokens=PROMPT),
             "cancel": protocol.cancel(name),
             "delete": protocol.delete(name),
             "expire": protocol.expire(name),
@@ -133,31 +190,76 @@ class Machine(RuleBasedStateMachine):
         if how == "give up":
             self.valkey.hset(keys.task(name), "owner", "dead")
             self.valkey.set(keys.lease("other"), "{}")
-        self.account.at(self.now)
-        self.account.settle(name, made + 3 if begun else 0)
+        used = made * width + PROMPT if begun else 0
+        self.used += used
+        self.turn(accounts)
+        for account in accounts:
+            account.settle(name, used)
         for _ in range(1 + repeat):
             self.run(calls[how])
 
     @invariant()
-    def the_account_is_the_models(self) -> None:
-        stored = {name.decode(): int(value) for name, value in self.valkey.hgetall(keys.account(KEY)).items()}
-        assert stored.get("open", 0) == len(self.account.open)
-        assert stored.get("reserved", 0) == self.account.reserved
-        if stored and stored["minute"] == self.account.minute and self.account.month[0]:
-            assert (stored["requests"], stored["tokens"]) == (self.account.requests, self.account.tokens)
-            assert stored["spent"] == self.account.spent
-            assert stored["month"] == (self.account.month[0] - 1970) * 12 + self.account.month[1] - 1
+    def the_accounts_are_the_models(self) -> None:
+        for name, account in self.accounts.items():
+            said = self.valkey.hgetall(keys.account(name))
+            stored = {field.decode(): int(value) for field, value in said.items()}
+            assert stored.get("open", 0) == len(account.open)
+            assert stored.get("reserved", 0) == account.reserved
+            if stored and account.month and stored["minute"] == account.minute:
+                assert (stored["requests"], stored["tokens"]) == (account.requests, account.tokens)
+                assert (stored["month"], stored["spent"]) == (account.month, account.spent)
+            if stored:
+                assert (self.valkey.ttl(keys.account(name)) == -1) == bool(account.open)
+
+    @invariant()
+    def no_budget_is_overrun(self) -> None:
+        for name in LIMITS:
+            spent, reserved = self.valkey.hmget(keys.account(name), "spent", "reserved")
+            assert int(spent or 0) + int(reserved or 0) <= (LIMITS[name].budget_tokens or 0)
 
     @invariant()
     def the_ledger_has_what_was_settled(self) -> None:
         rows: Any = self.valkey.xrange(keys.LEDGER)
-        assert sum(int(row[b"prompt"]) + int(row[b"output"]) for _, row in rows) == self.account.used
+        assert sum(int(row[b"prompt"]) + int(row[b"output"]) for _, row in rows) == self.used
+
+
+def checked(valkey: Redis, mutate: Callable[[str], str], **more: Any) -> None:
+    run_state_machine_as_test(
+        type("OnThisServer", (Machine,), {"valkey": valkey, "mutate": staticmethod(mutate)}),
+        settings=settings(
+            max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), **more
+        ),
+    )
 
 
 def test_scripts_and_model_agree(valkey: Redis) -> None:
-    run_state_machine_as_test(
-        type("OnThisServer", (Machine,), {"valkey": valkey}),
-        settings=settings(
-            max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
-    )
+    checked(valkey, lambda body: body)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("a.spent + a.reserved + need", "a.spent + need"),
+        ("asked.prompt + asked.width * output", "asked.prompt + output"),
+        ("keep(a, true)", "keep(accounts[1], true)"),
+        ("output = math.max(output, asked.least)", ""),
+        ("a.tokens + used - charged.estimate", "a.tokens + used - charged.tokens"),
+    ],
+)
+def test_the_model_tells_a_wrong_script(valkey: Redis, right: str, wrong: str) -> None:
+    def mutate(body: str) -> str:
+        return body.replace(right, wrong)
+
+    with pytest.raises(AssertionError):
+        checked(valkey, mutate, phases=[Phase.generate], derandomize=True, database=None)
+
+
+def test_a_clock_that_is_set_back_over_a_months_end_begins_no_new_budget(valkey: Redis) -> None:
+    machine = type("OnThisServer", (Machine,), {"valkey": valkey})()
+    machine.time_passes(30)
+    machine.admit([*LIMITS], 1, 57, False, 1)
+    machine.end(0, "finish", 57, False)
+    machine.time_passes(-60)
+    machine.admit([*LIMITS], 1, 17, False, 1)
+    machine.the_accounts_are_the_models()
+    assert valkey.hget(keys.account("k" * 16), "spent") == b"60"
