@@ -3,6 +3,7 @@
     python -m tests.chaos --seed 7 --minutes 2                        # every kind of fault, stub engine
     python -m tests.chaos --seed 1 --kills 200 --engine bundled       # kill -9 of workers, gateway, sweeper, clients
     python -m tests.chaos --seed 1 --minutes 5 --sqs                  # the broker on SQS, with AWS's faults
+    python -m tests.chaos --seed 1 --kills 100 --keys --gateways 2    # several tenants' keys, with limits
     python -m tests.chaos --replay FOLDER/plan.json                   # the same again
 
 The plan of faults is written down first. Prints a table (stderr: what is done, as it is done). Where any promise was
@@ -39,6 +40,8 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=2)
     parser.add_argument("--open-tasks", type=int, default=None, help="that each client has at a time")
     parser.add_argument("--sqs", action="store_true", help="the broker is SQS, with AWS's faults beside")
+    parser.add_argument("--keys", action="store_true", help="gateways ask for API keys, some with limits")
+    parser.add_argument("--gateways", type=int, default=1)
     parser.add_argument("--deterministic", action="store_true", help="workers in the engine's deterministic mode")
     parser.add_argument("--replay", type=Path, default=None, metavar="PLAN", help="a plan.json")
     parser.add_argument("--folder", type=Path, default=None, help="for plan, journals and logs; kept")
@@ -74,6 +77,8 @@ def _drawn(args: argparse.Namespace) -> Plan:
         sqs=args.sqs,
         servers=1 if args.sqs else 2,
         deterministic=args.deterministic,
+        gateways=args.gateways,
+        keys=args.keys,
     )
     if args.kills:  # room for the whole load, so that a stream never waits for room but for a worker
         shape = replace(shape, lease=10.0, seqs=32, open_tasks=10, longest=400, variants=120, max_deaths=3, step=0.02)

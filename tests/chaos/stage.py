@@ -19,6 +19,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from tests.chaos import clock
+from tests.chaos.holders import make_holders
 from tests.chaos.links import Links
 from tests.chaos.processes import Keeper, Running, Slot, guarded, has_lease, wait_for
 from tests.chaos.servers import Server
@@ -31,6 +32,7 @@ from workers.chaos.injector import Handle, Healing
 from workers.chaos.journal import Journal, journal_path
 from workers.chaos.load import WITHOUT_CELERY, Load
 from workers.chaos.plan import Fault
+from workers.chaos.senders import Holder
 from workers.processes import PENSTOCK
 
 #: Whoever takes longer than this hangs (s): beyond the drain time to stop; to come up.
@@ -101,6 +103,8 @@ class Shape:
     """Whoever sweeps has little patience, and readers of a killed gateway are soon gone."""
     sqs: bool = False
     """The broker is on SQS, whose proxy puts in `AWS_FAULTS`; its books are on the store, the one server."""
+    keys: bool = False
+    """Gateways ask for API keys, and clients have several of several tenants, with limits."""
 
     def load(self, seed: int) -> Load:
         if self.sqs:
@@ -131,6 +135,7 @@ class Stage:
         }
         self.sqs = Sqs(self.store.url, seed) if shape.sqs else None
         self.slots: dict[str, Slot] = {}
+        self.holders: tuple[Holder, ...] = ()
         self.gateways: list[int] = []
         self._keeper = Keeper(self.slots)
 
@@ -140,6 +145,8 @@ class Stage:
         """Returns when all but the clients are of use."""
         if self.sqs is not None:
             self.sqs.up()
+        if self.shape.keys:
+            self.holders = make_holders(self.store.url, self.journal, self.shape.longest)
         for number in range(1, self.shape.workers + 1):
             self._slot(f"worker-{number}", "worker", self._serves)
         for number in range(1, self.shape.gateways + 1):
@@ -258,6 +265,7 @@ class Stage:
         port = self.gateways[int(name.rpartition("-")[2]) - 1]
         argv = [*PENSTOCK, "gateway", "--port", str(port), "--drain-timeout", str(self.shape.drain)]
         argv += ["--reader-lease", str(HASTY["reader_lease"])] if self.shape.hasty else []
+        argv += ["--auth", "keys"] if self.shape.keys else []
         return argv, _urls(urls)
 
     def _sweeper(self, name: str, process: str, urls: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
@@ -284,6 +292,7 @@ class Stage:
             first=first,
             step=self.shape.clients,
             open_tasks=self.shape.open_tasks,
+            holders=self.holders,
         )
 
     # ---- faults -----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 
 import workers.chaos.checker
 from workers.chaos.checker import Case, History, Report, Stores, judge
-from workers.chaos.checker.history import lines_of
+from workers.chaos.checker.history import Key, lines_of
 from workers.chaos.checker.ledger import COUNTS, Ledger, total
 from workers.chaos.checker.streams import NOTHING, outputs_of
 
@@ -48,7 +48,7 @@ def _record(status: str, count: int, **more: str) -> dict[str, str]:
 
 def _row(name: str, stream: list[tuple[str, Any]]) -> dict[str, str]:
     row = dict.fromkeys(COUNTS, "0") | {"prompt": "2", "output": str(len(stream) - 1)}
-    return row | {"id": name, "status": stream[-1][1]["end"]}
+    return row | {"id": name, "status": stream[-1][1]["end"], "key": "", "tenant": ""}
 
 
 def good() -> Case:
@@ -92,7 +92,36 @@ def good() -> Case:
     return Case(history, stores, streams, {0: outputs_of([entry for _, entry in whole])}, ledger=ledger)
 
 
+#: The limits of the key that submitted `read`: as much as it had, 2 tokens of its prompt and 3 of output.
+LIMITS = {"max_in_flight": 1, "rpm": 1, "tpm": 5, "budget_tokens": 5}
+
+
+def with_keys() -> Case:
+    """The same run, in which a key of acme submitted `read`, was refused once, and one of globex asked about it."""
+    case = good()
+    case.history.extend(
+        [
+            {"t": 0.1, "e": "key", "id": "a1", "tenant": "acme", "limits": LIMITS},
+            {"t": 0.1, "e": "key", "id": "g1", "tenant": "globex", "limits": {}},
+            {"t": 1.2, "e": "refused", "k": 0, "status": 429, "error": "full", "attempt": "first"},
+            {"t": 1.3, "e": "refused", "k": 0, "status": 503, "error": "away", "attempt": "second"},
+            {"t": 2.0, "e": "spied", "id": "read", "by": "g1", "status": 404},
+            {"t": 2.0, "e": "listed", "by": "g1", "ids": []},
+        ]
+    )
+    case.history.by_id["read"].key = "a1"
+    usage = json.dumps(case.streams["read"][-1][1]["usage"])
+    of_key = {"key": "a1", "tenant": "acme"}
+    case.stores.records["read"] |= of_key | {"metadata": '{"attempt": "third"}', "reserved": "7", "usage": usage}
+    case.stores.records["read"] |= {"created": "0", "finished": "1"}
+    case.ledger.rows["0-0"] = {**case.ledger.rows["0-0"], **of_key}
+    case.ledger.totals = total(case.ledger.rows.values())
+    case.stores.accounts = {"a1": {"open": "0", "reserved": "0", "spent": "5", "month": "0"}}
+    return case
+
+
 def test_a_whole_run_is_found_whole() -> None:
+    assert judge(with_keys()) == []
     case = good()
     assert judge(case) == []
     report = Report.of(case, [], command="c", seed=1, lease=1.0)
@@ -273,13 +302,54 @@ def _bill_twice(case: Case) -> None:
 
 
 def _sum_twice(case: Case) -> None:
-    case.ledger.totals["output"] += 1
+    case.ledger.totals["", "", "output"] += 1
+
+
+def _sum_for_another(case: Case) -> None:
+    """As if what one tenant used were counted for another one."""
+    for name in COUNTS:
+        case.ledger.totals["g1", "globex", name] = case.ledger.totals.pop(("a1", "acme", name), 0)
 
 
 def _sum_nothing(case: Case) -> None:
     """As if the rows had gone before they were added."""
     case.ledger.rows.clear()
     case.ledger.totals.clear()
+
+
+def _account(**wrong: str) -> Callable[[Case], None]:
+    return lambda case: case.stores.accounts["a1"].update(wrong)
+
+
+def _lose_account(case: Case) -> None:
+    case.stores.accounts.clear()
+
+
+def _limit(name: str) -> Callable[[Case], None]:
+    """A key that had one more than this limit allows."""
+    return lambda case: case.history.keys.update(a1=Key("acme", LIMITS | {name: LIMITS[name] - 1}))
+
+
+def _overlap(case: Case) -> None:
+    """A second task, that was admitted before the first had ended."""
+    case.stores.records["read"]["finished"] = "3"
+    case.stores.records["polled"] |= {"key": "a1", "created": "2", "reserved": "0"}
+
+
+def _make_refused(case: Case) -> None:
+    case.stores.records["read"]["metadata"] = '{"attempt": "first"}'
+
+
+def _answer_stranger(case: Case) -> None:
+    case.history.spied[0]["status"] = 200
+
+
+def _list_for_stranger(case: Case) -> None:
+    case.history.listed[0]["ids"].append("read")
+
+
+def _other_tenant(case: Case) -> None:
+    case.stores.records["read"]["tenant"] = "globex"
 
 
 CORRUPTED = {
@@ -304,7 +374,21 @@ CORRUPTED = {
         _bill_twice,
         _sum_twice,
         _sum_nothing,
+        _bill(key="g1"),
+        _bill(tenant="globex"),
+        _sum_for_another,
     ),
+    "accounts_are_the_streams": (
+        _account(open="1"),
+        _account(reserved="7"),
+        _account(spent="6"),
+        _account(spent="4"),
+        _account(month="1"),
+        _lose_account,
+    ),
+    "limits_hold": (*map(_limit, LIMITS), _overlap),
+    "refusals_make_nothing": (_make_refused,),
+    "tenants_are_apart": (_answer_stranger, _list_for_stranger, _other_tenant),
     "readers_are_given_the_stream": (
         *map(_reader, (_misled, _given_twice, _skipped, _cut_short)),
         _poll_other,
@@ -323,7 +407,7 @@ CORRUPTED = {
     ("rule", "number"), [(rule, k) for rule, edits in CORRUPTED.items() for k in range(len(edits))]
 )
 def test_each_way_to_break_a_promise_is_seen(rule: str, number: int) -> None:
-    case = good()
+    case = with_keys()
     CORRUPTED[rule][number](case)
     assert rule in {violation.rule for violation in judge(case)}
 
@@ -339,7 +423,7 @@ def test_what_others_do_on_a_shared_system_is_none_of_ours() -> None:
     case.shared = True
     _dead_letter(case)
     _leak(case)
-    case.ledger.totals["output"] += 9
+    case.ledger.totals["", "", "output"] += 9
     assert judge(case) == []
 
 

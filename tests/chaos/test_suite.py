@@ -1,7 +1,7 @@
 """The suite's short form: a few seconds of harm, on systems of their own, judged by the checker.
 
-`make test` has every kind of fault on one system, and kills on one with SQS; `make test-all` also a system for
-some kinds at a time; the long form is `python -m tests.chaos`.
+`make test` has every kind of fault on one system that asks for keys, and kills on one with SQS; `make test-all` also a
+system for some kinds at a time; the long form is `python -m tests.chaos`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ FORMS: dict[str, tuple[int, tuple[str, ...], float, Shape]] = {
     "clocks": (16, ("clock", "kill"), 6.0, Shape(settable_clocks=True)),
     "SQS": (18, ("kill",), 5.0, Shape(sqs=True, servers=1)),
     "SQS, everything": (19, SQS_KINDS, 15.0, Shape(sqs=True, servers=1, clients=2)),
-    "everything": (17, ALL_KINDS, 15.0, Shape(settable_clocks="clock" in ALL_KINDS)),
+    "keys": (20, ("kill",), 7.0, Shape(keys=True, gateways=2)),
+    "everything": (17, ALL_KINDS, 15.0, Shape(settable_clocks="clock" in ALL_KINDS, keys=True)),
 }
 
 

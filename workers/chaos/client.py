@@ -22,7 +22,7 @@ from pathlib import Path
 from workers.chaos.checker.history import History, Seen, lines_of
 from workers.chaos.journal import Journal
 from workers.chaos.load import Load, Manner, quiet
-from workers.chaos.senders import Senders
+from workers.chaos.senders import Holder, Senders
 from workers.chaos.talk import Talk
 
 
@@ -32,7 +32,8 @@ class Settings:
 
     `folder`: the journals' folder. `number`: counts processes of this name, from 1. `url`, `broker`, `store`: the
     gateway's and servers' URLs. `first`, `step`: this client takes the task numbers first, first + step, ...
-    `open_tasks`: tasks at a time. `variants`: submit only these, each once, with nothing done to them.
+    `open_tasks`: tasks at a time. `variants`: submit only these, each once, with nothing done to them. `holders`: API
+    keys, the last one for those variants; without any, the environment's key is sent.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Settings:
     step: int = 1
     open_tasks: int = 8
     variants: tuple[int, ...] | None = None
+    holders: tuple[Holder, ...] = ()
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -55,6 +57,7 @@ class Settings:
         raw = json.loads(text)
         asked, variants = raw.pop("load"), raw.pop("variants")
         load = Load(**{**asked, "ways": tuple(asked["ways"])})
+        raw["holders"] = tuple(Holder(**one) for one in raw["holders"])
         return cls(load=load, variants=None if variants is None else tuple(variants), **raw)
 
 
@@ -144,7 +147,7 @@ async def _main(settings: Settings) -> None:
     folder = Path(settings.folder)
     before = _before(folder, settings.name)
     journal = Journal(folder, settings.name, settings.number)
-    async with Senders(settings.url, settings.broker, settings.store) as senders:
+    async with Senders(settings.url, settings.broker, settings.store, settings.holders) as senders:
         talk = Talk(senders, journal, quiet=settings.variants is not None)
         await Client(settings, journal, talk, stopping).run(before)
     journal.close()

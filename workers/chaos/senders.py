@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
 
 from celery import Celery
 
 from producers.client.aio import AsyncClient
+from producers.client.steps import FAILURES
 from producers.connection.connect import kombu_url
 from producers.contract import keys
-from workers.bench.connection import Connections
+from workers.bench.connection import Broken, Connections
 from workers.chaos.load import LINKS
 
 #: Silence (s) after which a connection is given up. Gateways send a comment at least every 15 s.
@@ -22,39 +24,71 @@ SILENT_S: Final = 20.0
 ANSWER_S: Final = 25.0
 
 
-class Declined(Exception):
-    """The gateway refused the request."""
+#: Exceptions of an unreachable server or a dead gateway.
+AWAY: Final = (Broken, TimeoutError, *FAILURES)
+#: Codes of answers to a key whose limit is reached.
+_LIMITED: Final = ("rate_limit_exceeded", "token_limit_exceeded", "too_many_in_flight", "insufficient_quota")
 
-    def __init__(self, status: int, error: Any) -> None:
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """An API key and the tenant that it belongs to."""
+
+    tenant: str
+    token: str
+
+    @property
+    def id(self) -> str:
+        return self.token.split("_")[1]
+
+
+class Declined(Exception):
+    """The gateway refused the request. `error`: the beginning of its answer."""
+
+    def __init__(self, status: int, error: str) -> None:
         super().__init__(f"{status}: {error}")
         self.status, self.error = status, error
 
+    @property
+    def for_now(self) -> bool:
+        """Whether the request may be taken soon: the system is full or away, and no limit of the key is reached."""
+        return self.status in (429, 503) and not any(code in self.error for code in _LIMITED)
+
 
 class Senders:
-    """The ways to one system. Close it."""
+    """The ways to one system. `holders`: the API keys for its gateway; without them, the environment's. Close it."""
 
-    def __init__(self, url: str, broker: str, store: str) -> None:
-        self._connections = Connections(url)
+    def __init__(self, url: str, broker: str, store: str, holders: Sequence[Holder] = ()) -> None:
+        self.holders = {one.id: one for one in holders}
+        self._connections: dict[str | None, Connections] = {None: Connections(url)}
+        for one in holders:
+            self._connections[one.id] = Connections(url, {"authorization": f"Bearer {one.token}"})
         self.library = AsyncClient(broker, store)
         self._celery = Celery("penstock-chaos", broker=kombu_url(broker), set_as_current=False)
         self._celery.conf.broker_transport_options = {"socket_timeout": 5, "socket_connect_timeout": 5}
         self._celery.conf.broker_connection_retry = False
 
-    async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Send a request and return the JSON answer. Raises Declined, workers.bench.connection.Broken, TimeoutError."""
-        async with asyncio.timeout(ANSWER_S), self._connections.request(method, path, body) as answer:
+    def tenant(self, key: str | None) -> str | None:
+        """The tenant of a key's id."""
+        return None if key is None else self.holders[key].tenant
+
+    async def ask(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, key: str | None = None
+    ) -> Any:
+        """Send a request with the key of this id, and return the JSON answer. Raises Declined and AWAY."""
+        async with asyncio.timeout(ANSWER_S), self._connections[key].request(method, path, body) as answer:
             told = b"".join([piece async for piece in answer.body()])
             if answer.status >= 300:
                 raise Declined(answer.status, told[:300].decode(errors="replace"))
             return json.loads(told)
 
     async def events(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, key: str | None = None
     ) -> AsyncGenerator[list[tuple[str, str]]]:
         """Server-sent events (event, data), in batches as they came. Ends at once at status 204. Raises as `ask`."""
         async with (
             asyncio.timeout(ANSWER_S) as patience,
-            self._connections.request(method, path, body) as answer,
+            self._connections[key].request(method, path, body) as answer,
         ):
             if answer.status not in (200, 204):
                 told = b"".join([piece async for piece in answer.body()])
@@ -91,7 +125,8 @@ class Senders:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._connections.close()
+        for connections in self._connections.values():
+            connections.close()
         await self.library.aclose()
         self._celery.close()
 

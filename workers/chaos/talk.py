@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from producers.client.steps import FAILURES
 from producers.contract.stream.events import Event, Prompt, Token
 from producers.errors import PenstockError, SubmitFailed, TaskExists, TaskNotFound
-from workers.bench.connection import Broken
 from workers.chaos.checker.history import Seen
 from workers.chaos.journal import Journal
 from workers.chaos.load import Manner
-from workers.chaos.senders import Declined, Senders
+from workers.chaos.senders import AWAY, Declined, Senders
+from workers.chaos.spy import spy
 
 #: Pause before a request is repeated (s).
 AGAIN_S: Final = 0.25
 POLL_S: Final = 0.4
-#: Exceptions of an unreachable server or a dead gateway.
-AWAY: Final = (Broken, TimeoutError, *FAILURES)
 #: Fields that a task and OpenAI's completions share.
 _SHARED: Final = ("model", "prompt", "max_tokens", "n", "seed", "ignore_eos", "temperature", "top_p", "top_k")
 _TIERS: Final = {"batch": "flex"}
@@ -41,18 +39,27 @@ class Talk:
         """Submit a task and read it as its manner says."""
         if manner.timeout is not None:
             task = {**task, "timeout": manner.timeout}
-        seen = Seen(manner.number, manner.variant, manner.via, task, self.quiet)
-        self._write("ask", seen, v=seen.variant, via=seen.via, task=task)
+        seen = Seen(manner.number, manner.variant, manner.via, task, self.quiet, self._key(manner))
+        about = {"key": seen.key} if seen.key else {}
+        self._write("ask", seen, v=seen.variant, via=seen.via, task=task, **about)
         if manner.via == "waiting":
             await self._wait(seen, manner)
         elif await self._submit(seen, manner):
             await self.follow(seen, manner)
+
+    def _key(self, manner: Manner) -> str | None:
+        """The id of the key to submit with; the last one in quiet. None for what does not pass the gateway."""
+        keys = [] if manner.via in ("redis", "celery") else list(self.senders.holders)
+        if self.quiet or not keys:
+            return keys[-1] if keys else None
+        return random.Random(f"{manner.number} key").choice(keys[:-1] or keys)  # noqa: S311
 
     async def follow(self, seen: Seen, manner: Manner) -> None:
         """Read an accepted task to its end."""
         cancelling = None
         if manner.cancel_after is not None and all(answer is None for answer in seen.cancels):
             cancelling = asyncio.create_task(self._cancel(seen, manner.cancel_after))
+        await spy(self.senders, self.journal, seen)
         if manner.via == "poll":
             await self._poll(seen)
         elif manner.via in ("http", "redis"):
@@ -71,14 +78,18 @@ class Talk:
         if manner.via == "celery":
             await self._send_plain(seen, manner)
             return False
+        task = {**seen.task, "tier": manner.tier}
         while True:
+            attempt = str(uuid.uuid4())
             try:
-                seen.id = await (self._through_library if manner.via == "redis" else self._through_gateway)(
-                    {**seen.task, "tier": manner.tier}
-                )
+                if manner.via == "redis":
+                    seen.id = await self._through_library(task)
+                else:
+                    seen.id = await self._through_gateway(seen, {**task, "metadata": {"attempt": attempt}})
             except Declined as declined:
-                self._write("refused", seen, status=declined.status, error=declined.error)
-                if declined.status not in (429, 503):
+                self._write("refused", seen, status=declined.status, error=declined.error, attempt=attempt)
+                if not declined.for_now:
+                    await asyncio.sleep(AGAIN_S)  # else a key with no budget left would be asked all the time
                     return False
             except (SubmitFailed, *AWAY):
                 self._write("maybe", seen, id=None)
@@ -87,8 +98,8 @@ class Talk:
                 return True
             await asyncio.sleep(AGAIN_S)
 
-    async def _through_gateway(self, task: dict[str, Any]) -> str:
-        told = await self.senders.ask("POST", "/v1/tasks", task)
+    async def _through_gateway(self, seen: Seen, task: dict[str, Any]) -> str:
+        told = await self.senders.ask("POST", "/v1/tasks", task, key=seen.key)
         return str(told["id"])
 
     async def _through_library(self, task: dict[str, Any]) -> str:
@@ -159,7 +170,7 @@ class Talk:
 
     async def _by_gateway(self, seen: Seen, start: int) -> AsyncGenerator[list[tuple[int, Any]]]:
         path = f"/v1/tasks/{seen.id}/events?from={start}"
-        async with aclosing(self.senders.events("GET", path)) as events:
+        async with aclosing(self.senders.events("GET", path, key=seen.key)) as events:
             async for some in events:
                 told = [(event, json.loads(data)) for event, data in some if event in ("token", "prompt", "end")]
                 yield [(said["position"], _told(event, said)) for event, said in told]
@@ -167,7 +178,7 @@ class Talk:
     async def _poll(self, seen: Seen) -> None:
         while True:
             try:
-                body = await self.senders.ask("GET", f"/v1/tasks/{seen.id}")
+                body = await self.senders.ask("GET", f"/v1/tasks/{seen.id}", key=seen.key)
                 if body["status"] not in ("queued", "in_progress"):
                     self.journal.write("final", id=seen.id, body=body)
                     return
@@ -185,10 +196,10 @@ class Talk:
             # Written before the request: this process may be killed between the cancel and its answer.
             self.journal.write("cancel", id=seen.id, accepted=None, status=None)
             try:
-                if seen.via == "redis":
+                if seen.via == "redis" or (seen.via == "celery" and self.senders.holders):  # no key is a plain task's
                     accepted, status = await self.senders.library.get(str(seen.id)).cancel(), None
                 else:
-                    told = await self.senders.ask("POST", f"/v1/tasks/{seen.id}/cancel")
+                    told = await self.senders.ask("POST", f"/v1/tasks/{seen.id}/cancel", key=seen.key)
                     accepted, status = told["accepted"], told["status"]
             except TaskNotFound:
                 return
@@ -211,7 +222,7 @@ class Talk:
         try:
             async with (
                 asyncio.timeout(leaves),
-                aclosing(self.senders.events("POST", "/v1/completions", body)) as events,
+                aclosing(self.senders.events("POST", "/v1/completions", body, key=seen.key)) as events,
             ):
                 async for some in events:
                     for data in filter(None, (data for _, data in some)):

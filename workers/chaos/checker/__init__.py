@@ -9,9 +9,10 @@ Imports only redis-py and the standard library (`lint-imports` and a test check 
 itself, from their description in docs/protocol.md.
 """
 
+from workers.chaos.checker.case import Case, Violation
 from workers.chaos.checker.history import History, Seen
 from workers.chaos.checker.report import Report
-from workers.chaos.checker.rules import Case, Violation, judge
+from workers.chaos.checker.rules import judge
 from workers.chaos.checker.store import Stores, Watcher
 
 __all__ = ["Case", "History", "Report", "Seen", "Stores", "Violation", "Watcher", "judge"]

@@ -12,8 +12,8 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
+from workers.chaos.checker.case import Case
 from workers.chaos.checker.history import History
-from workers.chaos.checker.rules import Case
 
 #: Gap (s) of a stream that did not resume while it was watched: the true one is at least as long.
 LONG_S = 120.0

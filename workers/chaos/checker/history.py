@@ -5,14 +5,17 @@ be torn. Each line has `t` (s, the machine's monotonic clock) and `e`, its kind:
 
 | `e` | and |
 | --- | --- |
-| `ask` | a task is about to be submitted: `k` its number, `v` its variant, `via`, `task` its fields; `quiet` |
+| `key` | an API key of the run: `id`, `tenant`, `limits` (limit -> most) |
+| `ask` | a task is about to be submitted: `k` its number, `v` its variant, `via`, `task` its fields; `quiet`, `key` |
 | `accepted`, `maybe` | the task was accepted, or nobody knows whether it was: `k`, `id` |
-| `refused` | the task was refused: `k`, `status` (HTTP's), `error` |
+| `refused` | the task was refused: `k`, `status` (HTTP's), `error`, `attempt` (as in the metadata) |
 | `came`, `left` | a reader of `id` begins at position `from`; ends, `why` |
 | `got` | a reader of `id` got `entries`: `[position, entry]` each, entries as in the stream |
 | `final` | the answer to a poll of `id`: `body` |
 | `text` | the answer to a waiting caller: `k`, `texts` (one a choice), `whole` |
 | `cancel` | a cancel of `id` is about to be sent (`accepted` null), or was answered: `accepted`, `status` |
+| `spied` | the key `by`, of another tenant, asked about `id`, and was answered `status` |
+| `listed` | the key `by` was given a list of tasks: `ids` |
 | `fault` | a fault began: `kind`, `target`, `process`, `role`; for a worker's kill also the next three |
 | | `stood`: when the worker was stopped; `lease_left` (s) at that time |
 | | `stopped`: the streams that stopped with it -> their lengths |
@@ -26,10 +29,18 @@ be torn. Each line has `t` (s, the machine's monotonic clock) and `e`, its kind:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """An API key of the run. `limits`: limit -> the most that it may have."""
+
+    tenant: str
+    limits: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -41,6 +52,8 @@ class Seen:
     via: str
     task: dict[str, Any]
     quiet: bool = False
+    key: str | None = None
+    """The id of the API key that submitted it."""
     id: str | None = None
     accepted: bool = False
     """Whether a caller was told that the task was accepted."""
@@ -67,6 +80,10 @@ class History:
     resumed: dict[tuple[str, int], float] = field(default_factory=dict)
     """(task id, length of the stopped stream) -> time at which it resumed."""
     phases: dict[str, float] = field(default_factory=dict)
+    keys: dict[str, Key] = field(default_factory=dict)
+    """The run's API keys, by their ids."""
+    spied: list[dict[str, Any]] = field(default_factory=list)
+    listed: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def read(cls, folder: Path) -> History:
@@ -86,7 +103,7 @@ class History:
         kind = line["e"]
         if kind == "ask":
             quiet = bool(line.get("quiet"))
-            seen = Seen(line["k"], line["v"], line["via"], line["task"], quiet)
+            seen = Seen(line["k"], line["v"], line["via"], line["task"], quiet, line.get("key"))
             self.tasks[quiet, line["k"]] = seen
         elif kind in ("accepted", "maybe"):
             seen = self.tasks[bool(line.get("quiet")), line["k"]]
@@ -110,6 +127,12 @@ class History:
             self.exits.append(line)
         elif kind == "serves":
             self.serves.append(line)
+        elif kind == "key":
+            self.keys[line["id"]] = Key(line["tenant"], line["limits"])
+        elif kind == "spied":
+            self.spied.append(line)
+        elif kind == "listed":
+            self.listed.append(line)
         elif kind == "phase":
             self.phases[line["name"]] = line["t"]
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from redis import Redis
 
@@ -14,6 +15,8 @@ STATUSES: Final = ("completed", "failed", "cancelled", "incomplete")
 #: What a sum counts, in its order.
 COUNTS: Final = (*STATUSES, "prompt", "cached", "output", "discarded", "again", "attempts", "deaths", "ms")
 Row = Mapping[str, str]
+#: (key, tenant, one of COUNTS) -> how many.
+Totals = Counter[tuple[str, str, str]]
 
 
 @dataclass(slots=True)
@@ -21,7 +24,7 @@ class Ledger:
     """`rows`: those that were seen, by entry id. `totals`: counts of all tasks, as rows and in sums."""
 
     rows: dict[str, Row] = field(default_factory=dict)
-    totals: Counter[str] = field(default_factory=Counter)
+    totals: Totals = field(default_factory=Counter)
 
     @classmethod
     def read(cls, store: Redis) -> Ledger:
@@ -32,20 +35,23 @@ class Ledger:
             pipe.xrange(LEDGER)
             pipe.zrange("penstock:usage", 0, -1)
             for bucket in buckets:
-                pipe.hvals(f"penstock:usage:{bucket}")
+                pipe.hgetall(f"penstock:usage:{bucket}")
             rows, now, *sums = pipe.execute()
             if sorted(now) == buckets:
                 break
         found = cls(dict(rows), total(row for _, row in rows))
-        for said in (said for bucket in sums for said in bucket):
-            found.totals.update(dict(zip(COUNTS, map(int, said.split()), strict=True)))
+        for group, said in (one for bucket in sums for one in bucket.items()):
+            key, tenant, *_ = json.loads(group)
+            counts = zip(COUNTS, map(int, said.split()), strict=True)
+            found.totals.update({(key, tenant, name): count for name, count in counts})
         return found
 
 
-def total(rows: Any) -> Counter[str]:
+def total(rows: Iterable[Row]) -> Totals:
     """The counts of these rows."""
-    found: Counter[str] = Counter()
+    found: Totals = Counter()
     for row in rows:
-        found[row["status"]] += 1
-        found.update({name: int(row[name]) for name in COUNTS if name not in STATUSES})
+        whose = row["key"], row["tenant"]
+        found[*whose, row["status"]] += 1
+        found.update({(*whose, name): int(row[name]) for name in COUNTS if name not in STATUSES})
     return found

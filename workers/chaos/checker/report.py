@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from workers.chaos.checker.case import Case, Violation
 from workers.chaos.checker.gaps import Gaps
-from workers.chaos.checker.rules import Case, Violation
 from workers.chaos.checker.streams import tokens_of
 
 #: Longest time (s) after the lease's end in which a killed worker's stream must resume.
@@ -34,6 +35,11 @@ class Report:
     gaps: Gaps = field(default_factory=Gaps)
     compared: int = 0
     """Choices that were compared with the run without faults."""
+    keys: int = 0
+    refusals: Counter[str] = field(default_factory=Counter)
+    """Refused requests, by the code of the answer."""
+    spied: int = 0
+    """Requests about another tenant's task."""
 
     @classmethod
     def of(cls, case: Case, violations: list[Violation], *, command: str, seed: int, lease: float) -> Report:
@@ -57,6 +63,9 @@ class Report:
                 if line["kind"] == "kill":
                     found.kills[line["role"]] += 1
         found.gaps = Gaps.of(case)
+        found.keys, found.spied = len(history.keys), len(history.spied)
+        for seen in history.tasks.values():
+            found.refusals.update(_code(line) for line in seen.refused)
         return found
 
     @property
@@ -92,8 +101,23 @@ class Report:
             "gaps_over_lease_and_margin": sum(gap > self.lease + MARGIN_S for gap in gaps.served),
             "without_any_worker": {"streams": len(gaps.unserved), **quantiles(gaps.unserved)},
             "gap_seen_s": quantiles(gaps.seen),
+            "keys": self.keys,
+            "refusals": dict(self.refusals),
+            "asked_by_strangers": self.spied,
             "violations": [str(violation) for violation in self.violations],
         }
+
+    def _about_keys(self) -> list[tuple[str, str]]:
+        refusals = ", ".join(f"{n} {code}" for code, n in self.refusals.most_common()) or "none"
+        return [
+            ("API keys; requests that they refused", f"{self.keys}; {refusals}"),
+            ("keys whose account differs from their streams", str(self.count("accounts_are_the_streams"))),
+            (
+                "keys that had more than a limit; refused tasks that were made",
+                f"{self.count('limits_hold')}; {self.count('refusals_make_nothing')}",
+            ),
+            ("tasks that another tenant saw", f"{self.count('tenants_are_apart')}, in {self.spied:,} requests"),
+        ]
 
     def markdown(self) -> str:
         """The report as a table, below its command."""
@@ -129,10 +153,17 @@ class Report:
                 "the same of all, as readers saw it, who and whose gateway were killed as well",
                 _told(said["gap_seen_s"]),
             ),
+            *(self._about_keys() if self.keys else ()),
             ("anything else wrong", str(len(self.violations))),
         ]
         table = "\n".join(f"| {name} | {value} |" for name, value in rows)
         return f"    {self.command}\n\n{table}\n"
+
+
+def _code(refused: dict[str, Any]) -> str:
+    """The code of a refusal, whose answer may have been cut."""
+    found = re.search(r'"code": ?"(\w+)"', str(refused["error"]))
+    return found[1] if found else str(refused["status"])
 
 
 def _told(gap: dict[str, Any]) -> str:

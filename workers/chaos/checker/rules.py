@@ -1,92 +1,26 @@
 """The invariants. Each is a function that yields the violations in a case.
 
 1 accepted tasks end, 2 streams are whole, 3 outputs are those of an uninterrupted run, 4 accepted cancels win, 5 the KV
-pool is whole; then usage, the ledger, links, leftovers and processes' ends.
+pool is whole; then links, leftovers and processes' ends. `billing` has those about usage, `keys` those about API keys.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from workers.chaos.checker.history import History, Seen
-from workers.chaos.checker.ledger import Ledger, Row, total
+from workers.chaos.checker.billing import accounts_are_the_streams, ledger_is_the_streams, usage_is_the_stream
+from workers.chaos.checker.case import DECLINES, Case, Rule, Violation
+from workers.chaos.checker.history import Seen
+from workers.chaos.checker.keys import limits_hold, refusals_make_nothing, tenants_are_apart
 from workers.chaos.checker.rest import held_by
-from workers.chaos.checker.store import FINAL, Stores, Stream
-from workers.chaos.checker.streams import NOTHING, Outputs, outputs_of, tokens_of
+from workers.chaos.checker.store import FINAL, Stream
+from workers.chaos.checker.streams import NOTHING, outputs_of
 
-#: HTTP statuses with which a gateway may refuse a task: it is full, or a server is away.
-DECLINES = frozenset({429, 503})
 EXPIRED = "expired"
 #: Time (s) after its end at which a reader lease counts as never removed.
 UNREAD_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Violation:
-    """A broken promise. `rule`: the name of a function here. `about`: a task's id, a process or a key."""
-
-    rule: str
-    about: str
-    what: str
-
-    def __str__(self) -> str:
-        return f"{self.rule}: {self.about}: {self.what}"
-
-
-@dataclass(slots=True)
-class Case:
-    """The evidence that the rules judge."""
-
-    history: History
-    stores: Stores
-    streams: Mapping[str, Stream]
-    """Each task's stream as it was when the task ended."""
-    outputs: Mapping[int, Outputs] = field(default_factory=dict)
-    """Variant -> choices of the run without faults, for tasks that completed there."""
-    shared: bool = False
-    """Whether others use the system: tasks that the journals do not know are then theirs."""
-    meant: frozenset[str] = frozenset()
-    """Tasks that may be given up and may have dead letters."""
-    ledger: Ledger = field(default_factory=Ledger)
-    """What the run added to the ledger."""
-
-    @classmethod
-    def of(
-        cls,
-        history: History,
-        stores: Stores,
-        ended: Mapping[str, Stream],
-        *,
-        shared: bool = False,
-        ledger: Ledger | None = None,
-    ) -> Case:
-        """The case of a run. `ended`: streams as they were when their tasks ended, as far as they were read then.
-        `ledger`: what the run added to it."""
-        streams = {**stores.streams, **ended}
-        outputs = {
-            seen.variant: dict.fromkeys(range(seen.task["n"]), NOTHING) | outputs_of([entry for _, entry in stream])
-            for seen in history.tasks.values()
-            if seen.quiet and _is_completed(stream := streams.get(str(seen.id), []))
-        }
-        return cls(history, stores, streams, outputs, shared, ledger=ledger or Ledger())
-
-    def ended(self) -> Iterator[tuple[str, Stream, dict[str, str]]]:
-        """Tasks with their streams and records, where both exist."""
-        for task_id, record in self.stores.records.items():
-            if stream := self.streams.get(task_id) or self.stores.streams.get(task_id):
-                yield task_id, stream, record
-
-
-def _is_completed(stream: Stream) -> bool:
-    last = stream[-1][1] if stream else None
-    return isinstance(last, dict) and last.get("end") == "completed"
-
-
-Rule = Callable[[Case], Iterator[Violation]]
 
 
 def accepted_tasks_end(case: Case) -> Iterator[Violation]:
@@ -266,60 +200,6 @@ def accepted_cancels_win(case: Case) -> Iterator[Violation]:
             yield Violation("accepted_cancels_win", task_id, f"a cancel was accepted, and it ended {status}")
 
 
-def usage_is_the_stream(case: Case) -> Iterator[Violation]:
-    """Usage counts the prompt once and each streamed token once, however often they were computed."""
-    for task_id, stream, record in case.ended():
-        entry = stream[-1][1]
-        if not isinstance(entry, dict) or "usage" not in entry:
-            continue
-        tokens = sum(tokens_of([e for _, e in stream]).values()) + int(record.get("discarded", 0))
-        usage = entry["usage"]
-        if usage["output_tokens"] != tokens:
-            yield Violation("usage_is_the_stream", task_id, f"is billed {usage} for {tokens} tokens")
-        prompt = int(record.get("prompt_tokens", usage["prompt_tokens"]))
-        if usage["prompt_tokens"] not in ((prompt,) if "started" in record else (0, prompt)):
-            yield Violation("usage_is_the_stream", task_id, f"is billed {usage} for a prompt of {prompt}")
-
-
-def ledger_is_the_streams(case: Case) -> Iterator[Violation]:
-    """Each task that ended has one row, which counts what its stream holds; rows and sums together count all of it.
-
-    Records may be past their time to live in a long run, and rows of clocks that were set ahead unseen: then the ledger
-    counts at least what is known.
-    """
-    rows: dict[str, Row] = {}
-    for entry, row in case.ledger.rows.items():
-        if row["id"] in rows:
-            yield Violation("ledger_is_the_streams", row["id"], f"has a second row, {entry}: {row}")
-        rows[row["id"]] = row
-    ended = {task_id: record for task_id, record in case.stores.records.items() if record.get("status") in FINAL}
-    for task_id, record in ended.items():
-        wanted = _billed(case.streams.get(task_id) or case.stores.streams.get(task_id), record)
-        row = rows.setdefault(task_id, wanted) if not case.shared else rows.get(task_id, wanted)
-        if wrong := {name: row[name] for name in wanted.keys() - {"deaths"} if row[name] != wanted[name]}:
-            yield Violation("ledger_is_the_streams", task_id, f"is in the ledger with {wrong}, not {wanted}")
-    sums, counted = total(rows.values()), case.ledger.totals.copy()
-    del sums["deaths"], counted["deaths"]  # of a worker that turns out to live, a record's is taken back after the end
-    same = sums <= counted if rows.keys() - ended.keys() else sums == counted
-    if not case.shared and not same:
-        yield Violation("ledger_is_the_streams", "penstock:ledger", f"counts {counted}, and the tasks {sums}")
-
-
-def _billed(stream: Stream | None, record: Mapping[str, str]) -> dict[str, str]:
-    """What the row of this task must count. `stream`: None where it is only known from the record."""
-    end = stream[-1][1] if stream else None
-    usage = end.get("usage", {}) if isinstance(end, dict) else json.loads(record.get("usage", "{}"))
-    discarded, output = int(record.get("discarded", 0)), usage.get("output_tokens", 0)
-    if stream:
-        output = sum(tokens_of([entry for _, entry in stream]).values()) + discarded
-    counts = {"output": output, "discarded": discarded, "again": record.get("again", 0)}
-    counts |= {"prompt": usage.get("prompt_tokens", 0), "cached": usage.get("cached_tokens", 0)}
-    counts |= {"attempts": record.get("claims", 0), "deaths": record.get("deaths", 0)}
-    ran = int(record.get("finished", 0)) - int(record["started"]) if "started" in record else 0
-    counts["ms"] = max(0, ran)
-    return {"status": record.get("status", ""), **{name: str(count) for name, count in counts.items()}}
-
-
 def links_ran(case: Case) -> Iterator[Violation]:
     """Each completed plain Celery task sent its link at least once, and its result is the stream's text."""
     sent = Counter(case.stores.links)
@@ -388,6 +268,10 @@ RULES: tuple[Rule, ...] = (
     accepted_cancels_win,
     usage_is_the_stream,
     ledger_is_the_streams,
+    accounts_are_the_streams,
+    limits_hold,
+    refusals_make_nothing,
+    tenants_are_apart,
     links_ran,
     nothing_is_left,
     memory_is_whole,

@@ -46,6 +46,8 @@ class Stores:
     readers: dict[str, float] = field(default_factory=dict)
     """Task id -> seconds since its reader lease ended, by the store's clock."""
     ledger: Ledger = field(default_factory=Ledger)
+    accounts: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Whose account it is -> its fields."""
 
     @classmethod
     def read(cls, broker: Redis, store: Redis, *, links: str, only: Iterable[str] | None = None) -> Stores:
@@ -74,6 +76,8 @@ class Stores:
         found.left = _left(broker, store, None if only is None else set(ids))
         found.readers = _readers(store, None if only is None else set(ids))
         found.ledger = Ledger.read(store)
+        names = sorted(map(str, store.scan_iter("penstock:limits:*", count=1000)))
+        found.accounts = {name.removeprefix("penstock:limits:"): store.hgetall(name) for name in names}  # type: ignore[misc]
         return found
 
 

@@ -202,7 +202,7 @@ for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
 @pytest.fixture
 def system(tmp_path: Path) -> Iterator[Stage]:
     """Whoever runs it starts a worker anew under another name."""
-    stage = Stage(Shape(engine="bundled", servers=1, hasty=True), 1, tmp_path / "system")
+    stage = Stage(Shape(engine="bundled", servers=1, hasty=True, keys=True), 1, tmp_path / "system")
     try:
         stage.up()
         yield stage
@@ -212,7 +212,10 @@ def system(tmp_path: Path) -> Iterator[Stage]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_system_that_keeps_its_promises_is_told_so(run: Run, system: Stage, tmp_path: Path) -> None:
+def test_a_system_that_keeps_its_promises_is_told_so(
+    run: Run, system: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_API_KEY", system.holders[-1].token)
     (tmp_path / "kill.py").write_text(KILL)
     folder = tmp_path / "trial"
     # Of what was before, nothing is its fault.

@@ -1,0 +1,40 @@
+"""The API keys of a run: several tenants, several keys, each limit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Final
+
+from producers.admin.keys import create
+from producers.connection.connect import connect_async
+from producers.store.access.audit import Actor
+from workers.chaos.journal import Journal
+from workers.chaos.senders import Holder
+
+#: (tenant, limits), where limits of tokens are in longest outputs. The last key is for the run in quiet.
+HOLDERS: Final[tuple[tuple[str, Mapping[str, int]], ...]] = (
+    ("acme", {"max_in_flight": 3}),
+    ("acme", {"tpm": 15, "max_in_flight": 8}),
+    ("globex", {"budget_tokens": 20}),
+    ("globex", {"rpm": 40, "budget_tokens": 500}),
+    ("initech", {}),
+    ("quiet", {}),
+)
+TOKENS: Final = ("tpm", "budget_tokens")
+
+
+def make_holders(store: str, journal: Journal, longest: int) -> tuple[Holder, ...]:
+    """Make the keys, and journal them. `store`: its URL. `longest`: longest output in tokens."""
+    return asyncio.run(_made(store, journal, longest))
+
+
+async def _made(store: str, journal: Journal, longest: int) -> tuple[Holder, ...]:
+    found = []
+    async with connect_async(store) as server:
+        for tenant, limits in HOLDERS:
+            most = {name: value * longest if name in TOKENS else value for name, value in limits.items()}
+            key, token = await create(server, {"tenant": tenant, **most}, Actor("chaos"))
+            journal.write("key", id=key.id, tenant=tenant, limits=most)
+            found.append(Holder(tenant, token))
+    return tuple(found)
