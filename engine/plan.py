@@ -87,6 +87,10 @@ class StepWork:
     """See StepPlan."""
     generated: int
     """Tokens that were sampled and kept."""
+    tokens: int = 0
+    """Tokens that were computed, draft tokens included."""
+    context: int = 0
+    """KV tokens of all sequences together, with those that the step computed."""
 
 
 @dataclass(slots=True)

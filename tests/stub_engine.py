@@ -229,7 +229,13 @@ class StubEngine:
                 self.on_lost("a fault of the stub's device", set(self._running))
                 return
             self.last_work = StepWork(
-                time.monotonic(), time.monotonic() - self._since, len(self._running), 0, self._generated - made
+                time.monotonic(),
+                time.monotonic() - self._since,
+                len(self._running),
+                0,
+                self._generated - made,
+                self._generated - made,
+                sum(sum(running.done) for running in self._running.values()),
             )
             self._since = None
             if self.on_step:

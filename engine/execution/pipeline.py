@@ -231,7 +231,9 @@ class Pipeline:
     def _note_work(self, flight: _Flight, now: float, generated: int) -> None:
         plan, since = flight.plan, self._at_work_since
         seconds = now - (flight.began if since is None else since)
-        self.last_work = StepWork(now, seconds, len(plan.rows) - plan.prompts, plan.prompt_tokens, generated)
+        context = sum(row.start + row.count for row in plan.rows)
+        decodes = len(plan.rows) - plan.prompts
+        self.last_work = StepWork(now, seconds, decodes, plan.prompt_tokens, generated, plan.num_tokens, context)
 
     def _take_back(self, plans: list[StepPlan]) -> None:
         logger.error("the sequences of %d steps compute again what was lost", len(plans))

@@ -358,6 +358,9 @@ def test_each_step_tells_what_it_has_computed(load: Load, overlap: int) -> None:
     assert sum(work.decodes for work in works) >= 22
     assert max(work.decodes for work in works) == 2
     assert all(work.seconds > 0 for work in works)
+    assert sum(work.tokens for work in works) == 43 + sum(work.decodes for work in works)
+    assert works[0].context == works[0].tokens
+    assert all(work.context > work.tokens for work in works if not work.prompt_tokens)
     time.sleep(0.05)  # nobody's step
     engine.generate([[1, 2, 3]], GREEDY)
     assert sum(work.seconds for work in works) <= time.monotonic() - began - 0.05

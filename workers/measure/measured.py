@@ -14,11 +14,18 @@ from workers.measure.tasks import FirstTokens, TaskSizes
 
 
 class Measured:
-    """`first_token` is called with the time of each task's claim (monotonic) when its first token is published."""
+    """`first_token` is called with the time of each task's claim (monotonic) when its first token is published, `work`
+    with each step's work on the engine's thread."""
 
-    def __init__(self, engine: Any, first_token: Callable[[float], None] = lambda claimed_at: None) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        first_token: Callable[[float], None] = lambda claimed_at: None,
+        work: Callable[[StepWork], None] = lambda work: None,
+    ) -> None:
         self._engine = engine
         self._first_token = first_token
+        self._work = work
         self._steps = StepTimes()
         self._tasks = TaskSizes()
         self._ttft = FirstTokens()
@@ -37,6 +44,7 @@ class Measured:
             self._last = work
             self._steps.take(work)
             self._duty.take(work.ended, work.seconds)
+            self._work(work)
 
     def on_first_token(self, claimed_at: float) -> None:
         """A task's first token was published, which was claimed then (monotonic). One thread."""

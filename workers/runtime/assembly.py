@@ -20,6 +20,8 @@ from celery.worker import state
 from redis import Redis
 
 from producers.contract.profile import Profile
+from workers.breaker.figures import Window
+from workers.breaker.machine import kind_of
 from workers.flow.acker import Acker
 from workers.flow.celery_side import CelerySide
 from workers.flow.claimer import Claimer
@@ -54,7 +56,9 @@ class Runtime:
         self.acker = Acker(served.connect_broker(), settings.store)
         self.deliveries = Deliveries(served, self.acker)
         self.finisher = Finisher(served, app, self.deliveries, clock)
-        self.measured = Measured(engine, COLD_START.first_token)
+        device = engine.stats().device
+        self.window = Window(kind_of(device))
+        self.measured = Measured(engine, COLD_START.first_token, self.window.on_step)
         self.keeper = Keeper(served, self.measured, self.profile)
         self.publisher = Publisher(
             served, self.deliveries, self.finisher, lambda why: self.give_up(why, frozenset()), self.measured
@@ -66,7 +70,7 @@ class Runtime:
             served, self.deliveries, clock, self.publisher, self.finisher, self.about, announce, self.keeper
         )
         self.housekeeper.control.on_drain = lambda why: self.stop(settings.drain, why)
-        self.gpu = GpuFacts(engine.stats().device)
+        self.gpu = GpuFacts(device)
         self.watchdog = Watchdog(
             served, self.gpu, self.publisher, self.intake, self.give_up, self.housekeeper.renew_soon
         )
@@ -180,6 +184,7 @@ class Runtime:
                 "recomputed_tokens": self.housekeeper.lease.recomputed_tokens,
                 "waits": self.deliveries.waits(),
                 "profile": self.profile().to_dict(),
+                "figures": self.window.figures().to_dict(),
                 **({} if gpu is None else {"gpu": gpu}),
             }
         )
