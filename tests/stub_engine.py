@@ -9,7 +9,8 @@ compute a prompt with this token), STUB_LOST_AFTER (so many steps, then the devi
 gets past so many tokens until the file STUB_GO is there; unset: never). A prompt that contains DEADLY kills the process
 in its first step, one that contains STALLED makes no token, one that contains SPOILED has NaN; the text PANIC cannot be
 tokenised. STUB_NAN_AFTER: after so many steps everything has NaN, the worker's own probe too, which is no step.
-STUB_VERSION, STUB_FINGERPRINT: of the model, and of how this engine computes.
+STUB_SICK: a file; while it says `fail`, each request fails in its next step, also a canary; `slow S`: each step takes
+so many seconds longer. STUB_VERSION, STUB_FINGERPRINT: of the model, and of how this engine computes.
 """
 
 from __future__ import annotations
@@ -139,6 +140,7 @@ class StubEngine:
         self.hung_by = int(os.environ.get("STUB_HUNG_BY", "0"))
         self.hold_at = int(os.environ.get("STUB_HOLD_AT", "0"))
         self.go = os.environ.get("STUB_GO", "")
+        self.sick = os.environ.get("STUB_SICK", "")
         self._failed: dict[str, int] = {}
         self._inbox: deque[tuple[Request, Any]] = deque()
         self._aborts: deque[str] = deque()
@@ -243,6 +245,15 @@ class StubEngine:
             if self.step_s or made == self._generated:  # what only waits is not to take a processor
                 time.sleep(self.step_s or 0.002)
 
+    def _sick(self) -> str:
+        if not self.sick:
+            return ""
+        try:
+            with open(self.sick, encoding="ascii") as file:
+                return file.read()
+        except OSError:
+            return ""
+
     def _answer(self, request: Request) -> Event:
         """The worker's probe: one token, or NaN."""
         spoiled = self._steps >= self.nan_after
@@ -269,6 +280,8 @@ class StubEngine:
         if self.hung_by and any(self.hung_by in r.request.prompt_ids for r in self._running.values()):
             threading.Event().wait(self.hang_s)
         self._steps += 1
+        sick, _, slow = self._sick().partition(" ")
+        time.sleep(float(slow or 0))
         holds = self.hold_at and not os.path.exists(self.go)
         for key, running in list(self._running.items()):
             request = running.request
@@ -282,6 +295,7 @@ class StubEngine:
                 continue
             seed = request.params.seed or 0
             faulty = self.fault_seeds is None or str(seed) in self.fault_seeds.split(",")
+            faulty = faulty and key != probe.CANARY
             spoiled = self._steps > self.nan_after or SPOILED in request.prompt_ids
             fault = faulty and self._failed.get(str(seed), 0) < self.faults
             targets = [running.target] * len(running.done)
@@ -302,7 +316,7 @@ class StubEngine:
                 last = running.done[choice] >= target
                 half = fault and self.fault_choice in (None, str(choice)) and running.done[choice] > running.target // 2
                 self._not_finite += spoiled
-                half = half or spoiled
+                half = half or spoiled or sick == "fail"
                 if half:
                     alone = self.fault_choice or spoiled
                     running.failed |= {choice} if alone else set(range(len(running.done)))

@@ -204,6 +204,11 @@ def workers(queue: str) -> str:
     return f"penstock:workers:{queue}"
 
 
+def ejected(queue: str) -> str:
+    """Set with a TTL: incarnations of a pool that breakers hold back; whose lease is over does not count."""
+    return f"penstock:ejected:{queue}"
+
+
 def pool_queue(model: str, version: str, fingerprint: str) -> str:
     """The queue of one pool (a model version served by one kind of engine), for what was begun there."""
     return f"{version_queue(model, version)}.{fingerprint}"

@@ -262,6 +262,12 @@ def lease(incarnation: str, pool: str, about: str, ttl_ms: int, *, take: bool, s
     return Call(script(PACKAGE, "lease"), names, (incarnation, about, ttl_ms, int(take), int(serves)))
 
 
+def eject(incarnation: str, pool: str, living: int, *, alone: bool) -> Call:
+    """EJECT: ask whether a worker may be held back. `pool`: its pool's queue; `living`: workers of the pool with a
+    lease, this one included; `alone`: it fails by itself, whatever others do. Answers 1, or 0 if it has to serve."""
+    return Call(script(PACKAGE, "eject"), (keys.ejected(pool),), (incarnation, living, int(alone)))
+
+
 def swap(name: str, field: str, old: str, new: str, *, most: int = 0, audit: Change | None = None) -> Call:
     """SWAP: change a hash's field from `old` to `new` (empty: no field), and append the change to the audit log.
 

@@ -120,6 +120,8 @@ def test_the_pool_s_size_cannot_be_changed_and_a_countdown_is_shown(rig: Rig, ap
     assert (shown["request"]["id"], shown["request"]["name"]) == (waiting.id, keys.TASK_NAME)
     assert shown["eta"] > "2020"
     assert "max_tokens" in shown["request"]["kwargs"]
+    (said,) = control(app, "breaker")
+    assert (said["state"], said["openings"], said["figures"]["ended"]) == ("closed", 0, 0)
 
 
 def test_a_rate_limit_holds_up_celery_s_senders_alone(rig: Rig, app: Celery) -> None:

@@ -2,11 +2,12 @@
 
 Two reasons, as in Envoy's outlier detection and gRPC's (gRFC A50), each with a least number of peers and of cases:
 
-failures   The share of tasks that its engine failed is larger than all peers' together, by FAILURES at least and by more
-           than chance gives (DEVIATIONS standard deviations). Bad requests reach all workers of a pool alike.
-slowness   Its decode steps take FACTOR times as long as the middle peer's steps of the same key, and EXCESS_S longer.
-           Steps of one key differ by less than 2 on equal machines, so that no load makes a slow worker. Peers
-           on other kinds of machines, and keys that fewer than PEERS peers have, are not compared.
+Failures: the share of tasks that its engine failed is larger than all peers' together, by FAILURES at least and by more
+than chance gives (DEVIATIONS standard deviations). Bad requests reach all workers of a pool alike.
+
+Slowness: its decode steps take FACTOR times as long as the middle peer's steps of the same key, and EXCESS_S longer.
+Steps of one key differ by less than 2 on equal machines, so that no load makes a slow worker. Peers on other kinds of
+machines, and keys that fewer than PEERS peers have, are not compared.
 
 A pool that is slow or fails as a whole has no outlier.
 """

@@ -26,12 +26,14 @@ DEADLINE = "deadline"
 
 @dataclass(slots=True)
 class Conclusion:
-    """The end that a running task is to have. `retry`: by Celery's retry, where it has tries left."""
+    """The end that a running task is to have. `retry`: by Celery's retry, where it has tries left. `fault`: the engine
+    is to blame, as far as anyone can tell."""
 
     delivery: Delivery
     status: str
     error: str = "null"
     retry: bool = False
+    fault: bool = False
 
 
 @dataclass(slots=True)
@@ -87,7 +89,8 @@ class Batch:
         if event.error is not None:
             code = "invalid_value" if event.refused else "engine_error"
             error = error_json(code, event.error)
-            failed = Conclusion(delivery, "failed", error, retry=not event.refused)
+            fault = not event.refused and event.error != NOT_FINITE
+            failed = Conclusion(delivery, "failed", error, retry=not event.refused, fault=fault)
             (self.doubted if event.error == NOT_FINITE else self.ends)[delivery.uuid] = failed
         elif event.done and "error" not in delivery.reasons:
             end = self.ends.get(delivery.uuid)

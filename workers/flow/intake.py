@@ -31,7 +31,7 @@ from workers.flow.celery_side import CelerySide
 from workers.flow.deliveries import Deliveries
 from workers.state.delivery import Delivery
 from workers.state.incarnation import Incarnation
-from workers.state.ledger import Size
+from workers.state.ledger import NO_CREDIT, Size
 from workers.state.served import Served
 
 logger = logging.getLogger(__name__)
@@ -82,6 +82,9 @@ class Intake(threading.Thread):
         self._arrivals: deque[Arrival] = deque()
         self._attached = False
         self._paused = False
+        self._unanswered = False
+        self.most: int | None = None
+        """Deliveries that the worker may hold at a time; None: as many as fit."""
         self.loop_asked: float | None = None
         """Since when the event loop is asked for a sign of life (monotonic); None once it gave one."""
         self._pipe = os.pipe()
@@ -129,6 +132,11 @@ class Intake(threading.Thread):
             self._give_back()
         self.poke()
 
+    def limit(self, most: int | None) -> None:
+        """Hold at most so many deliveries; None: as many as fit. What is held stays."""
+        self.most = most
+        self.poke()
+
     def detach(self) -> None:
         """The consumer is gone (reconnecting, or shutting down)."""
         self._attached = False
@@ -169,11 +177,12 @@ class Intake(threading.Thread):
             self._broker.passed = frozenset() if self._served.takes_plain else self._plain
             if life is not books.life:
                 life, books.asked = books.life, _fresh(BATCH)
-            if self._paused or not self._attached or not life.begun:
+            room = BATCH if self.most is None else max(0, self.most - len(books))
+            if self._paused or not self._attached or not life.begun or not (room or self._unanswered):
                 self._wake.wait(IDLE_S)
                 continue
             try:
-                fetched = self._broker.fetch(life.id, books.asked, books.ledger.credit(), self._rules)
+                fetched = self._fetch(life, room)
             except LOST as exc:
                 warn_throttled(logger, "Cannot fetch from the broker, trying again: %s", exc)
                 self._wake.wait(RECONNECT_S)
@@ -187,6 +196,17 @@ class Intake(threading.Thread):
                     self._take(life, one)
             else:
                 self._wake.wait(IDLE_S)
+
+    def _fetch(self, life: Incarnation, room: int) -> list[Fetched] | None:
+        """Ask for at most `room` messages. Where an answer was lost, a worker of little room first hears what came."""
+        books = self._deliveries
+        asked, credit = books.asked[:room], books.ledger.credit()
+        if self._unanswered and room < BATCH:
+            asked, credit = books.asked, NO_CREDIT
+        self._unanswered = True
+        fetched = self._broker.fetch(life.id, asked, credit, self._rules)
+        self._unanswered = False
+        return fetched
 
     def _take(self, life: Incarnation, one: Fetched) -> None:
         if one.buried:

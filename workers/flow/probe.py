@@ -6,6 +6,8 @@
                    NaN       -> the model is broken: the worker hands all back and ends
 
 No number of bad requests can make the answer NaN, as rows of a batch share no numbers; one is enough to ask.
+
+A canary is the same question with more tokens, for a breaker: does the engine work, and how fast (docs/breaker.md)?
 """
 
 from __future__ import annotations
@@ -22,20 +24,28 @@ from workers.errors import Refused
 #: The request's id; those of deliveries are UUIDs.
 ID: Final = "probe"
 PROMPT: Final = "1 + 1 ="
-_ONE_TOKEN: Final = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+#: The canary's id, and its tokens.
+CANARY: Final = "canary"
+CANARY_TOKENS: Final = 16
 
 
-def ask(engine: Any, then: Callable[[str | None], None]) -> None:
+def canary(engine: Any, then: Callable[[str | None], None]) -> None:
+    """`ask` for so many tokens that their speed can be told. One at a time."""
+    ask(engine, then, CANARY, CANARY_TOKENS)
+
+
+def ask(engine: Any, then: Callable[[str | None], None], name: str = ID, tokens: int = 1) -> None:
     """Ask for one token. `then` gets the error, None where there is none, on the engine's thread. One at a time.
 
     Raises EngineError where the engine is closed."""
-    ids = engine.tokenizer.encode(PROMPT)[: engine.max_model_len - 1]
+    ids = engine.tokenizer.encode(PROMPT)[: max(1, engine.max_model_len - tokens)]
+    params = SamplingParams(max_tokens=min(tokens, engine.max_model_len - 1), temperature=0.0, ignore_eos=True)
 
     def hear(event: Event) -> None:
         if event.done:
             then(event.error)
 
-    engine.submit(Request(ID, ids, _ONE_TOKEN, tier=Tier.PRIORITY), hear)
+    engine.submit(Request(name, ids, params, tier=Tier.PRIORITY), hear)
 
 
 def check_model(engine: Any, model: str, seconds: float) -> None:

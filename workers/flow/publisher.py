@@ -21,6 +21,7 @@ from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import run, run_many, text
 from producers.contract.record import error_json
 from producers.store.protocol import Append, append, prompt, read_append
+from workers.breaker.breaker import Breaker
 from workers.connect import LOST, connect
 from workers.flow import probe
 from workers.flow.batch import Batch, Conclusion, finish_call, part
@@ -51,6 +52,7 @@ class Publisher(threading.Thread):
         finisher: Finisher,
         give_up: Callable[[str], None],
         measured: Measured,
+        breaker: Breaker,
     ) -> None:
         super().__init__(name="penstock-publisher", daemon=True)
         self._engine = served.engine
@@ -58,6 +60,7 @@ class Publisher(threading.Thread):
         self._finisher = finisher
         self._give_up = give_up
         self._measured = measured
+        self._breaker = breaker
         self._retry_after = served.settings.retry_after
         self._redis = connect(served.settings.store)
         self._news: deque[Event | Conclusion | Delivery] = deque()
@@ -243,6 +246,7 @@ class Publisher(threading.Thread):
 
     def _finish(self, ends: dict[str, Conclusion]) -> None:
         """FINISH what ended here; what is to be retried goes to the finisher as it is."""
+        self._blame(ends)
         while ends:
             for end in [e for e in ends.values() if e.retry and self._finisher.may_retry(e.delivery)]:
                 del ends[end.delivery.uuid]
@@ -265,6 +269,8 @@ class Publisher(threading.Thread):
                 elif text(answer[0]) == "won":
                     delivery.ended = True
                     self._measured.on_end(delivery.prompt_tokens, delivery.cached_tokens, delivery.generated)
+                    if text(answer[1]) == "completed":
+                        self._breaker.completed()
                     if delivery.trace:
                         logger.info("Task %s has ended: %s%s", delivery.task_id, text(answer[1]), delivery.trace)
                     if end.status == "completed":  # the engine has ended it by itself
@@ -279,6 +285,13 @@ class Publisher(threading.Thread):
                 else:
                     self._lost(delivery, text(answer[0]))
             self._append(again, ends)
+
+    def _blame(self, ends: dict[str, Conclusion]) -> None:
+        """Tell the breaker what the engine failed. What a sick one failed goes to another worker, with no try spent."""
+        for end in [end for end in ends.values() if end.fault and not end.delivery.put_down]:
+            if self._breaker.failed():
+                del ends[end.delivery.uuid]
+                self._finisher.let_go(end.delivery, why="breaker")
 
     def _bury(self, delivery: Delivery, why: Exception) -> None:
         """Its record is none, whoever takes it up: its message is kept, and no worker tries for ever."""

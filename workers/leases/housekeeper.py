@@ -3,8 +3,8 @@
 A thread with connections of its own: neither a busy event loop nor a consumer in reconnect back-off may let the lease
 lapse. On each round it lets go of what its lapsed lives held, renews the lease on store and broker, reaps incarnations
 whose lease is gone, ends tasks whose readers are gone and those that waited too long, gives back tasks that have been
-preempted for long, keeps what this worker measured, and runs what the clock was asked to do later. Between rounds it
-looks whether its neighbours live.
+preempted for long, compares this worker with its peers, keeps what it measured, and runs what the clock was asked to do
+later. Between rounds it looks whether its neighbours live.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from redis import Redis
 from producers.connection.log_throttle import warn_throttled
 from producers.contract import keys
 from producers.store.fleet import cards
+from workers.breaker.breaker import Breaker
 from workers.connect import LOST, connect
 from workers.flow.deliveries import Deliveries
 from workers.flow.finisher import Finisher
@@ -27,6 +28,7 @@ from workers.leases.control import Control
 from workers.leases.lease import Lease
 from workers.leases.neighbours import Neighbours
 from workers.leases.others import Others
+from workers.leases.peers import Peers
 from workers.leases.reconcile import Reconciler
 from workers.measure.keeper import Keeper
 from workers.state.clock import Clock
@@ -55,6 +57,7 @@ class Housekeeper(threading.Thread):
         about: Callable[[], str],
         announce: Callable[[Redis], object],
         keeper: Keeper,
+        breaker: Breaker,
     ) -> None:
         super().__init__(name="penstock-housekeeper", daemon=True)
         self._served = served
@@ -77,6 +80,7 @@ class Housekeeper(threading.Thread):
         self._neighbours = Neighbours(apart, self._broker, self.control, settings.lease)
         self._reconciler = Reconciler(self._store, self._broker, deliveries)
         self._others = Others(served, self._store, self._broker)
+        self._peers = Peers(self._store, served.pool.queue, breaker, deliveries, finisher)
         self._pause = min(ROUND_S, self._quarter)
         self._heard_at = time.monotonic()
         self._renew_at = 0.0
@@ -89,6 +93,11 @@ class Housekeeper(threading.Thread):
         self._renew_at = time.monotonic() + self._pause
         self.control.listen(life)
         self.lease.take(life)
+
+    def breaker_changed(self) -> None:
+        """Renew at once, and give back what others are to go on with. Any thread."""
+        self._clock.later(0.0, self._peers.give_back)
+        self.renew_soon()
 
     def renew_soon(self) -> None:
         """Renew at once: what the lease says has changed."""
@@ -137,6 +146,7 @@ class Housekeeper(threading.Thread):
             soonest = min((one.left for one in alive if one.left is not None), default=float("inf"))
             self._look_at = min(self._look_at, now + soonest + REAP_AFTER_S)
             self._neighbours.learn(life, alive)
+            self._peers.look(life, alive)
             self._others.adopt(alive)
             self._others.end_unwanted()
             self._served.weights = self._broker.weights()

@@ -18,6 +18,21 @@ def scheduled(state: Any, **_: Any) -> list[dict[str, Any]]:
     return [_shown(payload, state.hostname) for payload in payloads if payload["headers"].get("eta")]
 
 
+def breaker(state: Any, **_: Any) -> dict[str, Any]:
+    """State and reason of the worker's breaker, the figures that it goes by, and how it stands among its peers."""
+    runtime = state.app.penstock
+    mine, slow = runtime.breaker, runtime.breaker.slowness()
+    return {
+        "state": mine.state,
+        "why": mine.why,
+        "openings": mine.openings,
+        "engine_failures": mine.failures,
+        "slowness": slow and round(slow.ratio, 2),
+        "peers": len(mine.peers),
+        "figures": runtime.window.figures().to_dict(),
+    }
+
+
 def fixed(state: Any, n: int = 1, **_: Any) -> dict[str, str]:
     """Refused: the pool is as large as the engine's batch."""
     capacity = state.app.penstock.served.engine.max_num_seqs
@@ -50,5 +65,6 @@ def _shown(payload: dict[str, Any], hostname: str) -> dict[str, Any]:
 
 
 inspect_command(alias="dump_schedule")(scheduled)
+inspect_command()(breaker)
 for name in ("pool_grow", "pool_shrink"):
     control_command(name=name, args=[("n", int)], signature="[N=1]")(fixed)

@@ -14,14 +14,17 @@ import json
 import logging
 import os
 from collections.abc import Callable, Collection
+from functools import partial
 
 from celery import Celery
 from celery.worker import state
 from redis import Redis
 
 from producers.contract.profile import Profile
+from workers.breaker.breaker import Breaker
 from workers.breaker.figures import Window
 from workers.breaker.machine import kind_of
+from workers.flow import probe
 from workers.flow.acker import Acker
 from workers.flow.celery_side import CelerySide
 from workers.flow.claimer import Claimer
@@ -58,17 +61,34 @@ class Runtime:
         self.finisher = Finisher(served, app, self.deliveries, clock)
         device = engine.stats().device
         self.window = Window(kind_of(device))
+        self.breaker = Breaker(
+            self.window, clock, partial(probe.canary, engine), lambda why: self.give_up(why, frozenset())
+        )
         self.measured = Measured(engine, COLD_START.first_token, self.window.on_step)
         self.keeper = Keeper(served, self.measured, self.profile)
         self.publisher = Publisher(
-            served, self.deliveries, self.finisher, lambda why: self.give_up(why, frozenset()), self.measured
+            served,
+            self.deliveries,
+            self.finisher,
+            lambda why: self.give_up(why, frozenset()),
+            self.measured,
+            self.breaker,
         )
         self.claimer = Claimer(served, self.deliveries, clock, self.publisher, self.finisher)
         self.celery = CelerySide(served, self.deliveries, clock, self.claimer, self.publisher, self.finisher)
         self.intake = Intake(served, self.deliveries, self.acker, self.celery)
         self.housekeeper = Housekeeper(
-            served, self.deliveries, clock, self.publisher, self.finisher, self.about, announce, self.keeper
+            served,
+            self.deliveries,
+            clock,
+            self.publisher,
+            self.finisher,
+            self.about,
+            announce,
+            self.keeper,
+            self.breaker,
         )
+        self.breaker.on_change = self._breaker_changed
         self.housekeeper.control.on_drain = lambda why: self.stop(settings.drain, why)
         self.gpu = GpuFacts(device)
         self.watchdog = Watchdog(
@@ -100,6 +120,11 @@ class Runtime:
         """The engine's thread, after each step."""
         self.publisher.on_step()
         self.measured.on_step()
+
+    def _breaker_changed(self) -> None:
+        """Any thread."""
+        self.intake.limit(self.breaker.room)
+        self.housekeeper.breaker_changed()
 
     # ---- its end --------------------------------------------------------------------------------------------------
 
@@ -142,7 +167,8 @@ class Runtime:
 
     def faults(self) -> list[str]:
         """Reasons why it is broken or stuck; empty where it is well."""
-        return [*([self.given_up] if self.given_up else []), *self.watchdog.reasons, *self.acker.broker.faults()]
+        own = (self.given_up, self.breaker.reason)
+        return [*filter(None, own), *self.watchdog.reasons, *self.acker.broker.faults()]
 
     def __json__(self) -> str:
         """The form in which `inspect stats` shows the transport's options, of which this is one."""
@@ -155,6 +181,7 @@ class Runtime:
     def about(self) -> str:
         """The lease's text about this worker (JSON)."""
         served, stats, gpu = self.served, self.served.engine.stats(), self.gpu.latest
+        breaker, slow = self.breaker, self.breaker.slowness()
         return json.dumps(
             {
                 "worker": served.settings.name,
@@ -184,6 +211,11 @@ class Runtime:
                 "recomputed_tokens": self.housekeeper.lease.recomputed_tokens,
                 "waits": self.deliveries.waits(),
                 "profile": self.profile().to_dict(),
+                "breaker": breaker.state,
+                "breaker_open": int(not breaker.closed),
+                "breaker_openings": breaker.openings,
+                "engine_failures": breaker.failures,
+                "slowness": None if slow is None else round(slow.ratio, 2),
                 "figures": self.window.figures().to_dict(),
                 **({} if gpu is None else {"gpu": gpu}),
             }

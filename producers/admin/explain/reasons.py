@@ -31,7 +31,7 @@ def reasons(seen: Seen) -> list[Reason]:
     if seen.fetched:
         said = "its message is in no queue: a worker has fetched it and not begun, or is giving it back"
         return [Reason("fetched", said), *_workers(seen)]
-    return [*_workers(seen), *_others(seen), *_room(seen)]
+    return [*_workers(seen), *_others(seen), *_room(seen), *_held_back(seen)]
 
 
 def _inside(seen: Seen) -> Iterator[Reason]:
@@ -68,6 +68,15 @@ def _workers(seen: Seen) -> Iterator[Reason]:
         why = ", ".join(map(str, worker.get("unready") or ())) or "it drains"
         yield Reason("worker_not_ready", f"worker {worker.get('worker')} takes no tasks: {why}")
     yield from _scaling(seen)
+
+
+def _held_back(seen: Seen) -> Iterator[Reason]:
+    """Workers that take no tasks where others do."""
+    held = [worker for worker in seen.workers if worker.get("unready")]
+    if held and seen.ready:
+        why = "; ".join(f"{worker.get('worker')}: {', '.join(map(str, worker['unready']))}" for worker in held)
+        verb = "takes" if len(held) == 1 else "take"
+        yield Reason("workers_held_back", f"{len(held)} of {len(seen.workers)} workers {verb} no tasks: {why}")
 
 
 def _scaling(seen: Seen) -> Iterator[Reason]:

@@ -26,6 +26,15 @@ WORKER_FIGURES: Final = (
     ("drafted_tokens", "Tokens that a worker guessed ahead (speculative decoding).", "drafted", True),
     ("false_takeovers", "Lives of a worker that others ended though it lived.", "false_takeovers", True),
     ("recomputed_tokens", "KV tokens of what it held then, to be computed again.", "recomputed_tokens", True),
+    (
+        "breaker_open",
+        "1 while a worker's breaker holds it back: it fails, or is slow among its peers.",
+        "breaker_open",
+        False,
+    ),
+    ("breaker_openings", "Times that a worker's breaker has opened.", "breaker_openings", True),
+    ("engine_failures", "Tasks that a worker's engine failed by its own fault.", "engine_failures", True),
+    ("slowness_ratio", "Time of a worker's decode steps, divided by its peers' for the same.", "slowness", False),
     ("draft_accepted_tokens", "Of these, those that were right.", "draft_accepted", True),
 )
 #: The same for a worker's GPU, as far as its driver reports it; keys are within the lease's `gpu`.

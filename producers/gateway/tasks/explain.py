@@ -35,7 +35,9 @@ class AttemptView(BaseModel):
     """A start of the task; null where nobody knows. Times: unix seconds."""
 
     worker: str | None
-    why: str = Field(description="what ended it: died, drained, preempted, lease_lost, failed, ended; or running")
+    why: str = Field(
+        description="what ended it: died, drained, preempted, lease_lost, breaker, failed, ended; or running"
+    )
     at: float | None = Field(description="when that end was known")
     duration_s: float | None
     entries: int | None = Field(description="entries of the task's stream then, where it went on elsewhere")

@@ -85,7 +85,7 @@ def test_failures(mine: tuple[int, int], peers: list[tuple[int, int]], far: bool
 def test_bad_requests_alone_make_no_outlier() -> None:
     """A tenth to all of the requests fail wherever they run; chance gives some workers more of them."""
     chance, outliers = random.Random(1), 0
-    for round_ in range(2000):
+    for _ in range(2000):
         bad, ended = chance.uniform(0.1, 1.0), chance.randrange(10, 60)
         pool = [Figures("m", ended, sum(chance.random() < bad for _ in range(ended))) for _ in range(3)]
         outliers += any(judge(one, pool[:k] + pool[k + 1 :]) for k, one in enumerate(pool))

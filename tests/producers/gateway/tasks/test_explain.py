@@ -60,7 +60,7 @@ def lease(url: str, **about: Any) -> None:
         **about,
     }
     consumer = connect_consumer(url, POOL.queues, url)
-    consumer.take_lease("w1.1", json.dumps(said), 300.0)
+    consumer.take_lease(f"{said['worker']}.1", json.dumps(said), 300.0)
     consumer.close()
 
 
@@ -108,6 +108,18 @@ def test_a_worker_that_takes_no_tasks(
     lease(valkey_url, unready=["its GPU is lost"])
     assert names(explain(task_id)) == ["worker_not_ready", "not_scaled"]
     assert "its GPU is lost" in explain(task_id)["blocked_by"][0]["message"]
+
+
+def test_workers_that_are_held_back_beside_others(
+    submit: Callable[..., str], explain: Explain, valkey: Redis, valkey_url: str
+) -> None:
+    task_id = submit()
+    lease(valkey_url)
+    lease(valkey_url, worker="w2", unready=["its breaker is open: its engine fails a canary"])
+    reason = explain(task_id)["blocked_by"][-1]
+    assert reason["name"] == "workers_held_back"
+    assert "1 of 2 workers takes no tasks" in reason["message"]
+    assert "its breaker is open" in reason["message"]
 
 
 def test_who_goes_first_and_when_it_starts(

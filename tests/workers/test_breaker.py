@@ -1,0 +1,148 @@
+"""A worker that fails, or is slow among its peers, gets no tasks until it has proved itself; nobody loses a token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from producers.contract import keys
+from tests.processes import Worker
+from tests.workers.rig import POOL, TIMES, Rig
+
+#: The judgement in a second instead of a minute.
+SOON = TIMES | {
+    "workers.breaker.figures:SLICE_S": 0.2,
+    "workers.breaker.breaker:FIRST_S": 0.2,
+    "workers.breaker.breaker:MOST_S": 0.5,
+    "workers.breaker.breaker:TRIAL_S": 1.0,
+    "workers.breaker.breaker:GIVE_UP": 1000,
+}
+
+
+class Pool:
+    """Workers, one of which can be made sick."""
+
+    def __init__(self, rig: Rig, folder: Path, well: int) -> None:
+        self.rig = rig
+        self.fault = folder / "sick"
+        self.well = [rig.worker(times=SOON, STUB_SEQS=4, STUB_STEP_S=0.01) for _ in range(well)]
+        self.sick = rig.worker(times=SOON, STUB_SEQS=4, STUB_STEP_S=0.01, STUB_SICK=self.fault)
+
+    def make_sick(self, how: str) -> None:
+        self.fault.write_text(how)
+
+    def mend(self) -> None:
+        self.fault.write_text("")
+
+    def said(self, worker: Worker) -> dict[str, Any]:
+        return next((one for one in self.rig.leases() if one["worker"] == worker.name), {})
+
+    def state(self, worker: Worker) -> str:
+        return str(self.said(worker).get("breaker"))
+
+    def until_state(self, *states: str) -> None:
+        self.rig.until(lambda: self.state(self.sick) in states)
+
+    def held_back(self) -> set[str]:
+        return {name.rpartition(".")[0] for name in self.rig.store.smembers(keys.ejected(POOL.queue))}
+
+    def check_no_tries_spent(self, ids: list[str]) -> None:
+        assert {self.rig.record(task_id)["status"] for task_id in ids} == {"completed"}
+        assert {self.rig.record(task_id).get("deaths", "0") for task_id in ids} == {"0"}
+
+
+def given_back(rig: Rig, ids: list[str]) -> set[str]:
+    return {task_id for task_id in ids if "breaker" in rig.record(task_id).get("given_back", "")}
+
+
+def test_a_worker_that_fails_gets_no_tasks_until_a_probe_passes(rig: Rig, tmp_path: Path) -> None:
+    pool = Pool(rig, tmp_path, well=2)
+    pool.make_sick("fail")
+    ids = rig.fill(60, max_tokens=30)
+    pool.until_state("open")
+    said = pool.said(pool.sick)
+    assert "its engine fails a canary" in said["unready"][0]
+    assert said["breaker_open"] == said["breaker_openings"] == 1
+    rig.until(lambda: pool.held_back() == {pool.sick.name})
+    rig.until_settled(ids)
+    rig.check(ids)
+    assert given_back(rig, ids)
+    failed = pool.said(pool.sick)["engine_failures"]
+    more = rig.fill(20, max_tokens=30)
+    rig.until_settled(more)
+    rig.check(more)
+    assert pool.state(pool.sick) == "open"
+    assert pool.said(pool.sick)["engine_failures"] == failed, "it got none"
+    assert not given_back(rig, more)
+    pool.mend()
+    pool.until_state("half_open", "closed")
+    rig.until(lambda: rig.fill(1, max_tokens=5) and pool.state(pool.sick) == "closed")
+    rig.until(lambda: not pool.held_back())
+    assert [pool.said(one)["breaker_openings"] for one in pool.well] == [0, 0]
+
+
+def test_the_last_worker_waits_for_its_own_probe(rig: Rig, tmp_path: Path) -> None:
+    """Its tasks wait in the queue meanwhile, where anyone sees them, and none of them fails for good."""
+    pool = Pool(rig, tmp_path, well=0)
+    pool.make_sick("fail")
+    ids = rig.fill(4, max_tokens=30)
+    pool.until_state("open")
+    rig.until(lambda: not pool.said(pool.sick)["tasks"])
+    assert {rig.status(task_id) for task_id in ids} == {"queued"}
+    pool.mend()
+    rig.until_settled(ids)
+    rig.check(ids)
+    assert pool.sick.stop() == 0
+    rig.check_nothing_left()
+
+
+def test_an_engine_that_fails_every_probe_is_given_up(rig: Rig, tmp_path: Path) -> None:
+    times = SOON | {"workers.breaker.breaker:FIRST_S": 0.01, "workers.breaker.breaker:GIVE_UP": 5}
+    fault = tmp_path / "sick"
+    fault.write_text("fail")
+    worker = rig.worker(times=times, STUB_SICK=fault)
+    ids = rig.fill(4, max_tokens=30)
+    rig.until(lambda: worker.process.poll() is not None)
+    assert worker.process.wait() == 70
+    assert "its engine failed 5 canaries in a row" in worker.log.read_text()
+    rig.worker()
+    rig.until_settled(ids)
+    rig.check(ids)
+    assert {rig.record(task_id).get("deaths", "0") for task_id in ids} == {"0"}
+
+
+def test_bad_requests_break_no_worker(rig: Rig) -> None:
+    """The engine answers a canary, so that the requests are to blame, and their tries are spent."""
+    rig.worker(times=SOON, STUB_FAULTS=9, max_retries=0)
+    bad = rig.fill(12, max_tokens=10)
+    rig.until_settled(bad)
+    assert "the requests are to blame" in rig.logs()
+    rig.check(bad, "failed")
+    assert rig.leases()[0]["breaker_openings"] == 0
+
+
+@pytest.mark.slow
+def test_a_slow_worker_gets_no_tasks_until_it_is_as_fast_as_its_peers(rig: Rig, tmp_path: Path) -> None:
+    pool = Pool(rig, tmp_path, well=2)
+    pool.make_sick("slow 0.05")
+    ids: list[str] = []
+
+    def loaded() -> None:
+        ids.extend(rig.fill(12, max_tokens=60))
+
+    def opened() -> bool:
+        if sum(map(rig.waiting, POOL.queues)) < 6:
+            loaded()
+        return pool.state(pool.sick) == "open"
+
+    rig.until(opened)
+    assert "times as long as" in pool.said(pool.sick)["unready"][0]
+    assert pool.held_back() == {pool.sick.name}
+    assert pool.said(pool.sick)["engine_failures"] == 0
+    pool.mend()
+    rig.until(lambda: not opened() and pool.state(pool.sick) == "closed")
+    rig.until_settled(ids)
+    rig.check(ids)
+    pool.check_no_tries_spent(ids)

@@ -1,0 +1,207 @@
+"""The state of a worker's breaker: closed, asking, open, half open. No I/O; docs/breaker.md has the whole.
+
+publisher     failed, completed ─▶ asking, or closed again
+housekeeper   open (an outlier), refused, rest ─▶ open, closed
+clock         the canary, when it is due; the engine's thread has its answer ─▶ half open, or open for longer
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from functools import partial
+from typing import Final
+
+from engine.errors import NOT_FINITE, EngineError
+from workers.breaker.figures import Figures, Window
+from workers.breaker.judge import Slowness, judge, slowness
+from workers.state.clock import Clock
+
+logger = logging.getLogger(__name__)
+
+#: Tasks in a row that the engine fails before it is asked whether it is to blame.
+IN_A_ROW: Final = 3
+#: Seconds after a canary that passed in which failures in a row are the requests'.
+TRUSTED_S: Final = 10.0
+#: Seconds until the first probe, and the most that they grow to.
+FIRST_S = 10.0
+MOST_S: Final = 300.0
+#: Seconds closed after which an opening counts for less.
+FORGET_S: Final = 60.0
+#: Seconds half open without a task after which it is closed.
+TRIAL_S = 30.0
+#: Failed canaries in a row after which only a new process may help.
+GIVE_UP: Final = 5
+#: Steps of a canary by which its speed is judged.
+STEPS: Final = 8
+
+Ask = Callable[[Callable[[str | None], None]], None]
+
+
+class State(StrEnum):
+    CLOSED = "closed"
+    ASKING = "asking"
+    """Tasks failed in a row: its engine is asked at once. It fetches nothing meanwhile."""
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+    """It takes one task at a time, until one ends well."""
+
+
+class Breaker:
+    """Thread-safe. `ask` sends a canary to the engine, whose thread then gets its error, None where there is none; it
+    raises EngineError where the engine is closed. `give_up` ends this worker, with a reason."""
+
+    def __init__(self, window: Window, clock: Clock, ask: Ask, give_up: Callable[[str], None]) -> None:
+        self._window = window
+        self._clock = clock
+        self._ask = ask
+        self._give_up = give_up
+        self._lock = threading.RLock()
+        self._in_a_row = self._streak = self._canaries = self._turn = 0
+        self._since = self._closed_at = time.monotonic()
+        self._trusted_until = 0.0
+        self.on_change: Callable[[], None] = lambda: None
+        """Called, on any thread, when the state has changed."""
+        self.state = State.CLOSED
+        self.why = ""
+        self.alone = False
+        """It fails by itself, whatever its peers do."""
+        self.openings = 0
+        self.failures = 0
+        """Tasks that its engine failed."""
+        self.peers: Sequence[Figures] = ()
+        """The figures of peers that are not held back, as last read."""
+
+    # ---- how it is ------------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        return self.state is State.CLOSED
+
+    @property
+    def room(self) -> int | None:
+        """Deliveries that the worker may hold; None: as many as fit."""
+        return {State.CLOSED: None, State.HALF_OPEN: 1}.get(self.state, 0)
+
+    @property
+    def reason(self) -> str:
+        """Why it is not ready; empty while it is closed."""
+        return "" if self.closed else f"its breaker is {self.state.replace('_', ' ')}: {self.why}"
+
+    def slowness(self) -> Slowness | None:
+        """Its decode steps against its peers'."""
+        return slowness(self._window.figures(), self.peers)
+
+    def outlier(self) -> str:
+        """Why it is an outlier among its peers; empty where it is none, or held back already."""
+        return judge(self._window.figures(), self.peers) if self.closed else ""
+
+    # ---- the publisher's thread -----------------------------------------------------------------------------------
+
+    def failed(self) -> bool:
+        """The engine failed a task by its own fault. Whether the task is to be given back, with no try spent."""
+        with self._lock:
+            self.failures += 1
+            self._window.on_end(failed=True)
+            if self.state is State.HALF_OPEN:
+                self._open("the task that it was given to prove itself failed", alone=self.alone)
+            elif self.closed:
+                self._in_a_row += 1
+                if self._in_a_row >= IN_A_ROW and time.monotonic() >= self._trusted_until:
+                    self.alone = True
+                    self._become(State.ASKING, f"its engine failed {self._in_a_row} tasks in a row")
+                    self._probe_in(0.0)
+            return not self.closed
+
+    def completed(self) -> None:
+        """A task was completed."""
+        with self._lock:
+            self._window.on_end(failed=False)
+            self._in_a_row = 0
+            if self.state is State.HALF_OPEN:
+                self._close("a task ended well")
+
+    # ---- the housekeeper's thread ---------------------------------------------------------------------------------
+
+    def open(self, why: str) -> None:
+        """It is an outlier, and the share has room for it."""
+        with self._lock:
+            if self.closed:
+                self._open(why, alone=False)
+
+    def refused(self) -> None:
+        """The share has no room for it any more: it has to serve."""
+        with self._lock:
+            if not self.closed:
+                self._close("too many of its pool's workers are held back")
+
+    def rest(self) -> None:
+        """Nothing is held: a worker on trial that nobody needs is closed at last."""
+        with self._lock:
+            if self.state is State.HALF_OPEN and time.monotonic() - self._since >= TRIAL_S:
+                self._close(f"no task came for {TRIAL_S:.0f} s")
+
+    # ---- changes --------------------------------------------------------------------------------------------------
+
+    def _probe_in(self, seconds: float) -> None:
+        self._clock.later(seconds, partial(self._probe, self._turn))
+
+    def _probe(self, turn: int) -> None:
+        if turn != self._turn:
+            return
+        self._window.forget()
+        try:
+            self._ask(self._answered)
+        except EngineError as exc:
+            logger.info("No canary is sent: %s", exc)
+
+    def _answered(self, error: str | None) -> None:
+        """The engine's thread: the canary has ended."""
+        with self._lock:
+            if self.closed:
+                return
+            found = slowness(self._window.figures(1, STEPS), self.peers, loosely=True)
+            if error is not None:
+                self._canary_failed(error)
+            elif self.state is State.ASKING:
+                self._trusted_until = time.monotonic() + TRUSTED_S
+                self._close("it answers a canary, so that the requests are to blame")
+            elif found is not None and found.far:
+                self._open(f"a canary took {found.ratio:.1f} times as long as peers would", alone=False)
+            else:
+                self._canaries = 0
+                self._become(State.HALF_OPEN, "it takes one task to prove itself")
+
+    def _canary_failed(self, error: str) -> None:
+        self._canaries += 1
+        if error == NOT_FINITE or self._canaries >= GIVE_UP:
+            self._give_up(f"its engine failed {self._canaries} canaries in a row: {error}")
+        self._open(f"its engine fails a canary: {error}", alone=True)
+
+    def _open(self, why: str, *, alone: bool) -> None:
+        if self.state in (State.CLOSED, State.ASKING):
+            self.openings += 1
+            self._streak = max(0, self._streak - int((time.monotonic() - self._closed_at) / FORGET_S))
+        self._streak += 1
+        self.alone = alone
+        delay = min(MOST_S, FIRST_S * 2 ** (self._streak - 1))
+        self._become(State.OPEN, why)
+        self._probe_in(delay)
+        logger.error("This worker takes no tasks: %s. A probe in %.0f s", why, delay)
+
+    def _close(self, why: str) -> None:
+        self._window.forget()
+        self._in_a_row = self._canaries = 0
+        self.alone = False
+        self._closed_at = time.monotonic()
+        self._become(State.CLOSED, "")
+        logger.warning("This worker takes tasks again: %s", why)
+
+    def _become(self, state: State, why: str) -> None:
+        self._since = time.monotonic()
+        self._turn += 1
+        self.state, self.why = state, why
+        self.on_change()

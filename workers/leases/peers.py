@@ -1,0 +1,77 @@
+"""Reads what the pool's other workers say of themselves, and tells this worker's breaker; on the housekeeper's thread.
+
+docs/breaker.md has what happens when a worker dies between any two lines. Redis errors come through.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, Final
+
+from redis import Redis
+
+from producers.broker.values import Listed
+from producers.connection.script import parsed_value, run
+from producers.contract import keys
+from producers.store.protocol import eject
+from workers.breaker.breaker import Breaker, State
+from workers.breaker.figures import Figures
+from workers.flow.deliveries import Deliveries
+from workers.flow.finisher import Finisher
+from workers.state.delivery import Delivery
+from workers.state.incarnation import Incarnation
+
+#: Peers that one look reads: enough for a middle, however large the pool is.
+READ: Final = 16
+
+
+class Peers:
+    """`queue`: the pool's."""
+
+    def __init__(self, store: Redis, queue: str, breaker: Breaker, deliveries: Deliveries, finisher: Finisher) -> None:
+        self._store = store
+        self._queue = queue
+        self._breaker = breaker
+        self._deliveries = deliveries
+        self._finisher = finisher
+        self._entered = False
+        """EJECT may have entered this worker."""
+
+    def look(self, life: Incarnation, alive: Sequence[Listed]) -> None:
+        """Compare this worker with its peers. `alive`: all others that have a lease."""
+        breaker, others = self._breaker, [one.incarnation for one in alive if one.queue == self._queue]
+        breaker.peers = self._figures(others)
+        if why := breaker.outlier():
+            if self._granted(life, len(others) + 1):
+                breaker.open(why)
+        elif not breaker.closed:
+            if not self._deliveries.held:
+                breaker.rest()
+            if not self._granted(life, len(others) + 1):
+                breaker.refused()
+        elif self._entered:
+            self._store.srem(keys.ejected(self._queue), life.id)
+            self._entered = False
+
+    def give_back(self) -> None:
+        """The breaker has opened: others go on with what its engine fails, or with what it has not begun."""
+        if self._breaker.state is State.OPEN:
+            for delivery in list(self._deliveries.running.values()):
+                if self._breaker.alone or not _begun(delivery):
+                    self._finisher.let_go(delivery, why="breaker")
+
+    def _granted(self, life: Incarnation, living: int) -> bool:
+        self._entered = True
+        return bool(run(self._store, eject(life.id, self._queue, living, alone=self._breaker.alone)))
+
+    def _figures(self, others: Sequence[str]) -> list[Figures]:
+        """Figures of some peers that are not held back themselves."""
+        chosen = random.sample(others, min(READ, len(others)))
+        said: list[Any] = [parsed_value(raw) for raw in self._store.mget(map(keys.lease, chosen))] if chosen else []
+        return [Figures.of(one.get("figures")) for one in said if isinstance(one, dict) and not one.get("breaker_open")]
+
+
+def _begun(delivery: Delivery) -> bool:
+    """Whether this worker has made tokens of it."""
+    return any(delivery.entries)
