@@ -14,6 +14,7 @@ from redis import Redis
 
 from producers.contract import keys
 from producers.store.access import api_keys
+from producers.store.access.principal import Limits
 from tests.conformance.conftest import System, gateway
 from tests.producers.gateway.conftest import until
 from tests.producers.gateway.test_keys import as_caller
@@ -97,3 +98,15 @@ def test_a_prompt_is_cached_for_its_own_tenant_alone(tenants: tuple[httpx.Client
     assert ask(acme, text) > 0, "the prompt is long enough to be kept"
     assert ask(other, text) == 0
     assert ask(other, text) > 0
+
+
+def test_a_worker_makes_no_more_than_a_budget_has_left(
+    tenants: tuple[httpx.Client, httpx.Client], system: System
+) -> None:
+    key, token = api_keys.new_key("acme", "a budget", ("submit", "read"), limits=Limits(budget_tokens=40))
+    system.store.hset(keys.API_KEYS, key.id, key.to_json())
+    headers = {"prefer": "wait=60", **as_caller(token)}
+    body = {"model": "tiny", "prompt": [5, 6, 7], "ignore_eos": True}
+    made = tenants[0].post("/v1/tasks", json=body, headers=headers).json()
+    assert made["usage"]["output_tokens"] == 37
+    assert tenants[0].post("/v1/tasks", json=body, headers=headers).json()["error"]["code"] == "insufficient_quota"
