@@ -38,6 +38,8 @@ UNSEEN: Final = frozenset({"Cc", "Cf", "Zl", "Zp"})
 #: Fields that nothing shows.
 _HIDDEN: Final = ("digest", "old_digest", "old_until", "limits")
 LIMITS: Final = tuple(one.name for one in fields(Limits))
+#: Fields that may be changed later.
+CHANGEABLE: Final = ("name", "models", "tiers", "expires_at", *LIMITS)
 
 
 class KeyEnded(PenstockError):
@@ -46,21 +48,29 @@ class KeyEnded(PenstockError):
 
 def checked(asked: Mapping[str, Any], now: float) -> dict[str, Any]:
     """The fields of a new key, with defaults. None counts as not given. Raises InvalidTask."""
-    for name in asked:
-        if name not in FIELDS:
-            said = f"unknown field {shown(name)}; there are {', '.join(FIELDS)}"
-            raise InvalidTask(said, param=name, code="unknown_parameter")
-    given = {name: FIELDS[name](name, value) for name, value in asked.items() if value is not None}
+    given = {name: value for name, value in read(asked, FIELDS).items() if value is not None}
     if "tenant" not in given:
         raise InvalidTask("tenant is missing: whose key is it?", param="tenant", code="missing_parameter")
     given = {"name": given["tenant"], "scopes": USUAL, **given}
     _check_expiry(given.get("expires_at"), now)
-    _check_limits(given)
-    for name in ("models", "tiers", *LIMITS):
-        if given.get(name) and not {"submit", "admin"} & {*given["scopes"]}:
-            said = f"{name} say what a key may submit, and the scopes {', '.join(given['scopes'])} do not let it"
-            raise InvalidTask(said, param=name)
+    _check_together(given)
     return given
+
+
+def read(asked: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """The fields that are asked for, each checked by itself; None is none. Raises InvalidTask."""
+    for name in asked:
+        if name not in known:
+            said = f"unknown field {shown(name)}; there are {', '.join(known)}"
+            raise InvalidTask(said, param=name, code="unknown_parameter")
+    return {name: None if value is None else FIELDS[name](name, value) for name, value in asked.items()}
+
+
+def limited(old: Limits, given: Mapping[str, Any]) -> Limits:
+    """Limits with those of these fields that are limits in place of the old ones. Raises InvalidTask."""
+    new = replace(old, **{name: given[name] for name in LIMITS if name in given})
+    check_limits(asdict(new))
+    return new
 
 
 async def create(store: Redis, asked: Mapping[str, Any], actor: Actor) -> tuple[Key, str]:
@@ -92,6 +102,25 @@ async def rotate(store: Redis, key_id: str, overlap_s: float, actor: Actor) -> t
 
     key = await api_keys.change(store, key_id, new, actor.did("key.rotate", key_id))
     return None if key is None else (key, made[-1])
+
+
+async def change(store: Redis, key_id: str, asked: Mapping[str, Any], actor: Actor) -> Key | None:
+    """Change fields of a key (CHANGEABLE); None unsets one. What it has used so far counts on. None where there is no
+    such key. Raises InvalidTask, KeyEnded, redis.exceptions.RedisError or OSError."""
+    given = read(asked, CHANGEABLE)
+    if "name" in given and given["name"] is None:
+        raise InvalidTask("name is null; a key has one", param="name")
+    _check_expiry(given.get("expires_at"), time.time())
+    given |= {name: () for name in ("models", "tiers") if name in given and given[name] is None}
+    own = {name: value for name, value in given.items() if name not in LIMITS}
+
+    def new(key: Key) -> Key:
+        _check_going(key)
+        key = replace(key, **own, limits=limited(key.limits, given))
+        _check_together({**asdict(key), **asdict(key.limits)})
+        return key
+
+    return await api_keys.change(store, key_id, new, actor.did("key.change", key_id))
 
 
 async def turn(store: Redis, key_id: str, verb: str, actor: Actor) -> Key | None:
@@ -190,10 +219,19 @@ def _count(name: str, value: Any) -> int:
     return value
 
 
-def _check_limits(given: Mapping[str, Any]) -> None:
+def _check_together(given: Mapping[str, Any]) -> None:
+    """Raises InvalidTask for fields of a key that contradict each other."""
+    check_limits(given)
+    for name in ("models", "tiers", *LIMITS):
+        if given.get(name) and not {"submit", "admin"} & {*given["scopes"]}:
+            said = f"{name} say what a key may submit, and the scopes {', '.join(given['scopes'])} do not let it"
+            raise InvalidTask(said, param=name)
+
+
+def check_limits(given: Mapping[str, Any]) -> None:
     """Raises InvalidTask for a limit that another one makes useless."""
     for name, most in itertools.product(("max_prompt", "max_output"), ("tpm", "budget_tokens")):
-        if given.get(name, 0) > given.get(most, MOST):
+        if (given.get(name) or 0) > (given.get(most) or MOST):
             said = f"{name} is {given[name]}, and {most} {given[most]}: no task could be so large"
             raise InvalidTask(said, param=name)
 

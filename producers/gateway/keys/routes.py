@@ -17,7 +17,7 @@ from producers.gateway.http.body import read_object
 from producers.gateway.http.caller import ADMINISTERS, actor_of
 from producers.gateway.http.errors import Problem
 from producers.gateway.http.fields import documented, fields_of
-from producers.gateway.keys.views import CREATE, ROTATE, ChangeList, ChangeView, KeyList, KeyView, KeyWithSecret
+from producers.gateway.keys.views import CHANGE, CREATE, ROTATE, ChangeList, ChangeView, KeyList, KeyView, KeyWithSecret
 from producers.gateway.tasks.views import errors
 from producers.store.access import api_keys, audit
 from producers.store.access.api_keys import MAX_KEYS, OVERLAP_S, Key, TooManyKeys
@@ -66,6 +66,18 @@ async def listed(request: Request) -> KeyList:
 async def look(request: Request, key_id: str) -> KeyView:
     """Get a key, without its secret."""
     return KeyView.of(_found(await api_keys.get(_store(request), key_id), key_id))
+
+
+@router.post(
+    "/keys/{key_id}", response_model=KeyView, responses=errors(404, 409, 413, 415), openapi_extra=documented(CHANGE)
+)
+async def change(request: Request, key_id: str) -> KeyView:
+    """Change a key's limits, name, models, tiers or end: on every gateway within a second. Null unsets a field."""
+    asked = await read_object(request, gateway_of(request).settings.max_body)
+    try:
+        return KeyView.of(_found(await admin.change(_store(request), key_id, asked, actor_of(request)), key_id))
+    except KeyEnded as error:
+        raise _ended(error) from None
 
 
 @router.post(

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field
 
-from producers.admin.keys import LONGEST_S, MAX_MODELS, MAX_NAME, MAX_OVERLAP_S, MOST, USUAL, about
+from producers.admin.keys import CHANGEABLE, LONGEST_S, MAX_MODELS, MAX_NAME, MAX_OVERLAP_S, MOST, USUAL, about
 from producers.contract import keys
 from producers.contract.task import MAX_TENANT
 from producers.store.access.api_keys import OVERLAP_S, Key
@@ -48,6 +48,16 @@ CREATE: dict[str, Any] = {
         **{name: _count(description) for name, description in LIMITS.items()},
     },
 }
+
+
+def changes(properties: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a body that changes some of these fields; null unsets one."""
+    nullable = {name: {**one, "type": [one["type"], "null"]} for name, one in properties.items()}
+    return {"type": "object", "additionalProperties": False, "properties": nullable}
+
+
+CHANGE = changes({name: CREATE["properties"][name] for name in CHANGEABLE if name != "name"})
+CHANGE["properties"]["name"] = {"type": "string", "minLength": 1, "maxLength": MAX_NAME}
 ROTATE: dict[str, Any] = {
     "type": "object",
     "additionalProperties": False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -53,6 +53,15 @@ def with_store(store: str | None, data_dir: Path | None, work: Callable[[Redis],
             asyncio.run(within())
     except (ValueError, PenstockError) as error:
         raise Failure(str(error)) from error
+
+
+def limits(asked: Mapping[str, str | None]) -> dict[str, int | None]:
+    """The limits among options that were given; `none` unsets one. Raises Failure for what is no number."""
+    given = {name: value for name, value in asked.items() if value is not None}
+    for name, value in given.items():
+        if value != "none" and re.fullmatch(r"[0-9]{1,13}", value) is None:
+            raise Failure(f"--{name.replace('_', '-')} is {value!r}; it must be a whole number, or none")
+    return {name: None if value == "none" else int(value) for name, value in given.items()}
 
 
 def names(text: str | None) -> list[str] | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from workers.cli.exits import OPERATOR_STATUS, Failure
-from workers.cli.keys.asked import DataDir, Json, KeyStore, duration, moment, names, when, with_store
+from workers.cli.keys.asked import DataDir, Json, KeyStore, duration, limits, moment, names, when, with_store
 from workers.cli.terminal.show import printable
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def add_to(app: typer.Typer) -> None:
         "create": (create, "penstock keys create --tenant acme --scopes submit,read --expires 30d"),
         "ls": (listed, "penstock keys ls --tenant acme"),
         "show": (show, "penstock keys show 3k9vq0x7m2c4t8da"),
+        "limit": (limit, "penstock keys limit 3k9vq0x7m2c4t8da --rpm 60 --budget-tokens none"),
         "rotate": (rotate, "penstock keys rotate 3k9vq0x7m2c4t8da --overlap 1h"),
         "disable": (disable, "penstock keys disable 3k9vq0x7m2c4t8da"),
         "enable": (enable, "penstock keys enable 3k9vq0x7m2c4t8da"),
@@ -119,6 +120,42 @@ def show(key_id: KeyId, data_dir: DataDir = None, store: KeyStore = None, as_jso
         from producers.store.access import api_keys
 
         _described(keys.about(_found(await api_keys.get(client, key_id), key_id), time.time()), as_json)
+
+    with_store(store, data_dir, work)
+
+
+def limit(
+    key_id: KeyId,
+    rpm: Annotated[str | None, typer.Option(help="Most tasks that it may submit in a minute.")] = None,
+    tpm: Annotated[str | None, typer.Option(help="Most tokens that the tasks of a minute may need.")] = None,
+    max_in_flight: Annotated[str | None, typer.Option(help="Most of its tasks that have not ended.")] = None,
+    budget_tokens: Annotated[str | None, typer.Option(help="Most tokens in a month (UTC).")] = None,
+    max_prompt: Annotated[str | None, typer.Option(help="Most tokens of a prompt.")] = None,
+    max_output: Annotated[str | None, typer.Option(help="Most tokens of a choice's output.")] = None,
+    models: Annotated[str | None, typer.Option(help="Models that it may use, between commas; none: all.")] = None,
+    tiers: Annotated[str | None, typer.Option(help="Tiers that it may use, between commas; none: all.")] = None,
+    expires: Annotated[str | None, typer.Option(help="When it ends, as of `keys create`; none: never.")] = None,
+    data_dir: DataDir = None,
+    store: KeyStore = None,
+    as_json: Json = False,
+) -> None:
+    """Change what a key may use; `none` unsets a limit. Gateways know it within a second, and what was used counts."""
+    numbers = {"rpm": rpm, "tpm": tpm, "max_in_flight": max_in_flight, "budget_tokens": budget_tokens}
+    asked: dict[str, Any] = {**limits({**numbers, "max_prompt": max_prompt, "max_output": max_output})}
+    for name, text in (("models", models), ("tiers", tiers)):
+        if text is not None:
+            asked[name] = None if text == "none" else names(text)
+    if expires is not None:
+        asked["expires_at"] = None if expires == "none" else moment(expires, "--expires")
+    if not asked:
+        raise Failure("nothing is to change; `penstock keys limit --help` shows what may")
+
+    async def work(client: Redis) -> None:
+        from producers.admin import keys
+        from producers.store.access.audit import Actor, operator
+
+        key = _found(await keys.change(client, key_id, asked, Actor(operator())), key_id)
+        _described(keys.about(key, time.time()), as_json)
 
     with_store(store, data_dir, work)
 

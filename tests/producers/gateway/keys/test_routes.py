@@ -88,6 +88,36 @@ def test_a_bad_key_is_refused_and_nothing_is_written(
     assert (valkey.hlen(keys.API_KEYS), valkey.xlen(keys.AUDIT)) == before
 
 
+def test_a_keys_limits_are_changed_on_every_gateway_and_what_it_used_counts(
+    admin: httpx.Client, open_door: Callable[..., Door], model: str
+) -> None:
+    key = admin.post("/v1/keys", json={"tenant": "acme", "max_in_flight": 1, "tpm": 100, "models": [model]}).json()
+    other, body = open_door(auth="keys"), {"model": model, "prompt": [1], "max_tokens": 1}
+
+    def submit() -> int:
+        return httpx.post(f"{other.url}/v1/tasks", json=body, headers=as_caller(key["key"])).status_code
+
+    def change(**fields: Any) -> httpx.Response:
+        return admin.post(f"/v1/keys/{key['id']}", json=fields)
+
+    assert (submit(), submit()) == (202, 429)
+    changed = change(max_in_flight=2, tpm=None, name="CI", tiers=["default"], expires_at=int(time.time()) + 1000).json()
+    assert [changed[name] for name in ("max_in_flight", "tpm", "name", "tiers")] == [2, None, "CI", ["default"]]
+    until(lambda: submit() == 202)
+    assert submit() == 429
+    for field, wrong in (("rpm", 0), ("tpm", "5"), ("scopes", ["admin"]), ("name", None), ("expires_at", 5)):
+        refused = change(**{field: wrong})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+    assert change(max_prompt=50).status_code == 200
+    assert change(tpm=49).json()["error"]["param"] == "max_prompt"
+    assert change(models=None).json()["models"] == []
+    until(lambda: change(max_in_flight=None) and submit() == 202)
+    did = [one["did"] for one in admin.get("/v1/audit").json()["data"]]
+    assert did.count("key.change") == 4
+    admin.post(f"/v1/keys/{key['id']}/revoke")
+    assert change(rpm=5).status_code == 409
+
+
 def test_a_keys_life_is_in_the_audit_log(admin: httpx.Client, door: Door, valkey: Redis) -> None:
     made = admin.post("/v1/keys", json={"tenant": "acme"}).json()
     url, opened = f"/v1/keys/{made['id']}", [made["key"]]

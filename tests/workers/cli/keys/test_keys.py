@@ -61,6 +61,17 @@ def test_a_key_that_was_made_here_opens_a_gateway_until_it_is_revoked(
     assert not any(secret.encode() in raw for raw in valkey.hvals(keys.API_KEYS))
 
 
+def test_a_keys_limits_are_changed(penstock: Run) -> None:
+    first = made(penstock, "--rpm", "60", "--max-output", "100", "--models", "tiny")
+    options = ("--rpm", "none", "--tpm", "500", "--models", "none", "--expires", "2h", "--json")
+    changed = json.loads(penstock("keys", "limit", first["id"], *options).out)
+    assert [changed[name] for name in ("rpm", "tpm", "max_output", "models")] == [None, 500, 100, []]
+    assert changed["expires_at"] is not None
+    assert "key.change" in penstock("audit").out
+    for wrong in ((), ("--rpm", "many"), ("--tpm", "50"), ("--rpm", "0")):
+        assert penstock("keys", "limit", first["id"], *wrong).status == 2
+
+
 def test_keys_are_listed_and_found(penstock: Run) -> None:
     assert penstock("keys", "ls").out == "There are no keys.\n"
     text = penstock("keys", "create", "--tenant", "other", "--expires", "2h")
