@@ -24,7 +24,7 @@ from producers.gateway.http import errors
 from producers.gateway.http.caller import MEASURES
 from producers.gateway.http.edge import Edge
 from producers.gateway.http.openapi import Documented
-from producers.gateway.http.sse import Streams
+from producers.gateway.http.streams import Streams
 from producers.gateway.http.trace import TracedClient
 from producers.gateway.metrics import Metrics
 from producers.gateway.reach import Reach
@@ -98,6 +98,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
                 awaited,
             )
             keeping = [asyncio.create_task(readers.run(), name="renew reader leases")]
+            if callers is not None:
+                keeping.append(asyncio.create_task(streams.watch(client.store), name="watch keys"))
             if settings.sweep:
                 sweeping = sweeper.run(client, reader_lease_s=settings.reader_lease)
                 keeping.append(asyncio.create_task(sweeping, name="sweep"))

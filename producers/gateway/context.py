@@ -12,7 +12,7 @@ from producers.gateway.admission.accounts import Accounts
 from producers.gateway.admission.callers import Callers
 from producers.gateway.admission.destinations import Destinations
 from producers.gateway.admission.limits import Admission
-from producers.gateway.http.sse import Streams
+from producers.gateway.http.streams import Streams
 from producers.gateway.metrics import Metrics
 from producers.gateway.reach import Reach
 from producers.gateway.settings import GatewaySettings

@@ -18,6 +18,8 @@ from starlette.requests import HTTPConnection
 from producers.contract.task import MAX_TENANT
 from producers.errors import shown
 from producers.gateway.http.errors import Problem
+from producers.gateway.http.streams import OPENED
+from producers.store.access.api_keys import opened
 from producers.store.access.audit import Actor
 from producers.store.access.principal import LOCAL, Principal
 from producers.store.usage.limits import Account, Charge
@@ -49,10 +51,12 @@ class Needs(SecurityBase):
         if callers is None:
             connection.state.principal = LOCAL
             return
-        principal = await callers.principal(_token(connection.headers), _address(connection) or "nobody")
+        token = _token(connection.headers)
+        principal = await callers.principal(token, _address(connection) or "nobody")
         if not principal.may(self.scope):
             raise Problem(403, f"This key lacks the scope {self.scope}.", code="missing_scope")
         connection.state.principal = principal
+        setattr(connection.state, OPENED, opened(token))
 
 
 SUBMITS, READS, CANCELS, MEASURES, ADMINISTERS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Final
+from typing import Any, Final
 
 HEARTBEAT: Final = b": still here\n\n"
 
@@ -15,7 +15,7 @@ class Feed:
     One task asks for them all, and one timer runs: a task and a timer for each chunk took as long as all the rest.
     """
 
-    def __init__(self, chunks: AsyncGenerator[bytes], stop: asyncio.Future[None], heartbeat: float) -> None:
+    def __init__(self, chunks: AsyncGenerator[bytes], stop: asyncio.Future[Any], heartbeat: float) -> None:
         self._stop = stop
         self._heartbeat = heartbeat
         self._ready: bytes | None = None

@@ -29,6 +29,7 @@ from producers.errors import PenstockError
 from producers.gateway.http.connection import cut
 from producers.gateway.http.errors import Problem, body_of, problem_of
 from producers.gateway.http.feed import Feed
+from producers.gateway.http.streams import Stop, Streams, why_stopped
 
 logger = logging.getLogger(__name__)
 
@@ -80,32 +81,8 @@ def encode(event: Event) -> str:
     return f"id: {event.position}\nevent: {name}\ndata: {data}\n\n"
 
 
-class Streams:
-    """The open streams. They are counted, and ended when the gateway stops."""
-
-    def __init__(self) -> None:
-        self._open: set[asyncio.Future[None]] = set()
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def end(self) -> None:
-        """End all streams; their clients may resume them at another gateway."""
-        for stop in self._open:
-            if not stop.done():
-                stop.set_result(None)
-
-    def enter(self) -> asyncio.Future[None]:
-        stop = asyncio.get_running_loop().create_future()
-        self._open.add(stop)
-        return stop
-
-    def leave(self, stop: asyncio.Future[None]) -> None:
-        self._open.discard(stop)
-
-
 class LiveStream(Response):
-    """Sends chunks as they come, until they end, the client leaves, or the gateway stops.
+    """Sends chunks as they come, until they end, the client leaves, its key ends, or the gateway stops.
 
     While a slow client takes a chunk, `chunks` is not advanced. `opening`, `cut` and `broken` give the bytes to send
     before the first chunk, when the gateway stops, and for an error.
@@ -132,7 +109,7 @@ class LiveStream(Response):
         return f"event: error\ndata: {json.dumps(body_of(problem_of(error)))}\n\n".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stop = self._streams.enter()
+        stop = self._streams.enter(scope)
         leaving = asyncio.create_task(watch(receive, stop))
         try:
             async with aclosing(self._chunks), aclosing(self._sent(stop)) as chunks:
@@ -148,14 +125,16 @@ class LiveStream(Response):
             self._streams.leave(stop)
             leaving.cancel()
 
-    async def _sent(self, stop: asyncio.Future[None]) -> AsyncGenerator[bytes]:
+    async def _sent(self, stop: Stop) -> AsyncGenerator[bytes]:
         if opening := self.opening():
             yield opening
         feed = Feed(self._chunks, stop, self._heartbeat)
         try:
             while (chunk := await feed.next()) is not None:
                 yield chunk
-            if cut := self.cut() if stop.done() and not feed.ended else b"":
+            if not feed.ended and (ended := why_stopped(stop)) is not None:
+                yield self.broken(ended)
+            elif cut := self.cut() if not feed.ended else b"":
                 yield cut
         except (Problem, PenstockError, *FAILURES) as error:
             yield self.broken(error)
@@ -192,7 +171,7 @@ def _lines(events: Sequence[Event]) -> bytes:
     return "".join(map(encode, events)).encode("ascii")
 
 
-async def watch(receive: Receive, stop: asyncio.Future[None]) -> None:
+async def watch(receive: Receive, stop: Stop) -> None:
     """Wait until the client has gone, then set `stop`."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,7 +1,8 @@
 """`/v1/tasks/{id}/events`: a task's events from any position on, as server-sent events or on a WebSocket.
 
 A WebSocket's messages are the same events as JSON text: `{"event": "token", "data": {...}}`. Its close says what to do:
-1000 after the end, 1001 when the gateway stops (come back, behind the last position), 1011 after an `error` event.
+1000 after the end, 1001 when the gateway stops (come back, behind the last position), 1008 when the caller's key has
+ended, 1011 after another `error` event.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from producers.gateway.http.caller import READS, Needs
 from producers.gateway.http.connection import cut
 from producers.gateway.http.errors import Problem, body_of, problem_of, response_of
 from producers.gateway.http.sse import EVENT, EventStream, named
+from producers.gateway.http.streams import Stop, why_stopped
 from producers.gateway.tasks.own import task_of
 from producers.gateway.tasks.views import errors
 
@@ -37,6 +39,7 @@ _POSITION: Final = {"type": "integer", "minimum": 0, "maximum": MAX_POSITION}
 ENDED: Final = (1000, "the stream has ended")
 STOPPING: Final = (1001, "this gateway is stopping: go on at another one")
 NOT_TAKEN: Final = (1003, "no messages are taken here")
+KEY_ENDED: Final = (1008, "this key does not work any more")
 BROKEN: Final = (1011, "see the error event")
 
 
@@ -102,12 +105,16 @@ async def follow_on_socket(websocket: WebSocket, task_id: str) -> None:
         await response_of(problem_of(error))(websocket.scope, websocket.receive, websocket.send)
         return
     await websocket.accept()
-    stop = gateway.streams.enter()
+    stop = gateway.streams.enter(websocket.scope)
     leaving = asyncio.create_task(_left(websocket, stop))
+    stall = gateway.settings.stall
     try:
         async with aclosing(handle.batches(start)) as batches:
-            code, reason = await _sent(websocket, batches, stop, gateway.settings.stall)
-        if code == STOPPING[0] and leaving.done():
+            code, reason = await _sent(websocket, batches, stop, stall)
+        if code == STOPPING[0] and (problem := why_stopped(stop)) is not None:
+            await _send(websocket, [_error(problem)], stall)
+            code, reason = KEY_ENDED
+        elif code == STOPPING[0] and leaving.done():
             code, reason = NOT_TAKEN
         with suppress(WebSocketDisconnect, RuntimeError):  # it has left
             await websocket.close(code, reason)
@@ -121,7 +128,7 @@ async def follow_on_socket(websocket: WebSocket, task_id: str) -> None:
 
 
 async def _sent(
-    websocket: WebSocket, batches: AsyncGenerator[list[Event]], stop: asyncio.Future[None], stall: float
+    websocket: WebSocket, batches: AsyncGenerator[list[Event]], stop: Stop, stall: float
 ) -> tuple[int, str]:
     """Send events until they end or `stop` is set. Returns how to close. Raises TimeoutError for a stalled reader."""
     while True:
@@ -132,7 +139,7 @@ async def _sent(
                 return STOPPING
             events = coming.result()
         except (PenstockError, *FAILURES) as error:
-            await _send(websocket, [("error", json.dumps(body_of(problem_of(error))))], stall)
+            await _send(websocket, [_error(error)], stall)
             return BROKEN
         finally:
             if coming.cancel():
@@ -142,13 +149,17 @@ async def _sent(
         await _send(websocket, [named(event) for event in events], stall)
 
 
+def _error(error: Exception) -> tuple[str, str]:
+    return "error", json.dumps(body_of(problem_of(error)))
+
+
 async def _send(websocket: WebSocket, events: Sequence[tuple[str, str]], stall: float) -> None:
     for name, data in events:
         async with asyncio.timeout(stall):
             await websocket.send_text(f'{{"event":"{name}","data":{data}}}')
 
 
-async def _left(websocket: WebSocket, stop: asyncio.Future[None]) -> None:
+async def _left(websocket: WebSocket, stop: Stop) -> None:
     """Wait until the client has gone or says something, then set `stop`."""
     await websocket.receive()
     if not stop.done():

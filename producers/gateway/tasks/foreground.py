@@ -25,6 +25,7 @@ from producers.gateway.http import idempotency
 from producers.gateway.http.caller import charge_of, marks, principal_of
 from producers.gateway.http.errors import RETRY_AFTER, Problem
 from producers.gateway.http.sse import watch
+from producers.gateway.http.streams import why_stopped
 from producers.store.idempotency import KEPT_S, Entry
 
 logger = logging.getLogger(__name__)
@@ -172,14 +173,17 @@ async def keyed(request: Request, gateway: Gateway, tasks: Sequence[Task]) -> Fo
 
 
 async def answered(request: Request, gateway: Gateway, waiting: Callable[[], Awaitable[T]]) -> T:
-    """Run `waiting` and return its result. Raises Problem if the client leaves or the gateway stops first."""
-    stop = gateway.streams.enter()
+    """Run `waiting` and return its result. Raises Problem if the client leaves, its key ends or the gateway stops
+    first."""
+    stop = gateway.streams.enter(request.scope)
     leaving = asyncio.create_task(watch(request.receive, stop))
     work = asyncio.ensure_future(waiting())
     try:
         await asyncio.wait((work, stop), return_when="FIRST_COMPLETED")
         if work.done():
             return work.result()
+        if (ended := why_stopped(stop)) is not None:
+            raise ended
         if leaving.done():
             raise Problem(CLIENT_LEFT, "The client left before the answer was there.", code="client_left")
         raise stopping()

@@ -15,6 +15,7 @@ from producers.client.steps import FAILURES
 from producers.errors import PenstockError
 from producers.gateway.context import Gateway
 from producers.gateway.http.sse import watch
+from producers.gateway.http.streams import why_stopped
 
 #: Longest wait (s); who asks for more waits for this long.
 LONGEST_S: Final = 60
@@ -42,8 +43,9 @@ def applied(seconds: int | None) -> dict[str, str]:
 
 
 async def wait(request: Request, gateway: Gateway, handle: AsyncHandle, seconds: int) -> None:
-    """Wait for the task's end, `seconds` at most; less if the caller leaves, the gateway stops or the store fails."""
-    stop = gateway.streams.enter()
+    """Wait for the task's end, `seconds` at most; less if the caller leaves, the gateway stops or the store fails.
+    Raises Problem if the caller's key ends."""
+    stop = gateway.streams.enter(request.scope)
     leaving = asyncio.create_task(watch(request.receive, stop))
     end = asyncio.create_task(_end(handle))
     try:
@@ -53,6 +55,8 @@ async def wait(request: Request, gateway: Gateway, handle: AsyncHandle, seconds:
         leaving.cancel()
         if end.cancel():
             await asyncio.wait((end,))
+    if (problem := why_stopped(stop)) is not None:
+        raise problem
 
 
 async def _end(handle: AsyncHandle) -> None:

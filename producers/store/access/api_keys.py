@@ -22,8 +22,8 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Final
 
 from redis.asyncio import Redis
@@ -102,13 +102,29 @@ class Key:
 
     def opens(self, secret: str, now: float) -> bool:
         """Whether this secret lets its holder in now. Takes the same time for every answer."""
-        given = _digest(secret)
+        return self.accepts(_digest(secret), now)
+
+    def accepts(self, given: str, now: float) -> bool:
+        """The same, by the secret's digest."""
         new = hmac.compare_digest(given, self.digest)
         old = hmac.compare_digest(given, self.old_digest or _NOTHING) and now < self.old_until
         return (new or old) and self.state(now) == "active"
 
     def principal(self) -> Principal:
         return Principal(self.id, self.tenant, frozenset(self.scopes), self.models, self.tiers, self.limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What let a caller in: a key, and the digest of its secret."""
+
+    id: str
+    digest: str = field(repr=False)
+
+
+def opened(token: str | None) -> Opened | None:
+    read = read_token(token or "")
+    return None if read is None else Opened(read[0], _digest(read[1]))
 
 
 def read_token(token: str) -> tuple[str, str] | None:
@@ -148,6 +164,12 @@ async def get(store: Redis, key_id: str) -> Key | None:
     """Raises redis.exceptions.RedisError or OSError."""
     raw = await store.execute_command("HGET", keys.API_KEYS, key_id)
     return None if raw is None else Key.parse(raw)
+
+
+async def several(store: Redis, ids: Sequence[str]) -> dict[str, Key | None]:
+    """Raises redis.exceptions.RedisError or OSError."""
+    found = await store.execute_command("HMGET", keys.API_KEYS, *ids)
+    return {key_id: None if raw is None else Key.parse(raw) for key_id, raw in zip(ids, found, strict=True)}
 
 
 async def every(store: Redis) -> list[Key]:
