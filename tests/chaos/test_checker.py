@@ -112,7 +112,11 @@ def with_keys() -> Case:
     case.history.by_id["read"].key = "a1"
     usage = json.dumps(case.streams["read"][-1][1]["usage"])
     of_key = {"key": "a1", "tenant": "acme"}
-    case.stores.records["read"] |= of_key | {"metadata": '{"attempt": "third"}', "reserved": "7", "usage": usage}
+    case.stores.records["read"] |= of_key | {
+        "metadata": '{"attempt": "third"}',
+        "reserved": '{"estimate": 7}',
+        "usage": usage,
+    }
     case.stores.records["read"] |= {"created": "0", "finished": "1"}
     case.ledger.rows["0-0"] = {**case.ledger.rows["0-0"], **of_key}
     case.ledger.totals = total(case.ledger.rows.values())
@@ -333,7 +337,7 @@ def _limit(name: str) -> Callable[[Case], None]:
 def _overlap(case: Case) -> None:
     """A second task, that was admitted before the first had ended."""
     case.stores.records["read"]["finished"] = "3"
-    case.stores.records["polled"] |= {"key": "a1", "created": "2", "reserved": "0"}
+    case.stores.records["polled"] |= {"key": "a1", "created": "2", "reserved": '{"estimate": 0}'}
 
 
 def _make_refused(case: Case) -> None:

@@ -27,7 +27,13 @@ ANSWER_S: Final = 25.0
 #: Exceptions of an unreachable server or a dead gateway.
 AWAY: Final = (Broken, TimeoutError, *FAILURES)
 #: Codes of answers to a key whose limit is reached.
-_LIMITED: Final = ("rate_limit_exceeded", "token_limit_exceeded", "too_many_in_flight", "insufficient_quota")
+_LIMITED: Final = (
+    "rate_limit_exceeded",
+    "token_limit_exceeded",
+    "too_many_in_flight",
+    "insufficient_quota",
+    "budget_reserved",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ def _a_minute(tasks: Sequence[Record], worth: Callable[[Record], int]) -> int:
 def _charged(task: Record) -> int:
     """Tokens that it counts for in its minute: those that were used, if it ended within it."""
     ended = int(task.get("finished", 0)) // _MINUTE_MS == int(task["created"]) // _MINUTE_MS
-    return _used(task) if ended else int(task["reserved"])
+    return _used(task) if ended else int(json.loads(task["reserved"])["estimate"])
 
 
 def _used(task: Record) -> int:

@@ -205,6 +205,8 @@ def _left(broker: Redis, store: Redis, only: set[str] | None) -> list[str]:
     if only is None:
         for index in ("reaped", "returned"):
             found += [f"penstock:{index} {name}" for name in map(str, broker.hkeys(f"penstock:{index}"))]
+        for counts in ("waiting", "waiting:tokens", "waiting:tenants", "waiting:keys"):  # each is gone at 0
+            found += [f"penstock:{counts} {name}" for name in map(str, store.hkeys(f"penstock:{counts}"))]
     for index in ("submitting", "deadlines", "unsettled"):
         members = list(map(str, store.zrange(f"penstock:{index}", 0, -1)))
         found += [f"penstock:{index} {name}" for name in members if only is None or name in only]
