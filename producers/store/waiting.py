@@ -12,7 +12,7 @@ task whose worker died is not counted: it was started, and the next CLAIM starts
 | `penstock:waiting` | tasks, by kind, and by kind and queue |
 | `penstock:waiting:tokens` | KV tokens that they may need, by kind and queue |
 | `penstock:waiting:tenants`, `:keys` | tasks by tenant and by key, without lines |
-| `penstock:drain:<queue>` | `started`: KV tokens of tasks that waited there and were started, until it is idle for an hour |
+| `penstock:drain:<queue>` | `started`: KV tokens of tasks that waited there and were started; kept for an idle hour |
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ class Attempt:
     worker: str | None
     """The worker's incarnation."""
     why: str
-    """What ended it: `died`, `drained`, `preempted`, `lease_lost`, `breaker`; `failed`: the engine failed it, and Celery
-    tries it again; `ended`: the task ended. Or `running`."""
+    """What ended it: `died`, `drained`, `preempted`, `lease_lost`, `breaker`; `failed`: the engine failed it, and
+    Celery tries it again; `ended`: the task ended. Or `running`."""
     at: float | None = None
     """Time at which that end was known, unix seconds."""
     duration_s: float | None = None

@@ -128,7 +128,8 @@ def _refusal(value: str, wanted: str) -> Problem:
 
 
 def _address(connection: HTTPConnection) -> str | None:
-    return connection.client.host if connection.client else None
+    client = connection.scope.get("client")  # a fifth of what it takes to make `connection.client`
+    return client[0] if client else None
 
 
 def _token(headers: Mapping[str, str]) -> str | None:

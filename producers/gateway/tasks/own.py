@@ -23,7 +23,11 @@ def owned(connection: HTTPConnection, task: Task) -> Task:
     principal = principal_of(connection)
     same(principal, task.tenant, "tenant")
     check_may_use(principal, task)
-    return task if principal.key is None else task.model_copy(update={"tenant": principal.tenant})
+    return (
+        task
+        if principal.key is None or task.tenant == principal.tenant
+        else task.model_copy(update={"tenant": principal.tenant})
+    )
 
 
 async def sees(connection: HTTPConnection, name: str) -> bool:

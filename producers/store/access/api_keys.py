@@ -133,6 +133,11 @@ def read_token(token: str) -> tuple[str, str] | None:
     return None if found is None else (found[1], found[2])
 
 
+def id_in(text: str) -> str:
+    """The id in a key; of what is none, something else."""
+    return text[len(PREFIX) : len(PREFIX) + 16]
+
+
 def new_key(tenant: str, name: str, scopes: tuple[str, ...], **more: Any) -> tuple[Key, str]:
     """A key, and its text as its holder needs it, which nothing can show again."""
     key_id, secret = "".join(secrets.choice(_ALPHABET) for _ in range(16)), secrets.token_urlsafe(32)
