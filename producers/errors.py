@@ -33,6 +33,17 @@ class LimitReached(PenstockError):
         self.wait_s = wait_s
 
 
+class QueueFull(PenstockError):
+    """Too many tasks wait, and nothing was queued. `bound`: the one that is reached, `all`, `pool`, `tenant` or `key`;
+    `waiting`: tasks that count against it; `most`: the most that may."""
+
+    def __init__(self, bound: str, waiting: int, most: int) -> None:
+        super().__init__(f"{waiting} tasks wait, where {most} may (bound: {bound})")
+        self.bound = bound
+        self.waiting = waiting
+        self.most = most
+
+
 class TaskExists(PenstockError):
     """Another task has this id."""
 

@@ -31,6 +31,7 @@ from producers.contract.trace import trace_fields
 from producers.errors import PenstockError
 from producers.store.references import Places
 from producers.store.usage.limits import Charge
+from producers.store.waiting import Room
 
 
 class AsyncClient:
@@ -92,10 +93,12 @@ class AsyncClient:
         task_id: str | None = None,
         more: Mapping[str, str | int] = TASK,
         charge: Charge | None = None,
+        room: Room | None = None,
     ) -> AsyncHandle:
         """As `submit`. `more`: fields of the record beside the task's own (`producers.contract.record`). `charge`: the
-        accounts that it is charged to; raises LimitReached, too."""
-        return self.get(await self.run(submit(self.directory, task, task_id, self.patience, more, charge)))
+        accounts that it is charged to; raises LimitReached, too. `room`: the bounds on what waits; raises QueueFull,
+        too."""
+        return self.get(await self.run(submit(self.directory, task, task_id, self.patience, more, charge, room)))
 
     @property
     def tasks(self) -> AsyncTasks:

@@ -24,6 +24,7 @@ from producers.contract.task import Task
 from producers.errors import InvalidTask, SubmitFailed, TaskExists, UnknownModel, shown
 from producers.store import protocol
 from producers.store.usage.limits import Charge
+from producers.store.waiting import Room, refused
 
 log = logging.getLogger(__name__)
 
@@ -110,10 +111,13 @@ def submit(
     patience_s: float,
     more: Mapping[str, str | int] = TASK,
     charge: Charge | None = None,
+    room: Room | None = None,
 ) -> Steps[str]:
-    """Queue the task and return its id. Raises InvalidTask, UnknownModel, TaskExists, LimitReached, SubmitFailed.
+    """Queue the task and return its id. Raises InvalidTask, UnknownModel, TaskExists, LimitReached, QueueFull,
+    SubmitFailed.
 
-    `more`: fields of its record beside those of the task itself. `charge`: the accounts that it is charged to.
+    `more`: fields of its record beside those of the task itself. `charge`: the accounts that it is charged to. `room`:
+    the bounds on what waits that hold for it.
     """
     if task_id is not None and (type(task_id) is not str or not TASK_ID.fullmatch(task_id)):
         raise InvalidTask(
@@ -128,7 +132,7 @@ def submit(
     task = task.resolved(known.card)
     named, task_id = task_id is not None, task_id or str(uuid.uuid4())
     fields = record_fields(task, known) | dict(more)
-    yield from _admit(directory, task, task_id, known, fields, patience_s, charge)
+    yield from _admit(directory, task, task_id, known, fields, patience_s, charge, room)
     tokens, tenant, at = int(fields["tokens"]), task.tenant or "", known.now_ms()
     message = Message(task_id, known.queue, task.tier, task.width, tokens, tenant, at, task.order_key or "")
     try:
@@ -183,9 +187,12 @@ def _admit(
     fields: dict[str, str | int],
     patience_s: float,
     charge: Charge | None,
+    room: Room | None,
 ) -> Steps[None]:
     names, asked = ((), "") if charge is None else (charge.names, charge.asked(task, known.card, int(fields["tokens"])))
-    call = protocol.admit(task_id, uuid.uuid4().hex, known.now_ms(), fields, accounts=names, charge=asked)
+    bounds = "" if room is None else room.to_json(known.queue, task.tier, task.tenant or "")
+    now_ms, nonce = known.now_ms(), uuid.uuid4().hex
+    call = protocol.admit(task_id, nonce, now_ms, fields, accounts=names, charge=asked, bounds=bounds)
     try:
         answer = yield from persistently(call, patience_s)
     except FAILURES as error:
@@ -194,6 +201,8 @@ def _admit(
         raise failed(
             f"The store did not confirm task {task_id}; if it was recorded, the sweeper will send it", error
         ) from error
+    if isinstance(answer, list) and (full := refused(answer)) is not None:
+        raise full
     if charge is not None and isinstance(answer, list):
         charge.hear(answer, asked)
         return

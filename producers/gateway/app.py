@@ -36,6 +36,7 @@ from producers.gateway.text.templates import Templates
 from producers.store.blobs import open_blobs
 from producers.store.blobs.bucket import is_s3
 from producers.store.usage.prices import Prices
+from producers.store.waiting import Bounds
 from producers.sweeper import sweeper
 from producers.sweeper.reader_leases import ReaderLeases
 
@@ -75,7 +76,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             blobs = open_blobs(settings.files_dir)
             readers = ReaderLeases(client, settings.reader_lease, settings.patience)
             callers = Callers(client.store) if settings.auth == "keys" else None
-            admission = Admission(client, settings.max_queued, settings.max_queued_per_tenant)
+            bounds = Bounds(settings.max_queued_in_all, settings.max_queued, settings.max_queued_per_tenant)
+            admission = Admission(client, bounds, settings.max_wait)
             places = Destinations(allowed)
             large = asyncio.Semaphore(LARGE_RESULTS)
             awaited = set(settings.awaited)

@@ -41,10 +41,15 @@ class GatewaySettings:
     """Time for which open requests and streams may go on after SIGTERM."""
     reader_lease: float = LEASE_S
     """Silence of a gateway after which its waiting requests' tasks are cancelled."""
-    max_queued: int | None = None
-    """Most waiting tasks of a pool, all tiers together. More are refused with 429; lower tiers are refused earlier."""
-    max_queued_per_tenant: int | None = None
-    """Most waiting tasks of one tenant in a pool, as far as workers have sorted them by tenant."""
+    max_queued: int = 50_000
+    """Most waiting tasks of a model version, all tiers together; 0: any number. More are refused with 429; lower tiers
+    are refused earlier."""
+    max_queued_per_tenant: int = 25_000
+    """Most waiting tasks of one tenant, in all; 0: any number."""
+    max_queued_in_all: int = 100_000
+    """Most waiting tasks, as `max_queued`, of all models."""
+    max_wait: float = 0.0
+    """Expected wait of interactive tasks that counts as full (`producers.store.waiting`); 0: any."""
     cors_origins: tuple[str, ...] = ()
     """Origins of web pages that may read answers: `https://chat.example.org`, or `*`. Empty: none."""
     webhook_allow: tuple[str, ...] = ()

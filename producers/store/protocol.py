@@ -39,17 +39,19 @@ def admit(
     *,
     accounts: Sequence[str] = (),
     charge: str = "",
+    bounds: str = "",
 ) -> Call:
     """ADMIT: create a record. Answers `new`, `mine` (the same request came before), `exists` or `late`.
 
     `accounts`: those that are charged, as `charge` says (JSON, `producers.store.usage.limits`): then the answer is not
-    `new`, but what is read there.
+    `new`, but what is read there. `bounds`: on what waits (JSON, `producers.store.waiting.Room`); where one is reached,
+    the answer is what `producers.store.waiting.refused` reads.
     """
     pairs = [part for item in record.items() for part in item]
     return Call(
         script(PACKAGE, "admit"),
         (keys.task(task_id), keys.SUBMITTING, keys.DEADLINES, *map(keys.account, accounts)),
-        (task_id, nonce, asked_ms, SUBMIT_WINDOW_MS, charge, *pairs),
+        (task_id, nonce, asked_ms, SUBMIT_WINDOW_MS, charge, bounds, *pairs),
     )
 
 

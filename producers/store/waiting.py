@@ -2,6 +2,8 @@
 
     ADMIT, BATCH_EXPAND: counted ─▶ CLAIM starts it, or any end: counted no more ─▶ RELEASE: counted again
 
+    PRESSURE: how full a queue is ─▶ the stage of overload, one for all gateways
+
 A record's `waits` says that the task is counted, and as what: `<kind> <tokens> <queue>`. The script that changes the
 record changes the counts (`scripts/_waiting.lua`). A kind is a tier, or `line`: a line of a batch, which is counted
 apart. A plain Celery task has no record before its first CLAIM, so it is counted only after a worker gave it back. A
@@ -12,7 +14,117 @@ task whose worker died is not counted: it was started, and the next CLAIM starts
 | `penstock:waiting` | tasks, by kind, and by kind and queue |
 | `penstock:waiting:tokens` | KV tokens that they may need, by kind and queue |
 | `penstock:waiting:tenants`, `:keys` | tasks by tenant and by key, without lines |
-| `penstock:drain:<queue>` | `started`: KV tokens of tasks that waited there and were started; kept for an idle hour |
+| `penstock:drain:<queue>` | `started`: KV tokens of tasks that waited and were started; also the rate, and the stage |
 """
 
 from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+from redis.asyncio import Redis
+
+from producers.connection.script import Call, arun, script, text
+from producers.contract import keys
+from producers.errors import QueueFull
+
+#: Tier -> share of a bound that may be taken, by all tiers or, for priority, by its own tasks. It is at least one task,
+#: so that a small bound refuses no tier while nothing waits.
+PARTS: Final = {"priority": 1.0, "default": 0.95, "flex": 0.8, "batch": 0.6}
+#: Stages of overload, in order. Each one does what those before it do.
+STAGES: Final = ("normal", "shed", "shorten", "priority")
+#: Pressure (share of a bound, or of the longest wait) at which each stage is left again; `pressure.lua` has the same.
+LEFT: Final = (0.0, 0.6, 0.7, 0.8)
+#: Tier -> the stage from which on it is refused.
+REFUSED: Final = {"priority": 4, "default": 3, "flex": 1, "batch": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The most tasks that may wait, for a gateway's callers; 0: any number. Lines of batches are not counted here."""
+
+    in_all: int = 0
+    pool: int = 0
+    """Of one model version."""
+    tenant: int = 0
+    """Of one tenant, in all pools; tasks without a tenant have one in common."""
+    key: int = 0
+    """Of one API key, in all pools."""
+
+    def of(self, tier: str) -> int:
+        """The most tasks of this tier that may ever wait; 0: any number."""
+        shared = [max(1, int(most * PARTS[tier])) for most in (self.in_all, self.pool) if most]
+        return min([*shared, *(most for most in (self.tenant, self.key) if most)], default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The bounds that hold for a task of one key."""
+
+    bounds: Bounds
+    key: str | None = None
+
+    def to_json(self, queue: str, tier: str, tenant: str) -> str:
+        """The bounds, as ADMIT takes them; empty where there is none."""
+        return _places(self.bounds, queue, tier, tenant, self.key)
+
+
+@lru_cache(maxsize=4096)
+def _places(bounds: Bounds, queue: str, tier: str, tenant: str, key: str | None) -> str:
+    tiers = [tier] if tier == "priority" else list(keys.TIERS)  # it waits for no other tier
+    there = [f"{one} {queue}" for one in tiers]
+    found: list[tuple[str, list[str], int, str]] = []
+    for most, fields, name in ((bounds.in_all, tiers, "all"), (bounds.pool, there, "pool")):
+        if most:
+            found.append((keys.WAITING, fields, max(1, int(most * PARTS[tier])), name))
+    if bounds.tenant:
+        found.append((keys.WAITING_TENANTS, [tenant], bounds.tenant, "tenant"))
+    if bounds.key and key is not None:
+        found.append((keys.WAITING_KEYS, [key], bounds.key, "key"))
+    return json.dumps(found) if found else ""
+
+
+def refused(answer: Sequence[Any]) -> QueueFull | None:
+    """The error for what ADMIT answered; None where it is no refusal by a bound."""
+    if text(answer[0]) != "full":
+        return None
+    return QueueFull(text(answer[1]), int(answer[2]), int(answer[3]))
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """How full a queue is, and the stage of overload (index into STAGES) that follows."""
+
+    stage: int = 0
+    share: float = 0.0
+    """Of the bound, or the longest wait, that is nearest to being reached."""
+    tasks: int = 0
+    tokens: int = 0
+    """What waits, without lines of batches, and the KV tokens that it may need."""
+    rate: float = 2500.0
+    """KV tokens of tasks that are started in a second."""
+    served: bool = False
+
+
+async def pressure(store: Redis, queue: str, bounds: Bounds, max_wait: float) -> Pressure:
+    """PRESSURE: measure a queue. `max_wait`: the longest wait (s) of interactive tasks; 0: any.
+
+    Raises redis.exceptions.RedisError or OSError.
+    """
+    call = Call(
+        script("producers.store", "pressure"), (keys.drain(queue),), (queue, bounds.pool, bounds.in_all, max_wait)
+    )
+    stage, share, tasks, tokens, rate, served = map(int, await arun(store, call))
+    return Pressure(stage, share / 1000, tasks, tokens, rate / 1000, bool(served))
+
+
+async def queues(store: Redis) -> dict[str, dict[str, int]]:
+    """Queue -> kind -> tasks that wait there; under the empty name, in all. Raises as `pressure` does."""
+    found: dict[str, dict[str, int]] = {}
+    for name, number in (await store.hgetall(keys.WAITING)).items():
+        kind, _, queue = text(name).partition(" ")
+        found.setdefault(queue, {})[kind] = int(number)
+    return found

@@ -205,11 +205,20 @@ SpotMetadataUrl = Annotated[
     str | None, typer.Option(help="URL of the instance's metadata service. Unset: the provider's own.")
 ]
 MaxQueued = Annotated[
-    int | None,
-    typer.Option(min=1, help="Most tasks that may wait for a pool. More are refused with 429, lower tiers first."),
+    int,
+    typer.Option(
+        min=0, help="Most tasks that may wait for a model. More are refused with 429, lower tiers first. 0: any."
+    ),
 ]
-MaxQueuedPerTenant = Annotated[
-    int | None, typer.Option(min=1, help="Most tasks of one tenant that may wait for a pool.")
+MaxQueuedPerTenant = Annotated[int, typer.Option(min=0, help="Most tasks of one tenant that may wait, in all. 0: any.")]
+MaxQueuedInAll = Annotated[int, typer.Option(min=0, help="As --max-queued, of all models. 0: any.")]
+MaxWait = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        callback=finite,
+        help="Expected wait (s) of the tiers priority and default that counts as full, as --max-queued. 0: any.",
+    ),
 ]
 FilesDir = Annotated[
     str | None,

@@ -13,6 +13,7 @@ from producers.client.submission import TASK
 from producers.contract.task import Task
 from producers.contract.trace import trace_fields, trace_suffix
 from producers.store.usage.limits import Charge
+from producers.store.waiting import Room
 
 #: The record's fields for the current request's trace. Every request has a context of its own.
 _fields: Final[ContextVar[Mapping[str, str]]] = ContextVar("traceparent", default={})  # noqa: B039 - never changed
@@ -43,5 +44,6 @@ class TracedClient(AsyncClient):
         task_id: str | None = None,
         more: Mapping[str, str | int] = TASK,
         charge: Charge | None = None,
+        room: Room | None = None,
     ) -> AsyncHandle:
-        return await super().admit(task, task_id, {**more, **fields()}, charge)
+        return await super().admit(task, task_id, {**more, **fields()}, charge, room)

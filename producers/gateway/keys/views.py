@@ -30,6 +30,8 @@ LIMITS: dict[str, str] = {
     "budget_tokens": "most tokens in a month (UTC)",
     "max_prompt": "most tokens of a prompt",
     "max_output": "most tokens of a choice's output",
+    "max_waiting": "most of its tasks that wait for a worker",
+    "shorten_to": "most tokens of a choice's output under overload, of the default tier",
 }
 CREATE: dict[str, Any] = {
     "type": "object",
@@ -88,6 +90,8 @@ class KeyView(BaseModel):
     budget_tokens: int | None
     max_prompt: int | None
     max_output: int | None
+    max_waiting: int | None
+    shorten_to: int | None
     state: Literal["active", "disabled", "expired", "revoked"]
     created_at: int
     expires_at: int | None

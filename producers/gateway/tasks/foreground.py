@@ -77,13 +77,13 @@ class Foreground:
 
     async def submit(self) -> None:
         """Submit all tasks. Raises Problem if too many wait, and as `AsyncClient.submit`; none stays queued then."""
-        client, metrics = self._gateway.client, self._gateway.metrics
+        admission, metrics = self._gateway.admission, self._gateway.metrics
         if self._entry is None or self._entry.state != "made":
-            await self._gateway.admission.enter(self._principal, self._tasks)
+            await admission.enter(self._principal, self._tasks)
         await self._gateway.readers.enter(self.ids)
         self._held = list(self.ids)
         each = zip(self._tasks, self.ids, strict=True)
-        submits = [client.admit(task, name, self._more, self._charge) for task, name in each]
+        submits = [admission.admit(self._principal, task, name, self._more, self._charge) for task, name in each]
         try:
             answers = await asyncio.gather(*submits, return_exceptions=True)
             taken = {name for name, answer in zip(self.ids, answers, strict=True) if isinstance(answer, TaskExists)}

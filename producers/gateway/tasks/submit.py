@@ -56,13 +56,15 @@ async def submitted(
     entry = await idempotency.first(request, gateway.client, str(uuid.uuid4()), tenant=task.tenant)
     if entry is not None and entry.state == "made":
         return entry.id, await original(gateway, entry.id)
-    await gateway.admission.enter(principal_of(request), [task])
+    principal = principal_of(request)
+    await gateway.admission.enter(principal, [task])
     more, charge = {**more, **marks(request)}, charge_of(request)
     if entry is None:
-        task_id = (await gateway.client.admit(task, None, more, charge)).id
+        task_id = await gateway.admission.admit(principal, task, None, more, charge)
     else:
         try:
-            task_id = (await gateway.client.admit(task, entry.id, {**more, "idempotency": entry.name}, charge)).id
+            more = {**more, "idempotency": entry.name}
+            task_id = await gateway.admission.admit(principal, task, entry.id, more, charge)
         except TaskExists:  # an equal request came at the same time
             return entry.id, await original(gateway, entry.id)
     gateway.metrics.submitted(task.model, task.tier)

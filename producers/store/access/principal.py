@@ -37,9 +37,13 @@ class Limits:
     """Tasks that have not ended."""
     budget_tokens: int | None = None
     """Tokens of tasks that end in a month, and of those that have not ended."""
+    max_waiting: int | None = None
+    """Tasks that wait for a worker."""
     max_prompt: int | None = None
     max_output: int | None = None
     """Tokens of one task's prompt, and of one choice's output."""
+    shorten_to: int | None = None
+    """Tokens of a choice's output under overload, of tasks of the default tier (`producers.gateway.admission`)."""
 
     @property
     def counted(self) -> dict[str, int]:

@@ -2,13 +2,14 @@
 -- ADMIT | no record -> `submitting`; else nothing. A request older than the submit window is refused.
 -- The record's field `idempotency` names the entry of the request's Idempotency-Key (IDEMPOTENT): it is marked as made.
 -- A task with the `origin` task enters the index that lists it, and its tenant's own. With accounts,
--- they are charged in the same script; if a limit is reached, nothing is written.
+-- they are charged in the same script; if a limit or a bound on what waits is reached, nothing is written.
 -- KEYS: task, submitting, deadlines, then the accounts that are charged
 -- ARGV: id, nonce, asked (ms, server time as the client estimates it), window (ms), what the accounts are asked for (JSON,
---       `charge` in _limits.lua), field, value, ...
+--       `charge` in _limits.lua), bounds (JSON, `waiting_full`; empty: none), field, value, ...
 -- Answers: new | mine (the same request was admitted before, and its reply was lost) | exists | late;
---          with accounts, in place of `new`, what `charge` answers (_limits.lua)
+--          with accounts, in place of `new`, what `charge` answers (_limits.lua); what `waiting_full` answers
 -- include: _limits.lua
+-- include: _bounds.lua
 -- include: _admit.lua
 -- include: _made.lua
 local task, submitting = KEYS[1], KEYS[2]
@@ -23,8 +24,12 @@ if now - asked > window then
   return 'late'
 end
 local fields = { 'v', '1', 'status', 'submitting', 'nonce', nonce, 'created', now, 'deaths', 0 }
-for i = 6, #ARGV do
+for i = 7, #ARGV do
   fields[#fields + 1] = ARGV[i]
+end
+local full = ARGV[6] ~= '' and waiting_full(cjson.decode(ARGV[6]))
+if full then
+  return full
 end
 local charged
 if KEYS[4] then

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 
-from producers import AsyncClient, Task
-from producers.client import submission
+from producers import AsyncClient
 from producers.gateway import metrics
-from producers.gateway.admission import limits
-from producers.gateway.admission.limits import Admission
-from producers.store.access.principal import LOCAL
+from producers.gateway.admission import overload
+from producers.gateway.admission.overload import Overload
+from producers.store.waiting import Bounds, Pressure
 from producers.sweeper import reader_leases as readers
 from producers.sweeper.reader_leases import ReaderLeases
 from tests.producers.gateway.conftest import Door
@@ -39,13 +38,10 @@ def test_the_gateways_own_figures_are_still_told(
         assert figures(http)["penstock_up",] == 0
 
 
-async def test_who_asks_for_room_waits_once_however_many_they_are(
-    hung: str, valkey_url: str, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Then they are let in: that the broker is away is submit's to tell."""
-    monkeypatch.setattr(limits, "SILENT_S", 0.1)
-    for module in (limits, submission):
-        monkeypatch.setattr(module, "FRESH_S", 1e6)
+async def test_who_asks_for_room_waits_once_however_many_they_are(hung: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then they are let in: that the store is away is submit's to tell."""
+    monkeypatch.setattr(overload, "SILENT_S", 0.1)
+    monkeypatch.setattr(overload, "FRESH_S", 1e6)
     waits = 0
 
     class Counting(asyncio.Timeout):
@@ -55,20 +51,12 @@ async def test_who_asks_for_room_waits_once_however_many_they_are(
             await super().__aenter__()
             return self
 
-    async with AsyncClient(hung, valkey_url) as client:
-        bounds = Admission(client, 5, 5)
-        await client.known(model)
+    async with AsyncClient(hung) as client:
+        found = Overload(client.store, Bounds(pool=5))
         with monkeypatch.context() as patched:
             patched.setattr(asyncio, "timeout", lambda s: Counting(asyncio.get_running_loop().time() + s))
-            await asyncio.wait_for(
-                asyncio.gather(
-                    *(
-                        bounds.enter(LOCAL, [Task(model=model, prompt=[1], tier="priority", tenant=f"t{i}")])
-                        for i in range(5)
-                    )
-                ),
-                LONG,
-            )
+            asked = asyncio.gather(*(found.enter("a queue", "batch") for _ in range(5)))
+            assert await asyncio.wait_for(asked, LONG) == [Pressure()] * 5
     assert waits == 1
 
 

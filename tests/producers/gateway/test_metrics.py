@@ -177,7 +177,7 @@ def test_what_is_refused_is_counted_by_reason_and_tier(
         assert refused(http) == {("queue_full", "priority"): 3, ("queue_full", "default"): 1, ("queue_full", "flex"): 1}
 
     door = open_door(max_queued_per_tenant=1)
-    valkey.zadd(broker_keys.turn(QUEUE, "greedy"), {"1": 1})
+    valkey.hset(keys.WAITING_TENANTS, "greedy", 1)
     assert post("tasks", prompt=[1], tier="flex", tenant="greedy") == 429
     valkey.config_set("maxmemory", "1")
     try:

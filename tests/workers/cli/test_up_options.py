@@ -112,7 +112,17 @@ def test_the_gateway_is_told_what_was_said(conducted: Conducted, monkeypatch: py
     monkeypatch.setattr("producers.gateway.serve", lambda settings, listener: given.append(settings))
     monkeypatch.setattr("workers.cli.processes.gateway.look_at_servers", lambda broker, store: None)
     origins = ("https://a.example", "http://localhost:3000")
-    said = ("--max-queued", "60", "--max-queued-per-tenant", "6", *(f"--cors-origin={origin}" for origin in origins))
+    said = (
+        "--max-queued",
+        "60",
+        "--max-queued-per-tenant",
+        "6",
+        "--max-queued-in-all",
+        "0",
+        "--max-wait",
+        "9",
+        *(f"--cors-origin={origin}" for origin in origins),
+    )
     said += ("--proxy-headers", "10.0.0.0/8", "--proxy-headers", "::1")
     system = conducted(*said, "--model", "tiny", "--model", "two=tiny")
     with socket.socket() as listener:
@@ -122,6 +132,7 @@ def test_the_gateway_is_told_what_was_said(conducted: Conducted, monkeypatch: py
         result = CliRunner().invoke(app, list(program.argv)[len(PENSTOCK) :], env=dict(program.env))
     assert result.exit_code == 0, (result.output, result.exception)
     assert (given[0].max_queued, given[0].max_queued_per_tenant) == (60, 6)
+    assert (given[0].max_queued_in_all, given[0].max_wait) == (0, 9.0)
     assert given[0].proxy_headers == ("10.0.0.0/8", "::1")
     assert (given[0].cors_origins, given[0].awaited) == (origins, ("tiny", "two"))
 
@@ -134,7 +145,7 @@ def test_the_gateway_is_told_what_was_said(conducted: Conducted, monkeypatch: py
         (("--spot-provider", "gcp"), "the only provider is aws"),
         (("--spot-metadata-url", "http://imds"), "must be a URL (http://...), and needs --spot-provider"),
         (("--health-port", "65535", "--workers", "2"), "65535 is the last"),
-        (("--max-queued", "0"), "should be greater than or equal to 1"),
+        (("--max-queued", "-1"), "should be greater than or equal to 0"),
         (("--cors-origin", "https://a.example/"), "is not an origin"),
         (("--cors-origin", "a.example"), "is not an origin"),
         (("--proxy-headers", "proxy.example"), "give an address, a network"),

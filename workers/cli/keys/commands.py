@@ -57,6 +57,10 @@ def create(
     budget_tokens: Annotated[int | None, typer.Option(help="Most tokens in a month (UTC).")] = None,
     max_prompt: Annotated[int | None, typer.Option(help="Most tokens of a prompt.")] = None,
     max_output: Annotated[int | None, typer.Option(help="Most tokens of a choice's output.")] = None,
+    max_waiting: Annotated[int | None, typer.Option(help="Most of its tasks that wait for a worker.")] = None,
+    shorten_to: Annotated[
+        int | None, typer.Option(help="Most tokens of a choice's output under overload, of the tier default.")
+    ] = None,
     data_dir: DataDir = None,
     store: KeyStore = None,
     as_json: Json = False,
@@ -75,6 +79,8 @@ def create(
         "budget_tokens": budget_tokens,
         "max_prompt": max_prompt,
         "max_output": max_output,
+        "max_waiting": max_waiting,
+        "shorten_to": shorten_to,
     }
 
     async def work(client: Redis) -> None:

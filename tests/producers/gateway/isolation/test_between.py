@@ -9,10 +9,9 @@ import httpx
 import pytest
 from redis import Redis
 
-from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import QUEUE, Door, until
+from tests.producers.gateway.conftest import Door
 from tests.producers.gateway.isolation.conftest import ENDPOINT, TASK, Made, batch, posted, upload
 from tests.producers.gateway.openai.conftest import Answering
 from tests.producers.gateway.openai.conftest import answering as answering  # the fixture
@@ -105,10 +104,11 @@ def test_what_others_have_waiting_is_not_counted_and_not_told(
     def submit(tenant: str) -> httpx.Response:
         return httpx.post(f"{door.url}/v1/tasks", json=TASK, headers=as_caller(make(tenant)))
 
-    valkey.zadd(broker_keys.turn(QUEUE, "acme"), {"1": 1, "2": 2})
+    valkey.hset(keys.WAITING_TENANTS, "acme", 2)
     assert [submit(tenant).status_code for tenant in ("acme", "other")] == [429, 202]
-    valkey.zadd(broker_keys.turn(QUEUE, "other"), {"3": 3, "4": 4})
-    refused = until(lambda: (answer := submit("other")).status_code == 429 and answer)
+    valkey.hset(keys.WAITING_TENANTS, "other", 2)
+    refused = submit("other")
+    assert refused.status_code == 429
     assert refused.json()["error"]["code"] == "tenant_queue_full"
     assert "acme" not in refused.text + str(refused.headers)
 

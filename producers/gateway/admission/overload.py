@@ -1,0 +1,115 @@
+"""Overload: how full each queue is, what is refused or shortened for it, and when a refused caller is to come again.
+
+    a submit ─▶ PRESSURE, at most every FRESH_S ─▶ stage ─▶ normal │ shed │ shorten │ priority
+    ADMIT says `full` ──────────────────────────▶ 429, `Retry-After` by what waits and how fast it drains
+
+The stage is kept in the store (`producers.store.waiting`), so that all gateways see the same one. A refused caller is
+told when a place will be free, after callers that were refused before: otherwise all would retry at once, and a busy
+gateway would do nothing but refuse. A place is free once the tasks before it were started: their tokens, at the rate at
+which workers started tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import time
+from dataclasses import dataclass, field
+from typing import Final
+
+from redis.asyncio import Redis
+
+from producers.client.steps import FAILURES
+from producers.connection.connect import SILENT_S
+from producers.errors import QueueFull
+from producers.gateway.http.errors import Problem
+from producers.store import waiting
+from producers.store.waiting import LEFT, REFUSED, STAGES, Bounds, Pressure
+
+logger = logging.getLogger(__name__)
+
+#: Time (s) for which a look counts.
+FRESH_S: Final = 0.05
+#: Shortest and longest wait (s) that a refused caller is told. Without a worker it is the longest.
+SHORTEST_S, LONGEST_S = 0.25, 30.0
+#: Bound -> the code of a refusal, and whose tasks are too many.
+SAID: Final = {
+    "all": ("queue_full", "of all models"),
+    "pool": ("queue_full", "of this model"),
+    "tenant": ("tenant_queue_full", "of this tenant"),
+    "key": ("key_queue_full", "of this key"),
+}
+
+
+@dataclass(slots=True)
+class _Queue:
+    """What is known of a queue. `line`: when the last refused caller gets a place, at the current rate."""
+
+    pressure: Pressure = field(default_factory=Pressure)
+    at: float = -math.inf
+    line: float = -math.inf
+    looking: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Overload:
+    """The overload of all queues, as one gateway sees it. `max_wait`: the longest wait (s) of interactive tasks that is
+    not overload; 0: any."""
+
+    def __init__(self, store: Redis, bounds: Bounds, max_wait: float = 0.0) -> None:
+        self._store = store
+        self._bounds = bounds
+        self._max_wait = max_wait
+        self._bounded = bool(bounds.in_all or bounds.pool or max_wait)
+        self._queues: dict[str, _Queue] = {}
+
+    async def look(self, queue: str) -> Pressure:
+        """The pressure of a queue, at most FRESH_S old. While the store is away, there is none: ADMIT will say so."""
+        one = self._queues.setdefault(queue, _Queue())
+        async with one.looking:
+            if time.monotonic() - one.at > FRESH_S:
+                before, one.pressure = one.pressure.stage, await self._measured(queue)
+                one.at = time.monotonic()
+                if one.pressure.stage != before:
+                    changed = (queue, STAGES[before], STAGES[one.pressure.stage], 100 * one.pressure.share)
+                    logger.warning("overload of %s: from %s to %s, at %.0f%% of its bounds", *changed)
+        return one.pressure
+
+    async def enter(self, queue: str, tier: str) -> Pressure:
+        """The pressure under which a tier's tasks may come now. Raises Problem (429)."""
+        if not self._bounded:
+            return Pressure()
+        found = await self.look(queue)
+        if found.stage < REFUSED[tier]:
+            return found
+        left = LEFT[REFUSED[tier]]
+        said = f"Overload: tasks of the tier {tier} are refused until less waits (stage {STAGES[found.stage]})"
+        raise self._refusal(queue, found.tokens * max(0.0, 1 - left / max(found.share, left)), said, "queue_full")
+
+    async def full(self, error: QueueFull, queue: str, tier: str, tokens: int) -> Problem:
+        """The refusal for what ADMIT refused. `tokens`: KV tokens that the task may need."""
+        found = await self.look(queue)
+        size = found.tokens / found.tasks if found.tasks else tokens
+        code, whose = SAID[error.bound]
+        said = f"The queue is full: of tasks {whose}, {error.most} may wait ({tier} is refused while more do)"
+        return self._refusal(queue, (error.waiting + 1 - error.most) * size, said, code)
+
+    def _refusal(self, queue: str, tokens: float, said: str, code: str) -> Problem:
+        """`tokens`: those that have to be started before there is a place."""
+        one, now, seconds = self._queues[queue], time.monotonic(), LONGEST_S
+        if one.pressure.served:
+            one.line = min(max(one.line, now) + tokens / one.pressure.rate, now + LONGEST_S)
+            seconds = max(SHORTEST_S, one.line - now)
+        seconds *= random.uniform(1.0, 1.25)  # noqa: S311 - spreads retries of callers refused together
+        headers = {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(int(seconds * 1000))}
+        return Problem(
+            429, f"{said}; try again in {seconds:.1f} s", code=code, headers=headers | {"x-should-retry": "true"}
+        )
+
+    async def _measured(self, queue: str) -> Pressure:
+        try:
+            async with asyncio.timeout(SILENT_S):
+                return await waiting.pressure(self._store, queue, self._bounds, self._max_wait)
+        except FAILURES:
+            return Pressure()
