@@ -18,13 +18,14 @@ from engine.bounds import Bound
 class Option:
     """A field's option on the command line. `name`: as it is written, unless it is called as the field.
 
-    `serving`: it is for an engine that serves many requests.
+    `serving`: it is for an engine that serves many requests. `of_model`: a model may have a default of its own.
     """
 
     help: str
     name: str = ""
     metavar: str | None = None
     serving: bool = False
+    of_model: bool = False
 
 
 @dataclass(eq=False, repr=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """A token's natural log probability in the model's own distribution: at temperature 1, before any filter."""
+    """A token's natural log probability in the model's own distribution, before any parameter changes it."""
 
     token_id: int
     logprob: float

@@ -21,8 +21,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine import Engine, EngineConfig, Event, Request, SamplingParams
+from engine import Engine, EngineConfig, Event, Request
 from engine.bench.plot import Line, chart
+from engine.params import greedy
 from engine.request import Tier
 
 _PERCENTILES = (50, 95, 99)
@@ -92,7 +93,7 @@ def serve(engine: Engine, plan: Sequence[Arrival], name: str) -> tuple[list[Toke
     for i, one in enumerate(plan):
         due = began + one.at
         time.sleep(max(0.0, due - time.monotonic()))
-        params = SamplingParams(max_tokens=one.output, temperature=0.0, ignore_eos=True)
+        params = greedy(one.output)
         engine.submit(Request(f"{name}-{i}", one.prompt, params, tier=one.tier), listener(i, due))
     for _ in plan:
         done.acquire()

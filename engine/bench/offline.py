@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from engine import Engine, EngineConfig, Event, Request, SamplingParams
+from engine import Engine, EngineConfig, Event, Request
 from engine.bench.breakdown import Meter, shown
 from engine.bench.ceilings import Ceilings, Work
 from engine.bench.load import bench_load, longest_of
@@ -43,6 +43,7 @@ from engine.errors import EngineError
 from engine.execution.threads import threads_for
 from engine.kernels import Kernels, select
 from engine.models import load_model
+from engine.params import greedy
 from engine.text.config import Config, read_config
 
 #: (prompt token ids, output tokens)
@@ -110,7 +111,7 @@ def run_jobs(engine: Engine, jobs: list[Job]) -> dict[str, float]:
 
     began, cpu_began = time.perf_counter(), time.process_time()
     for i, (prompt, output) in enumerate(jobs):
-        params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+        params = greedy(output)
         engine.submit(Request(f"job-{i}", prompt, params), listener(i))
     for _ in jobs:
         done.acquire()

@@ -25,7 +25,7 @@ NOT_FINITE, NONE_LEFT = 1, 2
 
 
 class Features(IntFlag):
-    """The sampling features that the rows of a step need beside temperature and noise. Each combination needs its own
+    """The sampling features that the rows of a step need beside scale and noise. Each combination needs its own
     graph."""
 
     EDITS = 1

@@ -4,7 +4,7 @@ rows: keeps each running sequence's parameters in a permanent row and gathers a 
 edits: changes the logits (penalties, biases, bans); edit_rows and counts keep the data for that
 filters: top-k, top-p, min-p, typical sampling; noise: makes Gumbel noise from (seed, choice, position, token) alone, so
         that a token depends neither on the other sequences in the batch nor on what happened before
-sampler: takes the most likely token at temperature 0, else the largest sum of filtered logit and noise
+sampler: takes the most likely token of greedy requests, else the largest sum of filtered logit and noise
 logprobs: log probabilities of chosen tokens and of prompts, from the model's own distribution
 """
 

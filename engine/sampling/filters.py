@@ -44,7 +44,7 @@ class Filters:
 def narrow(logits: Tensor, filters: Filters) -> Tensor | None:
     """The smallest logit that is kept of each row, fp32 [rows, 1]. None if no row has a limit.
 
-    `logits`: fp32 [rows, vocabulary], already divided by the temperature. Typical sampling changes them in place.
+    `logits`: fp32 [rows, vocabulary], already scaled. Typical sampling changes them in place.
     """
     floor = None
     if filters.ranked is not None:

@@ -16,9 +16,6 @@ from engine.sampling.filters import Filters, Ranked
 from engine.sampling.noise import row_keys
 from engine.sequence import Sequence
 
-#: Temperatures below this count as 0, because dividing by them would overflow.
-COLDEST = 1e-5
-
 
 @dataclass(frozen=True, slots=True)
 class Draws:
@@ -70,7 +67,7 @@ class SamplingRows:
     def admit(self, sequence: Sequence) -> None:
         """Fill the row of the sequence's slot."""
         slot, params = sequence.slot, sequence.request.params
-        self._temperature[slot] = params.temperature if params.temperature >= COLDEST else 0.0
+        self._temperature[slot] = params.divisor
         # A filter that keeps all tokens is the same as none.
         self._top_k[slot] = params.top_k if params.top_k < self._vocab_size else 0
         self._top_p[slot] = params.top_p

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 from engine.bounds import number, shown
 from engine.errors import RequestError
-from engine.params import SamplingParams
+from engine.params import MAX_PROMPT_LOGPROBS, SamplingParams
 from engine.request import Request
 from engine.scheduling.policy import TIERS
 
-#: The most prompt log probabilities, alternatives included, that one request may ask for: some megabytes as text.
-MAX_PROMPT_LOGPROBS = 262_144
 #: The range of a tenant's weight, by which its share of a tier is multiplied.
 MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
 _MAX_SECONDS = 2.0**62

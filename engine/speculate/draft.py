@@ -5,7 +5,7 @@ plans hold for both. But the draft model only computes sequences that are to hav
 sequence, it catches up, some tokens a step. If its record of the K/V it has is wrong, its drafts are poor, but no
 output changes.
 
-It samples with the target's own parameters and noise (penalties, temperature, filters, seed, position). So it agrees
+It samples with the target's own parameters and noise (penalties, filters, seed, position). So it agrees
 not only with the target's most likely token but also with the one that the target will draw.
 """
 

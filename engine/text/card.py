@@ -12,8 +12,7 @@ fixed, one JSON object. A reader ignores keys that it does not know:
        capabilities      ["generate"], and "chat" if there is a chat template
     eos_token_ids     list of token ids, may be empty
     bos_token_id      token id or null
-    defaults          generation_config.json's temperature, top_k, top_p, min_p, typical_p, repetition_penalty, where
-                      given
+    defaults          generation_config.json's own values of the parameters in `engine.params.DEFAULTS`
     files             name -> SHA-256 in hex, of the tokenizer's and template's files
     created           unix seconds
 
@@ -35,14 +34,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError, RequestError
-from engine.params import SamplingParams
+from engine.params import DEFAULTS, SamplingParams
 from engine.text.chat.template import TemplateSource
 from engine.text.checkpoint import count_parameters, model_version
 from engine.text.config import Config, architectures, read_config
 from engine.text.files import read_files, read_object
 from engine.text.tokenizer import Tokenizer
-
-_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +120,7 @@ class ModelCard:
 def _defaults(generation: dict[str, Any]) -> dict[str, float]:
     """The defaults within the bounds of requests. A default out of bounds would fail every request that has none."""
     defaults = {}
-    for name in _DEFAULTS:
+    for name in DEFAULTS:
         if generation.get(name) is not None:
             with suppress(RequestError):
                 SamplingParams(**{name: generation[name]})

@@ -50,10 +50,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
+from engine.params import MAX_CHOICES
 from producers.connection.script import text
 from producers.contract import keys
 from producers.contract.run import PREFIX, Run
-from producers.contract.stream.events import MAX_CHOICES
 
 FINAL: Final = frozenset({"completed", "failed", "cancelled", "incomplete"})
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from producers.contract.task import DEFAULTS, Task
+from engine.params import DEFAULTS
+from producers.contract.task import Task
 
 PAGE = Path(__file__).parents[2] / "docs" / "parameters.md"
 

@@ -11,6 +11,8 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
+from engine.declared import declared
+from engine.params import SamplingParams
 from producers.contract.stream.events import Event, Prompt, Token
 from producers.errors import PenstockError, SubmitFailed, TaskExists, TaskNotFound
 from workers.chaos.checker.history import Seen
@@ -23,7 +25,7 @@ from workers.chaos.spy import spy
 AGAIN_S: Final = 0.25
 POLL_S: Final = 0.4
 #: Fields that a task and OpenAI's completions share.
-_SHARED: Final = ("model", "prompt", "max_tokens", "n", "seed", "ignore_eos", "temperature", "top_p", "top_k")
+_SHARED: Final = ("model", "prompt", *declared(SamplingParams))
 _TIERS: Final = {"batch": "flex"}
 
 

@@ -12,10 +12,11 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from engine.bounds import Flag, Integer, Number
+from engine.bounds import Biases, Bound, Flag, Integer, Number, Strings, TokenIds
 from engine.config import EngineConfig
 from engine.declared import Declared, declared
 from engine.errors import RequestError
+from engine.params import SamplingParams
 from workers.cli.exits import Failure
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -152,30 +153,6 @@ Store = Annotated[
 ]
 LogLevel = Annotated[str, typer.Option(help="Least severe messages to log: debug, info, warning or error.")]
 Url = Annotated[str, typer.Option(envvar="PENSTOCK_URL", help="The gateway's URL.")]
-MaxTokens = Annotated[int | None, typer.Option(help="Most output tokens. Unset: up to the end of the context.")]
-MinTokens = Annotated[int | None, typer.Option(help="Fewest output tokens.")]
-Temperature = Annotated[float | None, typer.Option(help="Sampling temperature. 0: greedy. Unset: the model's default.")]
-TopK = Annotated[int | None, typer.Option(help="Sample among this many likeliest tokens. 0: among all.")]
-TopP = Annotated[float | None, typer.Option(help="Sample among the likeliest tokens up to this total probability.")]
-MinP = Annotated[
-    float | None, typer.Option(help="Drop tokens less likely than this share of the likeliest token's probability.")
-]
-TypicalP = Annotated[
-    float | None, typer.Option(help="Sample among the most typical tokens up to this total probability.")
-]
-RepetitionPenalty = Annotated[
-    float | None, typer.Option(help="Above 1: makes tokens of the prompt and output less likely.")
-]
-PresencePenalty = Annotated[
-    float | None, typer.Option(help="Above 0: makes tokens less likely once they occur in the output.")
-]
-FrequencyPenalty = Annotated[
-    float | None, typer.Option(help="Above 0: makes tokens less likely for each time they occur in the output.")
-]
-Seed = Annotated[int | None, typer.Option(help="Random seed; the same seed repeats the output.")]
-Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the output. May be repeated.")]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end-of-sequence token.")]
-Outputs = Annotated[int | None, typer.Option("-n", help="Number of outputs.")]
 Gpus = Annotated[
     str | None,
     typer.Option(help="Run one worker on each of these GPUs: all, or numbers, GPU-... and MIG-... names, as in 0,1."),
@@ -274,6 +251,17 @@ WebhookAllow = Annotated[
 ENGINE: Final = {name: one for name, one in declared(EngineConfig).items() if one.option is not None}
 #: Those of an engine that serves one request.
 ENGINE_OF_ONE: Final = {name: one for name, one in ENGINE.items() if one.option and not one.option.serving}
+#: A request's sampling parameters, by name.
+SAMPLING: Final = declared(SamplingParams)
+#: The types of options by the bounds of their fields; other fields are text.
+_KINDS: Final[dict[type[Bound], Any]] = {
+    Integer: int,
+    Number: float,
+    Flag: bool,
+    Strings: list[str],
+    TokenIds: list[int],
+    Biases: list[str],
+}
 
 
 def takes(**groups: Collection[Declared]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -292,7 +280,7 @@ def takes(**groups: Collection[Declared]) -> Callable[[Callable[..., None]], Cal
         @wraps(command)
         def called(**given: Any) -> None:
             for name, fields in groups.items():
-                asked = {field.name: given.pop(field.name) for field in fields}
+                asked = {field.name: _read(field, given.pop(field.name)) for field in fields}
                 given[name] = {
                     field: value for field, value in asked.items() if value is not None and value is not False
                 }
@@ -314,16 +302,29 @@ def _parameter(field: Declared) -> inspect.Parameter:
         if value is None or bound is None:
             return value
         try:
-            return bound.check(field.name, value)
+            bound.check(field.name, _read(field, value))
         except RequestError:
             raise Failure(f"{name} is {value!r}; it must be {bound.words}") from None
+        return value
 
-    kinds: dict[Any, type] = {Integer: int, Number: float, Flag: bool}
-    kind = kinds.get(type(bound), str)
+    kind = _KINDS.get(type(bound), str) if bound else str
     option = typer.Option(name, help=field.option.help, metavar=field.option.metavar, callback=within)
     default = False if kind is bool else None
-    annotation = Annotated[kind if kind is bool else kind | None, option]  # type: ignore[valid-type]
+    annotation: Any = Annotated[kind if kind is bool else kind | None, option]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _read(field: Declared, value: Any) -> Any:
+    """A field's value, from its option's."""
+    return dict(map(_bias, value)) if value is not None and isinstance(field.bound, Biases) else value
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition("=")
+    try:
+        return int(token_id), float(bias)
+    except ValueError:
+        raise Failure(f"--logit-bias is {text!r}; it must be ID=NUMBER, such as 318=-100") from None
 
 
 def check_spot(provider: str | None, url: str | None) -> None:

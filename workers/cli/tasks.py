@@ -11,24 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from workers.cli.exits import CALLER_STATUS, Exit, Failure
-from workers.cli.options import (
-    DEFAULT_URL,
-    FrequencyPenalty,
-    IgnoreEos,
-    MaxTokens,
-    MinP,
-    MinTokens,
-    Outputs,
-    PresencePenalty,
-    RepetitionPenalty,
-    Seed,
-    Stop,
-    Temperature,
-    TopK,
-    TopP,
-    TypicalP,
-    Url,
-)
+from workers.cli.options import DEFAULT_URL, SAMPLING, Url, takes
 from workers.cli.terminal.stdin import text_from
 
 if TYPE_CHECKING:
@@ -52,57 +35,19 @@ def add_to(app: typer.Typer) -> None:
         app.command(epilog=epilog, rich_help_panel="Tasks")(command)
 
 
+@takes(sampling=SAMPLING.values())
 def submit(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="The name of a served model.")],
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="The text to continue; - reads it from standard input.")
     ],
+    *,
     chat: Annotated[
         bool, typer.Option("--chat", help="PROMPT is a user's message: apply the model's chat template.")
     ] = False,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")] = False,
     tier: Annotated[str, typer.Option(help="Service tier: priority, default, flex or batch.")] = "default",
-    max_tokens: MaxTokens = None,
-    min_tokens: MinTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    typical_p: TypicalP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    presence_penalty: PresencePenalty = None,
-    frequency_penalty: FrequencyPenalty = None,
-    logit_bias: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ID=NUMBER", help="Add NUMBER to the logit of token ID. May be repeated."),
-    ] = None,
-    allow_token: Annotated[
-        list[int] | None, typer.Option(metavar="ID", help="Allow only these tokens. May be repeated.")
-    ] = None,
-    ban_token: Annotated[
-        list[int] | None, typer.Option(metavar="ID", help="Never sample this token. May be repeated.")
-    ] = None,
-    bad_word: Annotated[list[str] | None, typer.Option(help="Never write this text. May be repeated.")] = None,
-    seed: Seed = None,
-    stop: Stop = None,
-    stop_token: Annotated[
-        list[int] | None, typer.Option(metavar="ID", help="Token that ends the output. May be repeated.")
-    ] = None,
-    include_stop: Annotated[
-        bool, typer.Option("--include-stop", help="Keep the stop text at the output's end.")
-    ] = False,
-    ignore_eos: IgnoreEos = False,
-    n: Outputs = None,
-    best_of: Annotated[
-        int | None, typer.Option(help="Make this many outputs and return the likeliest -n of them.")
-    ] = None,
-    logprobs: Annotated[
-        int | None, typer.Option(help="Return log probabilities with this many alternatives a token; needs --json.")
-    ] = None,
-    prompt_logprobs: Annotated[
-        int | None,
-        typer.Option(help="The same for the prompt's tokens; needs --json."),
-    ] = None,
+    sampling: dict[str, Any],
     timeout: Annotated[
         float | None, typer.Option(help="Seconds after which the task ends with the output so far.")
     ] = None,
@@ -132,29 +77,7 @@ def submit(
         "model": model,
         **({"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}),
         "tier": tier,
-        "max_tokens": max_tokens,
-        "min_tokens": min_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "typical_p": typical_p,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "logit_bias": dict(map(_bias, logit_bias)) if logit_bias else None,
-        "allowed_token_ids": allow_token,
-        "banned_token_ids": ban_token,
-        "bad_words": bad_word,
-        "seed": seed,
-        "stop": stop,
-        "stop_token_ids": stop_token,
-        "include_stop": include_stop or None,
-        "ignore_eos": ignore_eos or None,
-        "n": n,
-        "best_of": best_of,
-        "logprobs": logprobs,
-        "prompt_logprobs": prompt_logprobs,
+        **sampling,
         "timeout": timeout,
         "tenant": tenant,
         "order_key": order_key,
@@ -162,7 +85,7 @@ def submit(
         "ttl": ttl,
         "webhook": None if webhook is None else {"url": webhook},
     }
-    # Unset fields are left out: defaults and validation are the gateway's.
+    # Unset fields are left out: their defaults are the gateway's.
     fields = {name: value for name, value in asked.items() if value is not None}
     task = gateway.submit(fields, idempotency_key)
     if stream:
@@ -286,14 +209,6 @@ def gateway_at(url: str) -> Gateway:
     from workers.cli.client import Gateway
 
     return Gateway(url)
-
-
-def _bias(text: str) -> tuple[str, float]:
-    token_id, _, bias = text.partition("=")
-    try:
-        return token_id, float(bias)
-    except ValueError:
-        raise Failure(f"--logit-bias is {text!r}; it must be ID=NUMBER, such as 318=-100") from None
 
 
 def pair(text: str) -> tuple[str, str]:

@@ -24,7 +24,7 @@ from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call, run_many
 from producers.contract import keys
 from producers.contract.record import Record, error_json
-from producers.contract.task import DEFAULTS, Task
+from producers.contract.task import Task
 from producers.errors import InvalidTask
 from producers.store.protocol import Claimed, claim, is_last_chance, read_claim, release
 from workers.connect import LOST, connect
@@ -281,17 +281,13 @@ class Claimer(threading.Thread):
         return self._served.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _params(self, task: Task, delivery: Delivery) -> SamplingParams:
-        """The task's own, else the card's, else everybody's; without what earlier workers have published as a whole."""
-        usual = {**DEFAULTS, **self._served.card.get("defaults", {})}
-        asked = {name: getattr(task, name) for name in SAMPLING}
-        filled = {name: usual[name] for name in DEFAULTS if asked[name] is None}
+        """The task's own, which is resolved; without what earlier workers have published as a whole."""
+        published = {"prompt_logprobs"} if delivery.scored else set()
+        published |= {"best_of"} if any(delivery.base) else set()
+        asked = {name: getattr(task, name) for name in SAMPLING if name not in published}
         if delivery.record is not None and "max_output" in delivery.record.fields:
-            filled["max_tokens"] = int(delivery.record.fields["max_output"])
-        if delivery.scored:
-            filled["prompt_logprobs"] = None
-        if any(delivery.base):
-            filled["best_of"] = None
-        return SamplingParams(**asked | filled)
+            asked["max_tokens"] = int(delivery.record.fields["max_output"])
+        return SamplingParams(**{name: value for name, value in asked.items() if value is not None})
 
     def _read_ahead(self, deliveries: Sequence[Delivery], answers: Sequence[Claimed | Exception]) -> None:
         """The streams of those that others have begun, in one go: a worker that is drained hands hundreds over."""

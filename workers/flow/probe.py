@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from engine.errors import NOT_FINITE
-from engine.params import SamplingParams
+from engine.params import greedy
 from engine.request import Event, Request, Tier
 from workers.errors import Refused
 
@@ -39,7 +39,7 @@ def ask(engine: Any, then: Callable[[str | None], None], name: str = ID, tokens:
 
     Raises EngineError where the engine is closed."""
     ids = engine.tokenizer.encode(PROMPT)[: max(1, engine.max_model_len - tokens)]
-    params = SamplingParams(max_tokens=min(tokens, engine.max_model_len - 1), temperature=0.0, ignore_eos=True)
+    params = greedy(min(tokens, engine.max_model_len - 1))
 
     def hear(event: Event) -> None:
         if event.done:

@@ -20,7 +20,7 @@ from engine.sequence import Sequence
 logger = logging.getLogger("penstock.engine")
 
 #: Parameters that use all kinds of sampling memory: token counts, sorted logits, log probabilities.
-_PARAMS = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=20)
+_PARAMS = SamplingParams(top_p=0.9, repetition_penalty=1.1, logprobs=20)
 #: The context of decode steps: long enough that attention divides it among as many programs as it ever does.
 _CONTEXT = 4096
 

@@ -16,18 +16,18 @@ from engine.execution.device.graphs import FEWEST_PLACES, batch_sizes
 from engine.execution.device.runner import DeviceRunner
 from engine.kv import KvSpace, Table, first_block
 from engine.memory import release
-from engine.params import SamplingParams
+from engine.params import SamplingParams, greedy
 from engine.plan import ScheduledSeq, StepPlan
 
 logger = logging.getLogger("penstock.engine")
 
 #: Parameters for each combination of sampling features: none, filters, edits, both; then edits by biases.
 _WAYS = (
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=1.0, top_p=0.9),
-    SamplingParams(temperature=1.0, repetition_penalty=1.1),
-    SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1),
-    SamplingParams(temperature=1.0, logit_bias=((1, 1.0),)),
+    greedy(max_tokens=1),
+    SamplingParams(top_p=0.9),
+    SamplingParams(repetition_penalty=1.1),
+    SamplingParams(top_p=0.9, repetition_penalty=1.1),
+    SamplingParams(logit_bias=((1, 1.0),)),
 )
 #: The sizes of the prompt steps, in tokens.
 PROMPTS = (7, 100, 512)

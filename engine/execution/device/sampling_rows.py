@@ -32,7 +32,6 @@ from engine.kernels.sampling_state import (
 )
 from engine.kernels.upload import upload
 from engine.sampling.noise import choice_state
-from engine.sampling.rows import COLDEST
 from engine.sequence import Sequence
 
 _NOT_COUNTED = -1
@@ -120,7 +119,7 @@ class DeviceSamplingRows:
         """Fill the table rows of new sequences, except edits."""
         params = [one.request.params for one in fresh]
         real = table.view(np.float32)
-        real[:, TEMPERATURE] = [p.temperature if p.temperature >= COLDEST else 0.0 for p in params]
+        real[:, TEMPERATURE] = [p.divisor for p in params]
         real[:, REPETITION] = [p.repetition_penalty for p in params]
         real[:, PRESENCE] = [p.presence_penalty for p in params]
         real[:, FREQUENCY] = [p.frequency_penalty for p in params]

@@ -23,8 +23,6 @@ from typing import Any, Final
 #: Encodes a string as JSON with the fewest escapes.
 quote: Final = encode_basestring
 
-#: Most choices of a task.
-MAX_CHOICES: Final = 64
 #: Most tokens of a prompt in one entry.
 PROMPT_PIECE: Final = 512
 

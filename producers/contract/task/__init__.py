@@ -1,7 +1,7 @@
 """A task as a caller writes it, and its validation at the edge.
 
-A refused task is never queued. The limits are those of `engine.params.SamplingParams`, so that no worker refuses an
-accepted task (a test compares the two).
+A refused task is never queued. The limits of sampling are those that `engine.params.SamplingParams` declares, so that
+no worker refuses an accepted task.
 
     a caller's JSON -> fields.py (types) -> task.py (Task: checked, resolved for a model) -> its record
     limits.py has the numbers; refusals.py, what a caller reads of a refused task
@@ -9,12 +9,9 @@ accepted task (a test compares the two).
 
 from producers.contract.task.limits import (
     ASSUMED_OUTPUT,
-    DEFAULTS,
-    MAX_INT32,
     MAX_LOGPROBS,
     MAX_PROMPT_BYTES,
     MAX_PROMPT_TOKENS,
-    MAX_SEED,
     MAX_TENANT,
 )
 from producers.contract.task.refusals import label, likely, read_json
@@ -22,12 +19,9 @@ from producers.contract.task.task import Task
 
 __all__ = [
     "ASSUMED_OUTPUT",
-    "DEFAULTS",
-    "MAX_INT32",
     "MAX_LOGPROBS",
     "MAX_PROMPT_BYTES",
     "MAX_PROMPT_TOKENS",
-    "MAX_SEED",
     "MAX_TENANT",
     "Task",
     "label",

@@ -9,8 +9,12 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, StringConstraints, WithJsonSchema
 
+from engine.bounds import MAX_INT32, Integer, Number, Strings, TokenIds
+from engine.bounds import Biases as BiasesBound
+from engine.declared import declared
+from engine.params import DEFAULTS, SamplingParams
 from producers.contract.chat import MESSAGE, read_messages
-from producers.contract.task.limits import MAX_INT32, MAX_PROMPT_BYTES, MAX_PROMPT_TOKENS
+from producers.contract.task.limits import MAX_PROMPT_BYTES, MAX_PROMPT_TOKENS
 from producers.contract.webhook import WEBHOOK, Webhook
 from producers.errors import InvalidTask, shown
 
@@ -83,11 +87,38 @@ def known_tier(value: Any) -> Any:
     return "default" if value == "auto" else value
 
 
+def sampling(name: str, words: str = "") -> Any:
+    """The field of a sampling parameter, with the limits that the engine has. `words`: what it must be, in other words.
+
+    Its default is the engine's; None where a model may have its own.
+    """
+    one = declared(SamplingParams)[name]
+    assert one.bound is not None
+    limits: dict[str, Any] = {}
+    match one.bound:
+        case Integer() as bound:
+            limits = {"ge": bound.low, "le": bound.high}
+        case Number() as bound:
+            limits = {"gt" if bound.above else "ge": bound.low, "le": bound.high}
+        case Strings() | TokenIds() as bound:
+            limits = {"max_length": bound.limit, "json_schema_extra": {"maxItems": bound.limit}}
+        case BiasesBound() as bound:
+            names = {"maxProperties": bound.limit, "propertyNames": {"pattern": f"^({DECIMAL.pattern})$"}}
+            limits = {"max_length": bound.limit, "json_schema_extra": names, "default_factory": dict}
+    if "default_factory" not in limits:
+        limits["default"] = None if name in DEFAULTS else one.default
+    return Field(description=words or one.bound.words, **limits)
+
+
+_BIASES: Final[Any] = declared(SamplingParams)["logit_bias"].bound
+_STOPS: Final[Any] = declared(SamplingParams)["stop"].bound
+
 Tier = Literal["priority", "default", "flex", "batch"]
 Count = Annotated[int, Field(ge=0, le=MAX_INT32)]
-Text = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+Text = Annotated[str, StringConstraints(min_length=1, max_length=_STOPS.longest)]
+Texts = Annotated[tuple[Text, ...], BeforeValidator(as_tuple, json_schema_input_type=list[Text])]
 Ids = Annotated[tuple[Count, ...], BeforeValidator(as_tuple, json_schema_input_type=list[Count])]
-Bias = Annotated[float, Field(ge=-100, le=100)]
+Bias = Annotated[float, Field(ge=-_BIASES.reach, le=_BIASES.reach)]
 Biases = Annotated[dict[Count, Bias], BeforeValidator(_biases, json_schema_input_type=dict[str, Bias])]
 Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE)]
 MessageList = Annotated[list[Message], Field(min_length=1)]

@@ -8,31 +8,28 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from producers.contract.stream.events import MAX_CHOICES
+from engine.bounds import MAX_INT32
+from engine.params import DEFAULTS, MAX_CHOICES, MAX_PROMPT_LOGPROBS, filled
 from producers.contract.task.fields import (
-    DECIMAL,
     Biases,
     Ids,
     Messages,
     OwnWebhook,
     Prompt,
     Text,
+    Texts,
     Tier,
-    as_tuple,
     json_of,
     known_tier,
+    sampling,
     stops,
 )
 from producers.contract.task.limits import (
     ASSUMED_OUTPUT,
     BYTES_PER_TOKEN,
-    DEFAULTS,
     MAX_BEST_TOKENS,
-    MAX_INT32,
     MAX_LOGPROBS,
     MAX_ORDER_KEY,
-    MAX_PROMPT_LOGPROBS,
-    MAX_SEED,
     MAX_TENANT,
     MAX_TIMEOUT_S,
     MAX_TTL_S,
@@ -70,55 +67,35 @@ class Task(BaseModel):
     messages: Messages | None = Field(
         None, description="a list of messages with role and content, in place of a prompt"
     )
-    max_tokens: int | None = Field(
-        None, ge=0, le=MAX_INT32, description=f"an integer from 0 to {MAX_INT32} (unset: as far as the context goes)"
+    max_tokens: int | None = sampling(
+        "max_tokens", f"an integer from 0 to {MAX_INT32} (unset: as far as the context goes)"
     )
-    min_tokens: int = Field(0, ge=0, le=MAX_INT32, description=f"an integer from 0 to {MAX_INT32}, at most max_tokens")
-    temperature: float | None = Field(None, ge=0, le=100, description="a number from 0 (greedy) to 100")
-    top_k: int | None = Field(None, ge=0, le=MAX_INT32, description=f"an integer from 0 (off) to {MAX_INT32}")
-    top_p: float | None = Field(None, gt=0, le=1, description="a number above 0, up to 1")
-    min_p: float | None = Field(None, ge=0, le=1, description="a number from 0 (off) to 1")
-    typical_p: float | None = Field(None, gt=0, le=1, description="a number above 0, up to 1")
-    repetition_penalty: float | None = Field(None, ge=0.01, le=10, description="a number from 0.01 to 10")
-    presence_penalty: float = Field(0.0, ge=-2, le=2, description="a number from -2 to 2")
-    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="a number from -2 to 2")
-    logit_bias: Biases = Field(
-        default_factory=dict,
-        max_length=1024,
-        description="at most 1024 numbers from -100 to 100 by token id",
-        json_schema_extra={"maxProperties": 1024, "propertyNames": {"pattern": f"^({DECIMAL.pattern})$"}},
+    min_tokens: int = sampling("min_tokens", f"an integer from 0 to {MAX_INT32}, at most max_tokens")
+    temperature: float | None = sampling("temperature")
+    top_k: int | None = sampling("top_k")
+    top_p: float | None = sampling("top_p")
+    min_p: float | None = sampling("min_p")
+    typical_p: float | None = sampling("typical_p")
+    repetition_penalty: float | None = sampling("repetition_penalty")
+    presence_penalty: float = sampling("presence_penalty")
+    frequency_penalty: float = sampling("frequency_penalty")
+    logit_bias: Biases = sampling("logit_bias")
+    allowed_token_ids: Ids = sampling(
+        "allowed_token_ids", "a list of at most 4096 token ids, of which banned_token_ids leaves some"
     )
-    allowed_token_ids: Ids = Field(
-        (),
-        max_length=4096,
-        json_schema_extra={"maxItems": 4096},
-        description="a list of at most 4096 token ids, of which banned_token_ids leaves some",
+    banned_token_ids: Ids = sampling("banned_token_ids")
+    bad_words: Texts = sampling("bad_words")
+    seed: int | None = sampling("seed")
+    stop: Annotated[tuple[Text, ...], BeforeValidator(stops, json_schema_input_type=Text | list[Text])] = sampling(
+        "stop", "a string, or a list of at most 16, each of 1 to 256 characters"
     )
-    banned_token_ids: Ids = Field(
-        (), max_length=4096, json_schema_extra={"maxItems": 4096}, description="a list of at most 4096 token ids"
-    )
-    bad_words: Annotated[tuple[Text, ...], BeforeValidator(as_tuple, json_schema_input_type=list[Text])] = Field(
-        (),
-        max_length=64,
-        json_schema_extra={"maxItems": 64},
-        description="a list of at most 64 strings, each of 1 to 256 characters",
-    )
-    seed: int | None = Field(None, ge=0, le=MAX_SEED, description=f"an integer from 0 to {MAX_SEED}")
-    stop: Annotated[tuple[Text, ...], BeforeValidator(stops, json_schema_input_type=Text | list[Text])] = Field(
-        (),
-        max_length=16,
-        json_schema_extra={"maxItems": 16},
-        description="a string, or a list of at most 16, each of 1 to 256 characters",
-    )
-    stop_token_ids: Ids = Field(
-        (), max_length=64, json_schema_extra={"maxItems": 64}, description="a list of at most 64 token ids"
-    )
-    include_stop: bool = Field(False, description="true (the text keeps the stop string that ended it) or false")
-    ignore_eos: bool = Field(False, description="true or false")
-    n: int = Field(1, ge=1, le=MAX_CHOICES, description=f"an integer from 1 to {MAX_CHOICES}")
-    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES, description=f"an integer from n to {MAX_CHOICES}")
-    logprobs: int | None = Field(None, ge=0, le=20, description="an integer from 0 to 20")
-    prompt_logprobs: int | None = Field(None, ge=0, le=20, description="an integer from 0 to 20")
+    stop_token_ids: Ids = sampling("stop_token_ids")
+    include_stop: bool = sampling("include_stop", "true (the text keeps the stop string that ended it) or false")
+    ignore_eos: bool = sampling("ignore_eos")
+    n: int = sampling("n")
+    best_of: int | None = sampling("best_of", f"an integer from n to {MAX_CHOICES}")
+    logprobs: int | None = sampling("logprobs")
+    prompt_logprobs: int | None = sampling("prompt_logprobs")
     tier: Annotated[Tier, BeforeValidator(known_tier)] = Field(
         "default", description="auto, priority, default, flex or batch"
     )
@@ -299,12 +276,11 @@ class Task(BaseModel):
     def resolved(self, card: Mapping[str, Any]) -> Self:
         """The task as the worker will run it: checked, with the card's defaults and a seed. Raises InvalidTask."""
         self.check(card)
-        usual = {**DEFAULTS, **card.get("defaults", {})}
-        filled = {name: usual[name] for name in DEFAULTS if getattr(self, name) is None}
+        found = filled({name: getattr(self, name) for name in DEFAULTS}, card.get("defaults", {}))
         if self.seed is None:
-            filled["seed"] = secrets.randbits(63)
+            found["seed"] = secrets.randbits(63)
         if self.max_tokens is None and self.logprobs is not None:
             most = MAX_LOGPROBS // ((self.logprobs + 1) * self.n)
             if most < int(card["context_length"]) - (self.prompt_tokens or 1):
-                filled["max_tokens"] = max(1, most)
-        return self.model_copy(update=filled)
+                found["max_tokens"] = max(1, most)
+        return self.model_copy(update=found)

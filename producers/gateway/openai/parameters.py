@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from producers.contract.task import MAX_SEED, Task, likely
+from engine.declared import declared
+from engine.params import MAX_SEED, SamplingParams
+from producers.contract.task import Task, likely
 from producers.errors import InvalidTask, UnknownModel, shown
 from producers.gateway.http import idempotency
 from producers.gateway.http.caller import PARAMETER
@@ -21,11 +23,12 @@ from producers.gateway.tasks.views import errors
 
 #: Time (s) for which a foreground request's task is kept, for inspection.
 KEPT_S: Final = 300
+#: Sampling parameters that the endpoints name or read in ways of their own.
+_OTHERWISE: Final = frozenset({"max_tokens", "seed", "best_of", "logprobs", "prompt_logprobs"})
 #: Parameters with the same name and meaning as in a task: OpenAI's, then ours and other servers' (`extra_body`).
 SAME: Final[tuple[str, ...]] = (
-    *("temperature", "top_p", "n", "stop", "presence_penalty", "frequency_penalty", "logit_bias", "metadata"),
-    *("top_k", "min_p", "typical_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
-    *("bad_words", "allowed_token_ids", "banned_token_ids", "include_stop", "timeout"),
+    *(name for name in declared(SamplingParams) if name not in _OTHERWISE),
+    *("metadata", "timeout"),
 )
 #: Other servers' parameter -> a task's field.
 OTHER_NAMES: Final = {"include_stop": "include_stop", "include_stop_str_in_output": "include_stop"}

@@ -19,7 +19,7 @@ class TopLogprob(BaseModel):
 
 
 class TokenLogprobs(BaseModel):
-    """A token's log probabilities: natural logarithms, at temperature 1 and before any filter."""
+    """A token's log probabilities: natural logarithms, before any parameter changes them."""
 
     logprob: float
     top: list[TopLogprob] = Field(description="the most likely tokens at this place, as many as were asked for")

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from engine.params import MAX_SEED
 from producers import InvalidTask, Task
-from producers.contract.task import ASSUMED_OUTPUT, MAX_PROMPT_BYTES, MAX_PROMPT_TOKENS, MAX_SEED
+from producers.contract.task import ASSUMED_OUTPUT, MAX_PROMPT_BYTES, MAX_PROMPT_TOKENS
 from tests.producers.conftest import CARD
 
 #: (fields, the field that is named, code)

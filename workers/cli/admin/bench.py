@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from workers.cli.exits import CALLER_STATUS, Exit, Failure
-from workers.cli.options import DEFAULT_URL, Url
+from workers.cli.options import DEFAULT_URL, SAMPLING, Url, takes
 
 if TYPE_CHECKING:
     from workers.bench import Client, Limits, Load, Sample
@@ -22,8 +22,10 @@ def add_to(app: typer.Typer) -> None:
     app.command(epilog=f"{example}\n\n{CALLER_STATUS}", rich_help_panel="Operations")(bench)
 
 
+@takes(sampling=[SAMPLING["temperature"]])
 def bench(
     model: Annotated[str, typer.Argument(help="A model that the system serves.")],
+    *,
     requests: Annotated[int, typer.Option(min=1, help="Requests to measure.")] = 100,
     duration: Annotated[
         float | None, typer.Option(min=0, help="Send no more requests after this many seconds.")
@@ -52,9 +54,7 @@ def bench(
         typer.Option(help="File of prompts: one text a line, or JSON lines with `prompt` and `max_tokens`."),
     ] = None,
     tiers: Annotated[str, typer.Option(help="Tiers of the requests, with weights: priority=1,batch=3.")] = "default",
-    temperature: Annotated[
-        float | None, typer.Option(help="Sampling temperature. 0: greedy. Unset: the model's default.")
-    ] = None,
+    sampling: dict[str, Any],
     ttft_limit: Annotated[
         float | None, typer.Option(min=0, help="Longest TTFT of a request that counts as goodput (s).")
     ] = None,
@@ -98,7 +98,7 @@ def bench(
         shared_prefix=shared_prefix_tokens,
         prompts=given,
         tiers=weights(tiers),
-        extra={} if temperature is None else {"temperature": temperature},
+        extra=sampling,
         seed=seed,
     )
     for path in (out, plot):

@@ -13,7 +13,7 @@ import typer
 
 from workers.cli.exits import CALLER_STATUS, Exit, Failure, needs
 from workers.cli.models.references import MODEL, complete_model, find_models
-from workers.cli.options import MaxTokens, Seed, Stop, Temperature, TopP
+from workers.cli.options import SAMPLING, takes
 from workers.cli.terminal.stdin import text_from
 
 if TYPE_CHECKING:
@@ -33,29 +33,25 @@ def add_to(app: typer.Typer) -> None:
     app.command(epilog=f"{example}\n\n{CALLER_STATUS}", rich_help_panel="Start here")(chat)
 
 
+@takes(sampling=[SAMPLING[name] for name in ("max_tokens", "temperature", "top_p", "seed", "stop")])
 def chat(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, autocompletion=complete_model)],
+    *,
     system: Annotated[str | None, typer.Option(help="The system message to begin with.")] = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    seed: Seed = None,
-    stop: Stop = None,
+    sampling: dict[str, Any],
     url: Annotated[
         str | None,
         typer.Option(envvar="PENSTOCK_URL", help="The URL of a running gateway. Unset: start a system for this chat."),
     ] = None,
 ) -> None:
     """Chat with a model on the terminal. /help shows the chat's own commands."""
-    sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
-    asked = {name: value for name, value in sampling.items() if value is not None}
     with _gateway(model, url) as (gateway, name):
         served = {one["id"]: one for one in gateway.models()}
         if name not in served:
             raise Failure(f"{gateway.url} serves no model {name!r}; it has: {', '.join(sorted(served)) or 'none'}")
         if "chat" not in served[name]["capabilities"]:
             raise Failure(f"{name} has no chat template; it can continue texts: penstock run {name} TEXT")
-        Chat(gateway, {"model": name, **asked}, system).run()
+        Chat(gateway, {"model": name, **sampling}, system).run()
 
 
 @contextmanager

@@ -14,28 +14,14 @@ import typer
 
 from workers.cli.exits import Exit, Failure, needs
 from workers.cli.models.references import MODEL, complete_model, find_models
-from workers.cli.options import (
-    ENGINE_OF_ONE,
-    FrequencyPenalty,
-    IgnoreEos,
-    MaxTokens,
-    MinP,
-    MinTokens,
-    Outputs,
-    PresencePenalty,
-    RepetitionPenalty,
-    Seed,
-    Stop,
-    Temperature,
-    TopK,
-    TopP,
-    takes,
-)
+from workers.cli.options import ENGINE_OF_ONE, SAMPLING, takes
 from workers.cli.terminal.stdin import text_from
 
 if TYPE_CHECKING:
     from engine import Engine, Event, Request, SamplingParams
 
+#: Sampling parameters whose results are not printed.
+NOT_SHOWN = frozenset({"best_of", "logprobs", "prompt_logprobs"})
 STATUS = "Exit status: 0 done, 1 it failed, 2 refused, 130 interrupted."
 
 
@@ -45,7 +31,7 @@ def add_to(app: typer.Typer) -> None:
     app.command(epilog=f"{example}\n\n{STATUS}", rich_help_panel="Start here")(run)
 
 
-@takes(engine=ENGINE_OF_ONE.values())
+@takes(engine=ENGINE_OF_ONE.values(), sampling=[one for one in SAMPLING.values() if one.name not in NOT_SHOWN])
 def run(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, autocompletion=complete_model)],
     prompt: Annotated[
@@ -56,19 +42,7 @@ def run(
         bool, typer.Option("--chat", help="PROMPT is a user's message: apply the model's chat template.")
     ] = False,
     system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
-    max_tokens: MaxTokens = None,
-    min_tokens: MinTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    presence_penalty: PresencePenalty = None,
-    frequency_penalty: FrequencyPenalty = None,
-    seed: Seed = None,
-    stop: Stop = None,
-    ignore_eos: IgnoreEos = False,
-    n: Outputs = None,
+    sampling: dict[str, Any],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
     engine: dict[str, Any],
 ) -> None:
@@ -78,37 +52,22 @@ def run(
         raise Failure("--system needs --chat")
     with needs("worker"):
         from engine import Engine, EngineConfig, EngineError, Request, SamplingParams
+        from engine.params import filled
         from workers.errors import Refused
         from workers.library import verify
     (found,) = find_models([model], lambda line: typer.echo(line, err=True))
-    sampling: dict[str, Any] = {
-        "max_tokens": max_tokens,
-        "min_tokens": min_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "seed": seed,
-        "stop": stop,
-        "ignore_eos": ignore_eos or None,
-        "n": n,
-    }
     if "draft_model" in engine:
         (guesser,) = find_models([engine["draft_model"]], lambda line: typer.echo(line, err=True))
         engine["draft_model"] = str(guesser.folder)
     try:
-        asked = {name: value for name, value in sampling.items() if value is not None}
-        SamplingParams(**asked)  # refuses bad parameters before the model is loaded for seconds
-        config = EngineConfig(**({} if n is None else {"max_num_seqs": n}) | engine)
+        SamplingParams(**sampling)  # refuses bad parameters before the model is loaded for seconds
+        config = EngineConfig(**engine | ({"max_num_seqs": sampling["n"]} if "n" in sampling else {}))
         text = text_from(sys.stdin.read) if prompt == "-" else prompt
         verify(found.folder)
         with Engine.load(found.folder, config) as loaded:
             if loaded.card is None:
                 raise Failure(f"{found.folder} has no tokenizer.json: it cannot read text")
-            params = SamplingParams(**{**loaded.card.defaults, **asked})
+            params = SamplingParams(**sampling, **filled(sampling, loaded.card.defaults))
             _show(loaded, Request("run", _prompt_ids(loaded, found.folder, text, chat, system), params), as_json)
     except (EngineError, Refused) as error:
         raise Failure(str(error)) from error

@@ -1,6 +1,6 @@
 """The sampler in Triton: samples tokens from logits without the host.
 
-edits: applies penalties, biases, masks and temperature
+edits: applies penalties, biases, masks and scale
 filters: finds the bounds of top-k, top-p, min-p and typical sampling
 noise: makes the Gumbel noise; sampler: launches the kernels and picks the tokens
 """

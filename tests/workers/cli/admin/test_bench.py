@@ -50,9 +50,9 @@ def test_prompts_come_from_a_file(penstock: Run, worker: FakeWorker, tmp_path: P
 
 
 def test_nothing_completed_is_status_1(penstock: Run) -> None:
-    ran = penstock("bench", "tiny", *SMALL, "--temperature", "-1")
+    ran = penstock("bench", "tiny", *SMALL, "--prompt-tokens", "100000")
     assert ran.status == 1
-    assert "no request was completed: {'400 invalid_value': 6}" in ran.err
+    assert "no request was completed: {'400 context_length_exceeded': 6}" in ran.err
 
 
 @pytest.mark.parametrize(

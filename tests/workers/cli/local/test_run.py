@@ -93,8 +93,8 @@ def test_samples_as_it_is_told_to(run: Run, engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("tiny", "x", "--temperature", "-1"), "temperature=-1.0 must be a number from 0 to 100"),
-        (("tiny", "x", "-n", "0"), "n=0"),
+        (("tiny", "x", "--temperature", "-1"), "--temperature is -1.0; it must be a number from 0 (greedy) to 100"),
+        (("tiny", "x", "-n", "0"), "-n is 0"),
         (("tiny", "x", "--dtype", "int3"), "--dtype is 'int3'; it must be one of auto"),
         (("tiny", "x", "--quantization", "int3"), "--quantization is 'int3'; it must be one of none, fp8"),
         (("tiny", "x", "--device", "cpu", "--quantization", "fp8"), "quantization='fp8' needs a CUDA device"),
