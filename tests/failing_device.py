@@ -3,6 +3,7 @@
 The file named by DEVICE_FAULT says what it does from the next step on, and is looked at before each: `lost`, as CUDA
 after an illegal access, whose error every later call of that process has; `ecc`, the same for memory that could not be
 corrected; `nan`, a weight that is NaN from then on; `room N`, memory for steps of so many tokens;
+`fail`, an error in each step, though the device lives; `slow S`: so many seconds more for each step;
 `hold`, nothing until it says something else; empty, or no file: it works. DEVICE_STEP_S: a pause before each step, s.
 """
 
@@ -48,6 +49,10 @@ class FailingDevice:
         if what == "nan":
             self._weight.fill_(float("nan"))
         self.synchronize()
+        if what == "fail":
+            raise RuntimeError("a fault of the device")
+        if what == "slow":
+            time.sleep(float(amount))
         if what == "room" and plan.num_tokens > int(amount):
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {plan.num_tokens} MiB")
         return self._executor.launch(plan)

@@ -1,24 +1,32 @@
-"""The server's time for looks at neighbours (docs/failover.md): `python -m tests.bench.looks --workers 200`.
+"""The cost of looks at neighbours and peers (docs/failover.md, breaker.md): `python -m tests.bench.looks`.
 
-So many incarnations are heard and have leases on one server. Each looks at two others, and renews its lease. Printed is
-the server's own time for a call (INFO commandstats), and its share of a core at their rates.
+So many incarnations are heard and have leases on one server. Each looks at two others, renews its lease, and compares
+itself with some peers. Printed is the server's own time for a call (INFO commandstats), and its share of a core at
+their rates; and a worker's time for its figures, for comparing them, and for noting a step.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
+import time
+from collections.abc import Callable
 from typing import Any
 
 from redis import Redis
 
+from engine.plan import StepWork
 from producers.connection.alive import Seen, seen
 from producers.connection.script import run
 from producers.contract import keys
 from producers.store import protocol
 from tests.processes import valkey
+from workers.breaker.figures import SLICES, Figures, Window
+from workers.breaker.judge import judge
 from workers.leases.housekeeper import ROUND_S
 from workers.leases.neighbours import LOOK_S, LOOKED_AT
+from workers.leases.peers import READ
 from workers.settings import WorkerSettings
 
 #: As long as the lease's text of a real worker.
@@ -32,6 +40,32 @@ def took(redis: Redis, commands: list[tuple[Any, ...]]) -> float:
         redis.execute_command(*command)
     stats = redis.info("commandstats").values()
     return sum(float(one["usec"]) for one in stats) / len(commands) / 1e6
+
+
+def judging(calls: int) -> None:
+    """Print a worker's own time, with steps of many sizes in every slice of its window."""
+    now = [0.0]
+    window = Window("a machine", lambda: now[0])
+    works = [StepWork(0.0, 0.02, n, 0, n, n, n * length) for n in (1, 4, 9, 20, 40, 64) for length in (50, 900, 3000)]
+    noting = 1e6 * _each(calls, lambda: window.on_step(works[0]))
+    for _ in range(SLICES):
+        now[0] += 5.0
+        for work in works * 3:
+            window.on_step(work)
+    mine = window.figures()
+    said = [json.dumps(mine.to_dict())] * READ
+    telling = _each(100, lambda: window.figures().to_dict())
+    judged = _each(100, lambda: judge(mine, [Figures.of(json.loads(one)) for one in said]))
+    print(
+        f"a worker: {noting:.1f} us a step, {1e3 * telling:.2f} ms to tell its figures, {1e3 * judged:.2f} ms to judge"
+    )
+
+
+def _each(calls: int, call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - began) / calls
 
 
 def main() -> None:
@@ -54,11 +88,15 @@ def main() -> None:
         each = asked.calls // asked.workers
         renewals = [protocol.lease(name, "q", ABOUT, 600_000, take=False).command for name in names]
         rate = 1 / min(ROUND_S, WorkerSettings("", "", "").lease / 4)
-        for what, calls, per_s in (("look", looks, 1 / LOOK_S), ("LEASE", renewals, rate)):
+        peers: list[tuple[Any, ...]] = [
+            ("MGET", *map(keys.lease, random.sample(names, min(READ, len(names))))) for _ in names
+        ]
+        for what, calls, per_s in (("look", looks, 1 / LOOK_S), ("LEASE", renewals, rate), ("peers", peers, rate)):
             seconds = took(redis, calls * each)
             share = seconds * per_s * asked.workers
             print(f"{what}: {seconds * 1e6:.1f} us a call, {per_s:g} a second of each worker: {share:.2%} of a core")
         ear.close()
+    judging(asked.calls)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from producers import Client
 from producers.contract import keys
 from tests.processes import Worker
 from tests.workers.rig import POOL, TIMES, Rig
@@ -146,3 +148,45 @@ def test_a_slow_worker_gets_no_tasks_until_it_is_as_fast_as_its_peers(rig: Rig, 
     rig.until_settled(ids)
     rig.check(ids)
     pool.check_no_tries_spent(ids)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_engine_on_a_sick_device_among_two_good_ones(rig: Rig, tmp_path: Path) -> None:
+    """The real engine: slow, then well, then failing, then well. Each task has the tokens of a quiet run."""
+    fault, engine = tmp_path / "fault", {"dtype": "float32", "threads": 1, "max_num_seqs": 4, "deterministic": True}
+    times = json.dumps(SOON)
+    real = {"model": "tiny", "lease": 300.0, "engine": engine | {"kv_cache_bytes": 16 << 20}, "WORKER_TIMES": times}
+    with (
+        Client(rig.url) as client,
+        Worker(rig.url, engine_factory="tests.failing_device:load", DEVICE_FAULT=fault, **real) as sick,
+        Worker(rig.url, engine_factory="workers.runtime.serving:load_engine", **real) as one,
+        Worker(rig.url, engine_factory="workers.runtime.serving:load_engine", **real) as other,
+    ):
+        for worker in (sick, one, other):
+            worker.wait_ready(120)
+        asked: dict[str, int] = {}
+
+        def ask() -> str:
+            """Keep all of them busy. Returns the state of the sick one's breaker."""
+            while sum(rig.status(task_id) == "queued" for task_id in list(asked)[-16:]) < 4:
+                seed = len(asked) % 8
+                task = {"model": "tiny", "prompt": "def f(n):", "max_tokens": 60, "seed": seed, "temperature": 0.8}
+                asked[client.submit(ignore_eos=True, **task).id] = seed
+            said = {lease["worker"]: lease for lease in rig.leases()}
+            return str(said[sick.name]["breaker"])
+
+        for how, why in (("slow 0.1", "times as long as its peers"), ("fail", "its engine fails a canary")):
+            fault.write_text(how)
+            rig.until(lambda: ask() == "open", 120)
+            assert why in sick.log.read_text()
+            fault.write_text("")
+            rig.until(lambda: ask() == "closed", 120)
+        rig.until_settled(list(asked), 120)
+        assert {rig.status(task_id) for task_id in asked} == {"completed"}
+        outputs: dict[int, set[str]] = {}
+        for task_id, seed in asked.items():
+            outputs.setdefault(seed, set()).add(client.get(task_id).result().text)
+        assert all(len(texts) == 1 for texts in outputs.values())
+        assert any("breaker" in rig.record(task_id).get("given_back", "") for task_id in asked)
