@@ -35,6 +35,8 @@ class WorkerSettings:
     """Time for which running tasks may go on after SIGTERM, before they are handed back with their tokens."""
     step_limit: float = 180.0
     """Longest engine step. A longer one counts as hung: tasks are handed back, the process exits. 0: no limit."""
+    breaker: bool = True
+    """Take no tasks while the engine fails them, or is far slower than its peers' (docs/breaker.md)."""
     health_port: int | None = None
     """Port of /livez and /readyz; 0: any free port; None: no port."""
     health_host: str = "0.0.0.0"  # noqa: S104 - whoever runs it asks from outside

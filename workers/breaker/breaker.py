@@ -51,10 +51,14 @@ class State(StrEnum):
 
 
 class Breaker:
-    """Thread-safe. `ask` sends a canary to the engine, whose thread then gets its error, None where there is none; it
-    raises EngineError where the engine is closed. `give_up` ends this worker, with a reason."""
+    """Thread-safe. `enabled`: whether it may open. `ask` sends a canary to the engine, on whose thread its error comes,
+    None where there is none; it raises EngineError where the engine is closed. `give_up` ends this worker, with a
+    reason."""
 
-    def __init__(self, window: Window, clock: Clock, ask: Ask, give_up: Callable[[str], None]) -> None:
+    def __init__(
+        self, window: Window, clock: Clock, ask: Ask, give_up: Callable[[str], None], *, enabled: bool = True
+    ) -> None:
+        self._enabled = enabled
         self._window = window
         self._clock = clock
         self._ask = ask
@@ -96,8 +100,8 @@ class Breaker:
         return slowness(self._window.figures(), self.peers)
 
     def outlier(self) -> str:
-        """Why it is an outlier among its peers; empty where it is none, or held back already."""
-        return judge(self._window.figures(), self.peers) if self.closed else ""
+        """Why it is an outlier among its peers; empty where it is none, or may not open."""
+        return judge(self._window.figures(), self.peers) if self._enabled and self.closed else ""
 
     # ---- the publisher's thread -----------------------------------------------------------------------------------
 
@@ -110,7 +114,7 @@ class Breaker:
                 self._open("the task that it was given to prove itself failed", alone=self.alone)
             elif self.closed:
                 self._in_a_row += 1
-                if self._in_a_row >= IN_A_ROW and time.monotonic() >= self._trusted_until:
+                if self._enabled and self._in_a_row >= IN_A_ROW and time.monotonic() >= self._trusted_until:
                     self.alone = True
                     self._become(State.ASKING, f"its engine failed {self._in_a_row} tasks in a row")
                     self._probe_in(0.0)

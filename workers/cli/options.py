@@ -170,6 +170,12 @@ MaxWorkerDeaths = Annotated[
     int,
     typer.Option(min=1, help="Give a task up when this many workers died on it without one new token."),
 ]
+NoBreaker = Annotated[
+    bool,
+    typer.Option(
+        "--no-breaker", help="Take tasks also while the engine fails them, or is far slower than other workers' are."
+    ),
+]
 SpotProvider = Annotated[
     str | None,
     typer.Option(

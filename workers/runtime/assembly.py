@@ -62,7 +62,11 @@ class Runtime:
         device = engine.stats().device
         self.window = Window(kind_of(device))
         self.breaker = Breaker(
-            self.window, clock, partial(probe.canary, engine), lambda why: self.give_up(why, frozenset())
+            self.window,
+            clock,
+            partial(probe.canary, engine),
+            lambda why: self.give_up(why, frozenset()),
+            enabled=settings.breaker,
         )
         self.measured = Measured(engine, COLD_START.first_token, self.window.on_step)
         self.keeper = Keeper(served, self.measured, self.profile)

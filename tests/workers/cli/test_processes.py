@@ -38,7 +38,7 @@ def test_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         *("--kv-cache-bytes", "1000000"),
         *("--memory-share", "0.5"),
         *("--dtype", "float32", "--quantization", "none", "--deterministic", "--device", "cpu", "--threads", "1"),
-        *("--draft-model", "tiny-draft", "--speculate-tokens", "3"),
+        *("--draft-model", "tiny-draft", "--speculate-tokens", "3", "--no-breaker"),
     )
     engine = {
         "max_num_seqs": 8,
@@ -55,7 +55,7 @@ def test_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         "threads": 1,
     }
     assert settings == WorkerSettings(
-        URL, "redis://127.0.0.1:2/0", "tiny", "w", engine, lease=20.0, drain=5.0, max_deaths=7
+        URL, "redis://127.0.0.1:2/0", "tiny", "w", engine, lease=20.0, drain=5.0, max_deaths=7, breaker=False
     )
 
 

@@ -62,7 +62,7 @@ def told(monkeypatch: pytest.MonkeyPatch, program: Program) -> WorkerSettings:
 
 
 SAID = (
-    *("--max-worker-deaths", "7", "--max-step-seconds", "45"),
+    *("--max-worker-deaths", "7", "--max-step-seconds", "45", "--no-breaker"),
     *("--spot-provider", "aws", "--spot-metadata-url", "http://imds"),
     *("--max-num-seqs", "8", "--max-batched-tokens", "64", "--max-non-priority-step-tokens", "32"),
     *("--kv-cache-bytes", "1000000", "--memory-share", "0.5"),

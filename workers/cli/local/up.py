@@ -27,6 +27,7 @@ from workers.cli.options import (
     MaxStepSeconds,
     MaxWait,
     MaxWorkerDeaths,
+    NoBreaker,
     ProxyHeaders,
     SpotMetadataUrl,
     SpotProvider,
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 OF_ENGINES: Final = {name: one for name, one in ENGINE.items() if name != "device"}
 #: Options that `up` passes on unchanged; they have the same names and meanings there.
 OF_WORKERS: Final = (
-    *("max_worker_deaths", "max_step_seconds", "spot_provider", "spot_metadata_url"),
+    *("max_worker_deaths", "max_step_seconds", "no_breaker", "spot_provider", "spot_metadata_url"),
     *OF_ENGINES,
 )
 OF_THE_GATEWAY: Final = (
@@ -140,6 +141,7 @@ def up(
     engine: dict[str, Any],
     max_worker_deaths: MaxWorkerDeaths = 3,
     max_step_seconds: MaxStepSeconds = 180.0,
+    no_breaker: NoBreaker = False,
     health_port: Annotated[
         int | None,
         typer.Option(

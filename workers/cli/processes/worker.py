@@ -18,6 +18,7 @@ from workers.cli.options import (
     LogLevel,
     MaxStepSeconds,
     MaxWorkerDeaths,
+    NoBreaker,
     SpotMetadataUrl,
     SpotProvider,
     Store,
@@ -55,6 +56,7 @@ def worker(
     ] = 30.0,
     max_worker_deaths: MaxWorkerDeaths = 3,
     max_step_seconds: MaxStepSeconds = 180.0,
+    no_breaker: NoBreaker = False,
     health_port: Annotated[
         int | None,
         typer.Option(
@@ -104,6 +106,7 @@ def worker(
         drain=drain_timeout,
         max_deaths=max_worker_deaths,
         step_limit=max_step_seconds,
+        breaker=not no_breaker,
         health_port=health_port,
         spot_notice=spot_provider,
         spot_endpoint=spot_metadata_url,
