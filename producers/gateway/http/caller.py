@@ -7,12 +7,12 @@ Endpoints without a scope are open to all; a test knows them by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 from fastapi import Depends
 from fastapi.openapi.models import HTTPBearer
 from fastapi.security.base import SecurityBase
+from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 
 from producers.contract.task import MAX_TENANT
@@ -110,10 +110,13 @@ def same(principal: Principal, named: str | None, param: str) -> None:
         )
 
 
-def _named(headers: Mapping[str, str]) -> str | None:
-    value = headers.get(TENANT)
-    if value is None:
+def _named(headers: Headers) -> str | None:
+    values = headers.getlist(TENANT)
+    if not values:
         return None
+    if len(values) > 1:  # a proxy that adds its own may mean either
+        raise _refusal(", ".join(values), "given once")
+    value = values[0]
     try:
         name = value.encode("latin-1").decode()
     except UnicodeDecodeError:
@@ -132,9 +135,12 @@ def _address(connection: HTTPConnection) -> str | None:
     return client[0] if client else None
 
 
-def _token(headers: Mapping[str, str]) -> str | None:
-    """The key in a request's headers: OpenAI's, or `x-api-key`."""
-    kind, _, token = headers.get("authorization", "").partition(" ")
-    if kind.lower() == "bearer":
-        return token.strip()
-    return headers.get("x-api-key")
+def _token(headers: Headers) -> str | None:
+    """The key in a request's headers: OpenAI's, or `x-api-key`. Several different ones are none: a proxy may have
+    checked another one than we would take."""
+    found = set(headers.getlist("x-api-key"))
+    for value in headers.getlist("authorization"):
+        kind, _, token = value.partition(" ")
+        if kind.lower() == "bearer":
+            found.add(token.strip())
+    return " ".join(found) if found else None

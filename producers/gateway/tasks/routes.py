@@ -116,7 +116,7 @@ async def cancel(request: Request, task_id: str) -> Response:
     gateway = gateway_of(request)
     handle = await task_of(request, task_id)
     accepted, record = await cancelled(handle)
-    if record.final:
+    if record.final and principal_of(request).may("read"):
         return await outcome.answer(gateway, handle, record, accepted=accepted)
     said = Cancelled(accepted=accepted, **TaskView.of(record).model_dump())
     return Response(said.model_dump_json(), media_type="application/json")

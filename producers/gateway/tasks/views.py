@@ -118,7 +118,8 @@ class TaskView(BaseModel):
 
 
 class Cancelled(TaskView):
-    """The answer to a cancel: the task, with its outputs if it is final. Not accepted: it had ended otherwise."""
+    """The answer to a cancel: the task, with its outputs if it is final and the caller may read them. Not accepted: it
+    had ended otherwise."""
 
     accepted: bool
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +20,8 @@ from producers.contract import keys
 from producers.store.access import api_keys
 from producers.store.access.api_keys import Key
 from producers.store.access.audit import Change
-from producers.store.access.principal import Limits
+from producers.store.access.principal import SCOPES, Limits
+from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Door, until
 
 #: The documented paths that are open to all.
@@ -69,20 +72,89 @@ def test_every_endpoint_asks_for_a_key_but_those_named_here(http: httpx.Client) 
     assert {path for path, methods in paths.items() for one in methods.values() if "security" not in one} == OPEN
 
 
-def test_a_key_opens_what_its_scopes_say(http: httpx.Client, make: Callable[..., str], model: str) -> None:
-    submits, reads = make(scopes=("submit",)), make(scopes=("read",))
-    task = {"model": model, "prompt": "def f"}
-    made = http.post("/v1/tasks", json=task, headers=as_caller(submits))
-    assert (made.status_code, made.json()["tenant"]) == (202, "acme")
-    refused = http.post("/v1/tasks", json=task, headers=as_caller(reads))
-    assert refused.status_code == 403
-    assert refused.json()["error"]["code"] == "missing_scope"
-    assert "submit" in refused.json()["error"]["message"]
-    url = f"/v1/tasks/{made.json()['id']}"
-    assert http.get(url, headers=as_caller(submits)).status_code == 403
-    assert http.get(url, headers=as_caller(reads)).status_code == 200
-    assert http.get("/metrics", headers=as_caller(reads)).status_code == 403
-    assert http.get("/metrics", headers=as_caller(make(scopes=("admin",)))).status_code == 200
+def scope_of(method: str, path: str) -> str:
+    """The scope that docs/security.md names for this."""
+    if path == "/metrics":
+        return "metrics"
+    if re.match("/v1/(keys|audit)", path):
+        return "admin"
+    if method == "delete" or path.endswith("/cancel"):
+        return "cancel"
+    return "read" if method == "get" else "submit"
+
+
+def test_a_key_opens_what_its_scopes_say_and_nothing_else(http: httpx.Client, make: Callable[..., str]) -> None:
+    paths = http.get("/openapi.json").json()["paths"]
+    asked = [(method, path) for path in paths if path not in OPEN for method in paths[path]]
+    for scope in SCOPES:
+        key = as_caller(make(scopes=(scope,)))
+        answers = {one: http.request(one[0], one[1].translate(BARE), headers=key) for one in asked}
+        refused = {one: answer.json()["error"] for one, answer in answers.items() if answer.status_code == 403}
+        assert {error["code"] for error in refused.values()} <= {"missing_scope"}
+        assert refused.keys() == {one for one in asked if scope not in ("admin", scope_of(*one))}
+        assert all(scope_of(*one) in error["message"] for one, error in refused.items())
+
+
+def test_nobody_is_let_in_by_the_body_the_url_or_several_keys(
+    door: Door, http: httpx.Client, make: Callable[..., str]
+) -> None:
+    """A body is not waited for either: who has no key cannot have one read."""
+    good, other = make(), make("other")
+    paths = http.get("/openapi.json").json()["paths"]
+    posts = [path.translate(BARE) for path in paths if "post" in paths[path]]
+    heads = [f"POST {path} HTTP/1.1\r\nContent-Length: 1000000" for path in posts]
+    heads += [f"GET {url} HTTP/1.1" for url in (f"/v1/files?api_key={good}", f"http://{good}@x/v1/files")]
+    for headers in (
+        f"authorization: {good}",
+        f"authorization: Basic {good}",
+        f"authorization: Bearer {good}, Bearer {good}",
+        f"authorization: Bearer {good}\r\nauthorization: Bearer {other}",
+        f"authorization: Bearer {good}\r\nx-api-key: {other}",
+        f"cookie: authorization=Bearer {good}",
+    ):
+        heads.append(f"GET /v1/files HTTP/1.1\r\n{headers}")
+    assert {status(door, head) for head in heads} == {401}
+    assert status(door, f"GET /v1/files HTTP/1.1\r\nauthorization: bEARER  {good}\r\nx-api-key: {good}") == 200
+
+
+def status(door: Door, head: str) -> int:
+    """What is answered to a request of which nothing comes but this."""
+    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as connection:
+        connection.sendall(f"{head}\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        return int(connection.recv(1 << 16).split()[1])
+
+
+def test_a_key_is_asked_for_by_each_request_of_a_connection(door: Door, make: Callable[..., str]) -> None:
+    requests = f"GET /v1/files HTTP/1.1\r\nHost: x\r\nauthorization: Bearer {make()}\r\n\r\n"
+    requests += "GET /v1/files HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as connection:
+        connection.sendall(requests.encode())
+        answers = connection.makefile("rb").read()
+    assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [b"200", b"401"]
+
+
+def test_who_guesses_is_one_address_whatever_headers_say(http: httpx.Client, door: Door) -> None:
+    wrong = as_caller("psk_" + "a" * 16 + "_" + "b" * 43)
+    for number in range(3):
+        named = f"10.0.0.{number}"
+        forged = {"x-forwarded-for": named, "forwarded": f"for={named}", "x-real-ip": named, "x-client-ip": named}
+        assert http.get("/v1/models", headers=wrong | forged).status_code == 401
+    counts = door.app.state.gateway.callers._wrong
+    assert {address: count for address, (count, _) in counts.items()} == {"127.0.0.1": 3}
+
+
+def test_who_may_cancel_and_not_read_is_shown_no_output(
+    http: httpx.Client, make: Callable[..., str], worker: FakeWorker, model: str
+) -> None:
+    cancels = as_caller(make(scopes=("cancel",)))
+    for path, body in (("/v1/tasks", {"prompt": "x"}), ("/v1/responses", {"input": "x", "background": True})):
+        made = http.post(path, json={"model": model} | body, headers=as_caller(make())).json()["id"]
+        worker.serve(made.removeprefix("resp_"))
+        told = http.post(f"{path}/{made}/cancel", headers=cancels).json()
+        assert (told["id"], told["status"]) == (made, "completed")
+        assert not told.get("choices", told.get("output"))
+        whole = http.post(f"{path}/{made}/cancel", headers=as_caller(make())).json()
+        assert whole.get("choices") or whole.get("output")
 
 
 def test_keys_that_do_not_work_are_answered_alike(http: httpx.Client, make: Callable[..., str], valkey: Redis) -> None:
@@ -150,3 +222,8 @@ def test_a_key_names_no_tenant_but_its_own(http: httpx.Client, make: Callable[..
     other = http.post("/v1/tasks", json={**task, "tenant": "other"}, headers=headers)
     named = http.get("/v1/files", headers={**headers, "penstock-tenant": "other"})
     assert [(one.status_code, one.json()["error"]["code"]) for one in (other, named)] == [(403, "wrong_tenant")] * 2
+    twice = [*headers.items(), ("penstock-tenant", "acme"), ("penstock-tenant", "other")]
+    assert http.get("/v1/files", headers=twice).status_code == 400
+    body = b'{"model": "tiny", "prompt": "x", "tenant": "acme", "tenant": "other"}'
+    both = http.post("/v1/tasks", content=body, headers={**headers, "content-type": "application/json"})
+    assert (both.status_code, both.json()["error"]["code"]) == (403, "wrong_tenant")

@@ -14,7 +14,7 @@ from producers.contract.record import Record
 from producers.errors import shown
 from producers.gateway.context import gateway_of
 from producers.gateway.http.body import read_object
-from producers.gateway.http.caller import CANCELS, READS, SUBMITS, tenant_of
+from producers.gateway.http.caller import CANCELS, READS, SUBMITS, principal_of, tenant_of
 from producers.gateway.http.errors import Problem
 from producers.gateway.openai.parameters import request_body
 from producers.gateway.openai.responses import conversation, query
@@ -97,6 +97,8 @@ async def cancel(request: Request, response_id: str) -> Response:
     gateway = gateway_of(request)
     handle, _, about = await _found(request, response_id)
     _, record = await cancelled(handle)
+    if record.final and not principal_of(request).may("read"):
+        return JSONResponse(about.ended(record) | {"output": []})
     return await answer(gateway, handle, record, about)
 
 

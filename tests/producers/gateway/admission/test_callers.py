@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
+import httpx
 import pytest
 
 from producers.client.steps import FAILURES
 from producers.connection.connect import connect_async
+from producers.gateway import GatewaySettings
 from producers.gateway.admission import callers as module
 from producers.gateway.admission.callers import FREE, SLOWEST_S, Callers
 from producers.gateway.http.errors import Problem
 from producers.store.access import api_keys
 from producers.store.access.audit import Change
 from tests.processes import valkey
+from tests.producers.gateway.conftest import Door
 
 
 async def made(url: str) -> str:
@@ -46,6 +50,23 @@ async def test_keys_that_were_seen_go_on_while_the_store_is_away_and_no_others(
 
     with pytest.raises(FAILURES):  # use does not prolong it: meanwhile no revocation comes through
         await used_on_and_on()
+
+
+def test_a_gateway_without_its_store_lets_in_whom_it_knows_alone() -> None:
+    """Who is let in is told that the body is wrong, for which no store is asked."""
+    with valkey() as (url, _):
+        seen, unseen = asyncio.run(made(url)), asyncio.run(made(url))
+        door = Door(GatewaySettings(url, url, auth="keys", sweep=False))
+
+        def told(token: str | None) -> int:
+            headers = {} if token is None else {"authorization": f"Bearer {token}"}
+            return httpx.get(f"{door.url}/v1/tasks?limit=none", headers=headers, timeout=60).status_code
+
+        assert told(seen) == 400
+    try:
+        assert [told(one) for one in (seen, unseen, seen[:21] + unseen[21:], None)] == [400, 503, 401, 401]
+    finally:
+        door.close()
 
 
 async def test_wrong_keys_of_an_address_are_answered_ever_more_slowly(valkey_url: str) -> None:

@@ -26,6 +26,7 @@ from schemathesis.specs.openapi.checks import (
 from producers.contract.record import Record
 from producers.gateway import GatewaySettings, create_app
 from producers.gateway.http.openapi import EXAMPLES as EXAMPLES_TO_TRY
+from producers.store.access.principal import SCOPES
 from tests.exhaustive import few
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Door
@@ -131,11 +132,11 @@ def test_every_answer_to_a_key_and_to_none_is_described(
 ) -> None:
     answering.scripts = [answer]
     door = open_door(auth="keys", webhook_allow=("127.0.0.0/8",))
-    good, reads, wrong = make(), make(scopes=("read",)), f"psk_{'a' * 16}_{'b' * 43}"
+    some, wrong = [make(), *(make(scopes=(scope,)) for scope in SCOPES)], f"psk_{'a' * 16}_{'b' * 43}"
 
     @seed(1)
     @settings(max_examples=EXAMPLES, database=None, phases=[Phase.generate])
-    @given(SCHEMA[path][method].as_strategy(mode), st.sampled_from([good, reads, wrong, None]))
+    @given(SCHEMA[path][method].as_strategy(mode), st.sampled_from([*some, wrong, None]))
     def holds(case: schemathesis.Case, key: str | None) -> None:
         if path in KNOWN and isinstance(case.body, dict):
             case.body = KNOWN[path]
