@@ -26,19 +26,15 @@ from engine.models import Model, load_model
 from engine.params import SamplingParams
 from engine.plan import StepWork
 from engine.request import Choice, Event, Output, Request
-from engine.scheduling.policy import PrefillPriority
+from engine.scheduling.policy import Policy
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.stats import SchedulerStats
+from engine.scheduling.traits import ModelTraits
 from engine.text import ModelCard, Tokenizer
 from engine.text.checkpoint import model_version
 from engine.text.config import Config, read_config
-from engine.text.words import Spellings
 
 logger = logging.getLogger("penstock.engine")
-
-#: The default of max_num_batched_tokens: enough for full use of the device, and few enough that sequences that decode
-#: beside a long prompt go on smoothly.
-_BATCHED_TOKENS = {"cpu": 512, "cuda": 4096}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +66,17 @@ class Engine:
             self.card = ModelCard.from_folder(folder)
             self.tokenizer = Tokenizer.from_folder(folder)
         self._model = model
-        self.max_num_seqs = config.max_num_seqs
-        self.max_model_len = _model_len(config.max_model_len, model.context_length)
-        batched = config.max_num_batched_tokens
-        if batched is None:
-            batched = max(_BATCHED_TOKENS[model.device.type], config.max_num_seqs)
         if draft is not None:
             check_same_tokens(self.tokenizer, model, Path(str(config.draft_model)), draft)
+        capacity = place(model, config, draft)
+        self.max_num_seqs = capacity.max_num_seqs
+        self.max_model_len = capacity.max_model_len
         #: The tokens of one step, and of its prompts that are not of the best tier.
-        self.step_tokens = min(batched, config.unhurried_tokens or batched)
-        spaces = place(model, config, batched, self.max_model_len, draft)
+        self.step_tokens = capacity.step_tokens
         #: The tokens of whole sequences that the KV cache can hold at one time.
-        self.kv_tokens_total = min(space.tokens_of_all(config.block_size, self.max_model_len) for space in spaces)
+        self.kv_tokens_total = capacity.tokens_of_all
         #: The tokens of the longest sequence that the KV cache can hold.
-        self.kv_capacity = min(space.tokens_of_one(config.block_size) for space in spaces)
+        self.kv_capacity = capacity.tokens_of_one
         self.fingerprint = _fingerprint(model)
         logger.info(
             "%s computes on %s with kernels %r, weights in %s, %d threads",
@@ -93,40 +86,23 @@ class Engine:
             _name(model.kernels.weight_dtype),
             config.threads or torch.get_num_threads(),
         )
-        runner = runner_for(model, config, spaces, batched, self.max_model_len)
-        speculation = speculation_for(model, draft, config, spaces, runner, batched, self.max_model_len)
-        scheduler = Scheduler(
-            spaces=spaces,
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=batched,
-            max_model_len=self.max_model_len,
-            eos_token_ids=self.tokenizer.eos_token_ids
-            if self.tokenizer
-            else _eos(Config.of_model(read_config(folder))),
-            ageing_s=config.ageing_s,
-            enable_prefix_caching=config.enable_prefix_caching,
-            version=version,
-            new_detokenizer=self.tokenizer.new_detokenizer if self.tokenizer else lambda: None,
-            spellings=Spellings(self.tokenizer).of if self.tokenizer else None,
-            vocab_size=model.vocab_size,
-            rope_switch=model.rope_switch,
-            seed=config.seed,
-            speculation=speculation,
-            # A CPU takes as long for a decode's token as for a prompt's. On a GPU, decodes beside a prompt cost little.
-            prefill_priority=PrefillPriority(config.unhurried_tokens, exclusive=model.device.type == "cpu"),
-        )
+        runner = runner_for(model, config, capacity)
+        speculation = speculation_for(model, draft, config, capacity, runner)
+        eos = () if self.tokenizer else _eos(Config.of_model(read_config(folder)))
+        traits = ModelTraits(version, model.vocab_size, eos, model.rope_switch)
+        if self.tokenizer:
+            traits = traits.with_text(self.tokenizer)
+        # A CPU takes as long for a decode's token as for a prompt's. On a GPU, decodes beside a prompt cost little.
+        exclusive = model.device.type == "cpu"
+        policy = Policy(config.ageing_s, config.enable_prefix_caching, config.seed, exclusive)
         self._ids = itertools.count()
-        overlap = config.overlap
-        if overlap is None:
-            overlap = int(model.device.type == "cuda")
         self._loop = StepLoop(
-            scheduler,
+            Scheduler(capacity, traits, policy, speculation),
             runner,
             # In deterministic mode the loop uses as many threads as loading did, because products were tried with
             # these.
             partial(model.kernels.use_threads, torch.get_num_threads() if config.deterministic else config.threads),
-            overlap=overlap,
+            overlap=int(model.device.type == "cuda") if config.overlap is None else config.overlap,
             release=release,
             check=lambda: check_alive(model.device),
             speculation=speculation,
@@ -330,12 +306,6 @@ def device_named(asked: str) -> torch.device:
     if asked == "cuda" and not torch.cuda.is_available():
         raise EngineError("device='cuda', but torch finds no CUDA device; use 'cpu' or 'auto'")
     return torch.device("cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def _model_len(asked: int | None, context: int) -> int:
-    if asked is not None and asked > context:
-        raise EngineError(f"max_model_len={asked} is more than the model's context of {context} tokens")
-    return context if asked is None else asked
 
 
 def check_same_tokens(tokenizer: Tokenizer | None, model: Model, folder: Path, draft: Model) -> None:

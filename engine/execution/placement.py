@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.execution.device import DeviceRunner, rehearse, step_bytes
 from engine.execution.runner import Runner
-from engine.kv import KvSpace
+from engine.kv import Capacity, KvSpace
 from engine.memory import GIB, block_bytes, free_bytes, kv_spaces, release
 from engine.models import Model
 from engine.speculate import Lookup, Proposer, Speculation
 from engine.speculate.draft import DraftModel
 
+#: The default of max_num_batched_tokens: enough for full use of the device, and few enough that sequences that decode
+#: beside a long prompt go on smoothly.
+_STEP_TOKENS = {"cpu": 512, "cuda": 4096}
 #: The assumed memory of a step, in bytes, on a GPU where it is not measured.
 _UNMEASURED = 1 * GIB
 #: Devices on which kernels are compiled and steps recorded. Both are done before the first request.
@@ -25,14 +28,23 @@ _RUN = 8
 _LONG = 64 << 10
 
 
-def place(
-    model: Model, config: EngineConfig, step_tokens: int, length: int, draft: Model | None = None
-) -> tuple[KvSpace, ...]:
-    """Size each KV group of the model, for steps of up to `step_tokens` and sequences of up to `length` tokens.
+def place(model: Model, config: EngineConfig, draft: Model | None = None) -> Capacity:
+    """Size what the engine holds: each KV group of the model, a step and a sequence.
 
     `draft`: a draft model whose KV cache takes part of the memory. Raises EngineError if the memory does not hold a
     single sequence.
     """
+    step_tokens = config.max_num_batched_tokens or max(_STEP_TOKENS[model.device.type], config.max_num_seqs)
+    length = model.context_length if config.max_model_len is None else config.max_model_len
+    if length > model.context_length:
+        raise EngineError(f"max_model_len={length} is more than the model's context of {model.context_length} tokens")
+    spaces = _spaces(model, config, step_tokens, length, draft)
+    return Capacity(spaces, config.block_size, config.max_num_seqs, step_tokens, length, config.unhurried_tokens)
+
+
+def _spaces(
+    model: Model, config: EngineConfig, step_tokens: int, length: int, draft: Model | None
+) -> tuple[KvSpace, ...]:
     free = 0
     if config.kv_cache_bytes is None:
         step = 0
@@ -85,10 +97,8 @@ def speculation_for(
     model: Model,
     draft: Model | None,
     config: EngineConfig,
-    spaces: Sequence[KvSpace],
+    capacity: Capacity,
     runner: Runner | DeviceRunner,
-    step_tokens: int,
-    length: int,
 ) -> Speculation | None:
     """The speculation that `config` asks for, or None. Raises EngineError as `runner_for` does."""
     if config.speculate == "none":
@@ -101,10 +111,11 @@ def speculation_for(
     else:
         whole = whole_group(model)
         # A draft model catches up with a sequence by whole blocks.
-        step_tokens = max(step_tokens, config.block_size)
-        places = [KvSpace(spaces[whole].num_blocks, group.window) for group in draft.kv_groups]
+        step_tokens = max(capacity.max_num_batched_tokens, config.block_size)
+        places = [KvSpace(capacity.spaces[whole].num_blocks, group.window) for group in draft.kv_groups]
+        theirs = replace(capacity, spaces=places, max_num_batched_tokens=step_tokens)
         proposer = DraftModel(
-            runner_for(draft, config, places, step_tokens, length),
+            runner_for(draft, config, theirs),
             slots=config.max_num_seqs,
             groups=len(draft.kv_groups),
             table=whole,
@@ -138,9 +149,7 @@ def _measured(model: Model, config: EngineConfig, step_tokens: int, length: int)
     )
 
 
-def runner_for(
-    model: Model, config: EngineConfig, spaces: Sequence[KvSpace], step_tokens: int, length: int
-) -> Runner | DeviceRunner:
+def runner_for(model: Model, config: EngineConfig, capacity: Capacity) -> Runner | DeviceRunner:
     """Make the runner that suits the model's kernels. Raises EngineError if the block size does not suit them or if
     there is no memory for the KV cache."""
     if model.kernels.chunk % config.block_size:
@@ -149,14 +158,14 @@ def runner_for(
         )
     try:
         if not model.kernels.ragged:
-            return Runner(model, spaces=spaces, block_size=config.block_size, max_num_seqs=config.max_num_seqs)
+            return Runner(model, spaces=capacity.spaces, block_size=config.block_size, max_num_seqs=config.max_num_seqs)
         runner = DeviceRunner(
             model,
-            spaces=spaces,
+            spaces=capacity.spaces,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=step_tokens,
-            max_model_len=length,
+            max_num_batched_tokens=capacity.max_num_batched_tokens,
+            max_model_len=capacity.max_model_len,
             graphs=config.graphs,
         )
         if model.device.type in REHEARSED:
@@ -165,7 +174,7 @@ def runner_for(
     except Exception as error:
         if not release(error):
             raise
-        blocks = " and ".join(str(space.num_blocks) for space in spaces)
+        blocks = " and ".join(str(space.num_blocks) for space in capacity.spaces)
         raise EngineError(
             f"{model.device.type} has no memory for a KV cache of {blocks} blocks; lower kv_cache_bytes or "
             f"memory_share: {error}"

@@ -13,14 +13,14 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from engine.errors import EngineError
-from engine.kv import BlockTables, Claim
+from engine.kv import BlockTables, Capacity, Claim
 from engine.plan import ScheduledSeq, StepPlan
 from engine.scheduling.group import Group
 from engine.scheduling.policy import (
     EXCLUSIVE_INTERVAL,
     EXCLUSIVE_STEPS,
     TIERS,
-    PrefillPriority,
+    Policy,
     WaitingQueue,
     is_priority,
     running_key,
@@ -103,38 +103,27 @@ class Planner:
         self,
         tables: BlockTables,
         groups: Mapping[str, Group],
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        ageing_s: float,
+        capacity: Capacity,
+        policy: Policy,
         speculation: Speculation | None,
-        prefill_priority: PrefillPriority,
     ) -> None:
-        """`groups`: the unfinished requests by id, which the scheduler keeps. Raises EngineError if a step could not
-        hold one token of each sequence."""
-        ordinary = prefill_priority.unhurried_tokens
-        if ordinary is None:
-            ordinary = max_num_batched_tokens
-        for name, tokens in (("max_num_batched_tokens", max_num_batched_tokens), ("unhurried_tokens", ordinary)):
-            if tokens < max_num_seqs:
-                less = f"{name}={tokens} is less than max_num_seqs={max_num_seqs}"
-                raise EngineError(f"{less}: a step must hold one token of every sequence")
+        """`groups`: the unfinished requests by id, which the scheduler keeps."""
         self._speculation = speculation
         self._tables = tables
         self._groups = groups
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting = WaitingQueue(ageing_s)
+        self.max_num_seqs = capacity.max_num_seqs
+        self.max_num_batched_tokens = capacity.max_num_batched_tokens
+        self.waiting = WaitingQueue(policy.ageing_s)
         self.running: list[Sequence] = []  # sorted by running_key
-        self._slots = list(range(max_num_seqs))  # a heap: low rows are used first, which keeps batches compact
+        self._slots = list(range(capacity.max_num_seqs))  # a heap: low rows are used first, which keeps batches compact
         self.preemptions = 0
         self.cached_tokens = 0
         self.out_of_memory = self.shrinks = 0
         self.most_blocks = 0
         #: The serials of the sequences of the step in flight, while the next step is planned.
         self.in_flight: Set[int] = frozenset()
-        self._ordinary_tokens = ordinary
-        self._max_exclusive_credit = EXCLUSIVE_STEPS * EXCLUSIVE_INTERVAL if prefill_priority.exclusive else 0
+        self._ordinary_tokens = capacity.step_tokens
+        self._max_exclusive_credit = EXCLUSIVE_STEPS * EXCLUSIVE_INTERVAL if policy.exclusive else 0
         # The number of steps that may still exclude worse tiers, in units of 1 / EXCLUSIVE_INTERVAL step.
         self._exclusive_credit = self._max_exclusive_credit
 

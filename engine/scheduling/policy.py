@@ -42,17 +42,17 @@ def running_key(seq: Sequence) -> Key:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillPriority:
-    """Settings that let prompts of the best tier wait for few tokens of worse tiers."""
+class Policy:
+    """The scheduler's settings that are no matter of room."""
 
-    unhurried_tokens: int | None = None
-    """The most tokens of a step without such a prompt. None: as many as in any step."""
+    ageing_s: float = 30.0
+    """A waiting request rises by one tier for each `ageing_s` seconds."""
+    enable_prefix_caching: bool = True
+    seed: int | None = None
+    """The source of seeds for requests that have none."""
     exclusive: bool = False
-    """Whether steps with such a prompt exclude worse tiers: at most EXCLUSIVE_STEPS in a row, and in the long run one
-    step of 1 + EXCLUSIVE_INTERVAL."""
-
-
-NO_PREFILL_PRIORITY = PrefillPriority()
+    """Whether steps with a prompt of the best tier exclude worse tiers: at most EXCLUSIVE_STEPS in a row, and in the
+    long run one step of 1 + EXCLUSIVE_INTERVAL."""
 
 
 def is_priority(seq: Sequence) -> bool:

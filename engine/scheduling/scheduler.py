@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import chain
 
 from engine.errors import EngineError, RequestError
-from engine.kv import BlockTables, KvSpace, long_root, root_hash
+from engine.kv import BlockTables, Capacity, long_root, root_hash
 from engine.logprobs import PromptScores
 from engine.output import OutputState
 from engine.params import FinishReason
@@ -22,11 +21,11 @@ from engine.scheduling.best_of import Candidates
 from engine.scheduling.group import Group
 from engine.scheduling.limits import RequestLimits
 from engine.scheduling.planner import Planner
-from engine.scheduling.policy import NO_PREFILL_PRIORITY, PrefillPriority
+from engine.scheduling.policy import Policy
 from engine.scheduling.stats import SchedulerStats
+from engine.scheduling.traits import ModelTraits
 from engine.sequence import UNKNOWN, Sequence, Status
 from engine.speculate import Speculation
-from engine.text.detokenizer import Detokenizer
 
 
 class Scheduler:
@@ -34,48 +33,20 @@ class Scheduler:
 
     def __init__(
         self,
-        *,
-        spaces: Seq[KvSpace],
-        block_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        eos_token_ids: Iterable[int] = (),
-        ageing_s: float = 30.0,
-        enable_prefix_caching: bool = True,
-        version: str = "",
-        new_detokenizer: Callable[[], Detokenizer | None] = lambda: None,
-        spellings: Callable[[str], tuple[tuple[int, ...], ...]] | None = None,
-        vocab_size: int | None = None,
-        rope_switch: int | None = None,
-        seed: int | None = None,
+        capacity: Capacity,
+        traits: ModelTraits = ModelTraits(),  # noqa: B008 - frozen
+        policy: Policy = Policy(),  # noqa: B008 - frozen
         speculation: Speculation | None = None,
-        prefill_priority: PrefillPriority = NO_PREFILL_PRIORITY,
     ) -> None:
-        """`spaces`: the memory of each KV group. `version`: the model's version, which separates the cached blocks of
-        different models. `rope_switch`: a sequence of more tokens has other keys than a shorter one, so it is computed
-        anew when it grows past that. `seed`: the source of seeds for requests that have none. `speculation`: the source
-        of draft tokens. Raises EngineError if a step could not hold one token of each sequence.
-        """
-        self._eos_token_ids = tuple(eos_token_ids)
-        self._version = version
-        self._new_detokenizer = new_detokenizer
-        self._spellings = spellings
-        self._tables = BlockTables(spaces, block_size, enable_prefix_caching)
-        self._limits = RequestLimits(max_model_len, self._tables.capacity, vocab_size)
-        self._rope_switch = rope_switch
+        """`speculation`: the source of draft tokens."""
+        self._traits = traits
+        self._rope_switch = traits.rope_switch
+        self._tables = BlockTables(capacity.spaces, capacity.block_size, policy.enable_prefix_caching)
+        self._limits = RequestLimits(capacity.max_model_len, self._tables.capacity, traits.vocab_size)
         self._groups: dict[str, Group] = {}
-        self._planner = Planner(
-            self._tables,
-            self._groups,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            ageing_s=ageing_s,
-            speculation=speculation,
-            prefill_priority=prefill_priority,
-        )
+        self._planner = Planner(self._tables, self._groups, capacity, policy, speculation)
         self._speculation = speculation
-        self._seeds = random.Random(seed)  # noqa: S311 - for sampling, not secrets
+        self._seeds = random.Random(policy.seed)  # noqa: S311 - for sampling, not secrets
         self._serial = 0
         self._steps = self._prompt_tokens = self._generated_tokens = self._aborted = self._not_finite = 0
 
@@ -97,7 +68,7 @@ class Scheduler:
             raise RequestError(f"request id {request.id!r} is in use", param="id", code="duplicate_request")
         params = request.params
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        root = root_hash(request.salt, request.adapter, self._version)
+        root = root_hash(request.salt, request.adapter, self._traits.version)
         bad_words = self._spelled(params.bad_words)
         limit = self._limits.output_limit(request)
         scores = None
@@ -115,7 +86,7 @@ class Scheduler:
                 choice=choice,
                 tokens=list(request.prompt_ids),
                 prompt_len=len(request.prompt_ids),
-                output=OutputState(params, self._eos_token_ids, self._new_detokenizer(), limit),
+                output=OutputState(params, self._traits.eos_token_ids, self._traits.new_detokenizer(), limit),
                 seed=seed,
                 serial=self._serial,
                 queued_at=request.arrival,
@@ -138,11 +109,11 @@ class Scheduler:
 
     def _spelled(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """All token sequences that write these words. Raises RequestError if there are none."""
-        if words and self._spellings is None:
+        if words and self._traits.spellings is None:
             raise RequestError("the model has no tokenizer.json: bad_words must be banned_token_ids", param="bad_words")
         found: dict[tuple[int, ...], None] = {}
         for word in words:
-            ways = self._spellings(word) if self._spellings else ()
+            ways = self._traits.spellings(word) if self._traits.spellings else ()
             if not ways:
                 raise RequestError(f"bad_words has {word!r}, of which the tokenizer drops all", param="bad_words")
             found |= dict.fromkeys(ways)

@@ -21,8 +21,8 @@ from engine.kv import KvSpace
 from engine.params import SamplingParams
 from engine.plan import Sampled
 from engine.request import Request
-from engine.scheduling.policy import NO_PREFILL_PRIORITY, PrefillPriority
 from engine.scheduling.scheduler import Scheduler
+from tests.engine.stepping import made
 
 #: Name, share of the requests, and the deadline in times of what a task takes at the capacity, as in `overload`.
 TIERS = (("priority", 0.15, 5.0), ("default", 0.45, 15.0), ("flex", 0.2, 37.5), ("batch", 0.2, 75.0))
@@ -42,7 +42,8 @@ class World:
     prompt: int
     """Tokens on average, from half of that to half more; so is `output`."""
     output: int
-    prefill_priority: PrefillPriority = NO_PREFILL_PRIORITY
+    unhurried_tokens: int | None = None
+    exclusive: bool = False
     max_queued: int = 100
 
     def took(self, tokens: int) -> float:
@@ -78,14 +79,15 @@ class Run:
     def __post_init__(self) -> None:
         world = self.world
         self._rng = random.Random(self.seed)
-        self._scheduler = Scheduler(
+        self._scheduler = made(
             spaces=[KvSpace(2 * world.rows * -(-2 * (world.prompt + world.output) // 16))],
             block_size=16,
             max_num_seqs=world.rows,
             max_num_batched_tokens=world.batched_tokens,
             max_model_len=2 * (world.prompt + world.output),
             ageing_s=min(1e9, 37.5 * self.task_s),
-            prefill_priority=world.prefill_priority,
+            unhurried_tokens=world.unhurried_tokens,
+            exclusive=world.exclusive,
             seed=1,
         )
 
@@ -235,7 +237,8 @@ def main() -> None:
         args.batched_tokens,
         args.prompt,
         args.output,
-        PrefillPriority(args.unhurried_tokens, exclusive=not args.together),
+        args.unhurried_tokens,
+        exclusive=not args.together,
     )
     measure(world, args.loads, args.tasks, lambda said: print(json.dumps(said), flush=True))
 

@@ -17,15 +17,15 @@ from engine.kv import KvSpace
 from engine.params import SamplingParams
 from engine.plan import Sampled, StepPlan
 from engine.request import Request
-from engine.scheduling.scheduler import Scheduler
 from engine.text import Tokenizer
+from tests.engine.stepping import made
 from tests.processes import ROOT
 
 
 def measure(sequences: int, steps: int, ahead: bool) -> dict[str, float]:
     tokenizer = Tokenizer.from_folder(ROOT / "workers" / "models" / "tiny")
     prompt = 128
-    scheduler = Scheduler(
+    scheduler = made(
         spaces=[KvSpace(2 * sequences * -(-(prompt + steps + 8) // 16))],
         block_size=16,
         max_num_seqs=sequences,

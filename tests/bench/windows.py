@@ -20,8 +20,8 @@ from engine.kv import KvSpace
 from engine.models import load_model
 from engine.params import SamplingParams
 from engine.request import Request
-from engine.scheduling.scheduler import Scheduler
 from tests.engine.random_models import FAMILIES, write_model
+from tests.engine.stepping import made
 
 CONTEXT = 8192
 SHAPE = {
@@ -42,7 +42,7 @@ def measure(window: int, sequences: int, prompt: int, steps: int) -> dict[str, o
         model = load_model(write_model(Path(folder), tokenizer=False, **changes), "float32", torch.device("cpu"))
     spaces = [KvSpace(sequences * (prompt + steps) // 16 + 64, group.window) for group in model.kv_groups]
     runner = Runner(model, spaces=spaces, block_size=16, max_num_seqs=sequences)
-    scheduler = Scheduler(
+    scheduler = made(
         spaces=spaces, block_size=16, max_num_seqs=sequences, max_num_batched_tokens=512, max_model_len=CONTEXT
     )
     generator = torch.Generator().manual_seed(0)

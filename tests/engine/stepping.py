@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from engine.kv import KvSpace
+from dataclasses import fields
+
+from engine.kv import Capacity, KvSpace
 from engine.params import SamplingParams
 from engine.plan import Sampled, StepPlan
 from engine.request import Event, Request, Tier
+from engine.scheduling.policy import Policy
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.traits import ModelTraits
+from engine.speculate import Speculation
 
 EOS = 9
 
 
 def scheduler(*, num_blocks: int = 16, windows: tuple[int | None, ...] = (None,), **settings) -> Scheduler:
-    """With `num_blocks` in each of the KV groups that `windows` says."""
+    """With `num_blocks` in each of the KV groups that `windows` says. `settings`: of capacity, model and policy."""
     defaults = {
         "spaces": [KvSpace(num_blocks, window) for window in windows],
         "block_size": 4,
@@ -22,7 +27,17 @@ def scheduler(*, num_blocks: int = 16, windows: tuple[int | None, ...] = (None,)
         "eos_token_ids": [EOS],
         "seed": 1,
     }
-    return Scheduler(**(defaults | settings))
+    return made(**defaults | settings)
+
+
+def made(*, speculation: Speculation | None = None, **settings) -> Scheduler:
+    """A scheduler with settings of `Capacity`, `ModelTraits` and `Policy`, each by its field's name."""
+    parts = [
+        kind(**{one.name: settings.pop(one.name) for one in fields(kind) if one.name in settings})
+        for kind in (Capacity, ModelTraits, Policy)
+    ]
+    assert not settings
+    return Scheduler(*parts, speculation)
 
 
 def request(name: str, prompt: int | list[int] = 4, tier: int = Tier.DEFAULT, arrival: float = 0.0, **rest) -> Request:

@@ -13,6 +13,7 @@ from engine.request import Event, Request
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.execution.test_loop import loop, overlap, scheduler, steps
 from tests.engine.looping import Gate, Listener, Steps, request, waited
+from tests.engine.stepping import made
 
 __all__ = ["loop", "overlap", "scheduler", "steps"]  # fixtures
 
@@ -44,9 +45,7 @@ def test_a_fault_fails_the_request_that_caused_it_alone(
 @pytest.mark.parametrize("culprits", [{0}, {31}, {17}, {3, 30}, set(range(32))])
 def test_it_takes_few_steps_to_find_them(culprits: set[int]) -> None:
     """Among 32: five halvings each, and no row of the others is computed anew."""
-    scheduler = Scheduler(
-        spaces=[KvSpace(256)], block_size=4, max_num_seqs=32, max_num_batched_tokens=512, max_model_len=64
-    )
+    scheduler = made(spaces=[KvSpace(256)], block_size=4, max_num_seqs=32, max_num_batched_tokens=512, max_model_len=64)
     steps, all_in = Steps(late=False), threading.Event()
     sizes: list[int] = []
 

@@ -13,9 +13,9 @@ from engine.kv import KvSpace
 from engine.params import SamplingParams
 from engine.plan import Sampled, StepPlan
 from engine.request import Event, Request, Tier
-from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Sequence
 from tests.engine.looping import PATIENCE
+from tests.engine.stepping import made
 
 BLOCK = 4
 
@@ -96,7 +96,7 @@ def test_a_block_that_was_copied_and_then_given_away_in_one_plan_is_not_copied_a
         if event.done:
             ended[event.request_id].set()
 
-    scheduler = Scheduler(
+    scheduler = made(
         spaces=[KvSpace(6)],
         block_size=BLOCK,
         max_num_seqs=4,

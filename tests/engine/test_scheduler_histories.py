@@ -23,13 +23,12 @@ from engine.kv import KvSpace, window_blocks
 from engine.params import SamplingParams
 from engine.plan import Sampled, StepPlan
 from engine.request import Event, Request
-from engine.scheduling.policy import NO_PREFILL_PRIORITY, PrefillPriority
-from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.speculate import Speculation
 from tests.engine.guessing import Guesser
 from tests.engine.histories import histories
 from tests.engine.paged_model import EOS, MAX_MODEL_LEN, VOCAB, PagedModel, choose, computed_plainly, expected
+from tests.engine.stepping import made
 from tests.exhaustive import few
 
 
@@ -44,7 +43,7 @@ class Seen:
 
 class Histories(RuleBasedStateMachine):
     caching = True
-    prefill_priority = NO_PREFILL_PRIORITY
+    hurry: ClassVar[dict[str, object]] = {}
     spaces: ClassVar = [KvSpace(12)]
     block_size = 4
     switch = MAX_MODEL_LEN
@@ -70,7 +69,7 @@ class Histories(RuleBasedStateMachine):
                 rope_switch=self.switch,
                 barred=self.needs_token,
             )
-        self.scheduler = Scheduler(
+        self.scheduler = made(
             spaces=self.spaces,
             block_size=self.block_size,
             max_num_seqs=4,
@@ -82,7 +81,7 @@ class Histories(RuleBasedStateMachine):
             vocab_size=VOCAB,
             rope_switch=self.switch,
             speculation=self.speculation,
-            prefill_priority=self.prefill_priority,
+            **self.hurry,
         )
         self.model = self.make_model()
 
@@ -318,11 +317,11 @@ class HistoriesWithWindowsWithoutCaching(HistoriesWithAWindow):
 class HistoriesInAHurry(Histories):
     """For the priority tier alone there are steps, and more than half of the tokens of others."""
 
-    prefill_priority = PrefillPriority(4, exclusive=True)
+    hurry: ClassVar = {"unhurried_tokens": 4, "exclusive": True}
 
 
 class HistoriesInAHurryInATightPool(HistoriesInATightPool):
-    prefill_priority = PrefillPriority(5, exclusive=True)
+    hurry: ClassVar = {"unhurried_tokens": 5, "exclusive": True}
 
 
 class HistoriesBeyondASwitch(Histories):

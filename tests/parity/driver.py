@@ -13,7 +13,7 @@ from engine.models import Model
 from engine.params import SamplingParams
 from engine.plan import StepPlan
 from engine.request import Request
-from engine.scheduling.scheduler import Scheduler
+from tests.engine.stepping import made
 
 #: Far more steps than any history here needs: a livelock fails instead of hanging.
 _MOST_STEPS = 5000
@@ -45,7 +45,7 @@ class Driver:
             )
         else:
             self.runner = Runner(model, spaces=spaces, block_size=block_size, max_num_seqs=sequences)
-        self.scheduler = Scheduler(
+        self.scheduler = made(
             spaces=spaces,
             block_size=block_size,
             max_num_seqs=sequences,

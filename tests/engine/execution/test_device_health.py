@@ -16,6 +16,7 @@ from engine.plan import StepPlan
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.execution.test_loop import overlap, steps
 from tests.engine.looping import PATIENCE, Listener, Steps, request, waited
+from tests.engine.stepping import made
 
 __all__ = ["overlap", "steps"]
 
@@ -53,7 +54,7 @@ def died() -> Iterator[list[type[BaseException]]]:
 
 @pytest.fixture
 def scheduler() -> Scheduler:
-    return Scheduler(spaces=[KvSpace(64)], block_size=4, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
+    return made(spaces=[KvSpace(64)], block_size=4, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
 
 
 def test_all_unfinished_requests_get_an_event_and_the_thread_ends(

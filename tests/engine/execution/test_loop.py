@@ -15,6 +15,7 @@ from engine.plan import StepPlan
 from engine.request import Event
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.looping import PATIENCE, Gate, Listener, Steps, request, until, waited
+from tests.engine.stepping import made
 
 
 @pytest.fixture(params=[0, 1], ids=["synchronous", "overlapping"])
@@ -30,7 +31,7 @@ def steps(request: pytest.FixtureRequest) -> Steps:
 
 @pytest.fixture
 def scheduler() -> Scheduler:
-    return Scheduler(spaces=[KvSpace(32)], block_size=4, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64)
+    return made(spaces=[KvSpace(32)], block_size=4, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64)
 
 
 @pytest.fixture

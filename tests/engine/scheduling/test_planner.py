@@ -7,7 +7,6 @@ import pytest
 from engine.errors import EngineError
 from engine.plan import Sampled
 from engine.request import Course, Tier
-from engine.scheduling.policy import PrefillPriority
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.stepping import request, rows, scheduler, step
 
@@ -87,15 +86,9 @@ def test_a_prompt_of_a_better_tier_leaves_worse_decodes_an_eighth_of_the_step_an
     assert sum(row.count for row in plan.rows) == len(plan.rows) == 10
 
 
-def beside_decodes(prefill_priority: PrefillPriority, budget: int = 16, tier: int = Tier.DEFAULT) -> Scheduler:
+def beside_decodes(budget: int = 16, tier: int = Tier.DEFAULT, **settings) -> Scheduler:
     """Four sequences of a worse tier that decode."""
-    s = scheduler(
-        num_blocks=200,
-        max_num_seqs=8,
-        max_num_batched_tokens=budget,
-        max_model_len=200,
-        prefill_priority=prefill_priority,
-    )
+    s = scheduler(num_blocks=200, max_num_seqs=8, max_num_batched_tokens=budget, max_model_len=200, **settings)
     for place in range(4):
         s.add(request(f"d{place}", 2, tier, arrival=float(place), max_tokens=90))
     while len(plan := step(s)[0].rows) < 4 or not all(row.start >= 2 for row in plan):
@@ -104,7 +97,7 @@ def beside_decodes(prefill_priority: PrefillPriority, budget: int = 16, tier: in
 
 
 def test_a_prompt_of_the_best_tier_has_steps_for_itself_but_not_more_than_three_in_a_row():
-    s = beside_decodes(PrefillPriority(exclusive=True))
+    s = beside_decodes(exclusive=True)
     s.add(request("p", 100, Tier.PRIORITY, arrival=9.0, max_tokens=3))
     seen = [rows(step(s)[0]) for _ in range(9)]
     assert [found.pop("p", (0, 0))[1] for found in seen] == [16, 16, 16, 14, 14, 14, 10, 1, 1]
@@ -113,7 +106,7 @@ def test_a_prompt_of_the_best_tier_has_steps_for_itself_but_not_more_than_three_
 
 
 def test_in_the_long_run_one_step_in_four_is_the_best_tiers_alone():
-    s = beside_decodes(PrefillPriority(exclusive=True))
+    s = beside_decodes(exclusive=True)
     alone = 0
     for place in range(40):
         s.add(request(f"p{place}", 4, Tier.PRIORITY, arrival=9.0 + place, max_tokens=1))
@@ -121,18 +114,18 @@ def test_in_the_long_run_one_step_in_four_is_the_best_tiers_alone():
     assert alone == 3 + (40 - 3 + 2) // 4
 
 
-@pytest.mark.parametrize("prefill_priority", [PrefillPriority(exclusive=True), PrefillPriority()], ids=["apart", "not"])
-def test_an_exclusive_step_admits_no_worse_tier_either(prefill_priority):
-    s = beside_decodes(prefill_priority, budget=32)
+@pytest.mark.parametrize("exclusive", [True, False], ids=["apart", "not"])
+def test_an_exclusive_step_admits_no_worse_tier_either(exclusive):
+    s = beside_decodes(budget=32, exclusive=exclusive)
     s.add(request("late", 8, Tier.DEFAULT, arrival=8.0, max_tokens=1))
     s.add(request("p", 8, Tier.PRIORITY, arrival=9.0, max_tokens=1))
-    assert set(rows(step(s)[0])) == ({"p"} if prefill_priority.exclusive else {"p", "late", "d0", "d1", "d2", "d3"})
-    assert ("late" in rows(step(s)[0])) == prefill_priority.exclusive
+    assert set(rows(step(s)[0])) == ({"p"} if exclusive else {"p", "late", "d0", "d1", "d2", "d3"})
+    assert ("late" in rows(step(s)[0])) == exclusive
 
 
 @pytest.mark.parametrize("tier", [Tier.DEFAULT, Tier.FLEX])
 def test_an_aged_request_has_no_exclusive_steps(tier):
-    s = beside_decodes(PrefillPriority(8, exclusive=True), tier=Tier.BATCH)
+    s = beside_decodes(tier=Tier.BATCH, unhurried_tokens=8, exclusive=True)
     s.add(request("p", 20, tier, arrival=-1000.0, max_tokens=3))
     found = rows(step(s, now=100.0)[0])
     assert found.pop("p") == (0, 6)
@@ -140,7 +133,7 @@ def test_an_aged_request_has_no_exclusive_steps(tier):
 
 
 def test_a_step_without_a_prompt_of_the_best_tier_is_short_and_with_one_may_be_full():
-    s = scheduler(num_blocks=200, max_num_batched_tokens=32, max_model_len=200, prefill_priority=PrefillPriority(8))
+    s = scheduler(num_blocks=200, max_num_batched_tokens=32, max_model_len=200, unhurried_tokens=8)
     s.add(request("long", 40, Tier.DEFAULT, max_tokens=3))
     assert rows(step(s)[0]) == {"long": (0, 8)}
     s.add(request("p", 28, Tier.PRIORITY, arrival=1.0, max_tokens=3))
@@ -151,7 +144,7 @@ def test_a_step_without_a_prompt_of_the_best_tier_is_short_and_with_one_may_be_f
 
 
 def test_where_memory_made_steps_small_they_are_small_for_all():
-    s = scheduler(max_num_seqs=2, max_num_batched_tokens=16, prefill_priority=PrefillPriority(8))
+    s = scheduler(max_num_seqs=2, max_num_batched_tokens=16, unhurried_tokens=8)
     s.add(request("a", 20, Tier.DEFAULT, max_tokens=1))
     step(s)
     for _ in range(3):
@@ -162,7 +155,7 @@ def test_where_memory_made_steps_small_they_are_small_for_all():
 
 def test_a_short_step_must_hold_a_token_of_each_sequence():
     with pytest.raises(EngineError, match="unhurried_tokens=3 is less than max_num_seqs=4"):
-        scheduler(prefill_priority=PrefillPriority(3))
+        scheduler(unhurried_tokens=3)
 
 
 def test_a_higher_tier_takes_the_last_tokens_of_the_budget_from_lower_ones():

@@ -1,0 +1,35 @@
+"""What the scheduler has to know of the model that it schedules for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from engine.text import Tokenizer
+from engine.text.detokenizer import Detokenizer
+from engine.text.words import Spellings
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTraits:
+    """Without a tokenizer, there is no text: only token ids go in and out."""
+
+    version: str = ""
+    """The model's version, which separates the cached blocks of different models."""
+    vocab_size: int | None = None
+    """None: not known."""
+    eos_token_ids: Sequence[int] = ()
+    rope_switch: int | None = None
+    """A sequence of more tokens has other keys than a shorter one, so it is computed anew when it grows past that."""
+    new_detokenizer: Callable[[], Detokenizer | None] = lambda: None
+    spellings: Callable[[str], tuple[tuple[int, ...], ...]] | None = None
+    """A word's ways to be written in tokens."""
+
+    def with_text(self, tokenizer: Tokenizer) -> ModelTraits:
+        """The same with a tokenizer, which knows better than config.json which tokens end an output."""
+        return replace(
+            self,
+            eos_token_ids=tokenizer.eos_token_ids,
+            new_detokenizer=tokenizer.new_detokenizer,
+            spellings=Spellings(tokenizer).of,
+        )
