@@ -1,4 +1,4 @@
-"""Lists tenants with their waiting tasks and their weights, by which they share a tier.
+"""Lists tenants with their waiting tasks and their weights, by which they share a tier; sets their limits.
 
 Tenants need no registration: a tenant is a name in a task, and its weight is 1 unless it is set.
 """
@@ -9,10 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from redis.asyncio import Redis
+
+from producers.admin.keys import FIELDS, LIMITS, limited, read
 from producers.client.aio import AsyncClient
 from producers.connection.script import text
 from producers.contract import keys
 from producers.contract.queues import takers_of
+from producers.store.access.audit import Actor
+from producers.store.access.principal import Limits
+from producers.store.access.tenants import change
 
 
 @dataclass(slots=True)
@@ -36,6 +42,16 @@ async def tenants(client: AsyncClient) -> tuple[list[Tenant], int]:
     for one in found:
         one.waiting |= waiting.get(one.name, {})
     return found, unsorted
+
+
+async def limit(store: Redis, tenant: str, asked: Mapping[str, Any], actor: Actor) -> Limits:
+    """Change a tenant's limits (`producers.admin.keys.LIMITS`); None unsets one. What it has used so far counts on.
+
+    Raises InvalidTask, TooManyTenants, redis.exceptions.RedisError or OSError.
+    """
+    tenant = FIELDS["tenant"]("tenant", tenant)
+    given = read(asked, LIMITS)
+    return await change(store, tenant, lambda old: limited(old, given), actor.did("tenant.limit", tenant, tenant))
 
 
 def _texts(raw: Mapping[Any, Any]) -> dict[str, str]:

@@ -48,6 +48,7 @@ ROLLOUTS: Final = "penstock:rollouts"  # hash: model -> its rolling update (JSON
 FILES_EXPIRING: Final = "penstock:files:expiring"  # zset: file id -> unix s; end of its time to live
 FILE_NOTES: Final = "penstock:files:notes"  # zset: file id -> unix s, or 0; blobs that no file stands for
 SCHEDULES: Final = "penstock:schedules"  # hash: schedule's name -> unix s of the last time that was dealt with
+TENANT_LIMITS: Final = "penstock:tenants:limits"  # hash: tenant -> its limits (JSON, `producers.store.access.tenants`)
 API_KEYS: Final = "penstock:keys"  # hash: id -> key (JSON, `producers.store.access.api_keys`)
 AUDIT: Final = "penstock:audit"  # stream: changes of keys, endpoints, routing (`producers.store.access.audit`)
 LEDGER: Final = "penstock:ledger"  # stream: a row for each final task (`producers.store.usage.ledger`)
@@ -144,9 +145,10 @@ def source_leader(source: str) -> str:
     return f"penstock:source:{source}:leader"
 
 
-def account(key_id: str) -> str:
-    """Hash with a TTL: what is counted of an API key that has limits (`producers.store.usage.limits`)."""
-    return f"penstock:limits:{key_id}"
+def account(name: str) -> str:
+    """Hash: what is counted of an API key with limits, by its id, or of `tenant:<name>`
+    (`producers.store.usage.limits`)."""
+    return f"penstock:limits:{name}"
 
 
 def usage(bucket: str) -> str:

@@ -26,6 +26,7 @@ from producers.gateway.http.edge import Edge
 from producers.gateway.http.openapi import Documented
 from producers.gateway.http.streams import Streams
 from producers.gateway.http.trace import TracedClient
+from producers.gateway.keys import tenants
 from producers.gateway.metrics import Metrics
 from producers.gateway.reach import Reach
 from producers.gateway.settings import GatewaySettings
@@ -139,10 +140,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         )
     errors.install(app)
     for router in (
-        *(
-            part.router
-            for part in (front, docs, tasks, events, explain, files, batches, webhooks, keys, usage, models, health)
-        ),
+        *(part.router for part in (front, docs, tasks, events, explain, files, batches, webhooks, keys, tenants)),
+        *(part.router for part in (usage, models, health)),
         *openai.ROUTERS,
     ):
         app.include_router(router)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from workers.cli import batch, completion, listing, processes, sources, tasks
-from workers.cli.admin import bench, chaos, dlq, drain, rollout, tenants, usage
+from workers.cli.admin import bench, chaos, dlq, drain, rollout, usage
 from workers.cli.aws import commands as aws
 from workers.cli.demo import command as demo
 from workers.cli.keys import commands as keys
+from workers.cli.keys import tenants
 from workers.cli.local import chat, run, up
 from workers.cli.models import commands as models
 from workers.cli.models import quantize, warm

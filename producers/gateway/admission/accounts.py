@@ -1,19 +1,28 @@
-"""Accounts of a request: what its key may use, and its tasks made to fit.
+"""Accounts of a request: what its key and its tenant may use, and its tasks made to fit.
 
 tasks ─▶ sized: within the largest prompt and output ─▶ the request's Charge ─▶ ADMIT (`producers.store.usage.limits`)
+
+A tenant's limits are those that the store had at most FRESH_S ago. They hold for whoever submits as this tenant: all of
+its keys together, and where no keys are asked for, all who name it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 
 from starlette.requests import HTTPConnection
 
 from producers.client.aio import AsyncClient
+from producers.client.steps import Read, persistently
+from producers.contract import keys
 from producers.contract.task import Task
+from producers.gateway.admission.callers import FRESH_S, KEPT
 from producers.gateway.http.caller import charge_of, principal_of
 from producers.gateway.http.errors import Problem
+from producers.store.access import tenants
 from producers.store.access.principal import NO_LIMITS, Limits
+from producers.store.usage.limits import Account, Charge
 
 
 class Accounts:
@@ -21,36 +30,72 @@ class Accounts:
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
+        self._known: dict[str, tuple[Limits, float]] = {}
 
     async def sized(self, connection: HTTPConnection, tasks: Sequence[Task]) -> list[Task]:
-        """The tasks within their key's largest prompt and output, before their Idempotency-Key is taken. A task that
-        names no largest output may be shortened by a budget.
+        """The tasks within their key's and tenant's largest prompt and output, before their Idempotency-Key is taken.
+        They are charged to the accounts of both. A task that names no largest output may be shortened by a budget.
 
-        Raises Problem (400), and what `AsyncClient.known` does.
+        Raises Problem (400), redis.exceptions.RedisError or OSError, and what `AsyncClient.known` does.
         """
-        limits = principal_of(connection).limits
-        if limits == NO_LIMITS:
+        limits = await self.limits(connection, tasks[0].tenant)
+        if not any(one != NO_LIMITS for _, one in limits):
             return [*tasks]
         context = int((await self._client.known(tasks[0].model)).card["context_length"])
-        if (charge := charge_of(connection)) is not None and tasks[0].max_tokens is None:
+        charge = charge_of(connection)
+        if charge is None and (accounts := tuple(_accounts(connection, limits, tasks[0].tenant))):
+            charge = connection.state.charge = Charge(accounts)
+        if charge is not None and tasks[0].max_tokens is None:
             charge.shortens = True
-        return [_sized(limits, task, context) for task in tasks]
+        for whose, one in limits:
+            tasks = [_sized(one, task, context, whose) for task in tasks]
+        return [*tasks]
+
+    async def limits(self, connection: HTTPConnection, tenant: str | None) -> list[tuple[str, Limits]]:
+        """The limits of the caller's `key`, and of its `tenant`, each after its word, the smaller output first.
+
+        Raises redis.exceptions.RedisError or OSError.
+        """
+        found = [("key", principal_of(connection).limits), ("tenant", await self._of(tenant))]
+        return sorted(found, key=lambda one: one[1].max_output or 2**62)
+
+    async def _of(self, tenant: str | None) -> Limits:
+        if tenant is None:
+            return NO_LIMITS
+        known, now = self._known.get(tenant), time.monotonic()
+        if known is not None and now - known[1] < FRESH_S:
+            return known[0]
+        read = Read((("HGET", keys.TENANT_LIMITS, tenant),))
+        (raw,) = await self._client.run(persistently(read, self._client.patience))
+        self._known.pop(tenant, None)
+        self._known[tenant] = found = tenants.parse(raw), now
+        if len(self._known) > KEPT:
+            del self._known[next(iter(self._known))]
+        return found[0]
 
 
-def _sized(limits: Limits, task: Task, context: int) -> Task:
-    """The task within its key's largest prompt and output. Its own largest output, if it names none, is the key's, or
+def _accounts(
+    connection: HTTPConnection, limits: Sequence[tuple[str, Limits]], tenant: str | None
+) -> Iterator[Account]:
+    for whose, one in limits:
+        if one.counted:
+            yield Account(principal_of(connection).key or "" if whose == "key" else f"tenant:{tenant}", one)
+
+
+def _sized(limits: Limits, task: Task, context: int, whose: str) -> Task:
+    """The task within these limits' largest prompt and output. Its own largest output, if it names none, is theirs, or
     what the model's context (tokens) leaves.
 
     Raises Problem (400).
     """
     prompt, output = task.prompt_tokens, task.max_tokens
     if limits.max_prompt is not None and prompt is not None and prompt > limits.max_prompt:
-        said = f"The prompt has {prompt} tokens; with this key it may have {limits.max_prompt}."
+        said = f"The prompt has {prompt} tokens; with this {whose} it may have {limits.max_prompt}."
         raise Problem(400, said, code="prompt_too_long", param="prompt")
     if limits.max_output is None:
         return task
     if output is not None and output > limits.max_output:
-        said = f"max_tokens is {output}; with this key it may be {limits.max_output} at most."
+        said = f"max_tokens is {output}; with this {whose} it may be {limits.max_output} at most."
         raise Problem(400, said, code="output_too_long", param="max_tokens")
     left = max(1, context - (prompt or 1))
     return task if output is not None else task.model_copy(update={"max_tokens": min(limits.max_output, left)})

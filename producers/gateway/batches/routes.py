@@ -49,8 +49,8 @@ async def create(request: Request, response: Response) -> BatchView:
     """Make a batch of a file. Its lines run once all of them have been checked."""
     gateway = gateway_of(request)
     owner = tenant_of(request)
-    if principal_of(request).limits != NO_LIMITS:
-        said = "A batch's lines are not counted against a key's limits, so a key with limits makes no batches."
+    if any(one != NO_LIMITS for _, one in await gateway.accounts.limits(request, owner)):
+        said = "A batch's lines are not counted against limits, so a key or tenant with limits makes no batches."
         raise Problem(403, said, code="key_has_limits")
     window_s, fields = read(await read_object(request, gateway.settings.max_body))
     file = await file_of(request, str(fields["input_file"]), "input_file_id")

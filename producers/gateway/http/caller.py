@@ -22,7 +22,7 @@ from producers.gateway.http.streams import OPENED
 from producers.store.access.api_keys import opened
 from producers.store.access.audit import Actor
 from producers.store.access.principal import LOCAL, Principal
-from producers.store.usage.limits import Account, Charge
+from producers.store.usage.limits import Charge
 
 TENANT: Final = "Penstock-Tenant"
 #: The header for OpenAPI (`parameters` of an operation).
@@ -91,15 +91,9 @@ def marks(connection: HTTPConnection) -> dict[str, str]:
 
 
 def charge_of(connection: HTTPConnection) -> Charge | None:
-    """The accounts that the request's tasks are charged to: of a key whose use is counted. The edge tells the caller
-    what is left of them."""
-    principal = principal_of(connection)
-    if principal.key is None or not principal.limits.counted:
-        return None
-    charge: Charge | None = getattr(connection.state, "charge", None)
-    if charge is None:
-        charge = connection.state.charge = Charge((Account(principal.key, principal.limits),))
-    return charge
+    """The accounts that the request's tasks are charged to (`producers.gateway.admission.accounts`), if any. The edge
+    tells the caller what is left of them."""
+    return getattr(connection.state, "charge", None)
 
 
 def same(principal: Principal, named: str | None, param: str) -> None:

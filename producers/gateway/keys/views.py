@@ -19,14 +19,15 @@ def _names(most: int, description: str, known: tuple[str, ...] = ()) -> dict[str
     return {"type": "array", "minItems": 1, "maxItems": most, "items": items, "description": description}
 
 
-def _count(description: str) -> dict[str, Any]:
+def count(description: str) -> dict[str, Any]:
+    """The schema of a limit."""
     return {"type": "integer", "minimum": 1, "maximum": MOST, "description": f"{description}; unset: no limit"}
 
 
 LIMITS: dict[str, str] = {
-    "rpm": "most tasks that it may submit in a minute",
+    "rpm": "most tasks that may be submitted in a minute",
     "tpm": "most tokens that the tasks of a minute may need",
-    "max_in_flight": "most of its tasks that have not ended",
+    "max_in_flight": "most tasks that have not ended",
     "budget_tokens": "most tokens in a month (UTC)",
     "max_prompt": "most tokens of a prompt",
     "max_output": "most tokens of a choice's output",
@@ -47,7 +48,7 @@ CREATE: dict[str, Any] = {
             "type": "integer",
             "description": f"unix seconds, at most {LONGEST_S // (365 * 24 * 3600)} years ahead; unset: never",
         },
-        **{name: _count(description) for name, description in LIMITS.items()},
+        **{name: count(description) for name, description in LIMITS.items()},
     },
 }
 
@@ -74,7 +75,27 @@ ROTATE: dict[str, Any] = {
 }
 
 
-class KeyView(BaseModel):
+class LimitsView(BaseModel):
+    """Limits; null: none."""
+
+    rpm: int | None
+    tpm: int | None
+    max_in_flight: int | None
+    budget_tokens: int | None
+    max_prompt: int | None
+    max_output: int | None
+    max_waiting: int | None
+    shorten_to: int | None
+
+
+class TenantLimits(LimitsView):
+    """The limits that all keys of a tenant share."""
+
+    object: Literal["tenant_limits"] = "tenant_limits"
+    tenant: str
+
+
+class KeyView(LimitsView):
     """An API key, without its secret."""
 
     id: str
@@ -84,14 +105,6 @@ class KeyView(BaseModel):
     scopes: list[str]
     models: list[str] = Field(description="the models that it may use; empty: all")
     tiers: list[str] = Field(description="the tiers that it may use; empty: all")
-    rpm: int | None
-    tpm: int | None
-    max_in_flight: int | None
-    budget_tokens: int | None
-    max_prompt: int | None
-    max_output: int | None
-    max_waiting: int | None
-    shorten_to: int | None
     state: Literal["active", "disabled", "expired", "revoked"]
     created_at: int
     expires_at: int | None

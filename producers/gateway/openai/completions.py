@@ -47,7 +47,8 @@ async def create(request: Request) -> Response:
     request.state.tier = tasks[0].tier
     check_may_use(principal_of(request), tasks[0])
     known = await gateway.client.known(asked.model)
-    tasks = await wanted.encoded(gateway, known.card, tasks, principal_of(request).limits.max_output)
+    (_, limits), *_ = await gateway.accounts.limits(request, tasks[0].tenant)
+    tasks = await wanted.encoded(gateway, known.card, tasks, limits.max_output)
     wanted.check_size(tasks)
     tokenizer = await gateway.prompts.tokenizer(known.card) if wanted.logprobs else None
     echoes = await _echoes(gateway, known.card, wanted, tasks, tokenizer)

@@ -101,7 +101,8 @@ async def retry(request: Request, task_id: str) -> Response:
     """Submit a task that has ended once more, as a new task with the same fields, seed and webhook."""
     task, more = repeated(await (await task_of(request, task_id)).status())
     request.state.tier = task.tier
-    if principal_of(request).limits != NO_LIMITS:  # a text's tokens are not counted where no gateway submitted it
+    limits = await gateway_of(request).accounts.limits(request, task.tenant)
+    if any(one != NO_LIMITS for _, one in limits):  # a text's tokens are not counted where no gateway submitted it
         task = await encoded(gateway_of(request), task)
     idempotency.note_body(request, b"")
     return await _accepted(request, task, more)

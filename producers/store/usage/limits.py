@@ -1,11 +1,12 @@
-"""The accounts of what keys with limits have used, one for all gateways: ADMIT charges, ends of tasks settle.
+"""The accounts of what keys and tenants have used, one for all gateways: ADMIT charges, ends of tasks settle.
 
     ADMIT: a limit is reached ─▶ nothing is written, 429
            else ─▶ record with `reserved`, its accounts charged ─▶ any end of the task: settled by what it used
 
-An account is the hash `penstock:limits:<key id>`. One script makes the record and charges it, one script makes the
-record final and settles it (`scripts/_limits.lua`). So `open` is the number of the key's tasks that have not ended, and
-`reserved` the sum of what is reserved for them, whichever process dies.
+An account is the hash `penstock:limits:<key id>`, or `penstock:limits:tenant:<name>`. One script makes the record and
+charges its key's and its tenant's, one script makes the record final and settles them (`scripts/_limits.lua`). So
+`open` is the number of the account's tasks that have not ended, and `reserved` the sum of what is reserved for them,
+whichever process dies.
 
 | field | what it counts |
 | --- | --- |
@@ -98,7 +99,8 @@ class Charge:
         most, tokens = self.accounts[int(answer[1])].limits.counted, json.loads(asked)["tokens"]
         never = said == "budget_tokens" or (said == "tpm" and tokens > most["tpm"])
         wait_s = self.reset_ms / 1000 if said in ("rpm", "tpm") else 1.0
-        message = f"This key may have {SAID[said].format(**most, tokens=tokens)}."
+        whose = "tenant" if self.names[int(answer[1])].startswith("tenant:") else "key"
+        message = f"This {whose} may have {SAID[said].format(**most, tokens=tokens)}."
         raise LimitReached(message, CODES[said], None if never else wait_s)
 
 

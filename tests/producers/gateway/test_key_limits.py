@@ -15,7 +15,7 @@ from redis import Redis
 from producers import Client
 from producers.contract import keys
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import Door
+from tests.producers.gateway.conftest import Door, until
 from tests.producers.gateway.test_keys import as_caller, door, make
 
 __all__ = ["door", "make"]
@@ -24,18 +24,23 @@ Make = Callable[..., str]
 CALLERS, EACH = 32, 5
 
 
+@pytest.mark.parametrize("whose", ["key", "tenant"])
 @pytest.mark.parametrize(
     ("limit", "most", "fits"),
     [("rpm", 50, 50), ("tpm", 500, 500 // 7), ("max_in_flight", 50, 50), ("budget_tokens", 500, 500 // 7)],
 )
 def test_two_gateways_and_32_clients_get_all_of_a_limit_and_no_more(
-    open_door: Callable[..., Door], model: str, make: Make, valkey: Redis, limit: str, most: int, fits: int
+    open_door: Callable[..., Door], model: str, make: Make, valkey: Redis, limit: str, most: int, fits: int, whose: str
 ) -> None:
     doors = [open_door(auth="keys") for _ in range(2)]
-    headers = as_caller(make(**{limit: most}))
+    shared = whose == "tenant"  # by two keys
+    if shared:
+        valkey.hset(keys.TENANT_LIMITS, "acme", json.dumps({limit: most}))
+    held = [as_caller(make(**({} if shared else {limit: most}))) for _ in range(1 + shared)]
     task = {"model": model, "prompt": [1, 2], "max_tokens": 5}
 
     def hammer(number: int) -> Counter[int]:
+        headers = held[number // 2 % len(held)]
         with httpx.Client(base_url=doors[number % 2].url, timeout=60, headers=headers) as client:
             return Counter(client.post("/v1/tasks", json=task).status_code for _ in range(EACH))
 
@@ -50,6 +55,46 @@ def test_two_gateways_and_32_clients_get_all_of_a_limit_and_no_more(
     assert fits <= found[202] <= fits * minutes
     (account,) = valkey.keys(keys.account("*"))
     assert int(valkey.hget(account, "open") or 0) == found[202] == valkey.zcard(keys.TASKS)
+
+
+def test_a_tenants_limits_hold_beside_those_of_its_keys(
+    open_door: Callable[..., Door], make: Make, model: str, valkey: Redis
+) -> None:
+    door = open_door(auth="keys")
+    admin, path = as_caller(make("ops", ("admin",))), f"{door.url}/v1/tenants/acme/limits"
+
+    def limit(**fields: Any) -> httpx.Response:
+        return httpx.post(path, json=fields, headers=admin)
+
+    def submit(headers: dict[str, str], url: str = door.url, **fields: Any) -> httpx.Response:
+        return httpx.post(f"{url}/v1/tasks", json={"model": model, "prompt": [1], **fields}, headers=headers)
+
+    assert limit(max_in_flight=3, max_output=20, rpm=100, tpm=10**6).json()["max_in_flight"] == 3
+    assert httpx.get(path, headers=admin).json() == limit().json()
+    assert limit(max_prompt=5, tpm=4).json()["error"]["param"] == "max_prompt"
+    one, two, other = as_caller(make(rpm=50)), as_caller(make(max_in_flight=1)), as_caller(make("other"))
+    until(lambda: submit(one, max_tokens=21).json().get("error", {}).get("code") == "output_too_long")
+    first = submit(one, max_tokens=1)
+    assert first.headers["x-ratelimit-limit-requests"] == "50", "the one of which less is left"
+    assert submit(two).status_code == 202
+    assert json.loads(valkey.hget(keys.task(valkey.zrange(keys.TASKS, -1, -1)[0].decode()), "task"))["max_tokens"] == 20
+    assert "This key may have 1 tasks" in submit(two).json()["error"]["message"]
+    assert submit(one).status_code == 202
+    refused = submit(one)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_in_flight")
+    assert refused.json()["error"]["message"].startswith("This tenant may have 3 tasks")
+    assert submit(other).status_code == 202
+    nobody = open_door()
+    assert submit({}, nobody.url, tenant="acme").status_code == 429, "whoever names it without a key is limited, too"
+    assert submit({}, nobody.url).status_code == 202
+    assert set(limit(**dict.fromkeys(("rpm", "tpm", "max_in_flight", "max_output"))).json().values()) == {
+        *("tenant_limits", "acme"),
+        None,
+    }
+    assert not valkey.exists(keys.TENANT_LIMITS)
+    until(lambda: submit(one).status_code == 202)
+    did = [one["did"] for one in httpx.get(f"{door.url}/v1/audit", headers=admin).json()["data"]]
+    assert did == ["tenant.limit", *["key.create"] * 3, "tenant.limit", "key.create"]
 
 
 def test_answers_say_what_is_left(http: httpx.Client, make: Make, model: str) -> None:

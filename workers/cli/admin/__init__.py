@@ -1,1 +1,1 @@
-"""Commands for whoever operates a system: dlq, tenants, drain, chaos, bench."""
+"""Commands for whoever operates a system: dlq, drain, chaos, bench."""

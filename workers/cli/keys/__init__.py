@@ -1,1 +1,1 @@
-"""`penstock keys` and `penstock audit`: who may do what, and who changed it. They need the store, and no gateway."""
+"""`penstock keys`, `audit` and `tenants`: who may do what and how much, and who changed it. They need no gateway."""

@@ -28,6 +28,13 @@ KeyStore = Annotated[
         "--data-dir."
     ),
 ]
+#: Limits that may be changed: a number, or `none`.
+Rpm = Annotated[str | None, typer.Option(help="Most tasks that may be submitted in a minute.")]
+Tpm = Annotated[str | None, typer.Option(help="Most tokens that the tasks of a minute may need.")]
+MaxInFlight = Annotated[str | None, typer.Option(help="Most tasks that have not ended.")]
+BudgetTokens = Annotated[str | None, typer.Option(help="Most tokens in a month (UTC).")]
+MaxPrompt = Annotated[str | None, typer.Option(help="Most tokens of a prompt.")]
+MaxOutput = Annotated[str | None, typer.Option(help="Most tokens of a choice's output.")]
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}
 
 

@@ -11,7 +11,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from workers.cli.exits import OPERATOR_STATUS, Failure
-from workers.cli.keys.asked import DataDir, Json, KeyStore, duration, limits, moment, names, when, with_store
+from workers.cli.keys.asked import (
+    BudgetTokens,
+    DataDir,
+    Json,
+    KeyStore,
+    MaxInFlight,
+    MaxOutput,
+    MaxPrompt,
+    Rpm,
+    Tpm,
+    duration,
+    limits,
+    moment,
+    names,
+    when,
+    with_store,
+)
 from workers.cli.terminal.show import printable
 
 if TYPE_CHECKING:
@@ -132,12 +148,12 @@ def show(key_id: KeyId, data_dir: DataDir = None, store: KeyStore = None, as_jso
 
 def limit(
     key_id: KeyId,
-    rpm: Annotated[str | None, typer.Option(help="Most tasks that it may submit in a minute.")] = None,
-    tpm: Annotated[str | None, typer.Option(help="Most tokens that the tasks of a minute may need.")] = None,
-    max_in_flight: Annotated[str | None, typer.Option(help="Most of its tasks that have not ended.")] = None,
-    budget_tokens: Annotated[str | None, typer.Option(help="Most tokens in a month (UTC).")] = None,
-    max_prompt: Annotated[str | None, typer.Option(help="Most tokens of a prompt.")] = None,
-    max_output: Annotated[str | None, typer.Option(help="Most tokens of a choice's output.")] = None,
+    rpm: Rpm = None,
+    tpm: Tpm = None,
+    max_in_flight: MaxInFlight = None,
+    budget_tokens: BudgetTokens = None,
+    max_prompt: MaxPrompt = None,
+    max_output: MaxOutput = None,
     models: Annotated[str | None, typer.Option(help="Models that it may use, between commas; none: all.")] = None,
     tiers: Annotated[str | None, typer.Option(help="Tiers that it may use, between commas; none: all.")] = None,
     expires: Annotated[str | None, typer.Option(help="When it ends, as of `keys create`; none: never.")] = None,

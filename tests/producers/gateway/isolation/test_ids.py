@@ -81,7 +81,7 @@ ATTACKS: list[tuple[str, str, dict[str, Any]]] = [
     ("POST", "/v1/webhook_endpoints/{endpoint}/test", {"json": {"event_type": "response.completed"}}),
 ]
 #: What a gateway asks the store now and then, whoever calls.
-NOW_AND_THEN = re.compile("penstock:(keys|models|pools|readers)|^(TIME|PING)|CLIENT|HELLO|SELECT|AUTH")
+NOW_AND_THEN = re.compile("penstock:(keys|models|pools|readers|tenants:limits)|^(TIME|PING)|CLIENT|HELLO|SELECT|AUTH")
 #: Headers that tell of the answer and not of what was asked.
 OF_THE_ANSWER = {"x-request-id", "date", "content-length"}
 
@@ -121,9 +121,11 @@ def said(answer: httpx.Response, ids: dict[str, str]) -> tuple[int, str, dict[st
 
 
 def test_every_endpoint_that_takes_an_id_is_attacked(other: httpx.Client) -> None:
-    """Those of models and keys are no tenant's: `test_between.py` has them."""
+    """Those of models, keys and tenants are no tenant's: `test_between.py` has them."""
     paths = other.get("/openapi.json").json()["paths"]
-    taken = {(method.upper(), path) for path in paths for method in paths[path] if re.search(r"\{(?!name|key)", path)}
+    taken = {
+        (method.upper(), path) for path in paths for method in paths[path] if re.search(r"\{(?!name|key|tenant)", path)
+    }
     known = {(method, re.sub(r"\{\w+\}", "{}", path.partition("?")[0])) for method, path, _ in ATTACKS}
     assert {(method, re.sub(r"\{\w+\}", "{}", path)) for method, path in taken} <= known
 

@@ -75,3 +75,12 @@ def test_without_a_broker_it_is_that_of_up_in_this_directory(
     (tmp_path / ".penstock" / "port").write_text(str(valkey.connection_pool.connection_kwargs["port"]))
     assert run("tenants", "ls").out == "No tenant has waiting tasks.\n"
     assert run("dlq", "ls").out == "There are no dead letters.\n"
+
+
+def test_a_tenants_limits_are_shown_and_changed(tenants: Run) -> None:
+    assert tenants("limit", "acme").out == "acme: no limits\n"
+    assert tenants("limit", "acme", "--rpm", "60", "--max-output", "100").out == "acme: rpm 60, max_output 100\n"
+    assert json.loads(tenants("limit", "acme", "--rpm", "none", "--json").out)["max_output"] == 100
+    for wrong in (("--tpm", "50"), ("--rpm", "0"), ("--rpm", "x")):
+        assert tenants("limit", "acme", *wrong).status == 2
+    assert tenants("limit", "acme").out == "acme: max_output 100\n"

@@ -1,20 +1,35 @@
-"""`penstock tenants`: waiting tenants and their weights. It needs the broker and the store, but no gateway."""
+"""`penstock tenants`: waiting tenants, their weights and limits. It needs the broker and the store, but no gateway."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from workers.cli.admin.dlq import with_client
-from workers.cli.exits import OPERATOR_STATUS
+from workers.cli.exits import OPERATOR_STATUS, Failure
+from workers.cli.keys.asked import (
+    BudgetTokens,
+    DataDir,
+    KeyStore,
+    MaxInFlight,
+    MaxOutput,
+    MaxPrompt,
+    Rpm,
+    Tpm,
+    limits,
+    with_store,
+)
 from workers.cli.options import AnyBroker, Store
 from workers.cli.terminal.show import printable
 
 if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
     from producers.client.aio import AsyncClient
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
@@ -22,10 +37,13 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a lin
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    group = typer.Typer(no_args_is_help=True, help="Tenants, and the weights by which they share each tier.")
+    group = typer.Typer(
+        no_args_is_help=True, help="Tenants, the weights by which they share each tier, and their limits."
+    )
     examples: dict[str, tuple[Callable[..., None], str]] = {
         "ls": (listed, "penstock tenants ls"),
         "weigh": (weigh, "penstock tenants weigh acme 4 --broker redis://10.0.0.5:6379/0"),
+        "limit": (limit, "penstock tenants limit acme --rpm 600 --budget-tokens none"),
     }
     for name, (command, example) in examples.items():
         group.command(name, epilog=f"Example: {example}\n\n{OPERATOR_STATUS}")(command)
@@ -70,3 +88,35 @@ def weigh(
         await client.broker.weigh(tenant, weight)
 
     with_client(broker, store, work)
+
+
+def limit(
+    tenant: Annotated[str, typer.Argument(help="The tenant's name, as in its keys or tasks.")],
+    rpm: Rpm = None,
+    tpm: Tpm = None,
+    max_in_flight: MaxInFlight = None,
+    budget_tokens: BudgetTokens = None,
+    max_prompt: MaxPrompt = None,
+    max_output: MaxOutput = None,
+    data_dir: DataDir = None,
+    store: KeyStore = None,
+    as_json: Json = False,
+) -> None:
+    """Change what all of a tenant's keys may use together; `none` unsets a limit. Without options, show its limits."""
+    numbers = {"rpm": rpm, "tpm": tpm, "max_in_flight": max_in_flight, "budget_tokens": budget_tokens}
+    asked = limits({**numbers, "max_prompt": max_prompt, "max_output": max_output})
+
+    async def work(client: Redis) -> None:
+        from producers.admin import tenants
+        from producers.store.access.audit import Actor, operator
+        from producers.store.access.tenants import TooManyTenants
+
+        try:
+            found = asdict(await tenants.limit(client, tenant, asked, Actor(operator())))
+        except TooManyTenants:
+            raise Failure("10,000 tenants have limits, the most; unset those of one first") from None
+        said = ", ".join(f"{name} {most}" for name, most in found.items() if most is not None) or "no limits"
+        typer.echo(json.dumps({"tenant": tenant, **found}) if as_json else printable(f"{tenant}: {said}", tty))
+
+    tty = sys.stdout.isatty()
+    with_store(store, data_dir, work)

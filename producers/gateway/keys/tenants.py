@@ -1,0 +1,50 @@
+"""The routes of `/v1/tenants`: the limits that all keys of a tenant share."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from fastapi import APIRouter, Request
+
+from producers.admin import tenants as admin
+from producers.gateway.context import gateway_of
+from producers.gateway.http.body import read_object
+from producers.gateway.http.caller import ADMINISTERS, actor_of
+from producers.gateway.http.errors import Problem
+from producers.gateway.http.fields import documented
+from producers.gateway.keys.views import LIMITS, TenantLimits, changes, count
+from producers.gateway.tasks.views import errors
+from producers.store.access import tenants
+from producers.store.access.principal import Limits
+from producers.store.access.tenants import MAX_LIMITED, TooManyTenants
+
+router = APIRouter(prefix="/v1/tenants", tags=["keys"], dependencies=ADMINISTERS)
+
+CHANGE = changes({name: count(description) for name, description in LIMITS.items()})
+
+
+@router.get("/{tenant:path}/limits", response_model=TenantLimits)
+async def look(request: Request, tenant: str) -> TenantLimits:
+    """Get the limits of a tenant; null where there is none."""
+    return _view(tenant, await tenants.get(gateway_of(request).client.store, tenant))
+
+
+@router.post(
+    "/{tenant:path}/limits",
+    response_model=TenantLimits,
+    responses=errors(413, 415),
+    openapi_extra=documented(CHANGE),
+)
+async def change(request: Request, tenant: str) -> TenantLimits:
+    """Change limits of a tenant: on every gateway within a second. Null unsets one, and what was used before counts."""
+    gateway = gateway_of(request)
+    asked = await read_object(request, gateway.settings.max_body)
+    try:
+        return _view(tenant, await admin.limit(gateway.client.store, tenant, asked, actor_of(request)))
+    except TooManyTenants:
+        said = f"{MAX_LIMITED} tenants have limits, the most; unset those of one first."
+        raise Problem(400, said, code="too_many_tenants") from None
+
+
+def _view(tenant: str, limits: Limits) -> TenantLimits:
+    return TenantLimits.model_validate({"tenant": tenant, **asdict(limits)})
