@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from redis.asyncio import Redis
 
@@ -19,6 +19,9 @@ from producers.contract.queues import takers_of
 from producers.store.access.audit import Actor
 from producers.store.access.principal import Limits
 from producers.store.access.tenants import change
+
+#: Limits that a tenant may have: all of a key but those of what waits, which gateways bound for tenants.
+LIMITED: Final = tuple(name for name in LIMITS if name not in ("max_waiting", "shorten_to"))
 
 
 @dataclass(slots=True)
@@ -45,12 +48,12 @@ async def tenants(client: AsyncClient) -> tuple[list[Tenant], int]:
 
 
 async def limit(store: Redis, tenant: str, asked: Mapping[str, Any], actor: Actor) -> Limits:
-    """Change a tenant's limits (`producers.admin.keys.LIMITS`); None unsets one. What it has used so far counts on.
+    """Change a tenant's limits (LIMITED); None unsets one. What it has used so far counts on.
 
     Raises InvalidTask, TooManyTenants, redis.exceptions.RedisError or OSError.
     """
     tenant = FIELDS["tenant"]("tenant", tenant)
-    given = read(asked, LIMITS)
+    given = read(asked, LIMITED)
     return await change(store, tenant, lambda old: limited(old, given), actor.did("tenant.limit", tenant, tenant))
 
 

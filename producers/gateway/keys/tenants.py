@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from fastapi import APIRouter, Request
 
 from producers.admin import tenants as admin
@@ -20,7 +18,7 @@ from producers.store.access.tenants import MAX_LIMITED, TooManyTenants
 
 router = APIRouter(prefix="/v1/tenants", tags=["keys"], dependencies=ADMINISTERS)
 
-CHANGE = changes({name: count(description) for name, description in LIMITS.items()})
+CHANGE = changes({name: count(description) for name, description in LIMITS.items() if name in admin.LIMITED})
 
 
 @router.get("/{tenant:path}/limits", response_model=TenantLimits)
@@ -47,4 +45,4 @@ async def change(request: Request, tenant: str) -> TenantLimits:
 
 
 def _view(tenant: str, limits: Limits) -> TenantLimits:
-    return TenantLimits.model_validate({"tenant": tenant, **asdict(limits)})
+    return TenantLimits.model_validate({"tenant": tenant, **{name: getattr(limits, name) for name in admin.LIMITED}})

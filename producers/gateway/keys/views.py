@@ -84,8 +84,6 @@ class LimitsView(BaseModel):
     budget_tokens: int | None
     max_prompt: int | None
     max_output: int | None
-    max_waiting: int | None
-    shorten_to: int | None
 
 
 class TenantLimits(LimitsView):
@@ -105,6 +103,8 @@ class KeyView(LimitsView):
     scopes: list[str]
     models: list[str] = Field(description="the models that it may use; empty: all")
     tiers: list[str] = Field(description="the tiers that it may use; empty: all")
+    max_waiting: int | None
+    shorten_to: int | None
     state: Literal["active", "disabled", "expired", "revoked"]
     created_at: int
     expires_at: int | None

@@ -35,6 +35,8 @@ MaxInFlight = Annotated[str | None, typer.Option(help="Most tasks that have not 
 BudgetTokens = Annotated[str | None, typer.Option(help="Most tokens in a month (UTC).")]
 MaxPrompt = Annotated[str | None, typer.Option(help="Most tokens of a prompt.")]
 MaxOutput = Annotated[str | None, typer.Option(help="Most tokens of a choice's output.")]
+MaxWaiting = Annotated[str | None, typer.Option(help="Most tasks that wait for a worker.")]
+ShortenTo = Annotated[str | None, typer.Option(help="Most tokens of a choice's output under overload, default tier.")]
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}
 
 

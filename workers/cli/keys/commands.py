@@ -19,7 +19,9 @@ from workers.cli.keys.asked import (
     MaxInFlight,
     MaxOutput,
     MaxPrompt,
+    MaxWaiting,
     Rpm,
+    ShortenTo,
     Tpm,
     duration,
     limits,
@@ -154,6 +156,8 @@ def limit(
     budget_tokens: BudgetTokens = None,
     max_prompt: MaxPrompt = None,
     max_output: MaxOutput = None,
+    max_waiting: MaxWaiting = None,
+    shorten_to: ShortenTo = None,
     models: Annotated[str | None, typer.Option(help="Models that it may use, between commas; none: all.")] = None,
     tiers: Annotated[str | None, typer.Option(help="Tiers that it may use, between commas; none: all.")] = None,
     expires: Annotated[str | None, typer.Option(help="When it ends, as of `keys create`; none: never.")] = None,
@@ -163,7 +167,8 @@ def limit(
 ) -> None:
     """Change what a key may use; `none` unsets a limit. Gateways know it within a second, and what was used counts."""
     numbers = {"rpm": rpm, "tpm": tpm, "max_in_flight": max_in_flight, "budget_tokens": budget_tokens}
-    asked: dict[str, Any] = {**limits({**numbers, "max_prompt": max_prompt, "max_output": max_output})}
+    sizes = {"max_prompt": max_prompt, "max_output": max_output, "max_waiting": max_waiting, "shorten_to": shorten_to}
+    asked: dict[str, Any] = {**limits({**numbers, **sizes})}
     for name, text in (("models", models), ("tiers", tiers)):
         if text is not None:
             asked[name] = None if text == "none" else names(text)

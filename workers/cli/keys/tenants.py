@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -112,9 +111,10 @@ def limit(
         from producers.store.access.tenants import TooManyTenants
 
         try:
-            found = asdict(await tenants.limit(client, tenant, asked, Actor(operator())))
+            new = await tenants.limit(client, tenant, asked, Actor(operator()))
         except TooManyTenants:
             raise Failure("10,000 tenants have limits, the most; unset those of one first") from None
+        found = {name: getattr(new, name) for name in tenants.LIMITED}
         said = ", ".join(f"{name} {most}" for name, most in found.items() if most is not None) or "no limits"
         typer.echo(json.dumps({"tenant": tenant, **found}) if as_json else printable(f"{tenant}: {said}", tty))
 
