@@ -259,7 +259,7 @@ def absolve(task_id: str, incarnation: str) -> Call:
 
 def lease(incarnation: str, pool: str, about: str, ttl_ms: int, *, take: bool, serves: bool = True) -> Call:
     """LEASE: take or renew a worker's lease here. `pool`: its pool's queue; `about`: the worker's state (JSON);
-    `serves`: it does not drain. Answers 1, or 0 if gone."""
+    `serves`: it neither drains nor is held back. Answers 1, or 0 if gone."""
     names = (keys.lease(incarnation), keys.workers(pool))
     return Call(script(PACKAGE, "lease"), names, (incarnation, about, ttl_ms, int(take), int(serves)))
 

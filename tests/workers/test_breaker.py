@@ -100,6 +100,20 @@ def test_the_last_worker_waits_for_its_own_probe(rig: Rig, tmp_path: Path) -> No
     rig.check_nothing_left()
 
 
+def test_another_pool_goes_on_with_what_the_last_worker_of_its_pool_gave_back(rig: Rig, tmp_path: Path) -> None:
+    pool = Pool(rig, tmp_path, well=0)
+    ids = rig.fill(4, max_tokens=200)
+    rig.until(lambda: all(rig.tokens(task_id) > 5 for task_id in ids))
+    pool.make_sick("fail")
+    pool.until_state("open")
+    rig.worker(times=SOON, STUB_FINGERPRINT="other")
+    rig.until_settled(ids)
+    rig.check(ids)
+    assert pool.state(pool.sick) == "open"
+    assert len(given_back(rig, ids)) >= 2, "the first ones were tried again, as after any fault"
+    rig.check_nothing_left()
+
+
 def test_an_engine_that_fails_every_probe_is_given_up(rig: Rig, tmp_path: Path) -> None:
     times = SOON | {"workers.breaker.breaker:FIRST_S": 0.01, "workers.breaker.breaker:GIVE_UP": 5}
     fault = tmp_path / "sick"

@@ -44,6 +44,8 @@ class Deliveries:
         """UUIDs that the next FETCH names: it may have come, and its answer been lost."""
         self.draining = False
         """Whether the worker drains: it fetches no more and begins no new incarnation."""
+        self.held_back = False
+        """Whether its breaker lets the worker fetch nothing: another pool may go on with what its pool had begun."""
         self.changed = threading.Condition()
         """Notified when something was put down."""
         self.on_put_down: Callable[[], None] = lambda: None

@@ -78,9 +78,10 @@ class Lease:
         return bool(on_store and on_broker)
 
     def _on_store(self, life: Incarnation, about: str, *, take: bool) -> Call:
-        """A worker that drains does not serve: what its pool's last worker hands back is for another pool. Nor does
-        any where pools have no queues of their own: CLAIM sends nothing to a pool that nobody serves."""
-        serves = not self._deliveries.draining and self._broker.capabilities.pool_queues
+        """A worker that drains or is held back does not serve: what its pool's last worker gives back is for another
+        pool. Nor does any where pools have no queues of their own: CLAIM sends nothing to a pool that nobody serves."""
+        books = self._deliveries
+        serves = not (books.draining or books.held_back) and self._broker.capabilities.pool_queues
         return lease(life.id, self._pool.queue, about, int(self._ttl * 1000), take=take, serves=serves)
 
     def give_up(self, life: Incarnation, store: Redis, broker: Consumer) -> None:

@@ -128,6 +128,7 @@ class Runtime:
     def _breaker_changed(self) -> None:
         """Any thread."""
         self.intake.limit(self.breaker.room)
+        self.deliveries.held_back = self.breaker.room == 0
         self.housekeeper.breaker_changed()
 
     # ---- its end --------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from workers.autoscaler.control import Control
 from workers.autoscaler.explain import explained, summary
 from workers.autoscaler.policy.rules import Rules
 from workers.autoscaler.pools import PoolSettings, Scaled
+from workers.autoscaler.watch import victims
 
 SETTINGS = PoolSettings("tiny", rules=Rules(max=4))
 AT = 1000.0
@@ -78,3 +79,24 @@ def test_time_that_nobody_saw_is_no_starts() -> None:
     again = one.decide(fleet(later, {"tiny": state}), later, "two")
     assert again is not None
     assert (again["starts"]["failures"], again["trouble"]) == (0, "")
+
+
+def test_a_worker_that_is_held_back_for_long_is_replaced() -> None:
+    """It goes first, after the start limit; a moment later there are three again."""
+    acting = Acting(Recorder(3), lambda: True, 1.0)
+    acting.actual = asyncio.run(acting.actuator.actual())
+    one = Control(Scaled(PoolSettings("tiny", rules=Rules(min=3, max=4)), acting.actuator), acting)
+    workers: list[dict[str, Any]] = [{"worker": f"w{k}", "running": 1} for k in range(3)]
+    told, state = [], {}
+    for second in range(200):
+        if second == 30:
+            workers[1]["unready"] = ["its breaker is open: its engine fails a canary"]
+        queue = Pool("tiny@1.x", "tiny", in_flight=3, workers=workers)
+        seen = Fleet([queue], at=AT + second, versions={"tiny": "1"}, scaling=Scaling(states=state))
+        decided = one.decide(seen, seen.at, "one")
+        assert decided is not None
+        state = {"tiny": decided}
+        told.append(decided["told"])
+        if decided["told"] == 2:
+            assert victims(seen, one.settings)[0] == "w1"
+    assert [number for number, before in zip(told, [0, *told], strict=False) if number != before] == [3, 2, 3]
