@@ -202,7 +202,7 @@ def drain(queue: str) -> str:
 
 
 def workers(queue: str) -> str:
-    """Set with a TTL: incarnations of a pool that neither drain nor are held back; without a lease they do not count."""
+    """Set with a TTL: incarnations of a pool that neither drain nor are held back; without a lease none counts."""
     return f"penstock:workers:{queue}"
 
 
