@@ -37,7 +37,7 @@ from engine import Engine, EngineConfig, Event, Request
 from engine.bench.breakdown import Meter, shown
 from engine.bench.ceilings import Ceilings, Work
 from engine.bench.load import bench_load, longest_of
-from engine.bench.options import checked, every_argument
+from engine.bench.options import SETTINGS, checked, every_argument
 from engine.engine import device_named
 from engine.errors import EngineError
 from engine.execution.threads import threads_for
@@ -132,21 +132,9 @@ def settings(args: argparse.Namespace, plans: dict[str, list[list[Job]]]) -> Eng
     """Settings with room for the jobs of `plans` and no more. Without plans, those of a worker."""
     every = [jobs for repeats in plans.values() for jobs in repeats]
     return EngineConfig(
-        dtype=args.dtype,
-        quantization=args.quantization,
-        kv_cache_dtype=args.kv_cache_dtype,
-        device=args.device,
-        threads=args.threads,
         max_num_seqs=max(map(len, every), default=EngineConfig().max_num_seqs),
-        max_num_batched_tokens=args.max_num_batched_tokens,
         max_model_len=max((len(prompt) + output for jobs in every for prompt, output in jobs), default=None),
-        kernels=args.kernels,
-        deterministic=args.deterministic,
-        graphs=args.graphs,
-        overlap=args.overlap,
-        speculate=args.speculate,
-        draft_model=args.draft_model,
-        speculate_tokens=args.speculate_tokens,
+        **{name: getattr(args, name) for name in SETTINGS},
     )
 
 
@@ -311,7 +299,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         report["breakdown"] = bench_breakdown(args, vocab_size)
     else:
         report |= bench_engines(args, vocab_size)
-        if args.deterministic or args.speculate != "none":
+        if "plain" in report:
             report["ratio_to_plain"] = ratios(report, args.workload, "plain")
     if args.peer is not None:
         report[args.peer] = bench_peer(args)

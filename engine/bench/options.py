@@ -8,9 +8,17 @@ import os
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from engine.bench.load import MIXES
+from engine.bounds import Flag, Integer, Number, OneOf
+from engine.config import EngineConfig
+from engine.declared import declared
 
+#: The engine's settings that are options here, each by its own name. The others follow from the workload.
+SETTINGS = tuple(name for name in declared(EngineConfig) if name not in ("max_num_seqs", "max_model_len", "seed"))
+#: Those of the peer, too.
+ALIKE = ("kv_cache_dtype", "quantization", "dtype", "device", "threads")
 WORKLOADS = ("W1", "W8", "W32", "W64mix")
 
 
@@ -26,11 +34,9 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
         default="W1,W8,W32,W64mix",
         help="one or several, separated by commas",
     )
-    parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "int8", "fp8"])
-    parser.add_argument("--quantization", default="none", choices=["none", "fp8"])
-    parser.add_argument("--dtype", default="bfloat16", choices=["auto", "float32", "bfloat16", "float16"])
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--threads", type=int, default=None, help="CPU threads")
+    for name in ALIKE:
+        _add(parser, name)
+    parser.set_defaults(dtype="bfloat16")
     parser.add_argument("--repeats", type=_count, default=2, help="runs of each workload; the best counts")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--json", type=_file, default=None, help="write all figures to this file")
@@ -39,18 +45,11 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
 def every_argument(description: str | None = None) -> argparse.ArgumentParser:
     parser = arguments(description)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=None)
+    for name in SETTINGS:
+        if name not in ALIKE:
+            _add(parser, name)
     parser.add_argument("--peer", choices=["transformers-cb"], default=None)
     parser.add_argument("--peer-dtype", choices=["float32", "bfloat16", "float16"], default=None)
-    parser.add_argument("--kernels", default="auto", help="the kernel set, a value of EngineConfig.kernels")
-    parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--overlap", type=int, choices=[0, 1], default=None)
-    parser.add_argument(
-        "--deterministic", action="store_true", help="use deterministic kernels, and compare with the plain ones"
-    )
-    parser.add_argument("--speculate", default="none", choices=["none", "lookup", "draft"])
-    parser.add_argument("--draft-model", default=None, help="folder, for --speculate draft")
-    parser.add_argument("--speculate-tokens", type=int, default=5)
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--breakdown", action="store_true", help="time the parts of steps instead of throughput")
     instead.add_argument("--load", action="store_true", help="measure latency by rate of arrival instead of throughput")
@@ -78,6 +77,22 @@ def checked(parser: argparse.ArgumentParser, given: list[str] | None = None) -> 
     if args.peer is not None and find_spec("transformers") is None:
         parser.error(f"--peer {args.peer} needs transformers, which is not installed")
     return args
+
+
+def _add(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add an engine's setting. The engine itself checks numbers."""
+    one = declared(EngineConfig)[name]
+    how: dict[str, Any] = {"default": one.default, "help": one.option.help if one.option else None}
+    match one.bound:
+        case Flag():
+            how["action"] = argparse.BooleanOptionalAction
+        case OneOf() as bound:
+            how["choices"] = bound.choices
+        case Integer():
+            how["type"] = int
+        case Number():
+            how["type"] = float
+    parser.add_argument(f"--{name.replace('_', '-')}", **how)
 
 
 def _listed(known: tuple[str, ...], text: str) -> list[str]:

@@ -107,7 +107,8 @@ def test_what_would_lose_the_figures_is_refused_first(
             "W64mix has requests of 714 tokens, and the model a context of 512; leave it out",
         ),
         (["--load", "--mix", "chat,long"], "long has requests of 1532 tokens"),
-        (["--workload", "W1", "--kernels", "none"], "kernels='none' must be one of"),
+        (["--workload", "W1", "--kernels", "none"], "argument --kernels: invalid choice: 'none'"),
+        (["--workload", "W1", "--block-size", "0"], "block_size=0 must be from 1 to 1024"),
     ],
 )
 def test_an_impossible_bench_is_reported_in_one_line(
