@@ -19,6 +19,7 @@ DOCS = ROOT / "docs"
 ROWS = {
     "queue": r"one-token tasks a second .* \| [\d,]+",
     "http": r"HTTP, queue and stream \| [\d.]+ ms \| [\d.]+ ms",
+    "gateway": r"tasks over HTTP \| [\d,]+ \| [\d,]+",
     "engine": r"W1 \| \*\*[\d.]+\*\* \| \d+% \| \*\*[\d.]+\*\* \| \d+%",
     "overload": r"priority tasks, one after the other \| *\| [\d.]+, [\d.]+ ms",
 }

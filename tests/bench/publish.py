@@ -46,7 +46,8 @@ def measure(sequences: int, steps: int) -> dict[str, float]:
             assert record is not None
             delivery.begin(record, record.nexts)
             deliveries.running[delivery.uuid] = deliveries.held[delivery.uuid] = delivery
-        publisher = Publisher(served, deliveries, finisher, print, Measured(engine))
+        breaker: Any = SimpleNamespace(completed=lambda: None)
+        publisher = Publisher(served, deliveries, finisher, print, Measured(engine), breaker)
         events = [[_event(uuid, step, steps) for uuid in deliveries.running] for step in range(steps)]
         publisher.start()
         start = time.perf_counter()

@@ -10,6 +10,7 @@ the publisher's own call is a part.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing as mp
 import re
@@ -80,7 +81,10 @@ def measure(readers: int, tokens: int, share: float) -> dict[str, float]:
             redis.hset(keys.task(task_id), mapping={"status": "in_progress", "claim": CLAIM, "started": now})
         spawn = mp.get_context("spawn")
         seen, stop, found = spawn.Value("q", 0), spawn.Event(), spawn.Queue()
-        process = spawn.Process(target=read, args=(port, ids, seen, stop, found))
+        # By its module's name, which is another one than `__main__` wherever it is run.
+        process = spawn.Process(
+            target=importlib.import_module("tests.bench.readers").read, args=(port, ids, seen, stop, found)
+        )
         process.start()
         publisher = Publisher(redis, ids)
         for _ in range(WORKERS):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import importlib
 import json
 import multiprocessing as mp
 import threading
@@ -65,7 +66,8 @@ def rates(port: int, pid: int, requests: int) -> tuple[float, float]:
 def _posted(port: int, requests: int) -> float:
     spawn = mp.get_context("spawn")
     done = spawn.Queue()
-    process = spawn.Process(target=post, args=(port, requests, done))
+    # By its module's name, which is another one than `__main__` wherever it is run.
+    process = spawn.Process(target=importlib.import_module("tests.bench.submits").post, args=(port, requests, done))
     process.start()
     seconds: float = done.get(timeout=600)
     process.join()

@@ -57,7 +57,7 @@ STORE = {
     "EXPIRE forgets cancels of what has no deadline": ("expire", "not (r[3] or r[4])", "not r[3]"),
     "EXPIRE ends what a live worker runs": ("expire", "if live or status", "if status"),
     "EXPIRE ends what is still submitting": ("expire", "live or status == 'submitting' or", "live or"),
-    "EXPIRE writes over a cancel": ("expire", "if r[4] then", "if false then"),
+    "EXPIRE writes over a cancel": ("expire", "if r[4] then\n  finalise", "if false then\n  finalise"),
     "EXPIRE fails what was taken up": ("expire", "late(task, stream, id, r[5])", "late(task, stream, id, false)"),
     "EXPIRE takes what waited for begun": ("expire", "late(task, stream, id, r[5])", "late(task, stream, id, '1')"),
     "what is late looks no further back than a page": ("expire", "#page < 500", "true"),
