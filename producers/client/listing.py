@@ -51,7 +51,7 @@ SHOWN: Final = (
         "finished",
         "settled",
     ),
-    *("metadata", "webhook", "retried_from", "traceparent", "usage", "error"),
+    *("metadata", "webhook", "retried_from", "shortened", "traceparent", "usage", "error"),
 )
 #: A place between two milliseconds, for a call that found nothing to name; no task has such an id.
 _TIME: Final = re.compile("~([0-9]{1,15})")

@@ -97,7 +97,10 @@ def repeated(record: Record) -> tuple[Task, dict[str, str | int]]:
     if not record.final:
         raise TaskNotFinal(f"Task {record.id} is {record.status}; only a task that has ended can be retried")
     kept = {name: record.fields[name] for name in KEPT if name in record.fields}
-    return Task.parse(record.json("task")), {**TASK, **kept, "retried_from": record.id}
+    task = Task.parse(record.json("task"))
+    if (cut := record.json("shortened")) is not None:  # as it was asked for
+        task = task.model_copy(update={"max_tokens": cut["from"]})
+    return task, {**TASK, **kept, "retried_from": record.id}
 
 
 def retry(directory: Directory, task_id: str, key: str | None, patience_s: float) -> Steps[str]:

@@ -22,6 +22,7 @@
 | `batch`, `line` | the batch's id, and the line's number from 0; whatever makes the record final counts it there |
 | `idempotency` | key of the entry of the submit's Idempotency-Key (`producers.store.idempotency`) |
 | `metadata` | the task's metadata (JSON), if it has some |
+| `shortened` | overload shortened its outputs (JSON): `to` so many tokens, `from` the `max_tokens` that it asked for |
 | `retried_from` | id of the task that this one repeats |
 | `webhook`, `webhook_secret` | the task's own webhook (JSON: url, events); its secret, else the tenant's own is used |
 | `reply` | where the reply to the message that made it goes (JSON, see `producers.sources.messages.replies`) |
@@ -175,7 +176,7 @@ class Record:
         return int(value) if value else None
 
     def json(self, name: str) -> Any:
-        """`reasons`, `usage`, `error`, `lost`, `metadata` or `webhook`; None where absent."""
+        """`reasons`, `usage`, `error`, `lost`, `metadata`, `shortened` or `webhook`; None where absent."""
         value = self.fields.get(name)
         return json.loads(value) if value else None
 

@@ -47,6 +47,8 @@ LARGE_RESULTS: Final = 4
 EXPOSED: Final = (
     "idempotent-replayed",
     "location",
+    "penstock-degraded",
+    "penstock-shortened",
     "preference-applied",
     "retry-after",
     "retry-after-ms",

@@ -16,6 +16,7 @@ from producers.gateway.http.errors import RETRY_AFTER, Problem, body_of
 from producers.gateway.reach import lasts
 from producers.gateway.tasks.views import ErrorView
 from producers.store.fleet.scaling import is_fresh, states
+from producers.store.waiting import STAGES, model_of
 
 router = APIRouter(tags=["health"])
 
@@ -36,7 +37,10 @@ async def livez() -> JSONResponse:
     responses={503: {"model": ErrorView, "description": "The gateway cannot take tasks now; the error says why."}},
 )
 async def readyz(request: Request) -> JSONResponse:
-    """Store and broker answer, files' bucket lets us in, and each awaited model is published or served."""
+    """Store and broker answer, files' bucket lets us in, and each awaited model is published or served.
+
+    `degraded`: whether overload refuses or shortens tasks; `checks.overload` says how, model by model.
+    """
     gateway = gateway_of(request)
     client = gateway.client
     servers: dict[str, Callable[[], Awaitable[object]]] = {"store": client.store.ping, "broker": client.broker.ping}
@@ -54,7 +58,10 @@ async def readyz(request: Request) -> JSONResponse:
         checks["models"] = f"{', '.join(missing)}: not published, and served by no worker yet"
         return _not_ready(f"{checks['models']}; `penstock models publish` lets tasks wait for a worker.", checks)
     checks |= await _starts(gateway)
-    return JSONResponse({"status": "ready", "checks": checks})
+    stages = {queue: STAGES[one.stage] for queue, one in (await gateway.admission.overload.all()).items() if one.stage}
+    if stages:  # it is ready all the same: what it refuses, others would refuse, too
+        checks["overload"] = "; ".join(f"{model_of(queue)}: {stage}" for queue, stage in stages.items())
+    return JSONResponse({"status": "ready", "degraded": bool(stages), "checks": checks})
 
 
 async def _starts(gateway: Gateway) -> dict[str, str]:

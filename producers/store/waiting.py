@@ -38,6 +38,8 @@ PARTS: Final = {"priority": 1.0, "default": 0.95, "flex": 0.8, "batch": 0.6}
 STAGES: Final = ("normal", "shed", "shorten", "priority")
 #: Pressure (share of a bound, or of the longest wait) at which each stage is left again; `pressure.lua` has the same.
 LEFT: Final = (0.0, 0.6, 0.7, 0.8)
+#: The stage from which on outputs are shortened, of keys that say so.
+SHORTENS: Final = STAGES.index("shorten")
 #: Tier -> the stage from which on it is refused.
 REFUSED: Final = {"priority": 4, "default": 3, "flex": 1, "batch": 1}
 
@@ -119,6 +121,11 @@ async def pressure(store: Redis, queue: str, bounds: Bounds, max_wait: float) ->
     )
     stage, share, tasks, tokens, rate, served = map(int, await arun(store, call))
     return Pressure(stage, share / 1000, tasks, tokens, rate / 1000, bool(served))
+
+
+def model_of(queue: str) -> str:
+    """`<model>@<version>`, of a version's queue."""
+    return queue.removeprefix(keys.version_queue("", "").removesuffix("@"))
 
 
 async def queues(store: Redis) -> dict[str, dict[str, int]]:

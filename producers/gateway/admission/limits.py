@@ -1,6 +1,6 @@
 """Admission: whether a request's tasks may come now, and by which bounds the store decides of each.
 
-    key's models and tiers ─▶ key's largest prompt and output ─▶ stage of overload ─▶ ADMIT: bounds on what waits
+    key's models and tiers ─▶ stage of overload: refused, or shortened ─▶ ADMIT: bounds on what waits
 
 A queue without a bound accepts everything and answers nobody in time. ADMIT decides by counts in the store, in the
 script that makes the record, so together all gateways never exceed a bound. Lower tiers are refused first, so that
@@ -10,18 +10,32 @@ against it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+
+from starlette.requests import HTTPConnection
 
 from producers.client.aio import AsyncClient
 from producers.client.submission import TASK
 from producers.contract.task import Task
 from producers.errors import QueueFull, shown
 from producers.gateway.admission.overload import Overload
+from producers.gateway.http.caller import principal_of
 from producers.gateway.http.errors import Problem
 from producers.store.access.principal import Principal
 from producers.store.usage.limits import Charge
-from producers.store.waiting import Bounds, Room
+from producers.store.waiting import SHORTENS, STAGES, Bounds, Room
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """A request's tasks as they are submitted. `more`: fields of their records beside their own; `to`: the output
+    tokens to which they were shortened."""
+
+    tasks: list[Task]
+    more: Mapping[str, str] = field(default_factory=dict)
+    to: int | None = None
 
 
 class Admission:
@@ -32,18 +46,29 @@ class Admission:
         self._bounds = bounds
         self.overload = Overload(client.store, bounds, max_wait)
 
-    async def enter(self, principal: Principal, tasks: Sequence[Task]) -> None:
-        """Check a request's tasks, all of one model and tier, before anything is written.
+    async def enter(self, request: HTTPConnection, tasks: Sequence[Task]) -> Entered:
+        """Check a request's tasks, all of one model and tier, before anything is written. The edge tells the caller
+        of overload.
 
         Raises Problem: 403 for a model or tier that the key may not use, 429 if its tier is refused now, 400 if they
         always will be too many. Raises what `AsyncClient.known` does.
         """
+        principal = principal_of(request)
         check_may_use(principal, tasks[0])
         most = self._room(principal).bounds.of(tasks[0].tier)
         if most and len(tasks) > most:  # a retry would not help
             said = f"{len(tasks)} prompts in one request, where {most} tasks may wait: send {most} at a time"
             raise Problem(400, said, code="array_above_max_length", param="prompt")
-        await self.overload.enter((await self._client.known(tasks[0].model)).queue, tasks[0].tier)
+        known = await self._client.known(tasks[0].model)
+        found = await self.overload.look(known.queue)
+        if found.stage:
+            request.state.degraded = STAGES[found.stage]
+        self.overload.check(found, known.queue, tasks[0].tier)
+        if found.stage < SHORTENS or tasks[0].tier != "default" or principal.limits.shorten_to is None:
+            return Entered([*tasks])
+        entered = _shortened(tasks, principal.limits.shorten_to, int(known.card["context_length"]))
+        request.state.shortened_to = entered.to
+        return entered
 
     async def admit(
         self,
@@ -64,6 +89,16 @@ class Admission:
     def _room(self, principal: Principal) -> Room:
         most = principal.limits.max_waiting
         return Room(self._bounds if most is None else replace(self._bounds, key=most), principal.key)
+
+
+def _shortened(tasks: Sequence[Task], to: int, context: int) -> Entered:
+    """The tasks of a request with outputs of `to` tokens, where they may be longer. `context`: the model's (tokens)."""
+    first = tasks[0]
+    to = max(to, first.min_tokens)
+    if min(first.max_tokens or context, context - (first.prompt_tokens or 0)) <= to:
+        return Entered([*tasks])
+    cut = [task.model_copy(update={"max_tokens": to}) for task in tasks]
+    return Entered(cut, {"shortened": json.dumps({"to": to, "from": first.max_tokens})}, to)
 
 
 def check_may_use(principal: Principal, task: Task) -> None:

@@ -66,6 +66,8 @@ class Overload:
 
     async def look(self, queue: str) -> Pressure:
         """The pressure of a queue, at most FRESH_S old. While the store is away, there is none: ADMIT will say so."""
+        if not self._bounded:
+            return Pressure()
         one = self._queues.setdefault(queue, _Queue())
         async with one.looking:
             if time.monotonic() - one.at > FRESH_S:
@@ -76,13 +78,21 @@ class Overload:
                     logger.warning("overload of %s: from %s to %s, at %.0f%% of its bounds", *changed)
         return one.pressure
 
-    async def enter(self, queue: str, tier: str) -> Pressure:
-        """The pressure under which a tier's tasks may come now. Raises Problem (429)."""
-        if not self._bounded:
-            return Pressure()
-        found = await self.look(queue)
+    async def all(self) -> dict[str, Pressure]:
+        """Queue -> its pressure, of those where something waits and those that are degraded. While the store is away,
+        none."""
+        try:
+            async with asyncio.timeout(SILENT_S):
+                found = set(await waiting.queues(self._store)) - {""} if self._bounded else set()
+        except FAILURES:
+            return {}
+        found |= {queue for queue, one in self._queues.items() if one.pressure.stage}
+        return {queue: await self.look(queue) for queue in sorted(found)}
+
+    def check(self, found: Pressure, queue: str, tier: str) -> None:
+        """Raise Problem (429) where a tier's tasks may not come under this pressure."""
         if found.stage < REFUSED[tier]:
-            return found
+            return
         left = LEFT[REFUSED[tier]]
         said = f"Overload: tasks of the tier {tier} are refused until less waits (stage {STAGES[found.stage]})"
         raise self._refusal(queue, found.tokens * max(0.0, 1 - left / max(found.share, left)), said, "queue_full")
@@ -97,7 +107,7 @@ class Overload:
 
     def _refusal(self, queue: str, tokens: float, said: str, code: str) -> Problem:
         """`tokens`: those that have to be started before there is a place."""
-        one, now, seconds = self._queues[queue], time.monotonic(), LONGEST_S
+        one, now, seconds = self._queues.setdefault(queue, _Queue()), time.monotonic(), LONGEST_S
         if one.pressure.served:
             one.line = min(max(one.line, now) + tokens / one.pressure.rate, now + LONGEST_S)
             seconds = max(SHORTEST_S, one.line - now)

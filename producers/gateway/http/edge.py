@@ -6,8 +6,8 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -62,6 +62,7 @@ class Edge:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
                 if (charge := scope.get("state", {}).get("charge")) is not None:
                     message["headers"].extend(left(charge))
+                message["headers"].extend(overload(scope.get("state", {})))
                 route = getattr(scope.get("route"), "path", "unmatched")
                 self._metrics.answered(method, route, message.get("status", 101), time.perf_counter() - came)
             elif message["type"] == "websocket.close" and not begun:  # the framework's answer where no route matches
@@ -111,3 +112,11 @@ def left(charge: Charge) -> Iterator[tuple[bytes, bytes]]:
             yield b"x-ratelimit-limit-" + name, b"%d" % most
             yield b"x-ratelimit-remaining-" + name, b"%d" % rest
             yield b"x-ratelimit-reset-" + name, reset
+
+
+def overload(state: Mapping[str, Any]) -> Iterator[tuple[bytes, bytes]]:
+    """The headers that tell the caller of a request of overload, and of what it did to the request."""
+    if (stage := state.get("degraded")) is not None:
+        yield b"penstock-degraded", stage.encode()
+    if (to := state.get("shortened_to")) is not None:
+        yield b"penstock-shortened", b"%d" % to

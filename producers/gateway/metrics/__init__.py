@@ -2,6 +2,7 @@
 
     GET /metrics ─▶ read_fleet ─▶ own: requests of this gateway
                                   pools: queues, sweepers     workers: their leases     scaling: decisions, profiles
+                    PRESSURE   ─▶ waiting: the store's counts of what waits, and the overload that follows
 
 Labels are bounded: routes by their templates, models and pools by what is deployed, workers by those alive. Every
 gateway reports the same for the pools: take `max by (pool)` over gateways, not the sum.
@@ -19,6 +20,7 @@ from producers.admin.fleet import read_fleet
 from producers.client.steps import FAILURES
 from producers.connection.connect import SILENT_S
 from producers.gateway.metrics.own import UNKNOWN, Metrics
+from producers.store.waiting import queues
 
 __all__ = ["UNKNOWN", "Metrics", "router"]
 
@@ -32,6 +34,8 @@ async def metrics(request: Request) -> Response:
     try:
         async with asyncio.timeout(SILENT_S):  # Prometheus waits for 10 s
             gateway.metrics.fleet = await read_fleet(gateway.client.store, gateway.client.broker)
+            gateway.metrics.waiting = await queues(gateway.client.store)
     except FAILURES:
-        gateway.metrics.fleet = None
+        gateway.metrics.fleet, gateway.metrics.waiting = None, {}
+    gateway.metrics.overload = await gateway.admission.overload.all()
     return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)

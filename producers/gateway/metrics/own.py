@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -10,7 +10,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from producers.admin.fleet import Fleet
-from producers.gateway.metrics import pools, scaling, workers
+from producers.gateway.metrics import pools, scaling, waiting, workers
+from producers.store.waiting import Pressure
 
 #: Latency buckets (s), fine in the range that an interactive caller notices.
 BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -25,6 +26,9 @@ class Metrics:
     def __init__(self, open_streams: Callable[[], int]) -> None:
         self.registry = CollectorRegistry()
         self.fleet: Fleet | None = None
+        self.waiting: Mapping[str, Mapping[str, int]] = {}
+        self.overload: Mapping[str, Pressure] = {}
+        """Queue -> kind -> tasks that wait there; queue -> its pressure."""
         ProcessCollector(registry=self.registry)
         self._requests = Counter(
             "penstock_gateway_requests", "Requests answered.", ("method", "route", "status"), registry=self.registry
@@ -78,6 +82,7 @@ class _FleetCollector(Collector):
         up = GaugeMetricFamily("penstock_up", "Whether the store and the broker could be read.")
         up.add_metric((), fleet is not None)
         yield up
+        yield from waiting.described(self._metrics.waiting, self._metrics.overload)
         if fleet is not None:
             yield from pools.described(fleet)
             yield from workers.described(fleet)

@@ -89,6 +89,7 @@ async def create(request: Request) -> Response:
     first = head(kind, "chatcmpl", foreground, known) | {"service_tier": asked.service_tier}
 
     async def answer() -> Response:
+        first.update(foreground.shortened)
         if asked.stream:
             stream = _Stream(chat, Chunks(first, asked, [len(task.prompt)] * chat.n), scorer)
             return ChunkStream(stream.chunks(foreground), foreground, gateway)

@@ -60,6 +60,7 @@ async def create(request: Request) -> Response:
         first["service_tier"] = asked.service_tier
 
     async def answer() -> Response:
+        first.update(foreground.shortened)
         if asked.stream:
             prompts = [len(task.prompt) for task in tasks for _ in range(wanted.n)]
             stream = _Stream(wanted, Chunks(first, asked, prompts), scorers, echoes)

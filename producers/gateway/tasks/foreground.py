@@ -59,6 +59,7 @@ class Foreground:
         entry: Entry | None = None,
     ) -> None:
         self._gateway = gateway
+        self._request = request
         self._principal = principal_of(request)
         self._charge = charge_of(request)
         self._tasks = tasks
@@ -69,6 +70,8 @@ class Foreground:
         self._entry = entry
         #: Whether an earlier request submitted some of them.
         self.replayed = False
+        #: The field of the answer that says so, where overload shortened its outputs.
+        self.shortened: dict[str, Any] = {}
 
     @property
     def created(self) -> float:
@@ -79,7 +82,9 @@ class Foreground:
         """Submit all tasks. Raises Problem if too many wait, and as `AsyncClient.submit`; none stays queued then."""
         admission, metrics = self._gateway.admission, self._gateway.metrics
         if self._entry is None or self._entry.state != "made":
-            await admission.enter(self._principal, self._tasks)
+            entered = await admission.enter(self._request, self._tasks)
+            self._tasks, self._more = entered.tasks, {**self._more, **entered.more}
+            self.shortened = {} if entered.to is None else {"shortened_to": entered.to}
         await self._gateway.readers.enter(self.ids)
         self._held = list(self.ids)
         each = zip(self._tasks, self.ids, strict=True)

@@ -139,7 +139,11 @@ async def _accepted(request: Request, task: Task, more: Mapping[str, str | int])
                 answer = await outcome.answer(gateway, handle, record)
                 answer.headers.update(headers)
                 return answer
-    view = made(task_id, task, more) if record is None else TaskView.of(record)
+    view = (
+        made(task_id, task, more, getattr(request.state, "shortened_to", None))
+        if record is None
+        else TaskView.of(record)
+    )
     return Response(view.model_dump_json(exclude_unset=record is None), 202, headers, "application/json")
 
 

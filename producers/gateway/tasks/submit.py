@@ -57,8 +57,8 @@ async def submitted(
     if entry is not None and entry.state == "made":
         return entry.id, await original(gateway, entry.id)
     principal = principal_of(request)
-    await gateway.admission.enter(principal, [task])
-    more, charge = {**more, **marks(request)}, charge_of(request)
+    entered = await gateway.admission.enter(request, [task])
+    task, more, charge = entered.tasks[0], {**more, **marks(request), **entered.more}, charge_of(request)
     if entry is None:
         task_id = await gateway.admission.admit(principal, task, None, more, charge)
     else:
@@ -71,12 +71,13 @@ async def submitted(
     return task_id, None
 
 
-def made(task_id: str, task: Task, more: Mapping[str, str | int]) -> TaskView:
-    """The view of a task that was just submitted."""
+def made(task_id: str, task: Task, more: Mapping[str, str | int], shortened_to: int | None = None) -> TaskView:
+    """The view of a task that was just submitted. `shortened_to`: output tokens that overload has left it."""
     fields: dict[str, Any] = {
         "tenant": task.tenant,
         "order_key": task.order_key,
         "retried_from": more.get("retried_from"),
+        "shortened_to": shortened_to,
     }
     if task.webhook is not None:
         fields["webhook"] = WebhookView(url=task.webhook.url, events=list(task.webhook.events))

@@ -78,6 +78,7 @@ class TaskView(BaseModel):
     webhook: WebhookView | None = None
     retried_from: str | None = None
     """Id of the task that this one repeats."""
+    shortened_to: int | None = Field(None, description="output tokens of a choice to which overload shortened it")
     trace_id: str | None = None
     """The trace of the `traceparent` that came with it."""
     usage: dict[str, int] | None = None
@@ -111,6 +112,7 @@ class TaskView(BaseModel):
             metadata=record.metadata,
             webhook=record.json("webhook"),
             retried_from=record.fields.get("retried_from"),
+            shortened_to=(record.json("shortened") or {}).get("to"),
             trace_id=trace_id(record.fields.get("traceparent")),
             usage=record.json("usage"),
             error=record.json("error"),

@@ -55,7 +55,7 @@ async def test_who_asks_for_room_waits_once_however_many_they_are(hung: str, mon
         found = Overload(client.store, Bounds(pool=5))
         with monkeypatch.context() as patched:
             patched.setattr(asyncio, "timeout", lambda s: Counting(asyncio.get_running_loop().time() + s))
-            asked = asyncio.gather(*(found.enter("a queue", "batch") for _ in range(5)))
+            asked = asyncio.gather(*(found.look("a queue") for _ in range(5)))
             assert await asyncio.wait_for(asked, LONG) == [Pressure()] * 5
     assert waits == 1
 
