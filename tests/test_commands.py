@@ -31,6 +31,7 @@ TINY = {
     "engine.bench": ["--model MODEL --workload W1 --repeats 1 --threads 1 --breakdown"],
     "tests.bench.attention": ["--against OTHER --layers 1 --rounds 1"],
     "tests.bench.batches": ["--lines 100 --urls /v1/completions"],
+    "tests.bench.breaker": ["--seconds 3 --rate 2 --rounds 1"],
     "tests.bench.chat": ["--rounds 1"],
     "tests.bench.checkpoints": ["MODEL MODEL --workload W1 --rounds 1 --threads 1"],
     "tests.bench.cold_start": ["--rounds 1"],
