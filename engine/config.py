@@ -84,8 +84,8 @@ class EngineConfig:
     ] = "auto"
     """The data type of the KV cache. "auto" is the type that the kernels compute with. "int8", with one scale for each
     key and value of a head, and "fp8" (e4m3) take a half or a quarter of the memory, so that more context fits. Both
-    need kernels="native" or "triton", or "cpu", where they slow attention. On a GPU they exclude deterministic mode,
-    and "fp8" needs compute capability 8.9 or more."""
+    need kernels="native" or "triton". On a GPU they exclude deterministic mode, and "fp8" needs compute capability 8.9
+    or more."""
     deterministic: Annotated[
         bool,
         Flag(),

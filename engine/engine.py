@@ -99,9 +99,7 @@ class Engine:
         self._loop = StepLoop(
             Scheduler(capacity, traits, policy, speculation),
             runner,
-            # In deterministic mode the loop uses as many threads as loading did, because products were tried with
-            # these.
-            partial(model.kernels.use_threads, torch.get_num_threads() if config.deterministic else config.threads),
+            partial(model.kernels.use_threads, config.threads),
             overlap=int(model.device.type == "cuda") if config.overlap is None else config.overlap,
             release=release,
             check=lambda: check_alive(model.device),

@@ -150,12 +150,7 @@ def _measured(model: Model, config: EngineConfig, step_tokens: int, length: int)
 
 
 def runner_for(model: Model, config: EngineConfig, capacity: Capacity) -> Runner | DeviceRunner:
-    """Make the runner that suits the model's kernels. Raises EngineError if the block size does not suit them or if
-    there is no memory for the KV cache."""
-    if model.kernels.chunk % config.block_size:
-        raise EngineError(
-            f"deterministic=True needs a block_size that divides {model.kernels.chunk}, and it is {config.block_size}"
-        )
+    """Make the runner that suits the model's kernels. Raises EngineError if there is no memory for the KV cache."""
     try:
         if not model.kernels.ragged:
             return Runner(model, spaces=capacity.spaces, block_size=config.block_size, max_num_seqs=config.max_num_seqs)

@@ -30,8 +30,6 @@ class Reference:
     padding = (1.0, 0)
     #: Whether the set reads the masks of AttentionGroup.
     masked = True
-    #: A number of places that the block size must divide; 0 if any block size is allowed.
-    chunk = 0
     #: Whether the set reads RaggedBatch, or else AttentionBatch. Every set also accepts the other kind, but is slow
     #: then.
     ragged = False

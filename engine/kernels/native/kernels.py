@@ -84,7 +84,7 @@ class Native(Reference):
         if (self._deterministic or self._compressed) and head_dim % _HEAD_MULTIPLE:
             raise EngineError(
                 f"{asked} on native kernels goes with heads of a multiple of {_HEAD_MULTIPLE}, and the model has heads "
-                f"of {head_dim}; use kernels='cpu'"
+                f"of {head_dim}; serve this model without"
             )
 
     def arrange(self, batch: AttentionBatch, block_size: int, zero_block: int) -> NativeBatch:

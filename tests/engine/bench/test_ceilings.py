@@ -41,7 +41,6 @@ def test_a_models_work_is_its_products_and_its_cache(tmp_path: Path, name: str, 
         pytest.param("native", "auto", 2 * 16, marks=NATIVE),
         pytest.param("native", "int8", 16 + 4, marks=NATIVE),
         pytest.param("native", "fp8", 16, marks=NATIVE),
-        ("cpu", "int8", 16 + 4),
     ],
 )
 def test_a_cache_counts_as_it_is_stored(tmp_path: Path, kernels: str, kind: str, bytes_of_a_head: int) -> None:

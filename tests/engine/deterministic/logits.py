@@ -39,23 +39,16 @@ class _Seen(Runner):
 
 
 NATIVE = pytest.mark.skipif(load_library() is None, reason="native kernels are not built for this CPU")
-#: Models by the sets of CPUs that have the mode; "cpu" is what runs where there was no compiler.
-ON_TORCH = [
-    *((name, "cpu") for name in ("phi3-longrope", "gemma3")),
-    *(pytest.param((name, "cpu"), marks=pytest.mark.exhaustive) for name in ("gqa", "qwen2-window")),
-]
-ON_NATIVE = [
-    pytest.param((name, "native"), marks=NATIVE) for name in ("gqa", "mistral-window", "phi3-longrope", "gemma3")
-]
-ON_NATIVE += [
-    pytest.param((name, "native"), marks=[NATIVE, pytest.mark.exhaustive])
+#: The families that are tried always; the others are exhaustive.
+_ALWAYS = ("gqa", "mistral-window", "phi3-longrope", "gemma3")
+MODELS = [
+    pytest.param(name, marks=NATIVE if name in _ALWAYS else [NATIVE, pytest.mark.exhaustive])
     for name in sorted(VARIANTS | FAMILIES)
-    if (name, "native") not in [one.values[0] for one in ON_NATIVE]
 ]
 
 
-def deterministic(folder: Path, dtype: str = "float32", kernels: str = "auto") -> Model:
-    return load_model(folder, dtype, torch.device("cpu"), kernels, deterministic=True)
+def deterministic(folder: Path, dtype: str = "float32") -> Model:
+    return load_model(folder, dtype, torch.device("cpu"), "native", deterministic=True)
 
 
 class Steps:

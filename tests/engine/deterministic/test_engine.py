@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import Engine, EngineConfig, EngineError, Event, Output, Request, SamplingParams
-from engine.config import KernelSet
+from engine.kernels import select
 from engine.sequence import Sequence
 from tests.engine.deterministic.logits import NATIVE, Bits, recorded
 from tests.engine.guessing import Guesser
@@ -52,43 +53,27 @@ BASE = EngineConfig(
 @pytest.fixture(
     scope="module",
     params=[
-        ("gemma2", "cpu"),
-        pytest.param(("gemma3", "native"), marks=NATIVE),
-        *(
-            pytest.param((name, "native"), marks=[NATIVE, pytest.mark.exhaustive])
-            for name in ("gemma2", "phi3-longrope")
-        ),
+        pytest.param("gemma3", marks=NATIVE),
+        *(pytest.param(name, marks=[NATIVE, pytest.mark.exhaustive]) for name in ("gemma2", "phi3-longrope")),
     ],
-    ids="-".join,
 )
-def chosen(request: pytest.FixtureRequest) -> tuple[str, KernelSet]:
-    name, kernels = request.param
-    return name, kernels
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "one", seed=3, **(VARIANTS | FAMILIES)[request.param])
 
 
 @pytest.fixture(scope="module")
-def config(chosen: tuple[str, KernelSet]) -> EngineConfig:
-    return replace(BASE, kernels=chosen[1])
-
-
-@pytest.fixture(scope="module")
-def folder(chosen: tuple[str, KernelSet], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("models") / "one", seed=3, **(VARIANTS | FAMILIES)[chosen[0]])
-
-
-@pytest.fixture(scope="module")
-def alone(folder: Path, config: EngineConfig) -> Iterator[tuple[list[Output], Bits]]:
+def alone(folder: Path) -> Iterator[tuple[list[Output], Bits]]:
     """Each by itself, with nothing cached: the outputs, and the logits of each place."""
-    with recorded() as bits, Engine.load(folder, replace(config, enable_prefix_caching=False)) as engine:
+    with recorded() as bits, Engine.load(folder, replace(BASE, enable_prefix_caching=False)) as engine:
         yield [engine.generate([p], params)[0] for p, params in zip(PROMPTS, PARAMS, strict=True)], bits
 
 
 @pytest.fixture
-def load(folder: Path, config: EngineConfig) -> Iterator[Load]:
+def load(folder: Path) -> Iterator[Load]:
     engines: list[Engine] = []
 
     def make(**changes: Any) -> Engine:
-        engines.append(Engine.load(folder, replace(config, **changes)))
+        engines.append(Engine.load(folder, replace(BASE, **changes)))
         return engines[-1]
 
     yield make
@@ -188,8 +173,8 @@ def test_resumed_at_any_token(load: Load, alone: tuple[list[Output], Bits], whic
 
 
 @pytest.fixture(scope="module")
-def busy(folder: Path, config: EngineConfig) -> Iterator[Engine]:
-    with Engine.load(folder, replace(config, max_num_seqs=16, max_num_batched_tokens=40)) as engine:
+def busy(folder: Path) -> Iterator[Engine]:
+    with Engine.load(folder, replace(BASE, max_num_seqs=16, max_num_batched_tokens=40)) as engine:
         yield engine
 
 
@@ -202,15 +187,6 @@ def test_any_mixture_of_requests(busy: Engine, alone: tuple[list[Output], Bits],
     same(busy.generate(prompts, params)[: len(chosen)], [alone[0][i] for i in chosen])
 
 
-def test_the_fingerprint_of_torchs_kernels_tells_it_from_the_ordinary_mode_and_stays(folder: Path) -> None:
-    engines = [Engine.load(folder, replace(BASE, kernels="cpu", deterministic=mode)) for mode in (True, True, False)]
-    first, again, ordinary = engines
-    assert first.fingerprint == again.fingerprint != ordinary.fingerprint
-    assert first.stats().kernels == "cpu-deterministic"
-    for engine in engines:
-        engine.close()
-
-
 @NATIVE
 def test_native_kernels_are_the_same_in_either_mode(folder: Path) -> None:
     engines = [Engine.load(folder, replace(BASE, kernels="native", deterministic=mode)) for mode in (True, False)]
@@ -219,13 +195,7 @@ def test_native_kernels_are_the_same_in_either_mode(folder: Path) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"kernels": "reference"}, "deterministic=True .* 'reference'"),
-        ({"kernels": "cpu", "block_size": 48}, "block_size that divides 128, and it is 48"),
-    ],
-)
-def test_what_it_does_not_go_with_is_refused_at_once(load: Load, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(EngineError, match=message):
-        load(**changes)
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+def test_kernels_that_do_not_have_it_refuse_it_at_once(kernels: str) -> None:
+    with pytest.raises(EngineError, match=f"deterministic=True needs native kernels on a CPU, .*'{kernels}'"):
+        select(torch.device("cpu"), torch.float32, kernels, deterministic=True)

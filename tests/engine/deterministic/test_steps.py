@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.models import load_model
-from tests.engine.deterministic.logits import LONGEST, NATIVE, ON_NATIVE, ON_TORCH, SLOTS, Steps, deterministic
+from tests.engine.deterministic.logits import LONGEST, MODELS, NATIVE, SLOTS, Steps, deterministic
 from tests.engine.random_models import FAMILIES, VARIANTS, write_model
 
 LONG = [(7 * i + i * i // 11) % 300 + 5 for i in range(LONGEST)]
@@ -20,10 +20,9 @@ def folder_of(name: str, where: Path, **more: object) -> Path:
     return write_model(where / name, seed=3, **((VARIANTS | FAMILIES)[name] | more))
 
 
-@pytest.fixture(scope="module", params=ON_TORCH + ON_NATIVE, ids="-".join)
+@pytest.fixture(scope="module", params=MODELS)
 def steps(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Steps:
-    name, kernels = request.param
-    return Steps(deterministic(folder_of(name, tmp_path_factory.mktemp("models")), kernels=kernels))
+    return Steps(deterministic(folder_of(request.param, tmp_path_factory.mktemp("models"))))
 
 
 def test_every_cut_of_a_short_prompt(steps: Steps) -> None:
@@ -56,17 +55,15 @@ def test_decoding_beside_any_number_of_others(steps: Steps) -> None:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(("gqa", "bfloat16", "cpu"), marks=pytest.mark.exhaustive),
-        ("gemma2", "float32", "cpu"),
-        pytest.param(("gqa", "bfloat16", "native"), marks=[NATIVE, pytest.mark.exhaustive]),
-        pytest.param(("gemma2", "float32", "native"), marks=[NATIVE, pytest.mark.exhaustive]),
-        pytest.param(("mistral-window", "bfloat16", "native"), marks=NATIVE),
+        pytest.param(("gqa", "bfloat16"), marks=[NATIVE, pytest.mark.exhaustive]),
+        pytest.param(("gemma2", "float32"), marks=[NATIVE, pytest.mark.exhaustive]),
+        pytest.param(("mistral-window", "bfloat16"), marks=NATIVE),
     ],
     ids="-".join,
 )
 def some(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Steps:
-    name, dtype, kernels = request.param
-    return Steps(deterministic(folder_of(name, tmp_path_factory.mktemp("models")), dtype, kernels))
+    name, dtype = request.param
+    return Steps(deterministic(folder_of(name, tmp_path_factory.mktemp("models")), dtype))
 
 
 def test_every_number_of_others(some: Steps) -> None:
@@ -95,22 +92,21 @@ def test_any_cuts_beside_any_others(some: Steps, data: st.DataObject) -> None:
     assert torch.equal(found[place], whole)
 
 
-@pytest.mark.parametrize("kernels", ["cpu", pytest.param("native", marks=NATIVE)])
-def test_two_threads_agree_with_one(tmp_path: Path, kernels: str) -> None:
+@NATIVE
+def test_two_threads_agree_with_one(tmp_path: Path) -> None:
     folder = folder_of("gqa", tmp_path)
     prompts = [LONG[i : i + 30 + 5 * i] for i in range(4)]
     found = []
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            steps = Steps(deterministic(folder, kernels=kernels))
+            steps = Steps(deterministic(folder))
             together = steps.step(*[(steps.begin(i, p), 0, len(p)) for i, p in enumerate(prompts)])
             alone = [steps.by_cuts(20, prompt, (3,)) for prompt in prompts]
             assert all(map(torch.equal, together, alone))
             found.append(together)
     finally:
         torch.set_num_threads(1)
-    # Where products are made otherwise by more threads, engines say so by their fingerprint.
     assert torch.equal(*found)
 
 

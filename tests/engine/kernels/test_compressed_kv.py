@@ -1,4 +1,4 @@
-"""Keys and values of 8 bits: near, as small as they say, and as repeatable as any."""
+"""Keys and values of 8 bits in a model: near, as small as they say, and as repeatable as any."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from engine.execution.placement import place
 from engine.kernels import select
 from engine.models import load_model
 from engine.models.registry import Model
+from tests.engine.deterministic.logits import NATIVE
 from tests.engine.quant.forward import in_chunks
 from tests.engine.random_models import FAMILIES, write_model
 
@@ -22,36 +23,10 @@ Kind = Literal["int8", "fp8"]
 
 
 def loaded(folder: Path, kind: str) -> Model:
-    return load_model(folder, "float32", CPU, "cpu", kv_cache_dtype=kind)
+    return load_model(folder, "float32", CPU, "native", kv_cache_dtype=kind)
 
 
-@pytest.mark.parametrize(("kind", "most"), [("int8", 0.004), ("fp8", 0.035)])
-def test_what_is_read_is_what_was_written_but_for_its_rounding(kind: Kind, most: float) -> None:
-    kernels = select(CPU, torch.float32, "cpu", kv_cache_dtype=kind)
-    keys, values = torch.randn(2, 6, 2, 16, generator=torch.Generator().manual_seed(0))
-    keys[3] = 0
-    cache = torch.zeros(2, 4, 3, 2, kernels.cache_width(16), dtype=kernels.cache_dtype)
-    kernels.write_kv(keys, values, cache, torch.tensor([3, 4, 5, 9, 10, 11]))
-    for wrote, read in zip((keys, values), kernels.gather(cache, torch.tensor([[1, 3]])), strict=True):
-        got = read[0].transpose(0, 1)
-        assert (got - wrote).abs().max() <= most * wrote.abs().max()
-        assert not torch.equal(got, wrote)
-        assert not got[3].any() or wrote is values
-    assert not any(read.any() for read in kernels.gather(cache, torch.tensor([[0, 2]])))
-
-
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_no_number_is_lost_that_is_none(kind: Kind) -> None:
-    kernels = select(CPU, torch.float32, "cpu", kv_cache_dtype=kind)
-    key = torch.ones(1, 1, 8)
-    key[0, 0, 2] = float("nan")
-    cache = torch.zeros(2, 1, 1, 1, kernels.cache_width(8), dtype=kernels.cache_dtype)
-    kernels.write_kv(key, torch.ones(1, 1, 8), cache, torch.tensor([0]))
-    read, untouched = kernels.gather(cache, torch.tensor([[0]]))
-    assert torch.isnan(read[0, 0, 0, 2])
-    assert torch.allclose(untouched, torch.ones(8))
-
-
+@NATIVE
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 @pytest.mark.parametrize(("kind", "most"), [("int8", 0.02), ("fp8", 0.12)])
 def test_a_model_computes_nearly_the_same(tmp_path: Path, name: str, kind: Kind, most: float) -> None:
@@ -61,16 +36,13 @@ def test_a_model_computes_nearly_the_same(tmp_path: Path, name: str, kind: Kind,
     assert 0 < (got - wanted).norm() / wanted.norm() < most
 
 
-@pytest.mark.parametrize("kernels", ["cpu", "auto"])
+@NATIVE
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_an_engine_generates_over_it(
-    tmp_path: Path, kind: Kind, deterministic: bool, kernels: Literal["cpu", "auto"]
-) -> None:
+def test_an_engine_generates_over_it(tmp_path: Path, kind: Kind, deterministic: bool) -> None:
     """Chunked prompts, blocks that are shared and copied, two of one request."""
     folder = write_model(tmp_path, tokenizer=False)
     config = EngineConfig(
-        kernels=kernels,
         kv_cache_dtype=kind,
         deterministic=deterministic,
         threads=1,
@@ -84,6 +56,7 @@ def test_an_engine_generates_over_it(
     assert first[0].choices[0].token_ids == first[0].choices[1].token_ids == second[0].choices[0].token_ids
 
 
+@NATIVE
 def test_the_same_memory_holds_more_of_it(tmp_path: Path) -> None:
     folder = write_model(tmp_path, tokenizer=False, head_dim=32, num_attention_heads=2, num_key_value_heads=2)
     held = {}
@@ -95,9 +68,9 @@ def test_the_same_memory_holds_more_of_it(tmp_path: Path) -> None:
     assert held["int8"] == held["auto"] * 4 * 32 // 36
 
 
-@pytest.mark.parametrize("kernels", ["reference", "sdpa"])
+@pytest.mark.parametrize("kernels", ["reference", "sdpa", "cpu"])
 def test_sets_that_have_none_refuse(kernels: str) -> None:
-    with pytest.raises(EngineError, match=f"kv_cache_dtype='int8' goes with kernels='native' or 'cpu'.*'{kernels}'"):
+    with pytest.raises(EngineError, match=f"kv_cache_dtype='int8' needs native kernels on a CPU, .*'{kernels}'"):
         select(CPU, torch.float32, kernels, kv_cache_dtype="int8")
 
 

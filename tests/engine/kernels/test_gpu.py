@@ -128,7 +128,7 @@ def test_who_asks_by_name_gets_it_where_it_runs(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("engine.kernels.gpu.interpreted", lambda: False)
     with pytest.raises(EngineError, match="kernels='triton' are for CUDA devices, and the device is cpu"):
         select(CPU, torch.float32, "triton")
-    monkeypatch.setattr("engine.kernels.find_spec", lambda name: None)
+    monkeypatch.setattr("engine.kernels.choice.find_spec", lambda name: None)
     assert select(CUDA, torch.bfloat16).name == "sdpa"
     with pytest.raises(EngineError, match=r"need triton, which is not installed: pip install 'penstock\[gpu\]'"):
         select(CUDA, torch.bfloat16, "triton")

@@ -53,20 +53,17 @@ class Harmful:
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize(
-    ("kernels", "deterministic"),
+    "kernels",
     [
-        ("reference", False),
-        ("ragged", False),
-        ("sdpa", False),
-        ("cpu", False),
-        ("cpu", True),
-        pytest.param(
-            "native", False, marks=pytest.mark.skipif(load_library() is None, reason="not built for this CPU")
-        ),
+        "reference",
+        "ragged",
+        "sdpa",
+        "cpu",
+        pytest.param("native", marks=pytest.mark.skipif(load_library() is None, reason="not built for this CPU")),
     ],
 )
 def test_rejected_draft_tokens_harm_no_sequence(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, kernels: str, deterministic: bool, first: bool
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kernels: str, first: bool
 ) -> None:
     """Blocks of four tokens, so that drafts end within blocks and beyond them."""
     monkeypatch.setattr("engine.execution.placement.Lookup", lambda slots, vocab: Harmful(first))
@@ -74,7 +71,6 @@ def test_rejected_draft_tokens_harm_no_sequence(
         device="cpu",
         threads=1,
         kernels=kernels,  # type: ignore[arg-type]
-        deterministic=deterministic,
         max_num_seqs=6,
         kv_cache_bytes=1 << 20,
         block_size=4,

@@ -16,6 +16,7 @@ from engine.execution.runner import Runner
 from engine.kv import KvSpace
 from engine.models import load_model
 from engine.plan import StepPlan
+from tests.engine.deterministic.logits import NATIVE
 from tests.engine.execution.device.test_runner import BLOCK, PROMPT, SETTINGS, plan, scheduled, seq, told
 
 SPACES = [KvSpace(24)]
@@ -32,10 +33,11 @@ def history() -> list[StepPlan]:
     ]
 
 
+@NATIVE
 @pytest.mark.parametrize("kind", get_args(KvCacheDType))
 def test_the_device_says_what_the_plain_runner_says(model_folder: Path, device: torch.device, kind: str) -> None:
     """Over two heads of keys; in Triton's interpreter where there is no GPU."""
-    plain = load_model(model_folder, "float32", torch.device("cpu"), "cpu", kv_cache_dtype=kind)
+    plain = load_model(model_folder, "float32", torch.device("cpu"), "native", kv_cache_dtype=kind)
     model = load_model(model_folder, "float32", device, "triton", kv_cache_dtype=kind)
     expected = Runner(plain, spaces=SPACES, block_size=BLOCK, max_num_seqs=4)
     found = DeviceRunner(model, spaces=SPACES, **SETTINGS)

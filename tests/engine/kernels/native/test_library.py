@@ -36,8 +36,10 @@ def unbuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("unbuilt")
 def test_without_a_build_torchs_kernels_are_taken_and_a_line_says_why(caplog: pytest.LogCaptureFixture) -> None:
-    for deterministic, name in ((False, "cpu"), (True, "cpu-deterministic")):
-        assert select(CPU, torch.bfloat16, deterministic=deterministic).name == name
+    assert select(CPU, torch.bfloat16).name == "cpu"
+    for option in ({"deterministic": True}, {"kv_cache_dtype": "int8"}):
+        with pytest.raises(EngineError, match="install penstock where a C"):
+            select(CPU, torch.bfloat16, **option)
     assert [record.getMessage() for record in caplog.records if "torch's are taken" in record.getMessage()]
     assert len(caplog.records) == 1
 
