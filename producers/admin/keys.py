@@ -11,6 +11,7 @@ import unicodedata
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
+from decimal import Decimal, InvalidOperation
 from typing import Any, Final
 
 from redis.asyncio import Redis
@@ -21,13 +22,15 @@ from producers.errors import InvalidTask, PenstockError, shown
 from producers.store.access import api_keys
 from producers.store.access.api_keys import PREFIX, Key
 from producers.store.access.audit import Actor
-from producers.store.access.principal import SCOPES, Limits
+from producers.store.access.principal import BILLION, SCOPES, Limits
 
 #: Scopes of a key, unless it is given others.
 USUAL: Final = ("submit", "read", "cancel")
 MAX_NAME: Final = 200
 #: The largest limit.
 MOST: Final = 10**12
+#: The largest budget in money: with it, all sums are exact in scripts.
+MOST_MONEY: Final = 10**6
 #: Most models of a key.
 MAX_MODELS: Final = 100
 #: Longest life of a key that expires, and longest overlap of a rotation (s).
@@ -219,6 +222,20 @@ def _count(name: str, value: Any) -> int:
     return value
 
 
+def _money(name: str, value: Any) -> str:
+    """A decimal number, as it is kept: text without an exponent."""
+    try:
+        amount = Decimal("nan") if isinstance(value, bool) else Decimal(str(value))
+    except InvalidOperation:
+        amount = Decimal("nan")
+    if not isinstance(value, str | int | float) or not amount.is_finite():
+        raise InvalidTask(f"{name} is {shown(value)}; it must be a decimal number", param=name, code="invalid_type")
+    if not Decimal(1) / BILLION <= amount <= MOST_MONEY or amount * BILLION % 1:
+        said = f"{name} is {shown(value)}; it must be above 0 and at most {MOST_MONEY}, with at most 9 decimals"
+        raise InvalidTask(said, param=name)
+    return f"{amount.normalize():f}"
+
+
 def _check_together(given: Mapping[str, Any]) -> None:
     """Raises InvalidTask for fields of a key that contradict each other."""
     check_limits(given)
@@ -252,4 +269,5 @@ FIELDS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "tiers": _some(len(keys.TIERS), tuple(keys.TIERS)),
     "expires_at": _second,
     **dict.fromkeys(LIMITS, _count),
+    "budget_money": _money,
 }

@@ -93,7 +93,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
                 Reach(blobs),
                 readers,
                 callers,
-                Accounts(client),
+                Accounts(client, prices),
                 admission,
                 places,
                 figures,

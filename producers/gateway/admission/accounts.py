@@ -17,26 +17,29 @@ from producers.client.aio import AsyncClient
 from producers.client.steps import Read, persistently
 from producers.contract import keys
 from producers.contract.task import Task
+from producers.errors import shown
 from producers.gateway.admission.callers import FRESH_S, KEPT
 from producers.gateway.http.caller import charge_of, principal_of
 from producers.gateway.http.errors import Problem
 from producers.store.access import tenants
 from producers.store.access.principal import NO_LIMITS, Limits
 from producers.store.usage.limits import Account, Charge
+from producers.store.usage.prices import Prices
 
 
 class Accounts:
     """The accounts of one gateway's callers."""
 
-    def __init__(self, client: AsyncClient) -> None:
+    def __init__(self, client: AsyncClient, prices: Prices | None) -> None:
         self._client = client
+        self._prices = prices
         self._known: dict[str, tuple[Limits, float]] = {}
 
     async def sized(self, connection: HTTPConnection, tasks: Sequence[Task]) -> list[Task]:
         """The tasks within their key's and tenant's largest prompt and output, before their Idempotency-Key is taken.
         They are charged to the accounts of both. A task that names no largest output may be shortened by a budget.
 
-        Raises Problem (400), redis.exceptions.RedisError or OSError, and what `AsyncClient.known` does.
+        Raises Problem (400, 403), redis.exceptions.RedisError or OSError, and what `AsyncClient.known` does.
         """
         limits = await self.limits(connection, tasks[0].tenant)
         if not any(one != NO_LIMITS for _, one in limits):
@@ -45,6 +48,8 @@ class Accounts:
         charge = charge_of(connection)
         if charge is None and (accounts := tuple(_accounts(connection, limits, tasks[0].tenant))):
             charge = connection.state.charge = Charge(accounts)
+            if any(account.limits.budget_money is not None for account in accounts):
+                charge.rates, charge.currency = rates(self._prices, tasks[0].model, tasks[0].tier)
         if charge is not None and tasks[0].max_tokens is None:
             charge.shortens = True
         for whose, one in limits:
@@ -72,6 +77,15 @@ class Accounts:
         if len(self._known) > KEPT:
             del self._known[next(iter(self._known))]
         return found[0]
+
+
+def rates(prices: Prices | None, model: str, tier: str) -> tuple[tuple[int, ...], str]:
+    """What a token of a task costs that is charged to a budget in money, and in which currency. Raises Problem where
+    nobody has said it: nothing runs for free by mistake."""
+    if prices is not None and (found := prices.rates(model, tier)) is not None:
+        return found, prices.currency
+    said = f"The budget is in money, and this gateway has no price of {shown(model)} in the tier {tier}"
+    raise Problem(403, f"{said} (`penstock gateway --prices`).", code="model_not_priced", param="model")
 
 
 def _accounts(

@@ -7,7 +7,17 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field
 
-from producers.admin.keys import CHANGEABLE, LONGEST_S, MAX_MODELS, MAX_NAME, MAX_OVERLAP_S, MOST, USUAL, about
+from producers.admin.keys import (
+    CHANGEABLE,
+    LONGEST_S,
+    MAX_MODELS,
+    MAX_NAME,
+    MAX_OVERLAP_S,
+    MOST,
+    MOST_MONEY,
+    USUAL,
+    about,
+)
 from producers.contract import keys
 from producers.contract.task import MAX_TENANT
 from producers.store.access.api_keys import OVERLAP_S, Key
@@ -34,6 +44,11 @@ LIMITS: dict[str, str] = {
     "max_waiting": "most of its tasks that wait for a worker",
     "shorten_to": "most tokens of a choice's output under overload, of the default tier",
 }
+MONEY: dict[str, Any] = {
+    "type": ["string", "number"],
+    "description": f"most that a month's tasks (UTC) may cost, in the currency of the prices; up to {MOST_MONEY}",
+}
+LIMIT_SCHEMAS: dict[str, Any] = {**{name: count(said) for name, said in LIMITS.items()}, "budget_money": MONEY}
 CREATE: dict[str, Any] = {
     "type": "object",
     "additionalProperties": False,
@@ -48,14 +63,17 @@ CREATE: dict[str, Any] = {
             "type": "integer",
             "description": f"unix seconds, at most {LONGEST_S // (365 * 24 * 3600)} years ahead; unset: never",
         },
-        **{name: count(description) for name, description in LIMITS.items()},
+        **LIMIT_SCHEMAS,
     },
 }
 
 
 def changes(properties: dict[str, Any]) -> dict[str, Any]:
     """The schema of a body that changes some of these fields; null unsets one."""
-    nullable = {name: {**one, "type": [one["type"], "null"]} for name, one in properties.items()}
+    nullable = {
+        name: {**one, "type": [*([one["type"]] if isinstance(one["type"], str) else one["type"]), "null"]}
+        for name, one in properties.items()
+    }
     return {"type": "object", "additionalProperties": False, "properties": nullable}
 
 
@@ -82,6 +100,7 @@ class LimitsView(BaseModel):
     tpm: int | None
     max_in_flight: int | None
     budget_tokens: int | None
+    budget_money: str | None
     max_prompt: int | None
     max_output: int | None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import lru_cache
 from typing import Final, Self
 
@@ -22,7 +23,9 @@ SCOPES: Final[dict[str, str]] = {
 
 
 #: Limits by what a key has used before, which the store decides.
-COUNTED: Final = ("rpm", "tpm", "max_in_flight", "budget_tokens")
+COUNTED: Final = ("rpm", "tpm", "max_in_flight", "budget_tokens", "budget_money")
+#: What a budget in money is counted in: billionths of the currency. Sums below 2^53 of them are exact in scripts.
+BILLION: Final = 10**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,8 @@ class Limits:
     """Tasks that have not ended."""
     budget_tokens: int | None = None
     """Tokens of tasks that end in a month, and of those that have not ended."""
+    budget_money: str | None = None
+    """What these tasks may cost in a month: a decimal number, in the currency of the gateways' prices."""
     max_waiting: int | None = None
     """Tasks that wait for a worker."""
     max_prompt: int | None = None
@@ -47,13 +52,15 @@ class Limits:
 
     @property
     def counted(self) -> dict[str, int]:
-        """Those of COUNTED that there are."""
+        """Those of COUNTED that there are; the budget in money in billionths."""
         return _counted(self)
 
 
 @lru_cache(maxsize=1024)  # asked for by each request
 def _counted(limits: Limits) -> dict[str, int]:
     found = {name: getattr(limits, name) for name in COUNTED}
+    if limits.budget_money is not None:
+        found["budget_money"] = int(Decimal(limits.budget_money) * BILLION)
     return {name: most for name, most in found.items() if most is not None}
 
 

@@ -26,7 +26,8 @@ end
 -- The account as it counts now. A clock that is set back over the end of a month, or was ahead by less than one, begins
 -- no new budget.
 local function account_at(name, now)
-  local r = redis.call('HMGET', name, 'minute', 'requests', 'tokens', 'open', 'reserved', 'month', 'spent')
+  local r = redis.call('HMGET', name, 'minute', 'requests', 'tokens', 'open', 'reserved', 'month', 'spent',
+    'pledged', 'paid')
   local a = { name = name, minute = math.floor(now / 60000), month = month_of(now) }
   if tonumber(r[6]) == a.month + 1 then
     a.month = a.month + 1
@@ -35,13 +36,31 @@ local function account_at(name, now)
   a.requests, a.tokens = this_minute and tonumber(r[2]) or 0, this_minute and tonumber(r[3]) or 0
   a.open, a.reserved = tonumber(r[4]) or 0, tonumber(r[5]) or 0
   a.spent = this_month and tonumber(r[7]) or 0
+  a.pledged, a.paid = tonumber(r[8]) or 0, this_month and tonumber(r[9]) or 0
   return a
+end
+
+-- A number as a script's argument or JSON, whose own way loses digits of large ones.
+local function whole(number)
+  return string.format('%.0f', number)
+end
+
+-- What tokens cost, in billionths, rounded up. rates: 10^-12 a token of prompt, cached prompt and output; nil: nothing.
+local function cost(rates, fresh, cached, output)
+  return rates and math.ceil((fresh * rates[1] + cached * rates[2] + output * rates[3]) / 1000) or 0
+end
+
+-- The most that a task may cost whose choices make `output` tokens. No token of its prompt may be cached, or all.
+local function most_cost(asked, output)
+  local r = asked.rates
+  return r and cost({ math.max(r[1], r[2]), 0, r[3] }, asked.prompt, 0, asked.width * output) or 0
 end
 
 -- It has no TTL while tasks are open. Then it is kept for 62 days: longer than the month that it counts.
 local function keep(a, opened)
   redis.call('HSET', a.name, 'minute', a.minute, 'requests', a.requests, 'tokens', a.tokens, 'open', a.open,
-    'reserved', a.reserved, 'month', a.month, 'spent', a.spent)
+    'reserved', a.reserved, 'month', a.month, 'spent', a.spent,
+    'pledged', whole(a.pledged), 'paid', whole(a.paid))
   if a.open == 0 then
     redis.call('EXPIRE', a.name, 5356800)
   elseif opened and a.open == 1 then
@@ -49,21 +68,32 @@ local function keep(a, opened)
   end
 end
 
--- The most tokens that each choice may make by this budget, as far as `asked.output`.
+-- The most tokens that each choice may make by these budgets, as far as `asked.output`; below 0 for none.
 local function room(a, limits, asked)
-  if not limits.budget_tokens then
-    return asked.output
+  local output = asked.output
+  if limits.budget_tokens then
+    local left = limits.budget_tokens - a.spent - a.reserved - asked.prompt
+    output = math.min(output, math.floor(left / asked.width))
   end
-  local left = limits.budget_tokens - a.spent - a.reserved - asked.prompt
-  return math.min(asked.output, math.floor(left / asked.width))
+  if limits.budget_money and asked.rates[3] > 0 then
+    local left = limits.budget_money - a.paid - a.pledged
+    output = math.min(output, math.floor((left - most_cost(asked, 0)) * 1000 / (asked.width * asked.rates[3])))
+  end
+  return output
 end
 
 -- The limit that keeps an account from being charged for a task whose choices make `output` tokens; nil for none.
 -- `reserved`: a budget has enough left once tasks have ended that use less than was reserved for them.
 local function over(a, limits, asked, output)
-  local need = asked.prompt + asked.width * output
-  if limits.budget_tokens and a.spent + a.reserved + need > limits.budget_tokens then
-    return a.spent + need > limits.budget_tokens and 'budget_tokens' or 'reserved'
+  local need, money = asked.prompt + asked.width * output, most_cost(asked, output)
+  if limits.budget_tokens and a.spent + need > limits.budget_tokens then
+    return 'budget_tokens'
+  elseif limits.budget_money and a.paid + money > limits.budget_money then
+    return 'budget_money'
+  elseif limits.budget_tokens and a.spent + a.reserved + need > limits.budget_tokens then
+    return 'reserved'
+  elseif limits.budget_money and a.paid + a.pledged + money > limits.budget_money then
+    return 'reserved'
   elseif limits.max_in_flight and a.open >= limits.max_in_flight then
     return 'max_in_flight'
   elseif limits.rpm and a.requests >= limits.rpm then
@@ -75,7 +105,8 @@ end
 
 -- Charges all accounts for a task, if every limit of each allows it; else changes nothing. A task of `asked.least` below
 -- `asked.output` may be shortened to what is left of a budget.
--- asked: limits (of each account), tokens (estimated, for `tpm`), prompt, output, least (tokens of a choice), width
+-- asked: limits (of each account), tokens (estimated, for `tpm`), prompt, output, least (tokens of a choice), width,
+--        rates (of `cost`; there if a limit is `budget_money`)
 -- Answers: {new | the limit that is reached, which account's (from 0), ms until the next minute, for each account its
 --          requests and tokens left (-1: no such limit)}; the record's `reserved`; the task's output, if it is shortened
 local function charge(names, asked, now)
@@ -92,29 +123,32 @@ local function charge(names, asked, now)
       break
     end
   end
-  local reserved = asked.prompt + asked.width * output
+  local reserved, pledged = asked.prompt + asked.width * output, most_cost(asked, output)
   local answer = { said or 'new', whose, 60000 - now % 60000 }
   for i, a in ipairs(accounts) do
     if not said then
       a.requests, a.tokens = a.requests + 1, a.tokens + asked.tokens
-      a.open, a.reserved = a.open + 1, a.reserved + reserved
+      a.open, a.reserved, a.pledged = a.open + 1, a.reserved + reserved, a.pledged + pledged
       keep(a, true)
     end
     local limits = asked.limits[i]
     answer[#answer + 1] = limits.rpm and math.max(0, limits.rpm - a.requests) or -1
     answer[#answer + 1] = limits.tpm and math.max(0, limits.tpm - a.tokens) or -1
   end
-  local kept = cjson.encode({ accounts = names, estimate = asked.tokens, tokens = reserved })
+  local kept = cjson.encode({ accounts = names, estimate = asked.tokens, tokens = reserved,
+    money = asked.rates and whole(pledged), rates = asked.rates })
   return answer, kept, output < asked.output and output or nil
 end
 
 -- Puts what a task used in the place of what was reserved for it, once. created: when it was charged (ms).
-local function settle_charge(kept, used, created, now)
-  local charged = cjson.decode(kept)
+local function settle_charge(kept, prompt, cached, output, created, now)
+  local charged, used = cjson.decode(kept), prompt + output
+  local paid = cost(charged.rates, prompt - cached, cached, output)
   for _, name in ipairs(charged.accounts) do
     local a = account_at(name, now)
     a.open, a.reserved = math.max(0, a.open - 1), math.max(0, a.reserved - charged.tokens)
-    a.spent = a.spent + used
+    a.pledged = math.max(0, a.pledged - (tonumber(charged.money) or 0))
+    a.spent, a.paid = a.spent + used, a.paid + paid
     if math.floor(created / 60000) == a.minute then
       a.tokens = math.max(0, a.tokens + used - charged.estimate)
     end

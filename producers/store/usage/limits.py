@@ -13,13 +13,18 @@ whichever process dies.
 | `minute`, `requests`, `tokens` | of this minute: tasks, and the tokens that they are estimated to need, or have used |
 | `open`, `reserved` | tasks that have not ended, and the most tokens that they may use |
 | `month`, `spent` | prompt and output tokens of tasks that ended in this month (UTC) |
+| `pledged`, `paid` | the same as `reserved` and `spent` in money, in billionths of the currency |
 
 Budgets reserve the most that a task may use, so no budget is overrun: its prompt, and for each choice `max_tokens`, or
 what the context leaves. A task that names no `max_tokens` is shortened to what is left of a budget, which the record's
 `max_output` says. `tpm` takes an estimate (`Task.kv_tokens`): a rate that waited for whole contexts would let hardly
 anything through.
 
-A record's `reserved`: {accounts, estimate, tokens}: the names of its accounts, and what they were charged.
+Money is counted where an account has a budget in it, at the prices that were in force at ADMIT. Each task's cost is
+rounded up to a billionth.
+
+A record's `reserved` has the names of its accounts, and what they were charged: {accounts, estimate, tokens, money,
+rates}.
 """
 
 from __future__ import annotations
@@ -42,6 +47,7 @@ CODES: Final[dict[str, str]] = {
     "tpm": "token_limit_exceeded",
     "max_in_flight": "too_many_in_flight",
     "budget_tokens": "insufficient_quota",
+    "budget_money": "insufficient_quota",
     "reserved": "budget_reserved",
 }
 #: Limit -> what a caller is told that reached it.
@@ -50,6 +56,7 @@ SAID: Final = {
     "tpm": "{tpm} tokens a minute, and the task may need {tokens}",
     "max_in_flight": "{max_in_flight} tasks that have not ended",
     "budget_tokens": "{budget_tokens} tokens in this month, of which too few are left for this task",
+    "budget_money": "tasks for {money} {currency} in this month, of which too little is left for this one",
     "reserved": "so much in this month that this task may fit once others have ended, which use less than they reserve",
 }
 
@@ -77,6 +84,9 @@ class Charge:
     accounts: tuple[Account, ...]
     shortens: bool = False
     """Whether tasks may be shortened: the request names no largest output."""
+    rates: tuple[int, ...] | None = None
+    """What a token costs (`Prices.rates`); there if an account has a budget in money."""
+    currency: str = ""
     reset_ms: int = 60_000
     """Time until the next minute."""
 
@@ -87,7 +97,8 @@ class Charge:
     def asked(self, task: Task, card: Mapping[str, Any], estimate: int) -> str:
         """What a task may need, and the limits, as ADMIT takes them. `estimate`: tokens for `tpm`."""
         limits = [account.limits.counted for account in self.accounts]
-        return json.dumps({"limits": limits, "tokens": estimate, **needed(task, card, self.shortens)})
+        rates = {} if self.rates is None else {"rates": self.rates}
+        return json.dumps({"limits": limits, "tokens": estimate, **needed(task, card, self.shortens), **rates})
 
     def hear(self, answer: Sequence[Any], asked: str) -> None:
         """Take what ADMIT answered. Raises LimitReached."""
@@ -96,11 +107,13 @@ class Charge:
             account.hear(int(requests), int(tokens))
         if said == "new":
             return
-        most, tokens = self.accounts[int(answer[1])].limits.counted, json.loads(asked)["tokens"]
-        never = said == "budget_tokens" or (said == "tpm" and tokens > most["tpm"])
+        account, tokens = self.accounts[int(answer[1])], json.loads(asked)["tokens"]
+        most = account.limits.counted
+        never = said in ("budget_tokens", "budget_money") or (said == "tpm" and tokens > most["tpm"])
         wait_s = self.reset_ms / 1000 if said in ("rpm", "tpm") else 1.0
-        whose = "tenant" if self.names[int(answer[1])].startswith("tenant:") else "key"
-        message = f"This {whose} may have {SAID[said].format(**most, tokens=tokens)}."
+        whose = "tenant" if account.name.startswith("tenant:") else "key"
+        more = {"tokens": tokens, "money": account.limits.budget_money, "currency": self.currency}
+        message = f"This {whose} may have {SAID[said].format(**most, **more)}."
         raise LimitReached(message, CODES[said], None if never else wait_s)
 
 

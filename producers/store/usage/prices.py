@@ -13,6 +13,7 @@ What has no price costs nothing, and is counted as `unpriced`. Prices are decima
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -59,12 +60,21 @@ class Prices:
 
     def of(self, group: Group, counts: tuple[int, ...]) -> Decimal | None:
         """What a group's tokens cost; None where the table has no price for them."""
-        for where in ((group.model, group.tier), (group.model, ANY), (ANY, group.tier), (ANY, ANY)):
-            if (price := self.table.get(where)) is not None:
-                prompt, cached, output = price
-                fresh = counts[_PROMPT] - counts[_CACHED]
-                return (fresh * prompt + counts[_CACHED] * cached + counts[_OUTPUT] * output) / _MILLION
-        return None
+        if (price := self._price(group.model, group.tier)) is None:
+            return None
+        prompt, cached, output = price
+        fresh = counts[_PROMPT] - counts[_CACHED]
+        return (fresh * prompt + counts[_CACHED] * cached + counts[_OUTPUT] * output) / _MILLION
+
+    def rates(self, model: str, tier: str) -> tuple[int, ...] | None:
+        """The price of one token of prompt, cached prompt and output, in 10^-12 of the currency, rounded up; None where
+        the table has no price for them."""
+        price = self._price(model, tier)
+        return None if price is None else tuple(math.ceil(part * _MILLION) for part in price)
+
+    def _price(self, model: str, tier: str) -> tuple[Decimal, Decimal, Decimal] | None:
+        places = ((model, tier), (model, ANY), (ANY, tier), (ANY, ANY))
+        return next((self.table[where] for where in places if where in self.table), None)
 
 
 def _tiers(model: str, tiers: Any) -> list[tuple[str, Any]]:

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -175,6 +176,47 @@ def test_what_names_no_output_is_shortened_so_that_no_budget_is_overrun(
     assert int(valkey.hget(account, "reserved") or 0) == 0
     assert hammer(0) or budget - int(valkey.hget(account, "spent") or 0) < 19, "what is left is of use"
     assert int(valkey.hget(account, "spent") or 0) <= budget
+
+
+PRICES = """currency = "EUR"
+["tiny"."default"]
+prompt = 1000
+cached = 100
+output = 2000
+"""
+
+
+@pytest.mark.parametrize("whose", ["key", "tenant"])
+def test_a_budget_in_money_counts_what_tasks_cost(
+    open_door: Callable[..., Door],
+    make: Make,
+    model: str,
+    valkey: Redis,
+    worker: FakeWorker,
+    tmp_path: Path,
+    whose: str,
+) -> None:
+    (tmp_path / "prices.toml").write_text(PRICES)
+    door = open_door(auth="keys", prices=str(tmp_path / "prices.toml"))
+    of_key = {"budget_money": "0.05"} if whose == "key" else {}
+    if not of_key:
+        valkey.hset(keys.TENANT_LIMITS, "acme", json.dumps({"budget_money": "0.05"}))
+    headers = as_caller(make(**of_key))
+
+    def submit(url: str = door.url, **fields: Any) -> httpx.Response:
+        return httpx.post(f"{url}/v1/tasks", json={"model": model, "prompt": [1, 2, 3], **fields}, headers=headers)
+
+    first = submit(max_tokens=20)  # 0.003 for the prompt, 0.04 for the output
+    assert submit(max_tokens=4).json()["error"]["code"] == "budget_reserved"
+    worker.serve(first.json()["id"], ["a"])  # 0.005: 0.045 is left
+    refused = submit(max_tokens=22)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "insufficient_quota")
+    assert f"This {whose} may have tasks for 0.05 EUR in this month" in refused.json()["error"]["message"]
+    assert valkey.hget(keys.task(submit().json()["id"]), "max_output") == b"21"
+    account = valkey.hgetall(*valkey.keys(keys.account("*")))
+    assert (account[b"paid"], account[b"pledged"]) == (b"5000000", b"45000000")
+    for refused in (submit(tier="flex"), submit(open_door(auth="keys").url)):
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "model_not_priced")
 
 
 def test_several_prompts_of_a_request_are_tasks_each_or_none_stays(

@@ -37,6 +37,8 @@ MaxPrompt = Annotated[str | None, typer.Option(help="Most tokens of a prompt.")]
 MaxOutput = Annotated[str | None, typer.Option(help="Most tokens of a choice's output.")]
 MaxWaiting = Annotated[str | None, typer.Option(help="Most tasks that wait for a worker.")]
 ShortenTo = Annotated[str | None, typer.Option(help="Most tokens of a choice's output under overload, default tier.")]
+BudgetMoney = Annotated[str | None, typer.Option(help="Most that tasks may cost in a month, in the prices' currency.")]
+MONEY: Final = "budget_money"
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}
 
 
@@ -64,13 +66,13 @@ def with_store(store: str | None, data_dir: Path | None, work: Callable[[Redis],
         raise Failure(str(error)) from error
 
 
-def limits(asked: Mapping[str, str | None]) -> dict[str, int | None]:
+def limits(asked: Mapping[str, str | None]) -> dict[str, int | str | None]:
     """The limits among options that were given; `none` unsets one. Raises Failure for what is no number."""
     given = {name: value for name, value in asked.items() if value is not None}
     for name, value in given.items():
-        if value != "none" and re.fullmatch(r"[0-9]{1,13}", value) is None:
+        if value != "none" and name != MONEY and re.fullmatch(r"[0-9]{1,13}", value) is None:
             raise Failure(f"--{name.replace('_', '-')} is {value!r}; it must be a whole number, or none")
-    return {name: None if value == "none" else int(value) for name, value in given.items()}
+    return {n: None if value == "none" else value if n == MONEY else int(value) for n, value in given.items()}
 
 
 def names(text: str | None) -> list[str] | None:

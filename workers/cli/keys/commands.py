@@ -12,6 +12,7 @@ import typer
 
 from workers.cli.exits import OPERATOR_STATUS, Failure
 from workers.cli.keys.asked import (
+    BudgetMoney,
     BudgetTokens,
     DataDir,
     Json,
@@ -73,6 +74,7 @@ def create(
     tpm: Annotated[int | None, typer.Option(help="Most tokens that the tasks of a minute may need.")] = None,
     max_in_flight: Annotated[int | None, typer.Option(help="Most of its tasks that have not ended.")] = None,
     budget_tokens: Annotated[int | None, typer.Option(help="Most tokens in a month (UTC).")] = None,
+    budget_money: BudgetMoney = None,
     max_prompt: Annotated[int | None, typer.Option(help="Most tokens of a prompt.")] = None,
     max_output: Annotated[int | None, typer.Option(help="Most tokens of a choice's output.")] = None,
     max_waiting: Annotated[int | None, typer.Option(help="Most of its tasks that wait for a worker.")] = None,
@@ -95,6 +97,7 @@ def create(
         "tpm": tpm,
         "max_in_flight": max_in_flight,
         "budget_tokens": budget_tokens,
+        "budget_money": budget_money,
         "max_prompt": max_prompt,
         "max_output": max_output,
         "max_waiting": max_waiting,
@@ -154,6 +157,7 @@ def limit(
     tpm: Tpm = None,
     max_in_flight: MaxInFlight = None,
     budget_tokens: BudgetTokens = None,
+    budget_money: BudgetMoney = None,
     max_prompt: MaxPrompt = None,
     max_output: MaxOutput = None,
     max_waiting: MaxWaiting = None,
@@ -167,6 +171,7 @@ def limit(
 ) -> None:
     """Change what a key may use; `none` unsets a limit. Gateways know it within a second, and what was used counts."""
     numbers = {"rpm": rpm, "tpm": tpm, "max_in_flight": max_in_flight, "budget_tokens": budget_tokens}
+    numbers["budget_money"] = budget_money
     sizes = {"max_prompt": max_prompt, "max_output": max_output, "max_waiting": max_waiting, "shorten_to": shorten_to}
     asked: dict[str, Any] = {**limits({**numbers, **sizes})}
     for name, text in (("models", models), ("tiers", tiers)):

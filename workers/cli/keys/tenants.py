@@ -12,6 +12,7 @@ import typer
 from workers.cli.admin.dlq import with_client
 from workers.cli.exits import OPERATOR_STATUS, Failure
 from workers.cli.keys.asked import (
+    BudgetMoney,
     BudgetTokens,
     DataDir,
     KeyStore,
@@ -95,6 +96,7 @@ def limit(
     tpm: Tpm = None,
     max_in_flight: MaxInFlight = None,
     budget_tokens: BudgetTokens = None,
+    budget_money: BudgetMoney = None,
     max_prompt: MaxPrompt = None,
     max_output: MaxOutput = None,
     data_dir: DataDir = None,
@@ -103,6 +105,7 @@ def limit(
 ) -> None:
     """Change what all of a tenant's keys may use together; `none` unsets a limit. Without options, show its limits."""
     numbers = {"rpm": rpm, "tpm": tpm, "max_in_flight": max_in_flight, "budget_tokens": budget_tokens}
+    numbers["budget_money"] = budget_money
     asked = limits({**numbers, "max_prompt": max_prompt, "max_output": max_output})
 
     async def work(client: Redis) -> None:

@@ -68,6 +68,10 @@ def test_a_key_is_shown_once_and_kept_hashed(admin: httpx.Client, door: Door, va
         ({"tenant": "a", "max_output": 1.5}, "max_output"),
         ({"tenant": "a", "max_prompt": 11, "tpm": 10}, "max_prompt"),
         ({"tenant": "a", "max_output": 11, "budget_tokens": 10}, "max_output"),
+        *(
+            ({"tenant": "a", "budget_money": wrong}, "budget_money")
+            for wrong in (0, -1, "x", "nan", 1e-10, "1000001", [])
+        ),
         ({"tenant": "a", "rpm": 5, "scopes": ["read"]}, "rpm"),
         ({"tenant": "a", "models": [""]}, "models"),
         ({"tenant": "a", "models": ["m"] * 101}, "models"),
@@ -110,10 +114,11 @@ def test_a_keys_limits_are_changed_on_every_gateway_and_what_it_used_counts(
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
     assert change(max_prompt=50).status_code == 200
     assert change(tpm=49).json()["error"]["param"] == "max_prompt"
+    assert [change(budget_money=one).json()["budget_money"] for one in (12.5, "0.10", None)] == ["12.5", "0.1", None]
     assert change(models=None).json()["models"] == []
     until(lambda: change(max_in_flight=None) and submit() == 202)
     did = [one["did"] for one in admin.get("/v1/audit").json()["data"]]
-    assert did.count("key.change") == 4
+    assert did.count("key.change") == 7
     admin.post(f"/v1/keys/{key['id']}/revoke")
     assert change(rpm=5).status_code == 409
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from redis import Redis
 
-from producers.connection.script import text
+from producers.connection.script import run, text
 from producers.contract import keys
 from producers.store import protocol
 from producers.store.access.principal import Limits
@@ -22,11 +22,13 @@ from tests.producers.fake_worker import FakeWorker
 
 #: Account -> its limits, small enough that each is met. A task is charged to one of them, or to both.
 LIMITS = {
-    "k" * 16: Limits(rpm=4, tpm=100, max_in_flight=3, budget_tokens=200),
-    "tenant:acme": Limits(rpm=5, tpm=120, max_in_flight=4, budget_tokens=300),
+    "k" * 16: Limits(rpm=4, tpm=100, max_in_flight=3, budget_tokens=200, budget_money="0.000075"),
+    "tenant:acme": Limits(rpm=5, tpm=120, max_in_flight=4, budget_tokens=300, budget_money="0.0001"),
 }
 EACH = [*([name] for name in LIMITS), [*LIMITS]]
 PROMPT = 3
+#: 10^-12 of the currency for a token of prompt, cached prompt and output.
+RATES = [(200_001, 20_003, 600_007), (100, 900_000, 0)]
 
 
 @dataclass(frozen=True)
@@ -37,23 +39,32 @@ class Asked:
     output: int
     least: int
     width: int
+    rates: tuple[int, int, int]
     prompt: int = PROMPT
 
     def most(self, output: int) -> int:
         return self.prompt + self.width * output
 
+    def cost(self, output: int, cached: int | None = None) -> int:
+        """In billionths; of a prompt that is at its dearest where it is not said how much of it is cached."""
+        prompt, kept, made = self.rates
+        dear = self.prompt * max(prompt, kept)
+        read = dear if cached is None else (self.prompt - cached) * prompt + cached * kept
+        return -(-(read + self.width * output * made) // 1000)
+
 
 @dataclass
 class Account:
-    """What the scripts should have counted. `open`: task -> (reserved, estimate, minute of its charge)."""
+    """What the scripts should have counted. `open`: task -> (reserved, its most cost, estimate, minute of charge)."""
 
     limits: Limits
-    open: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    open: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)
     minute: int = 0
     requests: int = 0
     tokens: int = 0
     month: int = 0
     spent: int = 0
+    paid: int = 0
 
     def at(self, now_ms: int) -> None:
         when = datetime.fromtimestamp(now_ms / 1000, UTC)
@@ -61,32 +72,41 @@ class Account:
             self.minute, self.requests, self.tokens = now_ms // 60_000, 0, 0
         month = (when.year - 1970) * 12 + when.month - 1
         if self.month not in (month, month + 1):  # a clock that is set back begins no new budget
-            self.month, self.spent = month, 0
+            self.month, self.spent, self.paid = month, 0, 0
 
     @property
     def reserved(self) -> int:
-        return sum(reserved for reserved, _, _ in self.open.values())
+        return sum(reserved for reserved, *_ in self.open.values())
 
     @property
-    def left(self) -> int:
-        return (self.limits.budget_tokens or 0) - self.spent - self.reserved
+    def pledged(self) -> int:
+        return sum(money for _, money, *_ in self.open.values())
+
+    def fits(self, asked: Asked, output: int) -> bool:
+        return self.over(asked, output) not in ("budget_tokens", "budget_money", "reserved")
 
     def over(self, asked: Asked, output: int) -> str | None:
-        if self.left < asked.most(output):
-            return "reserved" if self.left + self.reserved >= asked.most(output) else "budget_tokens"
-        if len(self.open) >= (self.limits.max_in_flight or 0):
+        most = self.limits.counted
+        tokens, money = most["budget_tokens"] - self.spent, most["budget_money"] - self.paid
+        if tokens < asked.most(output):
+            return "budget_tokens"
+        if money < asked.cost(output):
+            return "budget_money"
+        if tokens - self.reserved < asked.most(output) or money - self.pledged < asked.cost(output):
+            return "reserved"
+        if len(self.open) >= most["max_in_flight"]:
             return "max_in_flight"
-        if self.requests >= (self.limits.rpm or 0):
+        if self.requests >= most["rpm"]:
             return "rpm"
-        return "tpm" if self.tokens + asked.tokens > (self.limits.tpm or 0) else None
+        return "tpm" if self.tokens + asked.tokens > most["tpm"] else None
 
     def charge(self, task: str, asked: Asked, output: int) -> None:
         self.requests, self.tokens = self.requests + 1, self.tokens + asked.tokens
-        self.open[task] = asked.most(output), asked.tokens, self.minute
+        self.open[task] = asked.most(output), asked.cost(output), asked.tokens, self.minute
 
-    def settle(self, task: str, used: int) -> None:
-        _, estimate, minute = self.open.pop(task)
-        self.spent += used
+    def settle(self, task: str, used: int, cost: int) -> None:
+        *_, estimate, minute = self.open.pop(task)
+        self.spent, self.paid = self.spent + used, self.paid + cost
         if minute == self.minute:
             self.tokens = max(0, self.tokens + used - estimate)
 
@@ -106,8 +126,8 @@ class Machine(RuleBasedStateMachine):
         self.valkey.flushall()
         self.worker = FakeWorker(self.valkey)
         self.accounts = {name: Account(limits) for name, limits in LIMITS.items()}
-        #: Open task -> its accounts, and the most tokens of a choice, with their number.
-        self.open: dict[str, tuple[list[str], int, int]] = {}
+        #: Open task -> its accounts, what was asked, the most tokens of a choice.
+        self.open: dict[str, tuple[list[str], Asked, int]] = {}
         self.used = 0
         self.number = 0
         self.now = 1_772_323_190_000  # 2026-02-28, 23:59:50: the month ends
@@ -132,15 +152,18 @@ class Machine(RuleBasedStateMachine):
         output=st.sampled_from([0, 17, 57, 150, 400]),
         shorten=st.booleans(),
         width=st.sampled_from([1, 1, 2]),
+        rates=st.sampled_from(RATES),
     )
-    def admit(self, names: list[str], tokens: int, output: int, shorten: bool, width: int) -> None:
+    def admit(
+        self, names: list[str], tokens: int, output: int, shorten: bool, width: int, rates: tuple[int, int, int]
+    ) -> None:
         self.number += 1
         name = f"t{self.number}"
-        asked = Asked(tokens, output, min(output, 16) if shorten else output, width)
+        asked = Asked(tokens, output, min(output, 16) if shorten else output, width, rates)
         accounts = [replace(self.accounts[one]) for one in names]  # a refusal changes nothing
         self.turn(accounts)
-        rooms = [(account.left - asked.prompt) // width for account in accounts]
-        most = max(asked.least, min(output, *rooms))
+        choices = (made for made in range(output, asked.least, -1) if all(one.fits(asked, made) for one in accounts))
+        most = next(choices, asked.least)
         refusals = [(said, place) for place, one in enumerate(accounts) if (said := one.over(asked, most))]
         fields = {"task": "{}", "model": "tiny", "n": width, "tokens": tokens, "key": "k", "prompt_tokens": PROMPT}
         charge = json.dumps({**vars(asked), "limits": [account.limits.counted for account in accounts]})
@@ -153,7 +176,7 @@ class Machine(RuleBasedStateMachine):
             for one, account in zip(names, accounts, strict=True):
                 account.charge(name, asked, most)
                 self.accounts[one] = account
-            self.open[name] = names, most, width
+            self.open[name] = names, asked, most
             assert self.run(call) == b"mine", "a reply was lost: it is charged once"
             self.run(protocol.queued(name))
             shortened = self.valkey.hget(keys.task(name), "max_output")
@@ -165,11 +188,13 @@ class Machine(RuleBasedStateMachine):
         which=st.integers(0, 9),
         how=st.sampled_from(["finish", "cancel", "delete", "expire", "give up"]),
         made=st.integers(0, 400),
+        cached=st.integers(0, PROMPT),
         repeat=st.booleans(),
     )
-    def end(self, which: int, how: str, made: int, repeat: bool) -> None:
+    def end(self, which: int, how: str, made: int, cached: int, repeat: bool) -> None:
         name = sorted(self.open)[which % len(self.open)]
-        names, most, width = self.open.pop(name)
+        names, asked, most = self.open.pop(name)
+        width = asked.width
         accounts = [self.accounts[one] for one in names]
         made = min(made, most)
         pool = keys.Pool("tiny", "v", "f")
@@ -179,7 +204,9 @@ class Machine(RuleBasedStateMachine):
             self.valkey.hset(keys.task(name), mapping={f"next:{choice}": made for choice in range(width)})
         nexts = [made] * width
         calls = {
-            "finish": protocol.finish(name, "c", "completed", reasons="[]", nexts=nexts, prompt_tokens=PROMPT),
+            "finish": protocol.finish(
+                name, "c", "completed", reasons="[]", nexts=nexts, prompt_tokens=PROMPT, cached_tokens=cached
+            ),
             "cancel": protocol.cancel(name),
             "delete": protocol.delete(name),
             "expire": protocol.expire(name),
@@ -194,7 +221,7 @@ class Machine(RuleBasedStateMachine):
         self.used += used
         self.turn(accounts)
         for account in accounts:
-            account.settle(name, used)
+            account.settle(name, used, asked.cost(made, cached if how == "finish" else 0) if begun else 0)
         for _ in range(1 + repeat):
             self.run(calls[how])
 
@@ -204,18 +231,21 @@ class Machine(RuleBasedStateMachine):
             said = self.valkey.hgetall(keys.account(name))
             stored = {field.decode(): int(value) for field, value in said.items()}
             assert stored.get("open", 0) == len(account.open)
-            assert stored.get("reserved", 0) == account.reserved
+            assert (stored.get("reserved", 0), stored.get("pledged", 0)) == (account.reserved, account.pledged)
             if stored and account.month and stored["minute"] == account.minute:
                 assert (stored["requests"], stored["tokens"]) == (account.requests, account.tokens)
-                assert (stored["month"], stored["spent"]) == (account.month, account.spent)
+                counted = (account.month, account.spent, account.paid)
+                assert (stored["month"], stored["spent"], stored["paid"]) == counted
             if stored:
                 assert (self.valkey.ttl(keys.account(name)) == -1) == bool(account.open)
 
     @invariant()
     def no_budget_is_overrun(self) -> None:
-        for name in LIMITS:
-            spent, reserved = self.valkey.hmget(keys.account(name), "spent", "reserved")
-            assert int(spent or 0) + int(reserved or 0) <= (LIMITS[name].budget_tokens or 0)
+        for name, limits in LIMITS.items():
+            counts = self.valkey.hmget(keys.account(name), "spent", "reserved", "paid", "pledged")
+            spent, reserved, paid, pledged = (int(count or 0) for count in counts)
+            assert spent + reserved <= limits.counted["budget_tokens"]
+            assert paid + pledged <= limits.counted["budget_money"]
 
     @invariant()
     def the_ledger_has_what_was_settled(self) -> None:
@@ -244,6 +274,10 @@ def test_scripts_and_model_agree(valkey: Redis) -> None:
         ("keep(a, true)", "keep(accounts[1], true)"),
         ("output = math.max(output, asked.least)", ""),
         ("a.tokens + used - charged.estimate", "a.tokens + used - charged.tokens"),
+        ("math.max(r[1], r[2])", "r[1]"),
+        ("math.ceil((fresh", "math.floor((fresh"),
+        ("cost(charged.rates, prompt - cached,", "cost(charged.rates, prompt,"),
+        ("a.paid + a.pledged + money >", "a.paid + money >"),
     ],
 )
 def test_the_model_tells_a_wrong_script(valkey: Redis, right: str, wrong: str) -> None:
@@ -257,9 +291,24 @@ def test_the_model_tells_a_wrong_script(valkey: Redis, right: str, wrong: str) -
 def test_a_clock_that_is_set_back_over_a_months_end_begins_no_new_budget(valkey: Redis) -> None:
     machine = type("OnThisServer", (Machine,), {"valkey": valkey})()
     machine.time_passes(30)
-    machine.admit([*LIMITS], 1, 57, False, 1)
-    machine.end(0, "finish", 57, False)
+    machine.admit([*LIMITS], 1, 57, False, 1, RATES[0])
+    machine.end(0, "finish", 57, 0, False)
     machine.time_passes(-60)
-    machine.admit([*LIMITS], 1, 17, False, 1)
+    machine.admit([*LIMITS], 1, 17, False, 1, RATES[0])
     machine.the_accounts_are_the_models()
     assert valkey.hget(keys.account("k" * 16), "spent") == b"60"
+
+
+def test_the_largest_budget_in_money_is_counted_to_the_billionth(valkey: Redis) -> None:
+    limits, dear = Limits(budget_money="1000000"), (10**12, 10**12, 10**12)  # a token costs 1
+    for number, tokens in enumerate((900_000, 99_998, 1)):
+        charge = {"limits": [limits.counted], "tokens": 1, "prompt": tokens, "output": 0, "least": 0, "width": 1}
+        fields = {"task": "{}", "model": "tiny", "n": 1, "tokens": 1, "prompt_tokens": tokens}
+        asked = json.dumps({**charge, "rates": dear if number else (10**12 - 1, 0, 0)})
+        now = int(valkey.time()[0]) * 1000
+        assert run(valkey, protocol.admit(f"t{number}", "n", now, fields, accounts=["a"], charge=asked))[0] == b"new"
+    assert valkey.hget(keys.account("a"), "pledged") == b"999998999999100"
+    for number in range(3):
+        run(valkey, protocol.queued(f"t{number}"))
+        run(valkey, protocol.cancel(f"t{number}"))
+    assert valkey.hmget(keys.account("a"), "pledged", "paid", "open") == [b"0", b"0", b"0"]

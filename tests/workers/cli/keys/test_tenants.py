@@ -83,4 +83,4 @@ def test_a_tenants_limits_are_shown_and_changed(tenants: Run) -> None:
     assert json.loads(tenants("limit", "acme", "--rpm", "none", "--json").out)["max_output"] == 100
     for wrong in (("--tpm", "50"), ("--rpm", "0"), ("--rpm", "x")):
         assert tenants("limit", "acme", *wrong).status == 2
-    assert tenants("limit", "acme").out == "acme: max_output 100\n"
+    assert tenants("limit", "acme", "--budget-money", "2.50").out == "acme: budget_money 2.5, max_output 100\n"
