@@ -71,6 +71,14 @@ class TaskNotFound(PenstockError, KeyError):
         return str(self.args[0])
 
 
+class BrokenRecord(PenstockError, ValueError):
+    """The task's record cannot be read; `field` is the part at fault. Something else than Penstock wrote it."""
+
+    def __init__(self, task_id: str, field: str) -> None:
+        super().__init__(f"The record of task {task_id} cannot be read: its field {field} is broken")
+        self.field = field
+
+
 class ResultUnavailable(PenstockError):
     """The task is there, and its result is in a file that cannot be read from here; the message says where it is."""
 

@@ -46,8 +46,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from contextlib import suppress
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -55,8 +56,14 @@ from engine.params import MAX_CHOICES
 from producers.connection.script import text
 from producers.contract import keys
 from producers.contract.run import PREFIX, Run
+from producers.errors import BrokenRecord
 
 FINAL: Final = frozenset({"completed", "failed", "cancelled", "incomplete"})
+STATUSES: Final = FINAL | {"submitting", "queued", "in_progress"}
+#: Larger numbers are no times, nor counts: views could not hold them.
+MOST: Final = 2**53
+#: Exceptions by which a field shows that it is none: no number, no JSON, of another shape, too deep.
+BROKEN: Final = (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +75,13 @@ class Record:
 
     @classmethod
     def parse(cls, task_id: str, raw: Mapping[Any, Any]) -> Record:
-        return cls(task_id, {text(k): text(v) for k, v in raw.items()})
+        """Raises BrokenRecord for what is no text."""
+        fields = {}
+        for name, value in raw.items():
+            said = name.decode(errors="backslashreplace") if isinstance(name, bytes) else name
+            with _named(task_id, said):
+                fields[said] = text(value)
+        return cls(task_id, fields)
 
     @property
     def key(self) -> str:
@@ -76,17 +89,22 @@ class Record:
 
     @property
     def status(self) -> str:
-        """The status that callers see: a `submitting` task counts as queued."""
-        status = self.fields["status"]
+        """The status that callers see: a `submitting` task counts as queued. Raises BrokenRecord for none."""
+        status = self.fields.get("status", "")
+        if status not in STATUSES:
+            raise BrokenRecord(self.id, "status")
         return "queued" if status == "submitting" else status
 
     @property
     def final(self) -> bool:
-        return self.fields["status"] in FINAL
+        return self.status in FINAL
 
     @property
     def task(self) -> dict[str, Any]:
-        task: dict[str, Any] = json.loads(self.fields["task"])
+        """Raises BrokenRecord for none; it may be any JSON."""
+        task: dict[str, Any] = self.json("task")
+        if "task" not in self.fields:
+            raise BrokenRecord(self.id, "task")
         return task
 
     @property
@@ -99,32 +117,31 @@ class Record:
 
     @property
     def n(self) -> int:
-        """Number of choices. Raises ValueError for more than a task may have, of which lists would fill the memory."""
-        n = int(self.fields.get("n", 1))
+        """Number of choices. Raises BrokenRecord for more than a task may have: such lists would fill the memory."""
+        n = self.count("n", 1)
         if n > MAX_CHOICES:
-            raise ValueError(f"the record says n = {n}; at most {MAX_CHOICES} are possible")
+            raise BrokenRecord(self.id, "n")
         return n
 
     @property
     def width(self) -> int:
-        """Number of choices that are generated, of which `n` are returned. Raises ValueError for a broken record."""
+        """Number of choices that are generated, of which `n` are returned. Raises BrokenRecord."""
         task: Any = self.task
-        if not isinstance(task, dict):
-            raise ValueError("the record's task is not a JSON object")
-        return int(task.get("best_of") or self.n)
+        with _named(self.id, "task"):
+            return int(task.get("best_of") or self.n)
 
     @property
     def deaths(self) -> int:
-        return int(self.fields.get("deaths", 0))
+        return self.count("deaths")
 
     @property
     def stuck(self) -> int:
-        return int(self.fields.get("stuck", 0))
+        return self.count("stuck")
 
     @property
     def nexts(self) -> list[int]:
         """The next token index of each choice."""
-        return [int(self.fields.get(f"next:{c}", 0)) for c in range(self.n)]
+        return [self.count(f"next:{c}") for c in range(self.n)]
 
     @property
     def scored(self) -> bool:
@@ -144,7 +161,7 @@ class Record:
         """Its starts by number, in order, as far as their workers told of them. A field that is none is left out."""
         found: dict[int, Run] = {}
         for name, value in self.fields.items():
-            with suppress(ValueError, TypeError, OverflowError):
+            with suppress(*BROKEN):
                 if name.startswith(PREFIX):
                     found[int(name.removeprefix(PREFIX))] = Run.parse(value)
         return dict(sorted(found.items()))
@@ -172,13 +189,40 @@ class Record:
 
     def time(self, name: str) -> int | None:
         """`created`, `queued`, `started`, `first`, `finished`, `settled` or `deadline`, in ms."""
-        value = self.fields.get(name)
-        return int(value) if value else None
+        return self.count(name) if self.fields.get(name) else None
+
+    def count(self, name: str, default: int | None = 0) -> int:
+        """A number; the default where it is absent. Raises BrokenRecord for what is none, or too large for a time."""
+        with _named(self.id, name):
+            number = int(self.fields.get(name, default))  # type: ignore[arg-type]
+            if abs(number) > MOST:
+                raise ValueError
+            return number
 
     def json(self, name: str) -> Any:
-        """`reasons`, `usage`, `error`, `lost`, `metadata`, `shortened` or `webhook`; None where absent."""
+        """`reasons`, `usage`, `error`, `lost`, `metadata`, `shortened` or `webhook`; None where absent. Raises
+        BrokenRecord for what is no JSON, or could not be written as JSON again."""
         value = self.fields.get(name)
-        return json.loads(value) if value else None
+        with _named(self.id, name):
+            found = json.loads(value, parse_constant=_finite, parse_float=_finite) if value else None
+            if value and "\\ud" in value.lower():
+                json.dumps(found, ensure_ascii=False).encode()  # half of a character is nothing that could be sent
+            return found
+
+
+@contextmanager
+def _named(task_id: str, name: str) -> Iterator[None]:
+    """Tell which field was being read. Raises BrokenRecord."""
+    try:
+        yield
+    except BROKEN as error:
+        raise error if isinstance(error, BrokenRecord) else BrokenRecord(task_id, name) from error
+
+
+def _finite(said: str) -> float:
+    if not math.isfinite(number := float(said)):
+        raise ValueError(said)
+    return number
 
 
 def error_json(code: str, message: str, param: str | None = None) -> str:

@@ -45,4 +45,7 @@ class Run:
         owner, began, step, last, cached, preemptions, preempted = json.loads(raw)
         step, last = (None if at is None else int(at) for at in (step, last))
         found = [(int(at), str(why)) for at, why in preempted]
+        numbers = (began, step or 0, last or 0, cached, preemptions, *(at for at, _ in found))
+        if any(abs(int(number)) > 2**53 for number in numbers):
+            raise ValueError("a number is too large")
         return cls(str(owner), int(began), step, last, int(cached), int(preemptions), found)

@@ -49,6 +49,7 @@ FIELDS = (
     *("v", "status", "task", "model", "queue", "tier", "n", "prompt_tokens", "tokens", "created", "queued", "started"),
     *("deadline", "ttl", "nonce", "plain", "cancel", "claim", "owner", "deaths", "claims", "lost", "stuck", "mark"),
     *("next:0", "next:1", "next:x", "prompt", "discarded", "end", "reasons", "usage", "error", "settled", "first"),
+    *("began", "run:1", "given_back", "metadata", "webhook"),
 )
 
 

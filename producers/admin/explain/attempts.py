@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from producers.contract.record import Record
+from producers.contract.record import BROKEN, Record
 from producers.contract.run import Run
 
 #: Phases in order, and the time at which each begins. The last one ends when the task is settled.
@@ -47,11 +48,14 @@ class Attempt:
 def attempts(record: Record, now_ms: float) -> list[Attempt]:
     """Those that are kept in the record: the first 32 deaths, the first 32 times that it was given back, and the last
     start."""
-    runs, found = record.runs, []
+    runs = record.runs
+    found: list[tuple[int, Attempt]] = []
     for name in ("lost", "given_back"):
         said = record.json(name)
-        found += [_ended(one, runs) for one in (said if isinstance(said, list) else ()) if isinstance(one, dict)]
-    last = int(record.fields.get("claims", 0))
+        for one in said if isinstance(said, list) else ():
+            with suppress(*BROKEN):  # what is none is left out
+                found.append(_ended(one, runs))
+    last = record.count("claims")
     if last and record.status != "queued" and all(start != last for start, _ in found):
         found.append((last, _last(record, runs.get(last), now_ms)))
     return [attempt for _, attempt in sorted(found, key=lambda one: (one[1].at or now_ms, one[0]))]
@@ -107,4 +111,4 @@ def phases(record: Record, now_ms: float) -> dict[str, float]:
     known = [(name, at) for name, at in zip(PHASES, begins, strict=True) if at is not None]
     settled = record.time("settled")
     ends = [at for _, at in known[1:]] + [settled if settled is not None else now_ms]
-    return {name: round(max(0.0, end - at) / 1000, 3) for (name, at), end in zip(known, ends, strict=True)}
+    return {name: round(max(0.0, end - at) / 1000, 3) for (name, at), end in zip(known, ends, strict=False)}

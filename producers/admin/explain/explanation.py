@@ -64,7 +64,7 @@ def explanation(seen: Seen) -> Explanation:
         why,
         estimate,
         record.fields.get("owner") if record.status == "in_progress" else None,
-        int(record.fields.get("claims", 0)),
+        record.count("claims"),
         attempts(record, seen.now_ms),
         phases(record, seen.now_ms),
     )
@@ -106,7 +106,7 @@ def summary(seen: Seen, why: list[Reason], estimate: Estimate) -> str:
     record = seen.record
     if record.final:
         error = record.json("error")
-        said = f": {error['message']}" if error else ""
+        said = f": {error.get('message')}" if isinstance(error, dict) else ""
         return f"It has ended: {record.status}{said}"
     if record.status == "in_progress":
         if why:

@@ -18,6 +18,7 @@ from producers.connection.log_throttle import warn_throttled
 from producers.connection.trouble import CODES, Trouble, trouble
 from producers.contract.task import label
 from producers.errors import (
+    BrokenRecord,
     InvalidQuery,
     InvalidTask,
     LimitReached,
@@ -96,6 +97,9 @@ def problem_of(error: Exception, principal: Principal = LOCAL) -> Problem:
             return Problem(409, str(error), code="task_not_final", headers={"x-should-retry": "false"})
         case TaskNotFound():
             return Problem(404, str(error), code="task_not_found")
+        case BrokenRecord():
+            warn_throttled(logger, "%s", error)
+            return Problem(500, f"{error}.", code="broken_record", param=error.field)
         case ResultUnavailable():
             warn_throttled(logger, "%s", error)
             message = "The result is in a file that this gateway cannot read now; its log says why."

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Literal
+from typing import Literal, Self
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
-from producers.admin.explain import explain
+from producers.admin.explain import Explanation, explain
 from producers.gateway.context import gateway_of
 from producers.gateway.http.caller import READS
 from producers.gateway.tasks.own import task_of
@@ -71,10 +71,14 @@ class ExplanationView(BaseModel):
     attempts: list[AttemptView] = Field(description="its starts, as far as they are kept")
     phases: dict[str, float] = Field(description="how long each phase took so far")
 
+    @classmethod
+    def of(cls, explanation: Explanation) -> Self:
+        return cls(**asdict(explanation))
+
 
 @router.get("/{task_id}/explain", dependencies=READS, response_model=ExplanationView, responses=errors(404))
 async def explained(request: Request, task_id: str) -> ExplanationView:
     """Explain where a task is: how many go before it, what keeps it, and when it will start and end."""
     client = gateway_of(request).client
     record = await (await task_of(request, task_id)).status()
-    return ExplanationView(**asdict(await explain(client.store, client.broker, record)))
+    return ExplanationView.of(await explain(client.store, client.broker, record))

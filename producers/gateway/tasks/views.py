@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, Self, cast
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 
 from producers.contract.record import Record
 from producers.contract.trace import trace_id
+from producers.errors import BrokenRecord
 
 Status = Literal["queued", "in_progress", "completed", "failed", "cancelled", "incomplete"]
 
@@ -88,11 +89,19 @@ class TaskView(BaseModel):
 
     @classmethod
     def of(cls, record: Record) -> Self:
-        """The view of a record, without outputs; `outcome` adds those to the JSON of a final one."""
+        """The view of a record, without outputs; `outcome` adds those to the JSON of a final one. Raises
+        BrokenRecord."""
 
         def at(time: int | None) -> float | None:
             return None if time is None else time / 1000
 
+        try:
+            return cls._of(record, at)
+        except ValidationError as error:
+            raise BrokenRecord(record.id, str(error.errors()[0]["loc"][0])) from error
+
+    @classmethod
+    def _of(cls, record: Record, at: Callable[[int | None], float | None]) -> Self:
         return cls(
             id=record.id,
             status=cast(Status, record.status),
@@ -101,7 +110,7 @@ class TaskView(BaseModel):
             tenant=record.fields.get("tenant"),
             order_key=record.fields.get("order_key"),
             n=record.n,
-            created_at=at(record.time("created")) or 0.0,
+            created_at=record.count("created", None) / 1000,
             queued_at=at(record.time("queued")),
             started_at=at(record.time("started")),
             first_step_at=at(record.first_step),
