@@ -34,8 +34,9 @@ from producers.store.protocol import swap
 log = logging.getLogger(__name__)
 
 PREFIX: Final = "whe_"
-#: Most endpoints: each final end looks at all of them.
-MAX_ENDPOINTS: Final = 100
+#: Most endpoints of one tenant, or of those without one; and of all: each final end looks at them.
+MAX_OF_A_TENANT: Final = 20
+MAX_ENDPOINTS: Final = 200
 #: Time (s) for which an old secret still signs after a rotation that keeps it.
 OVERLAP_S: Final = 24 * 3600
 #: Webhook ids of test events begin so. They are tried once.
@@ -43,7 +44,11 @@ TEST_PREFIX: Final = "evt_test_"
 
 
 class TooManyEndpoints(Exception):
-    """There are MAX_ENDPOINTS already."""
+    """The tenant has MAX_OF_A_TENANT already; or there are MAX_ENDPOINTS in `all`."""
+
+    def __init__(self, *, all: bool) -> None:
+        super().__init__(all)
+        self.all = all
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -115,11 +120,14 @@ def new_id() -> str:
 
 async def create(store: Redis, endpoint: Endpoint, audit: Change) -> Endpoint:
     """Make an endpoint. Returns it, or the one that has this id already. Raises TooManyEndpoints."""
-    call = swap(keys.WEBHOOK_ENDPOINTS, endpoint.id, "", endpoint.to_json(), most=MAX_ENDPOINTS, audit=audit)
+    alike = (_tenant_in_json(endpoint.tenant), MAX_OF_A_TENANT)
+    call = swap(
+        keys.WEBHOOK_ENDPOINTS, endpoint.id, "", endpoint.to_json(), most=MAX_ENDPOINTS, audit=audit, alike=alike
+    )
     while True:
         done = await arun(store, call)
         if done < 0:
-            raise TooManyEndpoints
+            raise TooManyEndpoints(all=done == -1)
         if done:
             audit.say()
             return endpoint
@@ -131,9 +139,14 @@ async def get(store: Redis, endpoint_id: str, tenant: str | None = None) -> Endp
     """`tenant`: one of this tenant alone. Another's is known by its text, and not parsed: the time for that would tell
     callers that it is there."""
     raw = await store.execute_command("HGET", keys.WEBHOOK_ENDPOINTS, endpoint_id)
-    if raw is None or (tenant is not None and f'"tenant": {json.dumps(tenant)}'.encode() not in raw):
+    if raw is None or (tenant is not None and _tenant_in_json(tenant).encode() not in raw):
         return None
     return Endpoint.parse(raw)
+
+
+def _tenant_in_json(tenant: str | None) -> str:
+    """The text in an endpoint's JSON that says whose it is. No string in there can hold it: its quotes are escaped."""
+    return f'"tenant": {json.dumps(tenant)}'
 
 
 async def get_many(store: Redis, ids: Sequence[str]) -> dict[str, Endpoint]:

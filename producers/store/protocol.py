@@ -270,10 +270,25 @@ def eject(incarnation: str, pool: str, living: int, *, alone: bool) -> Call:
     return Call(script(PACKAGE, "eject"), (keys.ejected(pool),), (incarnation, living, int(alone)))
 
 
-def swap(name: str, field: str, old: str, new: str, *, most: int = 0, audit: Change | None = None) -> Call:
+def swap(
+    name: str,
+    field: str,
+    old: str,
+    new: str,
+    *,
+    most: int = 0,
+    audit: Change | None = None,
+    dropped: Change | None = None,
+    alike: tuple[str, int] = ("", 0),
+) -> Call:
     """SWAP: change a hash's field from `old` to `new` (empty: no field), and append the change to the audit log.
 
-    Answers 1; 0 if the field has another value than `old`; -1 if the field is new and there are `most` already.
+    `dropped`: the removal of a field (its `what`) whose place a new one takes where there are `most`. `alike`: a text,
+    and how many values may contain it before a new field. Answers 1; 0 if the field has another value than `old`; of a
+    new field also -1 if there are `most` already, and -2 if so many are alike.
     """
-    said = "" if audit is None else audit.to_json()
-    return Call(script(PACKAGE, "swap"), (name,), (field, old, new, most, said, KEPT))
+    said, place = (
+        "" if audit is None else audit.to_json(),
+        ("", "") if dropped is None else (dropped.what, dropped.to_json()),
+    )
+    return Call(script(PACKAGE, "swap"), (name,), (field, old, new, most, said, KEPT, *place, *alike))

@@ -30,7 +30,7 @@ from producers.gateway.webhooks.views import (
     EventTypes,
 )
 from producers.store import endpoints
-from producers.store.endpoints import MAX_ENDPOINTS, Endpoint, Secrets, TooManyEndpoints
+from producers.store.endpoints import MAX_ENDPOINTS, MAX_OF_A_TENANT, Endpoint, Secrets, TooManyEndpoints
 
 router = APIRouter(prefix="/v1", tags=["webhooks"])
 
@@ -77,13 +77,17 @@ async def create(request: Request, response: Response) -> EndpointWithSecret:
         made = await endpoints.create(
             gateway.client.store, made, actor_of(request).did("endpoint.create", made.id, made.tenant)
         )
-    except TooManyEndpoints:
-        raise Problem(
-            400, f"There are {MAX_ENDPOINTS} endpoints, the most; delete one first.", code="too_many_endpoints"
-        ) from None
+    except TooManyEndpoints as error:
+        whose = f"There are {MAX_ENDPOINTS} endpoints of all tenants" if error.all else _many(made.tenant)
+        raise Problem(400, f"{whose}, the most; delete one first.", code="too_many_endpoints") from None
     if entry is not None:
         await idempotency.made(gateway.client, entry)
     return EndpointWithSecret.of(made, signing_secret=made.secrets.secret)
+
+
+def _many(tenant: str | None) -> str:
+    whose = "There are" if tenant is None else f"The tenant {shown(tenant)} has"
+    return f"{whose} {MAX_OF_A_TENANT} endpoints{' without a tenant' if tenant is None else ''}"
 
 
 @router.get(

@@ -29,7 +29,7 @@ from typing import Any, Final
 from redis.asyncio import Redis
 
 from producers.connection.log_throttle import warn_throttled
-from producers.connection.script import arun, text
+from producers.connection.script import Call, arun, text
 from producers.contract import keys
 from producers.store.access.audit import Change
 from producers.store.access.principal import NO_LIMITS, Limits, Principal
@@ -153,16 +153,23 @@ def rotated(key: Key, overlap_s: float, now: float) -> tuple[Key, str]:
 
 
 async def create(store: Redis, key: Key, audit: Change) -> None:
-    """Keep a new key. Where there are MAX_KEYS, the oldest one that has ended for good makes room.
+    """Keep a new key. Where there are MAX_KEYS, the oldest one that has ended for good makes room: the audit log says
+    which.
 
     Raises TooManyKeys, redis.exceptions.RedisError or OSError; may be called again.
     """
-    while await arun(store, swap(keys.API_KEYS, key.id, "", key.to_json(), most=MAX_KEYS, audit=audit)) < 0:
+    said: list[Change] = []
+    while await arun(store, _made(key, audit, *said)) < 0:
         ended = [one for one in await every(store) if one.ended(time.time())]
         if not ended:
             raise TooManyKeys
-        await store.execute_command("HDEL", keys.API_KEYS, ended[-1].id)
-    audit.say()
+        said = [replace(audit, did="key.drop", what=ended[-1].id, tenant=ended[-1].tenant)]
+    for change in (*said, audit):
+        change.say()
+
+
+def _made(key: Key, audit: Change, dropped: Change | None = None) -> Call:
+    return swap(keys.API_KEYS, key.id, "", key.to_json(), most=MAX_KEYS, audit=audit, dropped=dropped)
 
 
 async def get(store: Redis, key_id: str) -> Key | None:

@@ -113,11 +113,11 @@ def read_span(since: str | None, until: str | None) -> tuple[int, int]:
     not included, but for a date its whole day is. Unset: the beginning of this month, and the next hour. Raises
     BadSpan."""
     now = datetime.now(UTC)
-    first = _time("since", since) if since else now.replace(day=1, hour=0)
+    first = _time("since", since) if since else now.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
     last = _time("until", until, whole=True) if until else now + timedelta(hours=1)
+    if first > last:
+        raise BadSpan(f"since ({first:%Y-%m-%dT%H:%M}) is after until ({last:%Y-%m-%dT%H:%M})")
     start, end = (int(one.timestamp()) // 3600 * 3600 for one in (first, last))
-    if start > end:
-        raise BadSpan(f"since ({since}) is after until ({until})")
     return start, end
 
 

@@ -42,6 +42,8 @@ async def test_where_there_are_the_most_keys_one_that_has_ended_makes_room(
         await keys.turn(store, first.id, "revoke", ME)
         third, _ = await keys.create(store, {"tenant": "acme"}, ME)
         assert {one.id for one in await api_keys.every(store)} == {second.id, third.id}
+        said = [(one["did"], one["what"]) for one in await audit.latest(store, 2)]
+        assert said == [("key.create", third.id), ("key.drop", first.id)]
 
 
 async def test_a_key_that_cannot_be_read_hides_no_other(valkey_url: str) -> None:

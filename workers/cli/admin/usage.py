@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from workers.cli.admin.dlq import with_client
+from workers.cli.admin.store import DataDir, KeyStore, with_store
 from workers.cli.exits import OPERATOR_STATUS, Failure
-from workers.cli.options import AnyBroker, Prices, Store
+from workers.cli.options import Prices
 from workers.cli.terminal.show import printable
 
 if TYPE_CHECKING:
-    from producers.client.aio import AsyncClient
+    from redis.asyncio import Redis
+
     from producers.store.usage.report import Report
 
 #: The columns that a person sees, and their heads.
@@ -49,8 +50,8 @@ def usage(
     prices: Prices = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
-    broker: AnyBroker = None,
-    store: Store = None,
+    data_dir: DataDir = None,
+    store: KeyStore = None,
 ) -> None:
     """Show who used how many tokens, from the ledger of ended tasks. Days and times are UTC."""
     from producers.store.usage.prices import BadPrices
@@ -65,8 +66,8 @@ def usage(
     except (BadSpan, BadPrices) as error:
         raise Failure(str(error)) from error
 
-    async def work(client: AsyncClient) -> None:
-        found = await report(client.store, *span, parts, prices=table)
+    async def work(client: Redis) -> None:
+        found = await report(client, *span, parts, prices=table)
         if as_csv:
             typer.echo(found.csv(), nl=False)
         elif as_json:
@@ -75,7 +76,7 @@ def usage(
         else:
             _show(found)
 
-    with_client(broker, store, work)
+    with_store(store, data_dir, work)
 
 
 def _show(found: Report) -> None:

@@ -1,33 +1,18 @@
-"""Options of `penstock keys`, read from text, and the store that they are about."""
+"""Options of `penstock keys`, read from text."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 
-from workers.cli.admin.dlq import answering
 from workers.cli.exits import Failure
 
-if TYPE_CHECKING:
-    from redis.asyncio import Redis
-
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
-DataDir = Annotated[
-    Path | None, typer.Option(help="The data directory of a `penstock up` on this machine. Unset: .penstock.")
-]
-KeyStore = Annotated[
-    str | None,
-    typer.Option(
-        help="The Redis or Valkey server that holds records and keys. Unset: STORE_URL, else BROKER_URL, else that of "
-        "--data-dir."
-    ),
-]
 #: Limits that may be changed: a number, or `none`.
 Rpm = Annotated[str | None, typer.Option(help="Most tasks that may be submitted in a minute.")]
 Tpm = Annotated[str | None, typer.Option(help="Most tokens that the tasks of a minute may need.")]
@@ -40,30 +25,6 @@ ShortenTo = Annotated[str | None, typer.Option(help="Most tokens of a choice's o
 BudgetMoney = Annotated[str | None, typer.Option(help="Most that tasks may cost in a month, in the prices' currency.")]
 MONEY: Final = "budget_money"
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}
-
-
-def with_store(store: str | None, data_dir: Path | None, work: Callable[[Redis], Awaitable[None]]) -> None:
-    """Run `work` with the store. Raises Failure for a bad URL, a server that does not answer, and what is refused."""
-    import asyncio
-
-    from producers.connection.connect import connect_async
-    from producers.connection.local import the_store
-    from producers.errors import PenstockError
-
-    async def within() -> None:
-        client = connect_async(url)
-        try:
-            await client.execute_command("PING")
-            await work(client)
-        finally:
-            await client.aclose()
-
-    try:
-        url = the_store(store, data_dir)
-        with answering(url):
-            asyncio.run(within())
-    except (ValueError, PenstockError) as error:
-        raise Failure(str(error)) from error
 
 
 def limits(asked: Mapping[str, str | None]) -> dict[str, int | str | None]:

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from workers.cli.admin.store import DataDir, KeyStore, with_store
 from workers.cli.exits import OPERATOR_STATUS, Failure
 from workers.cli.keys.asked import (
     BudgetMoney,
     BudgetTokens,
-    DataDir,
     Json,
-    KeyStore,
     MaxInFlight,
     MaxOutput,
     MaxPrompt,
@@ -29,7 +28,6 @@ from workers.cli.keys.asked import (
     moment,
     names,
     when,
-    with_store,
 )
 from workers.cli.terminal.show import printable
 

@@ -10,19 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from workers.cli.admin.dlq import with_client
+from workers.cli.admin.store import DataDir, KeyStore, with_store
 from workers.cli.exits import OPERATOR_STATUS, Failure
 from workers.cli.keys.asked import (
     BudgetMoney,
     BudgetTokens,
-    DataDir,
-    KeyStore,
     MaxInFlight,
     MaxOutput,
     MaxPrompt,
     Rpm,
     Tpm,
     limits,
-    with_store,
 )
 from workers.cli.options import AnyBroker, Store
 from workers.cli.terminal.show import printable

@@ -28,6 +28,7 @@ from workers.cli.options import (
     MaxWait,
     MaxWorkerDeaths,
     NoBreaker,
+    Prices,
     ProxyHeaders,
     SpotMetadataUrl,
     SpotProvider,
@@ -63,6 +64,7 @@ OF_THE_GATEWAY: Final = (
     "max_file",
     "files_redirect",
     "webhook_allow",
+    "prices",
 )
 OF_WEBHOOKS: Final = ("webhook_allow",)
 
@@ -165,6 +167,7 @@ def up(
     files_redirect: FilesRedirect = False,
     max_file: MaxFile = 2 << 30,
     webhook_allow: WebhookAllow = None,
+    prices: Prices = None,
     sources: Annotated[
         Path | None, typer.Option(help="Run the event sources of this TOML file, too (docs/sources.md).")
     ] = None,

@@ -11,7 +11,7 @@ from redis import Redis
 
 from producers.contract import keys
 from producers.contract.webhook import EVENT_TYPES
-from producers.store.endpoints import MAX_ENDPOINTS
+from producers.store.endpoints import MAX_ENDPOINTS, MAX_OF_A_TENANT
 from tests.producers.gateway.conftest import Door
 
 URL = "https://1.1.1.1/hook"
@@ -125,3 +125,18 @@ def test_there_is_a_most_of_endpoints(http: httpx.Client, valkey: Redis) -> None
     assert http.post("/v1/webhook_endpoints", json=body).status_code == 200
     answer = http.post("/v1/webhook_endpoints", json=body)
     assert answer.json()["error"]["code"] == "too_many_endpoints"
+    assert "all tenants" in answer.json()["error"]["message"]
+
+
+def test_a_tenant_has_a_most_of_its_own_that_others_do_not_share(http: httpx.Client) -> None:
+    def made(**more: str) -> httpx.Response:
+        name = '"tenant": "acme"'  # a text of another field says nothing
+        return http.post(
+            "/v1/webhook_endpoints", json={"url": URL, "event_types": ["response.failed"], "name": name, **more}
+        )
+
+    assert {made(tenant="acme").status_code for _ in range(MAX_OF_A_TENANT)} == {200}
+    refused = made(tenant="acme")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "too_many_endpoints")
+    assert "acme" in refused.json()["error"]["message"]
+    assert {made(tenant="other").status_code, made().status_code} == {200}

@@ -45,5 +45,13 @@ def test_usage_is_shown_to_people_and_programs(usage: Run, tmp_path: Path) -> No
 def test_what_cannot_be_meant_is_refused(usage: Run, tmp_path: Path) -> None:
     assert usage().out.split()[-6:] == ["0", "0", "0", "0", "0", "0.0"]
     assert usage("--by", "day").out == "No task ended in this time.\n"
-    for bad in (["--by", "colour"], ["--since", "x"], ["--json", "--csv"], ["--prices", str(tmp_path / "none.toml")]):
+    backwards = ["--since", "2026-11-01T12:30", "--until", "2026-11-01T12:10"]
+    for bad in (
+        ["--by", "colour"],
+        ["--since", "x"],
+        backwards,
+        ["--since", "2199-01-01"],
+        ["--json", "--csv"],
+        ["--prices", str(tmp_path / "none.toml")],
+    ):
         assert usage(*bad).status != 0
