@@ -1,8 +1,8 @@
 """What one sick worker of three costs callers, with breakers and without: `python -m tests.bench.breaker`.
 
 Stub engines of 4 sequences, 10 ms a step, and tasks of 50 tokens at a steady rate. From a third of the time on, one
-worker fails each task at once, or takes 50 ms longer for each step. Printed are the tasks that failed for good, and the
-time from submit to end of those that came after.
+worker fails each task at once, or takes 50 ms longer for each step. Printed are, of the tasks that came after, those
+that failed for good, and the time from submit to end; the latter also of the last half of these.
 """
 
 from __future__ import annotations
@@ -66,10 +66,14 @@ def load(redis: Redis, seconds: float, rate: float) -> list[str]:
 
 def summary(redis: Redis, before: list[str], ids: list[str]) -> str:
     records = [ended(redis, task_id) for task_id in before + ids][len(before) :]
-    took = sorted((int(one["finished"]) - int(one["queued"])) / 1000 for one in records)
     failed = sum(one["status"] == "failed" for one in records)
+    return f"{failed} of {len(ids)} failed; {times(records)}; of the last half {times(records[len(ids) // 2 :])}"
+
+
+def times(records: list[dict[str, str]]) -> str:
+    took = sorted((int(one["finished"]) - int(one["queued"])) / 1000 for one in records)
     p50, p95 = (took[int(share * (len(took) - 1))] for share in (0.5, 0.95))
-    return f"{failed} of {len(ids)} failed, p50 {p50:.2f} s, p95 {p95:.2f} s, most {took[-1]:.2f} s"
+    return f"p50 {p50:.2f} s, p95 {p95:.2f} s, most {took[-1]:.2f} s"
 
 
 def ended(redis: Redis, task_id: str) -> dict[str, str]:

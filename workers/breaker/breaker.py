@@ -167,7 +167,7 @@ class Breaker:
         with self._lock:
             if self.closed:
                 return
-            found = slowness(self._window.figures(1, STEPS), self.peers, loosely=True)
+            found = slowness(self._window.figures(1, STEPS), self.peers)
             if error is not None:
                 self._canary_failed(error)
             elif self.state is State.ASKING:

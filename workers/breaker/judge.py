@@ -5,16 +5,18 @@ Two reasons, as in Envoy's outlier detection and gRPC's (gRFC A50), each with a 
 Failures: the share of tasks that its engine failed is larger than all peers' together, by FAILURES at least and by more
 than chance gives (DEVIATIONS standard deviations). Bad requests reach all workers of a pool alike.
 
-Slowness: its decode steps take FACTOR times as long as the middle peer's steps of the same key, and EXCESS_S longer.
-Steps of one key differ by less than 2 on equal machines, so that no load makes a slow worker. Peers on other kinds of
-machines, and keys that fewer than PEERS peers have, are not compared.
+Slowness: its decode steps take FACTOR times as long as the middle peer's of the same size, and EXCESS_S longer. A slow
+worker has more sequences at once than its peers. So where they lack a size, the bound is what they take for a larger
+one, or for a smaller one times the difference. A step's time is linear in its size, so that on equal machines this is
+off by less than 2, and no load makes a slow worker. Peers on other kinds of machines, and sizes that fewer than PEERS
+peers have, are not compared.
 
 A pool that is slow or fails as a whole has no outlier.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from statistics import median
@@ -72,28 +74,25 @@ def failures(mine: Figures, peers: Sequence[Figures]) -> str:
     return f"its engine failed {mine.failed} of {mine.ended} tasks, its peers' {failed} of {ended}"
 
 
-def slowness(mine: Figures, peers: Sequence[Figures], *, loosely: bool = False) -> Slowness | None:
-    """The comparison of decode steps; None where nothing can be compared.
-
-    `loosely`: steps of a key that peers lack are compared with peers' larger ones, which take no less. For a canary,
-    which is alone in its steps where peers have many sequences.
-    """
+def slowness(mine: Figures, peers: Sequence[Figures]) -> Slowness | None:
+    """The comparison of decode steps; None where nothing can be compared."""
     alike = [peer for peer in peers if peer.machine == mine.machine]
-    steps = own = theirs = 0.0
-    for key, (count, seconds) in mine.steps.items():
-        expected = _expected(key, alike)
-        if expected is None and loosely:
-            expected = min((e for k in _larger(key, alike) if (e := _expected(k, alike)) is not None), default=None)
-        if expected is not None:
-            steps, own, theirs = steps + count, own + count * seconds, theirs + count * expected
+    known = {key: expected for peer in alike for key in peer.steps if (expected := _middle(key, alike)) is not None}
+    if not known or not mine.steps:
+        return None
+    steps = sum(count for count, _ in mine.steps.values())
+    own = sum(count * seconds for count, seconds in mine.steps.values())
+    theirs = sum(count * _at_most(key, known) for key, (count, _) in mine.steps.items())
     return Slowness(own / steps, theirs / steps) if theirs else None
 
 
-def _expected(key: Key, peers: Sequence[Figures]) -> float | None:
+def _middle(key: Key, peers: Sequence[Figures]) -> float | None:
     """Seconds of the middle peer's steps of this key."""
     found = [peer.steps[key][1] for peer in peers if key in peer.steps]
     return median(found) if len(found) >= PEERS else None
 
 
-def _larger(key: Key, peers: Sequence[Figures]) -> set[Key]:
-    return {k for peer in peers for k in peer.steps if k[0] >= key[0] and k[1] >= key[1]}
+def _at_most(key: Key, known: Mapping[Key, float]) -> float:
+    """Seconds that peers would take for a step of this key, or less: a larger step takes no less, and one of twice the
+    size at most twice as long."""
+    return min(seconds * 2.0 ** max(0, key[0] - k[0], key[1] - k[1]) for k, seconds in known.items())
