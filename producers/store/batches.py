@@ -13,6 +13,7 @@ A batch is the hash `penstock:batch:<id>`:
 | `status` | OpenAI's statuses, as above |
 | `endpoint`, `input_file`, `completion_window`, `metadata`, `tenant` | as created; the window as written ("24h") |
 | `principal` | the key that made it, and the models and tiers that it might use then (JSON, `Principal`); absent: all |
+| `prices` | the gateway's price table when it was made (`Prices.to_json`); absent: it had none |
 | `created`, `deadline`, `window` | server times (ms); seconds. The deadline is that of each line's task |
 | `output_kept` | seconds for which its files are kept, if they are not those of all batches |
 | `total` | lines of the input, once it is validated; blank lines do not count |
@@ -32,7 +33,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from redis.asyncio import Redis
@@ -211,7 +212,7 @@ def create(batch_id: str, window_s: int, fields: Mapping[str, str | int]) -> Cal
     """BATCH_CREATE: make a batch, `validating`. Answers `new` or `exists`.
 
     `fields`: `endpoint`, `input_file`, `completion_window`; where given `metadata` (JSON), `tenant`, `principal`,
-    `traceparent`, `output_kept`, and `idempotency` (`producers.store.idempotency.Entry.name`).
+    `prices`, `traceparent`, `output_kept`, and `idempotency` (`producers.store.idempotency.Entry.name`).
     """
     pairs = [part for item in fields.items() for part in item]
     names = (keys.batch(batch_id), keys.BATCHES, keys.BATCH_INDEX)
@@ -236,18 +237,27 @@ def cancel(batch_id: str) -> Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Successive lines of an input. `tasks`: id and record's fields of each; `refused`: number -> error (JSON)."""
+class Entry:
+    """A line of a block: a task, by its id and its record's fields, or an error (JSON)."""
 
-    first: int
     offset: int
     """Where the next line begins (bytes)."""
-    tasks: Sequence[tuple[str, Mapping[str, str | int]]]
-    refused: Mapping[int, str]
+    task: str = ""
+    fields: Mapping[str, str | int] = field(default_factory=dict)
+    charge: str = ""
+    """What the block's accounts are asked for (JSON, `producers.store.usage.limits`); empty: nothing."""
+    error: str = ""
 
-    @property
-    def lines(self) -> int:
-        return len(self.tasks) + len(self.refused)
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Successive lines of an input, from number `first` on. `accounts`: those that its tasks are charged to. `spent`:
+    the error (JSON) of a line for which they have no budget."""
+
+    first: int
+    entries: Sequence[Entry]
+    accounts: Sequence[str] = ()
+    spent: str = ""
 
 
 #: Fields of a line's record that may differ between lines.
@@ -258,18 +268,20 @@ OWN: Final = (
 
 
 def expand(batch_id: str, block: Block, shared: Mapping[str, str | int]) -> Call:
-    """BATCH_EXPAND: make the records of a block's lines. Answers `[the records' time in ms]`, or `[]` if the batch is
-    elsewhere by now. `shared`: fields of all records."""
+    """BATCH_EXPAND: make the records of a block's lines. Answers `[]` if the batch is elsewhere by now, else the
+    records' time (ms), how many lines are done (a limit may keep off the others), and the numbers of those without
+    budget.
+
+    `shared`: fields of all records.
+    """
     pairs = [part for item in shared.items() for part in item]
-    args: list[str | int] = [batch_id, block.first, block.lines, block.offset, len(block.refused), len(pairs), len(OWN)]
+    args: list[str | int] = [batch_id, block.first, len(block.entries), block.spent, len(pairs), len(OWN)]
     args += [*pairs, *OWN]
-    for name, fields in block.tasks:
-        args.append(name)
-        args += [fields.get(field, "") for field in OWN]
-    for line, error in block.refused.items():
-        args += (line, error)
+    for entry in block.entries:
+        args += (entry.offset, entry.task)
+        args += [*(entry.fields.get(name, "") for name in OWN), entry.charge] if entry.task else [entry.error]
     names = (keys.batch(batch_id), keys.batch_refused(batch_id), keys.SUBMITTING, keys.DEADLINES)
-    return Call(script(PACKAGE, "batch_expand"), names, args)
+    return Call(script(PACKAGE, "batch_expand"), (*names, *map(keys.account, block.accounts)), args)
 
 
 def queued(ids: Sequence[str]) -> Call:

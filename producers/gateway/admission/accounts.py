@@ -9,7 +9,7 @@ its keys together, and where no keys are asked for, all who name it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from starlette.requests import HTTPConnection
 
@@ -46,14 +46,13 @@ class Accounts:
             return [*tasks]
         context = int((await self._client.known(tasks[0].model)).card["context_length"])
         charge = charge_of(connection)
-        if charge is None and (accounts := tuple(_accounts(connection, limits, tasks[0].tenant))):
-            charge = connection.state.charge = Charge(accounts)
-            if any(account.limits.budget_money is not None for account in accounts):
-                charge.rates, charge.currency = rates(self._prices, tasks[0].model, tasks[0].tier)
+        if charge is None:
+            charge = charge_for(limits, principal_of(connection).key, tasks[0], self._prices)
+            connection.state.charge = charge
         if charge is not None and tasks[0].max_tokens is None:
             charge.shortens = True
         for whose, one in limits:
-            tasks = [_sized(one, task, context, whose) for task in tasks]
+            tasks = [fitted(one, task, context, whose) for task in tasks]
         return [*tasks]
 
     async def limits(self, connection: HTTPConnection, tenant: str | None) -> list[tuple[str, Limits]]:
@@ -88,15 +87,19 @@ def rates(prices: Prices | None, model: str, tier: str) -> tuple[tuple[int, ...]
     raise Problem(403, f"{said} (`penstock gateway --prices`).", code="model_not_priced", param="model")
 
 
-def _accounts(
-    connection: HTTPConnection, limits: Sequence[tuple[str, Limits]], tenant: str | None
-) -> Iterator[Account]:
-    for whose, one in limits:
-        if one.counted:
-            yield Account(principal_of(connection).key or "" if whose == "key" else f"tenant:{tenant}", one)
+def charge_for(
+    limits: Sequence[tuple[str, Limits]], key: str | None, task: Task, prices: Prices | None
+) -> Charge | None:
+    """The charge of tasks like this one, to the accounts of a key and of the task's tenant, as far as they have limits
+    that count. Raises Problem as `rates` does."""
+    names = {"key": key or "", "tenant": f"tenant:{task.tenant}"}
+    charge = Charge(tuple(Account(names[whose], one) for whose, one in limits if one.counted))
+    if any(account.limits.budget_money is not None for account in charge.accounts):
+        charge.rates, charge.currency = rates(prices, task.model, task.tier)
+    return charge if charge.accounts else None
 
 
-def _sized(limits: Limits, task: Task, context: int, whose: str) -> Task:
+def fitted(limits: Limits, task: Task, context: int, whose: str) -> Task:
     """The task within these limits' largest prompt and output. Its own largest output, if it names none, is theirs, or
     what the model's context (tokens) leaves.
 

@@ -9,19 +9,25 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from engine.text import Tokenizer
 from producers.client.aio import AsyncClient
 from producers.client.submission import Known
 from producers.contract.stream.events import End
-from producers.errors import InvalidTask, PenstockError, UnknownModel
+from producers.errors import InvalidTask, LimitReached, PenstockError, UnknownModel
+from producers.gateway.admission.accounts import charge_for, fitted
 from producers.gateway.admission.limits import check_may_use
 from producers.gateway.http.errors import Problem, body_of, problem_of
 from producers.gateway.openai.lines import answer_line, read_line
 from producers.gateway.tasks.foreground import problem_of_end
 from producers.gateway.text.prompts import Prompts
-from producers.store.access.principal import LOCAL, Principal
+from producers.gateway.text.templates import Templates
+from producers.store.access import api_keys, tenants
+from producers.store.access.principal import LOCAL, NO_LIMITS, Limits, Principal
+from producers.store.usage.limits import CODES
+from producers.store.usage.prices import Prices
 from producers.sweeper.batches.endpoint import Answer, Finished, Planned
 
 logger = logging.getLogger(__name__)
@@ -38,12 +44,20 @@ class LineEndpoints:
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
         self._prompts = Prompts(client.store)
+        self._templates = Templates(client.store)
+        self.spent = _refused(LimitReached("The budget of this month is spent.", CODES["budget_tokens"], None))
 
     def close(self) -> None:
         self._prompts.close()
+        self._templates.close()
 
     async def tasks(
-        self, path: str, bodies: Sequence[Mapping[str, Any]], principal: Principal = LOCAL, tenant: str | None = None
+        self,
+        path: str,
+        bodies: Sequence[Mapping[str, Any]],
+        principal: Principal = LOCAL,
+        tenant: str | None = None,
+        prices: Prices | None = None,
     ) -> list[Planned | Answer]:
         known: dict[str, Known | UnknownModel] = {}
         for model in {str(body["model"]) for body in bodies}:
@@ -51,9 +65,46 @@ class LineEndpoints:
                 known[model] = await self._client.known(model)
             except UnknownModel as error:
                 known[model] = error
-        return await asyncio.to_thread(
+        planned = await asyncio.to_thread(
             lambda: [_planned(path, body, known[str(body["model"])], principal, tenant) for body in bodies]
         )
+        limits = await self._limits(principal.key, tenant)
+        if not any(one != NO_LIMITS for _, one in limits):
+            return planned
+        return [
+            one if isinstance(one, Answer) else await self._within(limits, principal, one, prices) for one in planned
+        ]
+
+    async def _limits(self, key_id: str | None, tenant: str | None) -> list[tuple[str, Limits]]:
+        """The limits of a batch's key and tenant now."""
+        key = None if key_id is None else await api_keys.get(self._client.store, key_id)
+        of_tenant = NO_LIMITS if tenant is None else await tenants.get(self._client.store, tenant)
+        return [("key", NO_LIMITS if key is None else key.limits), ("tenant", of_tenant)]
+
+    async def _within(
+        self, limits: Sequence[tuple[str, Limits]], principal: Principal, plan: Planned, prices: Prices | None
+    ) -> Planned | Answer:
+        """A line's task within limits, and its charge. Its text is counted here, as the gateway counts a caller's."""
+        task, card = plan.task, plan.known.card
+        context = int(card["context_length"])
+        try:
+            if task.messages is not None:
+                text = await self._templates.render(card, task.messages)
+                ids = await self._prompts.encode(card, text, special=False)
+                task = task.model_copy(update={"prompt": ids, "messages": None})
+            elif isinstance(task.prompt, str):
+                task = task.model_copy(update={"prompt": await self._prompts.encode(card, task.prompt)})
+            shortens = task.max_tokens is None
+            for whose, one in limits:
+                task = fitted(one, task, context, whose)
+            task.check(card)
+            charge = charge_for(limits, principal.key, task, prices)
+            if charge is not None:
+                charge.shortens = shortens
+                charge.check(task.kv_tokens(context))
+        except (Problem, InvalidTask, LimitReached) as error:
+            return _refused(error)
+        return replace(plan, task=task, charge=charge)
 
     async def answers(self, path: str, finished: Sequence[Finished]) -> list[Answer]:
         tokenizers: dict[str, Tokenizer | Answer] = {}

@@ -22,7 +22,6 @@ from producers.gateway.http.errors import Problem
 from producers.gateway.tasks.own import sees
 from producers.gateway.tasks.views import errors
 from producers.store import batches
-from producers.store.access.principal import NO_LIMITS
 from producers.store.batches import Batch
 from producers.store.files import BATCH
 from producers.store.idempotency import Entry
@@ -49,9 +48,6 @@ async def create(request: Request, response: Response) -> BatchView:
     """Make a batch of a file. Its lines run once all of them have been checked."""
     gateway = gateway_of(request)
     owner = tenant_of(request)
-    if any(one != NO_LIMITS for _, one in await gateway.accounts.limits(request, owner)):
-        said = "A batch's lines are not counted against limits, so a key or tenant with limits makes no batches."
-        raise Problem(403, said, code="key_has_limits")
     window_s, fields = read(await read_object(request, gateway.settings.max_body))
     file = await file_of(request, str(fields["input_file"]), "input_file_id")
     if file.purpose != BATCH:
@@ -74,6 +70,8 @@ async def create(request: Request, response: Response) -> BatchView:
     principal = principal_of(request)
     if principal.key is not None:
         fields["principal"] = principal.to_json()
+    if gateway.prices is not None:
+        fields["prices"] = gateway.prices.to_json()
     await arun(gateway.client.store, batches.create(new_id, window_s, {**fields, **trace.fields()}))
     return BatchView.of(await _batch(request, new_id))
 

@@ -1,4 +1,4 @@
--- Shared by ADMIT, which charges accounts for a task, and _final.lua, which settles the charge when the task ends.
+-- Shared by ADMIT and BATCH_EXPAND, which charge accounts for a task, and _final.lua, which settles that at its end.
 -- An account is one hash (`producers/store/usage/limits.py`), so one script decides for all gateways. Minutes and months
 -- are the server's, in UTC; a count of an earlier one is 0.
 
@@ -138,6 +138,16 @@ local function charge(names, asked, now)
   local kept = cjson.encode({ accounts = names, estimate = asked.tokens, tokens = reserved,
     money = asked.rates and whole(pledged), rates = asked.rates })
   return answer, kept, output < asked.output and output or nil
+end
+
+-- Adds what `charge` answered to a record's fields.
+local function charged_fields(fields, reserved, shortened)
+  fields[#fields + 1] = 'reserved'
+  fields[#fields + 1] = reserved
+  if shortened then
+    fields[#fields + 1] = 'max_output'
+    fields[#fields + 1] = shortened
+  end
 end
 
 -- Puts what a task used in the place of what was reserved for it, once. created: when it was charged (ms).

@@ -38,12 +38,7 @@ if KEYS[4] then
   if charged[1] ~= 'new' then
     return charged
   end
-  fields[#fields + 1] = 'reserved'
-  fields[#fields + 1] = reserved
-  if shortened then
-    fields[#fields + 1] = 'max_output'
-    fields[#fields + 1] = shortened
-  end
+  charged_fields(fields, reserved, shortened)
 end
 admit(task, submitting, KEYS[3], id, now, fields)
 local entry, origin, tenant = unpack(redis.call('HMGET', task, 'idempotency', 'origin', 'tenant'))

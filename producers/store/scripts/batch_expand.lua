@@ -2,43 +2,82 @@
 -- BATCH_EXPAND(from) | `in_progress`, before its deadline, and expanded up to the line `from`: the records of the next
 -- lines are made, `submitting`; lines with a bad body are counted as failed, with their errors; the cursor moves on. One
 -- call, so a line has one record, and a bad line counts once. Else nothing.
--- KEYS: batch, refused lines, submitting, deadlines
--- ARGV: batch's id, from (line), lines, offset behind them in the input (bytes), bad lines, 2 * number of fields that
---       all records share, number of other fields; name, value, ... of those; names of these; for each task its id and
---       the values of these (an empty one: no such field); for each bad line its number and its error (JSON)
--- Answers: {the time of the records (ms)} | {} (nothing was done)
+-- With accounts, each line is charged to them where its record is made. A line that they have no budget for is a failed
+-- one. The first line that another limit keeps off, and those behind it, are left for later.
+-- KEYS: batch, refused lines, submitting, deadlines, then the accounts that are charged
+-- ARGV: batch's id, from (line), lines, error of a line without budget (JSON), 2 * number of fields that all records share,
+--       number of other fields; name, value, ... of those; names of these; then for each line the offset behind it in the
+--       input (bytes) and its task's id, with the values of these (an empty one: no such field) and what the accounts
+--       are asked for (JSON; empty: nothing), or an empty id with its error (JSON)
+-- Answers: {the time of the records (ms), lines that are done, then the numbers of those without budget} | {} (nothing)
 -- include: _batch.lua
 -- include: _admit.lua
-local batch, from, lines, bad = KEYS[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[5])
-local shared, others = tonumber(ARGV[6]), tonumber(ARGV[7])
+-- include: _limits.lua
+local batch, from, lines, spent = KEYS[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
+local shared, others = tonumber(ARGV[5]), tonumber(ARGV[6])
 local r = redis.call('HMGET', batch, 'status', 'line', 'deadline')
 local now = now_ms()
 if r[1] ~= 'in_progress' or tonumber(r[2]) ~= from or tonumber(r[3]) <= now then
   return {}
 end
-local names = 7 + shared
+local names = 6 + shared
 local a = names + others + 1
-for _ = 1, lines - bad do
-  local id = ARGV[a]
-  local fields = { 'v', '1', 'status', 'submitting', 'created', now, 'deaths', 0, unpack(ARGV, 8, names) }
+local offset, bad, answer = nil, 0, { now, 0 }
+
+local function refuse(line, error)
+  redis.call('HSET', KEYS[2], line, error)
+  bad = bad + 1
+end
+
+-- The fields of the line's record at ARGV[a].
+local function fields_at()
+  local fields = { 'v', '1', 'status', 'submitting', 'created', now, 'deaths', 0, unpack(ARGV, 7, names) }
   for k = 1, others do
-    if ARGV[a + k] ~= '' then
+    if ARGV[a + 1 + k] ~= '' then
       fields[#fields + 1] = ARGV[names + k]
-      fields[#fields + 1] = ARGV[a + k]
+      fields[#fields + 1] = ARGV[a + 1 + k]
     end
   end
-  a = a + others + 1
-  local task = 'penstock:task:' .. id
-  if redis.call('EXISTS', task) == 0 then
-    admit(task, KEYS[3], KEYS[4], id, now, fields)
+  return fields
+end
+
+-- Makes the record of a line, if its accounts allow it. Answers: nil | the limit that is reached
+local function make(id)
+  local task, asked, fields = 'penstock:task:' .. id, ARGV[a + others + 2], fields_at()
+  if redis.call('EXISTS', task) == 1 then
+    return nil
   end
+  if asked ~= '' then
+    local said, reserved, shortened = charge({ unpack(KEYS, 5) }, cjson.decode(asked), now)
+    if said[1] ~= 'new' then
+      return said[1]
+    end
+    charged_fields(fields, reserved, shortened)
+  end
+  admit(task, KEYS[3], KEYS[4], id, now, fields)
 end
-for _ = 1, bad do
-  redis.call('HSET', KEYS[2], ARGV[a], ARGV[a + 1])
-  a = a + 2
+
+for line = from, from + lines - 1 do
+  local behind, id = ARGV[a], ARGV[a + 1]
+  if id == '' then
+    refuse(line, ARGV[a + 2])
+    a = a + 3
+  else
+    local said = make(id)
+    if said == 'budget_tokens' or said == 'budget_money' then
+      refuse(line, spent)
+      answer[#answer + 1] = line
+    elseif said then
+      break
+    end
+    a = a + others + 3
+  end
+  offset, answer[2] = behind, line - from + 1
 end
-redis.call('HSET', batch, 'line', from + lines, 'offset', ARGV[4])
+if offset then
+  redis.call('HSET', batch, 'line', from + answer[2], 'offset', offset)
+end
 if bad > 0 then
   redis.call('HINCRBY', batch, 'failed', bad)
 end
-return { now }
+return answer

@@ -100,6 +100,13 @@ class Charge:
         rates = {} if self.rates is None else {"rates": self.rates}
         return json.dumps({"limits": limits, "tokens": estimate, **needed(task, card, self.shortens), **rates})
 
+    def check(self, estimate: int) -> None:
+        """Raise LimitReached for a task of so many tokens that no minute has room for."""
+        for account in self.accounts:
+            if account.limits.tpm is not None and estimate > account.limits.tpm:
+                said = SAID["tpm"].format(tpm=account.limits.tpm, tokens=estimate)
+                raise LimitReached(f"The account may have {said}.", CODES["tpm"], None)
+
     def hear(self, answer: Sequence[Any], asked: str) -> None:
         """Take what ADMIT answered. Raises LimitReached."""
         said, self.reset_ms = text(answer[0]), int(answer[2])

@@ -58,6 +58,18 @@ class Prices:
             raise BadPrices(f'the prices in {path} lack a currency: `currency = "EUR"`')
         return cls(currency, {(m, t): _price(m, t, one) for m, tiers in said.items() for t, one in _tiers(m, tiers)})
 
+    @classmethod
+    def parse(cls, kept: str) -> Prices:
+        """What `to_json` gave."""
+        said = json.loads(kept)
+        table = {(model, tier): tuple(map(Decimal, price)) for model, tier, *price in said["table"]}
+        return cls(said["currency"], table)  # type: ignore[arg-type]
+
+    def to_json(self) -> str:
+        """The table as it is kept beside a batch."""
+        table = [[*where, *map(str, price)] for where, price in self.table.items()]
+        return json.dumps({"currency": self.currency, "table": table})
+
     def of(self, group: Group, counts: tuple[int, ...]) -> Decimal | None:
         """What a group's tokens cost; None where the table has no price for them."""
         if (price := self._price(group.model, group.tier)) is None:

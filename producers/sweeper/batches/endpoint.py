@@ -15,6 +15,8 @@ from producers.contract.record import Record
 from producers.contract.stream.events import Event
 from producers.contract.task import Task
 from producers.store.access.principal import LOCAL, Principal
+from producers.store.usage.limits import Charge
+from producers.store.usage.prices import Prices
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +37,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A task, resolved for its model. `more`: fields of its record beside the task's own."""
+    """A task, resolved for its model. `more`: fields of its record beside the task's own. `charge`: the accounts that
+    it is charged to."""
 
     task: Task
     known: Known
     more: Mapping[str, str | int] = field(default_factory=dict)
+    charge: Charge | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +61,20 @@ class Endpoints(Protocol):
     Its methods may raise redis.exceptions.RedisError or OSError; then nothing is lost, and they are called again.
     """
 
+    spent: Answer
+    """The answer to a request for which a budget has not enough left."""
+
     async def tasks(
-        self, path: str, bodies: Sequence[Mapping[str, Any]], principal: Principal = LOCAL, tenant: str | None = None
+        self,
+        path: str,
+        bodies: Sequence[Mapping[str, Any]],
+        principal: Principal = LOCAL,
+        tenant: str | None = None,
+        prices: Prices | None = None,
     ) -> list[Planned | Answer]:
         """What is to be run for each request, or its refusal. The tier is `batch`, unless a request names another.
 
-        `principal`: whose key made the batch. `tenant`: that of the tasks.
+        `principal`: whose key made the batch. `tenant`: that of the tasks. `prices`: what they cost.
         """
 
     async def answers(self, path: str, finished: Sequence[Finished]) -> list[Answer]:

@@ -5,6 +5,9 @@
 
 Killed after BATCH_EXPAND, the records stay `submitting`, and `producers.sweeper.unsent` sends their messages.
 
+Lines of a key or tenant with limits are charged in that script, as ADMIT charges a task. A line that their budget has
+not enough left for is refused; any other limit keeps lines off, and the next look goes on with them.
+
 Only so many lines are in the store at a time that no input fills its memory: a line's record has its prompt, and stays
 until its result is written. The next lines follow when results were written (`producers.sweeper.batches.write`).
 """
@@ -22,8 +25,9 @@ from producers.connection.script import arun
 from producers.contract.message import Message
 from producers.contract.trace import trace_fields
 from producers.store import batches
-from producers.store.batches import Batch, Block
+from producers.store.batches import Batch, Block, Entry
 from producers.store.blobs import Ahead, Blobs
+from producers.store.usage.prices import Prices
 from producers.sweeper.batches.endpoint import Answer, Endpoints, Planned
 from producers.sweeper.batches.reading import Requests, read_requests
 
@@ -37,10 +41,10 @@ WINDOW_BYTES: Final = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """A block to be made, and its messages."""
+    """A block to be made, and the messages of its lines, by their numbers."""
 
     block: Block
-    messages: Sequence[Message]
+    messages: Mapping[int, Message]
 
 
 class Expander:
@@ -69,17 +73,17 @@ class Expander:
                 ready = await coming
             finally:
                 coming.cancel()
-            line, offset = line + ready.block.lines, ready.block.offset
-            coming = self._begin(batch, line, offset) if done + ready.block.lines < most else None
+            line, offset = line + len(ready.block.entries), ready.block.entries[-1].offset
+            coming = self._begin(batch, line, offset) if done + len(ready.block.entries) < most else None
             try:
                 made = await self._make(batch, ready)
             except BaseException:
                 if coming is not None:
                     coming.cancel()
                 raise
-            if not made:  # another sweeper leads by now, or the batch was cancelled, or is late
+            done += made
+            if made < len(ready.block.entries):  # a limit keeps lines off; or another sweeper leads by now; or an end
                 break
-            done += ready.block.lines
         if coming is not None:
             coming.cancel()
         return done
@@ -95,16 +99,23 @@ class Expander:
     async def _ready(self, batch: Batch, line: int, offset: int, most: int, size: int) -> _Ready:
         found = await asyncio.to_thread(read_requests, self._blobs, batch, line, offset, most, size, self._ahead)
         bodies = [request.body for request in found.requests]
-        planned = await self._endpoints.tasks(batch.endpoint, bodies, batch.principal, batch.tenant or None)
-        return await asyncio.to_thread(_block, batch, found, planned)
+        kept = batch.fields.get("prices")
+        prices = None if kept is None else Prices.parse(kept)
+        planned = await self._endpoints.tasks(batch.endpoint, bodies, batch.principal, batch.tenant or None, prices)
+        return await asyncio.to_thread(_block, batch, found, planned, self._endpoints.spent.to_json())
 
-    async def _make(self, batch: Batch, ready: _Ready) -> bool:
-        if not await arun(self._client.store, batches.expand(batch.id, ready.block, _shared(batch))):
-            return False
-        await self._client.broker.send_many(ready.messages)
-        if ready.messages:
-            await arun(self._client.store, batches.queued([message.id for message in ready.messages]))
-        return True
+    async def _make(self, batch: Batch, ready: _Ready) -> int:
+        """Make a block's lines, as many as its accounts allow. Returns how many are done."""
+        answer = await arun(self._client.store, batches.expand(batch.id, ready.block, _shared(batch)))
+        if not answer:
+            return 0
+        _, done, *spent = map(int, answer)
+        first = ready.block.first
+        messages = [one for line, one in ready.messages.items() if line < first + done and line not in spent]
+        await self._client.broker.send_many(messages)
+        if messages:
+            await arun(self._client.store, batches.queued([message.id for message in messages]))
+        return done
 
 
 def _shared(batch: Batch) -> Mapping[str, str | int]:
@@ -119,19 +130,21 @@ def _shared(batch: Batch) -> Mapping[str, str | int]:
     return fields | ({"tenant": batch.tenant} if batch.tenant else {}) | ({"key": key} if key else {})
 
 
-def _block(batch: Batch, found: Requests, planned: Sequence[Planned | Answer]) -> _Ready:
-    made: list[tuple[str, Mapping[str, str | int]]] = []
-    refusals: dict[int, str] = {}
-    messages: list[Message] = []
-    for line, plan in enumerate(planned, found.first):
+def _block(batch: Batch, found: Requests, planned: Sequence[Planned | Answer], spent: str) -> _Ready:
+    entries: list[Entry] = []
+    messages: dict[int, Message] = {}
+    accounts: Sequence[str] = ()
+    for line, (plan, behind) in enumerate(zip(planned, found.ends, strict=True), found.first):
         if isinstance(plan, Answer):
-            refusals[line] = plan.to_json()
+            entries.append(Entry(behind, error=plan.to_json()))
             continue
-        task, name, fields = plan.task, batches.task_id(batch.id, line), _fields(batch, line, plan)
-        made.append((name, fields))
+        task, name, fields, charge = plan.task, batches.task_id(batch.id, line), _fields(batch, line, plan), ""
         tokens, at = int(fields["tokens"]), plan.known.now_ms()
-        messages.append(Message(name, plan.known.queue, task.tier, task.width, tokens, batch.tenant, at))
-    return _Ready(Block(found.first, found.ends[-1], made, refusals), messages)
+        if plan.charge is not None:
+            accounts, charge = plan.charge.names, plan.charge.asked(task, plan.known.card, tokens)
+        entries.append(Entry(behind, name, fields, charge))
+        messages[line] = Message(name, plan.known.queue, task.tier, task.width, tokens, batch.tenant, at)
+    return _Ready(Block(found.first, entries, accounts, spent), messages)
 
 
 def _fields(batch: Batch, line: int, plan: Planned) -> dict[str, str | int]:

@@ -246,13 +246,6 @@ def test_one_task_may_be_too_large(http: httpx.Client, make: Make, model: str, v
     assert all(b'"max_tokens":10' in one.replace(b" ", b"") for one in tasks), "the key's own is the bound"
 
 
-def test_a_key_with_limits_makes_no_batches(http: httpx.Client, make: Make, valkey: Redis) -> None:
-    body = {"input_file_id": "file-1", "endpoint": "/v1/completions", "completion_window": "24h"}
-    refused = http.post("/v1/batches", json=body, headers=as_caller(make(max_in_flight=5)))
-    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "key_has_limits")
-    assert not valkey.exists(keys.BATCHES)
-
-
 @pytest.mark.parametrize(
     ("path", "body"),
     [

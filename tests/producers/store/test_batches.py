@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from producers import AsyncClient
 from producers.connection.script import Call, arun, run, text
 from producers.contract import keys
 from producers.store import batches, protocol
-from producers.store.batches import Batch, Block, Part, Written
+from producers.store.batches import Batch, Block, Entry, Part, Written
 from tests.producers.conftest import QUEUE
 from tests.producers.fake_worker import FakeWorker
 
@@ -42,14 +43,13 @@ class Store:
         return Batch.parse(self.id, self.redis.hgetall(keys.batch(self.id)))
 
     def block(self, first: int, last: int, bad: tuple[int, ...] = ()) -> Call:
-        tasks = [
-            (batches.task_id(self.id, k), field(k, self.id) | {"batch": self.id})
+        entries = [
+            Entry((k + 1) * 100, error="{}")
+            if k in bad
+            else Entry((k + 1) * 100, batches.task_id(self.id, k), field(k, self.id) | {"batch": self.id})
             for k in range(first, last)
-            if k not in bad
         ]
-        return batches.expand(
-            self.id, Block(first, last * 100, tasks, dict.fromkeys(bad, "{}")), SHARED | {"batch": self.id}
-        )
+        return batches.expand(self.id, Block(first, entries), SHARED | {"batch": self.id})
 
     def begun(self, total: int) -> None:
         assert self.twice(batches.create(self.id, 3600, FIELDS)) == b"new"
@@ -68,7 +68,7 @@ def written(first: int, lines: int, **more: Any) -> Written:
 
 def test_a_line_has_one_record_and_counts_once(store: Store, valkey: Redis) -> None:
     store.begun(4)
-    assert len(store.twice(store.block(0, 3, bad=(1,)))) == 1
+    assert store.twice(store.block(0, 3, bad=(1,)))[1:] == [3]
     ids = [batches.task_id(store.id, k) for k in (0, 2)]
     assert {text(name) for name in valkey.zrange(keys.SUBMITTING, 0, -1)} == set(ids)
     assert valkey.zcard(keys.DEADLINES) == 2
@@ -82,6 +82,29 @@ def test_a_line_has_one_record_and_counts_once(store: Store, valkey: Redis) -> N
         run(valkey, protocol.cancel(name))
     assert store.read().count("failed") == 3
     assert not valkey.exists(keys.WAITING, keys.WAITING_TOKENS)
+
+
+def test_lines_are_charged_once_up_to_what_accounts_allow(store: Store, valkey: Redis) -> None:
+    asked = {"tokens": 9, "prompt": 4, "output": 5, "least": 5, "width": 1}
+
+    def block(first: int, last: int, **limits: int) -> Call:
+        charge = json.dumps({**asked, "limits": [limits]})
+        of_line = [(batches.task_id(store.id, k), field(k, store.id) | {"batch": store.id}) for k in range(first, last)]
+        entries = [Entry((k + 1) * 100, *one, charge) for k, one in enumerate(of_line, first)]
+        return batches.expand(store.id, Block(first, entries, ["a"], "{}"), SHARED)
+
+    store.begun(6)
+    assert store.twice(block(0, 6, max_in_flight=2))[1:] == [2]
+    assert (store.read().count("line"), store.read().count("offset")) == (2, 200)
+    assert store.twice(block(2, 6, max_in_flight=2))[1:] == [0]
+    assert store.twice(block(2, 6, budget_tokens=27, max_in_flight=5))[1:] == [1], "the rest is reserved"
+    assert valkey.hmget(keys.account("a"), "open", "reserved", "requests") == [b"3", b"27", b"3"]
+    assert store.twice(block(3, 6, budget_tokens=8))[1:] == [3, 3, 4, 5]
+    assert (store.read().count("line"), store.read().count("failed")) == (6, 3)
+    for k in range(3):
+        run(valkey, protocol.queued(batches.task_id(store.id, k)))
+        run(valkey, protocol.cancel(batches.task_id(store.id, k)))
+    assert valkey.hmget(keys.account("a"), "open", "reserved", "spent") == [b"0", b"0", b"0"]
 
 
 def test_a_completed_line_counts_as_completed(store: Store, valkey: Redis, model: str, worker: FakeWorker) -> None:

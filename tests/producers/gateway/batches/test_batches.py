@@ -10,9 +10,14 @@ import openai
 import pytest
 from redis import Redis
 
+from producers.client.aio import AsyncClient
 from producers.connection.script import run
 from producers.contract import keys
+from producers.gateway.batches.endpoints import LineEndpoints
 from producers.store import batches
+from producers.store.access.api_keys import Key
+from producers.store.access.principal import Limits
+from producers.sweeper.batches.endpoint import Answer, Planned
 from tests.producers.contract.test_trace import GOOD
 from tests.producers.gateway.conftest import Door
 
@@ -141,3 +146,20 @@ def test_a_key_makes_one_batch(send: Callable[..., httpx.Response], valkey: Redi
     assert len(valkey.zrange(keys.BATCHES, 0, -1)) == 1
     valkey.delete(keys.batch(first.json()["id"]))
     assert send(key).json()["error"]["code"] == "batch_not_found"
+
+
+async def test_a_line_of_text_is_counted_where_there_are_limits(valkey: Redis, valkey_url: str, model: str) -> None:
+    limits = Limits(max_prompt=60, max_output=50, rpm=5)
+    key = Key("k" * 16, "acme", "a key", ("submit",), 0, "", limits=limits)
+    valkey.hset(keys.API_KEYS, key.id, key.to_json())
+    chats = [{"model": model, "messages": [{"role": "user", "content": "word " * number}]} for number in (1, 90)]
+    async with AsyncClient(valkey_url) as client:
+        endpoints = LineEndpoints(client)
+        fits, long = await endpoints.tasks("/v1/chat/completions", chats, key.principal(), "acme")
+        endpoints.close()
+    assert isinstance(fits, Planned)
+    assert fits.charge is not None
+    assert (fits.task.max_tokens, fits.charge.names, fits.charge.shortens) == (50, [key.id], True)
+    assert 0 < (fits.task.prompt_tokens or 0) <= 60
+    assert isinstance(long, Answer)
+    assert b"prompt_too_long" in long.body

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from producers.connection.script import run
 from producers.contract import keys
 from producers.gateway.batches.endpoints import LineEndpoints
 from producers.store import batches, files, protocol
+from producers.store.access.api_keys import Key
+from producers.store.access.principal import Limits
+from producers.store.usage.prices import Prices
 from producers.sweeper.batches.duty import Batches
 from producers.sweeper.compact import Moving, compact
 from producers.sweeper.deadlines import expire_late
@@ -265,3 +269,65 @@ async def test_lines_of_which_few_fit_into_the_store_come_out(
             await until(job.ended)
     assert job.faults() == []
     assert len(job.lines("output")) == 12
+
+
+def limited(valkey: Redis, tenant: str = "", **limits: Any) -> dict[str, str]:
+    """Fields of a batch whose key, or tenant, has these limits."""
+    if tenant:
+        valkey.hset(keys.TENANT_LIMITS, tenant, json.dumps(limits))
+        return {"tenant": tenant}
+    key = Key("k" * 16, "acme", "a key", ("submit",), 0, "", limits=Limits(**limits))
+    valkey.hset(keys.API_KEYS, key.id, key.to_json())
+    return {"tenant": "acme", "principal": key.principal().to_json()}
+
+
+def account_of(valkey: Redis) -> dict[bytes, bytes]:
+    (name,) = valkey.keys(keys.account("*"))
+    found: dict[bytes, bytes] = valkey.hgetall(name)
+    return found
+
+
+async def test_limits_hold_a_batch_back_and_do_not_stop_it(valkey: Redis, valkey_url: str, tmp_path: Path) -> None:
+    job = Job(valkey, tmp_path, [GOOD] * 10, **limited(valkey, rpm=4, max_in_flight=2))
+    with Serving(valkey) as serving:
+        async with sweeping(valkey_url, job):
+            await until(lambda: len(serving.served) >= 4)
+            assert job.read().count("line") <= 8, "those of two minutes at most"
+            assert not job.ended()
+            limited(valkey, rpm=100, max_in_flight=2)
+            await until(job.ended)
+    assert (job.faults(), len(job.lines("output"))) == ([], 10)
+    account = account_of(valkey)
+    assert [account[name] for name in (b"open", b"reserved", b"spent")] == [b"0", b"0", b"50"]
+
+
+@pytest.mark.parametrize("tenant", ["", "acme"])
+@pytest.mark.parametrize(
+    ("limits", "completed", "error"),
+    [
+        ({"budget_tokens": 40}, 7, "insufficient_quota"),
+        ({"budget_money": "0.0405"}, 7, "insufficient_quota"),
+        ({"tpm": 6}, 0, "token_limit_exceeded"),
+        ({"max_prompt": 2}, 0, "prompt_too_long"),
+    ],
+)
+async def test_lines_that_a_budget_has_nothing_left_for_are_errors(
+    valkey: Redis, valkey_url: str, tmp_path: Path, tenant: str, limits: dict[str, Any], completed: int, error: str
+) -> None:
+    price = (Decimal(1000), Decimal(1000), Decimal(1000))
+    prices = Prices("EUR", {("tiny", "batch"): price}).to_json()
+    job = Job(valkey, tmp_path, [GOOD] * 10, prices=prices, **limited(valkey, tenant, **limits))
+    with Serving(valkey):
+        async with sweeping(valkey_url, job):
+            await until(job.ended)
+    assert (job.faults(), len(job.lines("output"))) == ([], completed)
+    assert {line["response"]["body"]["error"]["code"] for line in job.lines("error").values()} == {error}
+    if completed:
+        assert account_of(valkey)[b"spent"] == b"35"
+
+
+async def test_a_batch_without_prices_spends_no_budget_in_money(valkey: Redis, valkey_url: str, tmp_path: Path) -> None:
+    job = Job(valkey, tmp_path, [GOOD] * 2, **limited(valkey, budget_money="1"))
+    async with sweeping(valkey_url, job):
+        await until(job.ended)
+    assert {line["response"]["status_code"] for line in job.lines("error").values()} == {403}
