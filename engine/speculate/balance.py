@@ -14,20 +14,20 @@ from __future__ import annotations
 _PART = 0.01
 #: The initial budget, in plain steps, and the most that a budget holds.
 _FIRST, _MOST = 2.0, 8.0
-#: The budget from which drafts resume after it was used up, and the one from which unknown sequences are tried.
-_AGAIN, _RICH = 0.5, 1.0
+#: The budget from which drafts resume after it was used up, and unknown sequences are tried.
+_AGAIN = 0.5
 #: Limits of a single entry, because a delayed step tells little about drafts: of gains and losses, and of the longer
 #: costs of beginning with a long prompt.
 _LARGEST, _LONGEST = 2.0, 100.0
-#: The weight of the latest beginning in the estimated cost of one, and the least estimate.
-_FRESH, _LEAST = 0.3, 1e-3
+#: The least cost of one beginning.
+_LEAST = 1e-3
 
 
 class Balance:
     def __init__(self) -> None:
         self._left = self._to_begin = _FIRST
         self._spent = False
-        # The estimated cost of one beginning; 0.0 before the first.
+        # The latest cost of one beginning; 0.0 before the first.
         self._each = 0.0
 
     @property
@@ -45,7 +45,7 @@ class Balance:
     @property
     def rich(self) -> bool:
         """Whether unknown sequences may be tried although drafts did not pay for others."""
-        return self.allows and self._to_begin >= _RICH
+        return self.allows and self._to_begin >= _AGAIN
 
     def passed(self, steps: float) -> None:
         """Pay in for elapsed time, in plain steps."""
@@ -58,8 +58,7 @@ class Balance:
 
     def begun(self, sequences: int, cost: float) -> None:
         """Enter the cost, in plain steps, of beginning with `sequences` sequences."""
-        each = max(cost / sequences, _LEAST)
-        self._each += (each - self._each) * (_FRESH if self._each else 1.0)
+        self._each = max(cost / sequences, _LEAST)
         self._put(0.0, -cost)
 
     def _put(self, steps: float, to_begin: float) -> None:
