@@ -220,23 +220,12 @@ class Broker(ABC):
 
     @abstractmethod
     async def waiting(self, queue: str) -> Waiting:
-        """The waiting messages of one queue, in one round trip. Admission asks for them."""
-
-    @abstractmethod
-    async def waiting_of(self, queue: str, tenant: str) -> int:
-        """Number of a tenant's waiting messages, as far as they are sorted by tenant."""
+        """The waiting messages of one queue, in one round trip."""
 
     @abstractmethod
     async def standing(self, message: Message) -> Standing | None:
         """The place of a task's message, in one round trip. None where it does not wait: it is in flight, or gone; or
         where the broker does not know its order."""
-
-    @abstractmethod
-    async def sizes(self, queue: str, count: int) -> tuple[int, int]:
-        """Number of the queue's next messages that say their size, and the KV tokens that these may need together.
-
-        It looks at the first `count` messages of each list or less, and may find none.
-        """
 
     @abstractmethod
     async def depths(self, queues: Sequence[str]) -> Depths:

@@ -3,7 +3,8 @@
 Two gateways in one process, on one Valkey, take the same task of one tenant by turns: one asks for keys, one does not.
 They are called as a server calls them, without sockets and beside nothing else, so that a difference of microseconds
 shows. Times are medians over all submits; costs are medians of the differences, submit by submit.
-With `--limits` the key has every limit that is counted.
+With `--limits` the key has every limit that is counted. With `--bounds` the gateway with keys also has the usual bounds
+on what waits, and the other has none; `--without-keys`: neither asks for keys.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from tests.processes import valkey
 from tests.producers.gateway.conftest import publish
 
 TENANT = "bench"
+#: Settings of a gateway without bounds.
+UNBOUNDED: dict[str, Any] = {"max_queued": 0, "max_queued_per_tenant": 0, "max_queued_in_all": 0}
 BODY = json.dumps({"model": "tiny", "tenant": TENANT, "prompt": list(range(100)), "max_tokens": 64}).encode()
 
 
@@ -53,17 +56,17 @@ async def submit(app: FastAPI, *key: tuple[bytes, bytes]) -> tuple[float, float]
     return taken
 
 
-async def measure(url: str, folder: str, tasks: int, limits: bool) -> dict[str, float]:
+async def measure(url: str, folder: str, tasks: int, limits: bool, bounds: bool, asks: str) -> dict[str, float]:
     async with AsyncExitStack() as stack:
         apps = []
-        for asks in ("none", "keys"):
-            app = create_app(GatewaySettings(url, url, auth=asks, sweep=False, files_dir=folder))  # type: ignore[arg-type]
+        for more in ({"auth": "none", **UNBOUNDED}, {"auth": asks, **({} if bounds else UNBOUNDED)}):
+            app = create_app(GatewaySettings(url, url, sweep=False, files_dir=folder, **more))
             await stack.enter_async_context(app.router.lifespan_context(app))
             apps.append(app)
         store = await stack.enter_async_context(Redis.from_url(url))
         plenty = dict.fromkeys(COUNTED, keys.MOST) if limits else {}
         _, key = await keys.create(store, {"tenant": TENANT, **plenty}, Actor("bench"))
-        ways = [(), ((b"authorization", f"Bearer {key}".encode()),)]
+        ways = [(), ((b"authorization", f"Bearer {key}".encode()),) if asks == "keys" else ()]
         times: list[list[tuple[float, float]]] = [[], []]
         for number in range(tasks + 100):  # the first ones are slower
             for which in (0, 1) if number % 2 else (1, 0):
@@ -82,10 +85,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", type=int, default=10_000)
     parser.add_argument("--limits", action="store_true", help="give the key limits, too high to be reached")
+    parser.add_argument("--bounds", action="store_true", help="measure the bounds on what waits, too")
+    parser.add_argument("--without-keys", action="store_true", help="ask for no keys in either")
     asked = parser.parse_args()
+    asks = "none" if asked.without_keys else "keys"
     with valkey() as (url, redis), tempfile.TemporaryDirectory() as folder:
         publish(redis)
-        print(json.dumps(asyncio.run(measure(url, folder, asked.tasks, asked.limits))))
+        print(json.dumps(asyncio.run(measure(url, folder, asked.tasks, asked.limits, asked.bounds, asks))))
 
 
 if __name__ == "__main__":

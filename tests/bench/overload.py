@@ -248,7 +248,7 @@ def main() -> None:
     port = free_port()
     with valkey() as (url, redis):
         command = [sys.executable, "-m", "workers.cli", "gateway", "--broker", url, "--store", url, "--port", str(port)]
-        command += ["--max-queued", str(args.max_queued)] if args.max_queued else []
+        command += ["--max-queued", str(args.max_queued)]
         gateway = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         engine = {
             "threads": args.threads,

@@ -59,19 +59,10 @@ class MemoryBroker(Broker):
             served = any(takes_from(pool, queue) for pool in server.listed.values())
             return Waiting(self._depth(queue).waiting, server.taken_tokens, served)
 
-    async def waiting_of(self, queue: str, tenant: str) -> int:
-        with self._server.lock:
-            return sum(len(self._server.turns[name].queues.get(tenant, ())) for name, _ in self._lists(queue))
-
     async def standing(self, message: Message) -> Standing | None:
         with self._server.lock:
             lists = [name for name, tier in self._lists(message.queue) if tier == message.tier]
             return standing(self._server, lists, message)
-
-    async def sizes(self, queue: str, count: int) -> tuple[int, int]:
-        with self._server.lock:
-            said = [tokens for name, _ in self._lists(queue) for tokens in self._server.sizes(name, count)]
-            return len(said), sum(said)
 
     async def depths(self, queues: Sequence[str]) -> Depths:
         with self._server.lock:

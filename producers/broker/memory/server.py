@@ -89,14 +89,6 @@ class Server:
             said.append(read(self.lists[name][-1]).at)
         return min((at for at in said if 0 < at < inf), default=None)
 
-    def sizes(self, name: str, count: int) -> list[int]:
-        """KV tokens of a list's next messages, of those that say them: `count` unsorted ones, and `count` sorted."""
-        sent = [one for _, one in sorted(self.turns[name].messages().items())[:count]]
-        for raw in self.lists[name][-count:]:
-            with suppress(Unusable):
-                sent.append(read(raw))
-        return [int(one.tokens) for one in sent if 0 < one.tokens < inf]
-
     def bury(self, reason: str, name: str, raw: bytes) -> None:
         message = raw.decode(errors="surrogateescape")
         letter = {"reason": reason, "list": name, "at": int(self.clock()), "message": message}

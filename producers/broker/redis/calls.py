@@ -119,11 +119,6 @@ def oldest(lists: Sequence[str]) -> Call:
     return Call(script(PACKAGE, "oldest"), [key for name in lists for key in (name, keys.sorted_of(name))], ())
 
 
-def sizes(lists: Sequence[str], count: int) -> Call:
-    """Answers how many of the lists' next messages say their size, at most `count` of each, and their KV tokens."""
-    return Call(script(PACKAGE, "sizes"), [key for name in lists for key in (name, keys.sorted_of(name))], (count,))
-
-
 #: Delayed messages that one STANDING looks through.
 DELAYED: Final = 1000
 

@@ -68,15 +68,8 @@ class RedisBroker(Books):
             found.tiers[tier] += count
         return found
 
-    async def waiting_of(self, queue: str, tenant: str) -> int:
-        return sum(await self._ask(*(("ZCARD", keys.turn(name, tenant)) for name, _ in _lists(queue))))
-
     async def standing(self, message: Message) -> Standing | None:
         return calls.read_standing(await arun(self._redis, calls.standing(message)))
-
-    async def sizes(self, queue: str, count: int) -> tuple[int, int]:
-        messages, tokens = await arun(self._redis, calls.sizes([name for name, _ in _lists(queue)], count))
-        return int(messages), int(tokens)
 
     async def depths(self, queues: Sequence[str]) -> Depths:
         lists = [(queue, tier, name) for queue in queues for name, tier in _lists(queue)]

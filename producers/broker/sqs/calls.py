@@ -56,11 +56,6 @@ def read_depths(answer: Sequence[Any]) -> Said:
     return Said(int(taken), int(dead), by_name, list(delayed), [Counts(*counts) for counts in lists])
 
 
-def sizes(names: Sequence[str], count: int) -> Call:
-    """Answers how many of the lists' next messages say their size, at most `count` of each, and their KV tokens."""
-    return Call(script(PACKAGE, "sizes"), (), (count, *names))
-
-
 def gone(name: str, members: Sequence[str]) -> Call:
     """Nobody needs these messages of a list. Answers how many were in its index."""
     return Call(script(PACKAGE, "gone"), (shared.UNSERVED,), (name, *members))

@@ -145,17 +145,9 @@ class SqsBroker(Books):
         found.tiers["default"] += await self._stock(queue)
         return found
 
-    async def waiting_of(self, queue: str, tenant: str) -> int:
-        counts = await self._ask(*(("HGET", keys.tenants(name), tenant) for name, _ in _indexed(queue)))
-        return sum(int(count or 0) for count in counts)
-
     async def standing(self, message: Message) -> Standing | None:
         """None: SQS keeps no order, and tells none."""
         return None
-
-    async def sizes(self, queue: str, count: int) -> tuple[int, int]:
-        messages, tokens = await arun(self._redis, calls.sizes([name for name, _ in _indexed(queue)], count))
-        return int(messages), int(tokens)
 
     async def depths(self, queues: Sequence[str]) -> Depths:
         said = await self._books(queues, queues)

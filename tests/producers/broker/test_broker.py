@@ -65,7 +65,6 @@ async def test_a_message_is_counted_wherever_it_is(broker: Broker, consumer: Con
     assert (depths.workers, depths.dead_letters) == ({INC: QUEUE}, 0)
     waiting = await broker.waiting(QUEUE)
     assert (waiting.tiers, waiting.taken, waiting.served) == ({**tiers, "default": 3, "batch": 1}, 200, True)
-    assert await broker.waiting_of(QUEUE, "t") == 2
     waits, unsorted = await broker.tenants([QUEUE])
     assert (waits["t"]["default"], waits[""]["batch"], unsorted) == (2, 1, 1)
 
@@ -99,18 +98,6 @@ async def test_a_queue_that_is_passed_over_keeps_its_messages(broker: Broker, ur
     consumer.passed = frozenset()
     assert sorted(take(consumer, "1", "2")) == ["a", "b"]
     consumer.close()
-
-
-async def test_the_size_of_what_comes_next_is_told(broker: Broker, consumer: Consumer) -> None:
-    """Whether it is sorted or not; what does not say its size is not counted."""
-    assert await broker.sizes(QUEUE, 8) == (0, 0)
-    for name, tokens in (("a", 10), ("b", 20), ("c", 40), ("d", 80), ("e", 0)):
-        await broker.send(Message(name, QUEUE, "flex", 1, tokens))
-    assert await broker.sizes(QUEUE, 3) == (3, 70)
-    assert await broker.sizes(QUEUE, 8) == (4, 150)
-    assert take(consumer, "1") == ["a"]
-    await send(broker, "f", tier="flex")
-    assert await broker.sizes(QUEUE, 8) == (4, 240)
 
 
 async def test_what_a_blocking_client_sends_is_the_same(broker: Broker, url: str, store_url: str) -> None:
@@ -149,7 +136,6 @@ async def test_only_what_is_over_is_pruned_and_the_rest_keeps_its_order(broker: 
     assert await broker.due(QUEUE) == 0
     assert await broker.prune(QUEUE, over, 2) == (3, 5)
     assert take(consumer, *"1234") == list("adef")
-    assert await broker.waiting_of(QUEUE, "") == 0
 
 
 async def test_a_dead_letter_is_replayed_once(broker: Broker, consumer: Consumer) -> None:

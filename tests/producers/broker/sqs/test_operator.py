@@ -64,7 +64,6 @@ async def test_what_there_is_is_known_without_a_request(place: Place, beside: Sq
     assert (depths.workers, depths.dead_letters) == ({INC: OWN}, 0)
     waiting = await beside.waiting(QUEUE)
     assert (waiting.tiers["default"], waiting.taken, waiting.served) == (1, 200, True)
-    assert await beside.waiting_of(QUEUE, "t") == 2, "what SQS delays is the tenant's, too"
     waits, unsorted = await beside.tenants([QUEUE])
     assert (waits["t"]["default"], waits[""]["batch"], unsorted) == (2, 1, 0)
 
@@ -91,7 +90,6 @@ async def test_no_call_that_only_looks_asks_sqs(broker: SqsBroker, faults: Fault
     await broker.depths([QUEUE])
     await broker.waiting(QUEUE)
     await broker.tenants([QUEUE])
-    await broker.sizes(QUEUE, 8)
     assert faults.asked.total() == before
 
 
@@ -187,7 +185,6 @@ async def test_entries_of_tasks_that_need_no_message_leave_the_index(broker: Sqs
     record(valkey, "settled", now, status="completed", settled=str(now))
     await broker.tidy()
     assert valkey.zrange(keys.waiting(DEFAULT), 0, -1) == [b"final 1 100 t", b"waits 1 100 t"]
-    assert await broker.waiting_of(QUEUE, "t") == 2
     for name in ("waits", "final"):
         valkey.delete(contract_keys.task(name))
     await broker.tidy()
