@@ -13,10 +13,12 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from producers.admin.fleet import Fleet, Pool, Scaling
+from producers.contract import keys
 from producers.contract.profile import Profile
 from producers.gateway.metrics.own import Metrics
 from producers.gateway.metrics.workers import GPU_FIGURES, WORKER_FIGURES
 from producers.store.outbox import Backlog
+from producers.store.waiting import Pressure
 from tests.processes import ROOT
 from workers.cli.app import app
 
@@ -97,6 +99,8 @@ def metrics() -> dict[str, set[str]]:
     gateway.submitted("tiny", "default")
     gateway.refused("queue_full")
     gateway.fleet = _fleet()
+    queue = keys.version_queue("tiny", "v")
+    gateway.waiting, gateway.overload = {queue: {"default": 1}}, {queue: Pressure()}
     families = text_string_to_metric_families(generate_latest(gateway.registry).decode())
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}
 
