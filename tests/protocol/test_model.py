@@ -45,6 +45,7 @@ SMALL = {
     "strays": with_faults(SCENARIOS["strays"], unack=1),
     "strays-slots": with_faults(SCENARIOS["strays-slots"], unack=1),
     "pools-lapse": with_faults(SCENARIOS["pools-lapse"], expire=1, drain=1),
+    "pools-held": with_faults(SCENARIOS["pools-held"], hold=1, drain=1),
     "versions": with_faults(SCENARIOS["versions"], crash=1, drain=1),
     "outbox": with_faults(SCENARIOS["outbox"], crash=1, cancel=1, dcrash=1),
     "delete": with_faults(SCENARIOS["delete"], delete=1, crash=1),

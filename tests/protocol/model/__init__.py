@@ -21,9 +21,8 @@ and what the good end is; `search` visits every state within a scenario's budget
   S13 what a live worker has sorted by tenant is left to it: turns are kept
   S14 a task that is cancelled waits for no worker where none has it
   S15 a task that runs was queued, by its record's times
-  S16 what was begun goes on in its version, and in its pool while that has a live worker; what was sent to a version
-      runs
-      in that; what waits for a pool waits for one with a live worker
+  S16 what was begun goes on in its version, and in its pool while that has a live worker that is not held back; what
+      was sent to a version runs in that; what waits for a pool waits for one with a live worker
   S17 a final record has its rows in the outbox, a row its final; a first start has its row, once
   S18 a row is marked as delivered only if its receiver got it; its deliverer is not overruled while its lease stands.
       With S5: each row is delivered at last, or dead

@@ -39,6 +39,14 @@ def down_steps(s: State, w: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
         yield f"worker {w} is started, LEASE(inc{inc})", True, enlisted(up, w, cfg, rules)
 
 
+def hold_steps(s: State, w: int) -> Iterator[Step]:
+    """A worker's breaker opens; at last it closes, or its process is another."""
+    if w in s.held:
+        yield f"worker {w} serves again", True, s._replace(held=s.held - {w})
+    elif b := spend(s, "hold"):
+        yield f"worker {w} is held back", False, s._replace(held=s.held | {w}, budget=b)
+
+
 def recall_steps(s: State, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     """What was sorted goes back to the list. Any order: none is modelled."""
     if not cfg.scaled or "recall" not in rules or (s.lb and "recall_unserved" in rules):

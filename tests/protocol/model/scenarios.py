@@ -108,6 +108,7 @@ _LIST = [
     _world("scaled-two", scaled=True, crash=2, expire=1, length=1),
     _world("pools", scaled=True, kinds=((0, 0), (0, 1)), crash=2, drain=1),
     _world("pools-lapse", kinds=((0, 0), (0, 1)), crash=1, expire=1, drain=1, lost=1),
+    _world("pools-held", kinds=((0, 0), (0, 1)), hold=2, drain=1, crash=1, lost=1, length=1),
     _world("versions", plain=True, kinds=((0, 0), (1, 0)), crash=1, drain=1, lost=1),
     _world("versions-sent", kinds=((0, 0), (1, 0)), crash=1, cancel=1, lost=1),
     _world("tail", reader=True, tail=1, expire=1, lost=1),

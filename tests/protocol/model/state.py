@@ -16,6 +16,7 @@ from tests.protocol.model.scripts import FINAL, QUEUED, Rec
 #: `delete`: whoever was told of a task deletes it. Of SQS: `later`: a message is to come after more than 15 minutes;
 #: `late`: a message that was deleted comes once more; `age`: all messages are so old that SQS will drop them. `deaf`: a
 #: worker loses its alive connection to a server; `cut`: a server drops all; `suspend`: a worker is stopped for a while.
+#: `hold`: a worker's breaker opens, and closes at last.
 FAULTS = (
     "crash",
     "expire",
@@ -47,6 +48,7 @@ FAULTS = (
     "deaf",
     "cut",
     "suspend",
+    "hold",
 )
 FAULT = {name: i for i, name in enumerate(FAULTS)}
 
@@ -186,7 +188,7 @@ class State(NamedTuple):
     `posts`: deliverers. Of SQS's books: `index`: (task, its age: `true`, `old`, or `new` whatever its message is);
     `fields`: in flight; `stored`: tasks to be sent later; `reap`: the incarnation that is reaped, and its fields to be
     made visible; `due`: what is being sent from the store; `old`: messages that SQS will drop. `alive`, `watch`: see
-    `alive`."""
+    `alive`. `held`: worker processes that are held back: they fetch nothing, and CLAIM counts them for no pool."""
 
     queue: tuple[Message, ...]
     infl: frozenset[Delivery]
@@ -219,6 +221,7 @@ class State(NamedTuple):
     old: frozenset[Message] = frozenset()
     alive: frozenset[tuple[int, str, str]] = frozenset()
     watch: frozenset[tuple[int, int, str]] = frozenset()
+    held: frozenset[int] = frozenset()
 
 
 IDLE = Slot("idle")
@@ -270,6 +273,11 @@ def of_kind(s: State, w: int, inc: int, cfg: Cfg) -> frozenset[tuple[int, tuple[
 def serving(s: State, leases: frozenset[int]) -> set[tuple[int, int]]:
     """The kinds that have a live worker."""
     return {kind for inc, kind in s.kinds if inc in leases}
+
+
+def held_back(s: State) -> set[int]:
+    """Incarnations that are held back."""
+    return {s.incs[w] for w in s.held}
 
 
 def served_by(m: Message, kind: tuple[int, int] | None) -> bool:

@@ -17,6 +17,7 @@ from tests.protocol.model.state import (
     State,
     enqueue,
     fresh,
+    held_back,
     is_suspect,
     message,
     put,
@@ -128,6 +129,8 @@ def _fetch(s: State, p: Slot, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step
         if again:
             yield "FETCH again -> lost", IDLE, s
         return
+    if not again and inc in held_back(s):
+        return
     c = fresh({q.c for q in s.slots} | {r.claim for r in s.recs if r})
     have = [e for e in s.infl if e[0] == p.d] if again else []
     if have:
@@ -166,7 +169,7 @@ def _claim(s: State, p: Slot, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step
     t = p.msg[0]
     r = s.recs[t]
     made = queued_record(cfg) if cfg.plain else None
-    kind, lives = dict(s.kinds).get(inc), serving(s, s.ls)
+    kind, lives = dict(s.kinds).get(inc), serving(s, s.ls - held_back(s))
     answer, r2 = scripts.claim(
         r,
         p.c,

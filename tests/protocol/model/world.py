@@ -6,7 +6,15 @@ from collections.abc import Iterator
 
 from tests.protocol.model.alive import alive_steps, begun_anew, born, is_asleep
 from tests.protocol.model.books import PLACES, book_steps, lapsed_place, place_steps
-from tests.protocol.model.fleet import adopt_steps, down_steps, enlisted, look_steps, recall_steps, unack_steps
+from tests.protocol.model.fleet import (
+    adopt_steps,
+    down_steps,
+    enlisted,
+    hold_steps,
+    look_steps,
+    recall_steps,
+    unack_steps,
+)
 from tests.protocol.model.outbox import outbox_steps
 from tests.protocol.model.outside import (
     client_steps,
@@ -79,6 +87,7 @@ def steps(s: State, cfg: Cfg, rules: Rules) -> Iterator[Step]:
         yield from _slot(s, i, cfg, rules)
     for w, inc in enumerate(s.incs):
         yield from _process(s, w, inc, cfg, rules)
+        yield from hold_steps(s, w)
     yield from _leases(s, cfg)
     yield from _returns(s, cfg, rules)
     yield from recall_steps(s, cfg, rules)
