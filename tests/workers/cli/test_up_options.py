@@ -259,3 +259,19 @@ def test_how_to_end_it_is_said_where_ctrl_c_is_not_heard() -> None:
         assert up.how_to_end() == f"kill -TERM {os.getpid()}"
     finally:
         signal.signal(signal.SIGINT, heard)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "wanted"),
+    [
+        ("--max-num-seqs", "0", "an integer from 1 to 4096"),
+        ("--memory-share", "1.5", "a number above 0, up to 1"),
+        ("--speculate", "often", "one of none, lookup, draft"),
+    ],
+)
+def test_a_setting_out_of_bounds_is_refused_before_anything_starts(option: str, value: str, wanted: str) -> None:
+    for command in (["up"], ["worker", "--broker", URL, "--model", "tiny"]):
+        refused = CliRunner().invoke(app, [*command, option, value]).exception
+        assert isinstance(refused, Failure)
+        assert str(refused).startswith(f"{option} is ")
+        assert str(refused).endswith(f"; it must be {wanted}")
