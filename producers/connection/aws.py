@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Final
 
 from producers.connection.trouble import Trouble
@@ -86,7 +87,7 @@ def client(
     region.
     """
     try:
-        import boto3
+        import boto3  # noqa: F401 - whether it is there
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError
     except ImportError as error:
@@ -100,10 +101,29 @@ def client(
         tcp_keepalive=True,
     )
     try:
-        session = boto3.session.Session(region_name=region or None)
-        return session.client(service, endpoint_url=endpoint_url or None, config=config)
+        return _session(region).client(service, endpoint_url=endpoint_url or None, config=config)
     except (BotoCoreError, ValueError) as error:
         raise AwsError(f"cannot use {service.upper()}: {error}", "Invalid", Trouble.UNUSABLE) from error
+
+
+def _session(region: str | None) -> Any:
+    """A boto3 session of its own, since no two threads may use one; it finds credentials anew."""
+    import boto3
+    import botocore.session
+
+    core = botocore.session.get_session()
+    core.register_component("data_loader", loader := _loader(core.get_config_variable("data_path")))
+    session = boto3.session.Session(region_name=region or None, botocore_session=core)
+    loader.search_paths[:] = dict.fromkeys(loader.search_paths)  # each session appends boto3's own
+    return session
+
+
+@cache
+def _loader(path: str | None) -> Any:
+    """botocore's descriptions of services. Each session would read them anew, which takes 50 ms."""
+    import botocore.loaders
+
+    return botocore.loaders.create_loader(path)
 
 
 def _s3(endpoint_url: str | None) -> dict[str, Any]:

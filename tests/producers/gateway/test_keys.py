@@ -76,7 +76,7 @@ def scope_of(method: str, path: str) -> str:
     """The scope that docs/security.md names for this."""
     if path == "/metrics":
         return "metrics"
-    if re.match("/v1/(keys|audit)", path):
+    if re.match("/v1/(keys|audit|tenants)", path):
         return "admin"
     if method == "delete" or path.endswith("/cancel"):
         return "cancel"

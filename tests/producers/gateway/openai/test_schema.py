@@ -80,6 +80,7 @@ def made(http: httpx.Client, path: str) -> dict[str, str]:
 
     ways: dict[str, Callable[[], str]] = {
         "name": lambda: "tiny",
+        "tenant": lambda: "acme",
         "task_id": lambda: make("/v1/tasks", json=KNOWN["/v1/tasks"]),
         "response_id": lambda: make("/v1/responses", json=KNOWN["/v1/responses"] | {"background": True}),
         "endpoint_id": lambda: make("/v1/webhook_endpoints", json=KNOWN["/v1/webhook_endpoints"]),
