@@ -32,6 +32,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 from producers.connection.script import text
@@ -96,9 +97,10 @@ class Charge:
 
     def asked(self, task: Task, card: Mapping[str, Any], estimate: int) -> str:
         """What a task may need, and the limits, as ADMIT takes them. `estimate`: tokens for `tpm`."""
-        limits = [account.limits.counted for account in self.accounts]
-        rates = {} if self.rates is None else {"rates": self.rates}
-        return json.dumps({"limits": limits, "tokens": estimate, **needed(task, card, self.shortens), **rates})
+        limits = _limits_json(tuple(account.limits for account in self.accounts))
+        numbers = "".join(f', "{name}": {number}' for name, number in needed(task, card, self.shortens).items())
+        rates = "" if self.rates is None else f', "rates": {[*self.rates]}'
+        return f'{{"limits": {limits}, "tokens": {estimate}{numbers}{rates}}}'
 
     def check(self, estimate: int) -> None:
         """Raise LimitReached for a task of so many tokens that no minute has room for."""
@@ -122,6 +124,11 @@ class Charge:
         more = {"tokens": tokens, "money": account.limits.budget_money, "currency": self.currency}
         message = f"This {whose} may have {SAID[said].format(**most, **more)}."
         raise LimitReached(message, CODES[said], None if never else wait_s)
+
+
+@lru_cache(maxsize=1024)  # asked for by each request
+def _limits_json(limits: tuple[Limits, ...]) -> str:
+    return json.dumps([one.counted for one in limits])
 
 
 def needed(task: Task, card: Mapping[str, Any], shortens: bool) -> dict[str, int]:
