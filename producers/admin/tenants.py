@@ -20,8 +20,8 @@ from producers.store.access.audit import Actor
 from producers.store.access.principal import Limits
 from producers.store.access.tenants import change
 
-#: Limits that a tenant may have: all of a key but those of what waits, which gateways bound for tenants.
-LIMITED: Final = tuple(name for name in LIMITS if name not in ("max_waiting", "shorten_to"))
+#: Limits that a tenant may have: all of a key but what a key's holder agrees to.
+LIMITED: Final = tuple(name for name in LIMITS if name != "shorten_to")
 
 
 @dataclass(slots=True)

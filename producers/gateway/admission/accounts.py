@@ -42,6 +42,7 @@ class Accounts:
         Raises Problem (400, 403), redis.exceptions.RedisError or OSError, and what `AsyncClient.known` does.
         """
         limits = await self.limits(connection, tasks[0].tenant)
+        connection.state.max_waiting = dict(limits)["tenant"].max_waiting
         if not any(one != NO_LIMITS for _, one in limits):
             return [*tasks]
         context = int((await self._client.known(tasks[0].model)).card["context_length"])

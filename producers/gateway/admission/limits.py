@@ -55,7 +55,7 @@ class Admission:
         """
         principal = principal_of(request)
         check_may_use(principal, tasks[0])
-        most = self._room(principal).bounds.of(tasks[0].tier)
+        most = self._room(request).bounds.of(tasks[0].tier)
         if most and len(tasks) > most:  # a retry would not help
             said = f"{len(tasks)} prompts in one request, where {most} tasks may wait: send {most} at a time"
             raise Problem(400, said, code="array_above_max_length", param="prompt")
@@ -72,7 +72,7 @@ class Admission:
 
     async def admit(
         self,
-        principal: Principal,
+        request: HTTPConnection,
         task: Task,
         task_id: str | None,
         more: Mapping[str, str | int] = TASK,
@@ -80,15 +80,20 @@ class Admission:
     ) -> str:
         """Submit a task within the bounds, and return its id. Raises Problem (429), and as `AsyncClient.admit`."""
         try:
-            return (await self._client.admit(task, task_id, more, charge, self._room(principal))).id
+            return (await self._client.admit(task, task_id, more, charge, self._room(request))).id
         except QueueFull as error:
             known = await self._client.known(task.model)
             tokens = task.kv_tokens(int(known.card["context_length"]))
             raise await self.overload.full(error, known.queue, task.tier, tokens) from None
 
-    def _room(self, principal: Principal) -> Room:
-        most = principal.limits.max_waiting
-        return Room(self._bounds if most is None else replace(self._bounds, key=most), principal.key)
+    def _room(self, request: HTTPConnection) -> Room:
+        """The bounds for a caller. A tenant's own goes before that of all tenants (`Accounts.sized` has it read)."""
+        principal, bounds = principal_of(request), self._bounds
+        if (most := principal.limits.max_waiting) is not None:
+            bounds = replace(bounds, key=most)
+        if (most := getattr(request.state, "max_waiting", None)) is not None:
+            bounds = replace(bounds, tenant=most)
+        return Room(bounds, principal.key)
 
 
 def _shortened(tasks: Sequence[Task], to: int, context: int) -> Entered:

@@ -103,6 +103,7 @@ class LimitsView(BaseModel):
     budget_money: str | None
     max_prompt: int | None
     max_output: int | None
+    max_waiting: int | None
 
 
 class TenantLimits(LimitsView):
@@ -122,7 +123,6 @@ class KeyView(LimitsView):
     scopes: list[str]
     models: list[str] = Field(description="the models that it may use; empty: all")
     tiers: list[str] = Field(description="the tiers that it may use; empty: all")
-    max_waiting: int | None
     shorten_to: int | None
     state: Literal["active", "disabled", "expired", "revoked"]
     created_at: int

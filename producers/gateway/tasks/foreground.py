@@ -22,7 +22,7 @@ from producers.contract.task import Task
 from producers.errors import PenstockError, TaskExists, TaskNotFound
 from producers.gateway.context import Gateway
 from producers.gateway.http import idempotency
-from producers.gateway.http.caller import charge_of, marks, principal_of
+from producers.gateway.http.caller import charge_of, marks
 from producers.gateway.http.errors import RETRY_AFTER, Problem
 from producers.gateway.http.sse import watch
 from producers.gateway.http.streams import why_stopped
@@ -60,7 +60,6 @@ class Foreground:
     ) -> None:
         self._gateway = gateway
         self._request = request
-        self._principal = principal_of(request)
         self._charge = charge_of(request)
         self._tasks = tasks
         self._more = {**(more or {}), **marks(request)}
@@ -88,7 +87,7 @@ class Foreground:
         await self._gateway.readers.enter(self.ids)
         self._held = list(self.ids)
         each = zip(self._tasks, self.ids, strict=True)
-        submits = [admission.admit(self._principal, task, name, self._more, self._charge) for task, name in each]
+        submits = [admission.admit(self._request, task, name, self._more, self._charge) for task, name in each]
         try:
             answers = await asyncio.gather(*submits, return_exceptions=True)
             taken = {name for name, answer in zip(self.ids, answers, strict=True) if isinstance(answer, TaskExists)}

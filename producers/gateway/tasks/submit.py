@@ -18,7 +18,7 @@ from producers.contract.task import Task
 from producers.errors import TaskExists, TaskNotFound
 from producers.gateway.context import Gateway
 from producers.gateway.http import idempotency
-from producers.gateway.http.caller import charge_of, marks, principal_of
+from producers.gateway.http.caller import charge_of, marks
 from producers.gateway.http.errors import Problem
 from producers.gateway.tasks.views import TaskView, WebhookView
 
@@ -56,15 +56,14 @@ async def submitted(
     entry = await idempotency.first(request, gateway.client, str(uuid.uuid4()), tenant=task.tenant)
     if entry is not None and entry.state == "made":
         return entry.id, await original(gateway, entry.id)
-    principal = principal_of(request)
     entered = await gateway.admission.enter(request, [task])
     task, more, charge = entered.tasks[0], {**more, **marks(request), **entered.more}, charge_of(request)
     if entry is None:
-        task_id = await gateway.admission.admit(principal, task, None, more, charge)
+        task_id = await gateway.admission.admit(request, task, None, more, charge)
     else:
         try:
             more = {**more, "idempotency": entry.name}
-            task_id = await gateway.admission.admit(principal, task, entry.id, more, charge)
+            task_id = await gateway.admission.admit(request, task, entry.id, more, charge)
         except TaskExists:  # an equal request came at the same time
             return entry.id, await original(gateway, entry.id)
     gateway.metrics.submitted(task.model, task.tier)

@@ -18,6 +18,7 @@ from workers.cli.keys.asked import (
     MaxInFlight,
     MaxOutput,
     MaxPrompt,
+    MaxWaiting,
     Rpm,
     Tpm,
     limits,
@@ -97,6 +98,7 @@ def limit(
     budget_money: BudgetMoney = None,
     max_prompt: MaxPrompt = None,
     max_output: MaxOutput = None,
+    max_waiting: MaxWaiting = None,
     data_dir: DataDir = None,
     store: KeyStore = None,
     as_json: Json = False,
@@ -104,7 +106,7 @@ def limit(
     """Change what all of a tenant's keys may use together; `none` unsets a limit. Without options, show its limits."""
     numbers = {"rpm": rpm, "tpm": tpm, "max_in_flight": max_in_flight, "budget_tokens": budget_tokens}
     numbers["budget_money"] = budget_money
-    asked = limits({**numbers, "max_prompt": max_prompt, "max_output": max_output})
+    asked = limits({**numbers, "max_prompt": max_prompt, "max_output": max_output, "max_waiting": max_waiting})
 
     async def work(client: Redis) -> None:
         from producers.admin import tenants

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -172,3 +173,12 @@ def test_a_key_has_a_bound_of_its_own(
     assert [send(key).status_code for _ in range(3)] == [202, 202, 429]
     assert send(key).json()["error"]["code"] == "key_queue_full"
     assert send(make("acme")).status_code == 202
+
+
+def test_a_tenants_own_bound_goes_before_that_of_all_tenants(
+    post: Callable[..., httpx.Response], valkey: Redis
+) -> None:
+    bound = {"max_queued_per_tenant": 1}
+    valkey.hset(keys.TENANT_LIMITS, "large", json.dumps({"max_waiting": 2}))
+    assert [post(bound, tenant="large").status_code for _ in range(3)] == [202, 202, 429]
+    assert [post(bound, tenant="other").status_code for _ in range(2)] == [202, 429]
