@@ -13,9 +13,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from producers.broker.values import (
+    NOTHING_COUNTED,
     Ack,
     Back,
     Capabilities,
+    Counted,
     Credit,
     Depths,
     Fetched,
@@ -223,8 +225,9 @@ class Broker(ABC):
         """The waiting messages of one queue, in one round trip."""
 
     @abstractmethod
-    async def standing(self, message: Message) -> Standing | None:
-        """The place of a task's message, in one round trip. None where it does not wait: it is in flight, or gone; or
+    async def standing(self, message: Message, counted: Counted = NOTHING_COUNTED) -> Standing | None:
+        """The place of a task's message, in one round trip. `counted`: for brokers that cannot count tenants' messages
+        before workers have sorted them. None where it does not wait: it is in flight, or gone; or
         where the broker does not know its order."""
 
     @abstractmethod

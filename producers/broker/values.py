@@ -141,6 +141,19 @@ class Standing:
     """Seconds until it waits at all: it was given back with a delay."""
 
 
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What its records tell of a waiting message's tenant, and of others."""
+
+    tenants: Mapping[str, int]
+    """Tenant -> waiting tasks, in all queues."""
+    before: float | None = None
+    """The part of its tenant's that came before it, 0 to 1; None: unknown."""
+
+
+NOTHING_COUNTED: Final = Counted({})
+
+
 @dataclass(slots=True)
 class Depth:
     """A queue's contents. `waiting`: tier -> messages to fetch. `tenants`: tier -> known tenants with waiting messages.

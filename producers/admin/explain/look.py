@@ -8,9 +8,10 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from producers.admin.explain.tenants import count
 from producers.admin.fleet import Fleet, Pool, read_fleet
 from producers.broker.base import Broker
-from producers.broker.values import Standing
+from producers.broker.values import Counted, Standing
 from producers.contract import keys
 from producers.contract.message import Message
 from producers.contract.profile import Profile
@@ -75,7 +76,10 @@ async def look(store: Redis, broker: Broker, record: Record) -> Seen:
     its = [pool for pool in fleet.pools if pool.name == name or pool.name.startswith(f"{name}.")]
     pool = next((pool for pool in its if pool.name == name), Pool(name, record.model))
     message = _message(record)
-    standing = None if message is None else await _standing(broker, record, message)
+    standing = None
+    if message is not None:
+        counted = await count(store, message, fleet.at - pool.oldest_s.get(record.tier, fleet.at))
+        standing = await _standing(broker, record, message, counted)
     return Seen(
         record,
         fleet.at * 1000,
@@ -99,12 +103,12 @@ def _message(record: Record) -> Message | None:
         return None
 
 
-async def _standing(broker: Broker, record: Record, message: Message) -> Standing | None:
+async def _standing(broker: Broker, record: Record, message: Message, counted: Counted) -> Standing | None:
     if "fingerprint" in record.fields:  # it was begun: its message goes back to its pool, while that has a worker
         own = keys.Pool(record.model, record.fields.get("version", ""), record.fields["fingerprint"]).queue
-        if (found := await broker.standing(replace(message, queue=own))) is not None:
+        if (found := await broker.standing(replace(message, queue=own), counted)) is not None:
             return found
-    return await broker.standing(message)
+    return await broker.standing(message, counted)
 
 
 def _scaling(fleet: Fleet, model: str, version: str) -> Mapping[str, Any] | None:

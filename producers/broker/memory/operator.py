@@ -8,7 +8,7 @@ from producers.broker.base import Broker, NoSuchPlace, Sender
 from producers.broker.memory.consumer import CAPABILITIES, workers
 from producers.broker.memory.server import Server
 from producers.broker.memory.standing import standing
-from producers.broker.values import Depth, Depths, Listed, Standing, Waiting, check_weight
+from producers.broker.values import NOTHING_COUNTED, Counted, Depth, Depths, Listed, Standing, Waiting, check_weight
 from producers.contract import keys
 from producers.contract.message import Message
 from producers.contract.queues import takes_from
@@ -59,7 +59,7 @@ class MemoryBroker(Broker):
             served = any(takes_from(pool, queue) for pool in server.listed.values())
             return Waiting(self._depth(queue).waiting, server.taken_tokens, served)
 
-    async def standing(self, message: Message) -> Standing | None:
+    async def standing(self, message: Message, counted: Counted = NOTHING_COUNTED) -> Standing | None:
         with self._server.lock:
             lists = [name for name, tier in self._lists(message.queue) if tier == message.tier]
             return standing(self._server, lists, message)

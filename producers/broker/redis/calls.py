@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from producers.broker.redis import keys
-from producers.broker.values import Credit, Fetched, Standing
+from producers.broker.values import Counted, Credit, Fetched, Standing
 from producers.connection.script import Call, script, text
 from producers.contract import keys as contract_keys
 from producers.contract.message import Message
@@ -123,11 +123,14 @@ def oldest(lists: Sequence[str]) -> Call:
 DELAYED: Final = 1000
 
 
-def standing(message: Message) -> Call:
+def standing(message: Message, counted: Counted) -> Call:
     """Answers where a message stands; `read_standing` reads it."""
     lists = keys.tier_lists(message.queue, message.tier)
-    about = (message.id, message.tenant, message.at, message.tokens, DELAYED)
-    return Call(script(PACKAGE, "standing"), (keys.delayed(message.queue), keys.WEIGHTS, keys.RETURNED, *lists), about)
+    before = "" if counted.before is None else f"{counted.before:.6f}"
+    about = (message.id, message.tenant, message.at, message.tokens, DELAYED, before)
+    tenants = (part for one in counted.tenants.items() for part in one)
+    names = (keys.delayed(message.queue), keys.WEIGHTS, keys.RETURNED, *lists)
+    return Call(script(PACKAGE, "standing"), names, (*about, *tenants))
 
 
 def read_standing(answer: Sequence[Any]) -> Standing | None:

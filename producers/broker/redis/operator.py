@@ -11,7 +11,7 @@ from producers.broker.base import NoSuchPlace, Sender
 from producers.broker.redis import calls, keys
 from producers.broker.redis.books import Books
 from producers.broker.redis.consumer import CAPABILITIES
-from producers.broker.values import Depth, Depths, Standing, Waiting
+from producers.broker.values import NOTHING_COUNTED, Counted, Depth, Depths, Standing, Waiting
 from producers.connection.script import aexecute, arun, text
 from producers.connection.trouble import trouble
 from producers.contract import keys as contract_keys
@@ -68,8 +68,8 @@ class RedisBroker(Books):
             found.tiers[tier] += count
         return found
 
-    async def standing(self, message: Message) -> Standing | None:
-        return calls.read_standing(await arun(self._redis, calls.standing(message)))
+    async def standing(self, message: Message, counted: Counted = NOTHING_COUNTED) -> Standing | None:
+        return calls.read_standing(await arun(self._redis, calls.standing(message, counted)))
 
     async def depths(self, queues: Sequence[str]) -> Depths:
         lists = [(queue, tier, name) for queue in queues for name, tier in _lists(queue)]

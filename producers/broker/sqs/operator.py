@@ -30,7 +30,7 @@ from producers.broker.sqs.repair import Repair
 from producers.broker.sqs.sending import celery
 from producers.broker.sqs.sending.batcher import Batcher
 from producers.broker.sqs.sending.outgoing import Outgoing, send, send_one
-from producers.broker.values import Depth, Depths, Standing, Waiting
+from producers.broker.values import NOTHING_COUNTED, Counted, Depth, Depths, Standing, Waiting
 from producers.connection.aws import AwsError, AwsMissing
 from producers.connection.script import arun, text
 from producers.connection.trouble import Trouble, trouble
@@ -145,7 +145,7 @@ class SqsBroker(Books):
         found.tiers["default"] += await self._stock(queue)
         return found
 
-    async def standing(self, message: Message) -> Standing | None:
+    async def standing(self, message: Message, counted: Counted = NOTHING_COUNTED) -> Standing | None:
         """None: SQS keeps no order, and tells none."""
         return None
 

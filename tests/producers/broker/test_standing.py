@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 from producers.broker.base import Broker, Consumer
 from producers.broker.connect import connect_broker, connect_consumer
-from producers.broker.values import Back, Credit, Rules, Standing
+from producers.broker.values import Back, Counted, Credit, Rules, Standing
 from producers.contract.message import Message
 
 QUEUE = "penstock:queue:m@1"
@@ -105,3 +106,28 @@ async def test_so_it_is_among_more_tenants_than_are_looked_at(broker: Broker, co
     off = [abs(found.ahead - order.index(name)) for name, found in told.items() if found is not None]
     assert len(off) == len(told)
     assert max(off) <= 0.05 * len(waiting)
+
+
+async def test_of_many_tenants_what_was_counted_tells_where_samples_cannot(broker: Broker, consumer: Consumer) -> None:
+    draw = random.Random(2)
+    waiting = [one(number, f"t{draw.randrange(100)}") for number in range(3000)]
+    await broker.send_many(waiting)
+    tenants = dict(Counter(message.tenant for message in waiting))
+    told = {}
+    for message in waiting[::300]:
+        its = [other.id for other in waiting if other.tenant == message.tenant]
+        counted = Counted(tenants, its.index(message.id) / len(its))
+        told[message.id] = await broker.standing(message, counted)
+    order = {task_id: place for place, task_id in enumerate(_all(consumer, 3000))}
+    off = [abs(standing.ahead - order[task_id]) for task_id, standing in told.items() if standing is not None]
+    assert len(off) == len(told)
+    assert sorted(off)[-2] < 0.05 * len(waiting)
+
+
+def _all(consumer: Consumer, count: int) -> list[str]:
+    found: list[str] = []
+    for _ in range(count // 1000 + 1):  # first all are sorted, as others do who take nothing
+        consumer.fetch(INC, ["none"], Credit((0,) * 4, (0,) * 4), RULES, bite=1000)
+    while len(found) < count:
+        found += take(consumer, 500)
+    return found

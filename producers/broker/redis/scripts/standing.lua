@@ -3,12 +3,15 @@
 -- Lists and turns are searched by the time of submission, which rises along them but where messages came back: so the
 -- neighbours of the found place are looked through for the id. Turns among tenants are reckoned, not played: before a
 -- message come those of each tenant that will have been served less by then, if its messages are as large as some of
--- them are on average. Whose the messages of an unsorted list are is told by samples.
--- KEYS: delayed, weights, returned, list ...   ARGV: id, tenant, at (ms), tokens, most delayed messages to look through
+-- them are on average. Whose the messages of an unsorted list are is told by samples, or by what the caller has
+-- counted, where that is of about these messages.
+-- KEYS: delayed, weights, returned, list ...
+-- ARGV: id, tenant, at (ms), tokens, most delayed messages to look through, then what the caller has counted: the part
+--       of the tenant's messages that came before ('': unknown), tenant, messages of all queues, ...
 -- Answers: {waiting, messages ahead, exact 0|1} | {delayed, ms until it is due} | {} where it does not wait
 local delayed, weights = KEYS[1], KEYS[2]
 local id, tenant, at, tokens = ARGV[1], ARGV[2], tonumber(ARGV[3]), math.max(tonumber(ARGV[4]), 1)
-local NEAR, BLOCKS, BLOCK, SIZES, TENANTS = 128, 16, 8, 256, 200
+local NEAR, BLOCKS, BLOCK, SIZES, TENANTS, FEW, USUAL, OWN = 128, 16, 8, 256, 200, 32, 4, 64
 
 -- id, time of submission, tenant and tokens of a message
 local function read(raw)
@@ -43,15 +46,17 @@ local function search(count, get)
   end
 end
 
+local alike = redis.call('HLEN', weights) == 0 -- most systems give no weights
+
 local function weight(of)
-  local said = tonumber(redis.call('HGET', weights, of) or '1')
+  local said = tonumber(not alike and redis.call('HGET', weights, of) or '1')
   return said and said >= 0.001 and said <= 1000 and said or 1
 end
 
 -- what is sorted of a list: tenant -> {served, messages, tokens of those looked at, how many, weight, tenants that it
 -- stands for}, of the caller and of others from all over their order; and how many there are
 local function sorted(list)
-  local turns, all, some = 'penstock:turns:' .. list, {}, {}
+  local turns, all, some, every, each = 'penstock:turns:' .. list, {}, {}, 0, 0
   local count = redis.call('ZCARD', turns)
   local most = math.min(count, TENANTS)
   for k = 0, most - 1 do
@@ -63,7 +68,7 @@ local function sorted(list)
   for name, served in pairs(some) do
     local turn = 'penstock:turn:' .. list .. ':' .. name
     local length, sum = redis.call('ZCARD', turn), 0
-    local looked = math.min(length, math.max(4, math.floor(SIZES / most)))
+    local looked = math.min(length, name == tenant and OWN or math.max(4, math.floor(SIZES / most)))
     for one = 1, looked do
       local place = math.floor((one - 1) * length / looked)
       local number = redis.call('ZRANGE', turn, place, place)[1]
@@ -71,6 +76,12 @@ local function sorted(list)
       sum = sum + math.max(cmsgpack.unpack(packed)[7], 1)
     end
     all[name] = { tonumber(served), length, sum, looked, weight(name), count / most }
+    every, each = every + sum, each + looked
+  end
+  for name, its in pairs(all) do -- a few messages say little of their tenant's others: all tenants' count as some more
+    if name ~= tenant and each > 0 then
+      its[3], its[4] = its[3] + USUAL * every / each, its[4] + USUAL
+    end
   end
   return all, count
 end
@@ -126,6 +137,41 @@ local function add(all, list, from, to)
   return own
 end
 
+-- all tenants of a list, by what the caller has counted; and the messages of its own that came before. Nil where much
+-- of what was counted waits elsewhere
+local function counted(list, length, place, sampled)
+  local turns, all, total, sorted_sum, sum, looked = 'penstock:turns:' .. list, {}, 0, 0, 0, 0
+  local least = #ARGV < 7 + 2 * FEW and 0.9 or 0.5 -- of few tenants, samples tell as much
+  for _, its in pairs(sampled) do
+    sum, looked = sum + its[3], looked + its[4]
+  end
+  local scores, found = {}, redis.call('ZRANGE', turns, 0, -1, 'WITHSCORES')
+  for k = 1, #found, 2 do
+    scores[found[k]] = found[k + 1]
+  end
+  local usual = looked > 0 and sum / looked or tokens
+  for k = 7, #ARGV, 2 do
+    local name = ARGV[k]
+    local served, its = scores[name], sampled[name]
+    local known = its and its[4] >= 4
+    local have = served and redis.call('ZCARD', 'penstock:turn:' .. list .. ':' .. name) or 0
+    all[name] = { tonumber(served or 0), tonumber(ARGV[k + 1]), known and its[3] or usual, known and its[4] or 1,
+      weight(name), 1, have }
+    total, sorted_sum = total + tonumber(ARGV[k + 1]), sorted_sum + have
+  end
+  local scale = math.min((length + sorted_sum) / math.max(total, 1), 1)
+  if not all[tenant] or scale < least then
+    return nil
+  end
+  for _, its in pairs(all) do
+    its[2] = math.max(its[7], its[2] * scale)
+  end
+  local its = all[tenant]
+  local came = tonumber(ARGV[6])
+  local own = came and its[2] * came or its[7] + (its[2] - its[7]) * place / length
+  return all, math.max(its[7], math.min(own, its[2] - 1))
+end
+
 local function in_list(list)
   local length = redis.call('LLEN', list)
   local place = search(length, function(i)
@@ -142,6 +188,10 @@ local function in_list(list)
   else -- as if all of the list were sorted, which is faster than to be taken
     own = own + add(all, list, 0, place)
     add(all, list, place, length)
+    local of_all, of_own = counted(list, length, place, all)
+    if of_all then
+      all, own = of_all, of_own
+    end
   end
   all[tenant] = all[tenant] or { 0, 0, 0, 0, weight(tenant), 1 }
   local least, tenants = nil, 0
