@@ -13,8 +13,8 @@ from redis import Redis
 
 from engine.text import Tokenizer
 from producers.contract import keys
-from tests.producers.gateway.conftest import CARD, TINY, publish
-from tests.producers.gateway.openai.conftest import Answering, chunks, nothing_written, says
+from tests.producers.gateway.conftest import CARD, TINY, Door, publish
+from tests.producers.gateway.openai.conftest import Answering, chunks, nothing_written, says, send
 
 Ask = Callable[..., httpx.Response]
 TOKENIZER = Tokenizer.from_folder(TINY)
@@ -97,10 +97,16 @@ class TestPrompts:
         [({"bos_token_id": None}, [CARD.eos_token_ids[0]]), ({"bos_token_id": None, "eos_token_ids": []}, None)],
     )
     def test_a_model_without_a_beginning_begins_with_an_end_or_refuses(
-        self, complete: Ask, answering: Answering, valkey: Redis, has: dict[str, Any], wanted: list[int] | None
+        self,
+        open_door: Callable[..., Door],
+        answering: Answering,
+        valkey: Redis,
+        has: dict[str, Any],
+        wanted: list[int] | None,
     ) -> None:
         valkey.hset(keys.MODELS, "tiny", json.dumps({**json.loads(CARD.to_json()), **has}))
-        answer = complete(prompt=["x", ""])
+        with httpx.Client(base_url=open_door().url, timeout=60) as http:  # a gateway that knows no other "tiny"
+            answer = send(http, "/v1/completions", {"model": "tiny", "prompt": ["x", ""]})
         if wanted is None:
             error = answer.json()["error"]
             assert (answer.status_code, error["code"], error["param"]) == (400, "empty_prompt", "prompt[1]")
