@@ -21,7 +21,7 @@ router = APIRouter(prefix="/v1/tenants", tags=["keys"], dependencies=ADMINISTERS
 CHANGE = changes({name: said for name, said in LIMIT_SCHEMAS.items() if name in admin.LIMITED})
 
 
-@router.get("/{tenant:path}/limits", response_model=TenantLimits)
+@router.get("/{tenant:path}/limits", response_model=TenantLimits, responses=errors(404))
 async def look(request: Request, tenant: str) -> TenantLimits:
     """Get the limits of a tenant; null where there is none."""
     return _view(tenant, await tenants.get(gateway_of(request).client.store, tenant))
@@ -30,7 +30,7 @@ async def look(request: Request, tenant: str) -> TenantLimits:
 @router.post(
     "/{tenant:path}/limits",
     response_model=TenantLimits,
-    responses=errors(413, 415),
+    responses=errors(404, 413, 415),
     openapi_extra=documented(CHANGE),
 )
 async def change(request: Request, tenant: str) -> TenantLimits:
