@@ -22,12 +22,13 @@ from engine.params import SamplingParams
 from engine.plan import Sampled
 from engine.request import Request
 from engine.scheduling.scheduler import Scheduler
+from producers.store import waiting
 from tests.engine.stepping import made
 
 #: Name, share of the requests, and the deadline in times of what a task takes at the capacity, as in `overload`.
 TIERS = (("priority", 0.15, 5.0), ("default", 0.45, 15.0), ("flex", 0.2, 37.5), ("batch", 0.2, 75.0))
-#: Of the tasks that may wait, how much a tier may find taken, the best one by itself: as a gateway lets them in.
-PARTS = (1.0, 0.95, 0.8, 0.6)
+#: Pressure at which each stage of overload is entered and left; per tier, the stage that refuses it.
+ENTERED, LEFT, REFUSED = (0.8, 0.9, 0.95), (0.6, 0.7, 0.8), [waiting.REFUSED[name] for name, *_ in TIERS]
 TENANTS = {"big": 0.7, "small": 0.2, "": 0.1}
 
 
@@ -45,6 +46,8 @@ class World:
     unhurried_tokens: int | None = None
     exclusive: bool = False
     max_queued: int = 100
+    stages: bool = True
+    """Whether overload is left at less than it is entered at, as gateways do it."""
 
     def took(self, tokens: int) -> float:
         return self.step_s + self.token_s * tokens
@@ -72,6 +75,7 @@ class Run:
     all: dict[str, One] = field(default_factory=dict)
     refused: int = 0
     steps: int = 0
+    stage: int = 0
     _rng: random.Random = field(init=False)
     _scheduler: Scheduler = field(init=False)
     _live: dict[str, One] = field(default_factory=dict)
@@ -104,12 +108,22 @@ class Run:
             due + TIERS[tier][2] * self.task_s,
         )
         self.all[name] = one
-        waiting = [other for other in self._live.values() if other.first is None and (tier or not other.request.tier)]
-        if len(waiting) >= world.max_queued * PARTS[tier]:
+        if self._is_full(tier):
             self.refused += 1
             return
         self._live[name] = one
         self._scheduler.add(one.request)
+
+    def _is_full(self, tier: int) -> bool:
+        """Whether a gateway refuses a task of this tier now: by its stage, or by the bound."""
+        queued, world = [other.request.tier for other in self._live.values() if other.first is None], self.world
+        share = len(queued) / world.max_queued
+        while world.stages and self.stage < len(ENTERED) and share >= ENTERED[self.stage]:
+            self.stage += 1
+        while self.stage and share < LEFT[self.stage - 1]:
+            self.stage -= 1
+        before = len(queued) if tier else queued.count(0)
+        return self.stage >= REFUSED[tier] or before >= world.max_queued * waiting.PARTS[TIERS[tier][0]]
 
     def tier(self) -> int:
         return self._rng.choices(range(len(TIERS)), [share for _, share, _ in TIERS])[0]
@@ -225,6 +239,7 @@ def main() -> None:
     parser.add_argument("--batched-tokens", type=int, default=64)
     parser.add_argument("--unhurried-tokens", type=int, help="unhurried_tokens of the engine")
     parser.add_argument("--together", action="store_true", help="as on a GPU: no step is the priority tier's alone")
+    parser.add_argument("--without-stages", action="store_true", help="bounds alone, without stages of overload")
     parser.add_argument("--prompt", type=int, default=64, help="tokens, on average")
     parser.add_argument("--output", type=int, default=256, help="tokens, on average")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 1.0, 2.0, 3.0])
@@ -239,6 +254,7 @@ def main() -> None:
         args.output,
         args.unhurried_tokens,
         exclusive=not args.together,
+        stages=not args.without_stages,
     )
     measure(world, args.loads, args.tasks, lambda said: print(json.dumps(said), flush=True))
 
