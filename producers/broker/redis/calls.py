@@ -5,6 +5,7 @@ The preconditions and effects stand at the head of each `scripts/*.lua`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -128,9 +129,9 @@ def standing(message: Message, counted: Counted) -> Call:
     lists = keys.tier_lists(message.queue, message.tier)
     before = "" if counted.before is None else f"{counted.before:.6f}"
     about = (message.id, message.tenant, message.at, message.tokens, DELAYED, before)
-    tenants = (part for one in counted.tenants.items() for part in one)
+    tenants = json.dumps(dict(counted.tenants))
     names = (keys.delayed(message.queue), keys.WEIGHTS, keys.RETURNED, *lists)
-    return Call(script(PACKAGE, "standing"), names, (*about, *tenants))
+    return Call(script(PACKAGE, "standing"), names, (*about, tenants))
 
 
 def read_standing(answer: Sequence[Any]) -> Standing | None:

@@ -7,7 +7,7 @@
 -- counted, where that is of about these messages.
 -- KEYS: delayed, weights, returned, list ...
 -- ARGV: id, tenant, at (ms), tokens, most delayed messages to look through, then what the caller has counted: the part
---       of the tenant's messages that came before ('': unknown), tenant, messages of all queues, ...
+--       of the tenant's messages that came before ('': unknown), messages of all queues by tenant (JSON)
 -- Answers: {waiting, messages ahead, exact 0|1} | {delayed, ms until it is due} | {} where it does not wait
 local delayed, weights = KEYS[1], KEYS[2]
 local id, tenant, at, tokens = ARGV[1], ARGV[2], tonumber(ARGV[3]), math.max(tonumber(ARGV[4]), 1)
@@ -141,7 +141,7 @@ end
 -- of what was counted waits elsewhere
 local function counted(list, length, place, sampled)
   local turns, all, total, sorted_sum, sum, looked = 'penstock:turns:' .. list, {}, 0, 0, 0, 0
-  local least = #ARGV < 7 + 2 * FEW and 0.9 or 0.5 -- of few tenants, samples tell as much
+  local tenants = 0
   for _, its in pairs(sampled) do
     sum, looked = sum + its[3], looked + its[4]
   end
@@ -150,17 +150,16 @@ local function counted(list, length, place, sampled)
     scores[found[k]] = found[k + 1]
   end
   local usual = looked > 0 and sum / looked or tokens
-  for k = 7, #ARGV, 2 do
-    local name = ARGV[k]
+  for name, waiting in pairs(cjson.decode(ARGV[7])) do
     local served, its = scores[name], sampled[name]
     local known = its and its[4] >= 4
     local have = served and redis.call('ZCARD', 'penstock:turn:' .. list .. ':' .. name) or 0
-    all[name] = { tonumber(served or 0), tonumber(ARGV[k + 1]), known and its[3] or usual, known and its[4] or 1,
+    all[name] = { tonumber(served or 0), waiting, known and its[3] or usual, known and its[4] or 1,
       weight(name), 1, have }
-    total, sorted_sum = total + tonumber(ARGV[k + 1]), sorted_sum + have
+    tenants, total, sorted_sum = tenants + 1, total + waiting, sorted_sum + have
   end
   local scale = math.min((length + sorted_sum) / math.max(total, 1), 1)
-  if not all[tenant] or scale < least then
+  if not all[tenant] or scale < (tenants <= FEW and 0.9 or 0.5) then -- of few tenants, samples tell as much
     return nil
   end
   for _, its in pairs(all) do
