@@ -46,6 +46,8 @@ def values(node: ast.AST) -> Iterator[ast.expr]:
             yield from (key for key in keys if key is not None)
         case ast.AnnAssign(target=ast.Name(id="CODES"), value=ast.Dict(values=found)):
             yield from found
+        case ast.AnnAssign(target=ast.Name(id="SAID"), value=ast.Dict(values=found)):
+            yield from (said.elts[0] for said in found if isinstance(said, ast.Tuple))
         case ast.Dict(keys=keys, values=found):
             for key, value in zip(keys, found, strict=True):
                 if isinstance(key, ast.Constant) and key.value == "code":
