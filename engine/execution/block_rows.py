@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Each
-
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.kv import KvSpace, Table
-from engine.plan import ScheduledSeq
 
 Ints = NDArray[np.int64]
 
@@ -23,7 +20,7 @@ class BlockRows:
         #: The number of the block after the last one. That block is always zero.
         self.zero_block = space.num_blocks
         # The rows are as wide as the longest table so far, because a context of millions of tokens is seldom used.
-        self._rows = np.full((slots, 8), self.zero_block, np.int64)
+        self._rows = np.full((slots, 8), self.zero_block, np.int32)
         self._firsts = np.zeros(slots, np.int64)
         self._written: list[list[int]] = [[] for _ in range(slots)]
 
@@ -34,7 +31,7 @@ class BlockRows:
         if held == blocks:
             return
         if len(blocks) > self._rows.shape[1]:
-            wider = np.full((len(self._rows), 2 * len(blocks)), self.zero_block, np.int64)
+            wider = np.full((len(self._rows), 2 * len(blocks)), self.zero_block, np.int32)
             wider[:, : self._rows.shape[1]] = self._rows
             self._rows = wider
         row = self._rows[slot]
@@ -48,9 +45,10 @@ class BlockRows:
 
     def places(self, slots: Ints, positions: Ints) -> Ints:
         """The KV slots, block * block_size + offset, of tokens at `positions` in the tables of `slots`."""
-        return self._rows[slots, positions // self._size] * self._size + positions % self._size
+        blocks: Ints = self._rows[slots, positions // self._size].astype(np.int64)
+        return blocks * self._size + positions % self._size
 
-    def tables(self, slots: Ints, ends: Ints) -> Ints:
+    def tables(self, slots: Ints, ends: Ints) -> NDArray[np.int32]:
         """Tables that hold `ends` tokens, [sequences, blocks of the longest], padded with the zero block."""
         return self._rows[slots, : -(-int(ends.max()) // self._size)]
 
@@ -58,20 +56,5 @@ class BlockRows:
         """The blocks that tokens from `starts` to `ends` begin to fill but do not fill up."""
         last = (ends - 1) // self._size
         chosen = (last * self._size >= starts) & (ends % self._size != 0)
-        blocks: Ints = self._rows[slots[chosen], last[chosen]]
+        blocks: Ints = self._rows[slots[chosen], last[chosen]].astype(np.int64)
         return blocks
-
-
-def runs(rows: Each[ScheduledSeq], lengths: list[int], ratio: float, slack: int) -> list[tuple[int, int]]:
-    """Split `rows` into runs (first, end) that each share one padded attention batch.
-
-    The rows of a run compute equally many tokens. Their lengths are at most `ratio` times the first one's plus `slack`.
-    """
-    bounds: list[tuple[int, int]] = []
-    first = 0
-    for i in range(1, len(rows) + 1):
-        if i < len(rows) and rows[i].count == rows[first].count and lengths[i] <= ratio * lengths[first] + slack:
-            continue
-        bounds.append((first, i))
-        first = i
-    return bounds

@@ -5,27 +5,22 @@ reference: every operation in plain torch, the test oracle of the other sets
 gpu: CUDA, with the kernels in triton/; native/: CPUs, in C++; fallback/: CPUs and CUDA without these, with torch
 deterministic/: CUDA, with rows that depend on nothing but themselves; compressed_kv: the layout of 8-bit KV caches
 `prepare_linear` takes the weights, and may repack or quantise them (fp8, packed)
-attention reads the paged KV cache as ragged or groups describe a step; a set also has a compute dtype
+attention reads the paged KV cache as a ragged batch describes a step; a set also has a compute dtype
 """
 
 from engine.kernels.choice import select
-from engine.kernels.groups import AttentionBatch, AttentionGroup, visibility
 from engine.kernels.layer import LayerParts, PreparedLayers, PreparedLinear
-from engine.kernels.ragged import Attended, RaggedBatch
+from engine.kernels.ragged import RaggedBatch
 from engine.kernels.reference import Reference
 
 #: The interface: every set is a Reference.
 Kernels = Reference
 
 __all__ = [
-    "Attended",
-    "AttentionBatch",
-    "AttentionGroup",
     "Kernels",
     "LayerParts",
     "PreparedLayers",
     "PreparedLinear",
     "RaggedBatch",
     "select",
-    "visibility",
 ]

@@ -12,7 +12,7 @@ from engine.kernels.compressed_kv import SCALE_BYTES
 from engine.kernels.fp8 import CAPABILITY, fp8_bytes, fp8_linear, fp8_product, multiplies_fp8, padded
 from engine.kernels.layer import PreparedLinear
 from engine.kernels.packed import Int4Weight, Int8Weight
-from engine.kernels.ragged import Attended, RaggedBatch
+from engine.kernels.ragged import RaggedBatch
 from engine.kernels.reference import Reference
 from engine.kernels.triton.attention.compressed_kv import INT8, KINDS, PLAIN
 from engine.kernels.triton.attention.paged import PagedAttention
@@ -104,17 +104,13 @@ class Gpu(Reference):
                 f"has heads of {head_dim}; use 'fp8'"
             )
 
-    def rope_and_write(self, heads: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, batch: Attended) -> Tensor:
+    def rope_and_write(self, heads: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, batch: RaggedBatch) -> Tensor:
         return rope_and_write(heads, cos, sin, cache, batch.slots, self._kind)
 
     def paged_attention(
-        self, query: Tensor, cache: Tensor, batch: Attended, scale: float, softcap: float | None = None
+        self, query: Tensor, cache: Tensor, batch: RaggedBatch, scale: float, softcap: float | None = None
     ) -> Tensor:
-        if isinstance(batch, RaggedBatch):
-            return self._attention(query, cache, batch, scale, softcap, self._kind)
-        if self._kind != PLAIN:
-            raise TypeError("attention over a cache of 8 bits reads ragged batches")
-        return super().paged_attention(query, cache, batch, scale, softcap)
+        return self._attention(query, cache, batch, scale, softcap, self._kind)
 
 
 class Fp8Gpu(Gpu):

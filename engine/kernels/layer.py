@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.kernels.ragged import Attended
+from engine.kernels.ragged import RaggedBatch
 
 #: The product with a prepared weight: [rows, inputs] -> [rows, outputs].
 PreparedLinear = Callable[[Tensor], Tensor]
@@ -50,7 +50,7 @@ class LayerParts:
 #: attention batch and the cache of each KV group; the wanted tokens, int64 [rows]. Returns their last hidden states
 #: [rows, width], normed.
 PreparedLayers = Callable[
-    [Tensor, Sequence[tuple[Tensor, Tensor]], Sequence[Attended], Sequence[Tensor], Tensor], Tensor
+    [Tensor, Sequence[tuple[Tensor, Tensor]], Sequence[RaggedBatch], Sequence[Tensor], Tensor], Tensor
 ]
 
 #: Receives (kernel class, as breakdown.py names it; the seconds that a call spent in it).

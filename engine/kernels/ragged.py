@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kernels.groups import AttentionBatch
-
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
@@ -45,10 +43,6 @@ class RaggedBatch:
     """The number of places that a query sees, its own included. None: all before it."""
     positions: Tensor | None = None
     """int64 [tokens], counted from each sequence's first token, which tells how many tokens precede a table."""
-
-
-#: The description of a step for attention, in either layout.
-Attended = AttentionBatch | RaggedBatch
 
 
 def ragged_attention(
@@ -86,11 +80,3 @@ def causal(
         hidden |= key_at <= query_at - window
     weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, values.float().repeat_interleave(share, 1)).to(query.dtype)
-
-
-def write_ragged(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Reference.write_kv, but without rows whose slot is -1."""
-    own = slots >= 0
-    flat = cache.view(2, -1, *cache.shape[3:])
-    flat[0].index_copy_(0, slots[own], key[own])
-    flat[1].index_copy_(0, slots[own], value[own])

@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.groups import AttentionBatch
 from engine.kernels.layer import LayerParts, PreparedLayers, PreparedLinear, ReportTime
 from engine.kernels.packed import Int4Weight, Int8Weight
-from engine.kernels.ragged import Attended, RaggedBatch, causal, ragged_attention, write_ragged
+from engine.kernels.ragged import RaggedBatch, ragged_attention
 from engine.kv import KvGroup
 
 #: The numbers dequantised at one time, few enough to stay in a processor's cache until they are multiplied.
@@ -26,12 +25,8 @@ class Reference:
     """
 
     name = "reference"
-    #: (ratio, tokens): sequences share a padded batch if the longest context is at most ratio * shortest + tokens.
-    padding = (1.0, 0)
-    #: Whether the set reads the masks of AttentionGroup.
-    masked = True
-    #: Whether the set reads RaggedBatch, or else AttentionBatch. Every set also accepts the other kind, but is slow
-    #: then.
+    #: Whether the set's steps may have padding rows, and lengths that only the device knows: the steps of
+    #: engine/execution/device.
     ragged = False
     #: Whether a CUDA graph can record its operations: with a ragged batch they never wait for the device.
     recordable = False
@@ -141,9 +136,11 @@ class Reference:
         the operations below. None if the set cannot run such layers."""
         return None
 
-    def arrange(self, batch: AttentionBatch, block_size: int, zero_block: int) -> AttentionBatch:
-        """Convert a step of one KV group into this set's form for `paged_attention`, once for all of the group's
-        layers."""
+    def arrange(self, batch: RaggedBatch, block_size: int, zero_block: int) -> RaggedBatch:
+        """Add to a step of one KV group what `paged_attention` needs beside it, once for all of the group's layers.
+
+        The step has no padding rows. Tables are padded with `zero_block`, the cache's last block, which is zero.
+        """
         return batch
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -192,15 +189,17 @@ class Reference:
         return F.gelu(gate, approximate="tanh") * up
 
     def write_kv(self, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
-        """Write `key` and `value`, [tokens, kv_heads, head_dim], at `slots` of one layer's `cache`.
+        """Write `key` and `value`, [tokens, kv_heads, head_dim], at `slots` of one layer's `cache`. Rows whose slot is
+        -1 are not written.
 
         `cache`: [2, blocks, block_size, kv_heads, head_dim].
         """
+        own = slots >= 0
         flat = cache.view(2, -1, *cache.shape[3:])
-        flat[0].index_copy_(0, slots, key)
-        flat[1].index_copy_(0, slots, value)
+        flat[0].index_copy_(0, slots[own], key[own])
+        flat[1].index_copy_(0, slots[own], value[own])
 
-    def rope_and_write(self, heads: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, batch: Attended) -> Tensor:
+    def rope_and_write(self, heads: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, batch: RaggedBatch) -> Tensor:
         """Rotate queries and keys as `rope` does, and write keys and values into `cache` at the slots of `batch`.
 
         `heads`: [tokens, query heads + 2 * kv_heads, head_dim], queries, then keys, then values; the cache's shape
@@ -209,28 +208,18 @@ class Reference:
         """
         kv_heads = cache.shape[3]
         rotated, values = self.rope(heads[:, :-kv_heads], cos, sin), heads[:, -kv_heads:]
-        write = write_ragged if isinstance(batch, RaggedBatch) else self.write_kv
-        write(rotated[:, -kv_heads:], values, cache, batch.slots)
+        self.write_kv(rotated[:, -kv_heads:], values, cache, batch.slots)
         return rotated[:, :-kv_heads]
 
     def paged_attention(
-        self, query: Tensor, cache: Tensor, batch: Attended, scale: float, softcap: float | None = None
+        self, query: Tensor, cache: Tensor, batch: RaggedBatch, scale: float, softcap: float | None = None
     ) -> Tensor:
         """Causal attention of `query`, [tokens, heads, head_dim], over the keys and values in `cache`.
 
         Query head h reads KV head h // (heads / kv_heads). Scores are multiplied by `scale`; with `softcap` they then
         become softcap * tanh(score / softcap). Returns [tokens, heads, head_dim].
         """
-        if isinstance(batch, RaggedBatch):
-            return ragged_attention(query, cache, batch, scale, softcap)
-        out = torch.empty_like(query)
-        for group in batch.groups:
-            for i, kv_len in enumerate(group.kv_lens):
-                row = group.row + i * group.query_len
-                rows = slice(row, row + group.query_len)
-                keys, values = cache[:, group.block_tables[i]].flatten(1, 2)[:, :kv_len]
-                out[rows] = causal(query[rows], keys, values, scale, softcap, batch.window)
-        return out
+        return ragged_attention(query, cache, batch, scale, softcap)
 
 
 class Ragged(Reference):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kernels import Attended, Kernels
+from engine.kernels import Kernels, RaggedBatch
 from engine.layers.linear import Linear
 from engine.layers.norm import RmsNorm
 
@@ -50,7 +50,7 @@ class Attention:
         shape = self.shape
         self._kernels.prepare_attention(shape.heads, shape.kv_heads, shape.head_dim, shape.softcap)
 
-    def __call__(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: Attended) -> Tensor:
+    def __call__(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: RaggedBatch) -> Tensor:
         """`x`: [tokens, width]. `rotation`: from Rope. `cache`: this layer's, [2, blocks, block, kv_heads,
         head_dim]."""
         shape, kernels = self.shape, self._kernels

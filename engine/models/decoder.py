@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.kernels import Attended, Kernels, LayerParts, PreparedLayers, PreparedLinear
+from engine.kernels import Kernels, LayerParts, PreparedLayers, PreparedLinear, RaggedBatch
 from engine.layers import Attention, AttentionShape, Embedding, GatedMlp, Linear, NormedAttention, RmsNorm, Rope
 from engine.models.settings import DecoderSettings
 from engine.text.config import Config
@@ -106,7 +106,7 @@ class DecoderLayer:
             fed_norm=None,
         )
 
-    def attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: Attended) -> Tensor:
+    def attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: RaggedBatch) -> Tensor:
         return self._attention(x, rotation, cache, batch)
 
     def feed(self, x: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ class Decoder(ABC):
         tokens: Tensor,
         positions: Tensor,
         long: Tensor | None,
-        attention: Sequence[Attended],
+        attention: Sequence[RaggedBatch],
         caches: Sequence[Tensor],
         wanted: Tensor,
     ) -> Tensor:
@@ -230,7 +230,7 @@ class Decoder(ABC):
         x: Tensor,
         residual: Tensor,
         rotations: Sequence[tuple[Tensor, Tensor]],
-        attention: Sequence[Attended],
+        attention: Sequence[RaggedBatch],
         caches: Sequence[Tensor],
         wanted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.bounds import shown
 from engine.errors import ModelError
-from engine.kernels import Attended, Kernels, select
+from engine.kernels import Kernels, RaggedBatch, select
 from engine.kv import KvGroup
 from engine.layers import Embedding, Linear
 from engine.memory import check_weights
@@ -76,7 +76,7 @@ class Model(Protocol):
         tokens: Tensor,
         positions: Tensor,
         long: Tensor | None,
-        attention: Sequence[Attended],
+        attention: Sequence[RaggedBatch],
         caches: Sequence[Tensor],
         wanted: Tensor,
     ) -> Tensor:

@@ -1,6 +1,6 @@
 """What decoding attention takes without native kernels: `python -m tests.bench.sampled [--threads 2]`.
 
-By reading keys and values where they lie (kernels/torch/sampled.py), and by gathering them for torch's attention, in
+By reading keys and values where they lie (kernels/fallback/sampled.py), and by gathering them for torch's attention, in
 turns over the caches of so many layers that none is left in the processor's cache. Each figure is the least of all
 calls: milliseconds of the processor, of the thread that steps and of all; on a busy machine set GOMP_SPINCOUNT=0, so
 that none waits at work.
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from engine.kernels import AttentionBatch, AttentionGroup, visibility
+from engine.kernels import RaggedBatch
 from engine.kernels.fallback.cpu import Cpu
 from engine.kernels.fallback.sdpa import Sdpa
 
@@ -34,27 +34,34 @@ COLD = 128 << 20
 
 
 def measure(sequences: int, heads: int, kv_heads: int, head_dim: int, places: int, calls: int) -> list[list[float]]:
-    """[[ms of the thread that steps, of all], ...]: sampled, gathered with masks as they are added, and with bools."""
+    """[[ms of the thread that steps, of all], ...]: sampled, and gathered."""
     each = -(-places // BLOCK)
     blocks = sequences * each
     layers = max(2, COLD // (8 * blocks * BLOCK * kv_heads * head_dim))
     caches = [torch.randn(2, blocks + 1, BLOCK, kv_heads, head_dim) for _ in range(layers)]
-    tables = torch.randperm(blocks).view(sequences, each)
-    lens = torch.tensor([places - i % 7 for i in range(sequences)])
-    mask = visibility(lens, 1, each * BLOCK, None)
-    bools = AttentionBatch(torch.empty(0), (AttentionGroup(0, 1, tuple(lens.tolist()), tables, mask),))
+    tables = torch.randperm(blocks).int().view(sequences, each)
+    lens = torch.tensor([places - i % 7 for i in range(sequences)], dtype=torch.int32)
     kernels = Cpu(torch.float32)
-    added = Sdpa.arrange(kernels, bools, BLOCK, blocks)
+    batch = RaggedBatch(
+        slots=torch.empty(0, dtype=torch.int64),
+        query_starts=torch.arange(sequences + 1, dtype=torch.int32),
+        kv_lens=lens,
+        tables=tables,
+        table_rows=torch.arange(sequences, dtype=torch.int32),
+        most_queries=1,
+        most_places=places,
+    )
+    gathered = Sdpa.arrange(kernels, batch, BLOCK, blocks)
     kernels.prepare_attention(1, 1, head_dim, None)
     # However many share a KV head: where these are too many is for this to tell.
     kernels._heads = heads, kv_heads
-    sampled = kernels.arrange(bools, BLOCK, blocks)
+    sampled = kernels.arrange(batch, BLOCK, blocks)
     query = torch.randn(sequences, heads, head_dim)
 
-    def attend(batch: AttentionBatch) -> Callable[[int], object]:
+    def attend(batch: RaggedBatch) -> Callable[[int], object]:
         return lambda call: kernels.paged_attention(query, caches[call % layers], batch, head_dim**-0.5)
 
-    runs = [attend(batch) for batch in (sampled, added, bools)]
+    runs = [attend(batch) for batch in (sampled, gathered)]
     found = [[float("inf")] * 2 for _ in runs]
     for call in range(calls):
         for run, least in zip(runs, found, strict=True):
@@ -71,7 +78,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=60)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    names = ("where they lie", "gathered", "gathered, bool masks")
+    names = ("where they lie", "gathered")
     for shape in SHAPES:
         sequences, heads, kv_heads, head_dim, places = shape
         print(f"{sequences} rows of {places} places, {heads} heads of {head_dim} on {kv_heads}:")

@@ -10,7 +10,7 @@ from engine.kernels.fp8 import fp8_bytes
 from engine.kernels.gpu import Gpu
 from engine.kernels.layer import PreparedLinear
 from engine.kernels.packed import Int4Weight, Int8Weight
-from engine.kernels.ragged import Attended, RaggedBatch
+from engine.kernels.ragged import RaggedBatch
 from engine.kernels.triton.attention.fixed import FixedAttention
 from engine.kernels.triton.products.fp8 import quantise_rows
 from engine.kernels.triton.products.product import fixed_fp8_linear, fixed_linear
@@ -41,10 +41,8 @@ class DeterministicGpu(Gpu):
         return fixed_linear(weight, bias)
 
     def paged_attention(
-        self, query: Tensor, cache: Tensor, batch: Attended, scale: float, softcap: float | None = None
+        self, query: Tensor, cache: Tensor, batch: RaggedBatch, scale: float, softcap: float | None = None
     ) -> Tensor:
-        if not isinstance(batch, RaggedBatch):
-            raise TypeError("deterministic attention on a GPU reads ragged batches")
         return self._fixed(query, cache, batch, scale, softcap)
 
 

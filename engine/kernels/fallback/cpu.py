@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels.fallback.padded import PaddedGroup
 from engine.kernels.fallback.pieces import piece
 from engine.kernels.fallback.sampled import MOST_SHARED, SampledGroup, forewarned, sampled, sampled_attention
 from engine.kernels.fallback.sdpa import Sdpa
-from engine.kernels.groups import AttentionBatch, AttentionGroup
 from engine.kernels.layer import PreparedLinear
 
 
@@ -102,18 +102,13 @@ class Cpu(Sdpa):
             forewarned()
             self._heads = heads, kv_heads
 
-    def arrange(self, batch: AttentionBatch, block_size: int, zero_block: int) -> AttentionBatch:
-        heads = self._heads
-        if heads is None:
-            return super().arrange(batch, block_size, zero_block)
-        groups = [
-            sampled(group, batch.window, block_size, zero_block, *heads) if group.query_len == 1 else group
-            for group in batch.groups
-        ]
-        return super().arrange(AttentionBatch(batch.slots, tuple(groups), batch.window), block_size, zero_block)
+    def arrange_group(self, group: PaddedGroup, window: int | None, block_size: int, zero_block: int) -> PaddedGroup:
+        if self._heads is None or group.query_len > 1:
+            return super().arrange_group(group, window, block_size, zero_block)
+        return sampled(group, window, block_size, zero_block, *self._heads)
 
     def attend_group(
-        self, query: Tensor, cache: Tensor, group: AttentionGroup, scale: float, softcap: float | None
+        self, query: Tensor, cache: Tensor, group: PaddedGroup, scale: float, softcap: float | None
     ) -> Tensor:
         if isinstance(group, SampledGroup):
             return sampled_attention(query, cache, group, scale, softcap)

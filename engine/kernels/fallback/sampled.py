@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.kernels.fallback.padded import PaddedGroup
 from engine.kernels.fallback.pieces import piece
-from engine.kernels.groups import AttentionGroup
 
 #: The most query heads that share a KV head. With more, gathering pays, because it reads each key once: with 4 heads it
 #: takes 1.2 times as long, with 7 as long, with 8 0.7 to 0.95 times.
@@ -23,7 +23,7 @@ MOST_SHARED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampledGroup(AttentionGroup):
+class SampledGroup(PaddedGroup):
     """A group of sequences that decode one token each. No sequence reads beyond its last place."""
 
     pattern: Tensor
@@ -36,7 +36,7 @@ class SampledGroup(AttentionGroup):
 
 
 def sampled(
-    group: AttentionGroup, window: int | None, block_size: int, zero_block: int, heads: int, kv_heads: int
+    group: PaddedGroup, window: int | None, block_size: int, zero_block: int, heads: int, kv_heads: int
 ) -> SampledGroup:
     """Convert a group whose sequences decode one token each, over a cache of `zero_block` + 1 blocks."""
     ends = torch.tensor(group.kv_lens)
@@ -65,7 +65,6 @@ def sampled(
         kv_lens=group.kv_lens,
         block_tables=group.block_tables,
         mask=None,
-        skipped=group.skipped,
         pattern=pattern,
         hidden=hidden,
     )

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.groups import AttentionBatch, AttentionGroup, additive
-from engine.kernels.ragged import Attended, RaggedBatch
+from engine.kernels.fallback.padded import PaddedBatch, PaddedGroup, additive, groups_of, masked, padded
+from engine.kernels.ragged import RaggedBatch
 from engine.kernels.reference import Reference
 
 
 class Sdpa(Reference):
     name = "sdpa"
-    # On an accelerator launches cost more than padding, so make few groups.
+    #: (ratio, tokens): sequences share a padded batch if the longest context is at most ratio * shortest + tokens.
+    #: On an accelerator launches cost more than padding, so make few groups.
     padding = (2.0, 256)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -32,9 +31,9 @@ class Sdpa(Reference):
         return F.gelu(gate, approximate="tanh").mul_(up)
 
     def paged_attention(
-        self, query: Tensor, cache: Tensor, batch: Attended, scale: float, softcap: float | None = None
+        self, query: Tensor, cache: Tensor, batch: RaggedBatch, scale: float, softcap: float | None = None
     ) -> Tensor:
-        if isinstance(batch, RaggedBatch):
+        if not isinstance(batch, PaddedBatch):
             return super().paged_attention(query, cache, batch, scale, softcap)
         if len(batch.groups) == 1:
             return self.attend_group(query, cache, batch.groups[0], scale, softcap)
@@ -44,14 +43,14 @@ class Sdpa(Reference):
         return out
 
     def attend_group(
-        self, query: Tensor, cache: Tensor, group: AttentionGroup, scale: float, softcap: float | None
+        self, query: Tensor, cache: Tensor, group: PaddedGroup, scale: float, softcap: float | None
     ) -> Tensor:
         """`paged_attention` of one group. `query`: its rows, [sequences * query_len, heads, head_dim]."""
         sequences, length = len(group.kv_lens), group.query_len
         heads, head_dim = query.shape[1:]
         kv_heads = cache.shape[3]
         keys, values = self.gather(cache, group.block_tables)
-        mask = None if group.mask is None else additive(group.mask, query.dtype)
+        mask = group.mask
         if mask is None:
             keys, values = keys[:, :, :length], values[:, :, :length]
         if softcap is not None:
@@ -74,13 +73,19 @@ class Sdpa(Reference):
         )
         return o.transpose(1, 2).reshape(query.shape)
 
-    def arrange(self, batch: AttentionBatch, block_size: int, zero_block: int) -> AttentionBatch:
-        # torch's attention would convert a bool mask to an additive one at every call.
-        groups = [
-            group if group.mask is None else replace(group, mask=additive(group.mask, self.compute_dtype))
-            for group in batch.groups
-        ]
-        return AttentionBatch(batch.slots, tuple(groups), batch.window)
+    def arrange(self, batch: RaggedBatch, block_size: int, zero_block: int) -> PaddedBatch:
+        groups = groups_of(batch, block_size, self.padding)
+        return padded(batch, [self.arrange_group(one, batch.window, block_size, zero_block) for one in groups])
+
+    def arrange_group(self, group: PaddedGroup, window: int | None, block_size: int, zero_block: int) -> PaddedGroup:
+        """What attention needs of a group, once for all layers. torch would convert a bool mask at every call."""
+        return masked(group, window, block_size, self.compute_dtype)
+
+    def write_kv(self, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+        # Its steps have no padding rows, and looking for them would wait for the device.
+        flat = cache.view(2, -1, *cache.shape[3:])
+        flat[0].index_copy_(0, slots, key)
+        flat[1].index_copy_(0, slots, value)
 
     def gather(self, cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         """Gather K and V of `tables`, [sequences, blocks]: each [sequences, kv_heads, padded context, head_dim]."""

@@ -11,15 +11,13 @@ from torch import Tensor
 
 from engine.errors import EngineError
 from engine.kernels.compressed_kv import SCALE_BYTES
-from engine.kernels.groups import AttentionBatch
 from engine.kernels.layer import LayerParts, PreparedLayers, PreparedLinear
-from engine.kernels.native.batch import NativeBatch, native_batch
-from engine.kernels.native.layers import BF16, FP32, NativeLayers, PackedProduct, fit
+from engine.kernels.native.layers import BF16, FP32, NativeLayers, PackedProduct, fit, leads
 from engine.kernels.native.library import VERSION, Library, Pool
 from engine.kernels.native.pages import Pages
 from engine.kernels.native.quantised import kept_bytes, quantised_product
 from engine.kernels.packed import Int4Weight, Int8Weight
-from engine.kernels.ragged import Attended
+from engine.kernels.ragged import RaggedBatch
 from engine.kernels.reference import Reference
 
 #: The storage kinds of a cache's numbers, as in stored.h.
@@ -32,10 +30,6 @@ _MOST_CANDIDATES = 64
 
 class Native(Reference):
     """The native kernel set. A row's result depends neither on other rows nor on the number of threads, to the bit."""
-
-    masked = False
-    # Sequences with the same number of tokens form one group, because nothing is padded.
-    padding = (float("inf"), 0)
 
     def __init__(
         self,
@@ -86,9 +80,6 @@ class Native(Reference):
                 f"{asked} on native kernels goes with heads of a multiple of {_HEAD_MULTIPLE}, and the model has heads "
                 f"of {head_dim}; serve this model without"
             )
-
-    def arrange(self, batch: AttentionBatch, block_size: int, zero_block: int) -> NativeBatch:
-        return native_batch(batch)
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
         outputs, inputs = weight.shape
@@ -191,7 +182,7 @@ class Native(Reference):
         self._library.gate(self._pool, gate_up.data_ptr(), out.data_ptr(), gelu, rows, both // 2)
         return out
 
-    def rope_and_write(self, heads: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, batch: Attended) -> Tensor:
+    def rope_and_write(self, heads: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, batch: RaggedBatch) -> Tensor:
         heads, cos, sin = heads.contiguous(), cos.contiguous(), sin.contiguous()
         tokens, count, head_dim = heads.shape
         keys, values = cache[0], cache[1]
@@ -214,16 +205,16 @@ class Native(Reference):
         return heads[:, : count - 2 * kv_heads]
 
     def paged_attention(
-        self, query: Tensor, cache: Tensor, batch: Attended, scale: float, softcap: float | None = None
+        self, query: Tensor, cache: Tensor, batch: RaggedBatch, scale: float, softcap: float | None = None
     ) -> Tensor:
         tokens, heads, head_dim = query.shape
         if head_dim % _HEAD_MULTIPLE:
             return super().paged_attention(query, cache, batch, scale, softcap)
         if query.stride()[1:] != (head_dim, 1):
             query = query.contiguous()
-        step = native_batch(batch)
+        before = leads(batch)
         out = torch.empty(tokens, heads, head_dim)
-        own = int(step.starts[-1])
+        own = int(batch.query_starts[-1])
         if own < tokens:
             out[own:] = 0
         keys, values = cache[0], cache[1]
@@ -234,18 +225,18 @@ class Native(Reference):
             keys.data_ptr(),
             values.data_ptr(),
             self._kind,
-            step.starts.data_ptr(),
-            step.lengths.data_ptr(),
-            step.leads.data_ptr(),
-            step.tables.data_ptr(),
-            step.tables.stride(0),
-            step.table_rows.data_ptr(),
-            len(step.lengths),
+            batch.query_starts.data_ptr(),
+            batch.kv_lens.data_ptr(),
+            before.data_ptr(),
+            batch.tables.data_ptr(),
+            batch.tables.stride(0),
+            batch.table_rows.data_ptr(),
+            len(batch.kv_lens),
             heads,
             cache.shape[3],
             head_dim,
             cache.shape[2],
-            step.window or 0,
+            batch.window or 0,
             scale,
             softcap or 0.0,
             out.data_ptr(),

@@ -26,7 +26,7 @@ struct Attention {
     const void *keys, *values;  // [blocks, block, kv_heads, bytes of a stored head]
     const int32_t* starts;  // [sequences + 1]
     const int32_t* lengths;  // [sequences]
-    // [sequences], less than kChunk: the places from the beginning of a chunk to the beginning of the table.
+    // [sequences]: the places of a sequence before its table begins. Chunks are counted from its first place.
     const int32_t* leads;
     const int32_t* tables;  // rows `table_stride` apart
     int64_t table_stride;

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.kernels import Attended, Kernels, LayerParts
+from engine.kernels import Kernels, LayerParts, RaggedBatch
 from engine.layers import RmsNorm
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.models.settings import DecoderSettings, read_activation
@@ -38,7 +38,7 @@ class GemmaLayer(DecoderLayer):
             return None
         return replace(found, attended_norm=self._attended_norm.weight, fed_norm=self._fed_norm.weight)
 
-    def attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: Attended) -> Tensor:
+    def attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: RaggedBatch) -> Tensor:
         return self._attended_norm(super().attend(x, rotation, cache, batch))
 
     def feed(self, x: Tensor) -> Tensor:

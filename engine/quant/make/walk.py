@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.kernels import AttentionBatch, AttentionGroup
+from engine.kernels import RaggedBatch
 from engine.models.decoder import Decoder
 
 
@@ -68,8 +68,20 @@ def _caches(model: Decoder, places: int) -> list[Tensor]:
     ]
 
 
-def _attention(model: Decoder, length: int) -> tuple[list[AttentionBatch], Tensor]:
+def _attention(model: Decoder, length: int) -> tuple[list[RaggedBatch], Tensor]:
     positions = torch.arange(length, device=model.device)
-    table = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
-    groups = (AttentionGroup(0, length, (length,), table, None),)
-    return [AttentionBatch(positions, groups, group.window) for group in model.kv_groups], positions
+    first = torch.zeros(1, dtype=torch.int32, device=model.device)
+    return [
+        RaggedBatch(
+            slots=positions,
+            query_starts=torch.tensor([0, length], dtype=torch.int32, device=model.device),
+            kv_lens=first + length,
+            tables=first[None],
+            table_rows=first,
+            most_queries=length,
+            most_places=length,
+            window=group.window,
+            positions=positions,
+        )
+        for group in model.kv_groups
+    ], positions

@@ -1,4 +1,4 @@
-"""Plans as tensors: where each token goes, which rows belong together, what is zeroed."""
+"""Plans as tensors: where each token goes, which order rows have, what is zeroed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,8 @@ BLOCK = 4
 ZERO = 99
 
 
-class Wide(Reference):
-    padding = (2.0, 4)
-
-
-def builder(device: torch.device | str = "cpu", padding: type[Reference] = Wide) -> BatchBuilder:
-    return BatchBuilder([KvSpace(ZERO)], 8, BLOCK, padding(torch.float32), torch.device(device))
+def builder(device: torch.device | str = "cpu") -> BatchBuilder:
+    return BatchBuilder([KvSpace(ZERO)], 8, BLOCK, Reference(torch.float32), torch.device(device))
 
 
 def row(slot: int, tokens: range, table: list[int], start: int, count: int) -> ScheduledSeq:
@@ -60,33 +56,26 @@ def test_wanted_rows_come_in_the_plans_order() -> None:
     assert batch.tokens[batch.wanted].tolist() == [105, 204]
 
 
-def groups(batch: StepBatch) -> list[tuple[int, int, tuple[int, ...]]]:
-    return [(group.row, group.query_len, group.kv_lens) for group in batch.attention[0].groups]
-
-
-def test_decodes_of_similar_length_are_one_group_and_prompts_of_equal_length_too() -> None:
-    batch = builder().build(
+def test_one_ragged_batch_has_the_shortest_rows_first() -> None:
+    made = builder().build(
         plan(
             row(0, range(12), [0, 1, 2], 0, 12),
             row(1, range(5), [3, 4], 4, 1),
-            row(2, range(40), list(range(20, 30)), 39, 1),
             row(3, range(14), [5, 6, 7, 8], 13, 1),
-            row(4, range(12), [9, 10, 11], 0, 12),
+            row(4, range(12), [9, 10, 11], 4, 8),
         )
     )
-    # 14 <= 2 * 5 + 4, 40 is too far from 5.
-    assert groups(batch) == [(0, 1, (5, 14)), (2, 1, (40,)), (3, 12, (12, 12))]
-    first, second, third = batch.attention[0].groups
-    assert first.block_tables.tolist() == [[3, 4, ZERO, ZERO], [5, 6, 7, 8]]
-    assert first.mask is not None
-    assert first.mask.view(2, -1).sum(-1).tolist() == [5, 14]
-    assert second.mask is not None
-    assert third.mask is None
-
-
-def test_without_padding_only_equal_lengths_share_a_group() -> None:
-    rows = [row(i, range(n), [i], n - 1, 1) for i, n in enumerate((3, 2, 3))]
-    assert groups(builder(padding=Reference).build(plan(*rows))) == [(0, 1, (2,)), (1, 1, (3, 3))]
+    (batch,) = made.attention
+    assert batch.query_starts.tolist() == [0, 1, 2, 10, 22]
+    assert batch.kv_lens.tolist() == [5, 14, 12, 12]
+    assert batch.tables[batch.table_rows].tolist() == [
+        [3, 4, ZERO, ZERO],
+        [5, 6, 7, 8],
+        [9, 10, 11, ZERO],
+        [0, 1, 2, ZERO],
+    ]
+    assert (batch.most_queries, batch.most_places) == (12, 14)
+    assert batch.positions is made.positions
 
 
 def test_a_table_follows_its_sequence_and_its_slot() -> None:
@@ -98,7 +87,7 @@ def test_a_table_follows_its_sequence_and_its_slot() -> None:
     assert by_token(made.build(plan(one)))[9] == (9, 9)
     # A shorter one takes the slot over: nothing of the old table is left.
     batch = made.build(plan(row(0, range(2), [1], 1, 1), row(3, range(8), [3, 4], 7, 1)))
-    assert batch.attention[0].groups[0].block_tables.tolist() == [[1, ZERO], [3, 4]]
+    assert batch.attention[0].tables.tolist() == [[1, ZERO], [3, 4]]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.kernels import AttentionBatch, AttentionGroup, RaggedBatch, visibility
+from engine.kernels import RaggedBatch
 
 #: (tokens of this step, places filled once they are written)
 Lengths = Sequence[tuple[int, int]]
@@ -51,14 +51,16 @@ class Case:
         """The same numbers in fp32."""
         return replace(self, query=self.query.float(), cache=self.cache.float())
 
-    def grouped(self) -> AttentionBatch:
-        """The same step for the sets that read padded batches, each sequence a group."""
-        groups, row = [], 0
-        for (count, kv_len), table in zip(self.lengths, self.tables, strict=True):
-            mask = visibility(torch.tensor([kv_len]), count, len(table) * self.shape.block, self.shape.window)
-            groups.append(AttentionGroup(row, count, (kv_len,), table[None], mask))
-            row += count
-        return AttentionBatch(self.batch.slots[:row], tuple(groups), self.shape.window)
+    def later(self, dropped: int) -> RaggedBatch:
+        """The same step, but its tables begin after `dropped` blocks of each sequence."""
+        before = dropped * self.shape.block
+        ends = [torch.arange(kv_len - count, kv_len) for count, kv_len in self.lengths]
+        return replace(
+            self.batch,
+            kv_lens=self.batch.kv_lens - before,
+            tables=self.batch.tables[:, dropped:].contiguous(),
+            positions=torch.cat(ends),
+        )
 
 
 def ragged_case(shape: Shape, lengths: Lengths, *, padding: int = 0, spare_rows: int = 0, seed: int = 0) -> Case:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from engine import EngineError
-from engine.kernels import AttentionBatch, AttentionGroup, Kernels, select, visibility
+from engine.kernels import Kernels, RaggedBatch, select
 from engine.kernels.fallback.cpu import Cpu
+from engine.kernels.fallback.padded import visibility
 from engine.kernels.native import load_library
 
 BLOCK = 8
@@ -128,41 +129,38 @@ class Paged:
         self.cache = torch.full((2, total + 1, BLOCK, kv_heads, head_dim), 1e4)
         self.cache[:, total] = 0
         self.plain: list[tuple[slice, Tensor, Tensor]] = []
-        groups, writes = [], []
+        self.sequences = [(query, n) for query, lens in shapes for n in lens]
+        width = max(-(-n // BLOCK) for _, n in self.sequences)
+        self.tables = torch.full((len(self.sequences), width), self.zero_block, dtype=torch.int32)
+        self.writes = []
         row = 0
-        for query, lens in shapes:
-            width = max(-(-n // BLOCK) for n in lens)
-            tables = torch.full((len(lens), width), self.zero_block)
-            first = row
-            for i, n in enumerate(lens):
-                own = [free.pop() for _ in range(-(-n // BLOCK))]
-                tables[i, : len(own)] = torch.tensor(own)
-                keys, values = noise(2, n, kv_heads, head_dim, seed=row + 10)
-                slots = torch.tensor([own[p // BLOCK] * BLOCK + p % BLOCK for p in range(n)])
-                writes.append((slots, keys, values))
-                self.plain.append((slice(row, row + query), keys, values))
-                row += query
-            fresh = all(n == query for n in lens) and (window is None or query <= window)
-            mask = None if fresh else visibility(torch.tensor(lens), query, width * BLOCK, window)
-            groups.append(AttentionGroup(first, query, lens, tables, mask))
-        self.groups = tuple(groups)
-        self.writes = writes
+        for table, (query, n) in zip(self.tables, self.sequences, strict=True):
+            own = [free.pop() for _ in range(-(-n // BLOCK))]
+            table[: len(own)] = torch.tensor(own)
+            keys, values = noise(2, n, kv_heads, head_dim, seed=row + 10)
+            slots = torch.tensor([own[p // BLOCK] * BLOCK + p % BLOCK for p in range(n)])
+            self.writes.append((slots, keys, values))
+            self.plain.append((slice(row, row + query), keys, values))
+            row += query
+
+    def batch(self, device: torch.device) -> RaggedBatch:
+        counts, lengths = zip(*self.sequences, strict=True)
+        return RaggedBatch(
+            slots=torch.empty(0, dtype=torch.int64),
+            query_starts=torch.tensor([0, *counts]).cumsum(0).int().to(device),
+            kv_lens=torch.tensor(lengths, dtype=torch.int32).to(device),
+            tables=self.tables.to(device),
+            table_rows=torch.arange(len(counts), dtype=torch.int32).to(device),
+            most_queries=max(counts),
+            most_places=max(lengths),
+            window=self.window,
+        )
 
     def attend(self, kernels: Kernels, device: torch.device, softcap: float | None = None) -> Tensor:
         cache = self.cache.to(device)
         for slots, keys, values in self.writes:
             kernels.write_kv(keys.to(device), values.to(device), cache, slots.to(device))
-        groups = tuple(
-            AttentionGroup(
-                g.row,
-                g.query_len,
-                g.kv_lens,
-                g.block_tables.to(device),
-                None if g.mask is None else g.mask.to(device),
-            )
-            for g in self.groups
-        )
-        batch = AttentionBatch(torch.empty(0), groups, self.window)
+        batch = kernels.arrange(self.batch(device), BLOCK, self.zero_block)
         return kernels.paged_attention(self.query.to(device), cache, batch, self.query.shape[-1] ** -0.5, softcap).cpu()
 
     def expected(self, softcap: float | None = None) -> Tensor:

@@ -114,12 +114,9 @@ def test_attention_of_a_row_is_the_same_in_any_batch_and_wherever_its_table_begi
         kernels = make(torch.float32, threads, kv_cache_dtype=kind)
         found = kernels.paged_attention(case.query[64 - count : 64], case.cache, batch, case.scale)
         assert torch.equal(found, whole[64 - count : 64])
-    group = case.grouped().groups[0]
+    first = replace(case, lengths=case.lengths[:1], batch=batch)
     for dropped in (16, 30):
-        later = replace(
-            group, kv_lens=(900 - 16 * dropped,), block_tables=group.block_tables[:, dropped:], skipped=(16 * dropped,)
-        )
-        step = kernels.arrange(replace(case.grouped(), groups=(later,)), 16, 0)
+        step = first.later(dropped)
         assert torch.equal(kernels.paged_attention(case.query[:64], case.cache, step, case.scale), whole[:64])
 
 

@@ -110,18 +110,10 @@ def test_attention_of_a_row_is_the_same_wherever_its_table_begins(make: Make, dt
     """Blocks behind the window are dropped as a sequence grows, and the places that are left are counted anew."""
     case = widened(ragged_case(Shape(head_dim=24, block=block, window=300, dtype=dtype), [(40, 1000)]))
     kernels = make(dtype, 3)
-    grouped = case.grouped()
-    whole = kernels.paged_attention(case.query, case.cache, grouped, case.scale)
+    whole = kernels.paged_attention(case.query, case.cache, case.batch, case.scale)
     for dropped in (1, 255 // block, 270 // block, 600 // block, 660 // block):
-        before = dropped * block
-        group = replace(
-            grouped.groups[0],
-            kv_lens=(1000 - before,),
-            block_tables=grouped.groups[0].block_tables[:, dropped:],
-            skipped=(before,),
-        )
-        step = kernels.arrange(replace(grouped, groups=(group,)), block, 0)
-        assert torch.equal(kernels.paged_attention(case.query, case.cache, step, case.scale), whole), dropped
+        found = kernels.paged_attention(case.query, case.cache, case.later(dropped), case.scale)
+        assert torch.equal(found, whole), dropped
 
 
 def test_heads_of_no_multiple_of_eight_are_attended_to_as_well(make: Make) -> None:
