@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from producers.admin.keys import create
+from producers.admin.tenants import limit
 from producers.connection.connect import connect_async
 from producers.store.access.audit import Actor
 from workers.chaos.journal import Journal
@@ -21,6 +22,8 @@ HOLDERS: Final[tuple[tuple[str, Mapping[str, int]], ...]] = (
     ("initech", {}),
     ("quiet", {}),
 )
+#: Limits of tenants, which all of a tenant's keys share.
+TENANTS: Final[Mapping[str, Mapping[str, int]]] = {"acme": {"max_in_flight": 7}, "initech": {"budget_tokens": 1000}}
 TOKENS: Final = ("tpm", "budget_tokens")
 
 
@@ -32,9 +35,17 @@ def make_holders(store: str, journal: Journal, longest: int) -> tuple[Holder, ..
 async def _made(store: str, journal: Journal, longest: int) -> tuple[Holder, ...]:
     found = []
     async with connect_async(store) as server:
+        for tenant, limits in TENANTS.items():
+            most = _most(limits, longest)
+            await limit(server, tenant, most, Actor("chaos"))
+            journal.write("key", id=f"tenant:{tenant}", tenant=tenant, limits=most)
         for tenant, limits in HOLDERS:
-            most = {name: value * longest if name in TOKENS else value for name, value in limits.items()}
+            most = _most(limits, longest)
             key, token = await create(server, {"tenant": tenant, **most}, Actor("chaos"))
             journal.write("key", id=key.id, tenant=tenant, limits=most)
             found.append(Holder(tenant, token))
     return tuple(found)
+
+
+def _most(limits: Mapping[str, int], longest: int) -> dict[str, int]:
+    return {name: value * longest if name in TOKENS else value for name, value in limits.items()}

@@ -102,6 +102,7 @@ def with_keys() -> Case:
     case.history.extend(
         [
             {"t": 0.1, "e": "key", "id": "a1", "tenant": "acme", "limits": LIMITS},
+            {"t": 0.1, "e": "key", "id": "tenant:acme", "tenant": "acme", "limits": {"max_in_flight": 1}},
             {"t": 0.1, "e": "key", "id": "g1", "tenant": "globex", "limits": {}},
             {"t": 1.2, "e": "refused", "k": 0, "status": 429, "error": "full", "attempt": "first"},
             {"t": 1.3, "e": "refused", "k": 0, "status": 503, "error": "away", "attempt": "second"},
@@ -120,7 +121,8 @@ def with_keys() -> Case:
     case.stores.records["read"] |= {"created": "0", "finished": "1"}
     case.ledger.rows["0-0"] = {**case.ledger.rows["0-0"], **of_key}
     case.ledger.totals = total(case.ledger.rows.values())
-    case.stores.accounts = {"a1": {"open": "0", "reserved": "0", "spent": "5", "month": "0"}}
+    account = {"open": "0", "reserved": "0", "spent": "5", "month": "0"}
+    case.stores.accounts = {"a1": account, "tenant:acme": {**account}}
     return case
 
 
@@ -325,6 +327,11 @@ def _account(**wrong: str) -> Callable[[Case], None]:
     return lambda case: case.stores.accounts["a1"].update(wrong)
 
 
+def _charge_tenant(case: Case) -> None:
+    """As if a tenant were charged for what only its key was."""
+    case.stores.accounts["tenant:acme"]["spent"] = "6"
+
+
 def _lose_account(case: Case) -> None:
     case.stores.accounts.clear()
 
@@ -388,6 +395,7 @@ CORRUPTED = {
         _account(spent="6"),
         _account(spent="4"),
         _account(month="1"),
+        _charge_tenant,
         _lose_account,
     ),
     "limits_hold": (*map(_limit, LIMITS), _overlap),

@@ -65,15 +65,20 @@ def accounts_are_the_streams(case: Case) -> Iterator[Violation]:
             yield Violation("accounts_are_the_streams", key_id, f"spent {account.get('spent')}, its streams {wanted}")
 
 
+def charged_to(task: Mapping[str, str], name: str) -> bool:
+    """Whether a task of this record or row is charged to a key, by its id, or to a tenant, as `tenant:<name>`."""
+    return name in (task["key"], f"tenant:{task.get('tenant')}") and task["key"] != ""
+
+
 def _spent(case: Case, key_id: str, month: int) -> int:
-    """The tokens of the key's tasks that ended in that month."""
+    """The tokens of the key's or tenant's tasks that ended in that month."""
     ends: dict[str, tuple[int, Row]] = {
         row["id"]: (int(entry.split("-")[0]), row) for entry, row in case.ledger.rows.items()
     }
     for task_id, counts in _ended(case).items():
         ends[task_id] = int(case.stores.records[task_id].get("finished", 0)), counts
-    of_key = [row for at, row in ends.values() if row["key"] == key_id and _month(at) == month]
-    return sum(int(row["prompt"]) + int(row["output"]) for row in of_key)
+    charged = [row for at, row in ends.values() if charged_to(row, key_id) and _month(at) == month]
+    return sum(int(row["prompt"]) + int(row["output"]) for row in charged)
 
 
 def _month(at: int) -> int:

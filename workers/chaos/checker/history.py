@@ -5,7 +5,7 @@ be torn. Each line has `t` (s, the machine's monotonic clock) and `e`, its kind:
 
 | `e` | and |
 | --- | --- |
-| `key` | an API key of the run: `id`, `tenant`, `limits` (limit -> most) |
+| `key` | an API key of the run, or all of a tenant's (`tenant:<name>`): `id`, `tenant`, `limits` (limit -> most) |
 | `ask` | a task is about to be submitted: `k` its number, `v` its variant, `via`, `task` its fields; `quiet`, `key` |
 | `accepted`, `maybe` | the task was accepted, or nobody knows whether it was: `k`, `id` |
 | `refused` | the task was refused: `k`, `status` (HTTP's), `error`, `attempt` (as in the metadata) |

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
+from workers.chaos.checker.billing import charged_to
 from workers.chaos.checker.case import DECLINES, Case, Violation
 
 Record = Mapping[str, str]
@@ -48,7 +49,7 @@ def limits_hold(case: Case) -> Iterator[Violation]:
     if any(line["kind"] == "clock" and line["target"] == "store" for line in case.history.faults):
         return
     for key_id, key in case.history.keys.items():
-        tasks = [record for _, record in _with(case, "key") if record["key"] == key_id]
+        tasks = [record for _, record in _with(case, "key") if charged_to(record, key_id)]
         for limit, most in key.limits.items():
             if (found := _HAD[limit](tasks)) > most:
                 yield Violation("limits_hold", key_id, f"had {limit} {found}; its limit is {most}")

@@ -63,7 +63,8 @@ class Report:
                 if line["kind"] == "kill":
                     found.kills[line["role"]] += 1
         found.gaps = Gaps.of(case)
-        found.keys, found.spied = len(history.keys), len(history.spied)
+        found.keys = sum(not name.startswith("tenant:") for name in history.keys)
+        found.spied = len(history.spied)
         for seen in history.tasks.values():
             found.refusals.update(_code(line) for line in seen.refused)
         return found
@@ -111,7 +112,7 @@ class Report:
         refusals = ", ".join(f"{n} {code}" for code, n in self.refusals.most_common()) or "none"
         return [
             ("API keys; requests that they refused", f"{self.keys}; {refusals}"),
-            ("keys whose account differs from their streams", str(self.count("accounts_are_the_streams"))),
+            ("keys and tenants whose account differs from their streams", str(self.count("accounts_are_the_streams"))),
             (
                 "keys that had more than a limit; refused tasks that were made",
                 f"{self.count('limits_hold')}; {self.count('refusals_make_nothing')}",
