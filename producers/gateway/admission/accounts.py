@@ -45,7 +45,9 @@ class Accounts:
         connection.state.max_waiting = dict(limits)["tenant"].max_waiting
         if not any(one != NO_LIMITS for _, one in limits):
             return [*tasks]
-        context = int((await self._client.known(tasks[0].model)).card["context_length"])
+        context = 0  # it is asked for where it is needed, since each request would pay for it
+        if tasks[0].max_tokens is None and any(one.max_output is not None for _, one in limits):
+            context = int((await self._client.known(tasks[0].model)).card["context_length"])
         charge = charge_of(connection)
         if charge is None:
             charge = charge_for(limits, principal_of(connection).key, tasks[0], self._prices)
