@@ -25,7 +25,7 @@ class PaddedGroup:
     kv_lens: tuple[int, ...]
     """The tokens in each sequence's block table, this step's included."""
     block_tables: Tensor
-    """Integers [sequences, blocks of the longest]."""
+    """int64 [sequences, blocks of the longest]."""
     mask: Tensor | None
     """[sequences, 1, query_len, padded context], added to scores: 0 where a query sees and -inf elsewhere. None if
     attention is a plain lower triangle: all tables hold only this step's tokens, and each query sees all tokens before
@@ -54,7 +54,7 @@ def groups_of(batch: RaggedBatch, block_size: int, padding: tuple[float, int]) -
     found = []
     for first, end in runs(counts, lengths, *padding):
         width = -(-max(lengths[first:end]) // block_size)
-        tables = batch.tables[:, :width].index_select(0, batch.table_rows[first:end])
+        tables = batch.tables[:, :width].index_select(0, batch.table_rows[first:end]).long()
         found.append(PaddedGroup(starts[first], counts[first], tuple(lengths[first:end]), tables, None))
     return found
 
