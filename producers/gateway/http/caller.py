@@ -19,7 +19,6 @@ from producers.contract.task import MAX_TENANT
 from producers.errors import shown
 from producers.gateway.http.errors import Problem
 from producers.gateway.http.streams import OPENED
-from producers.store.access.api_keys import opened
 from producers.store.access.audit import Actor
 from producers.store.access.principal import LOCAL, Principal
 from producers.store.usage.limits import Charge
@@ -56,7 +55,7 @@ class Needs(SecurityBase):
         if not principal.may(self.scope):
             raise Problem(403, f"This key lacks the scope {self.scope}.", code="missing_scope")
         connection.state.principal = principal
-        setattr(connection.state, OPENED, opened(token))
+        setattr(connection.state, OPENED, token)
 
 
 SUBMITS, READS, CANCELS, MEASURES, ADMINISTERS = (

@@ -1,6 +1,6 @@
 """The open streams: counted; ended when the gateway stops, or when the key that opened them lets nobody in any more.
 
-    Needs: the key's id and its secret's digest ─▶ scope ─▶ enter ─▶ every LOOK_S: all keys that have streams, looked at
+    Needs: the key ─▶ scope ─▶ enter: its id and its secret's digest ─▶ every LOOK_S: all keys that have streams
                                                                   ─▶ their streams stop, and say why
 
 So an answer that is under way ends within about a second after its key was revoked, disabled, or rotated away, or has
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 LOOK_S: Final = 0.75
 #: Keys that one command asks for.
 AT_ONCE: Final = 500
-#: Name in a connection's state of what opened it.
+#: Name in a connection's state of the key that opened it; its secret is hashed where a stream is entered.
 OPENED: Final = "opened"
 #: A stream's end: None where the gateway stops or the client has left.
 Stop = asyncio.Future[Problem | None]
@@ -53,7 +53,7 @@ class Streams:
     def enter(self, scope: MutableMapping[str, Any]) -> Stop:
         """`scope`: of the stream's connection."""
         stop: Stop = asyncio.get_running_loop().create_future()
-        self._open[stop] = scope.get("state", {}).get(OPENED)
+        self._open[stop] = api_keys.opened(scope.get("state", {}).get(OPENED))
         return stop
 
     def leave(self, stop: Stop) -> None:
