@@ -98,9 +98,10 @@ class Charge:
     def asked(self, task: Task, card: Mapping[str, Any], estimate: int) -> str:
         """What a task may need, and the limits, as ADMIT takes them. `estimate`: tokens for `tpm`."""
         limits = _limits_json(tuple(account.limits for account in self.accounts))
-        numbers = "".join(f', "{name}": {number}' for name, number in needed(task, card, self.shortens).items())
+        prompt, output, least, width = needed(task, card, self.shortens)
         rates = "" if self.rates is None else f', "rates": {[*self.rates]}'
-        return f'{{"limits": {limits}, "tokens": {estimate}{numbers}{rates}}}'
+        numbers = f'"prompt": {prompt}, "output": {output}, "least": {least}, "width": {width}'
+        return f'{{"limits": {limits}, "tokens": {estimate}, {numbers}{rates}}}'
 
     def check(self, estimate: int) -> None:
         """Raise LimitReached for a task of so many tokens that no minute has room for."""
@@ -131,12 +132,12 @@ def _limits_json(limits: tuple[Limits, ...]) -> str:
     return json.dumps([one.counted for one in limits])
 
 
-def needed(task: Task, card: Mapping[str, Any], shortens: bool) -> dict[str, int]:
-    """The most tokens that a task may use: of its prompt, and of each choice's output; `least`: to which the latter may
-    be shortened. A text, whose tokens nobody has counted, may be as long as the context."""
-    context, width = int(card["context_length"]), task.width
-    left = context if task.prompt_tokens is None else max(1, context - task.prompt_tokens)
+def needed(task: Task, card: Mapping[str, Any], shortens: bool) -> tuple[int, int, int, int]:
+    """The most tokens that a task may use of its prompt, and of each choice's output; to how many the latter may be
+    shortened; and its choices. A text, whose tokens nobody has counted, may be as long as the context."""
+    context, known = int(card["context_length"]), task.prompt_tokens
+    left = context if known is None else max(1, context - known)
     output = left if task.max_tokens is None else min(task.max_tokens, left)
-    prompt = context - output if task.prompt_tokens is None else task.prompt_tokens
+    prompt = context - output if known is None else known
     least = min(output, max(SHORTEST, task.min_tokens)) if shortens else output
-    return {"prompt": prompt, "output": output, "least": least, "width": width}
+    return prompt, output, least, task.width
