@@ -78,6 +78,8 @@ class History:
         self.over: set[str] = set()
         self.moved: set[str] = set()
         """Of those that are over, what waits in the other queue for good."""
+        self.cut: set[str] = set()
+        """Of those that are over, what may come again: a lease ended before the books had the acknowledgement."""
         self.letters: Counter[str] = Counter()
         """What is to be a dead letter: task ids, and strangers' messages."""
         self.reaps: Counter[str] = Counter()
@@ -182,8 +184,12 @@ class History:
             del self.waiting[id_]
             worker.held[one.uuid] = id_
             return
-        assert self.faults, f"{id_} was given to {worker.name}, and {self._where(id_)}"
-        if id_ in self.over:  # CLAIM says done
+        cut = id_ in self.cut
+        assert cut or self.faults, f"{id_} was given to {worker.name}, and {self._where(id_)}"
+        self.cut.discard(id_)
+        if cut and self.letters[id_]:  # nobody can use it now, either
+            self._said(worker, Ack(worker.incarnation, one.uuid, "no 'é'"))
+        elif id_ in self.over:  # CLAIM says done
             self._said(worker, Ack(worker.incarnation, one.uuid, settled="" if id_ in self.moved else id_))
         else:  # busy
             self._said(worker, Back(worker.incarnation, one.uuid, 1.0))
@@ -244,6 +250,7 @@ class History:
         worker, other = self.luck.sample(self.workers, 2)
         if self.luck.random() < 0.5 and len(worker.held) < 2:
             return
+        self.cut |= self._unmarked(worker) & self.over
         self.redis.delete(contract.lease(worker.incarnation))
         self._until(lambda: self._reaped(other, worker.incarnation), "a dead worker is reaped")
         late = [Back(worker.incarnation, uid) for uid in worker.held]
@@ -255,6 +262,11 @@ class History:
             assert worker.consumer.put_down([what]) == [PutDown.GONE]
         worker.lives += 1
         worker.consumer.take_lease(worker.incarnation, "{}", 3600)
+
+    def _unmarked(self, worker: Worker) -> set[str]:
+        """What is on no way out in the books. An acknowledgement is answered before it is there."""
+        said: dict[Any, Any] = self.redis.hgetall(keys.inflight(worker.incarnation))  # type: ignore[assignment]
+        return {one["id"] for one in map(json.loads, said.values()) if not one.get("out")}
 
     def _reaped(self, other: Worker, incarnation: str) -> bool:
         other.consumer.reap(incarnation)
