@@ -3,8 +3,8 @@
     token ─▶ id, secret ─▶ the key as the store had it at most FRESH_S ago ─▶ its digest compared ─▶ Principal
 
 A key that is revoked at one gateway ends at all of them within FRESH_S. While the store is away, keys that opened go on
-for REMEMBERED_S after its last word on them; others are answered 503, never let in. Wrong keys are answered alike
-whatever is wrong with them, and ever more slowly to one address.
+for REMEMBERED_S after its last word on them; a wrong secret of theirs is answered 401, all others 503, never let in.
+Wrong keys are answered alike whatever is wrong with them, and ever more slowly to one address.
 """
 
 from __future__ import annotations
