@@ -146,6 +146,7 @@ class Control:
             limit=limit_of(self.settings.start_limit, seen.profile.cold_start.get("total", 0.0)),
             tries=self.settings.tries,
             retry=fleet.scaling.retries.get(self.settings.name, 0.0),
+            held=watch.held(fleet, self.settings),
         )
         if self.acting is not None and self._starts.retried != heard:
             self.acting.wake()

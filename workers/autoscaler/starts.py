@@ -90,9 +90,19 @@ class Starts:
         return min(wanted, self.sure) if self.paused(at) else wanted
 
     def seen(
-        self, at: float, ready: int, wanted: int, actual: Actual | None, *, limit: float, tries: int, retry: float
+        self,
+        at: float,
+        ready: int,
+        wanted: int,
+        actual: Actual | None,
+        *,
+        limit: float,
+        tries: int,
+        retry: float,
+        held: str = "",
     ) -> Starts:
-        """After another look. `wanted`: the policy's number. `retry`: when an operator last asked for one."""
+        """After another look. `wanted`: the policy's number. `retry`: when an operator last asked for one. `held`: why
+        workers that are there take no tasks."""
         one = self._believing(at, ready)
         if retry and retry != one.retried:
             one = replace(one._well(actual), retried=retry)
@@ -108,7 +118,7 @@ class Starts:
         one = replace(one, counted=_count(actual))
         late = at - since
         if late > limit * 2.0 ** min(one.failures, 10):
-            return one._failed(at, 1, _slow(actual, late), actual, tries)
+            return one._failed(at, 1, _slow(actual, late, held), actual, tries)
         return one
 
     def _believing(self, at: float, ready: int) -> Starts:
@@ -138,13 +148,13 @@ class Starts:
         """The reason why workers do not come up, for people; empty if there is none."""
         if not self.failures:
             return ""
-        starts = "1 start failed" if self.failures == 1 else f"{self.failures} starts in a row failed"
+        failed = "1 try failed" if self.failures == 1 else f"{self.failures} tries in a row failed"
         if not self.paused(at):
-            return f"{starts}: {self.why} (trying again)"
+            return f"{failed}: {self.why} (trying again)"
         left = f"{self.until - at:.0f} s"
         if self.failures < tries:
-            return f"{starts}: {self.why} (the next try is in {left})"
-        return f"{starts}: {self.why} (given up; the next try is in {left}, or after `penstock scale retry {pool}`)"
+            return f"{failed}: {self.why} (the next try is in {left})"
+        return f"{failed}: {self.why} (given up; the next try is in {left}, or after `penstock scale retry {pool}`)"
 
 
 def _number(said: Any) -> float:
@@ -157,6 +167,8 @@ def _count(actual: Actual | None) -> int | None:
     return None if actual is None else actual.failures
 
 
-def _slow(actual: Actual | None, late: float) -> str:
+def _slow(actual: Actual | None, late: float, held: str) -> str:
+    if held:
+        return f"held back for {late:.0f} s: {held}"
     failing = f": {actual.failing}" if actual is not None and actual.failing else ""
     return f"no worker became ready for {late:.0f} s{failing}"

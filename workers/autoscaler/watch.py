@@ -78,6 +78,16 @@ def takes_tasks(worker: Worker) -> bool:
     return not worker.get("draining") and not worker.get("unready")
 
 
+def held(fleet: Fleet, pool: PoolSettings) -> str:
+    """Why workers that are there take no tasks, by their names; empty where all do."""
+    found = [worker for worker in workers(served(fleet, pool)) if worker.get("unready")]
+    return "; ".join(f"{worker['worker']} ({_listed(worker['unready'])})" for worker in found)
+
+
+def _listed(said: Any) -> str:
+    return ", ".join(map(str, said)) if isinstance(said, list) else str(said)
+
+
 def victims(fleet: Fleet, pool: PoolSettings) -> list[str]:
     """The names of the pool's workers, those that should go first in front.
 

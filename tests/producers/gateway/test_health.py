@@ -37,7 +37,7 @@ def test_a_gateway_with_store_and_broker_is_alive_and_ready(http: httpx.Client) 
 
 
 def test_workers_that_do_not_come_up_are_said_by_a_gateway_that_is_ready(http: httpx.Client, valkey: Redis) -> None:
-    now, trouble = int(valkey.time()[0]), "5 starts in a row failed: no GPU (given up)"
+    now, trouble = int(valkey.time()[0]), "5 tries in a row failed: no GPU (given up)"
     for pool, at in {"tiny": now, "old": now - 3600}.items():
         valkey.hset(keys.SCALE_POOLS, pool, json.dumps({"at": at, "trouble": trouble}))
     answer = http.get("/readyz")

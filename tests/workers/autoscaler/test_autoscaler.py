@@ -242,7 +242,7 @@ async def test_starts_that_fail_are_given_up_until_an_operator_asks(fleet: Fleet
         await until(lambda: hand.numbers == [1, 0])
         state = fleet.state()
         assert (state["wanted"], state["told"]) == (1, 0)
-        assert "2 starts in a row failed: CUDA driver is too old (given up" in state["trouble"]
+        assert "2 tries in a row failed: CUDA driver is too old (given up" in state["trouble"]
         await retry(aclient.store, "tiny")
         await until(lambda: hand.numbers == [1, 0, 1])
         fleet.lease("a")

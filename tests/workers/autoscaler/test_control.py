@@ -99,4 +99,5 @@ def test_a_worker_that_is_held_back_for_long_is_replaced() -> None:
         told.append(decided["told"])
         if decided["told"] == 2:
             assert victims(seen, one.settings)[0] == "w1"
+            assert "w1 (its breaker is open: its engine fails a canary)" in decided["trouble"]
     assert [number for number, before in zip(told, [0, *told], strict=False) if number != before] == [3, 2, 3]

@@ -28,7 +28,7 @@ def test_each_failure_doubles_the_pause_and_the_last_ends_the_tries() -> None:
         at = one.until
         assert one.asked(4, at) == 4
     assert pauses == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, GIVEN_UP_S]
-    assert "3 starts in a row failed: no GPU (given up" in one.trouble(at - 1, 3, "tiny")
+    assert "3 tries in a row failed: no GPU (given up" in one.trouble(at - 1, 3, "tiny")
     assert (one.given_up(at - 1, 3), one.given_up(at - 1, 4), one.given_up(at, 3)) == (at - GIVEN_UP_S, None, None)
     assert after(one, at, failures=4).until == at + GIVEN_UP_S, "one more try, and again the long pause"
 

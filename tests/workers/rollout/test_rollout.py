@@ -143,12 +143,12 @@ async def test_one_that_is_cancelled_in_the_moment_of_the_switch_goes_on(
 
 async def test_new_workers_that_never_come_change_nothing(rig: Rig) -> None:
     publish(rig.store, find_model("tiny"))
-    pool = {"at": rig.store.time()[0], "trouble": "3 starts in a row failed: out of memory"}
+    pool = {"at": rig.store.time()[0], "trouble": "3 tries in a row failed: out of memory"}
     rig.store.hset(keys.SCALE_POOLS, f"tiny@{NEW}", json.dumps(pool))
     ended = await carried(rig, begin(rig.store, new(), 2, 0), timeout=0.2)
     assert ended.phase == "failed"
     assert f"nothing was switched; after 0.2 s, ready workers of version {NEW}: 0 of 2" in ended.reason
-    assert "3 starts in a row failed: out of memory" in ended.reason
+    assert "3 tries in a row failed: out of memory" in ended.reason
     assert standing(rig.store)["version"] == OLD
 
 
