@@ -15,10 +15,11 @@ from producers.gateway.batches.request import SCHEMA, read
 from producers.gateway.batches.views import BatchList, BatchView
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.files.routes import file_of
-from producers.gateway.http import idempotency, query, trace
-from producers.gateway.http.body import read_object
+from producers.gateway.http import idempotency, trace
 from producers.gateway.http.caller import CANCELS, PARAMETER, READS, SUBMITS, principal_of, tenant_of
 from producers.gateway.http.errors import Problem
+from producers.gateway.http.request import query
+from producers.gateway.http.request.body import read_object
 from producers.gateway.tasks.own import sees
 from producers.gateway.tasks.views import errors
 from producers.store import batches

@@ -17,10 +17,11 @@ from producers.gateway.files import expiry, faults
 from producers.gateway.files.content import FileContent, content_of, redirect_of
 from producers.gateway.files.upload import Asked, Upload
 from producers.gateway.files.views import FileDeleted, FileList, FileView
-from producers.gateway.http import idempotency, query
+from producers.gateway.http import idempotency
 from producers.gateway.http.caller import CANCELS, PARAMETER, READS, SUBMITS, tenant_of
 from producers.gateway.http.edge import HEAD
 from producers.gateway.http.errors import RETRY_AFTER, Problem
+from producers.gateway.http.request import query
 from producers.gateway.tasks.own import sees
 from producers.gateway.tasks.views import errors
 from producers.store import files

@@ -12,11 +12,11 @@ from producers.admin import keys as admin
 from producers.admin.keys import KeyEnded
 from producers.errors import shown
 from producers.gateway.context import gateway_of
-from producers.gateway.http import query
-from producers.gateway.http.body import read_object
 from producers.gateway.http.caller import ADMINISTERS, actor_of
 from producers.gateway.http.errors import Problem
-from producers.gateway.http.fields import documented, fields_of
+from producers.gateway.http.request import query
+from producers.gateway.http.request.body import read_object
+from producers.gateway.http.request.fields import documented, fields_of
 from producers.gateway.keys.views import CHANGE, CREATE, ROTATE, ChangeList, ChangeView, KeyList, KeyView, KeyWithSecret
 from producers.gateway.tasks.views import errors
 from producers.store.access import api_keys, audit

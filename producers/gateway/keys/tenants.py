@@ -6,10 +6,10 @@ from fastapi import APIRouter, Request
 
 from producers.admin import tenants as admin
 from producers.gateway.context import gateway_of
-from producers.gateway.http.body import read_object
 from producers.gateway.http.caller import ADMINISTERS, actor_of
 from producers.gateway.http.errors import Problem
-from producers.gateway.http.fields import documented
+from producers.gateway.http.request.body import read_object
+from producers.gateway.http.request.fields import documented
 from producers.gateway.keys.views import LIMIT_SCHEMAS, TenantLimits, changes
 from producers.gateway.tasks.views import errors
 from producers.store.access import tenants

@@ -18,9 +18,9 @@ from producers.contract.task import Task
 from producers.errors import InvalidTask, shown
 from producers.gateway.admission.limits import check_may_use
 from producers.gateway.context import Gateway, gateway_of
-from producers.gateway.http.body import read_object
 from producers.gateway.http.caller import SUBMITS, principal_of, tenant_of
 from producers.gateway.http.errors import Problem
+from producers.gateway.http.request.body import read_object
 from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, head, made, respond
 from producers.gateway.openai.arrays import joined
 from producers.gateway.openai.logprobs import CHAT, ChatLogprobs, ScoredPrompt

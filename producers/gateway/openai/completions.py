@@ -16,8 +16,8 @@ from producers.contract.stream.events import End
 from producers.contract.task import Task
 from producers.gateway.admission.limits import check_may_use
 from producers.gateway.context import Gateway, gateway_of
-from producers.gateway.http.body import read_object
 from producers.gateway.http.caller import SUBMITS, principal_of, tenant_of
+from producers.gateway.http.request.body import read_object
 from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, head, made, respond
 from producers.gateway.openai.arrays import joined
 from producers.gateway.openai.echo import Echo, echoed

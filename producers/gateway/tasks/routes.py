@@ -17,9 +17,9 @@ from producers.contract.task import Task
 from producers.errors import PenstockError
 from producers.gateway.context import gateway_of
 from producers.gateway.http import idempotency
-from producers.gateway.http.body import read_task
 from producers.gateway.http.caller import CANCELS, READS, SUBMITS, principal_of
 from producers.gateway.http.errors import Problem
+from producers.gateway.http.request.body import read_task
 from producers.gateway.tasks import listing, outcome, wait
 from producers.gateway.tasks.cancelling import cancelled
 from producers.gateway.tasks.own import owned, task_of

@@ -15,7 +15,7 @@ from producers.gateway.context import gateway_of
 from producers.gateway.http import idempotency
 from producers.gateway.http.caller import CANCELS, READS, SUBMITS, actor_of, principal_of, same
 from producers.gateway.http.errors import Problem
-from producers.gateway.http.fields import documented, fields_of
+from producers.gateway.http.request.fields import documented, fields_of
 from producers.gateway.tasks.views import errors
 from producers.gateway.webhooks.views import (
     CREATE,

@@ -6,9 +6,9 @@ from typing import Any, Final
 
 from fastapi import Request
 
-from producers.gateway.http import query
 from producers.gateway.http.errors import Problem
-from producers.gateway.http.query import parameter
+from producers.gateway.http.request import query
+from producers.gateway.http.request.query import parameter
 from producers.gateway.openai.parameters import refusal, refused
 from producers.gateway.openai.responses.items import Item
 from producers.gateway.openai.responses.request import INCLUDABLE, included

@@ -13,9 +13,9 @@ from producers.client.steps import persistently
 from producers.contract.record import Record
 from producers.errors import shown
 from producers.gateway.context import gateway_of
-from producers.gateway.http.body import read_object
 from producers.gateway.http.caller import CANCELS, READS, SUBMITS, principal_of, tenant_of
 from producers.gateway.http.errors import Problem
+from producers.gateway.http.request.body import read_object
 from producers.gateway.openai.parameters import request_body
 from producers.gateway.openai.responses import conversation, query
 from producers.gateway.openai.responses.answer import answer, scorer_of

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import Request
 
 from producers.errors import InvalidTask, shown
-from producers.gateway.http.body import read_object
+from producers.gateway.http.request.body import read_object
 
 #: JSON schema's types of single values -> Python's, and the words for them. Users check the bounds of numbers.
 KINDS: Mapping[str, tuple[type | tuple[type, ...], str]] = {

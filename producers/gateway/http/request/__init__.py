@@ -1,0 +1,1 @@
+"""A request's parts, read and checked: its JSON body, the fields of that, its query."""
