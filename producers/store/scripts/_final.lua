@@ -38,7 +38,7 @@ local function finalise(task, stream, id, status, reasons, err, prompt, cached)
   redis.call('PUBLISH', 'penstock:tokens:' .. id, '[' .. at .. ',' .. entry .. ']')
   ledger_row(task, id, status, prompt, cached, out)
   if r[4] then
-    settle_charge(r[4], prompt, cached, out, tonumber(r[5]), now_ms())
+    settle_charge(task, r[4], prompt, cached, out, tonumber(r[5]), now_ms())
   end
   outbox_task(task, id, status)
   wait_ends(task)

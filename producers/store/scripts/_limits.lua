@@ -150,9 +150,19 @@ local function charged_fields(fields, reserved, shortened)
   end
 end
 
+-- What a record's `reserved` says. A bare number is of a gateway before accounts had names: it charged the task's key.
+local function charged_for(task, kept)
+  local tokens = tonumber(kept)
+  if not tokens then
+    return cjson.decode(kept)
+  end
+  local key = redis.call('HGET', task, 'key')
+  return { accounts = { key and 'penstock:limits:' .. key }, tokens = tokens, estimate = tokens }
+end
+
 -- Puts what a task used in the place of what was reserved for it, once. created: when it was charged (ms).
-local function settle_charge(kept, prompt, cached, output, created, now)
-  local charged, used = cjson.decode(kept), prompt + output
+local function settle_charge(task, kept, prompt, cached, output, created, now)
+  local charged, used = charged_for(task, kept), prompt + output
   local paid = cost(charged.rates, prompt - cached, cached, output)
   for _, name in ipairs(charged.accounts) do
     local a = account_at(name, now)

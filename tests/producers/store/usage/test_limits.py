@@ -312,3 +312,13 @@ def test_the_largest_budget_in_money_is_counted_to_the_billionth(valkey: Redis) 
         run(valkey, protocol.queued(f"t{number}"))
         run(valkey, protocol.cancel(f"t{number}"))
     assert valkey.hmget(keys.account("a"), "pledged", "paid", "open") == [b"0", b"0", b"0"]
+
+
+def test_a_charge_from_before_accounts_had_names_is_settled(valkey: Redis) -> None:
+    """Such a record has a bare number, which its key was charged; else the task could never end."""
+    fields = {"task": "{}", "model": "tiny", "n": 1, "tokens": 9, "key": "k" * 16, "reserved": 9}
+    run(valkey, protocol.admit("t", "n", 1 << 50, fields))
+    valkey.hset(keys.account("k" * 16), mapping={"open": 2, "reserved": 20})
+    run(valkey, protocol.queued("t"))
+    run(valkey, protocol.cancel("t"))
+    assert valkey.hmget(keys.account("k" * 16), "open", "reserved") == [b"1", b"11"]
