@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 import unicodedata
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any, Final
 
 from redis.asyncio import Redis
@@ -31,6 +32,8 @@ MAX_NAME: Final = 200
 MOST: Final = 10**12
 #: The largest budget in money: with it, all sums are exact in scripts.
 MOST_MONEY: Final = 10**6
+#: An amount as it may be written. `Decimal` would also take digits of other scripts, and `1_000`.
+MONEY: Final = re.compile(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
 #: Most models of a key.
 MAX_MODELS: Final = 100
 #: Longest life of a key that expires, and longest overlap of a rotation (s).
@@ -224,12 +227,9 @@ def _count(name: str, value: Any) -> int:
 
 def _money(name: str, value: Any) -> str:
     """A decimal number, as it is kept: text without an exponent."""
-    try:
-        amount = Decimal("nan") if isinstance(value, bool) else Decimal(str(value))
-    except InvalidOperation:
-        amount = Decimal("nan")
-    if not isinstance(value, str | int | float) or not amount.is_finite():
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or not MONEY.fullmatch(str(value)):
         raise InvalidTask(f"{name} is {shown(value)}; it must be a decimal number", param=name, code="invalid_type")
+    amount = Decimal(str(value))
     if not Decimal(1) / BILLION <= amount <= MOST_MONEY or amount * BILLION % 1:
         said = f"{name} is {shown(value)}; it must be above 0 and at most {MOST_MONEY}, with at most 9 decimals"
         raise InvalidTask(said, param=name)
@@ -241,7 +241,8 @@ def _check_together(given: Mapping[str, Any]) -> None:
     check_limits(given)
     for name in ("models", "tiers", *LIMITS):
         if given.get(name) and not {"submit", "admin"} & {*given["scopes"]}:
-            said = f"{name} say what a key may submit, and the scopes {', '.join(given['scopes'])} do not let it"
+            scopes = ", ".join(given["scopes"])
+            said = f"with the scopes {scopes} a key may submit nothing, so {name} would have no effect"
             raise InvalidTask(said, param=name)
 
 

@@ -151,7 +151,7 @@ def _found(key: Key | None, key_id: str) -> Key:
 
 
 def _missing(key_id: str) -> Problem:
-    return Problem(404, f"There is no key {shown(key_id)}.", code="key_not_found")
+    return Problem(404, f"There is no key {shown(api_keys.without_secret(key_id))}.", code="key_not_found")
 
 
 def _ended(error: KeyEnded) -> Problem:

@@ -41,6 +41,8 @@ PREFIX: Final = "psk_"
 ID: Final = re.compile(r"[0-9a-z]{16}")
 #: A whole key, as callers send it. Scanners for leaked secrets can look for this.
 TOKEN: Final = re.compile(rf"{PREFIX}({ID.pattern})_([A-Za-z0-9_-]{{43}})")
+#: The same, also where the secret is cut or mistyped.
+WITH_SECRET: Final = re.compile(rf"({PREFIX}{ID.pattern})_.*", re.DOTALL)
 #: Time (s) for which an old secret still works after a rotation, unless told otherwise.
 OVERLAP_S: Final = 24 * 3600
 #: Most keys: an answer lists them all.
@@ -136,6 +138,11 @@ def read_token(token: str) -> tuple[str, str] | None:
 def id_in(text: str) -> str:
     """The id in a key; of what is none, something else."""
     return text[len(PREFIX) : len(PREFIX) + 16]
+
+
+def without_secret(text: str) -> str:
+    """What somebody gave as a key's id, as errors may show it: of a whole key, without its secret."""
+    return WITH_SECRET.sub(r"\1", text)
 
 
 def new_key(tenant: str, name: str, scopes: tuple[str, ...], **more: Any) -> tuple[Key, str]:

@@ -31,7 +31,7 @@ def limits(asked: Mapping[str, str | None]) -> dict[str, int | str | None]:
     """The limits among options that were given; `none` unsets one. Raises Failure for what is no number."""
     given = {name: value for name, value in asked.items() if value is not None}
     for name, value in given.items():
-        if value != "none" and name != MONEY and re.fullmatch(r"[0-9]{1,13}", value) is None:
+        if value != "none" and name != MONEY and re.fullmatch(r"[0-9]{1,100}", value) is None:
             raise Failure(f"--{name.replace('_', '-')} is {value!r}; it must be a whole number, or none")
     return {n: None if value == "none" else value if n == MONEY else int(value) for n, value in given.items()}
 

@@ -258,8 +258,10 @@ def _turn(verb: str, key_id: str, data_dir: Any, store: str | None, as_json: boo
 
 
 def _found(key: Key | None, key_id: str) -> Key:
+    from producers.store.access.api_keys import without_secret
+
     if key is None:
-        raise Failure(f"there is no key {key_id}; `penstock keys ls` shows all")
+        raise Failure(f"there is no key with the id {without_secret(key_id)}; `penstock keys ls` shows all")
     return key
 
 

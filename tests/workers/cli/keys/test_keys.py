@@ -85,7 +85,8 @@ def test_keys_are_listed_and_found(penstock: Run) -> None:
     assert {one["tenant"] for one in listed} == {"acme", "other"}
     assert penstock("keys", "ls", key_id[:8]).out.split()[:4] == [key_id, "active", "other", "submit,read,cancel"]
     assert penstock("keys", "ls", "--tenant", "none").out == "There are no such keys.\n"
-    assert penstock("keys", "show", "none").err.count("there is no key none") == 1
+    assert penstock("keys", "show", "none").err.count("there is no key with the id none") == 1
+    assert text.out.split("_")[2][:9] not in penstock("keys", "show", text.out.strip()).err, "a secret is in an error"
 
 
 @pytest.mark.parametrize(
@@ -97,8 +98,10 @@ def test_keys_are_listed_and_found(penstock: Run) -> None:
         (("--tenant", "a", "--scopes", ""), "scopes has"),
         (("--tenant", "a", "--tiers", "gold"), "priority"),
         (("--tenant", "a", "--models", "a,,b"), "models is"),
-        (("--tenant", "a", "--scopes", "read", "--models", "tiny"), "do not let it"),
+        (("--tenant", "a", "--scopes", "read", "--models", "tiny"), "may submit nothing"),
         (("--tenant", "a", "--rpm", "0"), "rpm is 0"),
+        (("--tenant", "a", "--budget-money", "1_000"), "budget_money is"),
+        (("--tenant", "a", "--budget-money", "\u0663"), "budget_money is"),
         (("--tenant", "a", "--max-output", "9", "--tpm", "8"), "no task could be so large"),
         (("--tenant", "a", "--expires", "2020-01-01"), "must lie ahead"),
         (("--tenant", "a", "--expires", "0d"), "must lie ahead"),
