@@ -34,10 +34,12 @@ logger = logging.getLogger(__name__)
 FRESH_S: Final = 0.05
 #: Shortest and longest wait (s) that a refused caller is told. Without a worker it is the longest.
 SHORTEST_S, LONGEST_S = 0.25, 30.0
+#: The code of a refusal by what all callers share.
+SHARED: Final = "queue_full"
 #: Bound -> the code of a refusal, and whose tasks are too many.
 SAID: Final = {
-    "all": ("queue_full", "of all models"),
-    "pool": ("queue_full", "of this model"),
+    "all": (SHARED, "of all models"),
+    "pool": (SHARED, "of this model"),
     "tenant": ("tenant_queue_full", "of this tenant"),
     "key": ("key_queue_full", "of this key"),
 }
@@ -66,8 +68,9 @@ class Overload:
 
     async def look(self, queue: str) -> Pressure:
         """The pressure of a queue, at most FRESH_S old. While the store is away, there is none: ADMIT will say so."""
-        if not self._bounded:
-            return Pressure()
+        return await self._look(queue) if self._bounded else Pressure()
+
+    async def _look(self, queue: str) -> Pressure:
         one = self._queues.setdefault(queue, _Queue())
         if time.monotonic() - one.at <= FRESH_S:
             return one.pressure
@@ -97,22 +100,26 @@ class Overload:
             return
         left = LEFT[REFUSED[tier]]
         said = f"Overload: tasks of the tier {tier} are refused until less waits (stage {STAGES[found.stage]})"
-        raise self._refusal(queue, found.tokens * max(0.0, 1 - left / max(found.share, left)), said, "queue_full")
+        raise self._refusal(queue, found.tokens * max(0.0, 1 - left / max(found.share, left)), said, SHARED)
 
     async def full(self, error: QueueFull, queue: str, tier: str, tokens: int) -> Problem:
         """The refusal for what ADMIT refused. `tokens`: KV tokens that the task may need."""
-        found = await self.look(queue)
+        found = await self._look(queue)  # a key or tenant may have a bound where the gateway has none
         size = found.tokens / found.tasks if found.tasks else tokens
         code, whose = SAID[error.bound]
-        said = f"The queue is full: of tasks {whose}, {error.most} may wait ({tier} is refused while more do)"
+        there = f" for the tier {tier}" if code == SHARED else ""
+        said = f"The queue is full{there}: of tasks {whose}, {error.most} may wait"
         return self._refusal(queue, (error.waiting + 1 - error.most) * size, said, code)
 
     def _refusal(self, queue: str, tokens: float, said: str, code: str) -> Problem:
-        """`tokens`: those that have to be started before there is a place."""
+        """`tokens`: those that have to be started before there is a place. Whoever has reached a bound of its own
+        stands in nobody's way."""
         one, now, seconds = self._queues.setdefault(queue, _Queue()), time.monotonic(), LONGEST_S
         if one.pressure.served:
-            one.line = min(max(one.line, now) + tokens / one.pressure.rate, now + LONGEST_S)
-            seconds = max(SHORTEST_S, one.line - now)
+            line = max(one.line, now) if code == SHARED else now
+            line = min(line + tokens / one.pressure.rate, now + LONGEST_S)
+            one.line = line if code == SHARED else one.line
+            seconds = max(SHORTEST_S, line - now)
         seconds *= random.uniform(1.0, 1.25)  # noqa: S311 - spreads retries of callers refused together
         headers = {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(int(seconds * 1000))}
         return Problem(

@@ -58,7 +58,8 @@ SAID: Final = {
     "max_in_flight": "{max_in_flight} tasks that have not ended",
     "budget_tokens": "{budget_tokens} tokens in this month, of which too few are left for this task",
     "budget_money": "tasks for {money} {currency} in this month, of which too little is left for this one",
-    "reserved": "so much in this month that this task may fit once others have ended, which use less than they reserve",
+    "reserved": "no more than its budget, and what is left of it is reserved for tasks that have not ended; "
+    "try again once some have",
 }
 
 

@@ -13,7 +13,7 @@ from redis import Redis
 
 from producers.connection.script import run
 from producers.contract import keys
-from producers.gateway.admission.overload import LONGEST_S
+from producers.gateway.admission.overload import LONGEST_S, SHORTEST_S
 from producers.store import protocol
 from tests.producers.gateway.conftest import POOL, QUEUE, Door, until
 from tests.producers.gateway.test_keys import make as make  # the fixture
@@ -70,6 +70,17 @@ def test_who_is_refused_is_told_when_to_come_again(post: Callable[..., httpx.Res
     assert int(refused.headers["retry-after"]) * 1000 >= int(refused.headers["retry-after-ms"])
     run(valkey, protocol.cancel(first))
     assert post(bound, tier="priority").status_code == 202
+
+
+def test_who_has_reached_a_bound_of_its_own_waits_in_no_line(
+    post: Callable[..., httpx.Response], valkey: Redis
+) -> None:
+    """Also where a gateway has no other bound."""
+    be_served(valkey)
+    bound = {"max_queued": 0, "max_queued_in_all": 0, "max_queued_per_tenant": 1}
+    post(bound, tenant="greedy")
+    told = [int(post(bound, tenant="greedy").headers["retry-after-ms"]) for _ in range(10)]
+    assert max(told) <= 1250 * SHORTEST_S
 
 
 def test_a_tenant_has_a_bound_of_its_own(post: Callable[..., httpx.Response], valkey: Redis) -> None:
