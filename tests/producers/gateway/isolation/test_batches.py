@@ -30,7 +30,7 @@ Caller = Callable[..., httpx.Client]
 
 
 @pytest.fixture
-def sweeping(valkey_url: str, model: str, tmp_path: Path) -> Iterator[None]:
+def sweeping(valkey_url: str, model: str, files_dir: Path) -> Iterator[None]:
     """The leading sweeper's part in batches."""
     stop = threading.Event()
 
@@ -40,9 +40,7 @@ def sweeping(valkey_url: str, model: str, tmp_path: Path) -> Iterator[None]:
     async def sweep() -> None:
         async with AsyncClient(valkey_url) as client:
             endpoints = LineEndpoints(client)
-            duty = asyncio.create_task(
-                Batches(client, open_blobs(str(tmp_path / "files")), endpoints, counted).run(0.02)
-            )
+            duty = asyncio.create_task(Batches(client, open_blobs(str(files_dir)), endpoints, counted).run(0.02))
             await asyncio.to_thread(stop.wait)
             duty.cancel()
             endpoints.close()

@@ -21,11 +21,11 @@ from tests.producers.gateway.isolation.test_ids import commands
 LISTS = ("/v1/tasks", "/v1/files", "/v1/batches", "/v1/webhook_endpoints")
 
 
-def test_a_list_has_ones_own_alone(other: httpx.Client, theirs: Made, worker: FakeWorker, tmp_path: Path) -> None:
+def test_a_list_has_ones_own_alone(other: httpx.Client, theirs: Made, worker: FakeWorker, files_dir: Path) -> None:
     for path in LISTS:
         page = other.get(path).json()
         assert (page["data"], page["first_id"], page["last_id"], page["has_more"]) == ([], None, None, False), path
-    mine = one_of_each(other, worker, tmp_path / "files", "other")
+    mine = one_of_each(other, worker, files_dir, "other")
     for path in LISTS:
         page = other.get(path, params={"limit": 2}).json()
         assert page["data"], path

@@ -18,9 +18,7 @@ from websockets.sync.client import connect
 
 from producers.store.access.api_keys import Key
 from tests.producers.gateway.conftest import Door, until
-from tests.producers.gateway.test_keys import as_caller, change, door, make
-
-__all__ = ["door", "make"]
+from tests.producers.gateway.test_keys import as_caller, change
 
 ENDS: dict[str, Callable[[Key], Key]] = {
     "revoked": lambda key: replace(key, revoked_at=int(time.time())),

@@ -13,9 +13,7 @@ from redis import Redis
 
 from producers.contract import keys
 from tests.producers.gateway.conftest import Door, until
-from tests.producers.gateway.test_keys import as_caller, door, make
-
-__all__ = ["door", "make"]
+from tests.producers.gateway.test_keys import as_caller
 
 Make = Callable[..., str]
 

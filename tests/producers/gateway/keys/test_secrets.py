@@ -16,10 +16,8 @@ from producers.contract import keys
 from producers.store.access import api_keys
 from tests.producers.contract.test_trace import GOOD
 from tests.producers.gateway.conftest import Door
-from tests.producers.gateway.test_keys import as_caller, door, make
+from tests.producers.gateway.test_keys import as_caller
 from workers.cli.app import app
-
-__all__ = ["door", "make"]
 
 READERS: dict[str, Callable[[Redis, str], Any]] = {
     "string": lambda store, name: store.get(name),

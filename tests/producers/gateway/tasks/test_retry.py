@@ -90,8 +90,8 @@ def test_an_answer_that_has_waited_shows_the_task_as_it_is(
         assert answer.headers.get("preference-applied") == applied
 
 
-def test_a_gateway_that_stops_answers_who_waits(door: Door, submit: Submit, model: str) -> None:
-    answers: list[Any] = []
+def test_a_gateway_that_stops_answers_who_waits(open_door: Callable[..., Door], model: str) -> None:
+    door, answers = open_door(), list[Any]()
 
     def ask() -> None:
         body = {"model": model, "prompt": "x"}
