@@ -29,6 +29,8 @@ TRUSTED_S: Final = 10.0
 #: Seconds until the first probe, and the most that they grow to.
 FIRST_S = 10.0
 MOST_S: Final = 300.0
+#: Openings after which that time grows no more.
+LONGEST_STREAK: Final = 6
 #: Seconds closed after which an opening counts for less.
 FORGET_S: Final = 60.0
 #: Seconds half open without a task after which it is closed.
@@ -52,8 +54,8 @@ class State(StrEnum):
 
 class Breaker:
     """Thread-safe. `enabled`: whether it may open. `ask` sends a canary to the engine, on whose thread its error comes,
-    None where there is none; it raises EngineError where the engine is closed. `give_up` ends this worker, with a
-    reason."""
+    None where there is none; it raises EngineError where the engine takes none now. `give_up` ends this worker, with
+    a reason."""
 
     def __init__(
         self, window: Window, clock: Clock, ask: Ask, give_up: Callable[[str], None], *, enabled: bool = True
@@ -161,6 +163,7 @@ class Breaker:
             self._ask(self._answered)
         except EngineError as exc:
             logger.info("No canary is sent: %s", exc)
+            self._probe_in(FIRST_S)
 
     def _answered(self, error: str | None) -> None:
         """The engine's thread: the canary has ended."""
@@ -189,7 +192,7 @@ class Breaker:
         if self.state in (State.CLOSED, State.ASKING):
             self.openings += 1
             self._streak = max(0, self._streak - int((time.monotonic() - self._closed_at) / FORGET_S))
-        self._streak += 1
+        self._streak = min(self._streak + 1, LONGEST_STREAK)
         self.alone = alone
         delay = min(MOST_S, FIRST_S * 2 ** (self._streak - 1))
         self._become(State.OPEN, why)

@@ -66,7 +66,9 @@ class Figures:
 
 def _key_of(name: str) -> Key | None:
     tokens, _, context = name.partition(",")
-    return (int(tokens), int(context)) if tokens.isdecimal() and context.isdecimal() else None
+    # No number has more than 99 bits here, and Python reads none of more than 4,300 digits.
+    sane = all(part.isdecimal() and len(part) <= 2 for part in (tokens, context))
+    return (int(tokens), int(context)) if sane else None
 
 
 @dataclass(slots=True)
@@ -90,9 +92,12 @@ class Window:
         """The engine's thread. A step with a prompt is no measure: its time grows with the square of that."""
         if work.decodes and not work.prompt_tokens:
             key = (max(work.tokens, work.decodes).bit_length(), work.context.bit_length())
-            one = self._now().steps.setdefault(key, [0, 0.0])
-            one[0] += 1
-            one[1] += work.seconds
+            steps = self._now().steps
+            if (one := steps.get(key)) is None:
+                steps[key] = [1, work.seconds]  # whole at once: who reads divides by the steps
+            else:
+                one[0] += 1
+                one[1] += work.seconds
 
     def on_end(self, *, failed: bool) -> None:
         """The publisher's thread: a task was completed, or the engine failed it."""

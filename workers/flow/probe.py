@@ -37,7 +37,7 @@ def canary(engine: Any, then: Callable[[str | None], None]) -> None:
 def ask(engine: Any, then: Callable[[str | None], None], name: str = ID, tokens: int = 1) -> None:
     """Ask for one token. `then` gets the error, None where there is none, on the engine's thread. One at a time.
 
-    Raises EngineError where the engine is closed."""
+    Raises EngineError where the engine is closed, or the last one of this name has not ended."""
     ids = engine.tokenizer.encode(PROMPT)[: max(1, engine.max_model_len - tokens)]
     params = greedy(min(tokens, engine.max_model_len - 1))
 

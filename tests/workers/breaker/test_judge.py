@@ -108,5 +108,11 @@ def test_one_hiccup_is_none_of_the_figures() -> None:
 def test_figures_are_read_as_they_were_said() -> None:
     said = run(LOAD, COSTS).to_dict()
     assert Figures.of(said).to_dict() == said
-    for nonsense in (None, 3, {"steps": 3}, {"steps": {"a": 1, "1,2": [1], "3,4": [float("nan"), 2]}, "ended": "x"}):
+    for nonsense in (
+        None,
+        3,
+        {"steps": {"9" * 5000 + ",1": [1, 1.0]}},
+        {"steps": 3},
+        {"steps": {"a": 1, "1,2": [1], "3,4": [float("nan"), 2]}, "ended": "x"},
+    ):
         assert Figures.of(nonsense) == Figures()

@@ -109,6 +109,21 @@ def test_openings_are_forgotten_in_time(bench: Bench) -> None:
     assert bench.probe(None) == FIRST_S
 
 
+def test_a_worker_that_is_slow_for_days_is_asked_on_and_forgives_as_soon(bench: Bench) -> None:
+    bench.breaker.peers = [Figures("m", steps={(1, 5): (100, 0.01)})] * 2
+    bench.breaker.open("it is slow")
+    for _ in range(1100):
+        bench.now += MOST_S
+        bench.due.pop(0)[1]()
+        bench.window._slices[-1].steps[1, 5] = [16, 16 * 0.1]
+        bench.asked.pop()(None)
+    assert [delay for delay, _ in bench.due] == [MOST_S]
+    bench.breaker.refused()
+    bench.now += module.LONGEST_STREAK * module.FORGET_S
+    bench.breaker.open("it is slow")
+    assert bench.due[-1][0] == FIRST_S
+
+
 def test_who_is_refused_serves_and_its_old_probe_is_void(bench: Bench) -> None:
     bench.breaker.open("it is slow")
     bench.breaker.refused()
@@ -137,11 +152,14 @@ def test_switched_off_it_never_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench.breaker.outlier() == ""
 
 
-def test_an_engine_that_is_closed_is_not_asked(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
-    def closed(_: object) -> None:
-        raise EngineError("closed")
+def test_a_canary_that_the_engine_does_not_take_is_sent_later(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
+    def busy(_: object) -> None:
+        raise EngineError("the canary before has not ended")
 
-    monkeypatch.setattr(bench.breaker, "_ask", closed)
-    bench.fail()
-    bench.due.pop(0)[1]()
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.breaker, "_ask", busy)
+        bench.fail()
+        bench.due.pop(0)[1]()
     assert bench.breaker.state is State.ASKING
+    assert bench.probe(None) == FIRST_S
+    assert bench.breaker.closed
