@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
-from engine.bounds import Biases, Bound, Flag, Integer, Number, Strings, TokenIds
+from engine.bounds import Biases, Bound, Flag, Integer, Number, Strings, TokenIds, shown
 from engine.config import EngineConfig
 from engine.declared import Declared, declared
 from engine.errors import RequestError
@@ -273,7 +273,7 @@ _KINDS: Final[dict[type[Bound], Any]] = {
 def takes(**groups: Collection[Declared]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a command the options of declared fields, in the place of its parameter of a group's name.
 
-    The command gets that parameter as a dict of the fields that were given.
+    The command gets that parameter as a dict of the fields that were given. Its Failures name options, not fields.
     """
 
     def taking(command: Callable[..., None]) -> Callable[..., None]:
@@ -290,7 +290,10 @@ def takes(**groups: Collection[Declared]) -> Callable[[Callable[..., None]], Cal
                 given[name] = {
                     field: value for field, value in asked.items() if value is not None and value is not False
                 }
-            command(**given)
+            try:
+                command(**given)
+            except Failure as failure:
+                raise Failure(_as_written(str(failure), groups.values()), failure.status) from failure
 
         called.__signature__ = own.replace(parameters=every)  # type: ignore[attr-defined]
         called.__annotations__ = {one.name: one.annotation for one in every}
@@ -299,10 +302,22 @@ def takes(**groups: Collection[Declared]) -> Callable[[Callable[..., None]], Cal
     return taking
 
 
+def _as_written(message: str, groups: Iterable[Collection[Declared]]) -> str:
+    """A message with the options in place of fields' names: words with `_`, or before `=`. Paths stay as they are."""
+    options = {field.name: _option_of(field) for fields in groups for field in fields}
+    names = "|".join(name if "_" in name else f"{name}(?==)" for name in options)
+    return re.sub(rf"(?<![\w/.-])({names})(?![\w/-])(?:=True)?", lambda found: options[found[1]], message)
+
+
+def _option_of(field: Declared) -> str:
+    assert field.option is not None
+    return field.option.name or f"--{field.name.replace('_', '-')}"
+
+
 def _parameter(field: Declared) -> inspect.Parameter:
     """A declared field as a parameter that typer understands. A value out of bounds raises Failure."""
     assert field.option is not None
-    bound, name = field.bound, field.option.name or f"--{field.name.replace('_', '-')}"
+    bound, name = field.bound, _option_of(field)
 
     def within(value: Any) -> Any:
         if value is None or bound is None:
@@ -310,7 +325,7 @@ def _parameter(field: Declared) -> inspect.Parameter:
         try:
             bound.check(field.name, _read(field, value))
         except RequestError:
-            raise Failure(f"{name} is {value!r}; it must be {bound.words}") from None
+            raise Failure(f"{name} is {shown(value)}; it must be {bound.words}") from None
         return value
 
     kind = _KINDS.get(type(bound), str) if bound else str

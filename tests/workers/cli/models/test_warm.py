@@ -132,7 +132,7 @@ class TestRefusal:
         ("asked", "said"),
         [
             (("--kv-cache-dtype", "int4"), "--kv-cache-dtype is 'int4'; it must be one of auto, int8, fp8"),
-            (("--kv-cache-dtype", "int8", "--deterministic"), "with deterministic=True is for CPUs"),
+            (("--kv-cache-dtype", "int8", "--deterministic"), "with --deterministic is for CPUs"),
             (("--kv-cache-dtype", "fp8", "--arch", "sm_80"), "sm_80 has no 8-bit floats"),
             (("--quantization", "fp8", "--arch", "sm_86"), "sm_86 has no 8-bit floats"),
         ],
