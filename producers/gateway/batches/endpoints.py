@@ -20,7 +20,8 @@ from producers.errors import InvalidTask, LimitReached, PenstockError, UnknownMo
 from producers.gateway.admission.accounts import charge_for, fitted
 from producers.gateway.admission.limits import check_may_use
 from producers.gateway.http.errors import Problem, body_of, problem_of
-from producers.gateway.openai.lines import answer_line, read_line
+from producers.gateway.openai.lines import COMPLETIONS, answer_line, read_line
+from producers.gateway.openai.prompts import MAX_TOKENS
 from producers.gateway.tasks.foreground import problem_of_end
 from producers.gateway.text.prompts import Prompts
 from producers.gateway.text.templates import Templates
@@ -65,10 +66,12 @@ class LineEndpoints:
                 known[model] = await self._client.known(model)
             except UnknownModel as error:
                 known[model] = error
+        limits = await self._limits(principal.key, tenant)
+        if path == COMPLETIONS:
+            bodies = [_usual(body, [one for _, one in limits]) for body in bodies]
         planned = await asyncio.to_thread(
             lambda: [_planned(path, body, known[str(body["model"])], principal, tenant) for body in bodies]
         )
-        limits = await self._limits(principal.key, tenant)
         if not any(one != NO_LIMITS for _, one in limits):
             return planned
         return [
@@ -121,6 +124,12 @@ class LineEndpoints:
             return await self._prompts.tokenizer((await self._client.known(model)).card)
         except (PenstockError, Problem) as error:
             return _refused(error)
+
+
+def _usual(body: Mapping[str, Any], limits: Sequence[Limits]) -> Mapping[str, Any]:
+    """A completion's body. One that names no largest output gets the usual one, as far as the limits allow."""
+    most = min((one.max_output for one in limits if one.max_output is not None), default=MAX_TOKENS)
+    return body if body.get("max_tokens") is not None else {**body, "max_tokens": min(MAX_TOKENS, most)}
 
 
 def _planned(

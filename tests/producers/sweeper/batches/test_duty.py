@@ -326,6 +326,16 @@ async def test_lines_that_a_budget_has_nothing_left_for_are_errors(
         assert account_of(valkey)[b"spent"] == b"35"
 
 
+async def test_a_line_that_names_no_output_fits_a_largest_output(
+    valkey: Redis, valkey_url: str, tmp_path: Path
+) -> None:
+    job = Job(valkey, tmp_path, [{**GOOD, "max_tokens": None}], **limited(valkey, max_output=3))
+    with Serving(valkey):
+        async with sweeping(valkey_url, job):
+            await until(job.ended)
+    assert (job.faults(), len(job.lines("output"))) == ([], 1)
+
+
 async def test_a_batch_without_prices_spends_no_budget_in_money(valkey: Redis, valkey_url: str, tmp_path: Path) -> None:
     job = Job(valkey, tmp_path, [GOOD] * 2, **limited(valkey, budget_money="1"))
     async with sweeping(valkey_url, job):
