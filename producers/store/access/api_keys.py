@@ -82,7 +82,7 @@ class Key:
             said = json.loads(raw)
             known: dict[str, Any] = {one.name: said[one.name] for one in fields(cls) if one.name in said}
             several = {name: tuple(known[name]) for name in ("scopes", "models", "tiers")}
-            return cls(**known | several | {"limits": Limits(**known.get("limits", {}))})
+            return cls(**known | several | {"limits": Limits.parse(known.get("limits", {}))})
         except (ValueError, TypeError, KeyError) as error:
             warn_throttled(log, "a key in %s cannot be read: %s", keys.API_KEYS, error)
             return None

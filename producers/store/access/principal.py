@@ -6,11 +6,11 @@ key ─▶ Principal: tenant, scopes, models, tiers ─▶ each endpoint asks it
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from decimal import Decimal
 from functools import lru_cache
-from typing import Final, Self
+from typing import Any, Final, Self
 
 #: Scope -> what it lets a key do.
 SCOPES: Final[dict[str, str]] = {
@@ -49,6 +49,11 @@ class Limits:
     """Tokens of one task's prompt, and of one choice's output."""
     shorten_to: int | None = None
     """Tokens of a choice's output under overload, of tasks of the default tier (`producers.gateway.admission`)."""
+
+    @classmethod
+    def parse(cls, said: Mapping[str, Any]) -> Self:
+        """What was kept of them. A limit that this release does not know keeps no other one from holding."""
+        return cls(**{one.name: said[one.name] for one in fields(cls) if one.name in said})
 
     @property
     def counted(self) -> dict[str, int]:

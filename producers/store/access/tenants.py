@@ -33,7 +33,7 @@ class TooManyTenants(Exception):
 def parse(raw: Any) -> Limits:
     """The limits in an entry. None, and what cannot be read, are none."""
     try:
-        return NO_LIMITS if raw is None else Limits(**json.loads(raw))
+        return NO_LIMITS if raw is None else Limits.parse(json.loads(raw))
     except (ValueError, TypeError) as error:
         warn_throttled(log, "limits in %s cannot be read: %s", keys.TENANT_LIMITS, error)
         return NO_LIMITS

@@ -8,7 +8,7 @@ import pytest
 from redis.asyncio import Redis
 
 from producers.admin import keys
-from producers.store.access import api_keys, audit
+from producers.store.access import api_keys, audit, tenants
 from producers.store.access.api_keys import TooManyKeys
 from producers.store.access.audit import Actor
 
@@ -53,3 +53,9 @@ async def test_a_key_that_cannot_be_read_hides_no_other(valkey_url: str) -> None
             await store.execute_command("HSET", "penstock:keys", field, raw)
         assert [one.id for one in await keys.found(store)] == [key.id]
         assert await keys.turn(store, "a", "revoke", ME) is None
+
+
+async def test_limits_of_a_later_release_keep_no_other_from_holding(valkey_url: str) -> None:
+    async with Redis.from_url(valkey_url) as store:
+        await store.execute_command("HSET", "penstock:tenants:limits", "acme", '{"rpm": 5, "later": 1}')
+        assert (await tenants.get(store, "acme")).rpm == 5
