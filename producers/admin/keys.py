@@ -111,7 +111,7 @@ async def rotate(store: Redis, key_id: str, overlap_s: float, actor: Actor) -> t
 
 
 async def change(store: Redis, key_id: str, asked: Mapping[str, Any], actor: Actor) -> Key | None:
-    """Change fields of a key (CHANGEABLE); None unsets one. What it has used so far counts on. None where there is no
+    """Change fields of a key (CHANGEABLE); None unsets one. What was counted stays counted. None where there is no
     such key. Raises InvalidTask, KeyEnded, redis.exceptions.RedisError or OSError."""
     given = read(asked, CHANGEABLE)
     if "name" in given and given["name"] is None:

@@ -48,7 +48,7 @@ async def tenants(client: AsyncClient) -> tuple[list[Tenant], int]:
 
 
 async def limit(store: Redis, tenant: str, asked: Mapping[str, Any], actor: Actor) -> Limits:
-    """Change a tenant's limits (LIMITED); None unsets one. What it has used so far counts on.
+    """Change a tenant's limits (LIMITED); None unsets one. What was counted stays counted.
 
     Raises InvalidTask, TooManyTenants, redis.exceptions.RedisError or OSError.
     """

@@ -34,7 +34,7 @@ async def look(request: Request, tenant: str) -> TenantLimits:
     openapi_extra=documented(CHANGE),
 )
 async def change(request: Request, tenant: str) -> TenantLimits:
-    """Change limits of a tenant: on every gateway within a second. Null unsets one, and what was used before counts."""
+    """Change limits of a tenant: on every gateway within a second. Null unsets one; what was counted stays counted."""
     gateway = gateway_of(request)
     asked = await read_object(request, gateway.settings.max_body)
     try:

@@ -167,7 +167,10 @@ def limit(
     store: KeyStore = None,
     as_json: Json = False,
 ) -> None:
-    """Change what a key may use; `none` unsets a limit. Gateways know it within a second, and what was used counts."""
+    """Change what a key may use; `none` unsets a limit. Gateways know it within a second.
+
+    What was counted before stays counted; a key without limits counts nothing.
+    """
     numbers = {"rpm": rpm, "tpm": tpm, "max_in_flight": max_in_flight, "budget_tokens": budget_tokens}
     numbers["budget_money"] = budget_money
     sizes = {"max_prompt": max_prompt, "max_output": max_output, "max_waiting": max_waiting, "shorten_to": shorten_to}
