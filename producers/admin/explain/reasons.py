@@ -148,4 +148,4 @@ def _free_tokens(seen: Seen, worker: Lease) -> int | None:
 
 def counted(count: int) -> str:
     """A number of tasks, in words."""
-    return "1 task" if count == 1 else f"{count:,} tasks"
+    return {0: "no task", 1: "1 task"}.get(count, f"{count:,} tasks")
