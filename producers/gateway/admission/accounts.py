@@ -19,6 +19,7 @@ from producers.contract import keys
 from producers.contract.task import Task
 from producers.errors import shown
 from producers.gateway.admission.callers import FRESH_S, KEPT
+from producers.gateway.http import idempotency
 from producers.gateway.http.caller import charge_of, principal_of
 from producers.gateway.http.errors import Problem
 from producers.store.access import tenants
@@ -55,6 +56,8 @@ class Accounts:
         if charge is not None and tasks[0].max_tokens is None:
             charge.shortens = True
         for whose, one in limits:
+            if idempotency.HEADER not in connection.headers:  # else the next try completes them
+                check_number(one, len(tasks), whose)
             tasks = [fitted(one, task, context, whose) for task in tasks]
         return [*tasks]
 
@@ -100,6 +103,14 @@ def charge_for(
     if any(account.limits.budget_money is not None for account in charge.accounts):
         charge.rates, charge.currency = rates(prices, task.model, task.tier)
     return charge if charge.accounts else None
+
+
+def check_number(limits: Limits, tasks: int, whose: str) -> None:
+    """Raise Problem (400) for more tasks than a request can ever have within these limits: a retry would not help."""
+    most = min((one for one in (limits.rpm, limits.max_in_flight) if one is not None), default=tasks)
+    if tasks > most:
+        said = f"{tasks} prompts in one request, where this {whose} may have {most} tasks: send {most} at a time"
+        raise Problem(400, said, code="array_above_max_length", param="prompt")
 
 
 def fitted(limits: Limits, task: Task, context: int, whose: str) -> Task:

@@ -223,11 +223,14 @@ def test_several_prompts_of_a_request_are_tasks_each_or_none_stays(
     http: httpx.Client, make: Make, model: str, valkey: Redis
 ) -> None:
     headers = as_caller(make(max_in_flight=3))
-    body = {"model": model, "prompt": ["a", "b", "c", "d"], "max_tokens": 1}
+    body = {"model": model, "prompt": ["a", "b", "c"], "max_tokens": 1}
+    http.post("/v1/tasks", json={**body, "prompt": [1]}, headers=headers)
     refused = http.post("/v1/completions", json=body, headers=headers)
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_in_flight")
     (account,) = valkey.keys(keys.account("*"))
-    assert [int(valkey.hget(account, name) or 0) for name in ("open", "reserved")] == [0, 0]
+    assert [int(valkey.hget(account, name) or 0) for name in ("open", "reserved")] == [1, 2]
+    never = http.post("/v1/completions", json={**body, "prompt": ["a"] * 4}, headers=headers)
+    assert (never.status_code, never.json()["error"]["code"]) == (400, "array_above_max_length")
 
 
 def test_one_task_may_be_too_large(http: httpx.Client, make: Make, model: str, valkey: Redis) -> None:
