@@ -89,9 +89,9 @@ def _start(seen: Seen, tasks_per_s: float, knee: float) -> float | None:
     wait = 0.0 if seen.standing is None else seen.standing.due_s or 0.0
     workers = len(seen.ready)
     if not workers:
-        cold = seen.profile.cold_start.get("total")
-        workers = int(sane((seen.scaling or {}).get("wanted")) or 0)
-        if not workers or cold is None:
+        cold, state = seen.profile.cold_start.get("total"), seen.scaling or {}
+        workers = int(sane(state.get("wanted")) or 0)
+        if not workers or cold is None or state.get("trouble"):
             return None
         wait += cold
     if seen.ahead is None:

@@ -99,6 +99,8 @@ def test_an_autoscalers_state_is_told(
     assert words in said["blocked_by"][1]["message"]
     if reason == "cold_start":
         assert said["estimate"] == {"starts_in_s": 2.5, "ends_in_s": pytest.approx(2.9)}
+    else:
+        assert said["estimate"] == {"starts_in_s": None, "ends_in_s": None}, "nobody knows"
 
 
 def test_a_worker_that_takes_no_tasks(
