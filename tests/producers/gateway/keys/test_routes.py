@@ -157,6 +157,8 @@ def test_unknown_keys_and_bad_questions_are_refused(admin: httpx.Client) -> None
     assert admin.post("/v1/keys/none/rotate", json={"for": 1}).json()["error"]["code"] == "unknown_parameter"
     refused = admin.get("/v1/keys", params={"prefix": "psk_" + "a" * 16 + "_hush"})  # URLs are in logs
     assert (refused.status_code, "hush" in refused.text) == (400, False)
+    unknown = admin.get("/v1/keys/psk_" + "a" * 16 + "_hush")
+    assert (unknown.status_code, "hush" in unknown.text) == (404, False)
     assert admin.get("/v1/audit", params={"limit": 0}).status_code == 400
 
 
