@@ -29,7 +29,7 @@ class EngineConfig:
     an `Option` is one of `penstock worker`, `up`, `run` and others; its text is the one of `--help`.
     """
 
-    max_num_seqs: Annotated[int, Integer(1, 4096), Option("Most sequences in one batch.", serving=True)] = 64
+    max_num_seqs: Annotated[int, Integer(1, 4096), Option("Most sequences in one batch. Unset: 64.", serving=True)] = 64
     """The most sequences in one batch. A request with n choices makes n sequences."""
     max_num_batched_tokens: Annotated[
         int | None,

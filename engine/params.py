@@ -105,12 +105,16 @@ class SamplingParams:
     ] = ()
     """These tokens are never generated."""
     bad_words: Annotated[
-        tuple[str, ...], Strings(64, 256), Option("Never write this text. May be repeated.", name="--bad-word")
+        tuple[str, ...],
+        Strings(64, 256),
+        Option("Never write this text. May be repeated.", name="--bad-word", metavar="TEXT"),
     ] = ()
     """Texts that are never generated, as the tokenizer writes them at a word's start or in its middle. The last token
     of such a text is banned after its other tokens."""
     seed: Annotated[int | None, Integer(0, MAX_SEED), Option("Random seed; the same seed repeats the output.")] = None
-    stop: Annotated[tuple[str, ...], Strings(16, 256), Option("Text that ends the output. May be repeated.")] = ()
+    stop: Annotated[
+        tuple[str, ...], Strings(16, 256), Option("Text that ends the output. May be repeated.", metavar="TEXT")
+    ] = ()
     """Strings that end the text; they are not part of it, unless include_stop."""
     stop_token_ids: Annotated[
         tuple[int, ...],
