@@ -90,6 +90,7 @@ SMALL = {
             "books-producer",
             "books-broken",
             "books-killer",
+            "books-killed",
             "books-innocent",
             "books-undone",
         )

@@ -224,9 +224,11 @@ def _reaped(s: State, inc: int, cfg: Cfg, rules: Rules) -> State:
     for f in sorted(f for f in s.fields if f.inc == inc):
         mark = f if f.what in ("letter", "back") else f._replace(what="reaped")
         marked.append(mark)
+        t = f.msg[0]
+        if f.what == "letter" and "reap_over" in rules:
+            after = after._replace(reaped=put(after.reaped, t, 0))
         if f.what in ("letter", "reaped", "back"):
             continue
-        t = f.msg[0]
         after = after._replace(fields=after.fields - {f} | {mark})
         if cfg.counting and "reap_counts" in rules and (f.what == "given" or "reap_given" not in rules):
             after = after._replace(reaped=put(after.reaped, t, min(after.reaped[t] + 1, cfg.limit)))

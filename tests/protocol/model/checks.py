@@ -87,6 +87,8 @@ def good(s: State, cfg: Cfg) -> bool:
                 return False
         elif g.accepted and not (g.final and (g.links or g.spared) and (r is None or (r.settled and not r.listed))):
             return False
+        if cfg.books and cfg.counting and t in s.dead and s.reaped[t]:
+            return False
         if r and r.why == "dead" and not (t in s.dead or g.unlisted or (cfg.sqs and not cfg.books)):
             return False
     if s.index or s.fields or s.stored or s.reap or s.due:

@@ -132,6 +132,7 @@ RULES: dict[str, Rule] = {
     "letter_deleted": Rule("books-broken", "REAP deletes a message whose dead letter was kept, and shows it to nobody"),
     "reap_index": Rule("books-reap", "REAP enters messages in the index before it makes them visible"),
     "reap_given": Rule("books-innocent", "REAP counts what a worker was given, not what waited in its buffer"),
+    "reap_over": Rule("books-killed", "REAP forgets the returns of what it finds marked as over: DOWN will not come"),
     "settled_only": Rule("books-scaled", "a task that is final and not settled stays in the index"),
     "delay_once": Rule("books-later", "DELAY stores a message and removes its field in one script"),
     "due_kept": Rule("books-later", "what is due stays in the store until it is sent"),

@@ -142,6 +142,7 @@ _LIST = [
     _world("books-reap", books=True, crash=1, pcrash=1, dup=1, length=0),
     _world("books-broken", books=True, workers=(0,), broken=True, crash=1, lost=1, length=0),
     _world("books-killer", books=True, killer=2, limit=2, length=0),
+    _world("books-killed", books=True, workers=(0,), killer=2, limit=2, crash=1, length=0),
     _world("books-innocent", books=True, tasks=2, workers=(0, 0), killer=2, limit=2, length=0),
     _world("books-later", books=True, workers=(0,), later=1, crash=1, pcrash=1, lost=1, length=0),
     _world("books-scaled", books=True, scaled=True, workers=(0,), crash=2, expire=1, length=0),

@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
 -- REAP(inc) | lease absent: all its messages are on their way back, if on no other (see OUT): in the index, unless their
--- records are settled; deliveries (not what is in the buffer) count a redelivery. Then SQS is told, then REAPED.
+-- records are settled; deliveries (not what is in the buffer) count a redelivery. Of what is over, none counts any
+-- more. Then SQS is told, then REAPED.
 -- Early, with a looker, where inc is silent (see _alive.lua) and holds nothing of plain Celery's, which cannot be kept
 -- back: its lease ends here, and what is counted is noted for RETRACT.
 -- KEYS: lease, in flight of inc, reaped, incarnations   ARGV: inc, looker (or empty)
@@ -38,6 +39,8 @@ for k = 1, #flying, 2 do
       enter(e.list, e.member, math.min(at > 0 and at or now, now))
     end
     redis.call('HSET', KEYS[2], field, cjson.encode(e))
+  elseif e.out == 'done' or e.out == 'letter' then -- its worker's DOWN will not come
+    redis.call('HDEL', KEYS[3], e.id)
   end
   out[#out + 1], out[#out + 2] = field, cjson.encode(e)
 end

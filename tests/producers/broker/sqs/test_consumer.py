@@ -14,7 +14,7 @@ from redis import Redis
 
 from producers.broker.redis import keys as shared
 from producers.broker.sqs import keys
-from producers.broker.sqs.hold import chores, errand, polls, reaping
+from producers.broker.sqs.hold import calls, chores, errand, polls, reaping
 from producers.broker.sqs.hold.held import LONGEST_S
 from producers.broker.sqs.names import sqs_name
 from producers.broker.values import Ack, Back, Credit, PutDown, Rules
@@ -318,6 +318,20 @@ def test_what_a_killed_worker_had_is_shown_at_once(place: Place) -> None:
     assert place.redis.hlen(shared.REAPED) == 2, "of what it had only received, nothing is counted"
     assert [one.incarnation for one in place.consumer.workers()] == [INC]
     assert sorted(ids(place.take(5))) == list("abcde")
+
+
+def test_what_is_over_is_deleted_for_a_dead_worker_and_its_redeliveries_forgotten(place: Place) -> None:
+    """The worker dies after it marked a task that others had died of, before DOWN."""
+    place.redis.hset(contract_keys.task("a"), mapping={"status": "completed", "settled": "1"})
+    place.redis.hset(shared.REAPED, "a", 1)
+    place.send("a")
+    place.take(1)
+    (held,) = place.held
+    assert run(place.redis, calls.out(held, "done", settled=True)) == 1
+    place.consumer.end_lease(INC)
+    place.consumer.reap(INC)
+    until(lambda: place.flying() == {})
+    assert (place.counts(), place.redis.hlen(shared.REAPED)) == ((0, 0), 0)
 
 
 def test_what_sqs_does_not_have_any_more_is_sent_anew(place: Place) -> None:
