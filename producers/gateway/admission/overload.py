@@ -34,15 +34,15 @@ logger = logging.getLogger(__name__)
 FRESH_S: Final = 0.05
 #: Shortest and longest wait (s) that a refused caller is told. Without a worker it is the longest.
 SHORTEST_S, LONGEST_S = 0.25, 30.0
-#: The code of a refusal by what all callers share.
-SHARED: Final = "queue_full"
 #: Bound -> the code of a refusal, and whose tasks are too many.
 SAID: Final = {
-    "all": (SHARED, "of all models"),
-    "pool": (SHARED, "of this model"),
+    "all": ("queue_full", "of all models"),
+    "pool": ("queue_full", "of this model"),
     "tenant": ("tenant_queue_full", "of this tenant"),
     "key": ("key_queue_full", "of this key"),
 }
+#: The code of a refusal by what all callers share.
+SHARED: Final = SAID["pool"][0]
 
 
 @dataclass(slots=True)

@@ -71,6 +71,7 @@ class TestLists:
         with SourcesProcess(valkey_url, tmp_path, config + 'reply = "list:answers"\n') as process:
             pushed(valkey, TASK | {"id": "kept"})
             process.until(lambda: popped(valkey))
+            process.until(lambda: valkey.exists(keys.WEBHOOKS_DELIVERED))  # noted after it is sent
         (name,) = (text(one) for one in valkey.zrange(keys.WEBHOOKS_DELIVERED, 0, -1))  # type: ignore[union-attr]
         with SourcesProcess(valkey_url, tmp_path, config) as process:
             assert run(valkey, outbox.replay(name)) == b"replayed"
