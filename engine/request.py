@@ -39,6 +39,9 @@ class Course:
     """When and why, of the first ones: `better_tier` (a request of a better tier needed the room), `kv_room` (those
     that ran had no KV block left), `memory` (a step was too large for the device), `recompute` (of its own)."""
 
+    engine_s: float = 0.0
+    """Its part of the time (s) of steps, which is split by the tokens that each sequence had computed."""
+
     def admit(self, now: float, cached_tokens: int) -> None:
         if self.began_at is None:
             self.began_at, self.cached_tokens = now, cached_tokens

@@ -233,6 +233,8 @@ class Pipeline:
         seconds = now - (flight.began if since is None else since)
         context = sum(row.start + row.count for row in plan.rows)
         decodes = len(plan.rows) - plan.prompts
+        for row in plan.rows:
+            row.seq.request.course.engine_s += seconds * row.count / plan.num_tokens
         self.last_work = StepWork(now, seconds, decodes, plan.prompt_tokens, generated, plan.num_tokens, context)
 
     def _take_back(self, plans: list[StepPlan]) -> None:

@@ -34,6 +34,8 @@ class Run:
     preemptions: int = 0
     preempted: list[tuple[int, str]] = field(default_factory=list)
     """When and why, of the first ones (`engine.request.Course`)."""
+    engine_us: int = 0
+    """The engine's time (microseconds) for it: its part of that of each step, by tokens. Scripts read this last one."""
 
     def said(self, start: int) -> str:
         """What the scripts take: the start's number from 1, and the field's JSON. Empty for a start past MOST."""
@@ -42,10 +44,11 @@ class Run:
     @classmethod
     def parse(cls, raw: str) -> Run:
         """Raises ValueError or TypeError for what is none."""
-        owner, began, step, last, cached, preemptions, preempted = json.loads(raw)
+        owner, began, step, last, cached, preemptions, preempted, *rest = json.loads(raw)
+        engine_us = rest[0] if rest else 0  # a release without it
         step, last = (None if at is None else int(at) for at in (step, last))
         found = [(int(at), str(why)) for at, why in preempted]
-        numbers = (began, step or 0, last or 0, cached, preemptions, *(at for at, _ in found))
+        numbers = (began, step or 0, last or 0, cached, preemptions, engine_us, *(at for at, _ in found))
         if any(abs(int(number)) > 2**53 for number in numbers):
             raise ValueError("a number is too large")
-        return cls(str(owner), int(began), step, last, int(cached), int(preemptions), found)
+        return cls(str(owner), int(began), step, last, int(cached), int(preemptions), found, int(engine_us))

@@ -351,13 +351,20 @@ def test_each_step_tells_what_it_has_computed(load: Load, overlap: int) -> None:
 
     engine.on_step = on_step
     began = time.monotonic()
-    outputs = engine.generate([[1, 2, 3], list(range(20, 60))], GREEDY)
-    made = sum(len(one.token_ids) for one in outputs)
-    until(lambda: sum(work.generated for work in works) == made)  # `generate` may return before the last step is told
+    requests = [Request("short", [1, 2, 3], GREEDY), Request("long", list(range(20, 60)), GREEDY)]
+    events: list[Event] = []
+    for request in requests:
+        engine.submit(request, events.append)
+    until(lambda: sum(event.finish_reason is not None for event in events) == 2)
+    made = sum(len(event.token_ids) for event in events)
+    until(lambda: sum(work.generated for work in works) == made)  # an end may be told before its step is
     assert sum(work.prompt_tokens for work in works) == 43
     assert sum(work.decodes for work in works) >= 22
     assert max(work.decodes for work in works) == 2
     assert all(work.seconds > 0 for work in works)
+    short, long = (request.course.engine_s for request in requests)
+    assert long > short > 0
+    assert short + long == pytest.approx(sum(work.seconds for work in works)), "each step's time is somebody's"
     assert sum(work.tokens for work in works) == 43 + sum(work.decodes for work in works)
     assert works[0].context == works[0].tokens
     assert all(work.context > work.tokens for work in works if not work.prompt_tokens)

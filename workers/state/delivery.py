@@ -132,8 +132,8 @@ class Delivery:
         course = self.course
         step, last = (None if at is None else ms(at) for at in (course.began_at, self.last_at))
         preempted = [(ms(at), why) for at, why in course.preempted]
-        run = Run(self.incarnation.id, self.began, step, last, course.cached_tokens, course.preemptions, preempted)
-        return run.said(self.start)
+        counts = course.cached_tokens, course.preemptions, preempted, round(1e6 * course.engine_s)
+        return Run(self.incarnation.id, self.began, step, last, *counts).said(self.start)
 
     @property
     def waits(self) -> str | None:

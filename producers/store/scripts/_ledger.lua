@@ -2,11 +2,22 @@
 -- (`producers/store/usage/ledger.py` has the format), in the script that makes the record final: no end is without its
 -- row, and no row without its end. A field that the record lacks is empty, so that all rows have the same fields, whose
 -- names a stream stores once.
+
+-- The engine's time for a task (microseconds), of all its starts that are noted: the last number of each (_run.lua).
+local function engine_time(task, starts)
+  local sum = 0
+  for start = 1, math.min(tonumber(starts) or 0, 32) do
+    local said = redis.call('HGET', task, 'run:' .. start)
+    sum = sum + math.min(tonumber(string.match(said or '', ',(%d+)%]$')) or 0, 1e15)
+  end
+  return string.format('%.0f', sum)
+end
+
 local function ledger_row(task, id, status, prompt, cached, output)
   local r = redis.call('HMGET', task, 'key', 'tenant', 'model', 'version', 'tier', 'discarded', 'again', 'claims',
     'deaths', 'started', 'finished')
   redis.call('XADD', 'penstock:ledger', '*', 'id', id, 'key', r[1] or '', 'tenant', r[2] or '', 'model', r[3] or '',
     'version', r[4] or '', 'tier', r[5] or 'default', 'status', status, 'prompt', prompt, 'cached', cached,
     'output', output, 'discarded', r[6] or 0, 'again', r[7] or 0, 'attempts', r[8] or 0, 'deaths', r[9] or 0,
-    'ms', r[10] and math.max(0, r[11] - r[10]) or 0)
+    'ms', r[10] and math.max(0, r[11] - r[10]) or 0, 'engine', engine_time(task, r[8]))
 end

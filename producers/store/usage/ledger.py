@@ -15,6 +15,7 @@ row without an end; the row outlives the record. An entry's id begins with the t
 count once |
 | `attempts`, `deaths` | starts; workers that died holding it |
 | `ms` | from its first start to its end; 0 for what never started |
+| `engine` | the engine's time for it (microseconds), of all starts, as far as workers have noted it (`contract.run`) |
 
 FOLD adds rows to the sums of their hours, ROLL hours to days (UTC). Each adds and removes in one script, so that a task
 is counted once, as a row or in a sum, whoever dies when. `penstock:usage:hour:<unix s>` and `:day:<unix s>` are hashes:
@@ -36,7 +37,7 @@ from producers.store.protocol import PACKAGE
 
 #: What a sum counts, in its order: tasks by how they ended; then the fields of rows.
 STATUSES: Final = ("completed", "failed", "cancelled", "incomplete")
-COUNTS: Final = (*STATUSES, "prompt", "cached", "output", "discarded", "again", "attempts", "deaths", "ms")
+COUNTS: Final = (*STATUSES, "prompt", "cached", "output", "discarded", "again", "attempts", "deaths", "ms", "engine")
 #: Rows, or sums, that one script takes: a few ms of the server's time.
 MOST: Final = 500
 #: Rows that a reader gets at a time.
@@ -110,7 +111,7 @@ async def _rows(store: Redis, folded: bytes | None, since_ms: int, until_ms: int
             group = Group(*(row[name] for name in Group._fields))
             sum_ = found.setdefault((_ms(entry) // _HOUR_MS * 3600, group), [0] * len(COUNTS))
             for k, name in enumerate(COUNTS):
-                sum_[k] += row["status"] == name if name in STATUSES else int(row[name])
+                sum_[k] += row["status"] == name if name in STATUSES else int(row.get(name, 0))
         if len(page) < PAGE:
             return [Used(start, group, tuple(counts)) for (start, group), counts in found.items()]
         first = f"({text(page[-1][0])}"
@@ -129,10 +130,16 @@ async def _sums(store: Redis, since: int, until: int) -> tuple[bytes | None, lis
             folded, now, *sums = await pipe.execute()
         if names == now:
             return folded, [
-                Used(int(text(name).split(":")[1]), Group(*json.loads(group)), tuple(map(int, counts.split())))
+                Used(int(text(name).split(":")[1]), Group(*json.loads(group)), _counts(counts))
                 for name, hour in zip(names, sums, strict=True)
                 for group, counts in hour.items()
             ]
+
+
+def _counts(said: bytes) -> tuple[int, ...]:
+    """A sum's counts. Those that an earlier release did not have are 0."""
+    found = tuple(map(int, said.split()))
+    return found + (0,) * (len(COUNTS) - len(found))
 
 
 def _ms(entry: bytes) -> int:

@@ -25,8 +25,10 @@ NAMES: Final = {
     "discarded": "discarded_tokens",
     "again": "recomputed_tokens",
     "ms": "seconds",
+    "engine": "engine_seconds",
 }
-_MS: Final = COUNTS.index("ms")
+#: Count -> how many of it are a second.
+_SECOND: Final = {"ms": 1000, "engine": 1_000_000}
 
 
 class BadSpan(ValueError):
@@ -69,7 +71,7 @@ class Report:
     def _numbers(self, line: Line) -> dict[str, Any]:
         numbers: dict[str, Any] = {"tasks": sum(line.counts[: len(STATUSES)])}
         numbers |= {NAMES.get(name, name): count for name, count in zip(COUNTS, line.counts, strict=True)}
-        numbers["seconds"] = line.counts[_MS] / 1000
+        numbers |= {NAMES[name]: line.counts[COUNTS.index(name)] / one for name, one in _SECOND.items()}
         if self.currency is not None:
             numbers |= {"cost": format(line.cost.normalize(), "f"), "currency": self.currency}
             numbers["unpriced_tasks"] = line.unpriced

@@ -49,6 +49,7 @@ def ledger(valkey: Redis) -> Iterator[None]:
         ("other", "tiny", "default", 4),
     ):
         row = dict.fromkeys(COUNTS[4:], 0) | {"prompt": PROMPT, "cached": CACHED, "output": OUTPUT, "ms": 1500}
+        row["engine"] = 250_000
         whose = {"key": "k", "tenant": tenant, "model": model, "version": "1", "tier": tier, "status": "completed"}
         valkey.xadd(keys.LEDGER, row | whose, id=f"{1_793_491_200_000 + day * 86_400_000}-*")  # 2026-11-01, 0:00
     return
@@ -77,7 +78,8 @@ def test_lines_are_grouped_and_cost_what_the_table_says(http: httpx.Client, make
         return list(found)
 
     (whole,) = lines()
-    assert (whole["tasks"], whole["completed"], whole["seconds"]) == (3, 3, 4.5)
+    assert (whole["tasks"], whole["completed"]) == (3, 3)
+    assert (whole["seconds"], whole["engine_seconds"]) == (4.5, 0.75)
     assert (whole["prompt_tokens"], whole["cached_tokens"], whole["output_tokens"]) == (3_000_009, 9, 21)
     # 1,000,000 * 0.1 + 3 * 0.01 + 7 * 0.3 and 1,000,003 * 0.2 + 7 * 0.7, of a million
     assert (whole["cost"], whole["currency"], whole["unpriced_tasks"]) == ("0.30000763", "EUR", 1)

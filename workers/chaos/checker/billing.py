@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping
+from typing import Final
 
 from workers.chaos.checker.case import Case, Violation
 from workers.chaos.checker.ledger import Row, total
@@ -27,6 +28,11 @@ def usage_is_the_stream(case: Case) -> Iterator[Violation]:
             yield Violation("usage_is_the_stream", task_id, f"is billed {usage} for a prompt of {prompt}")
 
 
+#: Counts that no stream and no record tells for sure: a death is taken back after the end, where the worker turns out
+#: to live; an engine's time may be noted once more.
+UNSURE: Final = frozenset({"deaths", "engine"})
+
+
 def ledger_is_the_streams(case: Case) -> Iterator[Violation]:
     """Each task that ended has one row, which counts what its stream holds for its key and tenant; rows and sums
     together count all of it, by key and tenant.
@@ -42,11 +48,11 @@ def ledger_is_the_streams(case: Case) -> Iterator[Violation]:
     ended = _ended(case)
     for task_id, wanted in ended.items():
         row = rows.setdefault(task_id, wanted) if not case.shared else rows.get(task_id, wanted)
-        if wrong := {name: row[name] for name in wanted.keys() - {"deaths"} if row[name] != wanted[name]}:
+        if wrong := {name: row[name] for name in wanted.keys() - UNSURE if row[name] != wanted[name]}:
             yield Violation("ledger_is_the_streams", task_id, f"is in the ledger with {wrong}, not {wanted}")
     sums, counted = total(rows.values()), case.ledger.totals.copy()
     for whose in [*sums, *counted]:
-        if whose[-1] == "deaths":  # of a worker that turns out to live, a record's is taken back after the end
+        if whose[-1] in UNSURE:
             del sums[whose], counted[whose]
     same = sums <= counted if rows.keys() - ended.keys() else sums == counted
     if not case.shared and not same:
@@ -107,6 +113,6 @@ def _billed(stream: Stream | None, record: Mapping[str, str]) -> dict[str, str]:
     counts |= {"prompt": usage.get("prompt_tokens", 0), "cached": usage.get("cached_tokens", 0)}
     counts |= {"attempts": record.get("claims", 0), "deaths": record.get("deaths", 0)}
     ran = int(record.get("finished", 0)) - int(record["started"]) if "started" in record else 0
-    counts["ms"] = max(0, ran)
+    counts |= {"ms": max(0, ran), "engine": 0}
     whose = {name: record.get(name, "") for name in ("status", "key", "tenant")}
     return whose | {name: str(count) for name, count in counts.items()}

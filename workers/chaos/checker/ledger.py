@@ -13,7 +13,7 @@ from redis import Redis
 LEDGER: Final = "penstock:ledger"
 STATUSES: Final = ("completed", "failed", "cancelled", "incomplete")
 #: What a sum counts, in its order.
-COUNTS: Final = (*STATUSES, "prompt", "cached", "output", "discarded", "again", "attempts", "deaths", "ms")
+COUNTS: Final = (*STATUSES, "prompt", "cached", "output", "discarded", "again", "attempts", "deaths", "ms", "engine")
 Row = Mapping[str, str]
 #: (key, tenant, one of COUNTS) -> how many.
 Totals = Counter[tuple[str, str, str]]

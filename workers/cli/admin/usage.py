@@ -26,6 +26,7 @@ _COLUMNS = {
     "output_tokens": "output",
     "recomputed_tokens": "recomputed",
     "seconds": "seconds",
+    "engine_seconds": "engine s",
     "cost": "cost",
 }
 

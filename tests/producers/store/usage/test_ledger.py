@@ -16,6 +16,7 @@ from redis.asyncio import Redis as AsyncRedis
 from producers import Client
 from producers.connection.script import run
 from producers.contract import keys
+from producers.contract.run import Run
 from producers.store import protocol
 from producers.store.usage.ledger import COUNTS, STATUSES, Group, Used, fold, prune, roll, used
 from tests.producers.fake_worker import FakeWorker
@@ -50,6 +51,9 @@ def test_a_row_says_who_used_what_and_outlives_its_record(valkey: Redis, client:
     other = FakeWorker(valkey, "other")
     other.claim(handle.id)
     other.append(handle.id, 2, ["c"], finish_reason="stop")
+    noted = Run("w", 1, 2, 3, 0, 1, [(5, "kv_room")], engine_us=1500).said(1).partition(" ")[2]
+    earlier = '["other",4,5,6,0,0,[]]'  # as a release wrote it that did not measure
+    valkey.hset(keys.task(handle.id), mapping={"run:1": noted, "run:2": earlier})
     other.finish(handle.id, [3])
     other.settle(handle.id)
     valkey.delete(keys.task(handle.id))
@@ -57,7 +61,7 @@ def test_a_row_says_who_used_what_and_outlives_its_record(valkey: Redis, client:
     said = {name.decode(): value.decode() for name, value in row.items()}
     assert int(said.pop("ms")) >= 0
     whose = {"key": "k1", "tenant": "acme", "model": "tiny", "version": "0123456789ab", "tier": "flex"}
-    tokens = {"prompt": "3", "cached": "0", "output": "3", "discarded": "0", "again": "5"}
+    tokens = {"prompt": "3", "cached": "0", "output": "3", "discarded": "0", "again": "5", "engine": "1500"}
     assert said == whose | tokens | {"id": handle.id, "status": "completed", "attempts": "2", "deaths": "1"}
 
 

@@ -30,8 +30,8 @@ def ledger(valkey: Redis) -> None:
 def test_usage_is_shown_to_people_and_programs(usage: Run, tmp_path: Path) -> None:
     shown = usage("--by", "tenant").out
     assert [line.split() for line in shown.splitlines()[::2]] == [
-        ["tenant", "tasks", "prompt", "cached", "output", "recomputed", "seconds"],
-        ["acme", "2", "2000", "0", "12", "0", "0.0"],
+        ["tenant", "tasks", "prompt", "cached", "output", "recomputed", "seconds", "engine", "s"],
+        ["acme", "2", "2000", "0", "12", "0", "0.0", "0.0"],
     ]
     assert "\x1b" not in shown
     (whole,) = map(json.loads, usage("--json").out.splitlines())
@@ -43,7 +43,7 @@ def test_usage_is_shown_to_people_and_programs(usage: Run, tmp_path: Path) -> No
 
 
 def test_what_cannot_be_meant_is_refused(usage: Run, tmp_path: Path) -> None:
-    assert usage().out.split()[-6:] == ["0", "0", "0", "0", "0", "0.0"]
+    assert usage().out.split()[-6:] == ["0", "0", "0", "0", "0.0", "0.0"]
     assert usage("--by", "day").out == "No task ended in this time.\n"
     backwards = ["--since", "2026-11-01T12:30", "--until", "2026-11-01T12:10"]
     for bad in (
