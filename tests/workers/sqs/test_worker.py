@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from redis import Redis
 
 from producers import AsyncClient, Client
 from producers.admin.fleet import read_fleet
+from producers.broker.sqs.hold.poller import WAIT_S
 from producers.contract import keys
 from tests.aws import Aws
 from tests.stub_engine import text_of
@@ -38,6 +40,7 @@ def test_a_task_streams_and_leaves_nothing_behind(sqs: SqsRig) -> None:
 def test_better_tiers_begin_first(sqs: SqsRig) -> None:
     first = sqs.worker()  # makes the queues, and announces the model
     assert first.stop() == 0
+    time.sleep(WAIT_S + 1)  # its polls go on at SQS for so long, and would take messages that nobody gets
     ids = {tier: sqs.submit(4, tier=tier) for tier in ("batch", "flex", "default", "priority")}
     assert sqs.submit(1, tier="priority", n=2)
     sqs.worker(STUB_SEQS=1)
