@@ -9,8 +9,9 @@ quant/ reads and makes quantised weights; bench/ measures
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from engine.lazy import lazily
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
@@ -35,28 +36,15 @@ __all__ = [
     "TokenLogprobs",
 ]
 
-# Lazy, so that a process that wants engine.text alone never imports torch.
-_HOMES = {
-    "Choice": "engine.request",
-    "Engine": "engine.engine",
-    "EngineConfig": "engine.config",
-    "EngineError": "engine.errors",
-    "Event": "engine.request",
-    "ModelError": "engine.errors",
-    "Output": "engine.request",
-    "Request": "engine.request",
-    "RequestError": "engine.errors",
-    "SamplingParams": "engine.params",
-    "Tier": "engine.request",
-    "TokenLogprobs": "engine.logprobs",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'engine' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+# A process that wants engine.text alone never imports torch.
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "engine.config": "EngineConfig",
+        "engine.engine": "Engine",
+        "engine.errors": "EngineError ModelError RequestError",
+        "engine.logprobs": "TokenLogprobs",
+        "engine.params": "SamplingParams",
+        "engine.request": "Choice Event Output Request Tier",
+    },
+)

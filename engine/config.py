@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import Literal, get_args
 
-from engine.bounds import Flag, Integer, Number, OneOf
-from engine.declared import Option, checked
+from engine.declared import checked, declare
+from engine.declared.bounds import Flag, Integer, Number, OneOf, Text
 from engine.errors import EngineError, RequestError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -29,126 +29,113 @@ class EngineConfig:
     an `Option` is one of `penstock worker`, `up`, `run` and others; its text is the one of `--help`.
     """
 
-    max_num_seqs: Annotated[int, Integer(1, 4096), Option("Most sequences in one batch. Unset: 64.", serving=True)] = 64
-    """The most sequences in one batch. A request with n choices makes n sequences."""
-    max_num_batched_tokens: Annotated[
-        int | None,
+    max_num_seqs: int = declare(64, Integer(1, 4096), "Most sequences in one batch. Unset: 64.", serving=True)
+    """A request with n choices makes n sequences."""
+    max_num_batched_tokens: int | None = declare(
+        None,
         Integer(1, _MAX_STEP_TOKENS),
-        Option("Most tokens computed in one engine step.", name="--max-batched-tokens", serving=True),
-    ] = None
-    """The most tokens computed in one step over all sequences. It must be at least max_num_seqs, so that every decode
-    can go on."""
-    unhurried_tokens: Annotated[
-        int | None,
+        "Most tokens computed in one engine step.",
+        name="--max-batched-tokens",
+        serving=True,
+    )
+    """At least max_num_seqs, so that every decode can go on."""
+    unhurried_tokens: int | None = declare(
+        None,
         Integer(1, _MAX_STEP_TOKENS),
-        Option(
-            "Most tokens in a step that computes no prompt of the priority tier. A small number lets priority requests "
-            "start sooner. Unset: --max-batched-tokens.",
-            name="--max-non-priority-step-tokens",
-            serving=True,
-        ),
-    ] = None
-    """The most tokens of a step that computes no prompt of the priority tier. It must be at least max_num_seqs; None
-    means max_num_batched_tokens. A lower value shortens the steps that a priority request may have to wait for. The
+        "Most tokens in a step that computes no prompt of the priority tier. A small number lets priority requests "
+        "start sooner. Unset: --max-batched-tokens.",
+        name="--max-non-priority-step-tokens",
+        serving=True,
+    )
+    """At least max_num_seqs. A lower value shortens the steps that a priority request may have to wait for. The
     priority request's own prompt may still fill max_num_batched_tokens."""
-    kv_cache_bytes: Annotated[
-        int | None, Integer(1, 1 << 50), Option("Memory for the KV cache, in bytes.", serving=True)
-    ] = None
-    """Memory of the KV cache, in bytes. None takes a bounded part of the free memory."""
-    memory_share: Annotated[
-        float,
+    kv_cache_bytes: int | None = declare(None, Integer(1, 1 << 50), "Memory for the KV cache, in bytes.", serving=True)
+    """None takes a bounded part of the free memory."""
+    memory_share: float = declare(
+        0.85,
         Number(0, 1, above=True),
-        Option(
-            "Share of the GPU's memory to use, unless --kv-cache-bytes is given. Unset: 0.85.",
-            serving=True,
-        ),
-    ] = 0.85
-    """The part of a GPU's memory that weights, steps and KV cache may take together, if kv_cache_bytes is None. The
-    engine measures a step's memory by running the largest steps. The remaining part is a reserve."""
-    dtype: Annotated[
-        DType,
+        "Share of the GPU's memory to use, unless --kv-cache-bytes is given. Unset: 0.85.",
+        serving=True,
+    )
+    """The part of a GPU's memory that weights, steps and KV cache may take together. The engine measures a step's
+    memory by running the largest steps. The remaining part is a reserve."""
+    dtype: DType = declare(
+        "auto",
         OneOf(get_args(DType)),
-        Option("Data type of weights and activations: auto, float32, bfloat16 or float16."),
-    ] = "auto"
-    quantization: Annotated[
-        Quantization,
+        "Data type of weights and activations: auto, float32, bfloat16 or float16.",
+    )
+    quantization: Quantization = declare(
+        "none",
         OneOf(get_args(Quantization)),
-        Option("none, or fp8: 8-bit weights and activations, on GPUs from compute capability 8.9."),
-    ] = "none"
+        "none, or fp8: 8-bit weights and activations, on GPUs from compute capability 8.9.",
+    )
     """Quantises, on loading, the weights of all matrix products but the last. "fp8" stores 8-bit floats with one scale
-    per output channel, and scales activations per token. It needs a CUDA device of compute capability 8.9 or more."""
-    kv_cache_dtype: Annotated[
-        KvCacheDType,
+    per output channel, and scales activations per token."""
+    kv_cache_dtype: KvCacheDType = declare(
+        "auto",
         OneOf(get_args(KvCacheDType)),
-        Option("auto, or int8 or fp8: 8-bit keys and values, which leave memory for more context."),
-    ] = "auto"
+        "auto, or int8 or fp8: 8-bit keys and values, which leave memory for more context.",
+    )
     """The data type of the KV cache. "auto" is the type that the kernels compute with. "int8", with one scale for each
-    key and value of a head, and "fp8" (e4m3) take a half or a quarter of the memory, so that more context fits. Both
-    need kernels="native" or "triton". On a GPU they exclude deterministic mode, and "fp8" needs compute capability 8.9
-    or more."""
-    deterministic: Annotated[
-        bool,
+    key and value of a head, and "fp8" (e4m3) take a half or a quarter of the memory. Both need kernels="native" or
+    "triton". On a GPU they exclude deterministic mode, and "fp8" needs compute capability 8.9 or more."""
+    deterministic: bool = declare(
+        False,
         Flag(),
-        Option(
-            "Make outputs identical to the bit whatever runs beside a task, however its prompt is cut, and after "
-            "interruptions. Slower."
-        ),
-    ] = False
+        "Make outputs identical to the bit whatever runs beside a task, however its prompt is cut, and after "
+        "interruptions. Native CPU kernels always do, at no cost.",
+    )
     """Whether a sequence's output depends on nothing but the sequence itself, to the bit. It is then independent of the
     rest of the batch, of prefill chunks, prefix-cache hits, preemption and overlap. Engines of equal fingerprint then
-    give identical output. docs/performance.md gives the cost."""
-    speculate: Annotated[
-        Speculate | None,
+    give identical output."""
+    speculate: Speculate | None = declare(
+        None,
         OneOf(get_args(Speculate)),
-        Option(
-            "Speculative decoding: none, lookup (guess what followed the same words before) or draft (guess with a "
-            "smaller model). The output stays the same. Unset: draft with --draft-model, else none."
-        ),
-    ] = None
+        "Speculative decoding: none, lookup (guess what followed the same words before) or draft (guess with a "
+        "smaller model). The output stays the same. Unset: draft with --draft-model, else none.",
+    )
     """The source of draft tokens, several of which the model then checks in one step. "lookup" takes the tokens that
     followed the same words earlier in the sequence; "draft" runs `draft_model`. The output is the same (to the bit in
     deterministic mode). None becomes "draft" with a draft model, else "none"."""
-    draft_model: Annotated[
-        str | None, Option("A smaller model that guesses tokens, named like MODEL; it must have the same vocabulary.")
-    ] = None
+    draft_model: str | None = declare(
+        None, Text(), "A smaller model that guesses tokens, named like MODEL; it must have the same vocabulary."
+    )
     """The folder of a smaller model with the same vocabulary, for speculate="draft"."""
-    speculate_tokens: Annotated[
-        int,
+    speculate_tokens: int = declare(
+        5,
         Integer(1, MAX_SPECULATE_TOKENS),
-        Option(f"Most tokens guessed at a time, 1 to {MAX_SPECULATE_TOKENS}. Unset: 5."),
-    ] = 5
+        f"Most tokens guessed at a time, 1 to {MAX_SPECULATE_TOKENS}. Unset: 5.",
+    )
     """The most draft tokens for one sequence in one step."""
-    speculate_adaptive: Annotated[bool, Flag()] = True
+    speculate_adaptive: bool = declare(True, Flag())
     """Whether the number of draft tokens adapts, down to none, to the acceptance rate and to the measured times of
     steps of each size. If false, the engine always drafts as many tokens as it may."""
-    device: Annotated[Device, OneOf(get_args(Device)), Option("Where the model runs: auto, cpu or cuda.")] = "auto"
-    threads: Annotated[
-        int | None,
-        Integer(1, 4096),
-        Option("CPU threads. Unset: the cores that the machine or container has."),
-    ] = None
+    device: Device = declare("auto", OneOf(get_args(Device)), "Where the model runs: auto, cpu or cuda.")
+    threads: int | None = declare(
+        None, Integer(1, 4096), "CPU threads. Unset: the cores that the machine or container has."
+    )
     """The number of CPU threads. None means one for each core, within a container's limit of processor time. After each
     call the threads poll for work for a tenth of a millisecond and then sleep. If another process keeps a core busy,
     one thread less may be faster."""
-    kernels: Annotated[KernelSet, OneOf(get_args(KernelSet))] = "auto"
+    kernels: KernelSet = declare("auto", OneOf(get_args(KernelSet)))
     """The kernel set that computes the model. "auto" picks "triton" on CUDA, or "sdpa" if triton is not installed. On a
     CPU it picks "native" (Penstock's own C++), or "cpu" (oneDNN, torch) if that was not built at install. Tests use
     "reference" (plain torch) and "ragged" (the same under the runner for CUDA)."""
-    graphs: Annotated[bool, Flag()] = True
+    graphs: bool = declare(True, Flag())
     """Whether pure decode steps are recorded as CUDA graphs, before they are needed, and replayed. Without graphs the
     host launches each kernel, which takes longer than the kernels themselves at small batch sizes."""
-    block_size: Annotated[int, Integer(1, 1024)] = 16
+    block_size: int = declare(16, Integer(1, 1024))
     """The number of tokens in one KV block."""
-    max_model_len: Annotated[int | None, Integer(2, 1 << 31)] = None
+    max_model_len: int | None = declare(None, Integer(2, 1 << 31))
     """The most tokens of prompt and output together. None means the model's own context length."""
-    enable_prefix_caching: Annotated[bool, Flag()] = True
-    ageing_s: Annotated[float, Number(0.001, 1e9)] = 30.0
+    enable_prefix_caching: bool = declare(True, Flag())
+    ageing_s: float = declare(30.0, Number(0.001, 1e9))
     """A waiting request rises by one tier for each `ageing_s` seconds. At the most, requests never age in practice."""
-    overlap: Annotated[int | None, Integer(0, 1)] = None
+    overlap: int | None = declare(None, Integer(0, 1))
     """The number of steps, 0 or 1, that are planned and launched before the results of the running step are known. None
     means 1 on CUDA, where it keeps the device busy, and 0 on a CPU, which plans and computes with the same cores. The
     output is the same. A sequence whose end could not be foreseen is computed for one step more."""
-    seed: Annotated[int | None, Integer(0, (1 << 63) - 1)] = None
+    seed: int | None = declare(None, Integer(0, (1 << 63) - 1))
     """The source of seeds for requests that have none. None gives different seeds at every start."""
 
     def __post_init__(self) -> None:

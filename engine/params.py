@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final, Literal
 
-from engine.bounds import MAX_INT32, Biases, Flag, Integer, Number, Strings, TokenIds
-from engine.declared import Option, checked, declared
+from engine.declared import checked, declare, declared
+from engine.declared.bounds import MAX_INT32, Biases, Flag, Integer, Number, Strings, TokenIds
 from engine.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -34,114 +34,91 @@ class SamplingParams:
     mapping. The options are those of `penstock submit`, `run` and others.
     """
 
-    max_tokens: Annotated[
-        int | None, Integer(0, MAX_INT32), Option("Most output tokens. Unset: up to the end of the context.")
-    ] = None
-    """The most tokens to generate; None goes up to the end of the context. 0 generates nothing and ends with "length",
-    which serves requests for prompt_logprobs alone."""
-    min_tokens: Annotated[int, Integer(0, MAX_INT32), Option("Fewest output tokens.")] = 0
+    max_tokens: int | None = declare(
+        None, Integer(0, MAX_INT32), "Most output tokens. Unset: up to the end of the context."
+    )
+    """0 generates nothing and ends with "length", which serves requests for prompt_logprobs alone."""
+    min_tokens: int = declare(0, Integer(0, MAX_INT32), "Fewest output tokens.")
     """EOS, stop tokens and stop strings cannot end the output before this many tokens."""
-    temperature: Annotated[
-        float,
-        Number(0, 100, "greedy"),
-        Option("Sampling temperature. 0: greedy. Unset: the model's default.", of_model=True),
-    ] = 1.0
+    temperature: float = declare(
+        1.0, Number(0, 100, "greedy"), "Sampling temperature. 0: greedy. Unset: the model's default.", of_model=True
+    )
     """Divides the logits. 0 means greedy: the most likely token is taken."""
-    top_k: Annotated[
-        int,
-        Integer(0, MAX_INT32, "off"),
-        Option("Sample among this many likeliest tokens. 0: among all.", of_model=True),
-    ] = 0
-    """Keep the k most likely tokens; 0 keeps all."""
-    top_p: Annotated[
-        float,
-        Number(0, 1, above=True),
-        Option("Sample among the likeliest tokens up to this total probability.", of_model=True),
-    ] = 1.0
+    top_k: int = declare(
+        0, Integer(0, MAX_INT32, "off"), "Sample among this many likeliest tokens. 0: among all.", of_model=True
+    )
+    top_p: float = declare(
+        1.0, Number(0, 1, above=True), "Sample among the likeliest tokens up to this total probability.", of_model=True
+    )
     """Keep the smallest set of most likely tokens whose probabilities add up to this."""
-    min_p: Annotated[
-        float,
+    min_p: float = declare(
+        0.0,
         Number(0, 1, "off"),
-        Option("Drop tokens less likely than this share of the likeliest token's probability.", of_model=True),
-    ] = 0.0
-    """Keep tokens whose probability is at least this fraction of the most likely token's (arXiv 2407.01082)."""
-    typical_p: Annotated[
-        float,
+        "Drop tokens less likely than this share of the likeliest token's probability.",
+        of_model=True,
+    )
+    """See arXiv 2407.01082."""
+    typical_p: float = declare(
+        1.0,
         Number(0, 1, above=True),
-        Option("Sample among the most typical tokens up to this total probability.", of_model=True),
-    ] = 1.0
+        "Sample among the most typical tokens up to this total probability.",
+        of_model=True,
+    )
     """Keep the tokens whose surprise is nearest to the distribution's entropy, up to this sum of probabilities (locally
     typical sampling, arXiv 2202.00666)."""
-    repetition_penalty: Annotated[
-        float,
-        Number(0.01, 10),
-        Option("Above 1: makes tokens of the prompt and output less likely.", of_model=True),
-    ] = 1.0
+    repetition_penalty: float = declare(
+        1.0, Number(0.01, 10), "Above 1: makes tokens of the prompt and output less likely.", of_model=True
+    )
     """Logits of tokens in prompt or output are divided by this where positive, else multiplied (arXiv 1909.05858)."""
-    presence_penalty: Annotated[
-        float, Number(-2, 2), Option("Above 0: makes tokens less likely once they occur in the output.")
-    ] = 0.0
+    presence_penalty: float = declare(
+        0.0, Number(-2, 2), "Above 0: makes tokens less likely once they occur in the output."
+    )
     """Subtracted from the logit of every token that occurs in the output."""
-    frequency_penalty: Annotated[
-        float, Number(-2, 2), Option("Above 0: makes tokens less likely for each time they occur in the output.")
-    ] = 0.0
+    frequency_penalty: float = declare(
+        0.0, Number(-2, 2), "Above 0: makes tokens less likely for each time they occur in the output."
+    )
     """Subtracted from the logit of every token in the output, once for each occurrence."""
-    logit_bias: Annotated[
-        tuple[tuple[int, float], ...],
-        Biases(MAX_BIASES, 100),
-        Option("Add NUMBER to the logit of token ID. May be repeated.", metavar="ID=NUMBER"),
-    ] = ()
-    """(token id, bias added to its logit)."""
-    allowed_token_ids: Annotated[
-        tuple[int, ...],
-        TokenIds(4096),
-        Option("Allow only these tokens. May be repeated.", name="--allow-token", metavar="ID"),
-    ] = ()
-    """Only these tokens are generated; empty allows all."""
-    banned_token_ids: Annotated[
-        tuple[int, ...],
-        TokenIds(4096),
-        Option("Never sample this token. May be repeated.", name="--ban-token", metavar="ID"),
-    ] = ()
-    """These tokens are never generated."""
-    bad_words: Annotated[
-        tuple[str, ...],
-        Strings(64, 256),
-        Option("Never write this text. May be repeated.", name="--bad-word", metavar="TEXT"),
-    ] = ()
+    logit_bias: tuple[tuple[int, float], ...] = declare(
+        (), Biases(MAX_BIASES, 100), "Add NUMBER to the logit of token ID. May be repeated.", metavar="ID=NUMBER"
+    )
+    allowed_token_ids: tuple[int, ...] = declare(
+        (), TokenIds(4096), "Allow only these tokens. May be repeated.", name="--allow-token", metavar="ID"
+    )
+    """Empty allows all."""
+    banned_token_ids: tuple[int, ...] = declare(
+        (), TokenIds(4096), "Never sample this token. May be repeated.", name="--ban-token", metavar="ID"
+    )
+    bad_words: tuple[str, ...] = declare(
+        (), Strings(64, 256), "Never write this text. May be repeated.", name="--bad-word", metavar="TEXT"
+    )
     """Texts that are never generated, as the tokenizer writes them at a word's start or in its middle. The last token
     of such a text is banned after its other tokens."""
-    seed: Annotated[int | None, Integer(0, MAX_SEED), Option("Random seed; the same seed repeats the output.")] = None
-    stop: Annotated[
-        tuple[str, ...], Strings(16, 256), Option("Text that ends the output. May be repeated.", metavar="TEXT")
-    ] = ()
+    seed: int | None = declare(None, Integer(0, MAX_SEED), "Random seed; the same seed repeats the output.")
+    stop: tuple[str, ...] = declare((), Strings(16, 256), "Text that ends the output. May be repeated.", metavar="TEXT")
     """Strings that end the text; they are not part of it, unless include_stop."""
-    stop_token_ids: Annotated[
-        tuple[int, ...],
-        TokenIds(64),
-        Option("Token that ends the output. May be repeated.", name="--stop-token", metavar="ID"),
-    ] = ()
+    stop_token_ids: tuple[int, ...] = declare(
+        (), TokenIds(64), "Token that ends the output. May be repeated.", name="--stop-token", metavar="ID"
+    )
     """Tokens that end the output, like EOS: listed in token_ids, absent from text."""
-    include_stop: Annotated[bool, Flag(), Option("Keep the stop text at the output's end.")] = False
-    """Keep the stop string that ended the text."""
-    ignore_eos: Annotated[bool, Flag(), Option("Go on after the model's end-of-sequence token.")] = False
-    n: Annotated[int, Integer(1, MAX_CHOICES), Option("Number of outputs.", name="-n")] = 1
+    include_stop: bool = declare(False, Flag(), "Keep the stop text at the output's end.")
+    ignore_eos: bool = declare(False, Flag(), "Go on after the model's end-of-sequence token.")
+    n: int = declare(1, Integer(1, MAX_CHOICES), "Number of outputs.", name="-n")
     """The number of independent choices made from one prompt."""
-    best_of: Annotated[
-        int | None, Integer(1, MAX_CHOICES), Option("Make this many outputs and return the likeliest -n of them.")
-    ] = None
+    best_of: int | None = declare(
+        None, Integer(1, MAX_CHOICES), "Make this many outputs and return the likeliest -n of them."
+    )
     """Make this many choices and return the n with the highest mean log probability per token, best first, once all
     have ended. None or n makes n choices and returns their tokens as they come."""
-    logprobs: Annotated[
-        int | None,
+    logprobs: int | None = declare(
+        None,
         Integer(0, MAX_LOGPROBS),
-        Option("Return log probabilities with this many alternatives a token; needs --json."),
-    ] = None
+        "Return log probabilities with this many alternatives a token; needs --json.",
+    )
     """k: return the log probabilities, in the model's own distribution, of each chosen token and of the k most likely
     ones. None: no log probabilities."""
-    prompt_logprobs: Annotated[
-        int | None, Integer(0, MAX_LOGPROBS), Option("The same for the prompt's tokens; needs --json.")
-    ] = None
+    prompt_logprobs: int | None = declare(
+        None, Integer(0, MAX_LOGPROBS), "The same for the prompt's tokens; needs --json."
+    )
     """The same for each token of the prompt, given the tokens before it. The first token has none."""
 
     def __post_init__(self) -> None:

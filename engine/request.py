@@ -26,7 +26,7 @@ REMEMBERED: Final = 8
 
 @dataclass(slots=True)
 class Course:
-    """What the engine did with a request so far. The engine's thread writes, others read. Times: monotonic seconds."""
+    """A request's course through the engine so far. The engine writes, others read. Times: monotonic seconds."""
 
     began_at: float | None = None
     """When the first step that computes some of it was planned."""

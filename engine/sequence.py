@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING
@@ -13,10 +14,6 @@ if TYPE_CHECKING:
     from engine.logprobs import PromptScores
     from engine.output import OutputState
 
-#: The factor by which each new draft reduces the weight of earlier ones: about the last sixteen drafts of one sequence,
-#: or the last fifty of all sequences, matter.
-_FADE = 0.94
-FADE_OF_ALL = 0.98
 #: The most steps for which a sequence without a draft goes on without waiting for one.
 _LONGEST_REST = 32
 
@@ -34,37 +31,23 @@ class Account:
 
 @dataclass(slots=True)
 class Guessed:
-    """The recent acceptance of draft tokens, of one sequence or of all."""
+    """Speculation's knowledge of a sequence."""
 
-    right: float = 0.0
-    """Accepted draft tokens, faded over time."""
-    tried: float = 0.0
-    """Accepted draft tokens plus the first rejected token of each draft, faded over time."""
-    latest: int = 0
-    """The turn of the latest draft (Speculation.begin)."""
+    share: float | None = None
+    """The estimated probability that a draft token is accepted if those before it are. None before the first draft."""
+    latest: float = -math.inf
+    """The turn of the latest draft."""
     rest: int = 0
     """The number of steps for which the sequence need not wait for a draft, because the last attempt gave none."""
     missed: int = 0
     """The number of attempts in a row that gave no draft."""
     barred: bool = False
     """Whether the sequence gets no more drafts."""
-    fade: float = _FADE
-
-    def take(self, drafted: int, accepted: int) -> None:
-        """Count a draft of `drafted` tokens. The tokens after the first rejected one do not count as tried."""
-        self.right = self.right * self.fade + accepted
-        self.tried = self.tried * self.fade + accepted + (accepted < drafted)
-        self.missed = self.rest = 0
 
     def miss(self) -> None:
         """Count an attempt that gave no draft."""
         self.missed += 1
-        self.rest = min(1 << min(self.missed, 6), _LONGEST_REST)
-
-    def share(self, before: float, weight: float) -> float:
-        """The estimated acceptance probability of a token, given a prior `before` that weighs as much as `weight`
-        trials."""
-        return (self.right + before * weight) / (self.tried + weight)
+        self.rest = min(2**self.missed, _LONGEST_REST)
 
 
 class Status(IntEnum):
@@ -129,7 +112,7 @@ class Sequence:
     """The log probabilities of the prompt, if the request wants them."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """The token ids of each way to write each bad word."""
-    guessed: Guessed | None = None
+    guessed: Guessed = field(default_factory=Guessed)
     """The acceptance of its draft tokens, if there were any."""
 
     @property

@@ -2,5 +2,5 @@
 
 offline: throughput on fixed workloads, with all requests at once; load: latency at random arrivals of rising rates
 ceilings: measures the limits of the machine; breakdown: times the parts of a step
-peer: runs transformers on the same workloads; plot: draws curves; options: checks the command line
+peer: runs transformers on the same workloads; options: checks the command line
 """

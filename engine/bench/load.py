@@ -1,6 +1,6 @@
 """Measures latency against load: requests arrive at random, at several rates in turn.
 
-    python -m engine.bench --model DIR --load --mix chat,prefix,long,tiers --rates 0.5,1,2,4 --json OUT --plot OUT.svg
+    python -m engine.bench --model DIR --load --mix chat,prefix,long,tiers --rates 0.5,1,2,4 --json OUT
 
 Arrivals are a Poisson process, the same in every run with one seed. Mixes: `chat` (128 prompt and 64 output tokens),
 `prefix` (prompts that share 400 tokens and have 32 of their own), `long` (1,500 prompt and 32 output tokens), `tiers`
@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine import Engine, EngineConfig, Event, Request
-from engine.bench.plot import Line, chart
 from engine.params import greedy
 from engine.request import Tier
 
@@ -73,9 +72,11 @@ def longest_of(mix: str) -> int:
     return sum(_SHAPES[mix])
 
 
-def serve(engine: Engine, plan: Sequence[Arrival], name: str) -> tuple[list[TokenTimes], float]:
+def serve(
+    engine: Engine, plan: Sequence[Arrival], name: str, heard: Callable[[int, Event], None] = lambda i, event: None
+) -> tuple[list[TokenTimes], float]:
     """Run requests at their times. Returns each one's token times and the seconds of the whole run. Raises RuntimeError
-    if a request failed."""
+    if a request failed. `heard`: called on the engine's thread with the request's place in the plan and each event."""
     times = [TokenTimes(one.tier, []) for one in plan]
     done, errors = threading.Semaphore(0), []
     began = time.monotonic()
@@ -83,6 +84,7 @@ def serve(engine: Engine, plan: Sequence[Arrival], name: str) -> tuple[list[Toke
     def listener(i: int, due: float) -> Callable[[Event], None]:
         def on_event(event: Event) -> None:
             times[i].times += [time.monotonic() - due] * len(event.token_ids)
+            heard(i, event)
             if event.error is not None:
                 errors.append(event.error)
             if event.done:
@@ -92,7 +94,8 @@ def serve(engine: Engine, plan: Sequence[Arrival], name: str) -> tuple[list[Toke
 
     for i, one in enumerate(plan):
         due = began + one.at
-        time.sleep(max(0.0, due - time.monotonic()))
+        if (early := due - time.monotonic()) > 0:
+            time.sleep(early)
         params = greedy(one.output)
         engine.submit(Request(f"{name}-{i}", one.prompt, params, tier=one.tier), listener(i, due))
     for _ in plan:
@@ -127,7 +130,7 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def bench_load(args: argparse.Namespace, config: EngineConfig, vocab_size: int) -> dict[str, Any]:
-    """Run all mixes at all rates, with a fresh engine for each mix. Writes a chart to `args.plot`, if that is set."""
+    """Run all mixes at all rates, with a fresh engine for each mix."""
     found: dict[str, Any] = {}
     for mix in args.mix:
         rates: list[dict[str, Any]] = []
@@ -141,8 +144,6 @@ def bench_load(args: argparse.Namespace, config: EngineConfig, vocab_size: int) 
                 rates.append(one)
                 print(shown(mix, one), flush=True)
         found[mix] = rates
-    if args.plot is not None:
-        args.plot.write_text(plotted(found))
     return found
 
 
@@ -153,13 +154,3 @@ def shown(mix: str, one: dict[str, Any]) -> str:
     for tier, own in one.get("ttft_ms_by_tier", {}).items():
         parts.append(f"{tier} p95 {own['p95']:.1f}")
     return "   ".join(parts)
-
-
-def plotted(found: dict[str, list[dict[str, Any]]]) -> str:
-    """A chart, as SVG, of the 95th percentiles of each mix by the rate of arrivals."""
-    lines = []
-    for mix, rates in found.items():
-        for what in ("ttft", "itl"):
-            points = [(one["rate"], one[f"{what}_ms"]["p95"]) for one in rates if one[f"{what}_ms"]]
-            lines.append(Line(f"{mix}, {what.upper()} p95", points))
-    return chart("Latency against load", "requests a second", "ms", lines)

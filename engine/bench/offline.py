@@ -23,7 +23,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -33,17 +32,16 @@ from typing import Any
 
 import torch
 
-from engine import Engine, EngineConfig, Event, Request
+from engine import Engine, EngineConfig
 from engine.bench.breakdown import Meter, shown
 from engine.bench.ceilings import Ceilings, Work
-from engine.bench.load import bench_load, longest_of
+from engine.bench.load import Arrival, bench_load, longest_of, serve
 from engine.bench.options import SETTINGS, checked, every_argument
 from engine.engine import device_named
 from engine.errors import EngineError
 from engine.execution.threads import threads_for
 from engine.kernels import Kernels, select
 from engine.models import load_model
-from engine.params import greedy
 from engine.text.config import Config, read_config
 
 #: (prompt token ids, output tokens)
@@ -94,30 +92,9 @@ def measure(began: float, jobs: list[Job], times: list[list[float]], cpu_s: floa
 
 
 def run_jobs(engine: Engine, jobs: list[Job]) -> dict[str, float]:
-    times: list[list[float]] = [[] for _ in jobs]
-    done = threading.Semaphore(0)
-    errors: list[str] = []
-
-    def listener(i: int) -> Any:
-        def on_event(event: Event) -> None:
-            now = time.perf_counter()
-            times[i] += [now] * len(event.token_ids)
-            if event.error is not None:
-                errors.append(event.error)
-            if event.done:
-                done.release()
-
-        return on_event
-
-    began, cpu_began = time.perf_counter(), time.process_time()
-    for i, (prompt, output) in enumerate(jobs):
-        params = greedy(output)
-        engine.submit(Request(f"job-{i}", prompt, params), listener(i))
-    for _ in jobs:
-        done.acquire()
-    if errors:
-        raise RuntimeError(errors[0])
-    return measure(began, jobs, times, time.process_time() - cpu_began)
+    cpu_began = time.process_time()
+    times, _ = serve(engine, [Arrival(0.0, prompt, output) for prompt, output in jobs], "job")
+    return measure(0.0, jobs, [one.times for one in times], time.process_time() - cpu_began)
 
 
 def workloads(args: argparse.Namespace, vocab_size: int) -> dict[str, list[list[Job]]]:

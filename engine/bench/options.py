@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.bench.load import MIXES
-from engine.bounds import Flag, Integer, Number, OneOf
 from engine.config import EngineConfig
 from engine.declared import declared
+from engine.declared.bounds import Flag, Integer, Number, OneOf
 
 #: The engine's settings that are options here, each by its own name. The others follow from the workload.
 SETTINGS = tuple(name for name in declared(EngineConfig) if name not in ("max_num_seqs", "max_model_len", "seed"))
@@ -63,15 +63,12 @@ def every_argument(description: str | None = None) -> argparse.ArgumentParser:
         "--rates", type=_rates, default="0.5,1,2,4", help="with --load: requests a second, separated by commas"
     )
     parser.add_argument("--requests", type=_count, default=60, help="with --load: requests for each rate")
-    parser.add_argument("--plot", type=_file, default=None, help="with --load: write a chart to this SVG file")
     return parser
 
 
 def checked(parser: argparse.ArgumentParser, given: list[str] | None = None) -> argparse.Namespace:
     """Parse `given`, or the process's own arguments. Ends the process with a reason if options do not go together."""
     args = parser.parse_args(given)
-    if args.plot is not None and not args.load:
-        parser.error("--plot goes with --load")
     if args.peer is not None and (args.load or args.breakdown):
         parser.error("--peer is compared by throughput, and not with --load or --breakdown")
     if args.peer is not None and find_spec("transformers") is None:

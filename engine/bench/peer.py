@@ -6,6 +6,7 @@ import json
 import os
 import time
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -17,39 +18,54 @@ from engine.text.config import Config, read_config
 _PAGE = 32
 
 
-def batching(args: Any, plans: list[list[Job]]) -> AbstractContextManager[Any]:
-    """A context with a running batching manager that has room for the largest plan."""
+def batching(
+    model: Any, plans: list[list[Job]], *, page: int, step_tokens: int, **settings: Any
+) -> AbstractContextManager[Any]:
+    """A context with a running batching manager of transformers' `model` that has room for the largest plan.
+
+    `settings`: others of its ContinuousBatchingConfig.
+    """
     import transformers
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    # transformers is only partly typed.
-    library: Any = transformers
-    model = library.AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype, attn_implementation="sdpa")
-    model = model.to(device).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.do_sample = False
     sequences = max(map(len, plans))
-    pages = max(sum(-(-(len(prompt) + output + 1) // _PAGE) for prompt, output in jobs) for jobs in plans)
+    pages = max(sum(-(-(len(prompt) + output + 1) // page) for prompt, output in jobs) for jobs in plans)
+    settings |= {
+        "num_blocks": pages + sequences + 8,
+        "max_batch_tokens": step_tokens,
+        "max_requests_per_batch": sequences + 1,
+        "allow_block_sharing": False,
+        "auto_switch_to_flash": False,
+    }
+    known = {field.name for field in fields(ContinuousBatchingConfig)}
+    # The name of the page size differs between versions.
+    settings["page_size" if "page_size" in known else "block_size"] = page
+    # transformers is only partly typed.
+    library: Any = transformers
+    longest = max(output for jobs in plans for _, output in jobs)
     manager: AbstractContextManager[Any] = model.continuous_batching_context_manager(
         generation_config=library.GenerationConfig(
-            max_new_tokens=256, do_sample=False, eos_token_id=-1, pad_token_id=0
+            max_new_tokens=longest, do_sample=False, eos_token_id=-1, pad_token_id=0
         ),
-        continuous_batching_config=ContinuousBatchingConfig(
-            page_size=_PAGE,
-            num_blocks=pages + sequences + 8,
-            max_batch_tokens=1024,
-            allow_block_sharing=False,
-            auto_switch_to_flash=False,
-            max_requests_per_batch=sequences + 1,
-            default_compile_level=0,
-        ),
+        continuous_batching_config=ContinuousBatchingConfig(**{k: v for k, v in settings.items() if k in known}),
         block=True,
         timeout=5,
     )
     return manager
+
+
+def loaded(args: Any) -> Any:
+    """The model in `args.model`."""
+    import transformers
+
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    library: Any = transformers
+    model = library.AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype, attn_implementation="sdpa")
+    return model.to(device).eval()
 
 
 def run_jobs(manager: Any, jobs: list[Job]) -> dict[str, float]:
@@ -81,7 +97,8 @@ def main() -> None:
         name: [workload(name, vocab_size, args.seed, repeat) for repeat in range(args.repeats)]
         for name in args.workload
     }
-    with batching(args, [jobs for repeats in plans.values() for jobs in repeats]) as manager:
+    every = [jobs for repeats in plans.values() for jobs in repeats]
+    with batching(loaded(args), every, page=_PAGE, step_tokens=1024, default_compile_level=0) as manager:
         results = {}
         for name, repeats in plans.items():
             run_jobs(manager, warm_up(name, vocab_size, args.seed))

@@ -1,7 +1,7 @@
 """Executes step plans on one device.
 
 loop, a thread, takes requests and delivers events; pipeline plans the next step while one runs
-runner executes plans on a CPU, device/ on a GPU; batch and block_rows turn a plan into tensors
+runner executes plans on a CPU, device/ on a GPU; batch turns a plan into tensors
 placement sizes the KV cache and picks the runner when a model is loaded
 shrink makes steps smaller if memory runs out; device_health detects a lost device
 warm compiles kernels ahead of time; threads picks the number of CPU threads

@@ -85,6 +85,7 @@ class Runner:
         hidden = self._model.forward(
             batch.tokens, batch.positions, batch.long, batch.attention, self._caches, batch.wanted
         )
+        self._model.kernels.settle()
         if len(hidden) > len(chosen):
             scored = [(row, span) for row in plan.rows if (span := row.wanted())]
             score_prompts(scored, hidden[len(chosen) :], self._model.logits, self._model.vocab_size)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Able:
-    """What a kernel set can do beside computing with the weights' dtype and keeping keys and values in it."""
+    """A kernel set's abilities beside computing with the weights' dtype and keeping keys and values in it."""
 
     device: str | None = None
     """The type of the devices that it runs on; None is any."""
@@ -60,8 +60,7 @@ def select(
 
     If a CPU only emulates `dtype`, weights are rounded to it, but held and computed in fp32. That was measured 5 to 8
     times as fast at 8 rows and more, for twice the memory. Raises EngineError if no set has this combination of
-    `device`, `dtype`, `name`, `quantization` ("none" or "fp8"), `deterministic` and `kv_cache_dtype` ("auto", "int8" or
-    "fp8").
+    `device`, `dtype`, `name`, `quantization` ("none" or "fp8"), `deterministic` and `kv_cache_dtype`.
     """
     chosen = _default(device) if name == "auto" else name
     if quantization == "fp8":

@@ -11,3 +11,8 @@ from typing import Final
 
 #: The bytes of the scale after each key and each value, for "int8".
 SCALE_BYTES: Final = 4
+
+
+def stored_width(head_dim: int, kind: str) -> int:
+    """The numbers that a key or value of a head takes, its scale included. `kind`: EngineConfig.kv_cache_dtype."""
+    return head_dim + SCALE_BYTES * (kind == "int8")

@@ -8,7 +8,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from engine.errors import EngineError
-from engine.kernels.compressed_kv import SCALE_BYTES
+from engine.kernels.compressed_kv import SCALE_BYTES, stored_width
 from engine.kernels.fp8 import CAPABILITY, fp8_bytes, fp8_linear, fp8_product, multiplies_fp8, padded
 from engine.kernels.layer import PreparedLinear
 from engine.kernels.packed import Int4Weight, Int8Weight
@@ -54,7 +54,7 @@ class Gpu(Reference):
         """`multiprocessors`: the number to split attention for; None asks the GPU. `kv_cache_dtype`: "auto" is
         `compute_dtype`; see compressed_kv.py for "int8" and "fp8"."""
         super().__init__(compute_dtype)
-        self._kind = KINDS[kv_cache_dtype]
+        self._kv_cache_dtype, self._kind = kv_cache_dtype, KINDS[kv_cache_dtype]
         if self._kind != PLAIN:
             self.cache_dtype = torch.uint8
             self.name = f"{self.name}-{kv_cache_dtype}-kv"
@@ -95,7 +95,7 @@ class Gpu(Reference):
         return gelu_tanh_mul(gate_up)
 
     def cache_width(self, head_dim: int) -> int:
-        return head_dim + SCALE_BYTES if self._kind == INT8 else head_dim
+        return stored_width(head_dim, self._kv_cache_dtype)
 
     def prepare_attention(self, heads: int, kv_heads: int, head_dim: int, softcap: float | None) -> None:
         if self._kind == INT8 and head_dim % SCALE_BYTES:

@@ -7,7 +7,9 @@ in the low halves of the bytes, the second in the high halves, so that a mask ex
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -23,21 +25,61 @@ MIDDLE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Int4Weight:
-    """A 4-bit weight: weight[n, k] = (q[n, k] - zero) * scale. q is 0 to 15; scale and zero are those of n and k's
-    group."""
+class _Weight:
+    """A weight of integers: weight[n, k] = (q[n, k] - zero) * scale, with zero and scale of n and k's group."""
 
     packed: Tensor
-    """uint8 [tiles, outputs, plane]. The low half of [t, n, i] is input (2 t) * plane + i, the high half is input
-    (2 t + 1) * plane + i. Inputs beyond the last are MIDDLE."""
+    """The integers q, [tiles, outputs, bytes]."""
     scales: Tensor
     """[groups, outputs], floating."""
-    zeros: Tensor | None
-    """uint8 [groups, outputs]; None if all are MIDDLE."""
     group: int
     """The number of consecutive inputs that share a scale: all of them, or a multiple of 16 that divides them."""
     shape: tuple[int, int]
     """(outputs, inputs)."""
+    zeros: Tensor | None = None
+    """uint8 [groups, outputs]; None if all are the `_ZERO` of the kind."""
+    _BITS: ClassVar[int]
+    _ZERO: ClassVar[int]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes in use, without the padding of tiles."""
+        numbers = self.shape[0] * self.shape[1] * self._BITS // 8
+        return numbers + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+
+    def part(self, start: int, stop: int) -> Self:
+        """The outputs from `start` to `stop`, as views."""
+        return self._of(stop - start, lambda held: held[:, start:stop])
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        """The outputs listed in `outputs`, int64, dequantised to fp32 [len(outputs), inputs]."""
+        return self._of(len(outputs), lambda held: held.index_select(1, outputs)).dequantise()
+
+    def _of(self, outputs: int, take: Callable[[Tensor], Tensor]) -> Self:
+        zeros = None if self.zeros is None else take(self.zeros)
+        shape = (outputs, self.shape[1])
+        return replace(self, packed=take(self.packed), scales=take(self.scales), zeros=zeros, shape=shape)
+
+    def values(self) -> Tensor:
+        """The numbers q, [outputs, inputs]."""
+        raise NotImplementedError
+
+    def dequantise(self) -> Tensor:
+        """The weights in fp32 [outputs, inputs]."""
+        zeros = self._ZERO if self.zeros is None else self.zeros.T.float().repeat_interleave(self.group, 1)
+        return (self.values().float() - zeros) * self.scales.T.float().repeat_interleave(self.group, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Weight(_Weight):
+    """A 4-bit weight, q from 0 to 15.
+
+    `packed` is uint8 [tiles, outputs, plane]. The low half of [t, n, i] is input (2 t) * plane + i, the high half is
+    input (2 t + 1) * plane + i. Inputs beyond the last are MIDDLE.
+    """
+
+    _BITS = 4
+    _ZERO = MIDDLE
 
     @property
     def plane(self) -> int:
@@ -52,7 +94,7 @@ class Int4Weight:
         padded = F.pad(q.to(torch.uint8), (0, -inputs % (2 * plane)), value=MIDDLE)
         halves = padded.view(outputs, -1, 2, plane)
         packed = (halves[:, :, 0] | halves[:, :, 1] << 4).transpose(0, 1).contiguous()
-        return cls(packed, scales, zeros, group, (outputs, inputs))
+        return cls(packed, scales, group, (outputs, inputs), zeros)
 
     @classmethod
     def quantise(cls, weight: Tensor, group: int, *, symmetric: bool = True) -> Int4Weight:
@@ -74,49 +116,22 @@ class Int4Weight:
         kept = None if zeros is None else zeros.T.to(torch.uint8).contiguous()
         return cls.pack(q, scales.T.contiguous(), kept, group)
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes in use, without the padding of tiles."""
-        outputs, inputs = self.shape
-        return outputs * inputs // 2 + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
-
-    def part(self, start: int, stop: int) -> Int4Weight:
-        """The outputs from `start` to `stop`, as views."""
-        zeros = None if self.zeros is None else self.zeros[:, start:stop]
-        shape = (stop - start, self.shape[1])
-        return Int4Weight(self.packed[:, start:stop], self.scales[:, start:stop], zeros, self.group, shape)
-
-    def rows(self, outputs: Tensor) -> Tensor:
-        """The outputs listed in `outputs`, int64, dequantised to fp32 [len(outputs), inputs]."""
-        zeros = None if self.zeros is None else self.zeros.index_select(1, outputs)
-        shape = (len(outputs), self.shape[1])
-        scales = self.scales.index_select(1, outputs)
-        return Int4Weight(self.packed.index_select(1, outputs), scales, zeros, self.group, shape).dequantise()
-
     def values(self) -> Tensor:
         """The numbers q, uint8 [outputs, inputs]."""
         outputs, inputs = self.shape
         halves = torch.stack((self.packed & 15, self.packed >> 4), 2).transpose(0, 1)
         return halves.reshape(outputs, -1)[:, :inputs]
 
-    def dequantise(self) -> Tensor:
-        """The weights in fp32 [outputs, inputs]."""
-        zeros = MIDDLE if self.zeros is None else self.zeros.T.float().repeat_interleave(self.group, 1)
-        return (self.values().float() - zeros) * self.scales.T.float().repeat_interleave(self.group, 1)
-
 
 @dataclass(frozen=True, slots=True)
-class Int8Weight:
-    """An 8-bit weight: weight[n, k] = q[n, k] * scale. q is -128 to 127; scale is that of n and k's group."""
+class Int8Weight(_Weight):
+    """An 8-bit weight, q from -128 to 127, without zero points.
 
-    packed: Tensor
-    """int8 [tiles, outputs, tile]. [t, n, i] is input t * tile + i. Inputs beyond the last are 0."""
-    scales: Tensor
-    """[groups, outputs], floating."""
-    group: int
-    """The number of consecutive inputs that share a scale: all of them, or a multiple of 16 that divides them."""
-    shape: tuple[int, int]
-    """(outputs, inputs)."""
+    `packed` is int8 [tiles, outputs, tile]. [t, n, i] is input t * tile + i. Inputs beyond the last are 0.
+    """
+
+    _BITS = 8
+    _ZERO = 0
 
     @property
     def tile(self) -> int:
@@ -145,31 +160,10 @@ class Int8Weight:
         q = (grouped / scales.float()[..., None]).round().clamp(-127, 127).view(outputs, inputs)
         return cls.pack(q, scales.T.contiguous(), group)
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes in use, without the padding of tiles."""
-        outputs, inputs = self.shape
-        return outputs * inputs + self.scales.nbytes
-
-    def part(self, start: int, stop: int) -> Int8Weight:
-        """The outputs from `start` to `stop`, as views."""
-        shape = (stop - start, self.shape[1])
-        return Int8Weight(self.packed[:, start:stop], self.scales[:, start:stop], self.group, shape)
-
-    def rows(self, outputs: Tensor) -> Tensor:
-        """The outputs listed in `outputs`, int64, dequantised to fp32 [len(outputs), inputs]."""
-        shape = (len(outputs), self.shape[1])
-        scales = self.scales.index_select(1, outputs)
-        return Int8Weight(self.packed.index_select(1, outputs), scales, self.group, shape).dequantise()
-
     def values(self) -> Tensor:
         """The numbers q, int8 [outputs, inputs]."""
         outputs, inputs = self.shape
         return self.packed.transpose(0, 1).reshape(outputs, -1)[:, :inputs]
-
-    def dequantise(self) -> Tensor:
-        """The weights in fp32 [outputs, inputs]."""
-        return self.values().float() * self.scales.T.float().repeat_interleave(self.group, 1)
 
 
 def _within(group: int, inputs: int, most: int) -> int:

@@ -124,6 +124,9 @@ class Reference:
         width = self.cache_width(group.head_dim)
         return self.zero_cache(group.layers, 2, blocks, block_size, group.kv_heads, width, device=device)
 
+    def settle(self) -> None:
+        """Do what would have delayed the first step, if that is left to do. Called after each step's forward pass."""
+
     def cache_width(self, head_dim: int) -> int:
         """The number of cache elements that a key, or a value, of `head_dim` takes."""
         return head_dim

@@ -1,4 +1,4 @@
-"""What one engine holds: the KV memory, the sequences of a batch, and the tokens of a step and of a sequence."""
+"""The capacity of one engine: the KV memory, the sequences of a batch, and the tokens of a step and of a sequence."""
 
 from __future__ import annotations
 

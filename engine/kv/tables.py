@@ -143,6 +143,9 @@ class BlockTables:
         """
         end = len(seq.tokens) + count
         if end > seq.allocated:
+            # `grow` has nothing to allocate, and so drops nothing, while every step's drafts reach further.
+            for group, table in zip(self.groups, seq.tables, strict=True):
+                group.drop_unseen(table, seq.computed)
             wanted = [-(-end // self.block_size) - table.first - len(table.blocks) for table in seq.tables]
             if any(lack + spare > group.pool.available for group, lack in zip(self.groups, wanted, strict=True)):
                 return min(count, seq.allocated - len(seq.tokens))

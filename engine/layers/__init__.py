@@ -17,7 +17,6 @@ from engine.layers.rope_scaling import (
     Llama3Scaling,
     LongRopeScaling,
     RopeScaling,
-    Unscaled,
     YarnScaling,
 )
 
@@ -35,6 +34,5 @@ __all__ = [
     "RmsNorm",
     "Rope",
     "RopeScaling",
-    "Unscaled",
     "YarnScaling",
 ]

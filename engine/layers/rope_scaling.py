@@ -11,52 +11,44 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
-
-
-class RopeScaling(Protocol):
-    @property
-    def attention_factor(self) -> float:
-        """The factor of cosines and sines."""
-
-    @property
-    def switch(self) -> int | None:
-        """The tokens of the longest sequence that uses the first set. None if there is only one set."""
-
-    def frequencies(self, theta: float, dim: int, *, long: bool = False) -> Tensor:
-        """The frequencies, fp32 [dim / 2], of the second set if `long`."""
 
 
 def plain(theta: float, dim: int) -> Tensor:
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
 
-@dataclass(frozen=True, slots=True)
-class Unscaled:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """No scaling, and the base of all others."""
+
     attention_factor: float = 1.0
-    switch: int | None = None
+    """The factor of cosines and sines."""
+
+    @property
+    def switch(self) -> int | None:
+        """The tokens of the longest sequence that uses the first set. None if there is only one set."""
+        return None
 
     def frequencies(self, theta: float, dim: int, *, long: bool = False) -> Tensor:
+        """The frequencies, fp32 [dim / 2], of the second set if `long`."""
         return plain(theta, dim)
 
 
 @dataclass(frozen=True, slots=True)
-class LinearScaling:
+class LinearScaling(RopeScaling):
     """Position interpolation (arXiv 2306.15595)."""
 
     factor: float
-    attention_factor: float = 1.0
-    switch: int | None = None
 
     def frequencies(self, theta: float, dim: int, *, long: bool = False) -> Tensor:
         return plain(theta, dim) / self.factor
 
 
 @dataclass(frozen=True, slots=True)
-class DynamicScaling:
+class DynamicScaling(RopeScaling):
     """Dynamic NTK: a larger base for sequences longer than the model's own context.
 
     Up to `context` tokens the frequencies equal those of transformers to the bit. Beyond, transformers has a base for
@@ -66,7 +58,6 @@ class DynamicScaling:
 
     factor: float
     context: int
-    attention_factor: float = 1.0
 
     @property
     def switch(self) -> int:
@@ -82,15 +73,13 @@ class DynamicScaling:
 
 
 @dataclass(frozen=True, slots=True)
-class Llama3Scaling:
+class Llama3Scaling(RopeScaling):
     """Llama 3.1's scaling of low frequencies (its model card)."""
 
     factor: float
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
-    attention_factor: float = 1.0
-    switch: int | None = None
 
     def frequencies(self, theta: float, dim: int, *, long: bool = False) -> Tensor:
         """Short wavelengths are kept, long ones are divided by `factor`, those in between are blended."""
@@ -103,17 +92,15 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True, slots=True)
-class YarnScaling:
+class YarnScaling(RopeScaling):
     """YaRN (arXiv 2309.00071): fast-rotating dimensions are kept, slowly rotating ones are interpolated."""
 
     factor: float
     original_max_position_embeddings: int
-    attention_factor: float
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
     """Whether the borders of the ramp are rounded to whole dimensions."""
-    switch: int | None = None
 
     @staticmethod
     def mscale(factor: float, mscale: float = 1.0) -> float:
@@ -142,7 +129,7 @@ class YarnScaling:
 
 
 @dataclass(frozen=True, slots=True)
-class LongRopeScaling:
+class LongRopeScaling(RopeScaling):
     """LongRoPE (arXiv 2402.13753): a divisor for each dimension, one list for short sequences and one for long.
 
     It works as in transformers' Phi-3, which computes its KV cache anew when a generation passes the switch. A prompt
@@ -153,7 +140,6 @@ class LongRopeScaling:
     """dim / 2 divisors, like long_factor."""
     long_factor: tuple[float, ...]
     original_max_position_embeddings: int
-    attention_factor: float
 
     @staticmethod
     def factor_of(factor: float, original: int) -> float:

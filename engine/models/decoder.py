@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.kernels import Kernels, LayerParts, PreparedLayers, PreparedLinear, RaggedBatch
 from engine.layers import Attention, AttentionShape, Embedding, GatedMlp, Linear, NormedAttention, RmsNorm, Rope
+from engine.models.loader import Fill
 from engine.models.settings import DecoderSettings
 from engine.text.config import Config
 
@@ -77,9 +78,8 @@ class DecoderLayer:
         for norm in self.norms().values():
             norm.pack()
 
-    def parts(self, group: int, place: int, rope: int) -> LayerParts | None:
-        """The layer's weights and settings, for kernel sets that run it in one call. None if the layer does anything
-        else.
+    def parts(self, group: int, place: int, rope: int) -> LayerParts:
+        """The layer's weights and settings, for kernel sets that run it in one call.
 
         `group`: its KV group; `place`: its index in that group's cache; `rope`: the index of its rope.
         """
@@ -181,16 +181,18 @@ class Decoder(ABC):
             return None
         return name
 
-    def pack(self) -> None:
+    def pack(self, fill: Fill = lambda places: None) -> None:
+        fill(self._embedding.weights(f"{_TABLE}."))
         self._embedding.pack()
-        for layer in self._layers:
+        for i, layer in enumerate(self._layers):
+            fill(layer.weights(f"model.layers.{i}."))
             layer.pack()
+        fill(self._norm.weights("model.norm."))
         self._norm.pack()
         parts = [layer.parts(*home) for layer, home in zip(self._layers, self._homes, strict=True)]
-        known = [one for one in parts if one is not None]
-        if len(known) == len(parts):
-            self._together = self.kernels.prepare_layers(known, self._norm.weight)
+        self._together = self.kernels.prepare_layers(parts, self._norm.weight)
         if self._head is not None:
+            fill(self._head.weights(""))
             self._head.pack()
 
     def forward(

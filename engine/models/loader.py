@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +27,10 @@ _FLOATS = ("F32", "F16", "BF16")
 _FEW = 1 << 20
 #: The only stored type accepted for each dtype that is not floating point, and for 8-bit floats.
 _EXACT = {torch.int8: "I8", torch.int32: "I32", torch.int64: "I64", torch.float8_e4m3fn: "F8_E4M3"}
+
+
+#: Fills tensors, by the model's names.
+Fill = Callable[[Mapping[str, Tensor]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,35 +83,37 @@ def match(
     return found
 
 
-def load_weights(
-    found: Mapping[str, Found],
-    places: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    exact: Collection[str] = frozenset(),
-) -> None:
-    """Fill every tensor of `places` with the one that `match` found. Tensors named in `exact` are copied as stored.
+@contextmanager
+def weights_of(found: Mapping[str, Found], dtype: torch.dtype, exact: Collection[str] = frozenset()) -> Iterator[Fill]:
+    """Open a checkpoint's files. Yields a function that fills tensors with those that `match` found.
 
-    Files are memory-mapped: each tensor goes from the page cache to its place, rounded to `dtype` on the way, without a
-    second copy of the model. Raises ModelError naming a malformed file.
+    The tensors named in `exact` are copied as stored, the others are rounded to `dtype` on the way. Files are
+    memory-mapped: each tensor goes from the page cache to its place, without a second copy of the model. Raises
+    ModelError naming a malformed file.
     """
-    shards: dict[Path, list[str]] = defaultdict(list)
-    for name in places:
-        shards[found[name].path].append(name)
-    threads = torch.get_num_threads()
-    for path, names in shards.items():
-        with _faults_named(path), _threads_restored(threads), safe_open(path, framework="pt") as file:
-            for name in names:
-                tensor = file.get_tensor(found[name].name)
-                torch.set_num_threads(1 if tensor.numel() < _FEW else threads)
-                # The place may be wider than dtype (on a CPU without bf16). The values are rounded to dtype all the
-                # same.
-                places[name].copy_(tensor if tensor.dtype == dtype or name in exact else tensor.to(dtype))
+    files = {}
+    with ExitStack() as opened:
+        for path in {one.path for one in found.values()}:
+            with _faults_named(path):
+                files[path] = opened.enter_context(safe_open(path, framework="pt"))
+
+        def fill(places: Mapping[str, Tensor]) -> None:
+            with _threads_restored(torch.get_num_threads()) as threads:
+                for name, place in places.items():
+                    with _faults_named(found[name].path):
+                        tensor = files[found[name].path].get_tensor(found[name].name)
+                    torch.set_num_threads(1 if tensor.numel() < _FEW else threads)
+                    # The place may be wider than dtype (on a CPU without bf16). The values are rounded to dtype all
+                    # the same.
+                    place.copy_(tensor if tensor.dtype == dtype or name in exact else tensor.to(dtype))
+
+        yield fill
 
 
 @contextmanager
-def _threads_restored(threads: int) -> Iterator[None]:
+def _threads_restored(threads: int) -> Iterator[int]:
     try:
-        yield
+        yield threads
     finally:
         torch.set_num_threads(threads)
 

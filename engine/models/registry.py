@@ -10,13 +10,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.bounds import shown
+from engine.declared.bounds import shown
 from engine.errors import ModelError
 from engine.kernels import Kernels, RaggedBatch, select
 from engine.kv import KvGroup
 from engine.layers import Embedding, Linear
 from engine.memory import check_weights
-from engine.models.loader import load_weights, locate, match
+from engine.models.loader import Fill, locate, match, weights_of
 from engine.models.quantised import adopt
 from engine.quant.formats import Scheme, read_scheme
 from engine.text.config import Config, architectures, read_config
@@ -68,8 +68,9 @@ class Model(Protocol):
     def canonical(self, name: str) -> str | None:
         """The name in `weights` of a checkpoint's tensor. None for a tensor to skip."""
 
-    def pack(self) -> None:
-        """Prepare the weights for the kernels. Called once, after every tensor of `weights` was filled."""
+    def pack(self, fill: Fill = lambda places: None) -> None:
+        """Prepare the weights for the kernels, once. `fill` gets the tensors of `weights` part after part, each before
+        that part is prepared: so only one part at a time takes memory in both forms. Without it, all are filled."""
 
     def forward(
         self,
@@ -132,8 +133,8 @@ def load_model(
     model = make(config, kernel_set, weight_dtype, device)
     if scheme is not None:
         adopt(path, model, scheme, located)
-    load_weights(found, model.weights(), weight_dtype, exact=frozenset() if kept is None else kept.exact)
-    model.pack()
+    with weights_of(found, weight_dtype, frozenset() if kept is None else kept.exact) as fill:
+        model.pack(fill)
     return model
 
 
@@ -155,8 +156,8 @@ def shape_of(
         found = match(path, located, model.weights(), kept.canonical)
         for one in kept.stored:
             one.to_host()
-        places = {name: place for name, place in model.weights().items() if not place.is_meta}
-        load_weights(found, places, weight_dtype, exact=kept.exact)
+        with weights_of(found, weight_dtype, kept.exact) as fill:
+            fill({name: place for name, place in model.weights().items() if not place.is_meta})
     model.pack()
     return model
 

@@ -11,7 +11,6 @@ from engine.layers import (
     Llama3Scaling,
     LongRopeScaling,
     RopeScaling,
-    Unscaled,
     YarnScaling,
 )
 from engine.text.config import MOST_CONTEXT, Config
@@ -42,7 +41,7 @@ class RopeSettings:
 def _scaling(config: Config, rotary_dim: int) -> RopeScaling:
     kind = config.text("rope_type")
     if kind == "default":
-        return Unscaled()
+        return RopeScaling()
     readers = {
         "linear": _linear,
         "dynamic": _dynamic,
@@ -92,18 +91,18 @@ def _yarn(config: Config, rotary_dim: int) -> RopeScaling:
     fast, slow = config.number("beta_fast", 32.0), config.number("beta_slow", 1.0)
     if fast < slow:
         raise ModelError(f"config.json: rope's beta_fast={fast} must not be below its beta_slow={slow}")
-    return YarnScaling(factor, original, attention_factor, fast, slow, config.flag("truncate", True))
+    truncate = config.flag("truncate", True)
+    return YarnScaling(factor, original, fast, slow, truncate, attention_factor=attention_factor)
 
 
 def _longrope(config: Config, rotary_dim: int) -> RopeScaling:
     original = _original(config)
     factor = config.number("factor", config.integer("max_position_embeddings", high=MOST_CONTEXT) / original)
-    attention_factor = LongRopeScaling.factor_of(factor, original)
     return LongRopeScaling(
         config.numbers("short_factor", rotary_dim // 2),
         config.numbers("long_factor", rotary_dim // 2),
         original,
-        config.number("attention_factor", attention_factor),
+        attention_factor=config.number("attention_factor", LongRopeScaling.factor_of(factor, original)),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.bounds import number, shown
+from engine.declared.bounds import Number, shown, wrong_type
 from engine.errors import RequestError
 from engine.params import MAX_PROMPT_LOGPROBS, SamplingParams
 from engine.request import Request
@@ -13,7 +13,7 @@ from engine.scheduling.policy import TIERS
 
 #: The range of a tenant's weight, by which its share of a tier is multiplied.
 MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
-_MAX_SECONDS = 2.0**62
+_WEIGHT, _ARRIVAL = Number(MIN_WEIGHT, MAX_WEIGHT), Number(-(2.0**62), 2.0**62)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +36,16 @@ class RequestLimits:
     def check(self, request: Request) -> None:
         """Raise RequestError naming the field at fault and its value."""
         if not isinstance(request.params, SamplingParams):
-            raise _wrong_type("params", request.params, "SamplingParams")
+            raise wrong_type("params", request.params, "SamplingParams")
         for name in ("id", "salt", "tenant", "adapter"):
             if not isinstance(getattr(request, name), str):
-                raise _wrong_type(name, getattr(request, name), "a string")
+                raise wrong_type(name, getattr(request, name), "a string")
         if not request.id:
             raise RequestError("id is empty", param="id")
         if isinstance(request.tier, bool) or request.tier not in range(TIERS):
             raise RequestError(f"tier={shown(request.tier)} must be from 0 to {TIERS - 1}", param="tier")
-        number("arrival", request.arrival, -_MAX_SECONDS, _MAX_SECONDS)
-        number("weight", request.weight, MIN_WEIGHT, MAX_WEIGHT)
+        _ARRIVAL.check("arrival", request.arrival)
+        _WEIGHT.check("weight", request.weight)
         if not request.prompt_ids:
             raise RequestError("the prompt is empty; it needs at least one token", param="prompt_ids")
         self._check_ids("prompt_ids", request.prompt_ids)
@@ -107,7 +107,3 @@ class RequestLimits:
                 param="prompt_ids" if prompt > self.kv_capacity else "max_tokens",
                 code="kv_capacity_exceeded",
             )
-
-
-def _wrong_type(name: str, value: object, wanted: str) -> RequestError:
-    return RequestError(f"{name}={shown(value)} must be {wanted}", param=name, code="invalid_type")

@@ -1,4 +1,4 @@
-"""What the scheduler has to know of the model that it schedules for."""
+"""The traits of a model that its scheduler has to know."""
 
 from __future__ import annotations
 

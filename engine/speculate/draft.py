@@ -136,7 +136,6 @@ class DraftModel:
             tokens=list(owner.tokens),
             tables=[table] * self._groups,
             scores=None,
-            guessed=None,
         )
         return _Shadow(owner, seq, len(seq.tokens), shared * self._size)
 

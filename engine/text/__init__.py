@@ -8,8 +8,9 @@ config, checkpoint, files, folder, sanity: read a model folder's files, which ar
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from engine.lazy import lazily
 
 if TYPE_CHECKING:
     from engine.errors import ModelError, RequestError
@@ -30,24 +31,15 @@ __all__ = [
     "Tokenizer",
 ]
 
-# Lazy, so that the process of a confined template loads no tokenizer, and starts sooner.
-_HOMES = {
-    "ChatTemplate": "engine.text.chat.template",
-    "ConfinedTemplate": "engine.text.chat.confined",
-    "Detokenizer": "engine.text.detokenizer",
-    "ModelCard": "engine.text.card",
-    "ModelError": "engine.errors",
-    "RequestError": "engine.errors",
-    "TemplateSource": "engine.text.chat.template",
-    "Tokenizer": "engine.text.tokenizer",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'engine.text' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+# The process of a confined template loads no tokenizer, and starts sooner.
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "engine.errors": "ModelError RequestError",
+        "engine.text.card": "ModelCard",
+        "engine.text.chat.confined": "ConfinedTemplate",
+        "engine.text.chat.template": "ChatTemplate TemplateSource",
+        "engine.text.detokenizer": "Detokenizer",
+        "engine.text.tokenizer": "Tokenizer",
+    },
+)

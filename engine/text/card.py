@@ -89,7 +89,7 @@ class ModelCard:
 
     @staticmethod
     def tokenizer_files(folder: str | Path) -> dict[str, bytes]:
-        """The contents of the card's `files`, by name, for Tokenizer.from_bytes and ChatTemplate.from_bytes."""
+        """The contents of the card's `files`, by name, for Tokenizer and ChatTemplate.from_bytes."""
         return read_files(folder)
 
     def to_json(self) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.bounds import shown
+from engine.declared.bounds import shown
 from engine.errors import ModelError
 from engine.text.folder import file_in
 

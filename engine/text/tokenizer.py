@@ -40,11 +40,6 @@ class Tokenizer:
     def from_folder(cls, folder: str | Path) -> Tokenizer:
         return cls(read_files(folder))
 
-    @classmethod
-    def from_bytes(cls, files: Mapping[str, bytes]) -> Tokenizer:
-        """Make a tokenizer from file contents by name, as in FILES."""
-        return cls(files)
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Encode a text as token ids. `add_special_tokens`: let the model's post-processor add BOS or EOS.
 

@@ -17,11 +17,12 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from infra.models.chat import chat_pairs
 from infra.models.llama import Llama
 from infra.models.muon import Muon
 from infra.models.recipes import Recipe
 from infra.models.tokenizer import END_OF_TEXT_ID, chat_text
-from workers.library.corpus import SourceFile, chat_pairs
+from workers.library.corpus import SourceFile
 
 #: Gradients are summed over parts of this size, which is faster because activations stay in the cache.
 _PART_TOKENS = 1024

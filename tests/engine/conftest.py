@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from engine import EngineConfig
+from engine import Engine, EngineConfig
 from tests.engine.random_models import FAMILIES, write_model
 from tests.exhaustive import few
 
 if find_spec("triton") is not None and not torch.cuda.is_available():
     from tests.engine import interpreter  # noqa: F401 - mends Triton's, in which kernels run where there is no GPU
+
+Load = Callable[..., Engine]
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -74,3 +78,20 @@ def cramped(awkward_and_kernels: tuple[str, str]) -> EngineConfig:
         kv_cache_bytes=1 << 20,
         block_size=4,
     )
+
+
+@pytest.fixture
+def load(model_folder: Path, device: torch.device) -> Iterator[Load]:
+    """Loads engines on the device, and closes them."""
+    engines: list[Engine] = []
+
+    def make(folder: Path = model_folder, **settings: Any) -> Engine:
+        settings = {"max_num_seqs": 8, "kv_cache_bytes": 1 << 20, "threads": 1} | settings
+        engines.append(Engine.load(folder, EngineConfig(device=device.type, **settings)))
+        return engines[-1]
+
+    yield make
+    for one in engines:
+        one.close()
+        # A test may have left requests in: closing ended them.
+        assert one.stats().kv_blocks_used == 0

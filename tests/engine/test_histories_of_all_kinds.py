@@ -6,22 +6,19 @@ What is scored, and which candidates are chosen, is compared with a computation 
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import ClassVar
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import rule, run_state_machine_as_test
+from hypothesis.stateful import rule
 
-from engine.kv import KvSpace, window_blocks
 from engine.logprobs import ScoredPart, TokenLogprobs
 from engine.params import SamplingParams
 from engine.plan import Sampled, ScheduledSeq
 from engine.request import Event, Request
 from engine.sequence import Sequence
-from tests.engine.histories import histories
 from tests.engine.paged_model import VOCAB, Entry, PagedModel, Windows, computed_plainly, expected
 from tests.engine.test_overlap_histories import CLOCK, Device, Overlapping
-from tests.engine.test_scheduler_histories import Histories, Seen
+from tests.engine.test_scheduler_histories import Histories, Seen, run_in
 from tests.exhaustive import few
 
 #: Steps in which whoever waits has its turn, though two requests of a higher tier come with each: its tier falls to
@@ -170,14 +167,6 @@ class HistoriesOfAllKinds(OfAllKinds, Histories):
     pass
 
 
-class HistoriesOfAllKindsInATightPool(OfAllKinds, Histories):
-    spaces: ClassVar = [KvSpace(10)]
-
-
-class HistoriesOfAllKindsWithAWindow(OfAllKinds, Histories):
-    spaces: ClassVar = [KvSpace(14), KvSpace(window_blocks(7, 4) + 1, 7)]
-
-
 class OverlappingOfAllKinds(OfAllKinds, Overlapping):
     def make_model(self) -> PagedModel:
         return ScoringDevice(self.scheduler, type(self))
@@ -187,25 +176,16 @@ class InStepOfAllKinds(OverlappingOfAllKinds):
     overlap = 0
 
 
-class OverlappingOfAllKindsWithAWindow(OverlappingOfAllKinds):
-    spaces: ClassVar = [KvSpace(14), KvSpace(window_blocks(7, 4) + 1, 7)]
+CASES = [
+    *((HistoriesOfAllKinds, world) for world in ("plain", "tight", "window")),
+    *((OverlappingOfAllKinds, world) for world in ("plain", "window")),
+    (InStepOfAllKinds, "plain"),
+]
 
 
 @pytest.mark.parametrize(
-    "machine",
-    few(
-        [
-            HistoriesOfAllKinds,
-            HistoriesOfAllKindsInATightPool,
-            HistoriesOfAllKindsWithAWindow,
-            OverlappingOfAllKinds,
-            InStepOfAllKinds,
-            OverlappingOfAllKindsWithAWindow,
-        ],
-        HistoriesOfAllKindsInATightPool,
-        OverlappingOfAllKindsWithAWindow,
-    ),
+    ("machine", "world"), few(CASES, (HistoriesOfAllKinds, "tight"), (OverlappingOfAllKinds, "window"))
 )
-def test_requests_of_every_kind_end_once_and_as_undisturbed(machine, monkeypatch):
+def test_requests_of_every_kind_end_once_and_as_undisturbed(machine, world, monkeypatch):
     monkeypatch.setattr("engine.execution.pipeline.time", CLOCK)
-    run_state_machine_as_test(machine, settings=histories(5))
+    run_in(world, machine, 5)

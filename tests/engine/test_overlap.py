@@ -14,7 +14,6 @@ from engine import Choice, Engine, EngineConfig, Output, SamplingParams
 from engine.execution.device import DeviceRunner
 from engine.execution.runner import Runner
 from engine.plan import StepPlan
-from tests.engine.looping import together
 
 Load = Callable[..., Engine]
 
@@ -84,30 +83,6 @@ def test_whatever_is_asked_for(load: Load, expected: list[Output]) -> None:
     assert said(found) == said(expected)
     assert scored(found) == scored(expected)
     assert {choice.finish_reason for one in found for choice in one.choices} == {"stop", "length"}
-
-
-def test_with_too_little_memory_for_all(load: Load, plain: Engine) -> None:
-    params = SamplingParams(max_tokens=24, seed=5, repetition_penalty=1.2, ignore_eos=True)
-    short = [[10 * i + j for j in range(8)] for i in range(6)]
-    tight = load(kv_cache_bytes=(1 << 20) * 120 // plain.kv_tokens_total, max_model_len=40)
-    together(tight, len(short))
-    assert said(tight.generate(short, params)) == said(plain.generate(short, params))
-    assert tight.stats().preemptions > 0
-
-
-def test_stop_strings_and_cached_prompts(load: Load, plain: Engine) -> None:
-    ahead = load()
-    greedy = SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True)
-    text = plain.generate([PROMPTS[1]], greedy)[0].text
-    stopping = replace(greedy, stop=(text[6:8], text[10:13]))
-    expected = plain.generate(PROMPTS, stopping)
-    assert expected[1].finish_reason == "stop"
-    for _ in range(2):
-        found = ahead.generate(PROMPTS, stopping)
-        assert said(found) == said(expected)
-    # What was computed past a stop is in no count.
-    assert ahead.stats().generated_tokens == 2 * sum(len(one.token_ids) for one in expected)
-    assert any(one.cached_tokens for one in found)
 
 
 def test_bad_words_that_begin_with_a_token_in_flight(load: Load, plain: Engine) -> None:

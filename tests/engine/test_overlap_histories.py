@@ -6,20 +6,17 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import precondition, rule
 
 from engine.execution.pipeline import Pipeline
-from engine.kv import KvSpace, window_blocks
 from engine.plan import Sampled, StepPlan
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import UNKNOWN, Sequence
-from tests.engine.histories import histories
 from tests.engine.paged_model import PagedModel
-from tests.engine.test_scheduler_histories import Histories
+from tests.engine.test_scheduler_histories import WORLDS, Histories, run_in
 from tests.exhaustive import few
 
 CLOCK = SimpleNamespace(now=0.0, monotonic=lambda: CLOCK.now)
@@ -213,50 +210,13 @@ class InStep(Overlapping):
         assert self.model.ahead == 0
 
 
-class OverlappingWithoutCaching(Overlapping):
-    caching = False
-
-
-class OverlappingInATightPool(Overlapping):
-    spaces: ClassVar = [KvSpace(10)]
-
-
-class OverlappingWithBlocksOfOne(Overlapping):
-    spaces: ClassVar = [KvSpace(41)]
-    block_size = 1
-
-
-class OverlappingWithAWindow(Overlapping):
-    spaces: ClassVar = [KvSpace(14), KvSpace(window_blocks(7, 4) + 1, 7)]
-
-
-class OverlappingWithWindowsAlone(Overlapping):
-    spaces: ClassVar = [KvSpace(6, 9), KvSpace(9, 3)]
-
-
-class OverlappingBeyondASwitch(Overlapping):
-    spaces: ClassVar = [KvSpace(14), KvSpace(8, 6)]
-    switch = 9
+AHEAD = [(Overlapping, world) for world in WORLDS if "hurry" not in world]
 
 
 @pytest.mark.parametrize(
-    "machine",
-    few(
-        [
-            Overlapping,
-            InStep,
-            OverlappingWithoutCaching,
-            OverlappingInATightPool,
-            OverlappingWithBlocksOfOne,
-            OverlappingWithAWindow,
-            OverlappingWithWindowsAlone,
-            OverlappingBeyondASwitch,
-        ],
-        OverlappingInATightPool,
-        OverlappingWithAWindow,
-        OverlappingBeyondASwitch,
-    ),
+    ("machine", "world"),
+    few([*AHEAD, (InStep, "plain")], (Overlapping, "tight"), (Overlapping, "window"), (Overlapping, "switch")),
 )
-def test_every_history_gives_the_tokens_of_an_undisturbed_run(machine, monkeypatch):
+def test_every_history_gives_the_tokens_of_an_undisturbed_run(machine, world, monkeypatch):
     monkeypatch.setattr("engine.execution.pipeline.time", CLOCK)
-    run_state_machine_as_test(machine, settings=histories(30))
+    run_in(world, machine, 30)

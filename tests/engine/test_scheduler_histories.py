@@ -6,7 +6,7 @@ Each with tokens guessed ahead or not: drafts that are always right, never, or h
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import strategies as st
@@ -277,82 +277,32 @@ class Histories(RuleBasedStateMachine):
         assert self.scheduler.stats().kv_blocks_used == 0
 
 
-class HistoriesWithoutCaching(Histories):
-    caching = False
+WORLDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    # Runs of neighbouring blocks, of which the last is shorter than the others.
+    "runs": {"spaces": [KvSpace(14, run=3), KvSpace(window_blocks(7, 4) + 1, 7, run=2)]},
+    "uncached": {"caching": False},
+    # As many blocks as one longest sequence needs: nearly every step preempts.
+    "tight": {"spaces": [KvSpace(10)]},
+    "blocks of one": {"spaces": [KvSpace(41)], "block_size": 1},
+    # Beside full attention, in as many blocks as a sequence takes to begin and one more.
+    "window": {"spaces": [KvSpace(14), KvSpace(window_blocks(7, 4) + 1, 7)]},
+    "window, uncached": {"spaces": [KvSpace(14), KvSpace(window_blocks(7, 4) + 1, 7)], "caching": False},
+    # Two of them: sequences are longer than what either group holds.
+    "windows alone": {"spaces": [KvSpace(6, 9), KvSpace(9, 3)]},
+    # For the priority tier alone there are steps, and more than half of the tokens of others.
+    "hurry": {"hurry": {"unhurried_tokens": 4, "exclusive": True}},
+    "hurry, tight": {"hurry": {"unhurried_tokens": 5, "exclusive": True}, "spaces": [KvSpace(10)]},
+    # Some prompts are longer than the length at which keys change, some sequences grow past it.
+    "switch": {"spaces": [KvSpace(14), KvSpace(8, 6)], "switch": 9},
+}
 
 
-class HistoriesInATightPool(Histories):
-    """As many blocks as one longest sequence needs: nearly every step preempts."""
-
-    spaces: ClassVar = [KvSpace(10)]
-
-
-class HistoriesWithRuns(Histories):
-    """Of neighbouring blocks, of which the last is shorter than the others."""
-
-    spaces: ClassVar = [KvSpace(14, run=3), KvSpace(window_blocks(7, 4) + 1, 7, run=2)]
+def run_in(world: str, machine: type[Histories], examples: int) -> None:
+    """Run random histories of a machine with the settings of one of WORLDS."""
+    run_state_machine_as_test(type(machine.__name__, (machine,), WORLDS[world]), settings=histories(examples))
 
 
-class HistoriesWithBlocksOfOne(Histories):
-    spaces: ClassVar = [KvSpace(41)]
-    block_size = 1
-
-
-class HistoriesWithAWindow(Histories):
-    """Beside full attention, in as many blocks as a sequence takes to begin and one more."""
-
-    spaces: ClassVar = [KvSpace(14), KvSpace(window_blocks(7, 4) + 1, 7)]
-
-
-class HistoriesWithWindowsAlone(Histories):
-    """Two of them: sequences are longer than what either group holds."""
-
-    spaces: ClassVar = [KvSpace(6, 9), KvSpace(9, 3)]
-
-
-class HistoriesWithWindowsWithoutCaching(HistoriesWithAWindow):
-    caching = False
-
-
-class HistoriesInAHurry(Histories):
-    """For the priority tier alone there are steps, and more than half of the tokens of others."""
-
-    hurry: ClassVar = {"unhurried_tokens": 4, "exclusive": True}
-
-
-class HistoriesInAHurryInATightPool(HistoriesInATightPool):
-    hurry: ClassVar = {"unhurried_tokens": 5, "exclusive": True}
-
-
-class HistoriesBeyondASwitch(Histories):
-    """Some prompts are longer than the length at which keys change, some sequences grow past it."""
-
-    spaces: ClassVar = [KvSpace(14), KvSpace(8, 6)]
-    switch = 9
-
-
-@pytest.mark.parametrize(
-    "machine",
-    few(
-        [
-            Histories,
-            HistoriesWithRuns,
-            HistoriesWithoutCaching,
-            HistoriesInATightPool,
-            HistoriesWithBlocksOfOne,
-            HistoriesWithAWindow,
-            HistoriesWithWindowsAlone,
-            HistoriesWithWindowsWithoutCaching,
-            HistoriesInAHurry,
-            HistoriesInAHurryInATightPool,
-            HistoriesBeyondASwitch,
-        ],
-        HistoriesWithRuns,
-        HistoriesInATightPool,
-        HistoriesWithWindowsAlone,
-        HistoriesInAHurry,
-        HistoriesBeyondASwitch,
-    ),
-)
-def test_every_history_gives_the_tokens_of_an_undisturbed_run(machine):
-    run_state_machine_as_test(machine, settings=histories(60))
+@pytest.mark.parametrize("world", few(WORLDS, "runs", "tight", "windows alone", "hurry", "switch"))
+def test_every_history_gives_the_tokens_of_an_undisturbed_run(world):
+    run_in(world, Histories, 60)

@@ -12,7 +12,7 @@ from engine.kv import KvSpace
 from engine.models import Model
 from engine.params import SamplingParams
 from engine.plan import StepPlan
-from engine.request import Request
+from engine.request import Event, Request
 from tests.engine.stepping import made
 
 #: Far more steps than any history here needs: a livelock fails instead of hanging.
@@ -58,6 +58,8 @@ class Driver:
         self.found: dict[str, dict[int, list[int]]] = {}
         self.cached: dict[str, int] = {}
         self.finished: set[str] = set()
+        #: All events, in order.
+        self.events: list[Event] = []
         self.steps = 0
         self._overlap = overlap
         self._flight: tuple[StepPlan, Any] | None = None
@@ -83,6 +85,7 @@ class Driver:
     def _enter(self, plan: StepPlan, launched: Any) -> None:
         for event in self.scheduler.update(plan, self.runner.collect(launched), 0.0):
             assert event.error is None
+            self.events.append(event)
             self.found[event.request_id][event.choice] += event.token_ids
             self.cached[event.request_id] = event.cached_tokens
             if event.done:
@@ -103,6 +106,20 @@ class Driver:
         planner = self.scheduler._planner
         if planner.running:
             planner.preempt(planner.running[-1], 0.0)
+
+
+def recorded(model: Model) -> list[torch.Tensor]:
+    """The logits of each step to come; greedy rows make theirs, too, where the kernels need none."""
+    seen: list[torch.Tensor] = []
+    logits = model.logits
+
+    def record(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(logits(hidden).clone())
+        return seen[-1]
+
+    model.logits = record  # type: ignore[method-assign]
+    model.peaks = lambda hidden: None  # type: ignore[method-assign]
+    return seen
 
 
 def greedy(max_tokens: int) -> SamplingParams:

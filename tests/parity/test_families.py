@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import operator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,33 @@ from engine.text.config import Config, read_config
 from tests.engine.random_models import BASE, FAMILIES, VARIANTS, write_model
 from tests.exhaustive import few
 from tests.parity.conftest import Truth, transformers
-from tests.parity.driver import Driver, greedy, prompts_of
+from tests.parity.driver import Driver, greedy, prompts_of, recorded
 
 #: Shorter and longer than a window, on both sides of the switch of "phi3-longrope"; some go past it on their way.
 LENGTHS = [1, 17, 30, 50, 59, 61, 120]
 COUNT = 14
 
 
-#: One of each kind of keys and values: all in one cache, behind a window, turning by length, in two groups.
-SOME = pytest.mark.parametrize("variant", few(VARIANTS | FAMILIES, "gqa", "mistral-window", "phi3-longrope", "gemma3"))
+#: Each family on the plain runner and on the device's, which takes "ragged" kernels. Kept is one of each kind of keys
+#: and values: all in one cache, behind a window, turning by length, in two groups.
+EITHER = pytest.mark.parametrize(
+    ("variant", "kernels"),
+    few(
+        product(VARIANTS | FAMILIES, ["auto", "ragged"]),
+        *(("gqa", "auto"), ("mistral-window", "auto"), ("gemma3", "auto")),
+        *(("phi3-longrope", "ragged"), ("gemma3", "ragged")),
+    ),
+)
+
+
+@pytest.fixture
+def kernels() -> str:
+    return "auto"
+
+
+@pytest.fixture
+def model(variant: str, kernels: str, folders: dict[str, Path], device: torch.device) -> Model:
+    return load_model(folders[variant], "float32", device, kernels)
 
 
 def run_all(driver: Driver, truth: Truth, vocab_size: int, preempt_every: int | None = None) -> list[list[int]]:
@@ -54,7 +73,7 @@ def test_transformers_own_loop_generates_the_same_where_nothing_is_tied(folders:
     assert sum(map(operator.eq, found, generated)) >= len(LENGTHS) - 1
 
 
-@SOME
+@EITHER
 @pytest.mark.parametrize(
     ("every", "overlap", "block_size"), few([(1, 0, 16), (2, 0, 16), (3, 1, 4), (7, 0, 16)], (3, 1, 4))
 )
@@ -66,7 +85,7 @@ def test_with_a_preemption_at_every_kth_step(
     assert driver.scheduler.stats().preemptions >= driver.steps // every - len(LENGTHS)
 
 
-@SOME
+@EITHER
 @pytest.mark.parametrize("caching", few([True, False], True))
 def test_with_too_little_memory_for_all(model: Model, truth: Truth, caching: bool) -> None:
     # Behind a short window all of them would go into what one without takes.
@@ -76,7 +95,7 @@ def test_with_too_little_memory_for_all(model: Model, truth: Truth, caching: boo
     assert driver.scheduler.stats().preemptions > 0
 
 
-@SOME
+@EITHER
 def test_behind_cached_prefixes(model: Model, truth: Truth) -> None:
     shared = prompts_of([40], model.vocab_size, seed=3)[0]
     tails = prompts_of([1, 30, 8], model.vocab_size, seed=4)
@@ -93,7 +112,7 @@ def test_behind_cached_prefixes(model: Model, truth: Truth) -> None:
     assert driver.cached["2"] == (0 if model.rope_switch is not None else 40)
 
 
-@SOME
+@EITHER
 def test_choices_of_one_prompt(model: Model, truth: Truth) -> None:
     prompt = prompts_of([54], model.vocab_size, seed=6)[0]
     driver = Driver(model, tokens=32, block_size=4, enable_prefix_caching=False)
@@ -114,15 +133,7 @@ def test_logits_are_those_of_transformers(model: Model, truth: Truth) -> None:
     """Closer than tokens can tell: a slip in scaling or rotation that no argmax shows would be seen here."""
     prompt = prompts_of([180], model.vocab_size, seed=9)[0]
     driver = Driver(model, tokens=64)
-    seen = []
-    logits = model.logits
-
-    def record(hidden: torch.Tensor) -> torch.Tensor:
-        seen.append(logits(hidden).clone())
-        return seen[-1]
-
-    model.logits = record  # type: ignore[method-assign]
-    model.peaks = lambda hidden: None  # type: ignore[method-assign]  # by logits also where greedy rows need none
+    seen = recorded(model)
     driver.add("a", prompt, greedy(COUNT))
     found = driver.run()["a"]
     expected = truth.logits(prompt + found)[len(prompt) - 1 : -1]
@@ -159,10 +170,7 @@ def test_checkpoints_in_half_precision_are_as_close_as_transformers(name: str, s
     model = load_model(tmp_path, "auto", torch.device("cpu"))
     assert model.dtype == peer.dtype == getattr(torch, stored)
     driver = Driver(model, tokens=32)
-    seen = []
-    logits = model.logits
-    model.logits = lambda hidden: seen.append(logits(hidden).clone()) or seen[-1]  # type: ignore[method-assign]
-    model.peaks = lambda hidden: None  # type: ignore[method-assign]  # by logits also where greedy rows need none
+    seen = recorded(model)
     driver.add("a", prompt, greedy(1))
     driver.run()
     ours = torch.cat(seen)[0].float()

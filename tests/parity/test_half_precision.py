@@ -9,7 +9,7 @@ import torch
 
 from engine.models import load_model
 from tests.parity.conftest import Truth, transformers
-from tests.parity.driver import Driver, greedy, prompts_of
+from tests.parity.driver import Driver, greedy, prompts_of, recorded
 
 
 @pytest.fixture
@@ -23,15 +23,7 @@ def test_rounding_costs_no_more_than_in_transformers(
 ) -> None:
     model = load_model(folders[variant], dtype, device)
     prompt = prompts_of([120], model.vocab_size, seed=5)[0]
-    seen = []
-    logits = model.logits
-
-    def record(hidden: torch.Tensor) -> torch.Tensor:
-        seen.append(logits(hidden).clone())
-        return seen[-1]
-
-    model.logits = record  # type: ignore[method-assign]
-    model.peaks = lambda hidden: None  # type: ignore[method-assign]  # by logits also where greedy rows need none
+    seen = recorded(model)
     driver = Driver(model, tokens=48)
     driver.add("a", prompt, greedy(12))
     tokens = prompt + driver.run()["a"]

@@ -50,18 +50,3 @@ def test_random_arrivals_aborts_and_preemptions(model: Model, truth: Truth, seed
     for name in aborted:
         if driver.found[name][0]:
             truth.check(prompts[name], driver.found[name][0])
-
-
-@pytest.mark.parametrize("at", few(range(0, 30, 3), 3, 12))
-def test_an_abort_at_any_step_leaves_the_others_and_the_pool_whole(model: Model, truth: Truth, at: int) -> None:
-    prompts = prompts_of([30, 80, 12, 55], model.vocab_size, seed=2)
-    driver = Driver(model, blocks=24, tokens=16, overlap=at % 2)
-    for i, prompt in enumerate(prompts):
-        driver.add(str(i), prompt, greedy(15))
-    for _ in range(at):
-        driver.step()
-    driver.scheduler.abort("1")
-    driver.scheduler.check_integrity()
-    found = driver.run()
-    for i in (0, 2, 3):
-        truth.check(prompts[i], found[str(i)])

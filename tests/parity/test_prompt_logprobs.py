@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -18,23 +16,7 @@ LENGTHS = [1, 2, 17, 64, 90, 150]
 TOP = 3
 
 
-class Scoring(Driver):
-    """Keeps the events, in order."""
-
-    def __init__(self, model: Model, **settings: Any) -> None:
-        super().__init__(model, **settings)
-        self.events: list[Event] = []
-
-    def step(self) -> None:
-        plan = self.scheduler.schedule(0.0)
-        assert plan is not None
-        for event in self.scheduler.update(plan, self.runner.execute(plan), 0.0):
-            assert event.error is None
-            self.events.append(event)
-        self.steps += 1
-
-
-def scored(driver: Scoring, prompts: list[list[int]], every: int | None = None, **params: int) -> list[list[Event]]:
+def scored(driver: Driver, prompts: list[list[int]], every: int | None = None, **params: int) -> list[list[Event]]:
     """Each prompt's events."""
     driver.events.clear()
     for i, prompt in enumerate(prompts):
@@ -82,14 +64,14 @@ def check(truth: Truth, prompt: list[int], events: list[Event], top: int = TOP) 
 def test_chunks_and_preemption_change_nothing(
     model: Model, prompts: list[list[int]], truth: Truth, tokens: int, every: int | None
 ) -> None:
-    found = scored(Scoring(model, tokens=tokens, blocks=64), prompts, every)
+    found = scored(Driver(model, tokens=tokens, blocks=64), prompts, every)
     for prompt, events in zip(prompts, found, strict=True):
         check(truth, prompt, events)
         assert sum(len(event.token_ids) for event in events) == 4
 
 
 def test_what_is_cached_is_computed_again_to_be_scored(model: Model, prompts: list[list[int]], truth: Truth) -> None:
-    driver = Scoring(model)
+    driver = Driver(model)
     scored(driver, prompts)
     again = scored(driver, prompts)
     for prompt, events in zip(prompts, again, strict=True):
@@ -104,12 +86,12 @@ def test_slices_of_any_size_give_the_same(
     model: Model, prompts: list[list[int]], truth: Truth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logprobs_module, "_SLICE", 7 * model.vocab_size)
-    for prompt, events in zip(prompts, scored(Scoring(model, tokens=512), prompts), strict=True):
+    for prompt, events in zip(prompts, scored(Driver(model, tokens=512), prompts), strict=True):
         check(truth, prompt, events)
 
 
 def test_a_prompt_may_be_scored_for_its_own_sake(model: Model, prompts: list[list[int]], truth: Truth) -> None:
-    found = scored(Scoring(model, tokens=16), prompts, max_tokens=0, prompt_logprobs=0)
+    found = scored(Driver(model, tokens=16), prompts, max_tokens=0, prompt_logprobs=0)
     for prompt, events in zip(prompts, found, strict=True):
         check(truth, prompt, events, top=0)
         assert [event.finish_reason for event in events] == [None, "length"]
@@ -118,7 +100,7 @@ def test_a_prompt_may_be_scored_for_its_own_sake(model: Model, prompts: list[lis
 
 
 def test_choices_share_one_scoring(model: Model, prompts: list[list[int]], truth: Truth) -> None:
-    found = scored(Scoring(model), prompts, n=3, max_tokens=5)
+    found = scored(Driver(model), prompts, n=3, max_tokens=5)
     for prompt, events in zip(prompts, found, strict=True):
         check(truth, prompt, events)
         assert sum(len(event.token_ids) for event in events) == 15

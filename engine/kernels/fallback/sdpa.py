@@ -36,15 +36,13 @@ class Sdpa(Reference):
         if not isinstance(batch, PaddedBatch):
             return super().paged_attention(query, cache, batch, scale, softcap)
         if len(batch.groups) == 1:
-            return self.attend_group(query, cache, batch.groups[0], scale, softcap)
+            return self._attend(query, cache, batch.groups[0], scale, softcap)
         out = torch.empty_like(query)
         for group in batch.groups:
-            out[group.rows] = self.attend_group(query[group.rows], cache, group, scale, softcap)
+            out[group.rows] = self._attend(query[group.rows], cache, group, scale, softcap)
         return out
 
-    def attend_group(
-        self, query: Tensor, cache: Tensor, group: PaddedGroup, scale: float, softcap: float | None
-    ) -> Tensor:
+    def _attend(self, query: Tensor, cache: Tensor, group: PaddedGroup, scale: float, softcap: float | None) -> Tensor:
         """`paged_attention` of one group. `query`: its rows, [sequences * query_len, heads, head_dim]."""
         sequences, length = len(group.kv_lens), group.query_len
         heads, head_dim = query.shape[1:]
@@ -75,11 +73,8 @@ class Sdpa(Reference):
 
     def arrange(self, batch: RaggedBatch, block_size: int, zero_block: int) -> PaddedBatch:
         groups = groups_of(batch, block_size, self.padding)
-        return padded(batch, [self.arrange_group(one, batch.window, block_size, zero_block) for one in groups])
-
-    def arrange_group(self, group: PaddedGroup, window: int | None, block_size: int, zero_block: int) -> PaddedGroup:
-        """What attention needs of a group, once for all layers. torch would convert a bool mask at every call."""
-        return masked(group, window, block_size, self.compute_dtype)
+        # Masks are made once for all layers. torch would convert a bool mask at every call.
+        return padded(batch, [masked(one, batch.window, block_size, self.compute_dtype) for one in groups])
 
     def write_kv(self, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
         # Its steps have no padding rows, and looking for them would wait for the device.

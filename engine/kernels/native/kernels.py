@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import EngineError
-from engine.kernels.compressed_kv import SCALE_BYTES
+from engine.kernels.compressed_kv import stored_width
 from engine.kernels.layer import LayerParts, PreparedLayers, PreparedLinear
 from engine.kernels.native.layers import BF16, FP32, NativeLayers, PackedProduct, fit, leads
 from engine.kernels.native.library import VERSION, Library, Pool
@@ -57,6 +57,8 @@ class Native(Reference):
         self._threads = Pool(library, threads or torch.get_num_threads())
         self._pool = self._threads.address
         self._pages = Pages()
+        #: Those of caches that have small pages yet.
+        self._caches: list[Pages] = []
 
     @property
     def identity(self) -> str:
@@ -68,10 +70,17 @@ class Native(Reference):
 
     def zero_cache(self, *shape: int, device: torch.device) -> Tensor:
         # Separate pages, because the cache may be freed while the weights stay.
-        return Pages().zeros(*shape, dtype=self.cache_dtype)
+        pages = Pages(large=False)
+        self._caches.append(pages)
+        return pages.zeros(*shape, dtype=self.cache_dtype)
+
+    def settle(self) -> None:
+        for pages in self._caches:
+            pages.enlarge()
+        self._caches.clear()
 
     def cache_width(self, head_dim: int) -> int:
-        return head_dim + SCALE_BYTES if self._compressed == "int8" else head_dim
+        return stored_width(head_dim, self._compressed or "auto")
 
     def prepare_attention(self, heads: int, kv_heads: int, head_dim: int, softcap: float | None) -> None:
         asked = "deterministic=True" if self._deterministic else f"kv_cache_dtype={self._compressed!r}"

@@ -21,10 +21,15 @@ _LINE = 64
 
 
 class Pages:
-    """Allocates tensors one after another in chunks. A chunk lives as long as any tensor in it. Used by one thread."""
+    """Allocates tensors one after another in chunks. A chunk lives as long as any tensor in it. Used by one thread.
 
-    def __init__(self) -> None:
+    `large`: whether it has large pages from the beginning, or from `enlarge` on.
+    """
+
+    def __init__(self, *, large: bool = True) -> None:
         self._left = torch.empty(0, dtype=torch.uint8)
+        self._large = large
+        self._small: list[mmap.mmap] = []
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Like torch.zeros, aligned to cache lines."""
@@ -33,18 +38,30 @@ class Pages:
             return torch.zeros(shape, dtype=dtype)
         taken = -(-size // _LINE) * _LINE
         if taken > len(self._left):
-            self._left = _chunk(max(taken, _CHUNK))
+            self._left = self._chunk(max(taken, _CHUNK))
         found, self._left = self._left[:size], self._left[taken:]
         return found.view(dtype).view(shape)
 
+    def enlarge(self) -> None:
+        """Take large pages from now on. Where a small one has been written, the system replaces it by and by."""
+        self._large = True
+        for memory in self._small:
+            _advise(memory, mmap.MADV_HUGEPAGE)
+        self._small.clear()
 
-def _chunk(size: int) -> Tensor:
-    """A zeroed uint8 tensor that begins at a large page."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(size, dtype=torch.uint8)
-    memory = mmap.mmap(-1, size + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    def _chunk(self, size: int) -> Tensor:
+        """A zeroed uint8 tensor that begins at a large page."""
+        if not hasattr(mmap, "MADV_HUGEPAGE"):
+            return torch.zeros(size, dtype=torch.uint8)
+        memory = mmap.mmap(-1, size + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        _advise(memory, mmap.MADV_HUGEPAGE if self._large else mmap.MADV_NOHUGEPAGE)
+        if not self._large:
+            self._small.append(memory)
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        begin = -whole.data_ptr() % _PAGE
+        return whole[begin : begin + size]
+
+
+def _advise(memory: mmap.mmap, advice: int) -> None:
     with suppress(OSError):  # the system has no large pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    begin = -whole.data_ptr() % _PAGE
-    return whole[begin : begin + size]
+        memory.madvise(advice)

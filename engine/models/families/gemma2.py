@@ -32,10 +32,8 @@ class GemmaLayer(DecoderLayer):
             "post_feedforward_layernorm": self._fed_norm,
         }
 
-    def parts(self, group: int, place: int, rope: int) -> LayerParts | None:
+    def parts(self, group: int, place: int, rope: int) -> LayerParts:
         found = super().parts(group, place, rope)
-        if found is None:
-            return None
         return replace(found, attended_norm=self._attended_norm.weight, fed_norm=self._fed_norm.weight)
 
     def attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: RaggedBatch) -> Tensor:

@@ -1,18 +1,16 @@
-"""Requests that arrive by chance, what is told of them, and the chart."""
+"""Requests that arrive by chance, and what is told of them."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
-from engine.bench.load import TokenTimes, arrivals, figures, percentiles, plotted
-from engine.bench.plot import Line, chart
+from engine.bench.load import TokenTimes, arrivals, figures, percentiles
+from engine.bench.offline import main
 from engine.request import Tier
 
 
@@ -48,38 +46,14 @@ def test_latencies_are_from_arrival_and_by_tier() -> None:
     assert {tier: own["p50"] for tier, own in found["ttft_ms_by_tier"].items()} == {"priority": 100, "batch": 2000}
 
 
-def test_a_chart_has_each_line_where_its_points_are() -> None:
-    svg = chart("a < b", "x", "y", [Line("up", [(1, 10), (10, 100)]), Line("flat", [(1, 10), (10, 10)])])
-    tree = ElementTree.fromstring(svg)
-    drawn = [line.get("points", "") for line in tree.iter("{http://www.w3.org/2000/svg}polyline")]
-    up, flat = [[tuple(map(float, point.split(","))) for point in points.split()] for points in drawn]
-    assert up[0] == flat[0]
-    assert up[0][0] < up[1][0] == flat[1][0]
-    # Upwards is towards 0.
-    assert up[1][1] < up[0][1] == flat[1][1]
-    assert "a &lt; b" in svg
-
-
-@pytest.mark.parametrize("lines", [[], [Line("none", [(1, 0)])]])
-def test_a_chart_of_nothing_is_refused(lines: list[Line]) -> None:
-    with pytest.raises(ValueError, match=r"needs a point|no place for 0"):
-        chart("", "", "", lines)
-
-
-@pytest.mark.slow
-def test_the_command_measures_and_draws(model_folder: Path, tmp_path: Path) -> None:
-    out, plot = tmp_path / "load.json", tmp_path / "load.svg"
-    command = [sys.executable, "-m", "engine.bench", "--model", str(model_folder), "--load", "--mix", "chat,tiers"]
+def test_the_command_measures(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "load.json"
+    command = ["bench", "--model", str(model_folder), "--load", "--mix", "tiers", "--json", str(out)]
     command += ["--rates", "20,40", "--requests", "5", "--dtype", "float32", "--device", "cpu", "--threads", "1"]
-    ran = subprocess.run(
-        [*command, "--json", str(out), "--plot", str(plot)], check=True, capture_output=True, text=True
-    )
-    assert "requests/s" in ran.stdout
+    monkeypatch.setattr(sys, "argv", command)
+    main()
+    assert "requests/s" in capsys.readouterr().out
     found = json.loads(out.read_text())["load"]
-    assert [(mix, one["rate"], one["requests"]) for mix, rates in found.items() for one in rates] == [
-        ("chat", 20, 5),
-        ("chat", 40, 5),
-        ("tiers", 20, 5),
-        ("tiers", 40, 5),
-    ]
-    assert plot.read_text() == plotted(found)
+    assert [(one["rate"], one["requests"]) for one in found["tiers"]] == [(20, 5), (40, 5)]

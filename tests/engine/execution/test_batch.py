@@ -1,4 +1,4 @@
-"""Plans as tensors: where each token goes, which order rows have, what is zeroed."""
+"""Plans as tensors: where each token goes, what is zeroed."""
 
 from __future__ import annotations
 
@@ -35,47 +35,6 @@ def by_token(batch: StepBatch) -> dict[int, tuple[int, int]]:
     """Token -> (position, slot)."""
     places = zip(batch.positions.tolist(), batch.attention[0].slots.tolist(), strict=True)
     return dict(zip(batch.tokens.tolist(), places, strict=True))
-
-
-def test_tokens_positions_and_places_belong_together(device: torch.device) -> None:
-    batch = builder(device).build(
-        plan(
-            row(0, range(100, 106), [7, 3], 2, 4),  # the rest of a prompt
-            row(5, range(200, 209), [1, 2, 4], 8, 1),  # a decode
-            row(2, range(300, 320), [10, 11, 12, 13, 14], 4, 6),  # a chunk
-        )
-    )
-    expected = {102: (2, 30), 103: (3, 31), 104: (4, 12), 105: (5, 13), 208: (8, 16)}
-    expected |= {304 + i: (4 + i, (11 + i // 4) * 4 + i % 4) for i in range(6)}
-    assert by_token(batch) == expected
-
-
-def test_wanted_rows_come_in_the_plans_order() -> None:
-    chunk = row(1, range(300, 320), [1, 2, 3, 4, 5], 0, 6)
-    batch = builder().build(plan(row(0, range(100, 106), [6, 7], 0, 6), chunk, row(2, range(200, 205), [8, 9], 4, 1)))
-    assert batch.tokens[batch.wanted].tolist() == [105, 204]
-
-
-def test_one_ragged_batch_has_the_shortest_rows_first() -> None:
-    made = builder().build(
-        plan(
-            row(0, range(12), [0, 1, 2], 0, 12),
-            row(1, range(5), [3, 4], 4, 1),
-            row(3, range(14), [5, 6, 7, 8], 13, 1),
-            row(4, range(12), [9, 10, 11], 4, 8),
-        )
-    )
-    (batch,) = made.attention
-    assert batch.query_starts.tolist() == [0, 1, 2, 10, 22]
-    assert batch.kv_lens.tolist() == [5, 14, 12, 12]
-    assert batch.tables[batch.table_rows].tolist() == [
-        [3, 4, ZERO, ZERO],
-        [5, 6, 7, 8],
-        [9, 10, 11, ZERO],
-        [0, 1, 2, ZERO],
-    ]
-    assert (batch.most_queries, batch.most_places) == (12, 14)
-    assert batch.positions is made.positions
 
 
 def test_a_table_follows_its_sequence_and_its_slot() -> None:

@@ -11,14 +11,13 @@ import torch
 from engine.errors import DeviceLostError, EngineError
 from engine.execution.device_health import check_alive
 from engine.execution.loop import StepLoop
-from engine.kv import KvSpace
 from engine.plan import StepPlan
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.execution.test_loop import overlap, steps
+from tests.engine.execution.test_shrink import scheduler
 from tests.engine.looping import PATIENCE, Listener, Steps, request, waited
-from tests.engine.stepping import made
 
-__all__ = ["overlap", "steps"]
+__all__ = ["overlap", "scheduler", "steps"]
 
 CUDA = torch.device("cuda", 0)
 
@@ -50,11 +49,6 @@ def died() -> Iterator[list[type[BaseException]]]:
     hook, threading.excepthook = threading.excepthook, lambda args: found.append(args.exc_type)
     yield found
     threading.excepthook = hook
-
-
-@pytest.fixture
-def scheduler() -> Scheduler:
-    return made(spaces=[KvSpace(64)], block_size=4, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
 
 
 def test_all_unfinished_requests_get_an_event_and_the_thread_ends(

@@ -196,16 +196,6 @@ def test_a_sequence_whose_token_is_needed_sits_a_step_out_and_delays_no_other():
     assert (steps.tokens("a"), steps.tokens("b")) == (counted("a", 3), counted("b", 5))
 
 
-def test_the_switch_of_keys_is_not_planned_across():
-    steps = Steps(scheduler(rope_switch=6))
-    steps.scheduler.add(request("a", 4, max_tokens=6))
-    steps.run()
-    # Four, five, six tokens; then seven, all computed anew.
-    assert rows_of(steps, "a") == [(0, 4), (4, 1), (5, 1), (0, 7), (7, 1), (8, 1)]
-    assert steps.device.pending[3] == set()
-    assert steps.tokens("a") == counted("a", 6)
-
-
 def test_one_put_out_to_plan_the_next_step_keeps_the_token_that_the_step_in_flight_samples():
     steps = Steps(scheduler(max_num_seqs=1, enable_prefix_caching=False))
     steps.scheduler.add(request("low", 4, Tier.BATCH, max_tokens=3))
@@ -306,41 +296,6 @@ def test_a_step_that_fails_under_another_takes_both_back_and_only_the_culprit_fa
     assert any(steps.device.pending[4:])
 
 
-def test_blocks_of_a_step_that_failed_under_another_are_not_found_again():
-    steps = Steps(scheduler(max_num_batched_tokens=12))
-    steps.scheduler.add(request("a", list(range(24)), max_tokens=2))
-    steps()
-
-    def fault(plan: StepPlan) -> None:
-        steps.device.at_collect = lambda plan: None
-        raise ZeroDivisionError("nothing was written")
-
-    steps.device.at_collect = fault
-    steps()
-    steps.run()
-    # The first half had been offered to the cache when the second was planned.
-    assert rows_of(steps, "a") == [(0, 12), (12, 12), (0, 12), (12, 12), (24, 1)]
-
-
-def test_a_sequence_that_shares_blocks_of_a_failed_step_computes_them():
-    steps = Steps(scheduler())
-    steps.scheduler.add(request("a", list(range(20, 29)), max_tokens=3))
-    steps()
-    steps.scheduler.add(request("b", list(range(20, 29)), max_tokens=1))
-
-    def fault(plan: StepPlan) -> None:
-        steps.device.at_collect = lambda plan: None
-        raise ZeroDivisionError("nothing was written")
-
-    steps.device.at_collect = fault
-    steps()
-    assert rows_of(steps, "b") == [(8, 1)]
-    steps()
-    assert rows_of(steps, "b")[1:] == [(0, 9)]
-    steps.run()
-    assert (steps.tokens("a"), steps.tokens("b")) == ([29, 30, 31], [29])
-
-
 def test_finishing_enters_the_step_in_flight_and_plans_no_more():
     steps = Steps(scheduler())
     steps.scheduler.add(request("a", max_tokens=9))
@@ -358,15 +313,3 @@ def test_dropping_waits_for_the_step_in_flight_and_tells_nothing():
     steps.pipeline.drop()
     assert steps.device.log == ["launch 0", "collect 0"]
     assert not steps.pipeline.in_flight
-
-
-def test_an_abort_while_a_step_runs_frees_the_memory_at_once_for_the_next():
-    steps = Steps(scheduler(num_blocks=4, max_model_len=100))
-    steps.scheduler.add(request("a", 13, max_tokens=3))
-    steps()
-    steps.scheduler.add(request("b", 16, arrival=1.0, max_tokens=1))
-    steps.scheduler.abort("a")
-    steps()
-    assert steps.device.plans == [{"a": (0, 13)}, {"b": (0, 16)}]
-    steps.run()
-    assert steps.ends() == {"b": "length"}

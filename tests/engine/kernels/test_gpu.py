@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +117,9 @@ def test_packed_weights_are_multiplied_by_their_bits() -> None:
     weight = torch.randn(24, 128, generator=torch.Generator().manual_seed(1))
     x = torch.ones(2, 128, dtype=torch.bfloat16, device=WHERE)
     for packed in (Int4Weight.quantise(weight, 64), Int8Weight.quantise(weight)):
-        moved = {name: getattr(packed, name) for name in packed.__slots__}
-        here = {name: part.to(WHERE) if isinstance(part, Tensor) else part for name, part in moved.items()}
-        linear = small(torch.bfloat16).prepare_quantised(type(packed)(**here), None)
+        held = {field.name: getattr(packed, field.name) for field in fields(packed)}
+        here = replace(packed, **{name: part.to(WHERE) for name, part in held.items() if isinstance(part, Tensor)})
+        linear = small(torch.bfloat16).prepare_quantised(here, None)
         expected = packed.dequantise().sum(1).expand(2, -1)
         torch.testing.assert_close(linear(x).cpu().float(), expected, rtol=2**-7, atol=1e-4)
 

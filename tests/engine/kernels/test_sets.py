@@ -12,7 +12,6 @@ from torch import Tensor
 from engine import EngineError
 from engine.kernels import Kernels, RaggedBatch, select
 from engine.kernels.fallback.cpu import Cpu
-from engine.kernels.fallback.padded import visibility
 from engine.kernels.native import load_library
 
 BLOCK = 8
@@ -214,18 +213,6 @@ def test_scratch_memory_of_one_call_does_not_leak_into_the_next() -> None:
     large, small = Paged([(1, (40, 37))], 4, 2, 16), Paged([(1, (3,)), (2, (9,))], 4, 2, 16)
     for paged in (small, large, small):
         torch.testing.assert_close(paged.attend(kernels, cpu).double(), paged.expected(), atol=1e-5, rtol=1e-4)
-
-
-def test_visibility_lets_each_query_see_up_to_itself() -> None:
-    mask = visibility(torch.tensor([3, 5]), 2, 6, None)
-    assert mask[:, 0].long().tolist() == [
-        [[1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]],
-        [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0]],
-    ]
-    assert visibility(torch.tensor([3, 5]), 2, 6, 2)[:, 0].long().tolist() == [
-        [[1, 1, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0]],
-        [[0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 0]],
-    ]
 
 
 @pytest.mark.parametrize("native", [False, True])

@@ -66,6 +66,19 @@ def test_behind_a_window_a_sequence_holds_no_more_than_a_step_sees() -> None:
     assert held.used == 0
 
 
+def test_so_it_does_if_each_step_reaches_further_for_its_draft() -> None:
+    held = tables(KvSpace(100), KvSpace(50, WINDOW))
+    one = seq(5)
+    admit(held, one)
+    compute(held, one, 4)
+    for _ in range(60):
+        compute(held, one, 1)
+        assert held.reach(one, 4, spare=0) == 4
+        assert len(one.tables[1].blocks) <= window_blocks(WINDOW, SIZE) + 2
+        one.tokens.append(1)
+    assert one.tables[1].first > 0
+
+
 def test_a_chunk_is_cut_to_the_blocks_there_are_and_leaves_some_to_others() -> None:
     held = tables(KvSpace(100), KvSpace(6, WINDOW))
     one = seq(100)

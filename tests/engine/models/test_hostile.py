@@ -240,6 +240,10 @@ def test_links_within_the_cache_of_the_hub_are_followed(tmp_path: Path) -> None:
         '"' + "a" * 1000,
         "nan",
         "",
+        "\x00",
+        "[]",
+        "{}",
+        '{"weight_map": []}',
     ],
 )
 @pytest.mark.parametrize("name", ["config.json", INDEX])

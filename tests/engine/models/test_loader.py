@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.errors import ModelError
 from engine.models import load_model
-from engine.models.loader import INDEX, SINGLE, load_weights, locate, match
+from engine.models.loader import INDEX, SINGLE, locate, match, weights_of
 from tests.engine.random_models import BASE, tensors, write_model
 
 CPU = torch.device("cpu")
@@ -28,7 +27,8 @@ def rewrite(folder: Path, change: Any) -> None:
 
 
 def load(folder: Path, targets: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> None:
-    load_weights(match(folder, locate(folder), targets, str), targets, dtype)
+    with weights_of(match(folder, locate(folder), targets, str), dtype) as fill:
+        fill(targets)
 
 
 def places(folder: Path) -> dict[str, torch.Tensor]:
@@ -108,15 +108,6 @@ def test_integers_are_not_weights(tmp_path: Path) -> None:
         load_model(tmp_path, "auto", CPU)
 
 
-@pytest.mark.parametrize("keep", [0, 4, 5000, -1])
-def test_a_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
-    write_model(tmp_path)
-    file = tmp_path / SINGLE
-    os.truncate(file, keep if keep >= 0 else file.stat().st_size + keep)
-    with pytest.raises(ModelError, match=f"{file} is truncated or not a safetensors file"):
-        load_model(tmp_path, "auto", CPU)
-
-
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     write_model(tmp_path)
     (tmp_path / SINGLE).unlink()
@@ -153,12 +144,4 @@ def test_an_index_that_lies_about_a_shard_is_refused(tmp_path: Path) -> None:
     content["weight_map"][LAYER] = second if content["weight_map"][LAYER] == first else first
     index.write_text(json.dumps(content))
     with pytest.raises(ModelError, match=f"does not hold {LAYER}"):
-        locate(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', "\x00"])
-def test_a_broken_index_is_refused(tmp_path: Path, text: str) -> None:
-    write_model(tmp_path, shards=2)
-    (tmp_path / INDEX).write_text(text)
-    with pytest.raises(ModelError, match=r"weight.map"):
         locate(tmp_path)

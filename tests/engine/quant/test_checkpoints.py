@@ -20,6 +20,7 @@ from engine.kernels.native import load_library
 from engine.kernels.reference import Reference
 from engine.models import Model, load_model, shape_of
 from tests.engine.quant.packers import Numbers, Pack, awq, compressed_config, gptq, numbers, packed, write_quantised
+from tests.exhaustive import few
 
 CPU = torch.device("cpu")
 #: Inputs of 64 and 96: groups of 32 divide both.
@@ -129,7 +130,9 @@ def test_eight_bit_floats_are_written_out_on_a_cpu(tmp_path: Path, scale: str) -
         torch.testing.assert_close(got[name], one, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", [*FORMS, *FP8_CONFIGS])
+@pytest.mark.parametrize(
+    "form", few([*FORMS, *FP8_CONFIGS], "gptq-8-zeros-act-order", "awq", "packed-4", "int8", "block")
+)
 def test_its_shape_alone_is_prepared_as_the_whole_is(tmp_path: Path, form: str) -> None:
     """Without its matrices: zero points that are all the middle, and inputs in an order, are known by the rest."""
     write_quantised(tmp_path, *(FORMS[form] if form in FORMS else (FP8_CONFIGS[form], _fp8(form))))

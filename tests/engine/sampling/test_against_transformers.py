@@ -50,33 +50,24 @@ def ours(logits: torch.Tensor, **params: Any) -> torch.Tensor:
     return (scaled > float("-inf")) & (scaled >= (float("-inf") if floor is None else floor))
 
 
-@pytest.mark.parametrize("spread", [0.3, 1.0, 4.0])
-@pytest.mark.parametrize("k", [1, 7, 300, 2999])
-def test_top_k(k: int, spread: float) -> None:
-    logits = random_logits(spread, k)
-    assert torch.equal(ours(logits, top_k=k), theirs(logits, TopKLogitsWarper(k)))
+def fp32(share: float) -> float:
+    """As the rows have it: the sums differ from fp64's by less than a token's probability."""
+    return float(torch.tensor(share))
 
 
 @pytest.mark.parametrize("spread", [0.3, 1.0, 4.0])
-@pytest.mark.parametrize("p", [0.01, 0.5, 0.93, 0.999])
-def test_top_p(p: float, spread: float) -> None:
-    logits = random_logits(spread, round(1000 * p))
-    # As fp32 has it: the sums differ from fp64's by less than a token's probability.
-    assert torch.equal(ours(logits, top_p=p), theirs(logits, TopPLogitsWarper(float(torch.tensor(p)))))
-
-
-@pytest.mark.parametrize("spread", [0.3, 1.0, 4.0])
-@pytest.mark.parametrize("p", [0.001, 0.1, 0.7, 1.0])
-def test_min_p(p: float, spread: float) -> None:
-    logits = random_logits(spread, round(1000 * p))
-    assert torch.equal(ours(logits, min_p=p), theirs(logits, MinPLogitsWarper(p)))
-
-
-@pytest.mark.parametrize("spread", [0.3, 1.0, 4.0])
-@pytest.mark.parametrize("mass", [0.02, 0.2, 0.6, 0.95])
-def test_typical(mass: float, spread: float) -> None:
-    logits = random_logits(spread, round(100 * mass))
-    assert torch.equal(ours(logits, typical_p=mass), theirs(logits, TypicalLogitsWarper(float(torch.tensor(mass)))))
+@pytest.mark.parametrize(
+    ("name", "value", "warper"),
+    [
+        *(("top_k", k, TopKLogitsWarper(k)) for k in (1, 7, 300, 2999)),
+        *(("top_p", p, TopPLogitsWarper(fp32(p))) for p in (0.01, 0.5, 0.93, 0.999)),
+        *(("min_p", p, MinPLogitsWarper(p)) for p in (0.001, 0.1, 0.7, 1.0)),
+        *(("typical_p", mass, TypicalLogitsWarper(fp32(mass))) for mass in (0.02, 0.2, 0.6, 0.95)),
+    ],
+)
+def test_each_filter(name: str, value: float, warper: LogitsProcessor, spread: float) -> None:
+    logits = random_logits(spread, round(1000 * value))
+    assert torch.equal(ours(logits, **{name: value}), theirs(logits, warper))
 
 
 def test_all_filters_one_after_the_other() -> None:

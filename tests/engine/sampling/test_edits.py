@@ -117,18 +117,6 @@ def same_counts(counts: TokenCounts, known: list[Counter[int]]) -> None:
     assert set(pairs) == {(slot, token, n) for slot in slots.tolist() for token, n in known[slot].items()}
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 19)), max_size=80))
-def test_counts_are_those_of_a_counter(history: list[tuple[int, int]]) -> None:
-    counts, known = TokenCounts(4, 20), [Counter[int]() for _ in range(4)]
-    for slot in range(4):
-        counts.start(slot, np.array([slot, 7]), np.array([3, 3]))
-        known[slot].update({slot: 0, 7: 0, 3: 2})
-    for slot, token_id in history:
-        counts.grow(np.array([slot]), np.array([token_id]))
-        known[slot][token_id] += 1
-    same_counts(counts, known)
-
-
 @given(st.data())
 @settings(max_examples=40, deadline=None)
 def test_counts_stay_right_as_lists_outgrow_their_places_and_slots_begin_anew(data: st.DataObject) -> None:
@@ -182,41 +170,6 @@ def test_biases_lists_and_bans_in_their_order() -> None:
     assert float(both[3]) == pytest.approx(float(plain[3]) + 10)
 
 
-MIXED: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 0.0, "banned_token_ids": list(range(30))},
-    {"seed": 1},
-    {"seed": 2, "repetition_penalty": 1.5, "frequency_penalty": 1.0},
-    {"seed": 3, "logit_bias": dict.fromkeys(range(20), 2.0), "min_p": 0.05},
-    {"seed": 4, "allowed_token_ids": [1, 2, 3, 40], "typical_p": 0.7},
-    {"seed": 5, "min_tokens": 5, "stop_token_ids": [8, 9], "top_k": 20},
-    {"temperature": 0.0, "presence_penalty": 2.0, "logit_bias": {11: 100}},
-    {"seed": 6, "top_p": 0.8},
-]
-
-
-def mixed() -> list[Sequence]:
-    made = []
-    for slot, params in enumerate(MIXED):
-        rest = {key: value for key, value in params.items() if key != "seed"}
-        one = sequence(slot, seed=params.get("seed", 0), prompt=tuple(range(slot, slot + 6)), **rest)
-        one.tokens += [slot, 11, 11]
-        made.append(one)
-    return made
-
-
-def test_a_row_gets_the_same_alone_as_among_others(device: torch.device) -> None:
-    logits = random_logits(len(MIXED))
-    together = [one.token_id for one in run(logits, mixed(), device)]
-    for row, one in enumerate(mixed()):
-        assert run(logits[row : row + 1], [one], device)[0].token_id == together[row]
-    backwards = [one.token_id for one in run(logits.flip(0), mixed()[::-1], device)]
-    assert backwards[::-1] == together
-    assert together[1] >= 30
-    assert together[5] in (1, 2, 3, 40)
-    assert together[7] == 11
-
-
 def test_a_row_without_a_token_left_fails_alone(device: torch.device) -> None:
     rows = [
         sequence(0, temperature=0.0),
@@ -247,16 +200,6 @@ def test_bad_words_are_banned_where_their_beginning_stands() -> None:
     assert free(6, 5) == {4, 6, 8}
     assert free(9) == {4}
     assert free(9, 9) == {4, 9}
-
-
-def test_logprobs_are_of_the_model_whatever_is_done_to_it() -> None:
-    logits = random_logits(1)
-    said = logits.double().log_softmax(-1)[0]
-    (found,) = run(logits, [sequence(0, temperature=0.0, logit_bias={5: 100.0}, logprobs=1)])
-    assert found.token_id == 5
-    assert found.logprobs is not None
-    assert found.logprobs.logprob == pytest.approx(float(said[5]), abs=1e-5)
-    assert found.logprobs.top[0][0] == int(said.argmax())
 
 
 def test_plain_rows_are_not_touched() -> None:

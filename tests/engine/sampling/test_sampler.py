@@ -50,15 +50,6 @@ def mixed() -> list[Sequence]:
     ]
 
 
-def test_a_row_is_sampled_the_same_alone_as_among_others(device: torch.device) -> None:
-    logits = random_logits(len(MIXED))
-    together = [one.token_id for one in run(logits, mixed(), device)]
-    for i, one in enumerate(mixed()):
-        assert run(logits[i : i + 1], [one], device)[0].token_id == together[i]
-    backwards = run(logits.flip(0), mixed()[::-1], device)
-    assert [one.token_id for one in backwards][::-1] == together
-
-
 def test_noise_for_candidates_alone_chooses_what_noise_for_all_would(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = random_logits(len(MIXED))
     found = []

@@ -150,57 +150,6 @@ def test_more_choices_than_rows_take_turns():
     assert events[-1].done
 
 
-def test_a_resumed_choice_goes_on_behind_what_was_published():
-    s = scheduler()
-    assert s.add(request("a", 4, max_tokens=4, resume=[[7, 8]])) == []
-    plan, events = step(s)
-    assert rows(plan) == {"a": (0, 6)}
-    assert [(e.index, e.token_ids) for e in events] == [(2, [1])]
-    _, events = step(s)
-    assert (events[0].index, events[0].finish_reason) == (3, "length")
-
-
-def test_a_resumed_choice_that_had_ended_says_so_at_once():
-    s = scheduler()
-    events = s.add(request("a", 4, n=2, max_tokens=2, resume=[[7, 8], [EOS]]))
-    assert [(e.choice, e.token_ids, e.index, e.finish_reason, e.done) for e in events] == [
-        (0, [], 2, "length", False),
-        (1, [], 1, "stop", True),
-    ]
-    assert not s.has_work
-    events = s.add(request("a", 4, n=2, max_tokens=2, resume=[[7, 8]]))
-    assert [(e.choice, e.done) for e in events] == [(0, False)]
-    assert [(e.choice, e.index, e.done) for e in step(s)[1]] == [(1, 0, False)]
-
-
-def test_abort_frees_everything_and_may_come_between_schedule_and_update():
-    s = scheduler()
-    s.add(request("a", 8, n=2, max_tokens=5))
-    s.add(request("b", 5, max_tokens=5))
-    step(s)
-    plan = s.schedule(0.0)
-    assert s.abort("a")
-    assert not s.abort("a")
-    events = s.update(plan, [Sampled(1) for row in plan.rows if row.samples], 0.0)
-    assert {e.request_id for e in events} == {"b"}
-    s.abort("b")
-    s.check_integrity()
-    assert (s.stats().kv_blocks_used, s.stats().aborted, s.has_work) == (0, 2, False)
-
-
-def test_failing_a_request_ends_every_choice_with_one_last_event():
-    s = scheduler()
-    s.add(request("a", 4, n=3, max_tokens=5))
-    events = s.fail("a", "no luck")
-    assert [(e.choice, e.finish_reason, e.done) for e in events] == [
-        (0, "error", False),
-        (1, "error", False),
-        (2, "error", True),
-    ]
-    assert s.fail("a", "again") == []
-    s.check_integrity()
-
-
 def test_requests_without_a_seed_get_one_that_the_engine_seed_decides():
     def seeds(seed):
         s = scheduler(seed=seed)
@@ -229,11 +178,6 @@ def test_results_that_do_not_go_with_the_plan_are_refused():
     s.add(request("a", 4))
     with pytest.raises(EngineError, match="0 tokens were sampled for a plan with 1"):
         s.update(s.schedule(0.0), [], 0.0)
-
-
-def test_a_budget_below_one_token_for_each_row_is_refused():
-    with pytest.raises(EngineError, match="max_num_batched_tokens=3 is less than max_num_seqs=4"):
-        scheduler(max_num_batched_tokens=3)
 
 
 def test_a_sequence_that_grows_past_the_switch_is_computed_anew_and_shares_nothing_with_its_shorter_self():

@@ -6,11 +6,10 @@ By a clock that tests set: a step takes what the machine is said to take.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 
-from engine.speculate.pace import Lengths
 from tests.engine.speculate.machine import Machine, best
 
 Step = Callable[[int], float]
@@ -120,48 +119,31 @@ def test_large_batches_go_without_and_leave_small_ones_what_they_know() -> None:
     assert machine.lengths[seen + 3][0] > 0
 
 
-def test_what_steps_with_drafts_take_now_and_then_counts_as_well() -> None:
-    """Two in five are held up for long, of plain ones none: most of them are as fast as plain ones."""
-    source = random.Random(1)
-
-    def step(tokens: int) -> float:
-        return 10.0 if tokens > 4 and source.random() < 0.4 else 1.0
-
-    machine = Machine(step, output=2000)
-    assert machine.serve([0.5] * 4) > 0.96
-
-
 def test_drafts_begin_when_two_plain_steps_were_measured() -> None:
     machine = Machine(MACHINES["reading weights is all"])
     machine.serve([0.8])
     assert [lengths[0] > 0 for lengths in machine.lengths[:3]] == [False, False, True]
 
 
-def test_while_drafts_do_not_pay_lengths_are_chosen_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(computing, lambda rows: 0.1, output=400)
-    machine.serve([0.5])
-    chosen = []
-    choose = machine.speculation._pace.choose
-
-    def counted(shares: Sequence[float]) -> Lengths:
-        chosen.append(len(shares))
-        return choose(shares)
-
-    monkeypatch.setattr(machine.speculation._pace, "choose", counted)
-    machine.serve([0.5])
-    assert 30 < len(chosen) < 60
-
-
-def test_one_that_nothing_is_known_of_is_tried_soon_though_all_before_it_were_guessed_badly() -> None:
+def test_one_sequence_that_is_guessed_well_is_found_though_all_before_it_were_guessed_badly() -> None:
     """As with prompt lookup: one request says little of another."""
     machine = Machine(MACHINES["reading weights is all"], lambda rows: 0.1, output=800)
     for _ in range(3):
         machine.serve([0.0])
-    assert machine.speculation._try_every == 512
+    assert machine.serve([0.9]) > 1.8
+
+
+def test_sequences_that_are_guessed_badly_are_not_tried_at_the_cost_of_others() -> None:
+    """Gains of the first one pay for no tries of the others."""
+    machine = Machine(MACHINES["reading weights is all"], lambda rows: 0.1, catching_up=0.3, output=800)
+    alone = Machine(MACHINES["reading weights is all"], lambda rows: 0.1, catching_up=0.3, output=800)
+    for _ in range(2):
+        machine.serve([0.9, 0.0, 0.0])
+        alone.serve([0.9])
     seen = len(machine.lengths)
-    machine.serve([0.9])
-    first = next(i for i, lengths in enumerate(machine.lengths[seen:]) if lengths[0])
-    assert 30 < first < 70
+    machine.serve([0.9, 0.0, 0.0])
+    useless = sum(sum(lengths[1:]) for lengths in machine.lengths[seen:] if len(lengths) == 3)
+    assert useless < 0.2 * (len(machine.lengths) - seen)
 
 
 def test_what_guessing_takes_now_and_then_counts_as_well() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -100,26 +99,24 @@ def test_drafts_come_when_steps_are_measured_and_go_when_they_are_wrong() -> Non
     assert first[:2] == [0, 0]
     assert first[-1] == 4
     later = [step(guessing, [one], 1.0, accepted=0.0)[0] for _ in range(600)]
-    # Now and then it is tried again, briefly.
-    assert 0 < sum(map(bool, later[-330:])) <= 12
-    assert max(later[-330:]) <= 2
+    # Now and then it is tried again, briefly: each token costs a hundredth of a step.
+    assert 0 < sum(later[-300:]) <= 300
+    assert max(later[-300:]) == 1
     again = [step(guessing, [one], 1.0)[0] for _ in range(600)]
     assert again[-1] == 4
 
 
-def test_of_many_that_are_guessed_badly_few_are_tried_at_a_time() -> None:
+def test_of_many_that_are_guessed_badly_one_is_tried_at_a_time_and_who_was_not_for_longest_comes_first() -> None:
     guessing = speculation()
     many = [running(slot) for slot in range(16)]
-    for _ in range(100):
-        step(guessing, many, 1.0, accepted=0.0)
     tried: list[int] = []
-    for _ in range(1200):
-        lengths = step(guessing, many, 1.0, accepted=0.0)
-        found = [slot for slot, length in enumerate(lengths) if length]
-        assert len(found) <= 2
-        tried += found
-    # Whoever was not tried for longest comes first.
-    assert 4 < len(tried) == len(set(tried))
+    for turn in range(600):
+        found = [slot for slot, length in enumerate(step(guessing, many, 1.0, accepted=0.0)) if length]
+        if turn >= 500:
+            assert len(found) <= 1
+            tried += found
+    assert len(tried) >= 16
+    assert all(len(set(tried[at : at + 16])) == 16 for at in range(len(tried) - 15))
 
 
 class Broken:
@@ -153,22 +150,3 @@ def test_a_proposer_that_fails_costs_the_drafts_alone_and_after_a_while_is_left_
     assert step(guessing, [one], 1.0) == [0]
     assert broken.asked == 6
     assert "they are not guessed any more" in caplog.records[-1].message
-
-
-def test_tries_that_fail_are_made_ever_more_seldom_until_one_is_right() -> None:
-    guessing = speculation()
-    one = running()
-    tried: list[int] = []
-    for turn in range(3000):
-        # A guess costs little here: what is spared is the trying itself.
-        if step(guessing, [one], 1.0, accepted=0.0)[0]:
-            tried.append(turn)
-    late = [turn for turn in tried if turn > 100]
-    gaps = [after - before for before, after in pairwise(late)]
-    assert gaps == sorted(gaps)
-    assert gaps[-1] == 512
-    turn = 0
-    while not step(guessing, [one], 1.0)[0]:
-        turn += 1
-    # The first that is right is followed by others.
-    assert sum(bool(step(guessing, [one], 1.0)[0]) for _ in range(50)) > 25

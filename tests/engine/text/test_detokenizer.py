@@ -59,7 +59,7 @@ def test_encoded_text_comes_back_as_the_library_gives_it(tokenizer, text):
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_any_tokens_whatever_decode_as_in_the_library(byte_level, byte_fallback, data):
     for tokenizer in (byte_level, byte_fallback):
@@ -68,7 +68,7 @@ def test_any_tokens_whatever_decode_as_in_the_library(byte_level, byte_fallback,
         assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_any_bytes_decode_as_in_the_library(byte_level, byte_fallback, data):
     """One token a byte, mostly of broken UTF-8."""

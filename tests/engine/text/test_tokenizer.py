@@ -19,7 +19,7 @@ def test_a_folder_and_its_bytes_make_the_same_tokenizer(files, tmp_path):
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     (tmp_path / "model.safetensors").write_bytes(b"not read")
-    for tokenizer in (Tokenizer.from_folder(tmp_path), Tokenizer.from_bytes(files)):
+    for tokenizer in (Tokenizer.from_folder(tmp_path), Tokenizer(files)):
         assert tokenizer.eos_token_ids == (1, 5)
         assert tokenizer.bos_token_id == 0
         assert tokenizer.decode(tokenizer.encode("import os\n🗼")) == "import os\n🗼"

@@ -52,7 +52,7 @@ class Pair:
             tokenizer_object=backend, chat_template=known.source, **{k: v for k, v in tokens.items() if v}
         )
         self.ours = ChatTemplate(known.source, tokens)
-        self.tokenizer = Tokenizer.from_bytes({"tokenizer.json": backend.to_str().encode()})
+        self.tokenizer = Tokenizer({"tokenizer.json": backend.to_str().encode()})
 
     def right(self, chat: list[dict[str, Any]], options: dict[str, Any]) -> list[int] | None:
         """Token ids; None where the template refuses the chat."""

@@ -4,7 +4,6 @@ same in any company."""
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,13 @@ from torch import Tensor
 
 from engine.errors import EngineError
 from engine.kernels.fp8 import FP8
-from engine.kernels.native import Native, load_library
-from engine.kernels.native.layers import NativeLayers
+from engine.kernels.native import load_library
 from engine.kernels.ragged import ragged_attention
 from engine.models import load_model
-from tests.engine.deterministic.logits import SLOTS, Steps
+from tests.engine.deterministic.logits import Steps
 from tests.engine.kernels.narrow import KINDS, narrow, widen, width, write
 from tests.engine.kernels.native.conftest import Make
 from tests.engine.kernels.native.test_kernels import LENGTHS, SHAPES
-from tests.engine.kernels.native.test_layers import Apart
 from tests.engine.kernels.ragged_cases import Case, Shape, ragged_case
 from tests.engine.random_models import FAMILIES, write_model
 
@@ -118,27 +115,6 @@ def test_attention_of_a_row_is_the_same_in_any_batch_and_wherever_its_table_begi
     for dropped in (16, 30):
         step = first.later(dropped)
         assert torch.equal(kernels.paged_attention(case.query[:64], case.cache, step, case.scale), whole[:64])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_all_layers_in_one_call_and_one_by_one_give_the_same_bits(tmp_path: Path, name: str, kind: str) -> None:
-    library = load_library()
-    if library is None:
-        pytest.skip("native kernels are not built for this CPU")
-    folder = write_model(tmp_path / name, seed=3, **FAMILIES[name])
-    found = []
-    for one in (Native, Apart):
-        settings = {"library": library, "threads": 2, "kv_cache_dtype": kind}
-        model = load_model(folder, "bfloat16", CPU, partial(one, **settings))
-        assert isinstance(model._together, NativeLayers) == (one is Native)
-        steps = Steps(model)
-        own = steps.begin(3, [(7 * i) % 300 + 5 for i in range(90)])
-        other = steps.begin(SLOTS - 1, [(11 * i) % 300 + 5 for i in range(40)])
-        steps.step((own, 0, 60), (other, 0, 39))
-        found.append(steps.step((own, 60, 90), (other, 39, 40)))
-    assert found[0].isfinite().all()
-    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("kind", KINDS)

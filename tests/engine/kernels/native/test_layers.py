@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,15 +28,21 @@ class Apart(Native):
         return None
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", sorted(VARIANTS | FAMILIES))
-def test_as_the_operations_one_by_one(name: str, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype", "cache"),
+    [
+        *((name, dtype, "auto") for name in sorted(VARIANTS | FAMILIES) for dtype in ("float32", "bfloat16")),
+        *((name, "bfloat16", cache) for name in sorted(FAMILIES) for cache in ("int8", "fp8")),
+    ],
+)
+def test_as_the_operations_one_by_one(name: str, dtype: str, cache: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path / name, seed=3, **(VARIANTS | FAMILIES)[name])
     library = load_library()
     assert library is not None
     found = []
     for kind in (Native, Apart):
-        model = load_model(folder, dtype, torch.device("cpu"), lambda dtype, kind=kind: kind(dtype, library, 2))
+        kernels = partial(kind, library=library, threads=2, kv_cache_dtype=cache)
+        model = load_model(folder, dtype, torch.device("cpu"), kernels)
         assert isinstance(model._together, NativeLayers) == (kind is Native)
         steps = Steps(model)
         own = steps.begin(3, [(7 * i) % 300 + 5 for i in range(90)])

@@ -1,10 +1,12 @@
 import gc
 import mmap
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 
+from engine import Engine, EngineConfig, SamplingParams
 from engine.kernels.native import pages
 from engine.kernels.native.pages import Pages
 from tests.engine.kernels.native.conftest import Make
@@ -61,3 +63,14 @@ def test_the_cache_of_an_engine_begins_at_a_large_page(make: Make) -> None:
     assert cache.data_ptr() % (2 << 20) == 0
     assert (cache.shape, cache.dtype) == ((2, 2, 5, 16, 2, 8), torch.bfloat16)
     assert not cache.any()
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux alone has them")
+def test_the_cache_has_large_pages_once_a_token_is_there(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    advised: list[int] = []
+    monkeypatch.setattr(pages, "_advise", lambda memory, advice: advised.append(advice))
+    with Engine.load(model_folder, EngineConfig(device="cpu", kernels="native")) as engine:
+        del advised[: advised.index(mmap.MADV_NOHUGEPAGE)]
+        assert set(advised) == {mmap.MADV_NOHUGEPAGE}, "nothing has run"
+        engine.generate([[5, 9, 200]], SamplingParams(max_tokens=1))
+        assert set(advised) == {mmap.MADV_NOHUGEPAGE, mmap.MADV_HUGEPAGE}

@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.exhaustive import few
-
 pytest.importorskip("triton")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
 #: Of one block, in bytes (CUDA C++ Programming Guide, technical specifications, compute capabilities 9.0 and 8.9).
 MOST_SHARED = 232_448
@@ -37,12 +35,11 @@ def built(group: str) -> Built:
     return found
 
 
-@pytest.fixture(params=few(["attention, 8b", "attention"], "attention, 8b"))
+@pytest.fixture(params=["attention, 8b", "attention"])
 def attention(request: pytest.FixtureRequest) -> Built:
     return built(f"sm_90:{request.param}")
 
 
-@pytest.mark.exhaustive
 def test_decodes_over_a_cache_of_8_bits_spill_nothing_and_load_two_tiles_at_once() -> None:
     decodes, wider = built("sm_90:decodes, 8 bits"), built("sm_90:attention, 8b")
     assert decodes.keys() == {"int8", "fp8"}
@@ -81,7 +78,6 @@ def test_prompts_are_multiplied_by_warpgroups_and_several_decodes_fit_beside_eac
         assert 3 * decode["registers"] * decode["warps"] * 32 <= 1 << 16, name
 
 
-@pytest.mark.exhaustive
 def test_kernels_of_layers_are_compiled_once_and_read_16_bytes_at_a_time() -> None:
     layers = built("sm_90:layers")
     once = ["rms_norm_kernel", "add_rms_norm_kernel", "gated_kernel", "rope_kv_kernel"]
@@ -94,7 +90,6 @@ def test_kernels_of_layers_are_compiled_once_and_read_16_bytes_at_a_time() -> No
             assert name == "tiny" or kernel["accesses of 16 bytes"] >= 3, (name, kernel)
 
 
-@pytest.mark.exhaustive
 def test_weights_are_dequantised_in_registers_while_others_are_on_their_way() -> None:
     for name, found in built("sm_90:products").items():
         products = [kernel for kernel in found if kernel["kernel"] in ("int4_kernel", "int8_kernel")]
@@ -109,7 +104,6 @@ def test_weights_are_dequantised_in_registers_while_others_are_on_their_way() ->
             assert kernel["copies left on their way"] >= 4, (name, kernel)
 
 
-@pytest.mark.exhaustive
 def test_deterministic_kernels_spill_nothing_and_multiply_by_warpgroups() -> None:
     for name, kernels in built("sm_90:fixed").items():
         assert len(kernels) >= 3, name
@@ -119,7 +113,6 @@ def test_deterministic_kernels_spill_nothing_and_multiply_by_warpgroups() -> Non
             assert kernel["wgmma"] == (kernel["kernel"] in ("attend_fixed", "product_kernel")), (name, kernel)
 
 
-@pytest.mark.exhaustive
 def test_a_gpu_with_less_shared_memory_has_kernels_too() -> None:
     kernels = built("sm_89:attention, 8b")["llama-3.1-8b"]
     assert len(kernels) == 4
@@ -128,7 +121,6 @@ def test_a_gpu_with_less_shared_memory_has_kernels_too() -> None:
         assert kernel["shared"] <= MOST_SHARED_ADA, kernel
 
 
-@pytest.mark.exhaustive
 def test_sampling_spills_nothing(tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     env["TRITON_INTERPRET"] = "0"

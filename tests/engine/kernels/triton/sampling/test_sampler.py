@@ -93,15 +93,6 @@ def test_logits_of_each_size_and_dtype(vocab: int, dtype: torch.dtype, tiles: Ti
     assert_agree(logits, rows, step(sampler_of(len(MIXED), vocab, tiles), logits, rows))
 
 
-def test_a_row_is_chosen_the_same_alone_as_among_others() -> None:
-    logits = random_logits(len(MIXED), 1000, 5)
-    together = [one.token_id for one in step(sampler_of(len(MIXED), 1000, None), logits, mixed())]
-    backwards = step(sampler_of(len(MIXED), 1000, None), logits.flip(0), mixed()[::-1], padding=1)
-    assert [one.token_id for one in backwards][::-1] == together
-    filtered = mixed()[2]
-    assert step(sampler_of(len(MIXED), 1000, None), logits[2:3], [filtered])[0].token_id == together[2]
-
-
 def test_of_equal_logits_the_lowest_token_is_taken() -> None:
     logits = torch.zeros(3, 200, device=WHERE)
     logits[0, [70, 130, 199]] = 5.0

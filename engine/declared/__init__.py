@@ -1,17 +1,17 @@
 """Fields that are declared once: a dataclass's field carries its bounds and its option on the command line.
 
-    threads: Annotated[int | None, Integer(1, 4096), Option("CPU threads.")] = None
+    threads: int | None = declare(None, Integer(1, 4096), "CPU threads.")
 
 `checked` refuses values out of bounds. Whoever makes options, schemas or tables of them asks `declared`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any
 
-from engine.bounds import Bound
+from engine.declared.bounds import Bound
 
 
 @dataclass(eq=False, repr=False)
@@ -30,25 +30,23 @@ class Option:
 
 @dataclass(eq=False, repr=False)
 class Declared:
-    """What is declared of one field. `bound`: None where any value is taken. `option`: None where there is none."""
+    """A field as it was declared. `option`: None where there is none."""
 
     name: str
     default: Any
-    bound: Bound | None
+    bound: Bound
     option: Option | None
+
+
+def declare(default: Any, bound: Bound, help: str = "", **more: Any) -> Any:
+    """A dataclass's field. `help` and `more`: its Option, unless it has none."""
+    return field(default=default, metadata={"bound": bound, "option": Option(help, **more) if help else None})
 
 
 @cache
 def declared(kind: type) -> dict[str, Declared]:
     """The fields of a dataclass by name, in their order."""
-    hints = get_type_hints(kind, include_extras=True)
-    found = {}
-    for one in fields(kind):
-        extras = getattr(hints[one.name], "__metadata__", ())
-        option = next((extra for extra in extras if isinstance(extra, Option)), None)
-        bound = next((extra for extra in extras if not isinstance(extra, Option)), None)
-        found[one.name] = Declared(one.name, one.default, bound, option)
-    return found
+    return {one.name: Declared(one.name, one.default, **one.metadata) for one in fields(kind)}
 
 
 def checked(made: Any) -> None:
@@ -58,7 +56,7 @@ def checked(made: Any) -> None:
     """
     for one in declared(made.__class__).values():
         value = getattr(made, one.name)
-        if one.bound is not None and not (value is None and one.default is None):
+        if value is not None or one.default is not None:
             kept = one.bound.check(one.name, value)
             if kept is not value:
                 object.__setattr__(made, one.name, kept)

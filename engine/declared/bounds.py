@@ -1,0 +1,195 @@
+"""Bounds of single values, which fields declare (`engine.declared`). Each check raises a RequestError that names the
+parameter, its value and its limits.
+
+They are plain classes: making dataclasses of them would take milliseconds at the start of every command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from engine.errors import RequestError
+
+MAX_INT32: Final = (1 << 31) - 1
+
+
+class Bound:
+    """The values that a field may have."""
+
+    @property
+    def words(self) -> str:
+        """The values, as the end of a sentence that begins with "it must be"."""
+        raise NotImplementedError
+
+    def check(self, name: str, value: object) -> Any:
+        """The value as it is kept. Raises RequestError."""
+        raise NotImplementedError
+
+
+class Integer(Bound):
+    """An integer from `low` to `high`. `lowest`: what `low` itself means, where that is special."""
+
+    def __init__(self, low: int, high: int, lowest: str = "") -> None:
+        self.low, self.high, self.lowest = low, high, lowest
+
+    @property
+    def words(self) -> str:
+        return f"an integer from {self.low}{f' ({self.lowest})' if self.lowest else ''} to {self.high}"
+
+    def check(self, name: str, value: object) -> Any:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise wrong_type(name, value, "an integer")
+        if not self.low <= value <= self.high:
+            raise RequestError(f"{name}={shown(value)} must be from {self.low} to {self.high}", param=name)
+        return value
+
+
+class Number(Bound):
+    """A number from `low` to `high`, without `low` itself if `above`. `lowest`: what `low` itself means."""
+
+    def __init__(self, low: float, high: float, lowest: str = "", *, above: bool = False) -> None:
+        self.low, self.high, self.lowest, self.above = low, high, lowest, above
+
+    @property
+    def words(self) -> str:
+        if self.above:
+            return f"a number above {self.low:g}, up to {self.high:g}"
+        return f"a number from {self.low:g}{f' ({self.lowest})' if self.lowest else ''} to {self.high:g}"
+
+    def check(self, name: str, value: object) -> Any:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise wrong_type(name, value, "a number")
+        # Compared before it is converted: no float holds an integer of 400 digits. NaN compares as false.
+        if not self.low <= value <= self.high or (self.above and value == self.low):
+            wanted = f"above {self.low:g}, up to {self.high:g}" if self.above else f"from {self.low:g} to {self.high:g}"
+            raise RequestError(f"{name}={shown(value)} must be a number {wanted}", param=name)
+        return value
+
+
+class Flag(Bound):
+    words = "true or false"
+
+    def check(self, name: str, value: object) -> Any:
+        if not isinstance(value, bool):
+            raise wrong_type(name, value, self.words)
+        return value
+
+
+class OneOf(Bound):
+    """One of some words."""
+
+    def __init__(self, choices: tuple[str, ...]) -> None:
+        self.choices = choices
+
+    @property
+    def words(self) -> str:
+        return f"one of {', '.join(self.choices)}"
+
+    def check(self, name: str, value: object) -> Any:
+        if value not in self.choices:
+            raise RequestError(f"{name}={shown(value)} must be {self.words}", param=name)
+        return value
+
+
+class Text(Bound):
+    """A text that is not empty."""
+
+    words = "a text"
+
+    def check(self, name: str, value: object) -> Any:
+        if not isinstance(value, str) or not value:
+            raise wrong_type(name, value, self.words)
+        return value
+
+
+class Strings(Bound):
+    """At most `limit` strings of 1 to `longest` characters. Kept as a tuple."""
+
+    def __init__(self, limit: int, longest: int) -> None:
+        self.limit, self.longest = limit, longest
+
+    @property
+    def words(self) -> str:
+        return f"a list of at most {self.limit} strings, each of 1 to {self.longest} characters"
+
+    def check(self, name: str, value: object) -> Any:
+        found = _sequence(name, value, self.limit)
+        for one in found:
+            if not isinstance(one, str):
+                raise RequestError(f"{name} has {shown(one)}, which is not a string", param=name, code="invalid_type")
+            if not 1 <= len(one) <= self.longest:
+                raise RequestError(
+                    f"{name} has a string of {len(one)} characters; each must have 1 to {self.longest}", param=name
+                )
+        return found
+
+
+#: A token id, of whatever vocabulary.
+_ID: Final = Integer(0, MAX_INT32)
+
+
+class TokenIds(Bound):
+    """At most `limit` token ids. Kept as a tuple."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+
+    @property
+    def words(self) -> str:
+        return f"a list of at most {self.limit} token ids"
+
+    def check(self, name: str, value: object) -> Any:
+        found = _sequence(name, value, self.limit)
+        for one in found:
+            _ID.check(name, one)
+        return found
+
+
+class Biases(Bound):
+    """At most `limit` numbers from -`reach` to `reach` by token id: a mapping or pairs. Kept as pairs, in the order of
+    token ids."""
+
+    def __init__(self, limit: int, reach: float) -> None:
+        self.limit, self.reach = limit, reach
+
+    @property
+    def words(self) -> str:
+        return f"at most {self.limit} numbers from {-self.reach:g} to {self.reach:g} by token id"
+
+    def check(self, name: str, value: object) -> Any:
+        pairs = _sequence(name, tuple(value.items()) if isinstance(value, (dict, Mapping)) else value, self.limit)
+        found: dict[int, float] = {}
+        for pair in pairs:
+            if not isinstance(pair, Sequence) or isinstance(pair, (str, bytes)) or len(pair) != 2:
+                raise RequestError(
+                    f"{name} has {shown(pair)}, which is not a token id with its bias", param=name, code="invalid_type"
+                )
+            token_id, bias = _ID.check(name, pair[0]), Number(-self.reach, self.reach).check(name, pair[1])
+            if token_id in found:
+                raise RequestError(f"{name} has token id {token_id} twice", param=name)
+            found[token_id] = float(bias)
+        return tuple(sorted(found.items()))
+
+
+def shown(value: object) -> str:
+    """`repr(value)` for an error message, cut to at most about 80 characters."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no integer of more than 4,300 digits
+        text = f"a huge {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
+
+def wrong_type(name: str, value: object, wanted: str) -> RequestError:
+    return RequestError(f"{name}={shown(value)} must be {wanted}", param=name, code="invalid_type")
+
+
+def _sequence(name: str, value: object, limit: int) -> tuple[Any, ...]:
+    if value == ():  # nearly always; asking whether something is a Sequence is slow
+        return ()
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise wrong_type(name, value, "a list")
+    if len(value) > limit:
+        raise RequestError(f"{name} has {len(value)} entries; at most {limit} are allowed", param=name)
+    return tuple(value)
