@@ -60,21 +60,10 @@ __all__ = [
     "UnknownModel",
 ]
 
+#: Module -> the names that it has. `errors` has all others.
 _HOME = {
     "client.aio": ("AsyncClient", "AsyncHandle"),
     "client.blocking": ("Client", "Handle"),
-    "errors": (
-        "IdempotencyKeyReused",
-        "InvalidQuery",
-        "InvalidTask",
-        "PenstockError",
-        "SubmitFailed",
-        "TaskExists",
-        "TaskFailed",
-        "TaskNotFinal",
-        "TaskNotFound",
-        "UnknownModel",
-    ),
     "contract.stream.events": ("End", "Event", "Prompt", "Token"),
     "contract.record": ("Record",),
     "contract.stream.result": ("Choice", "Result", "TaskInfo", "TaskPage"),
@@ -83,10 +72,10 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _HOME.items():
-        if name in names:
-            return getattr(import_module(f"producers.{module}"), name)
-    raise AttributeError(f"module 'producers' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'producers' has no attribute {name!r}")
+    module = next((module for module, names in _HOME.items() if name in names), "errors")
+    return getattr(import_module(f"producers.{module}"), name)
 
 
 def __dir__() -> list[str]:

@@ -21,6 +21,7 @@ from redis.exceptions import ResponseError
 from producers.broker.base import NoSuchPlace
 from producers.client.aio import AsyncClient
 from producers.client.submission import KEPT, TASK
+from producers.connection.script import parsed
 from producers.connection.trouble import trouble
 from producers.contract import keys
 from producers.contract.message import id_of, is_plain
@@ -166,13 +167,9 @@ def _bytes(text: str) -> bytes:
 
 def _decoded(message: str) -> dict[str, Any] | None:
     """The parsed message, if it has the parts of a task message; else None."""
-    try:
-        found = json.loads(message)
-    except (ValueError, RecursionError):
-        return None
-    if isinstance(found, dict) and isinstance(found.get("headers"), dict) and isinstance(found.get("properties"), dict):
-        return found
-    return None
+    found = parsed(message)
+    whole = isinstance(found.get("headers"), dict) and isinstance(found.get("properties"), dict)
+    return found if whole else None
 
 
 def _task_id(message: str) -> str | None:

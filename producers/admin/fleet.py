@@ -12,7 +12,7 @@ from typing import Any, Final
 from redis.asyncio import Redis
 
 from producers.broker.base import Broker
-from producers.connection.script import parsed, parsed_value, text
+from producers.connection.script import ask, parsed, parsed_value, seconds, text
 from producers.contract import keys
 from producers.contract.profile import Profile, sane
 from producers.store.fleet.profiles import read_profiles
@@ -89,8 +89,7 @@ class Fleet:
 
 async def read_fleet(store: Redis, broker: Broker) -> Fleet:
     """Read all pools in five round trips. Raises redis.exceptions.RedisError or OSError."""
-    models, about, leads, swept, now, *rest = await _ask(
-        store,
+    commands = (
         ("HGETALL", keys.MODELS),
         ("HGETALL", keys.POOLS),
         ("EXISTS", keys.SWEEPER),
@@ -104,6 +103,8 @@ async def read_fleet(store: Redis, broker: Broker) -> Fleet:
             for command in (("ZCARD", index), ("ZRANGE", index, "0", "0", "WITHSCORES"))
         ),
     )
+    models, about, leads, swept, now, *rest = await ask(store, commands)
+    at = seconds(now)
     scaling, left = _scaling(*rest[:5]), rest[5:]
     served = _served(models, about)
     depths = await broker.depths(list(served))
@@ -120,11 +121,11 @@ async def read_fleet(store: Redis, broker: Broker) -> Fleet:
         for queue, its in depths.queues.items()
     }
     taking = [(name, pools[queue]) for name, queue in depths.workers.items() if queue in pools]
-    leases = await _ask(store, *(("GET", keys.lease(name)) for name, _ in taking))
+    leases = await ask(store, [("GET", keys.lease(name)) for name, _ in taking])
     for (name, pool), lease in zip(taking, leases, strict=True):
         if lease is not None:
             pool.workers.append({"worker": name, **parsed(lease)})
-    submitting, unsettled, to_compact = (_left(*one, now) for one in zip(left[::2], left[1::2], strict=True))
+    submitting, unsettled, to_compact = (_left(*one, at) for one in zip(left[::2], left[1::2], strict=True))
     done = {text(what): int(count) for what, count in swept.items()}
     return Fleet(
         list(pools.values()),
@@ -135,7 +136,7 @@ async def read_fleet(store: Redis, broker: Broker) -> Fleet:
         bool(leads),
         done,
         await backlog(store),
-        now[0] + now[1] / 1e6,
+        at,
         {model: version for model, version in _versions(models).items() if version},
         scaling,
     )
@@ -171,16 +172,5 @@ def _versions(models: Mapping[Any, Any]) -> dict[str, str]:
     return {text(name): str(parsed(card).get("version") or "") for name, card in models.items()}
 
 
-def _left(count: int, first: list[Any], now: Any) -> Left:
-    seconds, micros = now
-    return Left(count, max(0.0, seconds + micros / 1e6 - float(first[1]) / 1000) if first else 0.0)
-
-
-async def _ask(server: Redis, *commands: tuple[str, ...]) -> list[Any]:
-    if not commands:
-        return []
-    async with server.pipeline(transaction=False) as pipe:
-        for command in commands:
-            pipe.execute_command(*command)
-        answers: list[Any] = await pipe.execute()
-        return answers
+def _left(count: int, first: list[Any], at: float) -> Left:
+    return Left(count, max(0.0, at - float(first[1]) / 1000) if first else 0.0)

@@ -97,7 +97,8 @@ async def rotate(store: Redis, key_id: str, overlap_s: float, actor: Actor) -> t
     Raises KeyEnded, and as `create` does.
     """
     if not 0 <= overlap_s <= MAX_OVERLAP_S:
-        raise InvalidTask(f"overlap is {overlap_s:g}; it must be from 0 to {MAX_OVERLAP_S} seconds", param="overlap")
+        said = f"overlap is {shown(overlap_s)}; it must be from 0 to {MAX_OVERLAP_S} seconds"
+        raise InvalidTask(said, param="overlap")
     made: list[str] = []
 
     def new(key: Key) -> Key:
@@ -248,7 +249,8 @@ def _check_together(given: Mapping[str, Any]) -> None:
 
 def check_limits(given: Mapping[str, Any]) -> None:
     """Raises InvalidTask for a limit that another one makes useless."""
-    for name, most in itertools.product(("max_prompt", "max_output"), ("tpm", "budget_tokens")):
+    pairs = itertools.product(("max_prompt", "max_output"), ("tpm", "budget_tokens"))
+    for name, most in (*pairs, ("shorten_to", "max_output")):
         if (given.get(name) or 0) > (given.get(most) or MOST):
             said = f"{name} is {given[name]}, and {most} {given[most]}: no task could be so large"
             raise InvalidTask(said, param=name)
@@ -256,7 +258,7 @@ def check_limits(given: Mapping[str, Any]) -> None:
 
 def _check_expiry(at: int | None, now: float) -> None:
     if at is not None and not now < at <= now + LONGEST_S:
-        when = datetime.fromtimestamp(at, UTC).isoformat() if 0 <= at < 2**35 else str(at)
+        when = datetime.fromtimestamp(at, UTC).isoformat() if 0 <= at < 2**35 else shown(at)
         said = f"the key would expire at {when}; that must lie ahead, by ten years at most"
         raise InvalidTask(said, param="expires_at")
 

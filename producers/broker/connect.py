@@ -2,6 +2,8 @@
 
 redis:// rediss:// unix:// and Sentinels    `producers.broker.redis`
 sqs://                                      `producers.broker.sqs`; boto3 is imported when one is used
+
+A broker's modules are imported when it is chosen: a process that starts has no time for those of others.
 """
 
 from __future__ import annotations
@@ -14,15 +16,8 @@ import redis
 import redis.asyncio
 
 from producers.broker.base import Broker, Consumer, Sender
-from producers.broker.memory.consumer import MemoryConsumer
-from producers.broker.memory.operator import MemoryBroker, MemorySender
-from producers.broker.memory.server import server_of
-from producers.broker.redis.consumer import RedisConsumer
-from producers.broker.redis.operator import RedisBroker, RedisSender
 from producers.broker.sqs.address import SCHEME as SQS
 from producers.broker.sqs.address import is_sqs, read
-from producers.broker.sqs.consumer import SqsConsumer
-from producers.broker.sqs.operator import SqsBroker, SqsSender
 from producers.connection.connect import SCHEMES, SILENT_S, connect, connect_async, is_redis, shown
 from producers.contract.aside import Aside
 
@@ -44,9 +39,16 @@ def connect_broker(url: str, store_url: str, store: redis.asyncio.Redis | None =
     there. Raises ValueError for a URL of another kind."""
     _check(url, store_url)
     if _is_memory(url):
+        from producers.broker.memory.operator import MemoryBroker
+        from producers.broker.memory.server import server_of
+
         return MemoryBroker(server_of(url))
     if is_sqs(url):
+        from producers.broker.sqs.operator import SqsBroker
+
         return SqsBroker(read(url), store if store is not None else connect_async(store_url), connect(store_url))
+    from producers.broker.redis.operator import RedisBroker
+
     return RedisBroker(store if store is not None and url == store_url else connect_async(url))
 
 
@@ -54,9 +56,16 @@ def connect_sender(url: str, store_url: str, store: redis.Redis | None = None, a
     """A blocking client's side, as `connect_broker`. `aside`: where bodies go of messages that are too large."""
     _check(url, store_url)
     if _is_memory(url):
+        from producers.broker.memory.operator import MemorySender
+        from producers.broker.memory.server import server_of
+
         return MemorySender(server_of(url))
     if is_sqs(url):
+        from producers.broker.sqs.operator import SqsSender
+
         return SqsSender(read(url), store if store is not None else connect(store_url), aside)
+    from producers.broker.redis.operator import RedisSender
+
     return RedisSender(store if store is not None and url == store_url else connect(url))
 
 
@@ -67,9 +76,16 @@ def connect_consumer(
     where what is delayed waits, the first unless given. Raises ValueError for a URL of another kind."""
     _check(url, store_url)
     if _is_memory(url):
+        from producers.broker.memory.consumer import MemoryConsumer
+        from producers.broker.memory.server import server_of
+
         return MemoryConsumer(server_of(url), queues, home)
     if is_sqs(url):
+        from producers.broker.sqs.consumer import SqsConsumer
+
         return SqsConsumer(read(url), queues, store_url, timeout, home)
+    from producers.broker.redis.consumer import RedisConsumer
+
     return RedisConsumer(url, queues, timeout, home)
 
 

@@ -20,14 +20,8 @@ MAX_WEIGHT: Final = 1000.0
 class Capabilities:
     """A broker's guarantees beyond at-least-once delivery."""
 
-    strict_order: bool
-    """A tenant's messages of one tier are fetched in the order in which they were sent."""
     front_of_queue: bool
     """A message that was given back is fetched before later ones."""
-    tenant_turns: bool
-    """Within a tier, the tenant that was served least comes next."""
-    delay_per_message: bool
-    """`Back` may delay its message for any time."""
     max_message_bytes: int
     pool_queues: bool = True
     """Pools have queues of their own, so that what was begun goes back to a worker of its pool."""
@@ -143,12 +137,14 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What its records tell of a waiting message's tenant, and of others."""
+    """The records' counts of a waiting message's tenant, and of others."""
 
     tenants: Mapping[str, int]
     """Tenant -> waiting tasks, in all queues."""
     before: float | None = None
     """The part of its tenant's that came before it, 0 to 1; None: unknown."""
+    tokens: float | None = None
+    """KV tokens that these may need, on average; None: unknown."""
 
 
 NOTHING_COUNTED: Final = Counted({})

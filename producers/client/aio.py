@@ -6,7 +6,6 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from types import TracebackType
 from typing import Any, Self
 
 from redis.asyncio import Redis
@@ -14,14 +13,14 @@ from redis.asyncio import Redis
 from producers.broker.connect import connect_broker
 from producers.client import operations
 from producers.client.hub import CLOSED, Hub
-from producers.client.once import submit_once
+from producers.client.operations import submit_once
 from producers.client.reader import Reader
 from producers.client.steps import Fetch, Pause, Send, Step, Steps, T, adrive
 from producers.client.submission import TASK, Directory, Known, submit
 from producers.client.tasks import AsyncTasks
 from producers.connection.connect import SILENT_S, connect_async
 from producers.connection.local import servers
-from producers.connection.script import Call, arun
+from producers.connection.script import Call, arun, ask
 from producers.contract.message import Message
 from producers.contract.record import Record
 from producers.contract.stream.events import Event
@@ -57,7 +56,7 @@ class AsyncClient:
         #: Where results are that were moved to files.
         self.places = Places(files_dir or os.environ.get("FILES_DIR"))
         broker, store = servers(broker, store)
-        #: The store and the broker, for what the client has no method for; without time limits, see `connect_async`.
+        #: The store and the broker (`connect_async`), for what the client has no method for.
         self.store: Redis = connect_async(store)
         self.broker = connect_broker(broker, store, self.store)
         self._one_server = store == broker
@@ -153,9 +152,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: Any) -> None:
         await self.aclose()
 
     async def _perform(self, step: Step) -> Any:
@@ -168,10 +165,7 @@ class AsyncClient:
                 return await self.send(step.message)
             if isinstance(step, Fetch):
                 return await asyncio.to_thread(self.places.block, step.reference, step.number)
-            async with self.store.pipeline(transaction=False) as pipe:
-                for command in step.commands:
-                    pipe.execute_command(*command)
-                return await pipe.execute()
+            return await ask(self.store, step.commands)
 
 
 class AsyncHandle:

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Generator
 from functools import cached_property
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from producers.broker.base import Sender
@@ -14,7 +13,7 @@ from producers.broker.connect import connect_sender, is_known
 from producers.client import operations
 from producers.client.aio import AsyncClient
 from producers.client.hub import CLOSED
-from producers.client.once import submit_once
+from producers.client.operations import submit_once
 from producers.client.portal import Expired, Portal
 from producers.client.steps import Fetch, Pause, Send, Step, Steps, T, drive
 from producers.client.submission import TASK, Directory
@@ -135,9 +134,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: Any) -> None:
         self.close()
 
     def _check_open(self) -> None:

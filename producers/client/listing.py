@@ -37,21 +37,8 @@ LOOKED: Final = 2000
 PAGE: Final = 200
 #: Fields of the record that a list shows: all but the task itself, which may have a megabyte.
 SHOWN: Final = (
-    *(
-        "status",
-        "model",
-        "tier",
-        "tenant",
-        "order_key",
-        "n",
-        "created",
-        "queued",
-        "started",
-        "first",
-        "finished",
-        "settled",
-    ),
-    *("metadata", "webhook", "retried_from", "shortened", "traceparent", "usage", "error"),
+    *("status", "model", "tier", "tenant", "order_key", "n", "created", "queued", "started", "first", "finished"),
+    *("settled", "metadata", "webhook", "retried_from", "shortened", "traceparent", "usage", "error"),
 )
 #: A place between two milliseconds, for a call that found nothing to name; no task has such an id.
 _TIME: Final = re.compile("~([0-9]{1,15})")

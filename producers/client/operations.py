@@ -1,18 +1,21 @@
-"""A client's operations besides submitting, as steps, and messages that both clients share."""
+"""A client's operations as steps: submit once for each idempotency key, retry, ask, cancel; and messages they share."""
 
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Mapping
 from typing import Any, Final
 
-from producers.client.steps import Read, Steps, persistently
-from producers.client.submission import MAX_PATIENCE_S
+from producers.client.steps import FAILURES, Read, Steps, lost, persistently
+from producers.client.submission import KEPT, MAX_PATIENCE_S, TASK, Directory, failed, submit
+from producers.connection.script import text
 from producers.contract import keys
 from producers.contract.record import Record
 from producers.contract.task import Task
-from producers.errors import TaskNotFound
-from producers.store import protocol
+from producers.errors import IdempotencyKeyReused, InvalidTask, TaskExists, TaskNotFinal, TaskNotFound, shown
+from producers.store import idempotency, protocol
+from producers.store.idempotency import Entry
 
 #: Default time (s) for which a client retries a failing connection.
 PATIENCE_S: Final = 8.0
@@ -62,3 +65,98 @@ def models(patience_s: float) -> Steps[list[dict[str, Any]]]:
 
 def not_found(task_id: str) -> TaskNotFound:
     return TaskNotFound(f"There is no task {task_id}: never submitted, or past its time to live")
+
+
+def stored(
+    entry: str, digest: str, new_id: str, patience_s: float, kept_s: int = idempotency.KEPT_S
+) -> Steps[Entry | None]:
+    """IDEMPOTENT: what the key of an entry stands for, `new_id` if it is new; None if for another request."""
+    answer = yield from persistently(idempotency.idempotent(entry, digest, new_id, kept_s), patience_s)
+    return idempotency.read(entry, answer)
+
+
+def submit_once(
+    directory: Directory,
+    task: Task,
+    key: str | None,
+    task_id: str | None,
+    patience_s: float,
+    more: Mapping[str, str | int] = TASK,
+) -> Steps[str]:
+    """As `submit`; with a key, a call with the key of an earlier one returns that one's id and submits nothing.
+
+    Raises IdempotencyKeyReused if that one submitted another task.
+    """
+    if key is None:
+        return (yield from submit(directory, task, task_id, patience_s, more))
+    if not idempotency.KEY.fullmatch(key):
+        raise InvalidTask(
+            f"idempotency_key is {shown(key)}; it must be 1 to 255 visible ASCII characters", param="idempotency_key"
+        )
+    own = json.dumps(task.webhook.fields()) if task.webhook is not None else ""
+    parts = ("client", task.to_json(), own, task_id or "", str(more.get("retried_from", "")))
+    same = idempotency.digest(*(part.encode() for part in parts))
+    name, new_id = idempotency.name(task.tenant, key), task_id or str(uuid.uuid4())
+    made = yield from submit_as(directory, task, name, same, new_id, patience_s, more)
+    if made is None:
+        raise IdempotencyKeyReused(
+            f"idempotency_key {shown(key)} was used for another task within the last 24 hours; give each task its own"
+        )
+    return made
+
+
+def submit_as(
+    directory: Directory,
+    task: Task,
+    name: str,
+    digest: str,
+    new_id: str,
+    patience_s: float,
+    more: Mapping[str, str | int] = TASK,
+    kept_s: int = idempotency.KEPT_S,
+) -> Steps[str | None]:
+    """Submit what an idempotency entry stands for, once. Returns the task's id; None if it stands for another digest.
+
+    `name`: the entry's key in the store, kept for `kept_s` seconds. Raises as `submit`.
+    """
+    try:
+        task.check((yield from directory.find(task.model, patience_s)).card)  # a task to be refused takes no key
+        entry = yield from stored(name, digest, new_id, patience_s, kept_s)
+    except FAILURES as error:
+        what = "did not answer" if lost(error) else "refused"
+        raise failed(f"The store {what}, nothing was queued", error) from error
+    if entry is None:
+        return None
+    if entry.state == "made":
+        return entry.id
+    try:
+        yield from submit(directory, task, entry.id, patience_s, {**more, "idempotency": entry.name})
+    except TaskExists:  # an equal call came at the same time; or it is a stranger with the id that the caller chose
+        (ours,) = yield from persistently(Read((("HGET", keys.task(entry.id), "idempotency"),)), patience_s)
+        if ours is None or text(ours) != entry.name:
+            raise
+    return entry.id
+
+
+def repeated(record: Record) -> tuple[Task, dict[str, str | int]]:
+    """The task of a final record, to be submitted again, and the further fields of its record.
+
+    Raises TaskNotFinal, and InvalidTask for a plain Celery task that was refused.
+    """
+    if not record.final:
+        raise TaskNotFinal(f"Task {record.id} is {record.status}; only a task that has ended can be retried")
+    kept = {name: record.fields[name] for name in KEPT if name in record.fields}
+    task = Task.parse(record.json("task"))
+    if (cut := record.json("shortened")) is not None:  # as it was asked for
+        task = task.model_copy(update={"max_tokens": cut["from"]})
+    return task, {**TASK, **kept, "retried_from": record.id}
+
+
+def retry(directory: Directory, task_id: str, key: str | None, patience_s: float) -> Steps[str]:
+    """Submit a final task again, as a new one. Returns its id.
+
+    Raises TaskNotFound, and as `repeated` and `submit_once`.
+    """
+    record = yield from status(task_id, patience_s)
+    task, more = repeated(record)
+    return (yield from submit_once(directory, task, key, None, patience_s, more))

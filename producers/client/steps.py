@@ -60,23 +60,21 @@ Steps = Generator[Step, Any, T]
 
 
 def drive(steps: Steps[T], perform: Callable[[Step], Any]) -> T:
-    """Perform all steps with blocking calls and return the result."""
+    """`adrive` with blocking calls."""
+
+    async def at_once(step: Step) -> Any:
+        return perform(step)
+
     try:
-        step = next(steps)
-        while True:
-            try:
-                answer = perform(step)
-            except FAILURES as error:
-                step = steps.throw(error)
-            else:
-                step = steps.send(answer)
+        adrive(steps, at_once).send(None)
     except StopIteration as end:
         result: T = end.value
         return result
+    raise AssertionError("a blocking step does not wait")
 
 
 async def adrive(steps: Steps[T], perform: Callable[[Step], Awaitable[Any]]) -> T:
-    """`drive` for asyncio."""
+    """Perform all steps and return the result."""
     try:
         step = next(steps)
         while True:
@@ -98,7 +96,12 @@ def lost(error: Exception) -> bool:
 
 def backoff(attempt: int) -> float:
     """Seconds before attempt `attempt` + 1: 20 ms doubled up to 1 s, with full jitter."""
-    return random.uniform(0.5, 1.0) * min(1.0, 0.02 * 2.0 ** min(attempt, 10))  # noqa: S311 - spreads load, hides nothing
+    return random.uniform(0.5, 1.0) * min(1.0, 0.02 * 2.0 ** min(attempt, 10))  # noqa: S311 - no secret
+
+
+def once(step: Step) -> Steps[Any]:
+    """The answer to a step, which is not repeated."""
+    return (yield step)
 
 
 def persistently(step: Step, patience_s: float) -> Steps[Any]:

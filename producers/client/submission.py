@@ -35,7 +35,7 @@ SETTLED_S: Final = FRESH_S + 3.0
 #: Longest patience: the last try of ADMIT must be within the submit window.
 MAX_PATIENCE_S: Final = protocol.SUBMIT_WINDOW_MS / 1000 - SILENT_S
 ADVICE: Final[dict[Trouble | None, str]] = {
-    Trouble.FULL: "its memory or disk is full, so that nothing new is taken until tasks have ended; try again later. ",
+    Trouble.FULL: "its memory or disk is full, so that nothing new is taken until tasks have ended; try again later. "
 }
 #: Fields of a record whose task its caller reads by its id (`origin` in `producers.contract.record`).
 TASK: Final[dict[str, str | int]] = {"origin": "task"}
@@ -201,10 +201,12 @@ def _admit(
         raise failed(
             f"The store did not confirm task {task_id}; if it was recorded, the sweeper will send it", error
         ) from error
-    if isinstance(answer, list) and (full := refused(answer)) is not None:
-        raise full
-    if charge is not None and isinstance(answer, list):
-        charge.hear(answer, asked)
+    if isinstance(answer, list):
+        begins = text(answer[0])
+        if begins == "full":
+            raise refused(answer)
+        if charge is not None:
+            charge.hear(begins, answer, asked)
         return
     answer = text(answer)
     if answer == "exists":

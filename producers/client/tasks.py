@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Unpack
 
 from producers.client.listing import Listed, Query, Wanted, list_tasks
-from producers.client.once import retry
+from producers.client.operations import retry
 from producers.contract.stream.result import TaskInfo, TaskPage
 
 if TYPE_CHECKING:

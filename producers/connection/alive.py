@@ -16,7 +16,7 @@ PACKAGE: Final = "producers.connection"
 
 
 class Seen(IntEnum):
-    """What a look says of an incarnation."""
+    """An incarnation's state, as a look finds it."""
 
     LIVES = 0
     """As far as is known."""

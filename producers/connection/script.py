@@ -121,6 +121,17 @@ async def aexecute(redis: AsyncRedis, *command: Any) -> Any:
         await pool.release(connection)
 
 
+async def ask(redis: AsyncRedis, commands: Sequence[Sequence[str | bytes | int]]) -> list[Any]:
+    """The answers to commands, in one round trip. Raises the first error among them."""
+    if not commands:
+        return []
+    async with redis.pipeline(transaction=False) as pipe:
+        for command in commands:
+            pipe.execute_command(*command)
+        answers: list[Any] = await pipe.execute()
+        return answers
+
+
 def run_many(redis: Redis, calls: Sequence[Call]) -> list[Any]:
     """Send all calls in one round trip. A call's own error is returned in its place, as an exception object.
 
@@ -165,6 +176,16 @@ def _answer(connection: Any) -> Any:
 def text(value: Any) -> str:
     """A reply as str, with and without `decode_responses`."""
     return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def ms(time: Sequence[Any]) -> int:
+    """A reply to TIME (seconds, microseconds) in milliseconds."""
+    return int(time[0]) * 1000 + int(time[1]) // 1000
+
+
+def seconds(time: Sequence[Any]) -> float:
+    """A reply to TIME in seconds."""
+    return int(time[0]) + int(time[1]) / 1e6
 
 
 def parsed_value(raw: str | bytes | None) -> Any:

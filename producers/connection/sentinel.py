@@ -74,15 +74,7 @@ class Sentinels:
         failures: list[Failure] = []
         for address in list(self.addresses):
             kind = redis.SSLConnection if self.tls else redis.Connection
-            connection = kind(
-                host=address[0],
-                port=address[1],
-                socket_timeout=PATIENCE_S,
-                socket_connect_timeout=PATIENCE_S,
-                retry=Retry(NoBackoff(), 0),
-                protocol=2,
-                **self.options,
-            )
+            connection = kind(**self._settings(address), socket_timeout=PATIENCE_S, retry=Retry(NoBackoff(), 0))
             try:
                 connection.connect()
                 connection.send_command(*self._question())
@@ -101,15 +93,7 @@ class Sentinels:
         failures: list[Failure] = []
         for address in list(self.addresses):
             kind = AsyncSSLConnection if self.tls else AsyncConnection
-            connection = kind(
-                host=address[0],
-                port=address[1],
-                socket_timeout=None,
-                socket_connect_timeout=PATIENCE_S,
-                retry=AsyncRetry(NoBackoff(), 0),
-                protocol=2,
-                **self.options,
-            )
+            connection = kind(**self._settings(address), socket_timeout=None, retry=AsyncRetry(NoBackoff(), 0))
             try:
                 async with asyncio.timeout(PATIENCE_S):
                     await connection.connect()
@@ -121,6 +105,10 @@ class Sentinels:
                 await connection.disconnect(nowait=True)
         self._none_answered(failures)
         return self._as_before()
+
+    def _settings(self, address: tuple[str, int]) -> dict[str, Any]:
+        host, port = address
+        return {"host": host, "port": port, "socket_connect_timeout": PATIENCE_S, "protocol": 2, **self.options}
 
     def _question(self) -> tuple[str, str, str]:
         return ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.name)

@@ -1,4 +1,4 @@
-"""What a batch may be asked for: endpoints, completion windows, metadata."""
+"""The choices of a batch: endpoints, completion windows, metadata."""
 
 from __future__ import annotations
 

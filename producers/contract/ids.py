@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import secrets
-from typing import Final
-
-#: The part after the prefix: 12 hexadecimal digits of milliseconds, and 20 more.
-_TIMED: Final = re.compile(r"[0-9a-f]{32}")
 
 
 def timed_id(prefix: str, ms: int, seed: str | None = None) -> str:
@@ -18,8 +13,3 @@ def timed_id(prefix: str, ms: int, seed: str | None = None) -> str:
     """
     rest = secrets.token_hex(10) if seed is None else hashlib.sha256(f"{prefix}:{seed}".encode()).hexdigest()[:20]
     return f"{prefix}{ms:012x}{rest}"
-
-
-def is_timed_id(prefix: str, text: str) -> bool:
-    """Whether it has the form of such an id; whether the thing exists is another question."""
-    return text.startswith(prefix) and _TIMED.fullmatch(text, len(prefix)) is not None

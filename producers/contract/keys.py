@@ -10,12 +10,7 @@ from typing import Final
 
 #: Service tier -> (rank: lower goes first, kombu priority: the list of its messages).
 #: kombu puts a message without a priority into list 0, so `default` is 0.
-TIERS: Final[dict[str, tuple[int, int]]] = {
-    "priority": (0, 3),
-    "default": (1, 0),
-    "flex": (2, 6),
-    "batch": (3, 9),
-}
+TIERS: Final[dict[str, tuple[int, int]]] = {"priority": (0, 3), "default": (1, 0), "flex": (2, 6), "batch": (3, 9)}
 
 TASK_NAME: Final = "penstock.generate"
 #: The fingerprint of a pool that stands for a version with no other pool, which tasks may wait for.
@@ -86,7 +81,7 @@ def stream(task_id: str) -> str:
 
 
 def result(task_id: str) -> str:
-    """Hash: the compacted stream; block number -> entries (`producers.contract.stream.blocks`)."""
+    """Hash: the compacted stream; block number -> entries (`producers.contract.stream.events`)."""
     return f"penstock:result:{task_id}"
 
 

@@ -38,7 +38,7 @@ class Run:
     """The engine's time (microseconds) for it: its part of that of each step, by tokens. Scripts read this last one."""
 
     def said(self, start: int) -> str:
-        """What the scripts take: the start's number from 1, and the field's JSON. Empty for a start past MOST."""
+        """The scripts' arguments: the start's number from 1, and the field's JSON. Empty for a start past MOST."""
         return f"{start} {json.dumps(astuple(self), separators=(',', ':'))}" if 1 <= start <= MOST else ""
 
     @classmethod

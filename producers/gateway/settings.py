@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from producers.connection.local import FILES_DIR
-from producers.sweeper.reader_leases import LEASE_S
+from producers.store.protocol import READER_LEASE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class GatewaySettings:
     """Most open connections, if the limit of open files allows; further ones get 503."""
     drain: float = 30.0
     """Time for which open requests and streams may go on after SIGTERM."""
-    reader_lease: float = LEASE_S
+    reader_lease: float = READER_LEASE_S
     """Silence of a gateway after which its waiting requests' tasks are cancelled."""
     max_queued: int = 50_000
     """Most waiting tasks of a model version, all tiers together; 0: any number. More are refused with 429; lower tiers

@@ -11,7 +11,8 @@ from pydantic import BaseModel, Field
 from producers.errors import shown
 from producers.gateway.context import gateway_of
 from producers.gateway.http.caller import READS, principal_of
-from producers.gateway.http.errors import Problem
+from producers.gateway.http.errors import invalid_value
+from producers.gateway.http.request import query
 from producers.store.usage.report import PARTS, BadSpan, read_by, read_span, report
 
 router = APIRouter(prefix="/v1/usage", tags=["usage"])
@@ -41,20 +42,17 @@ class Usage(BaseModel):
     dependencies=READS,
     response_model=Usage,
     responses={200: {"content": {CSV: {"schema": {"type": "string"}}}}},
-    openapi_extra={
-        "parameters": [
-            {"name": name, "in": "query", "schema": schema, "description": about}
-            for name, (schema, about) in _ABOUT.items()
-        ]
-    },
+    openapi_extra={"parameters": [query.parameter(name, about, **schema) for name, (schema, about) in _ABOUT.items()]},
 )
 async def usage(request: Request) -> Response:
     """Add up what was used: by the caller's tenant, or by all for a key of the scope admin and where there are none."""
-    said = _parameters(request)
+    said = query.given(request, _ABOUT)
+    if said.get("format", "json") not in ("json", "csv"):
+        raise invalid_value("format", f"format is {shown(said['format'])}; it must be json or csv.")
     try:
         by, span = read_by([said.get("by", "")]), read_span(said.get("since"), said.get("until"))
     except BadSpan as error:
-        raise Problem(400, f"{error}.", code="invalid_value", param=str(error).split(" ")[0]) from None
+        raise invalid_value(str(error).split(" ")[0], f"{error}.") from None
     gateway, principal = gateway_of(request), principal_of(request)
     tenant = None if principal.sees_all else principal.tenant or ""
     async with gateway.large:
@@ -62,18 +60,3 @@ async def usage(request: Request) -> Response:
         if said.get("format", "csv" if CSV in request.headers.get("accept", "") else "json") == "csv":
             return Response(found.csv(), media_type=CSV)
         return JSONResponse(Usage(since=span[0], until=span[1], by=list(by), data=found.rows()).model_dump())
-
-
-def _parameters(request: Request) -> dict[str, str]:
-    said: dict[str, str] = {}
-    for name, value in request.query_params.multi_items():
-        if name not in _ABOUT:
-            problem = f"There is no parameter {shown(name)}; there are {', '.join(_ABOUT)}."
-            raise Problem(400, problem, code="unknown_parameter", param=name)
-        if name in said:
-            raise Problem(400, f"{shown(name)} is given twice.", code="invalid_value", param=name)
-        said[name] = value
-    if said.get("format", "json") not in ("json", "csv"):
-        problem = f"format is {shown(said['format'])}; it must be json or csv."
-        raise Problem(400, problem, code="invalid_value", param="format")
-    return said

@@ -17,9 +17,9 @@ from typing import Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from producers.client.once import stored, submit_as
-from producers.client.steps import Read, Steps, persistently
-from producers.connection.script import Call
+from producers.client.operations import stored, submit_as
+from producers.client.steps import Read, Steps, once, persistently
+from producers.connection.script import seconds
 from producers.contract import keys
 from producers.contract.task import Task
 from producers.errors import InvalidTask, PenstockError, SubmitFailed
@@ -123,13 +123,7 @@ class Schedule(Source):
     async def _task(self, time: int) -> str:
         task, task_id = Task.parse(self._settings.task), f"{self.name}-{stamp(time)}"
         steps = submit_as(
-            self._client.directory,
-            task,
-            self._entry(time),
-            "",
-            task_id,
-            self._client.patience,
-            kept_s=KEPT_S,
+            self._client.directory, task, self._entry(time), "", task_id, self._client.patience, kept_s=KEPT_S
         )
         return await self._client.run(steps) or task_id
 
@@ -141,7 +135,7 @@ class Schedule(Source):
         entry = await self._client.run(stored(self._entry(time), "", name, self._client.patience, KEPT_S))
         if entry is None or entry.state != "made":
             await asyncio.to_thread(_put, Path(self._settings.batch), Path(self._settings.folder), name)
-            await self._client.run(_one(idempotency.made(self._entry(time))))
+            await self._client.run(once(idempotency.made(self._entry(time))))
         return name
 
     def _entry(self, time: int) -> str:
@@ -150,8 +144,8 @@ class Schedule(Source):
     def _read(self) -> Steps[tuple[float, int | None]]:
         """The store's time, and the last time that was dealt with."""
         commands = (("TIME",), ("HGET", keys.SCHEDULES, self.name))
-        (seconds, micros), noted = yield from persistently(Read(commands), self._client.patience)
-        return int(seconds) + int(micros) / 1e6, None if noted is None else int(noted)
+        now, noted = yield from persistently(Read(commands), self._client.patience)
+        return seconds(now), None if noted is None else int(noted)
 
     def _note(self, time: int, noted: int | None) -> Steps[None]:
         """A time was dealt with, unless another process has gone on meanwhile."""
@@ -172,10 +166,6 @@ def _put(file: Path, folder: Path, name: str) -> None:
         os.rename(hidden, inbox / name)
     finally:
         hidden.unlink(missing_ok=True)
-
-
-def _one(call: Call) -> Steps[Any]:
-    return (yield call)
 
 
 SETTINGS: Final = ScheduleSettings

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from producers.client.aio import AsyncClient
+from producers.errors import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,17 @@ class SourceSettings(BaseModel, ABC):
     @abstractmethod
     def source(self, name: str, context: Context) -> Source:
         """The source. It connects to nothing yet. Raises ValueError for what settings alone cannot tell."""
+
+
+def fitting(is_one: Callable[[Any], bool], form: str) -> AfterValidator:
+    """Refuses a setting that is not of the form."""
+
+    def check(value: Any) -> Any:
+        if not is_one(value):
+            raise ValueError(f"it is {shown(value)}; it must be {form}")
+        return value
+
+    return AfterValidator(check)
 
 
 async def together(*parts: Coroutine[Any, Any, None]) -> None:

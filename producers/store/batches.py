@@ -38,7 +38,7 @@ from typing import Any, Final
 
 from redis.asyncio import Redis
 
-from producers.connection.script import Call, script, text
+from producers.connection.script import Call, ask, script, text
 from producers.contract import keys
 from producers.contract.batch import MAX_WINDOW_S
 from producers.contract.ids import timed_id
@@ -178,10 +178,7 @@ async def page(store: Redis, limit: int, *, after: str | None = None, tenant: st
         ids: list[Any] = await store.zrange(index, first, "-", desc=True, bylex=True, offset=0, num=limit)
         if not ids:
             break
-        async with store.pipeline(transaction=False) as pipe:
-            for name in ids:
-                pipe.hgetall(keys.batch(text(name)))
-            rows = await pipe.execute()
+        rows = await ask(store, [("HGETALL", keys.batch(text(name))) for name in ids])
         after = text(ids[-1])
         batches = [Batch.parse(text(name), raw) for name, raw in zip(ids, rows, strict=True) if raw]
         found += [batch for batch in batches if tenant is None or batch.tenant == tenant]
@@ -194,7 +191,7 @@ async def trim(store: Redis, now_ms: int) -> int:
 
 
 def _oldest(now_ms: int) -> str:
-    """What no id of a listed batch is before."""
+    """The least id that a listed batch may have."""
     return f"{PREFIX}{max(now_ms - LISTED_S * 1000, 0):012x}"
 
 
@@ -241,11 +238,11 @@ class Entry:
     """A line of a block: a task, by its id and its record's fields, or an error (JSON)."""
 
     offset: int
-    """Where the next line begins (bytes)."""
+    """The first byte of the next line."""
     task: str = ""
     fields: Mapping[str, str | int] = field(default_factory=dict)
     charge: str = ""
-    """What the block's accounts are asked for (JSON, `producers.store.usage.limits`); empty: nothing."""
+    """The charge to the block's accounts (JSON, `producers.store.usage.limits`); empty: nothing."""
     error: str = ""
 
 

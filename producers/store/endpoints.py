@@ -91,7 +91,7 @@ class Endpoint:
     created_at: int
     updated_at: int
     tenant: str | None = None
-    """Whose tasks it hears of; None: all tasks."""
+    """The tenant whose tasks it hears of; None: all tasks."""
     celery: bool = False
     """Whether it hears of plain Celery tasks, too."""
     enabled: bool = True

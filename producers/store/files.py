@@ -1,4 +1,4 @@
-"""What is known of files: uploads, and what batches write. A file's bytes are the blob of its id.
+"""The records of files: uploads, and what batches write. A file's bytes are the blob of its id.
 
     make:    note ─▶ blob committed, or joined ─▶ FILE_MADE
     remove:  FILE_REMOVED ─▶ blob deleted ─▶ forget
@@ -18,12 +18,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
 
 from redis.asyncio import Redis
 
-from producers.connection.script import Call, arun, script, text
+from producers.connection.script import Call, arun, ask, script, text
 from producers.contract import keys
 from producers.contract.ids import timed_id
 from producers.store.blobs import Blobs
@@ -87,15 +87,7 @@ async def note(store: Redis, file_id: str) -> None:
 def made(file: File) -> Call:
     """FILE_MADE: make the file, whose blob was noted and is there. Answers `made`, `exists` (also by this call) or
     `late`: the sweeper removes the blob, so note and write it again in a moment."""
-    fields: dict[str, str | int | None] = {
-        "size": file.size,
-        "filename": file.filename,
-        "purpose": file.purpose,
-        "created_at": file.created_at,
-        "expires_at": file.expires_at,
-        "tenant": file.tenant or None,
-        "status": file.status,
-    }
+    fields = asdict(file) | {"id": None, "tenant": file.tenant or None}
     pairs = [part for name, value in fields.items() if value is not None for part in (name, value)]
     return Call(
         script(PACKAGE, "file_made"), _keys(file.id, file.tenant, file.purpose), (file.id, file.expires_at or 0, *pairs)
@@ -129,10 +121,7 @@ async def listed(
         if not ids:
             break
         after = ids[-1]
-        async with store.pipeline(transaction=False) as pipe:
-            for file_id in ids:
-                pipe.hgetall(keys.file(file_id))
-            rows = await pipe.execute()
+        rows = await ask(store, [("HGETALL", keys.file(file_id)) for file_id in ids])
         files = [File.parse(file_id, raw) for file_id, raw in zip(ids, rows, strict=True) if raw]
         found += [file for file in files if not file.expired(time.time())]
     return found

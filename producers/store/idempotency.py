@@ -26,7 +26,7 @@ KEY: Final = re.compile("[!-~]{1,255}")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a key stands for. `state`: `new` (this request is its first), `known` (begun, maybe not made yet) or `made`.
+    """The request behind a key. `state`: `new` (its first one), `known` (begun, maybe not made yet) or `made`.
 
     `name`: its key in the store, a record's field `idempotency`. `at`: server time (ms) of the first request.
     """
@@ -57,7 +57,7 @@ def idempotent(entry: str, digest: str, new_id: str, kept_s: int = KEPT_S) -> Ca
 
 
 def read(entry: str, answer: Sequence[Any]) -> Entry | None:
-    """What the key stands for; None if that is another request."""
+    """The request behind the key; None if that is another request."""
     if len(answer) == 1:
         return None
     state, made_id, at = map(text, answer)

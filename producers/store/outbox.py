@@ -41,7 +41,7 @@ from typing import Any, Final, Literal, cast
 
 from redis.asyncio import Redis
 
-from producers.connection.script import Call, script, text
+from producers.connection.script import Call, ask, script, seconds, text
 from producers.contract import keys
 from producers.store.protocol import PACKAGE
 
@@ -219,8 +219,8 @@ async def backlog(store: Redis) -> Backlog:
             pipe.zcard(key)
         pipe.zrange(keys.WEBHOOKS_DUE, 0, 0, withscores=True)
         pipe.time()
-        *counts, oldest, (seconds, micros) = await pipe.execute()
-    waited = seconds + micros / 1e6 - oldest[0][1] / 1000 if oldest else 0.0
+        *counts, oldest, now = await pipe.execute()
+    waited = seconds(now) - oldest[0][1] / 1000 if oldest else 0.0
     return Backlog(dict(zip(STATES, counts, strict=True)), max(0.0, waited))
 
 
@@ -263,10 +263,7 @@ async def _names(store: Redis, state: State, since: int | None) -> AsyncIterator
 
 
 async def _read(store: Redis, names: Sequence[str]) -> list[Row | None]:
-    async with store.pipeline(transaction=False) as pipe:
-        for name in names:
-            pipe.hgetall(keys.webhook_row(name))
-        found = await pipe.execute()
+    found = await ask(store, [("HGETALL", keys.webhook_row(name)) for name in names])
     return [
         Row.parse(name, [part for item in raw.items() for part in item]) if raw else None
         for name, raw in zip(names, found, strict=True)

@@ -27,6 +27,8 @@ DEFAULT_TTL_S: Final = 24 * 3600
 NOTED_S: Final = 6 * 3600
 #: Worker deaths without a new token after which a task is given up; or STRETCH times as many deaths in all.
 MAX_DEATHS: Final = 3
+#: Silence (s) after which a reader counts as gone.
+READER_LEASE_S: Final = 15.0
 #: `claim.lua` has the same number.
 STRETCH: Final = 4
 
@@ -157,7 +159,7 @@ class Append:
     prompt_tokens: int = 0
     """Length of a text prompt that the record does not have yet; 0: no news."""
     run: str = ""
-    """What its engine did with it (`producers.contract.run.Run.said`); empty: no news."""
+    """Its engine's account of it (`producers.contract.run.Run.said`); empty: no news."""
 
 
 def append(batch: Sequence[Append]) -> Call:
@@ -229,7 +231,7 @@ def orphan(task_id: str, *, gone: bool = False, default_ttl_s: int = DEFAULT_TTL
 def compact(
     task_id: str, settled_ms: int, entries: int, blocks: Sequence[bytes], reference: Reference | None = None
 ) -> Call:
-    """COMPACT: replace a settled stream by its blocks (`producers.contract.stream.blocks`), or by a reference to a
+    """COMPACT: replace a settled stream by its blocks (`producers.contract.stream.events`), or by a reference to a
     noted blob that holds them.
 
     `settled_ms`: the record's `settled`. Answers `done`, `gone`, `other`, `unsettled`, `changed` or `late`.

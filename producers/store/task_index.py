@@ -28,7 +28,7 @@ Command = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where trimming goes on: at a cursor of a tenant's index; '' is the index of all."""
+    """The next place to trim: a cursor of a tenant's index; '' is the index of all."""
 
     tenant: str = ""
     cursor: int = 0

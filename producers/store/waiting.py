@@ -89,23 +89,21 @@ def _places(bounds: Bounds, queue: str, tier: str, tenant: str, key: str | None)
     return json.dumps(found) if found else ""
 
 
-def refused(answer: Sequence[Any]) -> QueueFull | None:
-    """The error for what ADMIT answered; None where it is no refusal by a bound."""
-    if text(answer[0]) != "full":
-        return None
+def refused(answer: Sequence[Any]) -> QueueFull:
+    """The error for what ADMIT answered where a bound was reached: `full`, and which."""
     return QueueFull(text(answer[1]), int(answer[2]), int(answer[3]))
 
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """How full a queue is, and the stage of overload (index into STAGES) that follows."""
+    """A queue's fullness, and the stage of overload (index into STAGES) that follows."""
 
     stage: int = 0
     share: float = 0.0
     """Of the bound, or the longest wait, that is nearest to being reached."""
     tasks: int = 0
     tokens: int = 0
-    """What waits, without lines of batches, and the KV tokens that it may need."""
+    """Waiting tasks without lines of batches, and the KV tokens that they may need."""
     rate: float = 2500.0
     """KV tokens of tasks that are started in a second."""
     served: bool = False

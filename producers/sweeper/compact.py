@@ -4,7 +4,7 @@
     large ones              -> note ─▶ a blob ─▶ COMPACT: a reference to it takes the stream's place
     a reader asks for the stream, then for the block of its position: one of the two is there, whenever it comes
 
-The blocks' form is in `producers.contract.stream.blocks`. What cannot be written to a blob stays in the store.
+The blocks' form is in `producers.contract.stream.events`. What cannot be written to a blob stays in the store.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from typing import Any, Final
 from redis.exceptions import OutOfMemoryError
 
 from producers.client.aio import AsyncClient
-from producers.client.steps import Read, Step, Steps
+from producers.client.steps import Read, once
 from producers.connection.log_throttle import warn_throttled
-from producers.connection.script import text
+from producers.connection.script import ms, text
 from producers.contract import keys
-from producers.contract.stream.blocks import BLOCK, pack
-from producers.contract.stream.events import stream_position
+from producers.contract.stream.events import BLOCK, pack, stream_position
 from producers.store import files, protocol
 from producers.store.blobs import Blobs
 from producers.store.references import Reference
@@ -58,7 +57,7 @@ class Compacted:
 
 @dataclass(slots=True)
 class Moving:
-    """Where blocks go that have `least` bytes or more together. After a failure, none go there for REST_S."""
+    """The place of blocks that have `least` bytes or more together. After a failure, none go there for REST_S."""
 
     blobs: Blobs
     least: int
@@ -75,12 +74,11 @@ async def compact(client: AsyncClient, age_ms: int = AGE_MS, moving: Moving | No
     redis.exceptions.RedisError or OSError if the store is away.
     """
     done = Compacted()
-    seconds, micros = await client.store.time()
-    until = seconds * 1000 + micros // 1000 - age_ms
+    until = ms(await client.store.time()) - age_ms
     kept = 0
     while True:
         query = ("ZRANGEBYSCORE", keys.SETTLED, "-inf", until, "LIMIT", kept, PAGE)
-        (page,) = await client.run(_ask(Read((query,))))
+        (page,) = await client.run(once(Read((query,))))
         ids = [text(task_id) for task_id in page]
         for start in range(0, len(ids), BATCH):
             kept += await _some(client, ids[start : start + BATCH], done, moving)
@@ -91,7 +89,7 @@ async def compact(client: AsyncClient, age_ms: int = AGE_MS, moving: Moving | No
 async def _some(client: AsyncClient, ids: Sequence[str], done: Compacted, moving: Moving | None) -> int:
     """Compact these streams, at once. Returns how many stay in the index: unreadable ones, or changed meanwhile."""
     asked = [command for task_id in ids for command in (("HGET", keys.task(task_id), "settled"), _page(task_id, 0))]
-    answers = await client.run(_ask(Read(tuple(asked))))
+    answers = await client.run(once(Read(tuple(asked))))
     at_once = asyncio.Semaphore(AT_ONCE)
 
     async def one(task_id: str, settled: bytes | None, first: list[Any]) -> bool:
@@ -113,7 +111,7 @@ async def _one(
     size = sum(map(len, blocks))
     reference = None if moving is None or not moving.takes(size) else await _moved(client, moving, task_id, blocks)
     left = [] if reference is not None else blocks
-    answer = text(await client.run(_ask(protocol.compact(task_id, int(settled or 0), count, left, reference))))
+    answer = text(await client.run(once(protocol.compact(task_id, int(settled or 0), count, left, reference))))
     if answer == "done":
         done.streams += 1
         done.entries += count
@@ -158,13 +156,9 @@ async def _blocks(client: AsyncClient, task_id: str, found: list[Any]) -> tuple[
         blocks.append(await asyncio.to_thread(pack, entries))
         if len(found) < BLOCK:
             break
-        (found,) = await client.run(_ask(Read((_page(task_id, count),))))
+        (found,) = await client.run(once(Read((_page(task_id, count),))))
     return blocks, count, whole and bool(last) and "end" in json.loads(last)
 
 
 def _page(task_id: str, position: int) -> tuple[str | int, ...]:
     return ("XRANGE", keys.stream(task_id), f"{position + 1}-0", "+", "COUNT", BLOCK)
-
-
-def _ask(step: Step) -> Steps[Any]:
-    return (yield step)

@@ -13,7 +13,7 @@ import logging
 from typing import Final
 
 from producers.client.steps import FAILURES, Read, Steps, lost
-from producers.connection.script import text
+from producers.connection.script import ms, text
 from producers.contract import keys
 from producers.store import protocol
 
@@ -27,8 +27,8 @@ BROKEN_MS: Final = 3_600_000
 
 def expire_late() -> Steps[int]:
     """End late and cancelled tasks. Returns their number. Raises redis.exceptions.RedisError or OSError."""
-    ((seconds, micros),) = yield Read((("TIME",),))
-    now = int(seconds) * 1000 + int(micros) // 1000
+    (time,) = yield Read((("TIME",),))
+    now = ms(time)
     ended = kept = 0
     while True:
         # Tasks that are left to others stay in the set, before those that are not read yet.

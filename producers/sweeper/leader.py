@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 from producers.client.aio import AsyncClient
-from producers.client.steps import FAILURES, Steps
+from producers.client.steps import FAILURES, once
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call, script
 from producers.connection.trouble import said
@@ -45,12 +45,7 @@ class Leadership:
     """One process's part in the election. `name`: unique to the process; `key`: of the lease, whose `role` is meant."""
 
     def __init__(
-        self,
-        client: AsyncClient,
-        name: str,
-        lease_s: float = LEASE_S,
-        key: str = keys.SWEEPER,
-        role: str = "sweeper",
+        self, client: AsyncClient, name: str, lease_s: float = LEASE_S, key: str = keys.SWEEPER, role: str = "sweeper"
     ) -> None:
         self._client = client
         self.name = name
@@ -116,7 +111,7 @@ class Leadership:
         self._until = 0.0
         try:
             async with asyncio.timeout(self._lease_s / RENEWALS):
-                await self._client.run(_one(resign(self.name, self._key)))
+                await self._client.run(once(resign(self.name, self._key)))
         except FAILURES as error:
             log.info("the lease of the %s is left to lapse: %s", self._role, said(error))
 
@@ -126,7 +121,7 @@ class Leadership:
         asked = time.monotonic()
         try:
             async with asyncio.timeout(self._lease_s / RENEWALS / 2):
-                left = int(await self._client.run(_one(lead(self.name, int(self._lease_s * 1000), self._key))))
+                left = int(await self._client.run(once(lead(self.name, int(self._lease_s * 1000), self._key))))
         except FAILURES as error:
             warn_throttled(log, "cannot ask the store who leads, trying again: %s", error)
             return None
@@ -134,7 +129,3 @@ class Leadership:
         if left == 0:
             self._until = asked + self._lease_s
         return left
-
-
-def _one(call: Call) -> Steps[Any]:
-    return (yield call)

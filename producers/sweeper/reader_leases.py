@@ -24,11 +24,10 @@ from producers.connection.script import Call, script, text
 from producers.connection.trouble import said
 from producers.contract import keys
 from producers.store import protocol
+from producers.store.protocol import READER_LEASE_S
 
 log = logging.getLogger(__name__)
 
-#: Silence (s) after which a reader counts as gone.
-LEASE_S: Final = 15.0
 RENEWALS: Final = 3
 #: Most ids in one call, since a script blocks the store.
 MANY: Final = 1000
@@ -59,7 +58,7 @@ def renewed_within(lease_s: float) -> float:
 class ReaderLeases:
     """The reader leases of one process. `run` renews them."""
 
-    def __init__(self, client: AsyncClient, lease_s: float = LEASE_S, patience_s: float = 4.0) -> None:
+    def __init__(self, client: AsyncClient, lease_s: float = READER_LEASE_S, patience_s: float = 4.0) -> None:
         self._client = client
         self._lease_ms = int(lease_s * 1000)
         self._every_s = lease_s / RENEWALS
@@ -115,7 +114,7 @@ class LapsedReaders:
     stay lapsed for the time of a renewal, in looks that all succeeded.
     """
 
-    def __init__(self, lease_s: float = LEASE_S) -> None:
+    def __init__(self, lease_s: float = READER_LEASE_S) -> None:
         """`lease_s`: the gateways' reader lease (s)."""
         self._wait_s = renewed_within(lease_s)
         # Task id -> (end of its lease in server ms, time of first notice on our clock in s).

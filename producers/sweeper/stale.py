@@ -40,11 +40,7 @@ class Stale:
     """The leader's memory of since when something has not been needed."""
 
     def __init__(
-        self,
-        client: AsyncClient,
-        *,
-        letters_kept_s: float = LETTERS_KEPT_S,
-        unneeded_s: float = UNNEEDED_S,
+        self, client: AsyncClient, *, letters_kept_s: float = LETTERS_KEPT_S, unneeded_s: float = UNNEEDED_S
     ) -> None:
         self._client = client
         self._store, self._broker = client.store, client.broker

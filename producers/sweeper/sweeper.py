@@ -21,15 +21,16 @@ import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from producers.client.aio import AsyncClient
-from producers.client.steps import FAILURES
+from producers.client.steps import FAILURES, Steps
 from producers.connection.local import FILES_DIR
 from producers.connection.log_throttle import warn_throttled
 from producers.contract import keys
 from producers.store import protocol
 from producers.store.blobs import open_blobs
+from producers.store.protocol import READER_LEASE_S
 from producers.sweeper import unsent as submits
 from producers.sweeper.batches.duty import EVERY_S as BATCHES_EVERY_S
 from producers.sweeper.batches.duty import Batches
@@ -46,7 +47,7 @@ from producers.sweeper.outbox import sweep as trim_outbox
 from producers.sweeper.queues.orphaned import PATIENCE_S as ORPHANED_AFTER_S
 from producers.sweeper.queues.orphaned import OrphanedQueues
 from producers.sweeper.queues.retired_pools import RETIRE_AFTER_S, RetiredPools
-from producers.sweeper.reader_leases import LEASE_S, LapsedReaders
+from producers.sweeper.reader_leases import LapsedReaders
 from producers.sweeper.stale import LETTERS_KEPT_S, UNNEEDED_S, Stale
 from producers.sweeper.unsettled import AGE_MS as ORPHAN_MS
 from producers.sweeper.unsettled import Orphans
@@ -78,7 +79,7 @@ class SweeperSettings:
     lease: float = LEADER_LEASE_S
     every: float = EVERY_S
     seldom: float = SELDOM_S
-    reader_lease: float = LEASE_S
+    reader_lease: float = READER_LEASE_S
     """The gateways' reader lease."""
     unsent_after: float = protocol.SWEEP_AGE_MS / 1000
     """Time after which the message of a `submitting` record is sent (again)."""
@@ -107,7 +108,7 @@ class SweeperSettings:
 async def run(
     client: AsyncClient,
     every_s: float = EVERY_S,
-    reader_lease_s: float = LEASE_S,
+    reader_lease_s: float = READER_LEASE_S,
     waiting: Callable[[str], None] = lambda task_id: None,
     unsent_after_s: float = protocol.SWEEP_AGE_MS / 1000,
     unsettled_after_s: float = ORPHAN_MS / 1000,
@@ -123,20 +124,14 @@ async def run(
         swept = await submits.sweep(client, int(unsent_after_s * 1000))
         return {"sent": swept.sent, "unsent": swept.failed}
 
-    async def unread() -> Counts:
-        return {"unread": await client.run(readers.sweep())}
-
-    async def late() -> Counts:
-        return {"expired": await client.run(expire_late())}
-
-    async def unsettled() -> Counts:
-        return {"settled": await client.run(orphans.sweep())}
-
     async with asyncio.TaskGroup() as group:
         group.create_task(_repeat(client, submitting, every_s))
-        group.create_task(_repeat(client, unread, readers.every_s))
-        group.create_task(_repeat(client, late, DEADLINES_EVERY_S))
-        group.create_task(_repeat(client, unsettled, every_s))
+        for what, sweep, often_s in (
+            ("unread", readers.sweep, readers.every_s),
+            ("expired", expire_late, DEADLINES_EVERY_S),
+            ("settled", orphans.sweep, every_s),
+        ):
+            group.create_task(_repeat(client, partial(_steps, client, what, sweep), often_s))
 
 
 async def lead(client: AsyncClient, settings: SweeperSettings, endpoints: Endpoints | None = None) -> None:
@@ -160,9 +155,6 @@ async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: End
     moving = None if settings.results_to_files is None else Moving(blobs, settings.results_to_files)
     stale = Stale(client, letters_kept_s=settings.letters_kept, unneeded_s=settings.unneeded)
 
-    async def tell() -> Counts:
-        return {"told": await results.tell()}
-
     async def pack() -> Counts:
         done = await compact(client, int(settings.compact_after * 1000), moving)
         counts = {"compacted": done.streams, "compacted_entries": done.entries, "compacted_bytes": done.size}
@@ -172,30 +164,19 @@ async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: End
         reaped, recalled = await orphaned.sweep()
         return {"returned": reaped, "recalled": recalled}
 
-    async def prune() -> Counts:
-        return {f"removed_{name}": count for name, count in asdict(await pools.sweep()).items()}
-
-    async def tidy() -> Counts:
-        return {f"removed_{name}": count for name, count in asdict(await stale.sweep()).items()}
-
     async def trim() -> Counts:
         done = await trim_outbox(client.store, settings.delivered_kept, settings.dead_kept)
         return {"removed_webhooks": done.delivered + done.dead}
 
+    async def tell() -> Counts:
+        return {"told": await results.tell()}
+
     async def add_up() -> Counts:
         return {"ledger_rows": await sum_usage(client, settings.usage)}
 
-    async def expire_files() -> Counts:
-        return {f"files_{name}": count for name, count in asdict(await remove_files(client.store, blobs)).items()}
-
     async with asyncio.TaskGroup() as group:
         basics = run(
-            client,
-            settings.every,
-            settings.reader_lease,
-            results.wait,
-            settings.unsent_after,
-            settings.unsettled_after,
+            client, settings.every, settings.reader_lease, results.wait, settings.unsent_after, settings.unsettled_after
         )
         group.create_task(basics)
         if endpoints is not None:
@@ -204,11 +185,21 @@ async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: End
         group.create_task(_repeat(client, tell, settings.every))
         group.create_task(_repeat(client, pack, settings.every))
         group.create_task(_repeat(client, returned, settings.every))
-        group.create_task(_repeat(client, prune, settings.seldom))
-        group.create_task(_repeat(client, tidy, settings.seldom))
+        group.create_task(_repeat(client, partial(_named, "removed", pools.sweep), settings.seldom))
+        group.create_task(_repeat(client, partial(_named, "removed", stale.sweep), settings.seldom))
         group.create_task(_repeat(client, trim, settings.seldom))
         group.create_task(_repeat(client, add_up, settings.every))
-        group.create_task(_repeat(client, expire_files, settings.seldom))
+        expired_files = partial(_named, "files", partial(remove_files, client.store, blobs))
+        group.create_task(_repeat(client, expired_files, settings.seldom))
+
+
+async def _steps(client: AsyncClient, what: str, sweep: Callable[[], Steps[int]]) -> Counts:
+    return {what: await client.run(sweep())}
+
+
+async def _named(what: str, sweep: Callable[[], Awaitable[Any]]) -> Counts:
+    """A sweep's counts, each by its own name."""
+    return {f"{what}_{name}": count for name, count in asdict(await sweep()).items()}
 
 
 async def _repeat(client: AsyncClient, work: Callable[[], Awaitable[Counts]], every_s: float) -> None:

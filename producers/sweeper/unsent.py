@@ -14,7 +14,7 @@ from redis.exceptions import RedisError, WatchError
 
 from producers.client.aio import AsyncClient
 from producers.client.steps import lost
-from producers.connection.script import arun, text
+from producers.connection.script import arun, ms, text
 from producers.contract import keys
 from producers.contract.message import Message
 from producers.contract.record import Record
@@ -42,8 +42,7 @@ async def sweep(client: AsyncClient, age_ms: int = protocol.SWEEP_AGE_MS) -> Swe
     redis.exceptions.RedisError or OSError if a server is away.
     """
     swept = Swept()
-    seconds, micros = await client.store.time()
-    until = seconds * 1000 + micros // 1000 - age_ms
+    until = ms(await client.store.time()) - age_ms
     while True:
         # Records that could not be sent stay in the set, before those that are not read yet.
         page = await client.store.zrangebyscore(keys.SUBMITTING, "-inf", until, start=swept.failed, num=PAGE)

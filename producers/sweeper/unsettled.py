@@ -17,7 +17,7 @@ from typing import Final
 
 from producers.client.steps import FAILURES, Read, Steps, lost
 from producers.connection.log_throttle import warn_throttled
-from producers.connection.script import text
+from producers.connection.script import ms, text
 from producers.contract import keys
 from producers.store import protocol
 
@@ -46,8 +46,8 @@ class Orphans:
 
     def sweep(self) -> Steps[int]:
         """Settle orphaned tasks. Returns their number. Raises redis.exceptions.RedisError or OSError."""
-        ((seconds, micros),) = yield Read((("TIME",),))
-        now = int(seconds) * 1000 + int(micros) // 1000
+        (time,) = yield Read((("TIME",),))
+        now = ms(time)
         until = now - self.age_ms
         after = 0 if self._round % ALL_EVERY == 0 else self._after
         settled = kept = 0

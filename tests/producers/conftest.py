@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 from redis import Redis
 
-from producers import Client
+from producers import AsyncClient, Client
 from producers.contract import keys
 from tests.producers.faces import AsyncFace, Face
 from tests.producers.fake_worker import FakeWorker
@@ -32,6 +32,12 @@ CARD: dict[str, Any] = {
 }
 POOL = keys.Pool("tiny", "0123456789ab", "deadbeef")
 QUEUE = POOL.version_queue
+
+
+def subscribers(valkey: Redis, task_id: str) -> int:
+    """Those of a task's channel."""
+    ((_, count),) = valkey.pubsub_numsub(keys.channel(task_id))
+    return int(count)
 
 
 @pytest.fixture
@@ -65,6 +71,13 @@ def client(make_client: Any, valkey_url: str, model: str) -> Face:
     """A client of either kind on the test's Valkey, where `tiny` is published."""
     face: Face = make_client(valkey_url)
     return face
+
+
+@pytest.fixture
+async def aclient(valkey_url: str, model: str) -> AsyncIterator[AsyncClient]:
+    """An asyncio client on the test's own loop, which soon gives up a server that is away."""
+    async with AsyncClient(valkey_url, patience=0.2) as client:
+        yield client
 
 
 @pytest.fixture

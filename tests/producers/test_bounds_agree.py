@@ -49,7 +49,7 @@ def refused(make: Any, fields: dict[str, Any]) -> bool:
     return False
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.dictionaries(st.sampled_from(FIELDS), st.one_of(NUMBERS, LISTS), max_size=2))
 @example({"temperature": 100})
 @example({"min_tokens": 2, "max_tokens": 1})

@@ -17,6 +17,7 @@ from producers.contract import keys
 from tests.producers.conftest import QUEUE
 from tests.producers.faces import Face
 from tests.producers.fake_worker import FakeWorker
+from tests.waiting import until
 
 
 def later(do: Callable[[], object], seconds: float = 0.2) -> threading.Timer:
@@ -34,7 +35,7 @@ def test_a_task_is_streamed_and_its_result_put_together(client: Face, worker: Fa
     assert [e.position for e in events] == [0, 1, 2, 3]
     assert isinstance(events[-1], End)
 
-    result = handle.result(timeout=5)
+    result = handle.result(timeout=60)
     assert (result.id, result.model, result.tier, result.status) == (handle.id, "tiny", "default", "completed")
     assert (result.text, result.token_ids, result.choices[0].finish_reason) == ("Hello, world", (0, 1, 2), "stop")
     assert result.usage == {"prompt_tokens": 3, "cached_tokens": 0, "output_tokens": 3}
@@ -57,7 +58,7 @@ def test_several_choices_and_logprobs_are_kept_apart(client: Face, worker: FakeW
     worker.append(handle.id, 0, ["b", "c"], choice=0, logprobs=[(-1.0, ()), (-2.0, ())], finish_reason="length")
     worker.append(handle.id, 1, ["d"], choice=1, logprobs=[(-0.25, ((8, -0.125),))], finish_reason="stop")
     worker.finish(handle.id, [2, 2], reasons=["length", "stop"])
-    first, second = handle.result(timeout=5).choices
+    first, second = handle.result(timeout=60).choices
     assert (first.text, first.token_ids, first.finish_reason) == ("bc", (0, 1), "length")
     assert (second.text, second.token_ids, second.finish_reason) == ("ad", (1000, 1001), "stop")
     assert first.logprobs == ((-1.0, ()), (-2.0, ()))
@@ -79,7 +80,7 @@ def test_a_prompts_logprobs_come_before_its_tokens_and_count_none(client: Face, 
     worker.append(handle.id, 0, ["a", "b"])
     worker.finish(handle.id, [2])
     assert [(e.position, getattr(e, "index", None)) for e in stream] == [(2, 0), (3, 1), (4, None)]
-    result = handle.result(timeout=5)
+    result = handle.result(timeout=60)
     assert result.prompt_token_ids == tuple(range(700))
     assert result.prompt_logprobs == tuple(logprobs)
     assert result.usage["output_tokens"] == 2
@@ -93,8 +94,6 @@ def test_a_stream_is_read_from_any_position(client: Face, worker: FakeWorker) ->
     for start in range(12):
         assert list(handle.stream(start)) == whole[start:]
     assert list(handle.stream(10**6)) == []
-    with pytest.raises(ValueError, match="position"):
-        list(handle.stream(-1))
 
 
 def test_a_timeout_leaves_the_task_alone(client: Face, valkey: Redis, worker: FakeWorker) -> None:
@@ -114,9 +113,9 @@ def test_a_failed_task_raises_its_error_unless_asked_not_to(client: Face, worker
     error = {"code": "engine_error", "message": "The engine broke.", "param": "prompt"}
     worker.finish(handle.id, [1], status="failed", reasons=["error"], error=error)
     with pytest.raises(TaskFailed, match=r"The engine broke\.") as failed:
-        handle.result(timeout=5)
+        handle.result(timeout=60)
     assert (failed.value.status, failed.value.code, failed.value.param) == ("failed", "engine_error", "prompt")
-    result = handle.result(timeout=5, raise_for_status=False)
+    result = handle.result(timeout=60, raise_for_status=False)
     assert (result.status, result.text, result.error) == ("failed", "half", error)
 
 
@@ -125,7 +124,7 @@ def test_an_incomplete_task_is_no_failure(client: Face, worker: FakeWorker) -> N
     worker.claim(handle.id)
     worker.append(handle.id, 0, ["half"])
     worker.finish(handle.id, [1], status="incomplete", reasons=["length"])
-    assert handle.result(timeout=5).status == "incomplete"
+    assert handle.result(timeout=60).status == "incomplete"
 
 
 def test_a_queued_task_is_cancelled_at_once(client: Face, worker: FakeWorker) -> None:
@@ -134,7 +133,7 @@ def test_a_queued_task_is_cancelled_at_once(client: Face, worker: FakeWorker) ->
     assert handle.status().status == "cancelled"
     assert [type(event) for event in handle.stream()] == [End]
     with pytest.raises(TaskFailed) as failed:
-        handle.result(timeout=5)
+        handle.result(timeout=60)
     assert (failed.value.status, failed.value.code) == ("cancelled", "cancelled")
     assert handle.cancel() is True  # asked twice, still so
     assert worker.claim(worker.take(QUEUE) or "").answer == "settle"
@@ -156,14 +155,14 @@ def test_a_running_task_is_cancelled_by_its_worker(client: Face, valkey: Redis, 
     assert handle.status().cancel_accepted
     assert worker.append(handle.id, 1, ["b"]) == ("cancel", 1)
     assert worker.finish(handle.id, [1]) == ["won", "cancelled"]
-    assert handle.result(timeout=5, raise_for_status=False).text == "a"
+    assert handle.result(timeout=60, raise_for_status=False).text == "a"
 
 
 def test_a_finished_task_is_not_cancelled(client: Face, worker: FakeWorker) -> None:
     handle = client.submit(model="tiny", prompt="x")
     worker.serve(handle.id)
     assert handle.cancel() is False
-    assert handle.result(timeout=5).status == "completed"
+    assert handle.result(timeout=60).status == "completed"
 
 
 def test_a_task_that_is_not_there_is_not_found(client: Face) -> None:
@@ -206,18 +205,9 @@ def test_a_stream_left_early_is_unsubscribed(client: Face, valkey: Redis, worker
     next(stream)
     later(lambda: worker.append(handle.id, 1, ["b"]))
     next(stream)
-    eventually(lambda: valkey.pubsub_channels() == [keys.channel(handle.id).encode()])
+    until(lambda: valkey.pubsub_channels() == [keys.channel(handle.id).encode()])
     stream.close()  # type: ignore[attr-defined, unused-ignore]  # both faces give generators
-    eventually(lambda: valkey.pubsub_channels() == [])
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(3000):
-        if holds():
-            return
-        pause.wait(0.02)
-    pytest.fail("it did not come true in a minute")
+    until(lambda: valkey.pubsub_channels() == [])
 
 
 def test_a_closed_client_does_nothing_more(valkey_url: str, model: str) -> None:

@@ -25,16 +25,7 @@ def loaded(code: str) -> set[str]:
     ],
 )
 def test_importing_the_library_loads_no_more_than_it_needs(code: str, without: set[str]) -> None:
-    never = {
-        "torch",
-        "numpy",
-        "fastapi",
-        "starlette",
-        "uvicorn",
-        "prometheus_client",
-        "safetensors",
-        "tokenizers",
-    }
+    never = {"torch", "numpy", "fastapi", "starlette", "uvicorn", "prometheus_client", "safetensors", "tokenizers"}
     assert not (never | without) & loaded(code)
 
 

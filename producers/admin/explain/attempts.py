@@ -1,4 +1,4 @@
-"""What became of a task so far: its starts, what each engine did with it, and how long each phase took."""
+"""A task's course so far: its starts, what each engine did with it, and how long each phase took."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Attempt:
     worker: str | None
     """The worker's incarnation."""
     why: str
-    """What ended it: `died`, `drained`, `preempted`, `lease_lost`, `breaker`; `failed`: the engine failed it, and
+    """The cause of end: `died`, `drained`, `preempted`, `lease_lost`, `breaker`; `failed`: the engine failed it, and
     Celery tries it again; `ended`: the task ended. Or `running`."""
     at: float | None = None
     """Time at which that end was known, unix seconds."""

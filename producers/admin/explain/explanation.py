@@ -43,7 +43,7 @@ class Explanation:
     """Number of its starts."""
     attempts: list[Attempt] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
-    """How long each took; the last one may go on."""
+    """Each one's duration; the last one may go on."""
 
 
 async def explain(store: Redis, broker: Broker, record: Record) -> Explanation:

@@ -106,11 +106,15 @@ def _last_start(seen: Seen) -> str:
 def _others(seen: Seen) -> Iterator[Reason]:
     """Tasks that go first."""
     if seen.better:
-        yield Reason("better_tiers", f"{counted(seen.better)} of better tiers go first")
+        yield Reason("better_tiers", f"{counted(seen.better)} of better tiers {_go(seen.better)} first")
     if seen.standing is not None and seen.standing.ahead:
-        same = counted(seen.standing.ahead)
-        whose = "came before it" if seen.standing.exact else "go first: they came before it, or it is others' turn"
+        same, goes = counted(seen.standing.ahead), _go(seen.standing.ahead)
+        whose = "came before it" if seen.standing.exact else f"{goes} first, by time or because it is others' turn"
         yield Reason("same_tier" if seen.standing.exact else "turns", f"{same} of the tier {seen.record.tier} {whose}")
+
+
+def _go(count: int) -> str:
+    return "goes" if count == 1 else "go"
 
 
 def _room(seen: Seen) -> Iterator[Reason]:

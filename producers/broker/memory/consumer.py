@@ -13,13 +13,7 @@ from producers.broker.memory.server import Server
 from producers.broker.values import Ack, Back, Capabilities, Credit, Fetched, Listed, PutDown, Rules
 from producers.connection.alive import Seen
 
-CAPABILITIES: Final = Capabilities(
-    strict_order=True,
-    front_of_queue=True,
-    tenant_turns=True,
-    delay_per_message=True,
-    max_message_bytes=sys.maxsize,
-)
+CAPABILITIES: Final = Capabilities(front_of_queue=True, max_message_bytes=sys.maxsize)
 #: Messages of each list that one fetch sorts, unless it is told.
 BITE: Final = 64
 

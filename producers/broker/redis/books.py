@@ -8,9 +8,9 @@ from redis.asyncio import Redis
 
 from producers.broker.base import Broker
 from producers.broker.redis import keys
-from producers.broker.redis.consumer import read_listed
+from producers.broker.redis.leases import read_listed
 from producers.broker.values import Listed, check_weight, sane_weights
-from producers.connection.script import text
+from producers.connection.script import ask, ms, text
 from producers.contract import keys as contract_keys
 
 
@@ -31,8 +31,7 @@ class Books(Broker):
         return bool(await self._redis.execute_command("LREM", keys.DEAD, 1, entry))
 
     async def now_ms(self) -> int:
-        seconds, micros = await self._redis.time()
-        return int(seconds) * 1000 + int(micros) // 1000
+        return ms(await self._redis.time())
 
     async def weights(self) -> dict[str, float]:
         return sane_weights(await self._redis.execute_command("HGETALL", keys.WEIGHTS))
@@ -53,10 +52,4 @@ class Books(Broker):
 
     async def _ask(self, *commands: tuple[str | bytes, ...]) -> list[Any]:
         """In one round trip."""
-        if not commands:
-            return []
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for command in commands:
-                pipe.execute_command(*command)
-            answers: list[Any] = await pipe.execute()
-            return answers
+        return await ask(self._redis, commands)

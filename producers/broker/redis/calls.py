@@ -127,8 +127,8 @@ DELAYED: Final = 1000
 def standing(message: Message, counted: Counted) -> Call:
     """Answers where a message stands; `read_standing` reads it."""
     lists = keys.tier_lists(message.queue, message.tier)
-    before = "" if counted.before is None else f"{counted.before:.6f}"
-    about = (message.id, message.tenant, message.at, message.tokens, DELAYED, before)
+    before, size = ("" if one is None else f"{one:.6f}" for one in (counted.before, counted.tokens))
+    about = (message.id, message.tenant, message.at, message.tokens, DELAYED, before, size)
     tenants = json.dumps(dict(counted.tenants))
     names = (keys.delayed(message.queue), keys.WEIGHTS, keys.RETURNED, *lists)
     return Call(script(PACKAGE, "standing"), names, (*about, tenants))

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from redis import Redis
 
-from producers.broker.base import Consumer, Waker
+from producers.broker.base import Waker
 from producers.broker.redis import calls, keys
+from producers.broker.redis.leases import Leases
 from producers.broker.redis.waker import TrackingWaker
-from producers.broker.values import Ack, Back, Capabilities, Credit, Fetched, Listed, PutDown, Rules, sane_weights
-from producers.connection import alive
+from producers.broker.values import Ack, Back, Capabilities, Credit, Fetched, PutDown, Rules, sane_weights
 from producers.connection.connect import SILENT_S, connect
-from producers.connection.script import Call, run, run_many, text
+from producers.connection.script import Call, run, run_many
 from producers.contract import keys as contract_keys
 
 CAPABILITIES: Final = Capabilities(
-    strict_order=True,
     front_of_queue=True,
-    tenant_turns=True,
-    delay_per_message=True,
     max_message_bytes=512 * 1024 * 1024,  # proto-max-bulk-len, unless the server says otherwise
 )
 #: Messages that go back into their lists in one call.
@@ -28,7 +25,7 @@ PAGE: Final = 1000
 _SAID: Final = {1: PutDown.DONE, 0: PutDown.GONE, -1: PutDown.UNSETTLED}
 
 
-class RedisConsumer(Consumer):
+class RedisConsumer(Leases):
     capabilities = CAPABILITIES
 
     def __init__(self, url: str, queues: Sequence[str], timeout: float = SILENT_S, home: str | None = None) -> None:
@@ -74,15 +71,6 @@ class RedisConsumer(Consumer):
 
     # ---- leases ---------------------------------------------------------------------------------------------------
 
-    def take_lease(self, incarnation: str, about: str, ttl: float) -> None:
-        run(self._redis, calls.lease(incarnation, about, int(ttl * 1000), take=True, queue=self.queues[0]))
-
-    def renew(self, incarnation: str, about: str, ttl: float) -> bool:
-        return bool(run(self._redis, calls.lease(incarnation, about, int(ttl * 1000), take=False)))
-
-    def end_lease(self, incarnation: str) -> None:
-        self._redis.delete(contract_keys.lease(incarnation))
-
     def leave(self, incarnation: str, takers: Mapping[str, Sequence[str]]) -> None:
         first = [calls.reap(incarnation)]
         if self.home != self.queues[0]:
@@ -98,26 +86,10 @@ class RedisConsumer(Consumer):
         while again := [call for call, count in zip(recall, counts, strict=True) if count == PAGE]:
             recall, counts = again, run_many(self._redis, again)
 
-    def workers(self) -> list[Listed]:
-        listed = self._redis.hgetall(keys.INCARNATIONS)
-        with self._redis.pipeline(transaction=False) as pipe:
-            for name in listed:
-                pipe.pttl(contract_keys.lease(text(name)))
-            return read_listed(listed, pipe.execute())
-
-    def look(self, looker: str, others: Sequence[str]) -> dict[str, alive.Seen] | None:
-        return alive.seen(self._redis, looker, others)
-
     def reap(self, incarnation: str, looker: str = "") -> int:
         return int(run(self._redis, calls.reap(incarnation, looker, self.home)))
 
-    def retract(self, incarnation: str) -> list[str] | None:
-        return alive.read_retract(run(self._redis, alive.retract(incarnation, keys.REAPED)))
-
     # ---- queues ---------------------------------------------------------------------------------------------------
-
-    def adopt(self, source: str, target: str) -> int:
-        return int(run(self._redis, calls.adopt(source, target)))
 
     def waiting(self, queue: str) -> int:
         with self._redis.pipeline(transaction=False) as pipe:
@@ -138,11 +110,3 @@ class RedisConsumer(Consumer):
 
     def close(self) -> None:
         self._redis.close()
-
-
-def read_listed(listed: Mapping[Any, Any], left_ms: Sequence[int]) -> list[Listed]:
-    """`listed`: queues by incarnation; `left_ms`: PTTL of each one's lease, below -1 where there is none."""
-    return [
-        Listed(text(name), text(queue), None if left == -2 else max(0, left) / 1000)
-        for (name, queue), left in zip(listed.items(), left_ms, strict=True)
-    ]

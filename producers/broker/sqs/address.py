@@ -74,10 +74,7 @@ def read(url: str) -> Address:
 def capabilities(address: Address) -> Capabilities:
     """The broker's promises. SQS has no front of a queue, and its standard queues keep no order."""
     return Capabilities(
-        strict_order=False,
         front_of_queue=False,
-        tenant_turns=False,  # SQS's fair queues, and the turns within what one worker has received
-        delay_per_message=True,
         max_message_bytes=1024 * 1024,  # of a queue that says no less
         pool_queues=False,
         order_per_key=address.fifo,

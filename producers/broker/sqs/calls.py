@@ -34,7 +34,7 @@ class Said:
     workers: dict[str, tuple[str, int]]
     """Incarnation -> its pool's queue, its messages in flight."""
     delayed: list[int]
-    """Of each queue: messages with a delay that is longer than SQS's longest."""
+    """For each queue, messages with a delay that is longer than SQS's longest."""
     lists: list[Counts]
 
 

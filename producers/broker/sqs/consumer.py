@@ -8,10 +8,9 @@ from typing import Any, Final
 
 from redis import Redis
 
-from producers.broker.base import Consumer, Waker
-from producers.broker.redis import calls as shared_calls
+from producers.broker.base import Waker
 from producers.broker.redis import keys as shared
-from producers.broker.redis.consumer import read_listed
+from producers.broker.redis.leases import Leases
 from producers.broker.sqs import keys, names
 from producers.broker.sqs.address import Address, capabilities
 from producers.broker.sqs.hold import reaping
@@ -19,17 +18,15 @@ from producers.broker.sqs.hold.errand import body_of
 from producers.broker.sqs.hold.hold import Hold
 from producers.broker.sqs.hold.shared import hold_of, release
 from producers.broker.sqs.keys import Entry
-from producers.broker.values import Ack, Back, Credit, Fetched, Listed, PutDown, Rules
-from producers.connection import alive
+from producers.broker.values import Ack, Back, Credit, Fetched, PutDown, Rules
 from producers.connection.connect import SILENT_S, connect
 from producers.connection.script import run, text
-from producers.contract import keys as contract_keys
 
 #: Longest wait (s) for SQS in a call of a thread that has other work, such as the lease's; the courier goes on.
 PATIENCE_S: Final = 1.0
 
 
-class SqsConsumer(Consumer):
+class SqsConsumer(Leases):
     """Consumers of one process and address share what it has received."""
 
     def __init__(
@@ -77,17 +74,11 @@ class SqsConsumer(Consumer):
 
     # ---- leases ---------------------------------------------------------------------------------------------------
 
-    def take_lease(self, incarnation: str, about: str, ttl: float) -> None:
-        run(self._redis, shared_calls.lease(incarnation, about, int(ttl * 1000), take=True, queue=self.queues[0]))
-
     def renew(self, incarnation: str, about: str, ttl: float) -> bool:
-        if run(self._redis, shared_calls.lease(incarnation, about, int(ttl * 1000), take=False)):
+        if super().renew(incarnation, about, ttl):
             return True
         self._hold.lose(incarnation)
         return False
-
-    def end_lease(self, incarnation: str) -> None:
-        self._redis.delete(contract_keys.lease(incarnation))
 
     def leave(self, incarnation: str, takers: Mapping[str, Sequence[str]]) -> None:
         self._hold.rest()
@@ -95,29 +86,12 @@ class SqsConsumer(Consumer):
         self.end_lease(incarnation)
         self.reap(incarnation)
 
-    def workers(self) -> list[Listed]:
-        listed = self._redis.hgetall(shared.INCARNATIONS)
-        with self._redis.pipeline(transaction=False) as pipe:
-            for name in listed:
-                pipe.pttl(contract_keys.lease(text(name)))
-            return read_listed(listed, pipe.execute())
-
-    def look(self, looker: str, others: Sequence[str]) -> dict[str, alive.Seen] | None:
-        return alive.seen(self._redis, looker, others)
-
-    def retract(self, incarnation: str) -> list[str] | None:
-        return alive.read_retract(run(self._redis, alive.retract(incarnation, shared.REAPED)))
-
     def reap(self, incarnation: str, looker: str = "") -> int:
         count, flying = reaping.read_reap(run(self._redis, reaping.reap(incarnation, looker)))
         self._hold.chores.reap(incarnation, flying, min(PATIENCE_S, self._timeout))
         return count
 
     # ---- queues ---------------------------------------------------------------------------------------------------
-
-    def adopt(self, source: str, target: str) -> int:
-        """A pool has no queue of its own on SQS: nothing is there to be moved, but what is delayed."""
-        return int(run(self._redis, shared_calls.adopt(source, target)))
 
     def waiting(self, queue: str) -> int:
         indexes = [keys.waiting(name) for name, _ in names.lists(queue)]

@@ -17,7 +17,7 @@ from producers.broker.sqs.queues.lookup import MIN_RETENTION_S, RENEW_BEFORE_S
 from producers.broker.sqs.sending.outgoing import BATCH, send_anew
 from producers.connection.aws import AwsError
 from producers.connection.log_throttle import warn_throttled
-from producers.connection.script import run, text
+from producers.connection.script import ms, run, text
 from producers.connection.trouble import Trouble, trouble
 from producers.contract import keys as contract_keys
 
@@ -50,7 +50,7 @@ class Repair:
     def step(self) -> None:
         """Look at some entries of each list. Raises redis.exceptions.RedisError, and AwsError if SQS is away."""
         store = self._to.store
-        now = _now_ms(store.time())
+        now = ms(store.time())
         for name in sorted(map(text, store.smembers(keys.LISTS))):
             found = self._page(name)
             run(store, calls.gone(name, [one.member for one in found if one.over]))
@@ -90,7 +90,3 @@ class Repair:
 
 def _id(member: str) -> str:
     return member.partition(" ")[0]
-
-
-def _now_ms(time: tuple[int, int]) -> int:
-    return time[0] * 1000 + time[1] // 1000

@@ -22,8 +22,8 @@ local function listens(about)
   return fine and type(said) == 'table' and said.listens == true
 end
 
--- Whether an incarnation is dead as far as `me`, who is heard here in the same call, can tell: its lease stands and says
--- that it listens, and nobody does.
+-- Whether an incarnation is dead as far as `me`, who is heard here in the same call, can tell: its lease stands and
+-- says that it listens, and nobody does.
 local function silent(inc, me)
   local heard = hear({ me, inc })
   local about = heard[me] and not heard[inc] and redis.call('GET', 'penstock:lease:' .. inc)

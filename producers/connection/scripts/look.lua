@@ -1,5 +1,6 @@
 #!lua flags=no-writes,allow-oom
--- LOOK(me, incs) | me is heard here: tells which incarnations are silent (see _alive.lua) or have no lease; else nothing.
+-- LOOK(me, incs) | me is heard here: tells which incarnations are silent (see _alive.lua) or have no lease; else
+-- nothing.
 -- ARGV: me, inc ...
 -- Answers: {0} where me is not heard; else {1}, then for each: 0 it lives, as far as is known | 1 silent | 2 no lease
 -- include: _alive.lua

@@ -1,1 +1,1 @@
-"""What a task's stream holds: events, the blocks that a compacted stream has, and the result they sum to."""
+"""A task's stream: events, the blocks that a compacted stream has, and the result they sum to."""

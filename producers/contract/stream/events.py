@@ -10,11 +10,15 @@ An entry is JSON, in the stream's field `e`; its position is its entry id less o
 - any other object is of a kind that a later version adds; readers skip it.
 
 A channel message is `[position of the first entry, entry, ...]`.
+
+A compacted stream is the hash `penstock:result:<id>` of blocks: its field k holds the entries of positions k * 1000 to
+k * 1000 + 999, a line each, compressed (zlib, RFC 1950).
 """
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring
@@ -25,6 +29,10 @@ quote: Final = encode_basestring
 
 #: Most tokens of a prompt in one entry.
 PROMPT_PIECE: Final = 512
+#: Entries in a block of a compacted stream; readers read one block at a time.
+BLOCK: Final = 1000
+#: zlib's compression level; higher ones hardly make streams smaller.
+LEVEL: Final = 6
 
 #: A token's logprob, then the alternatives: (logprob, ((token id, logprob), ...)).
 Logprobs = tuple[float, tuple[tuple[int, float], ...]]
@@ -104,13 +112,7 @@ def decode(position: int, entry: Any) -> Event | None:
     if isinstance(entry, list):
         logprobs = entry[4] if len(entry) > 4 else None
         return Token(
-            position,
-            entry[0],
-            entry[1],
-            entry[2],
-            entry[3],
-            _logprobs(logprobs),
-            entry[5] if len(entry) > 5 else None,
+            position, entry[0], entry[1], entry[2], entry[3], _logprobs(logprobs), entry[5] if len(entry) > 5 else None
         )
     if "end" in entry:
         return End(position, entry["end"], tuple(entry["reasons"]), entry["usage"], entry["error"])
@@ -135,3 +137,13 @@ def stream_position(entry_id: str | bytes) -> int:
     """The position of a stream entry, by its id."""
     name = entry_id.decode() if isinstance(entry_id, bytes) else entry_id
     return int(name.partition("-")[0]) - 1
+
+
+def pack(entries: Sequence[bytes]) -> bytes:
+    """A block of these entries (JSON; none holds a line break)."""
+    return zlib.compress(b"\n".join(entries), LEVEL)
+
+
+def unpack(number: int, block: bytes) -> list[tuple[int, Any]]:
+    """The entries of block `number`, parsed, each with its position. Raises zlib.error or ValueError."""
+    return [(number * BLOCK + k, json.loads(line)) for k, line in enumerate(zlib.decompress(block).split(b"\n"))]

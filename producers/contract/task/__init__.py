@@ -3,18 +3,19 @@
 A refused task is never queued. The limits of sampling are those that `engine.params.SamplingParams` declares, so that
 no worker refuses an accepted task.
 
-    a caller's JSON -> fields.py (types) -> task.py (Task: checked, resolved for a model) -> its record
-    limits.py has the numbers; refusals.py, what a caller reads of a refused task
+    a caller's JSON -> fields.py (types, limits, refusals) -> task.py (Task: checked, fitted to a model) -> its record
 """
 
-from producers.contract.task.limits import (
+from producers.contract.task.fields import (
     ASSUMED_OUTPUT,
     MAX_LOGPROBS,
     MAX_PROMPT_BYTES,
     MAX_PROMPT_TOKENS,
     MAX_TENANT,
+    label,
+    likely,
+    read_json,
 )
-from producers.contract.task.refusals import label, likely, read_json
 from producers.contract.task.task import Task
 
 __all__ = [

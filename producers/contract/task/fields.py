@@ -1,22 +1,41 @@
-"""Types of a task's fields: what each takes, and its JSON schema."""
+"""Types of a task's fields: what each takes, its JSON schema, and the error of what it refuses."""
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, StringConstraints, WithJsonSchema
+from pydantic import BeforeValidator, Field, PlainValidator, StringConstraints, ValidationError, WithJsonSchema
+from pydantic.fields import FieldInfo
 
-from engine.bounds import MAX_INT32, Integer, Number, Strings, TokenIds
-from engine.bounds import Biases as BiasesBound
 from engine.declared import declared
+from engine.declared.bounds import MAX_INT32, Integer, Number, Strings, TokenIds
+from engine.declared.bounds import Biases as BiasesBound
 from engine.params import DEFAULTS, SamplingParams
 from producers.contract.chat import MESSAGE, read_messages
-from producers.contract.task.limits import MAX_PROMPT_BYTES, MAX_PROMPT_TOKENS
 from producers.contract.webhook import WEBHOOK, Webhook
 from producers.errors import InvalidTask, shown
+
+# Limits of a task beside those of its sampling, which `engine.params` has.
+MAX_PROMPT_BYTES: Final = 1 << 20
+MAX_PROMPT_TOKENS: Final = 1_000_000
+MAX_TTL_S: Final = 30 * 24 * 3600
+MAX_TIMEOUT_S: Final = 7 * 24 * 3600
+MAX_TENANT: Final = 200
+MAX_ORDER_KEY: Final = 128
+#: Most log probabilities of a task's output, alternatives included: some fifty megabytes as text.
+MAX_LOGPROBS: Final = 1 << 20
+#: Most output tokens of a task with best_of. One call publishes them and keeps the store busy for tenths of a second.
+MAX_BEST_TOKENS: Final = 16_384
+#: Estimated bytes a token of text, which overestimates the tokens of most texts.
+BYTES_PER_TOKEN: Final = 3
+#: Assumed output tokens of a task without max_tokens.
+ASSUMED_OUTPUT: Final = 256
+#: Longest name (characters) in an error's `param`; longer ones are cut and get no spelling hint.
+MAX_LABEL: Final = 64
 
 
 def _prompt(value: Any) -> Any:
@@ -93,7 +112,6 @@ def sampling(name: str, words: str = "") -> Any:
     Its default is the engine's; None where a model may have its own.
     """
     one = declared(SamplingParams)[name]
-    assert one.bound is not None
     limits: dict[str, Any] = {}
     match one.bound:
         case Integer() as bound:
@@ -122,12 +140,53 @@ Bias = Annotated[float, Field(ge=-_BIASES.reach, le=_BIASES.reach)]
 Biases = Annotated[dict[Count, Bias], BeforeValidator(_biases, json_schema_input_type=dict[str, Bias])]
 Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE)]
 MessageList = Annotated[list[Message], Field(min_length=1)]
-Messages = Annotated[
-    tuple[dict[str, Any], ...],
-    BeforeValidator(_messages, json_schema_input_type=MessageList),
-]
+Messages = Annotated[tuple[dict[str, Any], ...], BeforeValidator(_messages, json_schema_input_type=MessageList)]
 #: A prompt's JSON schema, for OpenAPI; `_prompt` enforces it.
 PromptText = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_BYTES)]
 PromptIds = Annotated[list[Count], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
 OwnWebhook = Annotated[Webhook, PlainValidator(Webhook.read), WithJsonSchema(WEBHOOK)]
 Prompt = Annotated[str | tuple[int, ...], BeforeValidator(_prompt, json_schema_input_type=PromptText | PromptIds)]
+
+
+def read_json(body: str | bytes) -> Any:
+    """Parse JSON text. Raises InvalidTask if it is not UTF-8 or not JSON."""
+    try:
+        return json.loads(body if isinstance(body, str) else body.decode())
+    except UnicodeDecodeError as error:
+        raise InvalidTask(f"the body is not UTF-8: bad byte at {error.start}", code="invalid_utf8") from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidTask(f"the body is not JSON: {error}", code="invalid_json") from None
+
+
+def label(name: str) -> str:
+    """A caller's name for an error's `param`: in ASCII, cut after MAX_LABEL characters."""
+    short = name if len(name) <= MAX_LABEL else f"{name[:MAX_LABEL]}..."
+    return short if short.isascii() else ascii(short)[1:-1]
+
+
+def likely(name: str, names: Iterable[str]) -> str | None:
+    """The name among `names` that was probably meant; None without a close one."""
+    return next(iter(difflib.get_close_matches(name, names, 1)), None) if len(name) <= MAX_LABEL else None
+
+
+def unknown_field(name: str, fields: Iterable[str]) -> InvalidTask:
+    near = likely(name, fields)
+    hint = f"; did you mean {shown(near)}?" if near else f"; a task has {', '.join(fields)}"
+    return InvalidTask(f"unknown field {shown(name)}{hint}", param=label(name), code="unknown_parameter")
+
+
+def refusal(error: ValidationError, fields: Mapping[str, FieldInfo]) -> InvalidTask:
+    """Pydantic's first error as an InvalidTask."""
+    first = error.errors(include_url=False)[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, InvalidTask):
+        return cause
+    field = str(first["loc"][0])
+    wanted = fields[field].description
+    if first["type"] == "missing":
+        return InvalidTask(f"{field} is missing: {wanted}", param=field, code="missing_parameter")
+    place = field + "".join(f"[{shown(part)}]" for part in first["loc"][1:] if part != "[key]")
+    if first["type"] == "string_unicode":
+        return InvalidTask(f"{place} is not valid Unicode: {shown(first['input'])} has a lone surrogate", param=field)
+    code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
+    return InvalidTask(f"{place} is {shown(first['input'])}; {field} must be {wanted}", param=field, code=code)

@@ -8,9 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from engine.bounds import MAX_INT32
+from engine.declared.bounds import MAX_INT32
 from engine.params import DEFAULTS, MAX_CHOICES, MAX_PROMPT_LOGPROBS, filled
 from producers.contract.task.fields import (
+    ASSUMED_OUTPUT,
+    BYTES_PER_TOKEN,
+    MAX_BEST_TOKENS,
+    MAX_LOGPROBS,
+    MAX_ORDER_KEY,
+    MAX_TENANT,
+    MAX_TIMEOUT_S,
+    MAX_TTL_S,
     Biases,
     Ids,
     Messages,
@@ -21,20 +29,12 @@ from producers.contract.task.fields import (
     Tier,
     json_of,
     known_tier,
+    read_json,
+    refusal,
     sampling,
     stops,
+    unknown_field,
 )
-from producers.contract.task.limits import (
-    ASSUMED_OUTPUT,
-    BYTES_PER_TOKEN,
-    MAX_BEST_TOKENS,
-    MAX_LOGPROBS,
-    MAX_ORDER_KEY,
-    MAX_TENANT,
-    MAX_TIMEOUT_S,
-    MAX_TTL_S,
-)
-from producers.contract.task.refusals import read_json, refusal, unknown_field
 from producers.errors import InvalidTask, shown
 
 
@@ -60,9 +60,7 @@ class Task(BaseModel):
     # A field's description completes "it must be ..." in the message that refuses it.
     model: str = Field(min_length=1, max_length=200, description="the name of a model, 1 to 200 characters")
     prompt: Prompt = Field(
-        (),
-        description="text or a list of token ids; this or messages must be given",
-        json_schema_extra=_no_default,
+        (), description="text or a list of token ids; this or messages must be given", json_schema_extra=_no_default
     )
     messages: Messages | None = Field(
         None, description="a list of messages with role and content, in place of a prompt"

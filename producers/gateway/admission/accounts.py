@@ -8,8 +8,9 @@ its keys together, and where no keys are asked for, all who name it.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from starlette.requests import HTTPConnection
 
@@ -20,11 +21,12 @@ from producers.contract.task import Task
 from producers.errors import shown
 from producers.gateway.admission.callers import FRESH_S, KEPT
 from producers.gateway.http import idempotency
-from producers.gateway.http.caller import charge_of, principal_of
+from producers.gateway.http.caller import principal_of
 from producers.gateway.http.errors import Problem
+from producers.gateway.lru_cache import LruCache
 from producers.store.access import tenants
-from producers.store.access.principal import NO_LIMITS, Limits
-from producers.store.usage.limits import Account, Charge
+from producers.store.access.principal import Account
+from producers.store.usage.limits import Charge, needed
 from producers.store.usage.prices import Prices
 
 
@@ -34,7 +36,7 @@ class Accounts:
     def __init__(self, client: AsyncClient, prices: Prices | None) -> None:
         self._client = client
         self._prices = prices
-        self._known: dict[str, tuple[Limits, float]] = {}
+        self._tenants: LruCache[str, Account | None] = LruCache(KEPT, fresh=FRESH_S)
 
     async def sized(self, connection: HTTPConnection, tasks: Sequence[Task]) -> list[Task]:
         """The tasks within their key's and tenant's largest prompt and output, before their Idempotency-Key is taken.
@@ -42,46 +44,48 @@ class Accounts:
 
         Raises Problem (400, 403), redis.exceptions.RedisError or OSError, and what `AsyncClient.known` does.
         """
-        limits = await self.limits(connection, tasks[0].tenant)
-        connection.state.max_waiting = dict(limits)["tenant"].max_waiting
-        if not any(one != NO_LIMITS for _, one in limits):
+        tenant = await self._of(tasks[0].tenant)
+        state = connection.scope["state"]
+        state["max_waiting"] = None if tenant is None else tenant.limits.max_waiting
+        accounts = there(principal_of(connection).account, tenant)
+        if not accounts:
             return [*tasks]
         context = 0  # it is asked for where it is needed, since each request would pay for it
-        if tasks[0].max_tokens is None and any(one.max_output is not None for _, one in limits):
+        if tasks[0].max_tokens is None and any(one.limits.max_output is not None for one in accounts):
             context = int((await self._client.known(tasks[0].model)).card["context_length"])
-        charge = charge_of(connection)
+        charge: Charge | None = state.get("charge")
         if charge is None:
-            charge = charge_for(limits, principal_of(connection).key, tasks[0], self._prices)
-            connection.state.charge = charge
+            state["charge"] = charge = charge_for(accounts, tasks[0], self._prices)
         if charge is not None and tasks[0].max_tokens is None:
             charge.shortens = True
-        for whose, one in limits:
-            if idempotency.HEADER not in connection.headers:  # else the next try completes them
-                check_number(one, len(tasks), whose)
-            tasks = [fitted(one, task, context, whose) for task in tasks]
+        at_once = len(tasks) > 1 and idempotency.HEADER not in connection.headers  # else the next try completes them
+        for account in accounts:
+            if at_once:
+                check_number(account, len(tasks))
+            if account.limits.size_tasks:
+                tasks = [fitted(account, task, context) for task in tasks]
+        if charge is not None and at_once:
+            check_sum(charge, tasks, (await self._client.known(tasks[0].model)).card)
         return [*tasks]
 
-    async def limits(self, connection: HTTPConnection, tenant: str | None) -> list[tuple[str, Limits]]:
-        """The limits of the caller's `key`, and of its `tenant`, each after its word, the smaller output first.
+    async def limited(self, connection: HTTPConnection, tenant: str | None) -> list[Account]:
+        """The accounts of the caller's key and of its tenant (`there`). Raises redis.exceptions.RedisError or
+        OSError."""
+        return there(principal_of(connection).account, await self._of(tenant))
 
-        Raises redis.exceptions.RedisError or OSError.
-        """
-        found = [("key", principal_of(connection).limits), ("tenant", await self._of(tenant))]
-        return sorted(found, key=lambda one: one[1].max_output or 2**62)
+    async def _of(self, tenant: str | None) -> Account | None:
+        return None if tenant is None else await self._tenants.get(tenant, partial(self._read, tenant))
 
-    async def _of(self, tenant: str | None) -> Limits:
-        if tenant is None:
-            return NO_LIMITS
-        known, now = self._known.get(tenant), time.monotonic()
-        if known is not None and now - known[1] < FRESH_S:
-            return known[0]
+    async def _read(self, tenant: str) -> Account | None:
         read = Read((("HGET", keys.TENANT_LIMITS, tenant),))
         (raw,) = await self._client.run(persistently(read, self._client.patience))
-        self._known.pop(tenant, None)
-        self._known[tenant] = found = tenants.parse(raw), now
-        if len(self._known) > KEPT:
-            del self._known[next(iter(self._known))]
-        return found[0]
+        return tenants.account(tenant, tenants.parse(raw))
+
+
+def there(key: Account | None, tenant: Account | None) -> list[Account]:
+    """Those of a key's account and its tenant's that have limits, the one of the smaller output first."""
+    found = [one for one in (key, tenant) if one is not None]
+    return sorted(found, key=lambda one: one.limits.max_output or 2**62) if len(found) > 1 else found
 
 
 def rates(prices: Prices | None, model: str, tier: str) -> tuple[tuple[int, ...], str]:
@@ -93,40 +97,61 @@ def rates(prices: Prices | None, model: str, tier: str) -> tuple[tuple[int, ...]
     raise Problem(403, f"{said} (`penstock gateway --prices`).", code="model_not_priced", param="model")
 
 
-def charge_for(
-    limits: Sequence[tuple[str, Limits]], key: str | None, task: Task, prices: Prices | None
-) -> Charge | None:
-    """The charge of tasks like this one, to the accounts of a key and of the task's tenant, as far as they have limits
-    that count. Raises Problem as `rates` does."""
-    names = {"key": key or "", "tenant": f"tenant:{task.tenant}"}
-    charge = Charge(tuple(Account(names[whose], one) for whose, one in limits if one.counted))
-    if any(account.limits.budget_money is not None for account in charge.accounts):
-        charge.rates, charge.currency = rates(prices, task.model, task.tier)
-    return charge if charge.accounts else None
+def charge_for(accounts: Sequence[Account], task: Task, prices: Prices | None) -> Charge | None:
+    """The charge of tasks like this one to those of the accounts whose limits count. Raises Problem as `rates` does."""
+    counting = tuple([account for account in accounts if account.limits.counted])
+    if not counting:
+        return None
+    charge = Charge(counting)
+    for account in counting:
+        if account.limits.budget_money is not None:
+            charge.rates, charge.currency = rates(prices, task.model, task.tier)
+    return charge
 
 
-def check_number(limits: Limits, tasks: int, whose: str) -> None:
+def check_number(account: Account, tasks: int) -> None:
     """Raise Problem (400) for more tasks than a request can ever have within these limits: a retry would not help."""
+    limits = account.limits
     most = min((one for one in (limits.rpm, limits.max_in_flight) if one is not None), default=tasks)
     if tasks > most:
-        said = f"{tasks} prompts in one request, where this {whose} may have {most} tasks: send {most} at a time"
+        said = (
+            f"{tasks} prompts in one request, where this {account.whose} may have {most} tasks: send {most} at a time"
+        )
         raise Problem(400, said, code="array_above_max_length", param="prompt")
 
 
-def fitted(limits: Limits, task: Task, context: int, whose: str) -> Task:
-    """The task within these limits' largest prompt and output. Its own largest output, if it names none, is theirs, or
-    what the model's context (tokens) leaves.
+def check_sum(charge: Charge, tasks: Sequence[Task], card: Mapping[str, Any]) -> None:
+    """Raise Problem (400) for tasks each of which fits into a minute's or a month's tokens, and all together never."""
+    minute = [task.kv_tokens(int(card["context_length"])) for task in tasks]
+    parts = [needed(task, card, charge.shortens) for task in tasks]
+    month = [prompt + least * width for prompt, _, least, width in parts]
+    for _, limits in charge.accounts:
+        for each, most in ((minute, limits.tpm), (month, limits.budget_tokens)):
+            if most is not None and max(each) <= most < sum(each):
+                said = (
+                    f"{len(tasks)} prompts in one request may need {sum(each)} tokens, of {most}: send fewer at a time"
+                )
+                raise Problem(400, said, code="array_above_max_length", param="prompt")
+
+
+def fitted(account: Account, task: Task, context: int) -> Task:
+    """The task within an account's largest prompt and output. Its own largest output, if it names none, is the
+    account's, or what the model's context (tokens) leaves.
 
     Raises Problem (400).
     """
-    prompt, output = task.prompt_tokens, task.max_tokens
+    limits, prompt, output = account.limits, task.prompt_tokens, task.max_tokens
     if limits.max_prompt is not None and prompt is not None and prompt > limits.max_prompt:
-        said = f"The prompt has {prompt} tokens; with this {whose} it may have {limits.max_prompt}."
+        said = f"The prompt has {prompt} tokens; with this {account.whose} it may have {limits.max_prompt}."
         raise Problem(400, said, code="prompt_too_long", param="prompt")
     if limits.max_output is None:
         return task
     if output is not None and output > limits.max_output:
-        said = f"max_tokens is {output}; with this {whose} it may be {limits.max_output} at most."
+        said = f"max_tokens is {output}; with this {account.whose} it may be {limits.max_output} at most."
         raise Problem(400, said, code="output_too_long", param="max_tokens")
+    if task.min_tokens > limits.max_output:
+        most = f"with this {account.whose} an output may have {limits.max_output} at most"
+        said = f"min_tokens is {task.min_tokens}; {most}."
+        raise Problem(400, said, code="output_too_long", param="min_tokens")
     left = max(1, context - (prompt or 1))
     return task if output is not None else task.model_copy(update={"max_tokens": min(limits.max_output, left)})

@@ -10,10 +10,10 @@ Wrong keys are answered alike whatever is wrong with them, and ever more slowly 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeVar
 
 from redis.asyncio import Redis
@@ -21,6 +21,7 @@ from redis.asyncio import Redis
 from producers.client.steps import FAILURES
 from producers.connection.connect import SILENT_S
 from producers.gateway.http.errors import Problem
+from producers.gateway.lru_cache import LruCache
 from producers.store.access import api_keys
 from producers.store.access.api_keys import Key
 from producers.store.access.principal import Principal
@@ -40,17 +41,18 @@ CHALLENGE: Final = {"www-authenticate": 'Bearer realm="penstock"'}
 FREE: Final = 10
 FORGIVEN_S: Final = 60.0
 SLOWEST_S: Final = 2.0
+#: Whom an unknown key lets in.
+NOBODY: Final = (None, 0.0)
 
 
 @dataclass(slots=True)
 class _Known:
-    """A key as the store had it at `at`. `opened`, `token`: when it last let somebody in, and by which text."""
+    """A key as the store had it at `at`. `opened`: when it last let somebody in."""
 
     key: Key
     principal: Principal
     at: float
     opened: float = float("-inf")
-    token: bytes = b""
 
 
 class Callers:
@@ -60,51 +62,64 @@ class Callers:
         self._store = store
         self._sleep = sleep
         self._known: dict[str, _Known] = {}
+        # Whole keys that let somebody in a moment ago, and until when (monotonic) they do so again. A dict finds them
+        # by a hash that nobody outside can foretell, so its time says nothing of a secret.
+        self._recent: dict[str, tuple[Principal | None, float]] = {}
+        self._looks: LruCache[str, _Known | None] = LruCache(KEPT, fresh=FRESH_S)
         self._wrong: dict[str, tuple[int, float]] = {}
+
+    def again(self, token: str | None) -> Principal | None:
+        """The holder of a key that has opened, if the store's last word on it is fresh: most requests' way."""
+        principal, until = self._recent.get(token or "", NOBODY)
+        return principal if time.monotonic() < until else None
 
     async def principal(self, token: str | None, address: str) -> Principal:
         """The holder of a key. Raises Problem (401) for a wrong or missing key, and redis.exceptions.RedisError or
-        OSError where that cannot be told now."""
-        if token and (known := self._again(token)):
-            return known.principal
-        read = api_keys.read_token(token or "")
-        opened = None if read is None else await self._opened(*read)
-        if opened is None:
+        OSError where that cannot be told now. Of all who come with a key that opened a while ago, one looks it up."""
+        if token in self._recent:
+            opened = await self._looks.get(token, partial(self._opened, token))
+        else:
+            opened = await self._opened(token or "")
+        if opened is None or opened.key.state(time.time()) != "active":
             raise await self._refusal(address, missing=not token)
-        opened.opened, opened.token = opened.at, (token or "").encode()
         return opened.principal
 
-    def _again(self, token: str) -> _Known | None:
-        """The key that this token opened just now: it is not hashed again for each request."""
-        known = self._known.get(api_keys.id_in(token))
-        if known is None or not known.token or time.monotonic() - known.at >= FRESH_S:
+    async def _opened(self, token: str) -> _Known | None:
+        """The key that this opens. A secret that opens none is looked up anew each time: so every refusal
+        takes the same time, and a secret that was made just now works at once."""
+        if (read := api_keys.read_token(token)) is None:
             return None
-        same = hmac.compare_digest(known.token, token.encode(errors="replace"))
-        return known if same and known.key.state(time.time()) == "active" else None
-
-    async def _opened(self, key_id: str, secret: str) -> _Known | None:
-        """The key, if this secret opens it. A secret that does not is looked up anew each time: so every refusal takes
-        the same time, and a secret that was made just now works at once."""
+        key_id, secret = read
         known = self._known.get(key_id)
-        if known is not None and time.monotonic() - known.at < FRESH_S and known.key.opens(secret, time.time()):
-            return known
-        known = await self._look(key_id, known)
-        return known if known is not None and known.key.opens(secret, time.time()) else None
+        if known is None or time.monotonic() - known.at >= FRESH_S or not known.key.opens(secret, time.time()):
+            known = await self._look(key_id)
+        if known is None or not known.key.opens(secret, time.time()):
+            self._recent.pop(token, None)
+            return None
+        known.opened = known.at
+        left = FRESH_S if known.key.expires_at is None else min(FRESH_S, known.key.expires_at - time.time())
+        _put(self._recent, token, (known.principal, known.at + left))
+        return known
 
-    async def _look(self, key_id: str, known: _Known | None) -> _Known | None:
-        now = time.monotonic()
-        opened = float("-inf") if known is None else known.opened
+    async def _look(self, key_id: str) -> _Known | None:
+        """The key as the store has it now. What a later look has found meanwhile goes before that, and while the store
+        is away, what the last one found counts."""
+        began = time.monotonic()
         try:
             async with asyncio.timeout(SILENT_S):
                 key = await api_keys.get(self._store, key_id)
         except FAILURES:
-            if now - opened > REMEMBERED_S:
+            known = self._known.get(key_id)
+            if known is None or began - known.opened > REMEMBERED_S:
                 raise
+            return known
+        known = self._known.get(key_id)
+        if known is not None and known.at > began:
             return known
         if key is None:
             self._known.pop(key_id, None)
             return None
-        fresh = _Known(key, key.principal(), now, opened)
+        fresh = _Known(key, key.principal(), began, float("-inf") if known is None else known.opened)
         _put(self._known, key_id, fresh)
         return fresh
 

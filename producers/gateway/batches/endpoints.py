@@ -17,7 +17,7 @@ from producers.client.aio import AsyncClient
 from producers.client.submission import Known
 from producers.contract.stream.events import End
 from producers.errors import InvalidTask, LimitReached, PenstockError, UnknownModel
-from producers.gateway.admission.accounts import charge_for, fitted
+from producers.gateway.admission.accounts import charge_for, fitted, there
 from producers.gateway.admission.limits import check_may_use
 from producers.gateway.http.errors import Problem, body_of, problem_of
 from producers.gateway.openai.lines import COMPLETIONS, answer_line, read_line
@@ -26,7 +26,7 @@ from producers.gateway.tasks.foreground import problem_of_end
 from producers.gateway.text.prompts import Prompts
 from producers.gateway.text.templates import Templates
 from producers.store.access import api_keys, tenants
-from producers.store.access.principal import LOCAL, NO_LIMITS, Limits, Principal
+from producers.store.access.principal import LOCAL, Account, Limits, Principal
 from producers.store.usage.limits import CODES
 from producers.store.usage.prices import Prices
 from producers.sweeper.batches.endpoint import Answer, Finished, Planned
@@ -66,27 +66,23 @@ class LineEndpoints:
                 known[model] = await self._client.known(model)
             except UnknownModel as error:
                 known[model] = error
-        limits = await self._limits(principal.key, tenant)
+        accounts = await self._accounts(principal.key, tenant)
         if path == COMPLETIONS:
-            bodies = [_usual(body, [one for _, one in limits]) for body in bodies]
+            bodies = [_usual(body, [account.limits for account in accounts]) for body in bodies]
         planned = await asyncio.to_thread(
             lambda: [_planned(path, body, known[str(body["model"])], principal, tenant) for body in bodies]
         )
-        if not any(one != NO_LIMITS for _, one in limits):
+        if not accounts:
             return planned
-        return [
-            one if isinstance(one, Answer) else await self._within(limits, principal, one, prices) for one in planned
-        ]
+        return [one if isinstance(one, Answer) else await self._within(accounts, one, prices) for one in planned]
 
-    async def _limits(self, key_id: str | None, tenant: str | None) -> list[tuple[str, Limits]]:
-        """The limits of a batch's key and tenant now."""
+    async def _accounts(self, key_id: str | None, tenant: str | None) -> list[Account]:
+        """The accounts of a batch's key and tenant, with the limits that they have now."""
         key = None if key_id is None else await api_keys.get(self._client.store, key_id)
-        of_tenant = NO_LIMITS if tenant is None else await tenants.get(self._client.store, tenant)
-        return [("key", NO_LIMITS if key is None else key.limits), ("tenant", of_tenant)]
+        of_tenant = None if tenant is None else tenants.account(tenant, await tenants.get(self._client.store, tenant))
+        return there(None if key is None else key.principal().account, of_tenant)
 
-    async def _within(
-        self, limits: Sequence[tuple[str, Limits]], principal: Principal, plan: Planned, prices: Prices | None
-    ) -> Planned | Answer:
+    async def _within(self, accounts: Sequence[Account], plan: Planned, prices: Prices | None) -> Planned | Answer:
         """A line's task within limits, and its charge. Its text is counted here, as the gateway counts a caller's."""
         task, card = plan.task, plan.known.card
         context = int(card["context_length"])
@@ -98,10 +94,10 @@ class LineEndpoints:
             elif isinstance(task.prompt, str):
                 task = task.model_copy(update={"prompt": await self._prompts.encode(card, task.prompt)})
             shortens = task.max_tokens is None
-            for whose, one in limits:
-                task = fitted(one, task, context, whose)
+            for account in accounts:
+                task = fitted(account, task, context)
             task.check(card)
-            charge = charge_for(limits, principal.key, task, prices)
+            charge = charge_for(accounts, task, prices)
             if charge is not None:
                 charge.shortens = shortens
                 charge.check(task.kv_tokens(context))

@@ -19,7 +19,7 @@ from producers.contract.batch import (
 )
 from producers.errors import shown
 from producers.gateway.files import expiry
-from producers.gateway.http.errors import Problem
+from producers.gateway.http.errors import Problem, wrong
 
 #: The body's JSON schema.
 SCHEMA: Final[dict[str, Any]] = {
@@ -58,9 +58,9 @@ def read(body: Mapping[str, Any]) -> tuple[int, dict[str, str | int]]:
         if name not in given:
             raise Problem(400, f"{name} is missing", code="missing_required_parameter", param=name)
     if given["endpoint"] not in ENDPOINTS:
-        raise _wrong("endpoint", given["endpoint"], f"one of {', '.join(ENDPOINTS)}")
+        raise wrong("endpoint", given["endpoint"], f"one of {', '.join(ENDPOINTS)}")
     if not isinstance(given["input_file_id"], str):
-        raise _wrong("input_file_id", given["input_file_id"], "the id of a file")
+        raise wrong("input_file_id", given["input_file_id"], "the id of a file")
     fields: dict[str, str | int] = {
         "endpoint": given["endpoint"],
         "input_file": given["input_file_id"],
@@ -68,20 +68,11 @@ def read(body: Mapping[str, Any]) -> tuple[int, dict[str, str | int]]:
     }
     seconds = window_s(given["completion_window"])
     if seconds is None:
-        raise _wrong("completion_window", given["completion_window"], WINDOW_FORM)
+        raise wrong("completion_window", given["completion_window"], WINDOW_FORM)
     if "metadata" in given:
-        fields["metadata"] = _metadata(given["metadata"])
+        if not is_metadata(given["metadata"]):
+            raise wrong("metadata", given["metadata"], METADATA_FORM)
+        fields["metadata"] = json.dumps(given["metadata"])
     if "output_expires_after" in given:
         fields["output_kept"] = expiry.expires_after("output_expires_after", given["output_expires_after"])
     return seconds, fields
-
-
-def _metadata(value: Any) -> str:
-    """The metadata as JSON."""
-    if not is_metadata(value):
-        raise _wrong("metadata", value, METADATA_FORM)
-    return json.dumps(value)
-
-
-def _wrong(name: str, value: Any, wanted: str) -> Problem:
-    return Problem(400, f"{name} is {shown(value)}; it must be {wanted}", code="invalid_value", param=name)

@@ -17,7 +17,7 @@ from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.files.routes import file_of
 from producers.gateway.http import idempotency, trace
 from producers.gateway.http.caller import CANCELS, PARAMETER, READS, SUBMITS, principal_of, tenant_of
-from producers.gateway.http.errors import Problem
+from producers.gateway.http.errors import Problem, invalid_value
 from producers.gateway.http.request import query
 from producers.gateway.http.request.body import read_object
 from producers.gateway.tasks.own import sees
@@ -52,11 +52,8 @@ async def create(request: Request, response: Response) -> BatchView:
     window_s, fields = read(await read_object(request, gateway.settings.max_body))
     file = await file_of(request, str(fields["input_file"]), "input_file_id")
     if file.purpose != BATCH:
-        raise Problem(
-            400,
-            f'input_file_id is {file.id}, whose purpose is {shown(file.purpose)}; it must be "{BATCH}"',
-            code="invalid_value",
-            param="input_file_id",
+        raise invalid_value(
+            "input_file_id", f'input_file_id is {file.id}, whose purpose is {shown(file.purpose)}; it must be "{BATCH}"'
         )
     new_id = batches.new_id(int(time.time() * 1000))
     entry = await idempotency.first(request, gateway.client, new_id, tenant=owner)

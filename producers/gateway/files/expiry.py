@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from producers.errors import shown
-from producers.gateway.http.errors import Problem
+from producers.gateway.http.errors import wrong
 
 MIN_S: Final = 3600
 MAX_S: Final = 30 * 24 * 3600
@@ -32,5 +31,5 @@ def expires_after(name: str, value: Any) -> int:
         or type(seconds) is not int
         or not MIN_S <= seconds <= MAX_S
     ):
-        raise Problem(400, f"{name} is {shown(value)}; it must be {wanted}", code="invalid_value", param=name)
+        raise wrong(name, value, wanted)
     return seconds

@@ -9,7 +9,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from producers.errors import shown
-from producers.gateway.http.errors import Problem
+from producers.gateway.http.errors import Problem, invalid_value
 
 #: Longest field (bytes); and most parts of a form.
 MAX_FIELD: Final = 4096
@@ -86,7 +86,7 @@ class Form:
         self._name = _text(options[b"name"], "a part's name")
         self._value.clear()
         if self._name in self.fields or (self._name == FILE and self.filename is not None):
-            raise Problem(400, f"{shown(self._name)} comes twice.", code="invalid_value", param=self._name)
+            raise invalid_value(self._name, f"{shown(self._name)} comes twice.")
         if self._name == FILE:
             self.filename = _text(options.get(b"filename", b"upload"), "the file's name")
 
@@ -96,9 +96,7 @@ class Form:
             return
         self._value += data[start:end]
         if len(self._value) > MAX_FIELD:
-            raise Problem(
-                400, f"{shown(self._name)} has more than {MAX_FIELD} bytes.", code="invalid_value", param=self._name
-            )
+            raise invalid_value(self._name, f"{shown(self._name)} has more than {MAX_FIELD} bytes.")
 
     def _end(self) -> None:
         if self._name != FILE:

@@ -6,8 +6,7 @@ import asyncio
 import hashlib
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 from fastapi import Request
 
@@ -15,7 +14,7 @@ from producers.errors import shown
 from producers.gateway.files.expiry import expires_after
 from producers.gateway.files.multipart import FILE, Form, form_of
 from producers.gateway.http import idempotency
-from producers.gateway.http.errors import Problem
+from producers.gateway.http.errors import Problem, invalid_value
 from producers.store.blobs import Blobs, BlobWriter
 from producers.store.files import BATCH
 from producers.store.idempotency import digest
@@ -82,10 +81,8 @@ class Upload(AbstractAsyncContextManager["Upload"]):
 
         await asyncio.to_thread(write)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await asyncio.to_thread(self.writer.__exit__, kind, error, trace)
+    async def __aexit__(self, *how: Any) -> None:
+        await asyncio.to_thread(self.writer.__exit__, *how)
 
 
 def _checked(form: Form) -> Asked:
@@ -105,17 +102,10 @@ def _checked(form: Form) -> Asked:
         if value is None:
             raise Problem(400, f"{name} is missing", code="missing_required_parameter", param=name)
     if purpose != BATCH:
-        raise Problem(
-            400, f'purpose is {shown(purpose)}; files are taken for "{BATCH}"', code="invalid_value", param="purpose"
-        )
+        raise invalid_value("purpose", f'purpose is {shown(purpose)}; files are taken for "{BATCH}"')
     filename = form.filename or "upload"
     if len(filename) > MAX_FILENAME:
-        raise Problem(
-            400,
-            f"the file's name has {len(filename)} characters; at most {MAX_FILENAME} are taken",
-            code="invalid_value",
-            param=FILE,
-        )
+        raise invalid_value(FILE, f"the file's name has {len(filename)} characters; at most {MAX_FILENAME} are taken")
     return Asked(filename, purpose, _kept(form.fields))
 
 

@@ -7,6 +7,7 @@ Endpoints without a scope are open to all; a test knows them by name.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final
 
 from fastapi import Depends
@@ -47,15 +48,15 @@ class Needs(SecurityBase):
 
     async def __call__(self, connection: HTTPConnection) -> None:
         callers = connection.app.state.gateway.callers
+        state = connection.scope.setdefault("state", {})  # `connection.state` would make another one for each name
         if callers is None:
-            connection.state.principal = LOCAL
+            state["principal"] = LOCAL
             return
-        token = _token(connection.headers)
-        principal = await callers.principal(token, _address(connection) or "nobody")
+        token = _token(connection.scope["headers"])
+        principal = callers.again(token) or await callers.principal(token, _address(connection) or "nobody")
         if not principal.may(self.scope):
             raise Problem(403, f"This key lacks the scope {self.scope}.", code="missing_scope")
-        connection.state.principal = principal
-        setattr(connection.state, OPENED, token)
+        state["principal"], state[OPENED] = principal, token
 
 
 SUBMITS, READS, CANCELS, MEASURES, ADMINISTERS = (
@@ -128,12 +129,14 @@ def _address(connection: HTTPConnection) -> str | None:
     return client[0] if client else None
 
 
-def _token(headers: Headers) -> str | None:
+def _token(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
     """The key in a request's headers: OpenAI's, or `x-api-key`. Several different ones are none: a proxy may have
     checked another one than we would take."""
-    found = set(headers.getlist("x-api-key"))
-    for value in headers.getlist("authorization"):
-        kind, _, token = value.partition(" ")
-        if kind.lower() == "bearer":
-            found.add(token.strip())
-    return " ".join(found) if found else None
+    found: list[bytes] = []
+    for name, value in headers:
+        if name == b"authorization":
+            if value[:7].lower() == b"bearer ":
+                found.append(value[7:].strip())
+        elif name == b"x-api-key":
+            found.append(value.strip())
+    return b" ".join(set(found) if len(found) > 1 else found).decode("latin-1") if found else None

@@ -2,6 +2,7 @@
 
 - A request has to come in whole within a time, its first byte included. Of a large one, LEAST bytes have to come in
   each such time.
+- A request's line and headers may have MAX_HEAD bytes: they are kept before anybody knows who asks.
 - Of more connections than are taken, each new one is told 503 and closed.
 - A reader that takes nothing is cut off (`abort`): closed, a socket would wait for it, with all that it was sent.
 - A caller who speaks HTTP/1.0 is sent no chunks.
@@ -28,11 +29,16 @@ from producers.gateway.http.errors import RETRY_AFTER, Problem, body_of
 CUT: Final = "penstock.cut"
 #: Bytes of a body that have to come in each `receive` seconds, where it does not come whole.
 LEAST: Final = 1 << 20
+#: Bytes that a request's line and headers may have, and what comes between two parts of its body or after them.
+MAX_HEAD: Final = 1 << 16
 #: The SO_LINGER value that makes close discard unsent data.
 _NOW: Final = struct.pack("ii", 1, 0)
 #: A WebSocket handshake's key: 16 bytes.
 _KEY: Final = re.compile(rb"[A-Za-z0-9+/]{22}==")
 _NO_HTTP: Final = Problem(400, "This is no request in HTTP/1.1, as far as it can be read.", code="invalid_http")
+_LARGE_HEAD: Final = Problem(
+    431, f"The request's line and headers have more than {MAX_HEAD} bytes.", code="head_too_large"
+)
 
 
 def cut(scope: Scope) -> None:
@@ -64,6 +70,8 @@ class Connection(HttpToolsProtocol):
     _late: asyncio.TimerHandle | None = None
     _received = 0
     """Bytes of the body since `_wait`."""
+    _unread = 0
+    """Bytes since the last whole head or part of a body."""
     _open: tuple[RequestResponseCycle, ...] = ()
     """Unanswered requests, the oldest first. uvicorn reports a lost connection only to the last pipelined one."""
 
@@ -84,8 +92,12 @@ class Connection(HttpToolsProtocol):
             cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        if not self.transport.is_closing():
-            super().data_received(data)
+        if self.transport.is_closing():
+            return
+        self._unread += len(data)
+        super().data_received(data)
+        if self._unread > MAX_HEAD and not self.transport.is_closing():
+            self._refuse(_LARGE_HEAD)
 
     def handle_websocket_upgrade(self) -> None:
         if any(not cycle.response_complete for cycle in self._open):  # a request before it is not answered yet
@@ -104,15 +116,18 @@ class Connection(HttpToolsProtocol):
         self._wait()
 
     def on_headers_complete(self) -> None:
+        self._unread = 0
         super().on_headers_complete()
         if self.parser.should_upgrade() and self._should_upgrade():
             return  # without a cycle: a `Socket` answers
         if self.scope["http_version"] == "1.0":
             _end_by_closing(self.cycle)
+        self.headers = []  # the scope has the request's; a trailer is none of them (RFC 9110, 6.5.1)
         self._open = (*(cycle for cycle in self._open if not cycle.response_complete), self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._received += len(body)
+        self._unread = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:

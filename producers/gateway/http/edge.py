@@ -6,7 +6,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -17,7 +17,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from producers.gateway.http import trace
 from producers.gateway.http.errors import problem_of, response_of
 from producers.gateway.metrics import Metrics
-from producers.store.usage.limits import Charge
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +28,17 @@ REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.:/+=-]{1,128}")
 
 #: Addresses that are safe in logs; a proxy passes on what callers write.
 CLIENT: Final = re.compile(r"[A-Za-z0-9_.:%-]{1,64}")
+#: The place in ADMIT's answer (`Charge.told`) of what is left of a minute's requests, and tokens; then the names of
+#: three headers: the limit, what is left of it, and when the minute ends.
+LEFT: Final = tuple(
+    (
+        at,
+        f"x-ratelimit-limit-{what}".encode(),
+        f"x-ratelimit-remaining-{what}".encode(),
+        f"x-ratelimit-reset-{what}".encode(),
+    )
+    for at, what in ((3, "requests"), (5, "tokens"))
+)
 #: Messages that begin an answer: one to a request, to a WebSocket's handshake, and to one that is refused.
 BEGINNINGS: Final = ("http.response.start", "websocket.accept", "websocket.http.response.start")
 
@@ -60,8 +70,8 @@ class Edge:
             if message["type"] in BEGINNINGS:
                 begun = True
                 MutableHeaders(scope=message)["x-request-id"] = request_id
-                if (charge := scope.get("state", {}).get("charge")) is not None:
-                    message["headers"].extend(left(charge))
+                if (charge := scope.get("state", {}).get("charge")) is not None and charge.told:
+                    message["headers"] += left(charge.told)
                 message["headers"].extend(overload(scope.get("state", {})))
                 route = getattr(scope.get("route"), "path", "unmatched")
                 self._metrics.answered(method, route, message.get("status", 101), time.perf_counter() - came)
@@ -99,19 +109,13 @@ def _without_body(send: Send) -> Send:
     return send_head
 
 
-def left(charge: Charge) -> Iterator[tuple[bytes, bytes]]:
-    """What is left of limits a minute, in the headers of OpenAI's answers; nothing before ADMIT has told it."""
-    reset = b"%gs" % (charge.reset_ms / 1000)
-    for name, found in (
-        (b"requests", [(one.requests, one.limits.rpm) for one in charge.accounts]),
-        (b"tokens", [(one.tokens, one.limits.tpm) for one in charge.accounts]),
-    ):
-        told = [(rest, most) for rest, most in found if rest is not None and most is not None]
-        if told:
-            rest, most = min(told)  # of the account that has the least left
-            yield b"x-ratelimit-limit-" + name, b"%d" % most
-            yield b"x-ratelimit-remaining-" + name, b"%d" % rest
-            yield b"x-ratelimit-reset-" + name, reset
+def left(told: Sequence[Any]) -> list[tuple[bytes, bytes]]:
+    """The headers of OpenAI's answers that say what is left of limits a minute. `told`: as of `Charge`, not empty."""
+    reset, found = b"%gs" % (told[2] / 1000), []
+    for at, limit, remaining, until in LEFT:
+        if told[at + 1] >= 0:
+            found += [(limit, b"%d" % told[at + 1]), (remaining, b"%d" % told[at]), (until, reset)]
+    return found
 
 
 def overload(state: Mapping[str, Any]) -> Iterator[tuple[bytes, bytes]]:

@@ -62,6 +62,16 @@ class Problem(Exception):
         self.headers = dict(headers or {})
 
 
+def invalid_value(param: str, message: str) -> Problem:
+    """The error for a parameter's value."""
+    return Problem(400, message, code="invalid_value", param=param)
+
+
+def wrong(param: str, value: object, wanted: str) -> Problem:
+    """The error for a parameter's value, where others are taken."""
+    return invalid_value(param, f"{param} is {shown(value)}; it must be {wanted}")
+
+
 def body_of(problem: Problem) -> dict[str, dict[str, str | None]]:
     """The JSON object of an error."""
     kind = "invalid_request_error" if problem.status < 500 else "server_error"

@@ -14,10 +14,10 @@ from typing import Any, Final
 from fastapi import Request
 
 from producers.client.aio import AsyncClient
-from producers.client.once import stored
+from producers.client.operations import stored
 from producers.client.steps import persistently
 from producers.errors import shown
-from producers.gateway.http.errors import Problem
+from producers.gateway.http.errors import Problem, wrong
 from producers.store import idempotency
 from producers.store.idempotency import Entry
 
@@ -46,12 +46,7 @@ async def first(
     if key is None:
         return None
     if not idempotency.KEY.fullmatch(key):
-        raise Problem(
-            400,
-            f"Idempotency-Key is {shown(key)}; it must be 1 to 255 visible ASCII characters, without spaces.",
-            code="invalid_value",
-            param="Idempotency-Key",
-        )
+        raise wrong("Idempotency-Key", key, "1 to 255 visible ASCII characters, without spaces.")
     entry = idempotency.name(tenant, key)
     same = idempotency.digest(request.url.path.encode(), (digest or request.state.digest).encode())
     found = await client.run(stored(entry, same, new_id, client.patience))

@@ -18,6 +18,7 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from json.encoder import encode_basestring_ascii as quote
+from typing import Any, Final
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -28,11 +29,12 @@ from producers.contract.stream.result import logprobs_view, prompt_view
 from producers.errors import PenstockError
 from producers.gateway.http.connection import cut
 from producers.gateway.http.errors import Problem, body_of, problem_of
-from producers.gateway.http.feed import Feed
 from producers.gateway.http.streams import Stop, Streams, why_stopped
 
 logger = logging.getLogger(__name__)
 
+#: Sent where there was nothing to send for a while; clients ignore a comment.
+HEARTBEAT: Final = b": still here\n\n"
 #: The first line: the time (ms) after which an EventSource reconnects.
 PREAMBLE = b"retry: 1000\n\n"
 #: The JSON schema of an event, for OpenAPI.
@@ -79,6 +81,80 @@ def encode(event: Event) -> str:
     """An event as SSE lines."""
     name, data = named(event)
     return f"id: {event.position}\nevent: {name}\ndata: {data}\n\n"
+
+
+class Feed:
+    """Chunks as they come, or a heartbeat after so many seconds without, until they end or `stop` is set.
+
+    One task asks for them all, and one timer runs: a task and a timer for each chunk took as long as all the rest.
+    """
+
+    def __init__(self, chunks: AsyncGenerator[bytes], stop: asyncio.Future[Any], heartbeat: float) -> None:
+        self._stop = stop
+        self._heartbeat = heartbeat
+        self._ready: bytes | None = None
+        self._given = True
+        """Whether the last chunk was taken, so that the next one may be asked for."""
+        self._quiet = False
+        self._news, self._taken = asyncio.Event(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._heard = self._loop.time()
+        self._timer = self._loop.call_later(heartbeat, self._beat)
+        self._task = asyncio.create_task(self._pump(chunks))
+        for end in (stop, self._task):
+            end.add_done_callback(self._tell)
+
+    @property
+    def ended(self) -> bool:
+        return self._task.done()
+
+    async def next(self) -> bytes | None:
+        """The next chunk; None at the end. Raises what the chunks raise. The reader has taken the one before."""
+        self._heard = self._loop.time()
+        if self._given:
+            self._given = False
+            self._taken.set()
+        while True:
+            if self._ready is not None:
+                chunk, self._ready, self._given = self._ready, None, True
+                return chunk
+            if self._task.done():
+                self._task.result()
+                return None
+            if self._stop.done():
+                return None
+            if self._quiet:
+                self._quiet = False
+                return HEARTBEAT
+            self._news.clear()
+            await self._news.wait()
+
+    async def close(self) -> None:
+        self._timer.cancel()
+        self._task.cancel()
+        await asyncio.wait((self._task,))
+        if not self._task.cancelled():
+            self._task.exception()  # or asyncio complains that nobody asked
+
+    async def _pump(self, chunks: AsyncGenerator[bytes]) -> None:
+        while True:
+            await self._taken.wait()
+            self._taken.clear()
+            chunk = await anext(chunks, None)
+            if chunk is None:
+                return
+            self._ready = chunk
+            self._news.set()
+
+    def _tell(self, _: object) -> None:
+        self._news.set()
+
+    def _beat(self) -> None:
+        left = self._heard + self._heartbeat - self._loop.time()
+        if left <= 0:
+            self._quiet, left = True, self._heartbeat
+            self._news.set()
+        self._timer = self._loop.call_later(left, self._beat)
 
 
 class LiveStream(Response):

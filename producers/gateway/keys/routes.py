@@ -13,7 +13,7 @@ from producers.admin.keys import KeyEnded
 from producers.errors import shown
 from producers.gateway.context import gateway_of
 from producers.gateway.http.caller import ADMINISTERS, actor_of
-from producers.gateway.http.errors import Problem
+from producers.gateway.http.errors import Problem, invalid_value
 from producers.gateway.http.request import query
 from producers.gateway.http.request.body import read_object
 from producers.gateway.http.request.fields import documented, fields_of
@@ -57,7 +57,7 @@ async def listed(request: Request) -> KeyList:
     prefix = request.query_params.get("prefix", "")
     if not BEGINNING.fullmatch(prefix):
         said = "prefix must be the beginning of a key's id, without its secret"
-        raise Problem(400, said, code="invalid_value", param="prefix")
+        raise invalid_value("prefix", said)
     found = await admin.found(_store(request), prefix, request.query_params.get("tenant"))
     return KeyList(data=[KeyView.of(one) for one in found])
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -58,49 +58,45 @@ GPU_FIGURES: Final = (
 
 
 def described(fleet: Fleet) -> Iterator[Metric]:
-    for name, text, key, grows in WORKER_FIGURES:
-        family = CounterMetricFamily if grows else GaugeMetricFamily
-        figures = family(f"penstock_worker_{name}", text, labels=("model", "pool", "worker"))
-        for pool in fleet.pools:
-            for worker in pool.workers:
-                value = sane(worker.get(key))  # a worker of another version may lack it
-                if value is not None:
-                    figures.add_metric((pool.model, pool.name, str(worker["worker"])), value)
-        yield figures
+    leases = [
+        ((pool.model, pool.name, str(worker["worker"])), worker) for pool in fleet.pools for worker in pool.workers
+    ]
+    yield from _figures("worker", WORKER_FIGURES, ("model", "pool", "worker"), leases)
     ready = GaugeMetricFamily(
         "penstock_worker_ready",
         "0 while a worker drains or says that something is wrong with it.",
         labels=("model", "pool", "worker"),
     )
-    for pool in fleet.pools:
-        for worker in pool.workers:
-            well = not (worker.get("draining") or worker.get("unready"))
-            ready.add_metric((pool.model, pool.name, str(worker["worker"])), well)
+    for whose, worker in leases:
+        ready.add_metric(whose, not (worker.get("draining") or worker.get("unready")))
     yield ready
-    yield from _of_gpus(fleet)
-
-
-def _of_gpus(fleet: Fleet) -> Iterator[Metric]:
-    having = [
-        (pool.model, pool.name, str(worker["worker"]), gpu)
-        for pool in fleet.pools
-        for worker in pool.workers
+    gpus = [
+        ((*whose, str(gpu.get("uuid", ""))), gpu)
+        for whose, worker in leases
         if isinstance(gpu := worker.get("gpu"), dict)
     ]
-    for name, text, key, grows in GPU_FIGURES:
-        family = CounterMetricFamily if grows else GaugeMetricFamily
-        figures = family(f"penstock_worker_gpu_{name}", text, labels=("model", "pool", "worker", "gpu"))
-        for *whose, gpu in having:
-            value = sane(gpu.get(key))
-            if value is not None:
-                figures.add_metric((*whose, str(gpu.get("uuid", ""))), value)
-        yield figures
+    yield from _figures("worker_gpu", GPU_FIGURES, ("model", "pool", "worker", "gpu"), gpus)
     slowed = GaugeMetricFamily(
         "penstock_worker_gpu_slowed",
         "1 for each reason that keeps the clocks of a worker's GPU down.",
         labels=("model", "pool", "worker", "gpu", "reason"),
     )
-    for *whose, gpu in having:
+    for which, gpu in gpus:
         for reason in gpu.get("slowed_by", ()):
-            slowed.add_metric((*whose, str(gpu.get("uuid", "")), str(reason)), 1)
+            slowed.add_metric((*which, str(reason)), 1)
     yield slowed
+
+
+def _figures(
+    what: str,
+    figures: Sequence[tuple[str, str, str, bool]],
+    labels: Sequence[str],
+    found: Sequence[tuple[Sequence[str], Mapping[str, Any]]],
+) -> Iterator[Metric]:
+    """A family for each figure. `found`: labels' values, and what was told with them; another version may lack some."""
+    for name, text, key, grows in figures:
+        family = (CounterMetricFamily if grows else GaugeMetricFamily)(f"penstock_{what}_{name}", text, labels=labels)
+        for whose, said in found:
+            if (value := sane(said.get(key))) is not None:
+                family.add_metric(whose, value)
+        yield family

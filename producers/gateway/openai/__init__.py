@@ -2,8 +2,8 @@
 
     body -> parameters (known, offered, within limits) -> messages, template | prompts -> token ids -> Task
     Foreground: submit all, events as they come; tasks are cancelled when the caller leaves
-    events -> outputs (by choice) -> chunks as they come -> usage -> [DONE]
-                                  -> whole: JSON by choice, few large ones at once; echo: the prompt, made once
+    events -> answer: outputs by choice -> chunks as they come -> usage -> [DONE]
+                                           -> whole: JSON by choice, few large ones at once; echo: the prompt, made once
 
 OpenAI's parameters keep their names. Unsupported ones are refused by name.
 """

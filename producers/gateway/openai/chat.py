@@ -15,17 +15,15 @@ from starlette.responses import Response
 from producers.contract.chat import MESSAGE, read_messages
 from producers.contract.stream.events import End
 from producers.contract.task import Task
-from producers.errors import InvalidTask, shown
 from producers.gateway.admission.limits import check_may_use
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http.caller import SUBMITS, principal_of, tenant_of
-from producers.gateway.http.errors import Problem
+from producers.gateway.http.errors import invalid_value
 from producers.gateway.http.request.body import read_object
-from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, head, made, respond
+from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, News, head, made, news, respond
 from producers.gateway.openai.arrays import joined
 from producers.gateway.openai.logprobs import CHAT, ChatLogprobs, ScoredPrompt
-from producers.gateway.openai.outputs import News, news
-from producers.gateway.openai.parameters import RESPONSES, Asked, count, flag, read, refusal, request_body
+from producers.gateway.openai.parameters import RESPONSES, Asked, check_chats, count, flag, read, refusal, request_body
 from producers.gateway.openai.whole import Choice, Whole, whole_answer
 from producers.gateway.tasks.foreground import Foreground, keyed
 
@@ -105,32 +103,25 @@ def read_chat(body: Mapping[str, Any], tenant: str | None) -> _Chat:
     own = asked.own
     wanted, top = flag(own, "logprobs"), count(own, "top_logprobs", 0, MAX_TOP_LOGPROBS)
     if top and not wanted:
-        raise Problem(400, "top_logprobs is given without logprobs: true", code="invalid_value", param="top_logprobs")
+        raise invalid_value("top_logprobs", "top_logprobs is given without logprobs: true")
     going_on = flag(own, "continue_final_message")
     prompting = flag(own, "add_generation_prompt", not going_on)
     if going_on and prompting:
-        raise Problem(
-            400,
+        raise invalid_value(
+            "add_generation_prompt",
             "continue_final_message and add_generation_prompt are both true: either the last message goes on, or a new "
             "one begins",
-            code="invalid_value",
-            param="add_generation_prompt",
         )
     if asked.stream and "prompt_logprobs" in asked.fields:
-        raise Problem(
-            400,
-            "prompt_logprobs is for answers in one piece; leave it out, or ask for stream: false",
-            code="invalid_value",
-            param="prompt_logprobs",
+        raise invalid_value(
+            "prompt_logprobs", "prompt_logprobs is for answers in one piece; leave it out, or ask for stream: false"
         )
     variables = own.get("chat_template_kwargs", {})
     if not isinstance(variables, dict):
         raise refusal("chat_template_kwargs", variables, "an object", code="invalid_type")
     for name in TAKEN:
         if name in variables:
-            raise Problem(
-                400, f"chat_template_kwargs may not have {name}", code="invalid_value", param="chat_template_kwargs"
-            )
+            raise invalid_value("chat_template_kwargs", f"chat_template_kwargs may not have {name}")
     if top is not None:
         asked = replace(asked, names=asked.names | {"logprobs": "top_logprobs"})
     template = variables | {"add_generation_prompt": prompting, "continue_final_message": going_on}
@@ -141,12 +132,7 @@ async def _prompt(gateway: Gateway, card: Mapping[str, Any], chat: _Chat, task: 
     """The token ids of the messages, after all other checks."""
     with chat.asked.in_its_words():
         task.check(card)
-        if "chat" not in card["capabilities"]:
-            raise InvalidTask(
-                f"model {shown(task.model)} has no chat template; send its prompts to /v1/completions",
-                param="model",
-                code="unsupported_model",
-            )
+        check_chats(card)
         text = await gateway.templates.render(card, chat.messages, **chat.template)
         return await gateway.prompts.encode(card, text, special=False)
 

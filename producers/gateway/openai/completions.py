@@ -18,11 +18,10 @@ from producers.gateway.admission.limits import check_may_use
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http.caller import SUBMITS, principal_of, tenant_of
 from producers.gateway.http.request.body import read_object
-from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, head, made, respond
+from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, News, head, made, news, respond, weight
 from producers.gateway.openai.arrays import joined
 from producers.gateway.openai.echo import Echo, echoed
 from producers.gateway.openai.logprobs import COMPLETION, CompletionLogprobs
-from producers.gateway.openai.outputs import News, news, weight
 from producers.gateway.openai.parameters import RESPONSES, request_body
 from producers.gateway.openai.prompts import OWN, RENAMED, Completion, read_completion
 from producers.gateway.openai.whole import Choice, Whole, whole_answer
@@ -47,8 +46,8 @@ async def create(request: Request) -> Response:
     request.state.tier = tasks[0].tier
     check_may_use(principal_of(request), tasks[0])
     known = await gateway.client.known(asked.model)
-    (_, limits), *_ = await gateway.accounts.limits(request, tasks[0].tenant)
-    tasks = await wanted.encoded(gateway, known.card, tasks, limits.max_output)
+    accounts = await gateway.accounts.limited(request, tasks[0].tenant)
+    tasks = await wanted.encoded(gateway, known.card, tasks, accounts[0].limits.max_output if accounts else None)
     wanted.check_size(tasks)
     tokenizer = await gateway.prompts.tokenizer(known.card) if wanted.logprobs else None
     echoes = await _echoes(gateway, known.card, wanted, tasks, tokenizer)

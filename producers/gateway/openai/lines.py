@@ -16,13 +16,12 @@ from producers.contract.record import Record
 from producers.contract.stream.events import Event
 from producers.contract.task import Task
 from producers.errors import shown
-from producers.gateway.http.errors import Problem
-from producers.gateway.openai.answer import named
+from producers.gateway.http.errors import invalid_value
+from producers.gateway.openai.answer import News, named
 from producers.gateway.openai.chat import read_chat
 from producers.gateway.openai.chat import shape as chat_shape
 from producers.gateway.openai.completions import shape as completion_shape
 from producers.gateway.openai.logprobs import CHAT, COMPLETION, ChatLogprobs, CompletionLogprobs
-from producers.gateway.openai.outputs import News
 from producers.gateway.openai.parameters import Asked, refused
 from producers.gateway.openai.prompts import MAX_TOKENS, read_completion
 from producers.gateway.openai.responses.request import Wanted, read_response
@@ -106,11 +105,8 @@ def _chat(body: Mapping[str, Any], fields: Mapping[str, Any]) -> _Read:
 def _completion(body: Mapping[str, Any], fields: Mapping[str, Any]) -> _Read:
     read = read_completion(body, None)
     if len(read.prompts) > 1 or read.prompts[0] == "":
-        raise Problem(
-            400,
-            f"prompt is {shown(body['prompt'])}; in a batch, a line has one prompt, which is not empty",
-            code="invalid_value",
-            param="prompt",
+        raise invalid_value(
+            "prompt", f"prompt is {shown(body['prompt'])}; in a batch, a line has one prompt, which is not empty"
         )
     given = {} if "max_tokens" in read.asked.fields else {"max_tokens": MAX_TOKENS}
     return read.asked, read.asked.task(read.prompts[0], **given, **fields), None

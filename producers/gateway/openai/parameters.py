@@ -18,7 +18,7 @@ from producers.contract.task import Task, likely
 from producers.errors import InvalidTask, UnknownModel, shown
 from producers.gateway.http import idempotency
 from producers.gateway.http.caller import PARAMETER
-from producers.gateway.http.errors import Problem
+from producers.gateway.http.errors import Problem, invalid_value
 from producers.gateway.tasks.views import errors
 
 #: Time (s) for which a foreground request's task is kept, for inspection.
@@ -219,7 +219,7 @@ def read(
     for name in (name for name in renamed if name in given):
         other = theirs.setdefault(renamed[name], name)
         if other != name:
-            raise Problem(400, f"{other} and {name} mean the same; give one of them", code="invalid_value", param=name)
+            raise invalid_value(name, f"{other} and {name} mean the same; give one of them")
     fields = {name: given[name] for name in same if name in given}
     fields |= {renamed[name]: given[name] for name in renamed if name in given}
     fields |= _seed(given) | _top_k(given)
@@ -237,6 +237,13 @@ def read(
         service_tier=echoed,
         tier_given="service_tier" in given,
     )
+
+
+def check_chats(card: Mapping[str, Any]) -> None:
+    """Raise InvalidTask for a model without a chat template."""
+    if "chat" not in card["capabilities"]:
+        said = f"model {shown(card['name'])} has no chat template; send its prompts to /v1/completions"
+        raise InvalidTask(said, param="model", code="unsupported_model")
 
 
 def flag(given: Mapping[str, Any], name: str, default: bool = False) -> bool:
@@ -281,12 +288,7 @@ def _stream_options(given: Mapping[str, Any], stream: bool, known: Sequence[str]
     if options is None:
         return {}
     if not stream:
-        raise Problem(
-            400,
-            "stream_options is for streams; leave it out, or ask for stream: true",
-            code="invalid_value",
-            param="stream_options",
-        )
+        raise invalid_value("stream_options", "stream_options is for streams; leave it out, or ask for stream: true")
     if not isinstance(options, dict):
         raise refusal("stream_options", options, "an object", code="invalid_type")
     for name, value in options.items():

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from engine.bounds import MAX_INT32
+from engine.declared.bounds import MAX_INT32
 from producers.contract.task import MAX_LOGPROBS, MAX_PROMPT_BYTES, MAX_PROMPT_TOKENS, Task
 from producers.errors import InvalidTask, shown
 from producers.gateway.context import Gateway
-from producers.gateway.http.errors import Problem
+from producers.gateway.http.errors import Problem, invalid_value
 from producers.gateway.openai.parameters import Asked, flag, read
 from producers.gateway.text.prompts import InvalidPrompt
 
@@ -115,26 +115,22 @@ class Completion:
         """Raise Problem if the complete answer to all prompts would be too large."""
         output = sum(task.max_tokens or 0 for task in tasks) * self.n
         if not self.asked.stream and output > MAX_ANSWER:
-            raise Problem(
-                400,
+            raise invalid_value(
+                "max_tokens",
                 f"max_tokens is {self.asked.fields['max_tokens']}: over all prompts and choices these are up to "
                 f"{output} tokens; at most {MAX_ANSWER} are given in one answer; ask for a stream, send fewer prompts, "
                 "or lower max_tokens or n",
-                code="invalid_value",
-                param="max_tokens",
             )
         if not self.logprobs:
             return
         tokens = output + (sum(len(task.prompt) for task in tasks) * self.n if self.echo else 0)
         wanted = tokens * (1 + int(self.asked.fields["logprobs"]))
         if wanted > MAX_LOGPROBS:
-            raise Problem(
-                400,
+            raise invalid_value(
+                "logprobs",
                 f"logprobs is {self.asked.fields['logprobs']}: over all prompts and choices these are {wanted} log "
                 f"probabilities; at most {MAX_LOGPROBS} are given in one answer; send fewer prompts, or lower the "
                 "others",
-                code="invalid_value",
-                param="logprobs",
             )
 
     def _task(self, at: int, prompt: Prompt) -> Task:
@@ -157,11 +153,9 @@ def read_completion(body: Mapping[str, Any], tenant: str | None) -> Completion:
     asked = read(body, tenant, own=OWN, renamed=RENAMED, required="prompt")
     n, best_of = asked.fields.get("n", 1), asked.fields.get("best_of")
     if asked.stream and best_of is not None and best_of != n:
-        raise Problem(
-            400,
+        raise invalid_value(
+            "best_of",
             f"best_of is {shown(best_of)} and n is {shown(n)}: the best are known at the end only, and not streamed",
-            code="invalid_value",
-            param="best_of",
         )
     return Completion(
         asked, _prompts(asked.own["prompt"]), flag(asked.own, "echo"), flag(asked.own, "add_special_tokens", True)

@@ -16,10 +16,9 @@ from starlette.responses import Response
 
 from producers.contract.stream.events import End, Event, Prompt, Token
 from producers.gateway.context import Gateway
-from producers.gateway.openai.answer import made, usage_of
+from producers.gateway.openai.answer import News, Output, made, usage_of
 from producers.gateway.openai.arrays import Arrays, dumps
 from producers.gateway.openai.logprobs import Lists
-from producers.gateway.openai.outputs import News, Output
 from producers.gateway.tasks import large
 from producers.gateway.tasks.foreground import Foreground, answered
 

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Request, Response, WebSocket
@@ -26,7 +26,8 @@ from producers.errors import PenstockError, shown
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http.caller import READS, Needs
 from producers.gateway.http.connection import cut
-from producers.gateway.http.errors import Problem, body_of, problem_of, response_of
+from producers.gateway.http.errors import Problem, body_of, problem_of, response_of, wrong
+from producers.gateway.http.request import query
 from producers.gateway.http.sse import EVENT, EventStream, named
 from producers.gateway.http.streams import Stop, why_stopped
 from producers.gateway.tasks.own import task_of
@@ -34,7 +35,7 @@ from producers.gateway.tasks.views import errors
 
 router = APIRouter(prefix="/v1/tasks", tags=["tasks"])
 
-_POSITION: Final = {"type": "integer", "minimum": 0, "maximum": MAX_POSITION}
+_POSITION: Final[dict[str, Any]] = {"type": "integer", "minimum": 0, "maximum": MAX_POSITION}
 #: Close codes (RFC 6455, 7.4.1) and their reasons.
 ENDED: Final = (1000, "the stream has ended")
 STOPPING: Final = (1001, "this gateway is stopping: go on at another one")
@@ -59,12 +60,12 @@ BROKEN: Final = (1011, "see the error event")
     },
     openapi_extra={
         "parameters": [
-            {
-                "name": "from",
-                "in": "query",
-                "description": "the first position to send; the header Last-Event-ID, one less, goes before it",
-                "schema": _POSITION | {"default": 0},
-            },
+            query.parameter(
+                "from",
+                "the first position to send; the header Last-Event-ID, one less, goes before it",
+                **_POSITION,
+                default=0,
+            ),
             {
                 "name": "Last-Event-ID",
                 "in": "header",
@@ -191,10 +192,5 @@ def _start(request: HTTPConnection) -> int:
 
 def _position(text: str, name: str) -> int:
     if not re.fullmatch("[0-9]{1,19}", text) or int(text) > MAX_POSITION:
-        raise Problem(
-            400,
-            f"{name} is {shown(text)}; it must be a position in the stream, from 0 up.",
-            code="invalid_value",
-            param=name,
-        )
+        raise wrong(name, text, "a position in the stream, from 0 up.")
     return int(text)

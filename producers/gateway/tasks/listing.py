@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from typing import Any, Final, get_args
 
 from fastapi import Request
@@ -16,13 +15,13 @@ from producers.contract.record import Record
 from producers.contract.task import MAX_TENANT
 from producers.errors import shown
 from producers.gateway.http.caller import same
-from producers.gateway.http.errors import Problem
+from producers.gateway.http.errors import invalid_value
+from producers.gateway.http.request import query
 from producers.gateway.tasks.views import TaskList, TaskView
 from producers.store.access.principal import Principal
 
 log = logging.getLogger(__name__)
 
-_METADATA: Final = re.compile(r"metadata\[(.+)\]", re.DOTALL)
 _NAME: Final = {"type": "string", "minLength": 1, "maxLength": MAX_TENANT}
 _TIME: Final = {"type": "number", "minimum": 0, "maximum": 10**12}
 #: Parameter -> its JSON schema and what it says.
@@ -48,10 +47,7 @@ _PAIRS: Final = {
 }
 #: The parameters for OpenAPI.
 PARAMETERS: Final[list[dict[str, Any]]] = [
-    *(
-        {"name": name, "in": "query", "schema": schema, "description": about}
-        for name, (schema, about) in _ABOUT.items()
-    ),
+    *(query.parameter(name, about, **schema) for name, (schema, about) in _ABOUT.items()),
     {
         "name": "metadata",
         "in": "query",
@@ -68,21 +64,9 @@ def read_query(request: Request, principal: Principal) -> Query:
 
     Raises Problem or InvalidQuery, also for a parameter that does not exist or is given twice.
     """
-    given: dict[str, Any] = {}
-    metadata: dict[str, str] = {}
-    for name, value in request.query_params.multi_items():
-        pair = _METADATA.fullmatch(name)
-        where, key = (metadata, pair[1]) if pair else (given, name)
-        if not pair and name not in _ABOUT:
-            raise Problem(
-                400,
-                f"There is no parameter {shown(name)}; there are {', '.join(_ABOUT)} and metadata[name].",
-                code="unknown_parameter",
-                param=name,
-            )
-        if key in where:
-            raise Problem(400, f"{shown(name)} is given twice.", code="invalid_value", param=name)
-        where[key] = value
+    asked = query.given(request, _ABOUT, "metadata")
+    given: dict[str, Any] = {name: value for name, value in asked.items() if name in _ABOUT}
+    metadata = {name[len("metadata[") : -1]: value for name, value in asked.items() if name not in _ABOUT}
     for name in ("created_after", "created_before", "limit"):
         if name in given:
             given[name] = _number(name, given[name])
@@ -101,7 +85,7 @@ def _number(name: str, value: str) -> int | float:
         number = math.nan
     if name == "limit" or not math.isfinite(number):
         wanted = f"an integer from 1 to {MOST}" if name == "limit" else "a time in unix seconds"
-        raise Problem(400, f"{name} is {shown(value)}; it must be {wanted}.", code="invalid_value", param=name)
+        raise invalid_value(name, f"{name} is {shown(value)}; it must be {wanted}.")
     return number
 
 

@@ -5,6 +5,10 @@ sees ─▶ one field of the thing's hash, its tenant ─▶ only then is the th
 
 from __future__ import annotations
 
+import asyncio
+import time
+from typing import Final
+
 from starlette.requests import HTTPConnection
 
 from producers.client.aio import AsyncHandle
@@ -12,10 +16,14 @@ from producers.client.operations import not_found
 from producers.client.steps import Read, persistently
 from producers.connection.script import text
 from producers.contract import keys
+from producers.contract.record import Record
 from producers.contract.task import Task
 from producers.gateway.admission.limits import check_may_use
 from producers.gateway.context import gateway_of
 from producers.gateway.http.caller import principal_of, same
+
+#: Time (s) for which a cancel waits for the task's worker, which needs a step.
+CANCEL_S: Final = 1.0
 
 
 def owned(connection: HTTPConnection, task: Task) -> Task:
@@ -48,3 +56,16 @@ async def task_of(connection: HTTPConnection, task_id: str) -> AsyncHandle:
     if not await sees(connection, keys.task(task_id)):
         raise not_found(task_id)
     return gateway_of(connection).client.get(task_id)
+
+
+async def cancelled(handle: AsyncHandle) -> tuple[bool, Record]:
+    """Cancel a task. Returns whether that was accepted, and its record: final, unless its worker takes too long.
+
+    Raises TaskNotFound, redis.exceptions.RedisError or OSError.
+    """
+    accepted = await handle.cancel()
+    give_up, pause = time.monotonic() + CANCEL_S, 0.01
+    while not (record := await handle.status()).final and time.monotonic() < give_up:
+        await asyncio.sleep(pause)
+        pause = min(0.1, 1.5 * pause)
+    return accepted, record

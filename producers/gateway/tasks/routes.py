@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from producers.client.listing import list_tasks
-from producers.client.once import repeated
+from producers.client.operations import repeated
 from producers.client.steps import FAILURES
 from producers.client.submission import TASK
 from producers.contract.task import Task
@@ -21,11 +21,9 @@ from producers.gateway.http.caller import CANCELS, READS, SUBMITS, principal_of
 from producers.gateway.http.errors import Problem
 from producers.gateway.http.request.body import read_task
 from producers.gateway.tasks import listing, outcome, wait
-from producers.gateway.tasks.cancelling import cancelled
-from producers.gateway.tasks.own import owned, task_of
+from producers.gateway.tasks.own import cancelled, owned, task_of
 from producers.gateway.tasks.submit import encoded, made, submitted
 from producers.gateway.tasks.views import Cancelled, TaskList, TaskView, errors
-from producers.store.access.principal import NO_LIMITS
 
 router = APIRouter(prefix="/v1/tasks", tags=["tasks"])
 
@@ -101,8 +99,8 @@ async def retry(request: Request, task_id: str) -> Response:
     """Submit a task that has ended once more, as a new task with the same fields, seed and webhook."""
     task, more = repeated(await (await task_of(request, task_id)).status())
     request.state.tier = task.tier
-    limits = await gateway_of(request).accounts.limits(request, task.tenant)
-    if any(one != NO_LIMITS for _, one in limits):  # a text's tokens are not counted where no gateway submitted it
+    # A text's tokens are not counted where no gateway submitted it.
+    if await gateway_of(request).accounts.limited(request, task.tenant):
         task = await encoded(gateway_of(request), task)
     idempotency.note_body(request, b"")
     return await _accepted(request, task, more)

@@ -15,9 +15,9 @@ from redis.asyncio import Redis
 from engine.text import ModelError, RequestError, Tokenizer
 from producers.errors import InvalidTask, shown
 from producers.gateway.http.errors import RETRY_AFTER, Problem
+from producers.gateway.lru_cache import LruCache
 from producers.gateway.text.blobs import TOKENIZER, broken, read_blobs
 from producers.gateway.text.executor import Executor, ExecutorBusy, ExecutorClosed
-from producers.gateway.text.lru_cache import LruCache
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Prompts:
     async def _load(self, card: Mapping[str, Any]) -> _Encoder:
         files = await read_blobs(self._store, card, (TOKENIZER,))
         try:
-            return _Encoder(await asyncio.to_thread(Tokenizer.from_bytes, files))
+            return _Encoder(await asyncio.to_thread(Tokenizer, files))
         except ModelError as error:
             logger.error("the tokenizer of %s cannot be used: %s", card["name"], error)
             raise broken(card["name"], TOKENIZER) from error

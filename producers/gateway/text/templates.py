@@ -14,9 +14,9 @@ from redis.asyncio import Redis
 from engine.text import ConfinedTemplate, ModelError, RequestError, TemplateSource
 from producers.errors import InvalidTask
 from producers.gateway.http.errors import RETRY_AFTER, Problem
+from producers.gateway.lru_cache import LruCache
 from producers.gateway.text.blobs import TEMPLATE, broken, read_blobs
 from producers.gateway.text.executor import Executor, ExecutorBusy, ExecutorClosed
-from producers.gateway.text.lru_cache import LruCache
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from producers.errors import shown
 from producers.gateway.context import gateway_of
 from producers.gateway.http import idempotency
 from producers.gateway.http.caller import CANCELS, READS, SUBMITS, actor_of, principal_of, same
-from producers.gateway.http.errors import Problem
+from producers.gateway.http.errors import Problem, invalid_value
+from producers.gateway.http.request import query
 from producers.gateway.http.request.fields import documented, fields_of
 from producers.gateway.tasks.views import errors
 from producers.gateway.webhooks.views import (
@@ -96,18 +97,10 @@ def _many(tenant: str | None) -> str:
     response_model=EndpointList,
     openapi_extra={
         "parameters": [
-            {
-                "name": "limit",
-                "in": "query",
-                "description": "most endpoints to answer with",
-                "schema": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": PAGE},
-            },
-            {
-                "name": "after",
-                "in": "query",
-                "description": "the last endpoint of the page before",
-                "schema": {"type": "string"},
-            },
+            query.parameter(
+                "limit", "most endpoints to answer with", type="integer", minimum=1, maximum=MAX_PAGE, default=PAGE
+            ),
+            query.parameter("after", "the last endpoint of the page before", type="string"),
         ]
     },
 )
@@ -233,9 +226,7 @@ def _missing(endpoint_id: str) -> Problem:
 def _limit(request: Request) -> int:
     given = request.query_params.get("limit", str(PAGE))
     if not given.isdecimal() or not given.isascii() or not 1 <= int(given[:9]) <= MAX_PAGE:
-        raise Problem(
-            400, f"limit is {shown(given)}; it must be from 1 to {MAX_PAGE}", code="invalid_value", param="limit"
-        )
+        raise invalid_value("limit", f"limit is {shown(given)}; it must be from 1 to {MAX_PAGE}")
     return int(given[:9])
 
 

@@ -31,7 +31,7 @@ from producers.sources.files.settings import InboxSettings
 from producers.sources.files.source import InboxSource
 from producers.sources.files.work import Work
 from producers.sources.inbox import BadMessage, Received
-from producers.sources.source import Context, Source
+from producers.sources.source import Context, Source, fitting
 from producers.sources.sqs import SqsInbox
 from producers.store.blobs import open_blobs
 from producers.store.blobs.bucket import read
@@ -40,18 +40,12 @@ _URL: Final = re.compile(r"https?://[^/\s]+/\S+")
 _PREFIX_FORM: Final = "what keys begin with, which ends with / and does not begin with one"
 
 
-def _prefix(value: str) -> str:
-    if not value.endswith("/") or value.startswith("/"):
-        raise ValueError(f"it is {shown(value)}; it must be {_PREFIX_FORM}")
-    return value
-
-
 def _bucket(value: str) -> str:
     read(value)
     return value
 
 
-_Prefix = Annotated[str, AfterValidator(_prefix)]
+_Prefix = Annotated[str, fitting(lambda value: value.endswith("/") and not value.startswith("/"), _PREFIX_FORM)]
 
 
 class BucketSettings(InboxSettings):

@@ -40,7 +40,7 @@ class Place(ABC):
 
     @abstractmethod
     def url(self, name: str) -> str:
-        """Where an object of the inbox is, for people."""
+        """The place of an object of the inbox, for people."""
 
     @abstractmethod
     def find(self, name: str) -> Found | None:

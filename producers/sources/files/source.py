@@ -34,4 +34,4 @@ class InboxSource(Source):
 
     @abstractmethod
     def _duties(self) -> list[Coroutine[Any, Any, None]]:
-        """What runs beside the work on open objects."""
+        """Coroutines that run beside the work on open objects."""

@@ -64,7 +64,7 @@ class Work:
 
     @property
     def trouble(self) -> str:
-        """What holds open objects up; empty once all go on, here or in another process."""
+        """The reasons that hold open objects up; empty once all go on, here or in another process."""
         return next(reversed(self._held.values()), "")
 
     async def open(self, found: Found) -> None:

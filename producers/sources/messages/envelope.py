@@ -37,7 +37,7 @@ class Asked:
     identity: tuple[str, ...]
     """Messages of one source with the same identity ask for the same task."""
     correlation: str
-    """What the reply names: the sender's id, else the message's."""
+    """The id in the reply: the sender's id, else the message's."""
     format: Format
     fields: Mapping[str, Any] = field(default_factory=dict)
     reply_to: str | None = None
@@ -45,12 +45,12 @@ class Asked:
 
     @property
     def digest(self) -> str:
-        """What must be the same where the identity is."""
+        """The fields that must be the same where the identity is."""
         return idempotency.digest(json.dumps([self.fields, self.reply_to], sort_keys=True).encode())
 
 
 def read(message: Received) -> Asked:
-    """What the message asks for. Raises InvalidTask."""
+    """The message's task. Raises InvalidTask."""
     size = len(message.body.encode("utf-8", "surrogateescape"))
     if size > MAX_BODY:
         raise InvalidTask(f"the message has {size} bytes; at most {MAX_BODY} are taken")

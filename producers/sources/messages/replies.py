@@ -16,10 +16,9 @@ from typing import Any, Final
 from redis.asyncio import Redis
 
 from producers.client.aio import AsyncClient
-from producers.client.steps import FAILURES, Steps, persistently
+from producers.client.steps import FAILURES, once, persistently
 from producers.client.wake import wake
 from producers.connection.log_throttle import warn_throttled
-from producers.connection.script import Call
 from producers.connection.trouble import said
 from producers.sources.messages import answer
 from producers.sources.messages.answer import Reply
@@ -91,7 +90,7 @@ class Replies:
     async def _round(self) -> bool:
         """Send what is due. Returns whether there may be more."""
         holder = uuid.uuid4().hex
-        found = await self._client.run(_one(outbox.take(holder, MOST, LEASE_MS, self._name)))
+        found = await self._client.run(once(outbox.take(holder, MOST, LEASE_MS, self._name)))
         rows = outbox.read_take(found).rows
         await asyncio.gather(*(self._end(row, holder) for row in rows))
         return len(rows) == MOST
@@ -144,7 +143,3 @@ class Replies:
         body, content_type = answer.body_of(row, reply, task)
         async with asyncio.timeout(TRY_S / 2):
             await self._targets.send(reply.url, body, key=row.webhook_id, content_type=content_type)
-
-
-def _one(call: Call) -> Steps[Any]:
-    return (yield call)

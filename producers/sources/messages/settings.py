@@ -8,13 +8,14 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from producers.contract.task import MAX_TENANT, Task
-from producers.errors import InvalidTask, shown
+from producers.errors import InvalidTask
 from producers.sources.messages.envelope import Format
 from producers.sources.messages.targets import FORMS, LIST, is_list, is_queue, is_target
-from producers.sources.source import Context, Source, SourceSettings, as_tuple
+from producers.sources.source import Context, Source, SourceSettings, as_tuple, fitting
 
 #: Task fields that make no sense for all messages of a source.
 _OWN: Final = ("prompt", "messages", "metadata", "seed")
+QUEUE: Final = "an SQS queue's URL, or list: and the name of a list in the store"
 Patterns = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
 
 
@@ -22,32 +23,18 @@ class MessagesSettings(SourceSettings):
     """Messages of one queue, and what becomes of them."""
 
     type: Literal["messages"]
-    queue: str = Field(description="an SQS queue's URL, or list: and the name of a list in the store")
+    queue: Annotated[str, fitting(lambda value: is_queue(value) or is_list(value), QUEUE)] = Field(description=QUEUE)
     dead_letters: str | None = Field(None, description="the URL of an SQS queue for bad messages")
     visibility: int = Field(60, ge=10, le=3600, description="10 to 3600 seconds")
     task: dict[str, Any] = Field(default_factory=dict, description="a table of fields that messages may leave out")
     tenant: str | None = Field(
         None, min_length=1, max_length=MAX_TENANT, description="a tenant's name, whatever a message says"
     )
-    reply: str | None = Field(None, description=FORMS)
+    reply: Annotated[str, fitting(is_target, FORMS)] | None = Field(None, description=FORMS)
     reply_allow: Patterns = Field((), description="a list of targets that messages may name; * stands for any text")
     reply_format: Format | None = Field(None, description='"json" or "cloudevents"; unset: as the message came')
     region: str | None = Field(None, min_length=1, description="an AWS region; unset: the one in the queue's URL")
     endpoint_url: str | None = Field(None, min_length=1, description="the URL of another server than AWS's own")
-
-    @field_validator("queue")
-    @classmethod
-    def _a_queue(cls, value: str) -> str:
-        if not (is_queue(value) or is_list(value)):
-            raise ValueError(f"it is {shown(value)}; it must be {cls.model_fields['queue'].description}")
-        return value
-
-    @field_validator("reply")
-    @classmethod
-    def _a_target(cls, value: str | None) -> str | None:
-        if value is not None and not is_target(value):
-            raise ValueError(f"it is {shown(value)}; it must be {FORMS}")
-        return value
 
     @field_validator("task")
     @classmethod

@@ -14,7 +14,7 @@ from typing import Final
 
 from redis.asyncio import Redis
 
-from producers.client.once import submit_as
+from producers.client.operations import submit_as
 from producers.client.submission import TASK
 from producers.connection.connect import SILENT_S, connect_async
 from producers.connection.script import arun
@@ -106,7 +106,7 @@ class Messages(Source):
             )
 
     def _reply(self, asked: Asked, *, strict: bool = True) -> Reply | None:
-        """Where the reply goes. Raises InvalidTask for a target that is not allowed, if `strict`; else it goes where
+        """The target of the reply. Raises InvalidTask for a target that is not allowed, if `strict`; else it goes where
         the settings say."""
         target = asked.reply_to or self._settings.reply
         if target is not None and not allowed(target, self._settings.targets):

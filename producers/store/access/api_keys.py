@@ -32,7 +32,7 @@ from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call, arun, text
 from producers.contract import keys
 from producers.store.access.audit import Change
-from producers.store.access.principal import NO_LIMITS, Limits, Principal
+from producers.store.access.principal import NO_LIMITS, Account, Limits, Principal
 from producers.store.protocol import swap
 
 log = logging.getLogger(__name__)
@@ -113,12 +113,13 @@ class Key:
         return (new or old) and self.state(now) == "active"
 
     def principal(self) -> Principal:
-        return Principal(self.id, self.tenant, frozenset(self.scopes), self.models, self.tiers, self.limits)
+        account = Account.of(self.id, self.limits)
+        return Principal(self.id, self.tenant, frozenset(self.scopes), self.models, self.tiers, account)
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What let a caller in: a key, and the digest of its secret."""
+    """A caller's credentials: a key, and the digest of its secret."""
 
     id: str
     digest: str = field(repr=False)
@@ -135,13 +136,8 @@ def read_token(token: str) -> tuple[str, str] | None:
     return None if found is None else (found[1], found[2])
 
 
-def id_in(text: str) -> str:
-    """The id in a key; of what is none, something else."""
-    return text[len(PREFIX) : len(PREFIX) + 16]
-
-
 def without_secret(text: str) -> str:
-    """What somebody gave as a key's id, as errors may show it: of a whole key, without its secret."""
+    """A caller's text for a key's id, as errors may show it: a whole key without its secret."""
     return WITH_SECRET.sub(r"\1", text)
 
 

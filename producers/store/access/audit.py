@@ -32,11 +32,11 @@ class Change:
 
     by: str
     did: str
-    """What was done to what: `key.create`, `endpoint.delete`."""
+    """The change: `key.create`, `endpoint.delete`."""
     what: str
     """The changed thing's id."""
     tenant: str | None = None
-    """Whose it is."""
+    """Its tenant."""
     address: str | None = None
     """The caller's network address."""
 

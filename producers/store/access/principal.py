@@ -9,8 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from decimal import Decimal
-from functools import lru_cache
-from typing import Any, Final, Self
+from functools import cached_property
+from typing import Any, Final, NamedTuple, Self
 
 #: Scope -> what it lets a key do.
 SCOPES: Final[dict[str, str]] = {
@@ -28,9 +28,9 @@ COUNTED: Final = ("rpm", "tpm", "max_in_flight", "budget_tokens", "budget_money"
 BILLION: Final = 10**9
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Limits:
-    """How much a key may use; None: as much as there is. Minutes and months are the store's, in UTC."""
+    """The limits of a key's use; None: unlimited. Minutes and months are the store's, in UTC."""
 
     rpm: int | None = None
     """Tasks that are submitted in a minute."""
@@ -52,24 +52,48 @@ class Limits:
 
     @classmethod
     def parse(cls, said: Mapping[str, Any]) -> Self:
-        """What was kept of them. A limit that this release does not know keeps no other one from holding."""
+        """The limits that were kept. One that this release does not know keeps no other one from holding."""
         return cls(**{one.name: said[one.name] for one in fields(cls) if one.name in said})
 
-    @property
+    @cached_property  # asked for by each request
     def counted(self) -> dict[str, int]:
         """Those of COUNTED that there are; the budget in money in billionths."""
-        return _counted(self)
+        found = {name: getattr(self, name) for name in COUNTED}
+        if self.budget_money is not None:
+            found["budget_money"] = int(Decimal(self.budget_money) * BILLION)
+        return {name: most for name, most in found.items() if most is not None}
 
+    @cached_property
+    def size_tasks(self) -> bool:
+        """Whether each task's size is limited."""
+        return self.max_prompt is not None or self.max_output is not None
 
-@lru_cache(maxsize=1024)  # asked for by each request
-def _counted(limits: Limits) -> dict[str, int]:
-    found = {name: getattr(limits, name) for name in COUNTED}
-    if limits.budget_money is not None:
-        found["budget_money"] = int(Decimal(limits.budget_money) * BILLION)
-    return {name: most for name, most in found.items() if most is not None}
+    @cached_property
+    def asked(self) -> str:
+        """`counted`, as scripts take it (JSON)."""
+        return json.dumps(self.counted)
 
 
 NO_LIMITS: Final = Limits()
+#: The beginning of a tenant's account's name. The name of a key's account is the key's id.
+TENANT: Final = "tenant:"
+
+
+class Account(NamedTuple):
+    """The account of a key or a tenant, and its limits."""
+
+    name: str
+    limits: Limits
+
+    @property
+    def whose(self) -> str:
+        """`key` or `tenant`."""
+        return "tenant" if self.name.startswith(TENANT) else "key"
+
+    @classmethod
+    def of(cls, name: str, limits: Limits) -> Account | None:
+        """None where nothing is limited."""
+        return None if limits == NO_LIMITS else cls(name, limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +107,12 @@ class Principal:
     """The models that it may use; empty: all."""
     tiers: tuple[str, ...] = ()
     """The tiers that it may use; empty: all."""
-    limits: Limits = NO_LIMITS
+    account: Account | None = None
+    """That of its key, if the key has limits."""
+
+    @property
+    def limits(self) -> Limits:
+        return NO_LIMITS if self.account is None else self.account.limits
 
     @property
     def sees_all(self) -> bool:
@@ -91,7 +120,7 @@ class Principal:
         return "admin" in self.scopes
 
     def may(self, scope: str) -> bool:
-        return self.sees_all or scope in self.scopes
+        return scope in self.scopes or self.sees_all
 
     def sees(self, tenant: str | None) -> bool:
         """Whether it may see what this tenant (None: without one) has made."""
@@ -102,13 +131,13 @@ class Principal:
         return (not self.models or model in self.models) and (not self.tiers or {*tiers} <= {*self.tiers})
 
     def to_json(self) -> str:
-        """What is kept of it beside work that is done later: all but its scopes."""
+        """All but its scopes, to be kept beside work that is done later."""
         kept = {"key": self.key, "tenant": self.tenant, "models": self.models, "tiers": self.tiers}
         return json.dumps(kept)
 
     @classmethod
     def parse(cls, kept: str) -> Self:
-        """What `to_json` kept. It has no scopes."""
+        """The inverse of `to_json`. It has no scopes."""
         said = json.loads(kept)
         return cls(said["key"], said["tenant"], frozenset(), tuple(said["models"]), tuple(said["tiers"]))
 

@@ -17,7 +17,7 @@ from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import arun, text
 from producers.contract import keys
 from producers.store.access.audit import Change
-from producers.store.access.principal import NO_LIMITS, Limits
+from producers.store.access.principal import NO_LIMITS, TENANT, Account, Limits
 from producers.store.protocol import swap
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,11 @@ def parse(raw: Any) -> Limits:
     except (ValueError, TypeError) as error:
         warn_throttled(log, "limits in %s cannot be read: %s", keys.TENANT_LIMITS, error)
         return NO_LIMITS
+
+
+def account(tenant: str, limits: Limits) -> Account | None:
+    """None where nothing is limited."""
+    return Account.of(f"{TENANT}{tenant}", limits)
 
 
 async def get(store: Redis, tenant: str) -> Limits:

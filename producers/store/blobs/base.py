@@ -43,13 +43,13 @@ class BlobWriter(AbstractContextManager["BlobWriter"], ABC):
 
 
 class Blobs(ABC):
-    """Where blobs are. Names are 1 to 128 of `A-Za-z0-9_.-`, and begin with none of `.-`.
+    """A place of blobs. Names are 1 to 128 of `A-Za-z0-9_.-`, and begin with none of `.-`.
 
     Any method may raise OSError: the disk is full, or the folder or bucket cannot be reached.
     """
 
     place: str
-    """Where they are, as `producers.store.blobs.open_blobs` takes it."""
+    """The place, as `producers.store.blobs.open_blobs` takes it."""
 
     @abstractmethod
     def writer(self, name: str) -> BlobWriter:

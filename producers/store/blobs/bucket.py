@@ -62,11 +62,7 @@ class Bucket:
     @property
     def settings(self) -> dict[str, str]:
         """Arguments of each request that writes an object."""
-        said = {
-            "ServerSideEncryption": self.sse,
-            "SSEKMSKeyId": self.kms_key_id,
-            "StorageClass": self.storage_class,
-        }
+        said = {"ServerSideEncryption": self.sse, "SSEKMSKeyId": self.kms_key_id, "StorageClass": self.storage_class}
         return {name: value for name, value in said.items() if value}
 
     def key(self, name: str = "") -> str:

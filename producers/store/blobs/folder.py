@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 from producers.store.blobs.base import PIECE, BlobNotFound, Blobs, BlobWriter, checked
 
@@ -96,9 +96,7 @@ class FolderWriter(BlobWriter):
         os.rename(self._path, target)
         _sync(target.parent)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: Any) -> None:
         self._file.close()
         self._path.unlink(missing_ok=True)
 

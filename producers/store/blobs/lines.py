@@ -21,9 +21,9 @@ class Line:
     number: int
     """From 1."""
     offset: int
-    """Where it begins (bytes)."""
+    """Its first byte."""
     end: int
-    """Where the next one begins: pass it on to go on from there."""
+    """The first byte of the next one: pass it on to go on from there."""
     data: bytes | None
 
 
@@ -48,12 +48,7 @@ class Ahead:
 
 
 def lines(
-    blobs: Blobs,
-    name: str,
-    offset: int = 0,
-    number: int = 1,
-    longest: int = LONGEST,
-    ahead: Ahead | None = None,
+    blobs: Blobs, name: str, offset: int = 0, number: int = 1, longest: int = LONGEST, ahead: Ahead | None = None
 ) -> Iterator[Line]:
     """The lines from `offset` on, which is where line `number` begins. Empty lines are among them.
 

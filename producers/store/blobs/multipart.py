@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import zlib
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Final, Self
 
 from producers.connection.aws import AwsError
@@ -78,9 +77,7 @@ class S3Writer(BlobWriter):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: Any) -> None:
         self._buffer.clear()
         if self._upload:
             with suppress(AwsError, BlobNotFound):  # else `clean` aborts it

@@ -41,7 +41,7 @@ from typing import Any, Final, Self
 
 from redis import Redis
 
-from producers.connection.script import run, text
+from producers.connection.script import run, seconds, text
 from producers.contract import keys
 from producers.store.protocol import swap
 
@@ -91,8 +91,7 @@ def all_of(store: Redis) -> list[Rollout]:
 
 def now(store: Redis) -> float:
     """The store's clock (unix s)."""
-    seconds, micros = store.time()
-    return float(seconds) + float(micros) / 1e6
+    return seconds(store.time())
 
 
 def begin(store: Redis, new: Rollout) -> Rollout:

@@ -31,7 +31,7 @@ from typing import Any, Final
 
 from redis.asyncio import Redis
 
-from producers.connection.script import Call, parsed, script, text
+from producers.connection.script import Call, parsed, script, seconds, text
 from producers.contract import keys
 from producers.contract.profile import sane
 from producers.store.protocol import PACKAGE
@@ -86,8 +86,7 @@ def is_fresh(at: Any, now: float) -> bool:
 
 async def retry(store: Redis, pool: str) -> None:
     """Ask for another try to start a pool's workers. Raises redis.RedisError or OSError."""
-    seconds, micros = await store.time()
-    await store.execute_command("HSET", keys.SCALE_RETRIES, pool, repr(seconds + micros / 1e6))
+    await store.execute_command("HSET", keys.SCALE_RETRIES, pool, repr(seconds(await store.time())))
 
 
 async def decisions(store: Redis, pool: str, count: int) -> list[dict[str, Any]]:

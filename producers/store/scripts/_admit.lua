@@ -1,7 +1,7 @@
 -- include: _result.lua
 -- include: _waiting.lua
--- Shared by ADMIT and BATCH_EXPAND. It makes a record of these fields, and enters the task into the indexes and the counts
--- of what waits. Stream and blocks of an earlier task with this id outlive its record, so they are removed.
+-- Shared by ADMIT and BATCH_EXPAND. It makes a record of these fields, and enters the task into the indexes and the
+-- counts of what waits. Stream and blocks of an earlier task with this id outlive its record, so they are removed.
 local function admit(task, submitting, deadlines, id, now, fields)
   redis.call('HSET', task, unpack(fields))
   redis.call('UNLINK', 'penstock:stream:' .. id)

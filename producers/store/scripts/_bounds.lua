@@ -1,5 +1,6 @@
 -- Of ADMIT. The bound on what waits that one more task would exceed: {full, its name, what waits, the most}; nil: none.
--- places: of each bound the hash that counts, the fields that add up, the most, its name (`producers/store/waiting.py`).
+-- places: of each bound the hash that counts, the fields that add up, the most, its name
+--         (`producers/store/waiting.py`).
 local function waiting_full(places)
   for _, place in ipairs(places) do
     local waits = 0

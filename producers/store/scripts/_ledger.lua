@@ -1,7 +1,4 @@
--- Shared by _final.lua alone. It appends the row of a task that has just ended to the ledger
--- (`producers/store/usage/ledger.py` has the format), in the script that makes the record final: no end is without its
--- row, and no row without its end. A field that the record lacks is empty, so that all rows have the same fields, whose
--- names a stream stores once.
+-- Included by _final.lua alone.
 
 -- The engine's time for a task (microseconds), of all its starts that are noted: the last number of each (_run.lua).
 local function engine_time(task, starts)
@@ -13,6 +10,9 @@ local function engine_time(task, starts)
   return string.format('%.0f', sum)
 end
 
+-- Appends the row of a task that has just ended to the ledger (`producers/store/usage/ledger.py` has the format), in
+-- the script that makes the record final: no end is without its row, and no row without its end. A field that the
+-- record lacks is empty, so that all rows have the same fields, whose names a stream stores once.
 local function ledger_row(task, id, status, prompt, cached, output)
   local r = redis.call('HMGET', task, 'key', 'tenant', 'model', 'version', 'tier', 'discarded', 'again', 'claims',
     'deaths', 'started', 'finished')

@@ -1,6 +1,6 @@
 -- Shared by ADMIT and BATCH_EXPAND, which charge accounts for a task, and _final.lua, which settles that at its end.
--- An account is one hash (`producers/store/usage/limits.py`), so one script decides for all gateways. Minutes and months
--- are the server's, in UTC; a count of an earlier one is 0.
+-- An account is one hash (`producers/store/usage/limits.py`), so one script decides for all gateways. Minutes and
+-- months are the server's, in UTC; a count of an earlier one is 0.
 
 -- The number of the month of a time (ms): 12 a year, for the years 1970 to 2099.
 local function month_of(now)
@@ -103,12 +103,13 @@ local function over(a, limits, asked, output)
   end
 end
 
--- Charges all accounts for a task, if every limit of each allows it; else changes nothing. A task of `asked.least` below
--- `asked.output` may be shortened to what is left of a budget.
+-- Charges all accounts for a task, if every limit of each allows it; else changes nothing. A task of `asked.least`
+-- below `asked.output` may be shortened to what is left of a budget.
 -- asked: limits (of each account), tokens (estimated, for `tpm`), prompt, output, least (tokens of a choice), width,
 --        rates (of `cost`; there if a limit is `budget_money`)
--- Answers: {new | the limit that is reached, which account's (from 0), ms until the next minute, for each account its
---          requests and tokens left (-1: no such limit)}; the record's `reserved`; the task's output, if it is shortened
+-- Answers: {new | the limit that is reached, which account's (from 0), ms until the next minute, then for requests and
+--          for tokens of a minute what is left, and of how many (-1: no such limit), of the account with the least};
+--          the record's `reserved`; the task's output, if it is shortened
 local function charge(names, asked, now)
   local accounts, output = {}, asked.output
   for i, name in ipairs(names) do
@@ -124,16 +125,21 @@ local function charge(names, asked, now)
     end
   end
   local reserved, pledged = asked.prompt + asked.width * output, most_cost(asked, output)
-  local answer = { said or 'new', whose, 60000 - now % 60000 }
+  local answer = { said or 'new', whose, 60000 - now % 60000, -1, -1, -1, -1 }
+  local function tell(at, most, used)
+    local left = most and math.max(0, most - used)
+    if most and (answer[at + 1] < 0 or left < answer[at]) then
+      answer[at], answer[at + 1] = left, most
+    end
+  end
   for i, a in ipairs(accounts) do
     if not said then
       a.requests, a.tokens = a.requests + 1, a.tokens + asked.tokens
       a.open, a.reserved, a.pledged = a.open + 1, a.reserved + reserved, a.pledged + pledged
       keep(a, true)
     end
-    local limits = asked.limits[i]
-    answer[#answer + 1] = limits.rpm and math.max(0, limits.rpm - a.requests) or -1
-    answer[#answer + 1] = limits.tpm and math.max(0, limits.tpm - a.tokens) or -1
+    tell(4, asked.limits[i].rpm, a.requests)
+    tell(6, asked.limits[i].tpm, a.tokens)
   end
   local kept = cjson.encode({ accounts = names, estimate = asked.tokens, tokens = reserved,
     money = asked.rates and whole(pledged), rates = asked.rates })
@@ -157,7 +163,7 @@ local function charged_for(task, kept)
     return cjson.decode(kept)
   end
   local key = redis.call('HGET', task, 'key')
-  return { accounts = { key and 'penstock:limits:' .. key }, tokens = tokens, estimate = tokens }
+  return { accounts = key and { 'penstock:limits:' .. key } or {}, tokens = tokens, estimate = tokens }
 end
 
 -- Puts what a task used in the place of what was reserved for it, once. created: when it was charged (ms).

@@ -1,4 +1,5 @@
--- Shared by what removes a task. Its compacted stream is gone; if a blob holds that, a note says that it is to be deleted.
+-- Shared by what removes a task. Its compacted stream is gone; if a blob holds that, a note says that it is to be
+-- deleted.
 local function drop_result(id)
   local result = 'penstock:result:' .. id
   local reference = redis.call('HGET', result, 'blob')

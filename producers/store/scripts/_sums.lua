@@ -1,5 +1,5 @@
--- Shared by FOLD and ROLL. It adds counts to the sum of a group in a bucket, an hour or a day. A sum is its counts in the
--- order of `producers.store.usage.ledger.COUNTS`, with spaces between; they are exact up to 2^53.
+-- Shared by FOLD and ROLL. It adds counts to the sum of a group in a bucket, an hour or a day. A sum is its counts in
+-- the order of `producers.store.usage.ledger.COUNTS`, with spaces between; they are exact up to 2^53.
 local function add(bucket, start, group, counts)
   local key = 'penstock:usage:' .. bucket
   local had, sum, k = redis.call('HGET', key, group), {}, 0

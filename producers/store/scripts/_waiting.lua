@@ -1,6 +1,6 @@
 -- Shared by ADMIT, BATCH_EXPAND, CLAIM, RELEASE and _final.lua. It counts the tasks that wait
--- (`producers/store/waiting.py`). A record's `waits` says that it is counted, and as what: `<kind> <tokens> <queue>`. It
--- changes in the script that changes the counts, so no death leaves one without the other.
+-- (`producers/store/waiting.py`). A record's `waits` says that it is counted, and as what: `<kind> <tokens> <queue>`.
+-- It changes in the script that changes the counts, so no death leaves one without the other.
 local function waiting_add(waits, tenant, key, by)
   local kind, tokens, queue = string.match(waits, '^(%S+) (%d+) (.*)$')
   local function add(hash, field, number)

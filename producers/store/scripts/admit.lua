@@ -4,8 +4,8 @@
 -- A task with the `origin` task enters the index that lists it, and its tenant's own. With accounts,
 -- they are charged in the same script; if a limit or a bound on what waits is reached, nothing is written.
 -- KEYS: task, submitting, deadlines, then the accounts that are charged
--- ARGV: id, nonce, asked (ms, server time as the client estimates it), window (ms), what the accounts are asked for (JSON,
---       `charge` in _limits.lua), bounds (JSON, `waiting_full`; empty: none), field, value, ...
+-- ARGV: id, nonce, asked (ms, server time as the client estimates it), window (ms), what the accounts are asked for
+--       (JSON, `charge` in _limits.lua), bounds (JSON, `waiting_full`; empty: none), field, value, ...
 -- Answers: new | mine (the same request was admitted before, and its reply was lost) | exists | late;
 --          with accounts, in place of `new`, what `charge` answers (_limits.lua); what `waiting_full` answers
 -- include: _limits.lua

@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
--- BATCH_CANCEL | not ended: `cancelling`; the sweeper cancels its lines, writes what there is, and ends it. Else nothing.
+-- BATCH_CANCEL | not ended: `cancelling`; the sweeper cancels its lines, writes what there is, and ends it. Else
+-- nothing.
 -- KEYS: batch
 -- Answers: {accepted 0|1 (1 also where it is `cancelling`), the status then | gone}
 -- include: _batch.lua

@@ -2,8 +2,8 @@
 -- BATCH_CREATE | no batch of this id -> `validating`; else nothing. A field `idempotency` names the entry of the
 -- request's Idempotency-Key (IDEMPOTENT): it is marked as made. A batch with a tenant enters its tenant's index, too,
 -- which loses what is before `oldest`.
--- KEYS: batch, open batches, index   ARGV: id, completion window (s), oldest id in an index, time (s) that a batch stays
---       in one, field, value, ...
+-- KEYS: batch, open batches, index   ARGV: id, completion window (s), oldest id in an index, time (s) that a batch
+--       stays in one, field, value, ...
 -- Answers: new | exists
 -- include: _batch.lua
 -- include: _made.lua

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
--- BATCH_END | all lines are written and it is `finalizing` or `cancelling`, or it was cancelled before it began: it ends
--- `cancelled`, else `expired` if a line is, else `completed`, with the ids of its files, and the event is written into
--- the outbox. Else nothing.
+-- BATCH_END | all lines are written and it is `finalizing` or `cancelling`, or it was cancelled before it began: it
+-- ends `cancelled`, else `expired` if a line is, else `completed`, with the ids of its files, and the event is written
+-- into the outbox. Else nothing.
 -- KEYS: batch   ARGV: batch's id, output file's id or empty, error file's id or empty
 -- Answers: the status then | gone
 -- include: _batch.lua

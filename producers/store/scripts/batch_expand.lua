@@ -1,14 +1,14 @@
 #!lua
 -- BATCH_EXPAND(from) | `in_progress`, before its deadline, and expanded up to the line `from`: the records of the next
--- lines are made, `submitting`; lines with a bad body are counted as failed, with their errors; the cursor moves on. One
--- call, so a line has one record, and a bad line counts once. Else nothing.
+-- lines are made, `submitting`; lines with a bad body are counted as failed, with their errors; the cursor moves on.
+-- One call, so a line has one record, and a bad line counts once. Else nothing.
 -- With accounts, each line is charged to them where its record is made. A line that they have no budget for is a failed
 -- one. The first line that another limit keeps off, and those behind it, are left for later.
 -- KEYS: batch, refused lines, submitting, deadlines, then the accounts that are charged
--- ARGV: batch's id, from (line), lines, error of a line without budget (JSON), 2 * number of fields that all records share,
---       number of other fields; name, value, ... of those; names of these; then for each line the offset behind it in the
---       input (bytes) and its task's id, with the values of these (an empty one: no such field) and what the accounts
---       are asked for (JSON; empty: nothing), or an empty id with its error (JSON)
+-- ARGV: batch's id, from (line), lines, error of a line without budget (JSON), 2 * number of fields that all records
+--       share, number of other fields; name, value, ... of those; names of these; then for each line the offset behind
+--       it in the input (bytes) and its task's id, with the values of these (an empty one: no such field) and what the
+--       accounts are asked for (JSON; empty: nothing), or an empty id with its error (JSON)
 -- Answers: {the time of the records (ms), lines that are done, then the numbers of those without budget} | {} (nothing)
 -- include: _batch.lua
 -- include: _admit.lua

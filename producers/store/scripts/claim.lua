@@ -2,9 +2,10 @@
 -- CLAIM(c, inc, plain, pool) | The first rule that applies:
 -- 1 own lease gone: `lost`. 2 no record: a plain message creates one, a client's message is `done`.
 -- 3 claim = c: repeat the answer. 4 settled: `done`. 5 owner live: `busy`, also when final or cancelled.
--- 6 final: take the claim, `settle`. 7 neither cancelled nor late, and `elsewhere`: it was sent to another version, or its
--- stream has an entry and it was started last in another version, or in another pool of which a worker lives.
--- 8 claim set, owner dead: deaths + 1 and stuck + 1; stuck = 0 if the stream has grown since the last `go`. Then 9 or 10.
+-- 6 final: take the claim, `settle`. 7 neither cancelled nor late, and `elsewhere`: it was sent to another version, or
+-- its stream has an entry and it was started last in another version, or in another pool of which a worker lives.
+-- 8 claim set, owner dead: deaths + 1 and stuck + 1; stuck = 0 if the stream has grown since the last `go`. Then 9
+-- or 10.
 -- 9 cancel, deadline, stuck >= N or deaths >= 4 N, or a message condemned by the broker
 -- since every worker died before its CLAIM: finalise with the terminal entry, take the claim, `settle`. A task that was
 -- started before is `incomplete` past its deadline. 10 take the claim, `in_progress`, `go(next)`, with the
@@ -14,8 +15,8 @@
 -- KEYS: task, stream
 -- ARGV: id, claim, inc, plain 0|1, N, condemned 0|1, the worker's version, its version's queue, its fingerprint, then
 --       for a plain message field, value, ...
--- Answers: {lost} {done} {busy}; {elsewhere, the queue that its message belongs to}; {settle, status, field, value, ...};
---          {go, status, field, value, ...} (the whole record)
+-- Answers: {lost} {done} {busy}; {elsewhere, the queue that its message belongs to}; {settle, status, field,
+--          value, ...}; {go, status, field, value, ...} (the whole record)
 -- include: _final.lua
 -- include: _late.lua
 local task, stream = KEYS[1], KEYS[2]

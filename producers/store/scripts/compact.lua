@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
--- COMPACT(settled, n, blocks) | the record was settled at that time and the stream has n entries: the blocks replace the
--- stream and get its remaining TTL; else nothing. A settled stream never changes, and the time tells this task from an
--- earlier one of the same id, so the stream is still the one that was read.
+-- COMPACT(settled, n, blocks) | the record was settled at that time and the stream has n entries: the blocks replace
+-- the stream and get its remaining TTL; else nothing. A settled stream never changes, and the time tells this task from
+-- an earlier one of the same id, so the stream is still the one that was read.
 -- The blocks may be in a blob, which is noted as about to be written: then the reference replaces the stream, and the
 -- note says from when on the blob may go, a minute after the reference.
 -- The stream is removed first: a server at `maxmemory` lets a script write after it has freed memory.

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- EJECT(inc, pool) | inc may be held back by its breaker: it is entered, if it fails by itself, or if with it at most a
--- third of the pool's living workers are. Else it is not entered any more. Entries without a lease do not count, and go.
--- Said again, it answers for the pool as it is then.
+-- third of the pool's living workers are. Else it is not entered any more. Entries without a lease do not count, and
+-- go. Said again, it answers for the pool as it is then.
 -- KEYS: the pool's ejected   ARGV: inc, living workers of the pool with inc, it fails by itself 0|1
 -- Answers: 1 held back | 0 it has to serve
 local others = 0

@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- EXPIRE | cancel accepted or deadline passed, not final, no live owner: final. The status is `cancelled` after a cancel
--- (CANCEL could not end it while its owner lived), `incomplete` with the output so far if the task was ever started,
--- else `failed` as expired. It is settled at its next CLAIM. A live owner ends its task itself. A `submitting` task is
--- left alone: the sweeper sends no final record, and without a message it would never be settled.
+-- EXPIRE | cancel accepted or deadline passed, not final, no live owner: final. The status is `cancelled` after a
+-- cancel (CANCEL could not end it while its owner lived), `incomplete` with the output so far if the task was ever
+-- started, else `failed` as expired. It is settled at its next CLAIM. A live owner ends its task itself. A `submitting`
+-- task is left alone: the sweeper sends no final record, and without a message it would never be settled.
 -- A task without need for it (no record, final, or neither deadline nor cancel) leaves the index.
 -- KEYS: task, stream, deadlines   ARGV: id
 -- Answers: the status then | gone

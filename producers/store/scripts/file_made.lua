@@ -1,7 +1,8 @@
 #!lua
 -- FILE_MADE(file) | its blob is noted as written, and no file has this id: its fields, its place in the lists of its
 -- tenant's files and of those of its purpose, and its end are there; the note is not. Else nothing.
--- KEYS: file, its tenant's files, those of its purpose, expiring, notes   ARGV: id, end (unix s; 0: none), field, value, ...
+-- KEYS: file, its tenant's files, those of its purpose, expiring, notes
+-- ARGV: id, end (unix s; 0: none), field, value, ...
 -- Answers: made | exists (also by this call) | late (the blob is not noted, or is to be deleted)
 if redis.call('EXISTS', KEYS[1]) == 1 then
   return 'exists'

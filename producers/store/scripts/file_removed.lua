@@ -2,7 +2,8 @@
 -- FILE_REMOVED(file) | the file is gone; a note says that its blob is to be deleted. With a time: only if the blob was
 -- noted by then, else nothing: somebody has made a file of it meanwhile, or noted it anew.
 -- Also for a file that was never made: its note said that a blob was being written, and now says the same.
--- KEYS: file, its tenant's files, those of its purpose, expiring, notes   ARGV: id, noted by (unix s; empty: in any case)
+-- KEYS: file, its tenant's files, those of its purpose, expiring, notes
+-- ARGV: id, noted by (unix s; empty: in any case)
 -- Answers: 1 | 0 there was no file | -1 nothing was done
 if ARGV[2] ~= '' then
   local noted = tonumber(redis.call('ZSCORE', KEYS[5], ARGV[1]))

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
--- FINISH(c, n) | final: `won` if claim = c, else `other`. Other claim: `other`. Cancel accepted: `cancelled` is written,
--- `won`. n != next, or the prompt's entries are missing: `resend`. Else status, terminal entry and usage: `won`. The claim
--- stays.
+-- FINISH(c, n) | final: `won` if claim = c, else `other`. Other claim: `other`. Cancel accepted: `cancelled` is
+-- written, `won`. n != next, or the prompt's entries are missing: `resend`. Else status, terminal entry and usage:
+-- `won`. The claim stays.
 -- KEYS: task, stream
 -- ARGV: id, claim, status, reasons (JSON array, one finish reason per choice), error (JSON object or null),
 --       prompt tokens, cached tokens, scored (1: PROMPT came before), run (_run.lua), then n per choice, from choice 0

@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
 -- LEASE(inc, pool) | `take`: it is entered; else renewed where it is there. One that serves is listed with its pool's
--- workers, for as long; one that drains or is held back is not. The value says `listens` where its alive channel is heard here.
--- A script, because a plain SET is refused when memory is full: then all workers would be taken for dead, who are to
--- make room. The broker has one of its own.
+-- workers, for as long; one that drains or is held back is not. The value says `listens` where its alive channel is
+-- heard here. A script, because a plain SET is refused when memory is full: then all workers would be taken for dead,
+-- who are to make room. The broker has one of its own.
 -- KEYS: lease, workers of the pool   ARGV: inc, what it says of itself (JSON), ttl (ms), take 0|1, serves 0|1
 -- Answers: 1 | 0 gone
 -- include: producers.connection/_alive.lua

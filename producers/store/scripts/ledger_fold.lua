@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- FOLD(age, most) | the oldest rows of the ledger, of ends longer ago than `age`, go, and are added to the sums of their
--- hours; `folded` is the last of them. One call, so that each row is counted once, as a row or in a sum.
+-- FOLD(age, most) | the oldest rows of the ledger, of ends longer ago than `age`, go, and are added to the sums of
+-- their hours; `folded` is the last of them. One call, so that each row is counted once, as a row or in a sum.
 -- KEYS: ledger, folded   ARGV: age (ms), most rows, then the fields that a sum counts, statuses first
 -- Answers: the number of rows that went
 -- include: _sums.lua

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- ROLL(age, most) | some sums of the oldest hour that began longer ago than `age` go, and are added to its day's. One call,
--- so that each is counted once.
+-- ROLL(age, most) | some sums of the oldest hour that began longer ago than `age` go, and are added to its day's. One
+-- call, so that each is counted once.
 -- KEYS: index of the sums   ARGV: age (s), about how many sums
 -- Answers: the number of sums that went
 -- include: _sums.lua

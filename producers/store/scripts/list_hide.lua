@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
--- LIST_HIDE(ms) | messages that are taken: hidden for `ms` from now on, 0 gives them back; those that are gone: nothing.
+-- LIST_HIDE(ms) | messages that are taken: hidden for `ms` from now on, 0 gives them back; those that are gone:
+-- nothing.
 -- KEYS: hidden (zset)   ARGV: ms, id, ...
 -- Answers: the number of messages
 local t = redis.call('TIME')

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
--- ORPHAN(gone) | final, not settled, no live owner: settled without its message. A plain Celery task (links, chords) and
--- a task that was given up (its message is kept) need their message: they are left to the worker that gets it, unless
--- the caller has seen that the message no longer exists (`gone`).
+-- ORPHAN(gone) | final, not settled, no live owner: settled without its message. A plain Celery task (links, chords)
+-- and a task that was given up (its message is kept) need their message: they are left to the worker that gets it,
+-- unless the caller has seen that the message no longer exists (`gone`).
 -- A task that is not final, is settled or has no record leaves the index.
 -- KEYS: task, stream, unsettled   ARGV: id, default TTL (seconds), gone 0|1
 -- Answers: settled (also if done before) | owned | message | gone (no record) | open (not final)

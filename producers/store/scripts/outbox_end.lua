@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- DELIVERED, DEAD | the row is held by `holder`: it is `delivered` or `dead`, with its attempts; else nothing. The holder
--- stays, so that a call that is sent again is answered alike.
+-- DELIVERED, DEAD | the row is held by `holder`: it is `delivered` or `dead`, with its attempts; else nothing. The
+-- holder stays, so that a call that is sent again is answered alike.
 -- KEYS: row, due, delivered or dead   ARGV: name, holder, delivered | dead, attempts (JSON array)
 -- Answers: 1 done (also if done before) | 0 another holder has it, or it is gone
 local r = redis.call('HMGET', KEYS[1], 'state', 'holder')

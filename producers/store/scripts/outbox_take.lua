@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
--- TAKE(holder, ms, n) | the n oldest rows that are due: leased to `holder` for `ms`. A row whose lease is over is due again.
+-- TAKE(holder, ms, n) | the n oldest rows that are due: leased to `holder` for `ms`. A row whose lease is over is due
+-- again.
 -- KEYS: due   ARGV: holder (a fresh id for each call), lease (ms), n
 -- Answers: {ms until the next row is due (-1: there is none), row's name, {field, value, ...}, ...}; oldest first
 local t = redis.call('TIME')

@@ -1,7 +1,8 @@
 #!lua
--- PROMPT(c, entries) | Other claim or final: `other`. Cancel: `cancel`. In the stream already: `ok`, not published again.
--- Else append + publish, and store the number of entries in the record: `ok`. The entries count as no tokens. Their
--- worker says `scored` in every APPEND and FINISH, which do nothing while they are missing: so they precede token 0.
+-- PROMPT(c, entries) | Other claim or final: `other`. Cancel: `cancel`. In the stream already: `ok`, not published
+-- again. Else append + publish, and store the number of entries in the record: `ok`. The entries count as no tokens.
+-- Their worker says `scored` in every APPEND and FINISH, which do nothing while they are missing: so they precede
+-- token 0.
 -- KEYS: task, stream
 -- ARGV: id, claim, entry, ... (stream entries, JSON objects)
 -- Answers: ok | other | cancel

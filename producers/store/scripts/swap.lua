@@ -1,7 +1,8 @@
 #!lua flags=allow-oom
 -- SWAP(old -> new) | the field has the value `old`: it has `new`; else nothing. A new field where there are `most`: it
 -- takes the place of `dropped`, if that field is there, else nothing. Nor where `most_alike` values contain `alike`.
--- What it changes is also appended to the audit log, where ARGV says what to append (`producers/store/access/audit.py`).
+-- What it changes is also appended to the audit log, where ARGV says what to append
+-- (`producers/store/access/audit.py`).
 -- KEYS: hash   ARGV: field, old ('': there is no field), new ('': none from now on), most fields (0: any number),
 --       entry of the audit log ('': none), entries kept, dropped ('': none), its entry of the audit log,
 --       alike ('': none), most alike

@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
--- TRIM_TASKS(cursor) | of the next entries of an index of tasks, as ZSCAN gives them, those without a record are removed;
--- of a tenant's index also those whose record is another tenant's by now. A tenant whose index is empty leaves the set.
+-- TRIM_TASKS(cursor) | of the next entries of an index of tasks, as ZSCAN gives them, those without a record are
+-- removed; of a tenant's index also those whose record is another tenant's by now. A tenant whose index is empty leaves
+-- the set.
 -- KEYS: index   ARGV: cursor (0: from the beginning), about how many entries, its tenant ('': the index of all)
 -- Answers: {next cursor (0: that was all), entries looked at, removed}
 local found = redis.call('ZSCAN', KEYS[1], ARGV[1], 'COUNT', ARGV[2])

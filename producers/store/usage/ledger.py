@@ -46,7 +46,7 @@ _HOUR_MS: Final = 3_600_000
 
 
 class Group(NamedTuple):
-    """Whose tasks are counted together."""
+    """The fields by which tasks are counted together."""
 
     key: str
     tenant: str
@@ -56,7 +56,7 @@ class Group(NamedTuple):
 
 
 class Used(NamedTuple):
-    """What a group used in the hour or day that begins at `start` (unix s). `counts`: in the order of COUNTS."""
+    """A group's usage in the hour or day that begins at `start` (unix s). `counts`: in the order of COUNTS."""
 
     start: int
     group: Group
@@ -90,7 +90,7 @@ async def prune(store: Redis, age_s: float) -> int:
 
 
 async def used(store: Redis, since: int, until: int) -> list[Used]:
-    """What was used from `since` until before `until` (unix s): rows by their hours, and the hours and days that begin
+    """The usage from `since` until before `until` (unix s): rows by their hours, and the hours and days that begin
     in that time. Each task that ended before the call is counted once. Raises redis.exceptions.RedisError or OSError.
     """
     while True:

@@ -30,15 +30,13 @@ rates}.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-from producers.connection.script import text
 from producers.contract.task import Task
 from producers.errors import LimitReached
-from producers.store.access.principal import Limits
+from producers.store.access.principal import Account
 
 #: Fewest output tokens of a choice to which a task is shortened: OpenAI's least `max_output_tokens`.
 SHORTEST: Final = 16
@@ -64,22 +62,6 @@ SAID: Final = {
 
 
 @dataclass(slots=True)
-class Account:
-    """One account of a charge. What ADMIT answers is kept: the least of several tasks."""
-
-    name: str
-    limits: Limits
-    requests: int | None = None
-    tokens: int | None = None
-    """What is left in this minute; None where there is no such limit, or nothing was charged yet."""
-
-    def hear(self, requests: int, tokens: int) -> None:
-        """Take what is left; -1: no such limit."""
-        self.requests = None if requests < 0 else min(requests, requests if self.requests is None else self.requests)
-        self.tokens = None if tokens < 0 else min(tokens, tokens if self.tokens is None else self.tokens)
-
-
-@dataclass(slots=True)
 class Charge:
     """The accounts that a request's tasks are charged to."""
 
@@ -87,10 +69,10 @@ class Charge:
     shortens: bool = False
     """Whether tasks may be shortened: the request names no largest output."""
     rates: tuple[int, ...] | None = None
-    """What a token costs (`Prices.rates`); there if an account has a budget in money."""
+    """The prices of a token (`Prices.rates`); there if an account has a budget in money."""
     currency: str = ""
-    reset_ms: int = 60_000
-    """Time until the next minute."""
+    told: list[Any] = field(default_factory=list)
+    """ADMIT's answer (`charge` in `scripts/_limits.lua`); of several tasks, the one with the least left."""
 
     @property
     def names(self) -> list[str]:
@@ -98,11 +80,11 @@ class Charge:
 
     def asked(self, task: Task, card: Mapping[str, Any], estimate: int) -> str:
         """What a task may need, and the limits, as ADMIT takes them. `estimate`: tokens for `tpm`."""
-        limits = _limits_json(tuple(account.limits for account in self.accounts))
+        limits = ", ".join([account.limits.asked for account in self.accounts])
         prompt, output, least, width = needed(task, card, self.shortens)
         rates = "" if self.rates is None else f', "rates": {[*self.rates]}'
         numbers = f'"prompt": {prompt}, "output": {output}, "least": {least}, "width": {width}'
-        return f'{{"limits": {limits}, "tokens": {estimate}, {numbers}{rates}}}'
+        return f'{{"limits": [{limits}], "tokens": {estimate}, {numbers}{rates}}}'
 
     def check(self, estimate: int) -> None:
         """Raise LimitReached for a task of so many tokens that no minute has room for."""
@@ -111,26 +93,19 @@ class Charge:
                 said = SAID["tpm"].format(tpm=account.limits.tpm, tokens=estimate)
                 raise LimitReached(f"The account may have {said}.", CODES["tpm"], None)
 
-    def hear(self, answer: Sequence[Any], asked: str) -> None:
-        """Take what ADMIT answered. Raises LimitReached."""
-        said, self.reset_ms = text(answer[0]), int(answer[2])
-        for account, requests, tokens in zip(self.accounts, answer[3::2], answer[4::2], strict=True):
-            account.hear(int(requests), int(tokens))
+    def hear(self, said: str, answer: list[Any], asked: str) -> None:
+        """Take what ADMIT answered, which begins with what it `said`. Raises LimitReached."""
+        if not self.told or answer[3:] < self.told[3:]:
+            self.told = answer
         if said == "new":
             return
         account, tokens = self.accounts[int(answer[1])], json.loads(asked)["tokens"]
         most = account.limits.counted
         never = said in ("budget_tokens", "budget_money") or (said == "tpm" and tokens > most["tpm"])
-        wait_s = self.reset_ms / 1000 if said in ("rpm", "tpm") else 1.0
-        whose = "tenant" if account.name.startswith("tenant:") else "key"
+        wait_s = int(answer[2]) / 1000 if said in ("rpm", "tpm") else 1.0
         more = {"tokens": tokens, "money": account.limits.budget_money, "currency": self.currency}
-        message = f"This {whose} may have {SAID[said].format(**most, **more)}."
+        message = f"This {account.whose} may have {SAID[said].format(**most, **more)}."
         raise LimitReached(message, CODES[said], None if never else wait_s)
-
-
-@lru_cache(maxsize=1024)  # asked for by each request
-def _limits_json(limits: tuple[Limits, ...]) -> str:
-    return json.dumps([one.counted for one in limits])
 
 
 def needed(task: Task, card: Mapping[str, Any], shortens: bool) -> tuple[int, int, int, int]:

@@ -60,7 +60,7 @@ class Prices:
 
     @classmethod
     def parse(cls, kept: str) -> Prices:
-        """What `to_json` gave."""
+        """The inverse of `to_json`."""
         said = json.loads(kept)
         table = {(model, tier): tuple(map(Decimal, price)) for model, tier, *price in said["table"]}
         return cls(said["currency"], table)  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ class Prices:
         return json.dumps({"currency": self.currency, "table": table})
 
     def of(self, group: Group, counts: tuple[int, ...]) -> Decimal | None:
-        """What a group's tokens cost; None where the table has no price for them."""
+        """The cost of a group's tokens; None where the table has no price for them."""
         if (price := self._price(group.model, group.tier)) is None:
             return None
         prompt, cached, output = price

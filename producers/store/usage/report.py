@@ -46,7 +46,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was used from `since` until before `until` (unix s), in lines by the values of the parts `by`."""
+    """The usage from `since` until before `until` (unix s), in lines by the values of the parts `by`."""
 
     since: int
     until: int
@@ -127,9 +127,17 @@ def _time(name: str, said: str, *, whole: bool = False) -> datetime:
     try:
         found = datetime.fromisoformat(said)
         found = found.replace(tzinfo=found.tzinfo or UTC)
-        if whole and len(said) == len(date.min.isoformat()):
+        if whole and _is_date(said):
             found += timedelta(days=1)
         found.timestamp()
     except (ValueError, OverflowError):
         raise BadSpan(f"{name} is {said[:40]!r}; it must be a date or time such as 2026-11-01") from None
     return found
+
+
+def _is_date(said: str) -> bool:
+    try:
+        date.fromisoformat(said)
+    except ValueError:
+        return False
+    return True

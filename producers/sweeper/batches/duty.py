@@ -105,7 +105,7 @@ class Batches:
             warn_throttled(log, "a step of batch %s failed, trying again:\n%s", batch_id, traceback.format_exc())
 
     async def _step(self, batch_id: str) -> dict[str, int]:
-        """What was done, by its name in `penstock:swept`; nothing if there is nothing to do for now."""
+        """The step that was done, by its name in `penstock:swept`; nothing if there is nothing to do for now."""
         batch = await batches.read(self._store, batch_id)
         if batch is None:
             await arun(self._store, batches.close(batch_id))

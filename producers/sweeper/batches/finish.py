@@ -14,7 +14,7 @@ from typing import Final
 from redis.asyncio import Redis
 
 from producers.client.aio import AsyncClient
-from producers.connection.script import arun, text
+from producers.connection.script import arun, ms, text
 from producers.contract import keys
 from producers.store import batches, files, protocol
 from producers.store.batches import Batch
@@ -85,8 +85,7 @@ class Finisher:
             await cancel(self._store, ids[start : start + PAGE])
 
     async def _now_ms(self) -> int:
-        seconds, micros = await self._store.time()
-        return int(seconds) * 1000 + int(micros) // 1000
+        return ms(await self._store.time())
 
 
 def unwritten(batch: Batch) -> list[str]:

@@ -6,8 +6,7 @@ import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from producers.contract.record import Record
 from producers.store.batches import Batch, Part, task_id
@@ -28,7 +27,7 @@ LAPSED: Final = "batch_expired"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a line: an answer, or the code of REASONS."""
+    """A line's outcome: an answer, or the code of REASONS."""
 
     answer: Answer | None = None
     code: str = ""
@@ -90,8 +89,6 @@ class Files:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *how: Any) -> None:
         for writer in self._writers.values():
-            await asyncio.to_thread(writer.__exit__, kind, error, trace)
+            await asyncio.to_thread(writer.__exit__, *how)

@@ -66,7 +66,7 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What a check found. Without `errors`, the batch has `lines` requests, to these `models`."""
+    """A check's findings. Without `errors`, the batch has `lines` requests, to these `models`."""
 
     lines: int
     models: frozenset[str]

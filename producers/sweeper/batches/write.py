@@ -18,11 +18,10 @@ from contextlib import aclosing
 from typing import Any, Final
 
 from producers.client.aio import AsyncClient
-from producers.connection.script import arun, text
+from producers.connection.script import arun, ask, text
 from producers.contract import keys
 from producers.contract.record import Record
-from producers.contract.stream.blocks import unpack
-from producers.contract.stream.events import Event, decode, stream_position
+from producers.contract.stream.events import Event, decode, stream_position, unpack
 from producers.store import batches
 from producers.store.batches import Batch, Written
 from producers.store.blobs import Ahead, BlobNotFound, Blobs
@@ -87,7 +86,7 @@ class Writer:
             return False
         for lines in _pages(range(first, min(first + count, expanded))):
             commands = [("HMGET", keys.task(batches.task_id(batch.id, line)), "status", "end") for line in lines]
-            if any(status is not None and end is None for status, end in await self._ask(commands)):
+            if any(status is not None and end is None for status, end in await ask(self._store, commands)):
                 return False
         return True
 
@@ -105,7 +104,7 @@ class Writer:
         return Written(first, lines, found.ends[-1], files.counts[OUTPUT], files.counts[ERROR], files.lapsed, parts)
 
     async def _outcomes(self, batch: Batch, found: Requests) -> AsyncGenerator[dict[int, Outcome]]:
-        """What became of each line, in order, some lines at a time."""
+        """The outcome of each line, in order, some lines at a time."""
         expanded = batch.count("line")
         never = Outcome(code="batch_cancelled" if batch.status == "cancelling" else "batch_expired")
         for lines in _pages(range(found.first, found.first + len(found.requests))):
@@ -129,7 +128,7 @@ class Writer:
             return []
         commands: list[tuple[str | int, ...]] = [("HMGET", keys.batch_refused(batch.id), *lines)]
         commands += [("HGETALL", keys.task(batches.task_id(batch.id, line))) for line in lines]
-        refusals, *records = await self._ask(commands)
+        refusals, *records = await ask(self._store, commands)
         return list(zip(lines, records, refusals, strict=True))
 
     async def _lost(self, batch: Batch) -> Outcome:
@@ -167,8 +166,8 @@ class Writer:
     async def _events(self, records: Sequence[Record]) -> list[Sequence[Event] | None]:
         """All events of each task, from its stream or its blocks; None if it has neither."""
         # In this order: blocks replace a stream in one step.
-        streams = await self._ask([("XRANGE", keys.stream(record.id), "-", "+") for record in records])
-        results = await self._ask([("HGETALL", keys.result(record.id)) for record in records])
+        streams = await ask(self._store, [("XRANGE", keys.stream(record.id), "-", "+") for record in records])
+        results = await ask(self._store, [("HGETALL", keys.result(record.id)) for record in records])
         return await asyncio.to_thread(lambda: [self._read(s, r) for s, r in zip(streams, results, strict=True)])
 
     def _read(self, stream: Sequence[Any], result: Mapping[bytes, bytes]) -> list[Event] | None:
@@ -181,13 +180,6 @@ class Writer:
                 return None
             return _events(stream, dict(enumerate(blocks)))
         return _events(stream, {int(number): block for number, block in result.items()})
-
-    async def _ask(self, commands: Sequence[tuple[str | int, ...]]) -> list[Any]:
-        async with self._store.pipeline(transaction=False) as pipe:
-            for command in commands:
-                pipe.execute_command(*command)
-            answers: list[Any] = await pipe.execute()
-            return answers
 
 
 def closing(batch: Batch) -> bool:

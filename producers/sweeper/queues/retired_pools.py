@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from producers.client.aio import AsyncClient
-from producers.connection.script import Call, arun, parsed, script, text
+from producers.connection.script import Call, arun, ask, parsed, script, text
 from producers.contract import keys
 from producers.contract.message import id_of, is_plain
 from producers.contract.queues import takers_of, version_queue_of
@@ -52,10 +52,7 @@ class RetiredPools:
     """The leader's memory of since when each pool has had no worker."""
 
     def __init__(
-        self,
-        client: AsyncClient,
-        retire_after_s: float = RETIRE_AFTER_S,
-        patience_s: float = PATIENCE_S,
+        self, client: AsyncClient, retire_after_s: float = RETIRE_AFTER_S, patience_s: float = PATIENCE_S
     ) -> None:
         self._store, self._broker = client.store, client.broker
         self._retire_after_s = retire_after_s
@@ -126,10 +123,9 @@ class RetiredPools:
         Their tasks are settled, or were a client's and have no record any more.
         """
         found = [(raw, headers) for raw in page if (headers := _headers(raw)) is not None]
-        async with self._store.pipeline(transaction=False) as pipe:
-            for _, headers in found:
-                pipe.hmget(keys.task(headers["id"]), "status", "settled")
-            records = await pipe.execute()
+        records = await ask(
+            self._store, [("HMGET", keys.task(headers["id"]), "status", "settled") for _, headers in found]
+        )
         return {
             raw: headers["id"]
             for (raw, headers), (status, settled) in zip(found, records, strict=True)

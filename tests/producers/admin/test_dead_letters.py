@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -19,12 +18,6 @@ from tests.producers.conftest import POOL, QUEUE
 from tests.producers.fake_worker import FakeWorker
 
 LIST = broker_keys.tier_list(QUEUE, "default")
-
-
-@pytest.fixture
-async def aclient(valkey_url: str, model: str) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(valkey_url, patience=0.2) as client:
-        yield client
 
 
 def bury(valkey: Redis, message: str | bytes, reason: str = "not JSON", at: int = 1_790_000_000_000) -> bytes:

@@ -52,8 +52,7 @@ def test_the_linter_finds_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "encryption"),
-    [("visibility=30", Encryption(KEY)), ("fifo=1&celery=1&visibility=90", Encryption())],
+    ("url", "encryption"), [("visibility=30", Encryption(KEY)), ("fifo=1&celery=1&visibility=90", Encryption())]
 )
 def test_setup_finds_nothing_to_do_after_the_stack_was_made(
     aws: Aws, monkeypatch: pytest.MonkeyPatch, url: str, encryption: Encryption

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from producers.broker.base import Broker, Consumer
+from producers.broker.connect import connect_broker, connect_consumer
 from producers.broker.sqs.address import is_sqs, read
 from producers.broker.sqs.names import lists
 from producers.broker.sqs.queues.setup import make_missing
+from producers.broker.values import Rules
 
 #: Queues that there are on SQS: of a model version, and one that looks like a pool's.
 QUEUES = ("penstock:queue:m@1", "penstock:queue:m@1.x")
+QUEUE = QUEUES[1]
+INC = "w.1"
+RULES = Rules(capacity=(64, 10**6), plain_tokens=512, ageing=10**6, max_redeliveries=5)
 
 
 @pytest.fixture(params=["redis", "memory", "sqs"])
@@ -37,3 +44,19 @@ def store_url(url: str, request: pytest.FixtureRequest) -> str:
     """Where a broker on SQS keeps its books; others need none."""
     found: str = request.getfixturevalue("valkey_url") if is_sqs(url) else url
     return found
+
+
+@pytest.fixture
+async def broker(url: str, store_url: str) -> AsyncIterator[Broker]:
+    found = connect_broker(url, store_url)
+    yield found
+    await found.aclose()
+
+
+@pytest.fixture
+def consumer(url: str, store_url: str) -> Iterator[Consumer]:
+    """It serves QUEUE, and has the lease INC."""
+    found = connect_consumer(url, [QUEUE], store_url)
+    found.take_lease(INC, "{}", 60.0)
+    yield found
+    found.close()

@@ -5,33 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
 from producers.broker.base import Broker, Consumer, NoSuchPlace
-from producers.broker.connect import connect_broker, connect_consumer, connect_sender
-from producers.broker.values import Ack, Back, Credit, Depth, Fetched, Rules
+from producers.broker.connect import connect_consumer, connect_sender
+from producers.broker.values import Ack, Back, Credit, Depth, Fetched
 from producers.contract.message import Message
-
-QUEUE = "penstock:queue:m@1.x"
-INC = "w.1"
-RULES = Rules(capacity=(64, 10**6), plain_tokens=512, ageing=10**6, max_redeliveries=5)
-
-
-@pytest.fixture
-async def broker(url: str, store_url: str) -> AsyncIterator[Broker]:
-    found = connect_broker(url, store_url)
-    yield found
-    await found.aclose()
-
-
-@pytest.fixture
-def consumer(url: str, store_url: str) -> Iterator[Consumer]:
-    found = connect_consumer(url, [QUEUE], store_url)
-    found.take_lease(INC, "{}", 60.0)
-    yield found
-    found.close()
+from tests.producers.broker.conftest import INC, QUEUE, RULES
 
 
 async def send(broker: Broker, *names: str, tier: str = "default", tenant: str = "") -> None:

@@ -12,20 +12,18 @@ from redis import Redis
 from producers.broker.base import Consumer, Sender
 from producers.broker.connect import connect_consumer, connect_sender
 from producers.broker.redis import keys as broker_keys
-from producers.broker.values import Ack, Back, Credit, Fetched, PutDown, Rules
+from producers.broker.values import Ack, Back, Credit, Fetched, PutDown
 from producers.contract import keys
 from producers.contract.message import Message
-from tests.producers.broker.conftest import url_of
+from tests.producers.broker.conftest import INC, RULES, url_of
 
 POOL = keys.Pool("m", "1", "x")
 OWN, QUEUE, OTHER = POOL.queues
-INC = "w.1"
-RULES = Rules(capacity=(64, 10**6), plain_tokens=512, ageing=10**6, max_redeliveries=5)
 
 
 @pytest.fixture(params=["redis", "memory"])
 def url(request: pytest.FixtureRequest) -> str:
-    """Where what is sent can be fetched at once; for SQS see `tests/producers/broker/sqs/test_consumer.py`."""
+    """Where what is sent can be fetched at once; for SQS see `tests/producers/broker/sqs`."""
     return url_of(request)
 
 

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from redis import Redis
 
 from producers.broker.redis.waker import TrackingWaker, shortest_prefixes
+
+
+@contextmanager
+def waking(url: str, *queues: str) -> Iterator[tuple[TrackingWaker, threading.Event]]:
+    """A waker that runs, and what it sets."""
+    poked = threading.Event()
+    waker = TrackingWaker(url, queues, poked.set)
+    waker.start()
+    try:
+        yield waker, poked
+    finally:
+        waker.stop()
+        waker.join(60)
 
 
 @pytest.mark.parametrize(
@@ -25,10 +40,7 @@ def test_prefixes_do_not_overlap(queues: list[str], prefixes: list[str]) -> None
 
 
 def test_it_tells_of_every_change_of_a_list_and_of_no_other(valkey: Redis, valkey_url: str) -> None:
-    poked = threading.Event()
-    waker = TrackingWaker(valkey_url, ["queue:x", "queue:x@1"], poked.set)
-    waker.start()
-    try:
+    with waking(valkey_url, "queue:x", "queue:x@1") as (waker, poked):
         assert poked.wait(60), "once when it begins, for what came before"
         for change in (
             lambda: valkey.lpush("queue:x", "1"),
@@ -44,17 +56,11 @@ def test_it_tells_of_every_change_of_a_list_and_of_no_other(valkey: Redis, valke
         poked.clear()
         valkey.lpush("other", "1")
         assert not poked.wait(0.3)
-    finally:
-        waker.stop()
-        waker.join(60)
     assert not waker.is_alive()
 
 
 def test_it_connects_again(valkey: Redis, valkey_url: str) -> None:
-    poked = threading.Event()
-    waker = TrackingWaker(valkey_url, ["queue:x"], poked.set)
-    waker.start()
-    try:
+    with waking(valkey_url, "queue:x") as (_, poked):
         assert poked.wait(60)
         poked.clear()
         valkey.client_kill_filter(_type="normal", skipme=True)
@@ -62,21 +68,14 @@ def test_it_connects_again(valkey: Redis, valkey_url: str) -> None:
         poked.clear()
         valkey.lpush("queue:x", "1")
         assert poked.wait(60)
-    finally:
-        waker.stop()
-        waker.join(60)
 
 
 def test_where_the_server_offers_no_tracking_it_looks_often(valkey: Redis, valkey_url: str) -> None:
     valkey.acl_setuser("limited", enabled=True, nopass=True, keys=["*"], commands=["+@all", "-client|tracking"])
-    poked = threading.Event()
-    waker = TrackingWaker(valkey_url.replace("redis://", "redis://limited:x@"), ["queue:x"], poked.set)
-    waker.start()
     try:
-        for _ in range(3):
-            assert poked.wait(60)
-            poked.clear()
+        with waking(valkey_url.replace("redis://", "redis://limited:x@"), "queue:x") as (_, poked):
+            for _ in range(3):
+                assert poked.wait(60)
+                poked.clear()
     finally:
-        waker.stop()
-        waker.join(60)
         valkey.acl_deluser("limited")

@@ -11,7 +11,7 @@ import pytest
 
 from producers import PenstockError
 from producers.client.portal import Expired, Portal
-from tests.producers.gateway.conftest import until
+from tests.waiting import until
 
 
 async def answer(value: int) -> int:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import random
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,15 +19,10 @@ from producers.client.reader import Cursor, Entries, read_entries, read_messages
 from producers.connection.connect import POOL
 from producers.contract import keys
 from producers.contract.stream.events import decode, encode_token
-from tests.producers.conftest import QUEUE
+from tests.producers.conftest import QUEUE, subscribers
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.proxy import Proxy
-
-
-@pytest.fixture
-async def aclient(valkey_url: str, model: str) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(valkey_url) as client:
-        yield client
+from tests.waiting import auntil
 
 
 @pytest.fixture
@@ -177,23 +172,14 @@ class Following:
                 self._news.clear()
         return self.events
 
+    async def leave(self) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
     async def end(self) -> list[Event]:
         async with asyncio.timeout(60):
             await self._task
         return self.events
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    for _ in range(6000):
-        if holds():
-            return
-        await asyncio.sleep(0.01)
-    pytest.fail("it did not come true in a minute")
-
-
-def subscribers(valkey: Redis, task_id: str) -> int:
-    ((_, count),) = valkey.pubsub_numsub(keys.channel(task_id))
-    return int(count)
 
 
 async def followed(client: AsyncClient, valkey: Redis, worker: FakeWorker) -> tuple[AsyncHandle, Following]:
@@ -203,7 +189,7 @@ async def followed(client: AsyncClient, valkey: Redis, worker: FakeWorker) -> tu
     worker.append(handle.id, 0, ["a"])
     following = Following(handle)
     await following.have(1)
-    await until(lambda: subscribers(valkey, handle.id) == 1)
+    await auntil(lambda: subscribers(valkey, handle.id) == 1)
     worker.append(handle.id, 1, ["b"])
     await following.have(2)
     return handle, following
@@ -222,30 +208,21 @@ async def test_a_gap_is_filled_from_the_stream(aclient: AsyncClient, valkey: Red
 
 
 @pytest.mark.usefixtures("never_silent")
+@pytest.mark.parametrize("broken", ["the subscription", "all connections"])
 async def test_what_was_made_during_a_reconnect_is_not_missed(
-    aclient: AsyncClient, valkey: Redis, worker: FakeWorker
-) -> None:
-    handle, following = await followed(aclient, valkey, worker)
-    for k in range(2, 12):
-        valkey.client_kill_filter(_type="pubsub")
-        worker.append(handle.id, k, [chr(97 + k)])  # nobody hears it
-        await following.have(k + 1)
-    worker.finish(handle.id, [12])
-    assert await following.end() == whole(12)
-
-
-@pytest.mark.usefixtures("never_silent")
-async def test_streams_go_on_when_all_connections_break(
-    proxy: Proxy, valkey: Redis, model: str, worker: FakeWorker
+    proxy: Proxy, valkey: Redis, model: str, worker: FakeWorker, broken: str
 ) -> None:
     async with AsyncClient(proxy.url) as client:
         handle, following = await followed(client, valkey, worker)
-        for k in range(2, 8):
-            proxy.cut()
-            worker.append(handle.id, k, [chr(97 + k)])
+        for k in range(2, 12):
+            if broken == "all connections":
+                proxy.cut()
+            else:
+                valkey.client_kill_filter(_type="pubsub")
+            worker.append(handle.id, k, [chr(97 + k)])  # nobody hears it
             await following.have(k + 1)
-        worker.finish(handle.id, [8])
-        assert await following.end() == whole(8)
+        worker.finish(handle.id, [12])
+        assert await following.end() == whole(12)
 
 
 async def test_after_a_silence_the_stream_is_read(
@@ -312,7 +289,7 @@ async def test_all_streams_share_one_connection(aclient: AsyncClient, valkey: Re
     others = {c["id"] for c in valkey.client_list()}
     handles = [await aclient.submit(model="tiny", prompt="x") for _ in range(200)]
     followings = [Following(handle) for handle in handles]
-    await until(lambda: len(valkey.pubsub_channels()) == 200)
+    await auntil(lambda: len(valkey.pubsub_channels()) == 200)
     clients = [c for c in valkey.client_list() if c["id"] not in others]
     assert [int(c["sub"]) for c in clients if int(c["sub"])] == [200]
     assert len(clients) <= 1 + POOL
@@ -320,7 +297,7 @@ async def test_all_streams_share_one_connection(aclient: AsyncClient, valkey: Re
         worker.serve(handle.id, ["a", "b"])
     for following in followings:
         assert await following.end() == whole(2)
-    await until(lambda: valkey.pubsub_channels() == [])
+    await auntil(lambda: valkey.pubsub_channels() == [])
 
 
 @pytest.mark.usefixtures("never_silent")
@@ -328,13 +305,14 @@ async def test_two_readers_of_a_task_do_not_disturb_each_other(
     aclient: AsyncClient, valkey: Redis, worker: FakeWorker
 ) -> None:
     handle, first = await followed(aclient, valkey, worker)
-    async for _ in handle.stream():
-        break  # comes and goes
-    second = Following(handle)
-    await second.have(2)
+    leaving, second = Following(handle), Following(handle)
     worker.append(handle.id, 2, ["c"])
-    worker.finish(handle.id, [3])
-    assert await first.end() == await second.end() == whole(3)
+    for one in (leaving, second):
+        await one.have(3)
+    await leaving.leave()
+    worker.append(handle.id, 3, ["d"])
+    worker.finish(handle.id, [4])
+    assert await first.end() == await second.end() == whole(4)
 
 
 async def test_a_finished_stream_is_read_without_subscribing(
@@ -369,7 +347,7 @@ async def test_what_is_large_is_parsed_off_the_event_loop(
     worker.claim(handle.id)
     if live:
         following = Following(handle)
-        await until(lambda: reads >= 2)  # at first, and when it had subscribed: now it follows the channel
+        await auntil(lambda: reads >= 2)  # at first, and when it had subscribed: now it follows the channel
         worker.prompt(handle.id, ids, scores)
     else:
         worker.prompt(handle.id, ids, scores)

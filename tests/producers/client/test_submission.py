@@ -21,6 +21,7 @@ from tests.producers.contract.test_trace import GOOD
 from tests.producers.faces import Face
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.proxy import Proxy
+from tests.waiting import until
 
 UNFIT: list[dict[str, Any]] = [
     {"model": "tin"},
@@ -90,20 +91,13 @@ def test_a_text_prompt_has_no_length_yet_and_no_deadline_unless_asked(client: Fa
     assert not {"prompt_tokens", "deadline", "ttl"} & fields.keys()
 
 
-def test_a_model_without_a_pool_has_a_queue_all_the_same(client: Face, valkey: Redis) -> None:
-    handle = client.submit(model="tiny", prompt="x")
-    assert not valkey.exists(keys.POOLS)
-    assert handle.status().fields["queue"] == keys.version_queue("tiny", "0123456789ab")
-    assert valkey.llen(keys.version_queue("tiny", "0123456789ab")) == 1
-
-
 @pytest.mark.parametrize("fields", [*UNFIT, {"top_p": 1.01}, {"temprature": 1.0}], ids=repr)
 def test_a_refused_task_leaves_nothing_behind(client: Face, valkey: Redis, fields: dict[str, Any]) -> None:
     before = valkey.dbsize()
     with pytest.raises(InvalidTask):
         client.submit(**{"model": "tiny", "prompt": "x", **fields})
     assert valkey.dbsize() == before == 1  # cards
-    assert valkey.pubsub_channels() == []
+    until(lambda: valkey.pubsub_channels() == [])  # of the test before, one may be about to go
 
 
 def test_an_unknown_model_is_told_which_there_are(client: Face, valkey: Redis) -> None:
@@ -113,19 +107,13 @@ def test_an_unknown_model_is_told_which_there_are(client: Face, valkey: Redis) -
     assert (refused.value.param, refused.value.code) == ("model", "model_not_found")
 
 
-def test_without_any_model_one_is_told_to_start_a_worker(make_client: Any, valkey_url: str) -> None:
-    with pytest.raises(UnknownModel, match="start a worker"):
-        make_client(valkey_url).submit(model="tiny", prompt="x")
-
-
 def test_a_model_published_later_is_found_at_once_and_one_withdrawn_is_forgotten(
     make_client: Any, valkey: Redis, valkey_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = make_client(valkey_url)
     monkeypatch.setattr("producers.client.submission.FRESH_S", 3600.0)
-    with pytest.raises(
-        UnknownModel, match="none is published in this store; `penstock models publish` lets tasks wait"
-    ):
+    advice = "none is published in this store; `penstock models publish` lets tasks wait"
+    with pytest.raises(UnknownModel, match=advice):
         client.submit(model="tiny", prompt="x")
     valkey.hset(keys.MODELS, "tiny", json.dumps(CARD))
     client.submit(model="tiny", prompt="x")
@@ -136,9 +124,9 @@ def test_a_model_published_later_is_found_at_once_and_one_withdrawn_is_forgotten
         client.submit(model="tiny", prompt="x")
 
 
-@pytest.mark.parametrize("task_id", ["", "a b", "ä", "x" * 129, "a\n", "a/b"])
-def test_a_task_id_that_is_no_name_is_refused(client: Face, valkey: Redis, task_id: str) -> None:
-    with pytest.raises(InvalidTask, match="task_id"):
+@pytest.mark.parametrize("task_id", ["", "a b", "ä", "x" * 129, "a\n", "a/b", 5])
+def test_a_task_id_that_is_no_name_is_refused(client: Face, valkey: Redis, task_id: Any) -> None:
+    with pytest.raises(InvalidTask, match="task_id is"):
         client.submit(model="tiny", prompt="x", task_id=task_id)
     assert valkey.dbsize() == 1
 
@@ -240,11 +228,6 @@ def test_a_store_that_refuses_is_not_said_to_be_away(client: Face, valkey: Redis
         client.submit(model=model, prompt="x", task_id="abc")
     with pytest.raises(TaskNotFound):
         client.get("abc").status()
-
-
-def test_an_id_that_is_no_text_is_refused(client: Face, model: str) -> None:
-    with pytest.raises(InvalidTask, match="task_id is 5"):
-        client.submit(model=model, prompt="x", task_id=5)
 
 
 def test_wrong_credentials_are_not_tried_again(

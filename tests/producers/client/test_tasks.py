@@ -20,7 +20,7 @@ from producers import (
     TaskNotFound,
 )
 from producers.broker.redis import keys as broker_keys
-from producers.client.once import submit_once
+from producers.client.operations import submit_once
 from producers.client.steps import Step, Steps
 from producers.contract import keys
 from tests.producers.conftest import QUEUE

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import pytest
 import redis
 import uvloop
 
+from producers.connection import connect
 from producers.connection.connect import connect_async, kombu_url
+from producers.connection.script import aexecute
 
 
 def test_a_connection_that_ended_unseen_is_a_lost_one(valkey_url: str) -> None:
@@ -27,6 +30,27 @@ def test_a_connection_that_ended_unseen_is_a_lost_one(valkey_url: str) -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(use())
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda client, *command: client.execute_command(*command),
+        lambda client, *command: client.pipeline(transaction=False).execute_command(*command).execute(),
+        aexecute,
+    ],
+    ids=["command", "pipeline", "plain"],
+)
+async def test_a_server_that_does_not_answer_is_given_up(
+    valkey_url: str, monkeypatch: pytest.MonkeyPatch, ask: Callable[..., Awaitable[object]]
+) -> None:
+    async with connect_async(valkey_url) as client:
+        await client.ping()
+        monkeypatch.setattr(connect, "SILENT_S", 0.1)
+        with pytest.raises(TimeoutError):
+            await ask(client, "BLPOP", "nobody-pushes", 0)
+        monkeypatch.undo()
+        assert await client.echo("next") == b"next", "what was not read is nobody's answer"
 
 
 def test_kombu_is_told_the_options_that_it_knows() -> None:

@@ -30,12 +30,7 @@ LOGPROBS = st.none() | st.tuples(LOGPROB, st.lists(st.tuples(st.integers(0, 2**3
     st.none() | st.sampled_from(["stop", "length", "error"]),
 )
 def test_a_token_comes_back_as_it_was_written(
-    choice: int,
-    index: int,
-    token_id: int,
-    text: str,
-    logprobs: Logprobs | None,
-    finish: str | None,
+    choice: int, index: int, token_id: int, text: str, logprobs: Logprobs | None, finish: str | None
 ) -> None:
     entry = encode_token(choice, index, token_id, text, logprobs, finish)
     assert decode(9, json.loads(entry)) == Token(9, choice, index, token_id, text, logprobs, finish)

@@ -334,8 +334,7 @@ def test_a_number_that_is_too_large_is_told_the_largest(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{"prompt": ""}, {"prompt": [-1]}, {"prompt": "x", "min_tokens": 5, "max_tokens": 1}],
+    "fields", [{"prompt": ""}, {"prompt": [-1]}, {"prompt": "x", "min_tokens": 5, "max_tokens": 1}]
 )
 def test_what_was_refused_is_not_kept(fields: dict[str, Any]) -> None:
     """Pydantic's error holds ours, and the garbage collector cannot see into it."""

@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -25,7 +24,7 @@ from engine.text import ModelCard
 from producers.contract import keys
 from producers.gateway import GatewaySettings, create_app
 from producers.gateway.server import configured
-from tests.producers.fake_worker import FakeWorker
+from tests.waiting import until as until
 from workers.cli.processes.ports import open_port
 
 T = TypeVar("T")
@@ -36,6 +35,21 @@ POOL = keys.Pool(CARD.name, CARD.version, "test")
 QUEUE = POOL.version_queue
 
 
+class _Server(uvicorn.Server):
+    """Hears at once that it is to end, for which uvicorn looks ten times a second."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.told = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        counter = 0
+        while not await self.on_tick(counter):
+            counter += 1
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.told.wait(), 0.1)
+
+
 class Door:
     """A running gateway."""
 
@@ -44,7 +58,7 @@ class Door:
         self.port: int = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.app: FastAPI = create_app(settings)
-        self._server = uvicorn.Server(configured(self.app, settings))
+        self._server = _Server(configured(self.app, settings))
         self._thread = threading.Thread(target=lambda: uvloop.run(self._serve(listener)), daemon=True)
         self._thread.start()
         until(lambda: self._server.started)
@@ -82,24 +96,19 @@ class Door:
 
     def drain(self) -> None:
         """Stop listening, as at the first signal; open streams go on."""
-        self._server.should_exit = True
+        self._stop()
         until(lambda: not self._server.servers[0].is_serving())
+
+    def _stop(self) -> None:
+        self._server.should_exit = True
+        self._loop.call_soon_threadsafe(self._server.told.set)
 
     def close(self) -> None:
         with suppress(RuntimeError):  # it has drained, and its loop is closed
             self.end_streams()
-        self._server.should_exit = True
+            self._stop()
         self._thread.join(60)
         assert not self._thread.is_alive(), "the gateway did not stop"
-
-
-def until(condition: Callable[[], Any], seconds: float = 60) -> Any:
-    """Wait for a true answer, and give it."""
-    deadline = time.monotonic() + seconds
-    while not (answer := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.005)
-    return answer
 
 
 def publish(valkey: Redis) -> str:
@@ -115,11 +124,6 @@ def publish(valkey: Redis) -> str:
 def model(valkey: Redis) -> str:
     """`tiny`, published."""
     return publish(valkey)
-
-
-@pytest.fixture
-def worker(valkey: Redis) -> FakeWorker:
-    return FakeWorker(valkey)
 
 
 @pytest.fixture

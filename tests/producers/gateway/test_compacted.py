@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +10,12 @@ import httpx
 import pytest
 from redis import Redis
 
-from producers import AsyncClient
 from producers.contract import keys
-from producers.contract.stream.blocks import BLOCK
+from producers.contract.stream.events import BLOCK
 from producers.store.blobs import open_blobs
-from producers.sweeper.compact import Compacted, Moving, compact
+from producers.sweeper.compact import Moving
 from tests.producers.fake_worker import FakeWorker
+from tests.producers.sweeper.test_compact import squeeze
 
 
 @pytest.mark.parametrize("to_files", [False, True])
@@ -47,13 +46,8 @@ def test_the_same_bytes_are_answered(
         return [(answer.status_code, answer.content) for answer in asked]
 
     moving = Moving(open_blobs(tmp_path / "files"), 1) if to_files else None
-
-    async def squeeze() -> Compacted:
-        async with AsyncClient(valkey_url) as client:
-            return await compact(client, 0, moving)
-
     before = answers()
-    assert asyncio.run(squeeze()).streams == 1
+    assert squeeze(valkey_url, moving).streams == 1
     assert valkey.hexists(keys.result(task_id), "blob") == to_files
     assert not valkey.exists(keys.stream(task_id))
     assert answers() == before

@@ -44,18 +44,6 @@ def test_workers_that_do_not_come_up_are_said_by_a_gateway_that_is_ready(http: h
     assert (answer.status_code, answer.json()["checks"]["workers"]) == (200, f"tiny: {trouble}")
 
 
-def test_a_store_that_refuses_is_not_said_to_be_away(http: httpx.Client, valkey: Redis, model: str) -> None:
-    valkey.config_set("maxmemory", 1)
-    try:
-        for path, body in (("/v1/tasks", {"model": model, "prompt": "x"}), ("/v1/completions", {"model": model})):
-            answer = http.post(path, json={"prompt": "x", **body})
-            assert answer.status_code == 503
-            assert "refuse" in answer.json()["error"]["message"]
-            assert answer.headers["retry-after"] == "1"
-    finally:
-        valkey.config_set("maxmemory", 0)
-
-
 def test_a_gateway_that_waits_for_models_is_ready_once_each_is_published_or_was_served(
     open_door: Callable[..., Door], valkey: Redis, model: str
 ) -> None:

@@ -117,14 +117,7 @@ class TestPacked:
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
 
     @pytest.mark.parametrize(
-        "broken",
-        [
-            b"{}",
-            PACKED[:-3],
-            PACKED[:-8] + b"\0" * 8,
-            PACKED + b"more",
-            PACKED[:10] + b"\xff" * 20,
-        ],
+        "broken", [b"{}", PACKED[:-3], PACKED[:-8] + b"\0" * 8, PACKED + b"more", PACKED[:10] + b"\xff" * 20]
     )
     def test_what_is_not_gzip_is_said_to_be_none(self, http: httpx.Client, broken: bytes) -> None:
         answer = self.send(http, broken)

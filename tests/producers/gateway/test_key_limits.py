@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
@@ -15,20 +15,44 @@ from redis import Redis
 
 from producers import Client
 from producers.contract import keys
+from tests.exhaustive import few
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Door, until
 from tests.producers.gateway.test_keys import as_caller, door, make
 
 __all__ = ["door", "make"]
 
+T = TypeVar("T")
 Make = Callable[..., str]
 CALLERS, EACH = 32, 5
 
 
-@pytest.mark.parametrize("whose", ["key", "tenant"])
+def minute(valkey: Redis) -> int:
+    """The server's, by which requests and tokens are counted."""
+    return int(valkey.time()[0]) // 60  # type: ignore[index]
+
+
+def within_a_minute(valkey: Redis, ask: Callable[[], T]) -> T:
+    """The answer to `ask`, begun and ended within one minute of the store: the next minute counts from 0."""
+    while True:
+        begun, found = minute(valkey), ask()
+        if minute(valkey) == begun:
+            return found
+
+
 @pytest.mark.parametrize(
-    ("limit", "most", "fits"),
-    [("rpm", 50, 50), ("tpm", 500, 500 // 7), ("max_in_flight", 50, 50), ("budget_tokens", 500, 500 // 7)],
+    ("limit", "most", "fits", "whose"),
+    few(
+        [
+            (*limit, whose)
+            for limit in (("rpm", 50, 50), ("tpm", 500, 71), ("max_in_flight", 50, 50), ("budget_tokens", 500, 71))
+            for whose in ("key", "tenant")
+        ],
+        ("rpm", 50, 50, "tenant"),
+        ("tpm", 500, 71, "key"),
+        ("max_in_flight", 50, 50, "key"),
+        ("budget_tokens", 500, 71, "tenant"),
+    ),
 )
 def test_two_gateways_and_32_clients_get_all_of_a_limit_and_no_more(
     open_door: Callable[..., Door], model: str, make: Make, valkey: Redis, limit: str, most: int, fits: int, whose: str
@@ -45,14 +69,11 @@ def test_two_gateways_and_32_clients_get_all_of_a_limit_and_no_more(
         with httpx.Client(base_url=doors[number % 2].url, timeout=60, headers=headers) as client:
             return Counter(client.post("/v1/tasks", json=task).status_code for _ in range(EACH))
 
-    def minute() -> int:
-        return int(valkey.time()[0]) // 60
-
-    begun = minute()
+    begun = minute(valkey)
     with ThreadPoolExecutor(CALLERS) as pool:
         found = sum(pool.map(hammer, range(CALLERS)), Counter[int]())
     assert found.keys() == {202, 429}
-    minutes = minute() - begun + 1 if limit in ("rpm", "tpm") else 1
+    minutes = minute(valkey) - begun + 1 if limit in ("rpm", "tpm") else 1
     assert fits <= found[202] <= fits * minutes
     (account,) = valkey.keys(keys.account("*"))
     assert int(valkey.hget(account, "open") or 0) == found[202] == valkey.zcard(keys.TASKS)
@@ -98,8 +119,15 @@ def test_a_tenants_limits_hold_beside_those_of_its_keys(
     assert did == ["tenant.limit", *["key.create"] * 3, "tenant.limit", "key.create"]
 
 
-def test_answers_say_what_is_left(http: httpx.Client, make: Make, model: str) -> None:
-    headers, task = as_caller(make(rpm=2, tpm=1000)), {"model": model, "prompt": [1, 2], "max_tokens": 5}
+def test_answers_say_what_is_left(http: httpx.Client, make: Make, model: str, valkey: Redis) -> None:
+    task = {"model": model, "prompt": [1, 2], "max_tokens": 5}
+    chat = {"model": model, "prompt": "x", "max_tokens": 1, "stream": True}
+
+    def ask() -> tuple[httpx.Response, ...]:
+        headers = as_caller(make(rpm=2, tpm=1000))
+        first = http.post("/v1/tasks", json=task, headers=headers)
+        with http.stream("POST", "/v1/completions", json=chat, headers=headers) as second:
+            return first, second, http.post("/v1/chat/completions", json=_chat(model), headers=headers)
 
     def said(answer: httpx.Response) -> dict[str, str]:
         begins = "x-ratelimit-"
@@ -108,22 +136,20 @@ def test_answers_say_what_is_left(http: httpx.Client, make: Make, model: str) ->
         assert all(0 < float(reset.removesuffix("s")) <= 60 for reset in resets)
         return found
 
-    chat = {"model": model, "prompt": "x", "max_tokens": 1, "stream": True}
-    first = http.post("/v1/tasks", json=task, headers=headers)
+    first, second, refused = within_a_minute(valkey, ask)
     assert said(first) == {
         "limit-requests": "2",
         "remaining-requests": "1",
         "limit-tokens": "1000",
         "remaining-tokens": "993",
     }
-    with http.stream("POST", "/v1/completions", json=chat, headers=headers) as second:
-        assert said(second)["remaining-requests"] == "0"
-    refused = http.post("/v1/chat/completions", json=_chat(model), headers=headers)
+    assert said(second)["remaining-requests"] == "0"
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
     assert said(refused)["remaining-requests"] == "0"
     assert 1 <= int(refused.headers["retry-after"]) <= 60
     assert refused.headers["x-should-retry"] == "true"
-    assert not [name for name in http.get("/v1/models", headers=headers).headers if name.startswith("x-ratelimit")]
+    unlimited = http.get("/v1/models", headers=as_caller(make(rpm=2))).headers
+    assert not [name for name in unlimited if name.startswith("x-ratelimit")]
 
 
 def _chat(model: str) -> dict[str, Any]:
@@ -233,6 +259,22 @@ def test_several_prompts_of_a_request_are_tasks_each_or_none_stays(
     assert (never.status_code, never.json()["error"]["code"]) == (400, "array_above_max_length")
 
 
+@pytest.mark.parametrize("limit", ["tpm", "budget_tokens"])
+def test_prompts_that_together_never_fit_are_the_callers_fault(
+    http: httpx.Client, make: Make, model: str, valkey: Redis, limit: str
+) -> None:
+    def submit(headers: dict[str, str], **fields: Any) -> httpx.Response:
+        body = {"model": model, "prompt": [[1, 2]] * 3, "max_tokens": 40, **fields}
+        return http.post("/v1/completions", json=body, headers=headers)
+
+    headers = as_caller(make(**{limit: 100}))
+    together = submit(headers)
+    assert (together.status_code, together.json()["error"]["code"]) == (400, "array_above_max_length")
+    alone = submit(headers, max_tokens=101)
+    assert (alone.status_code, alone.headers["x-should-retry"]) == (429, "false")
+    assert not valkey.keys(keys.account("*"))
+
+
 def test_one_task_may_be_too_large(http: httpx.Client, make: Make, model: str, valkey: Redis) -> None:
     headers = as_caller(make(max_prompt=3, max_output=10))
 
@@ -242,6 +284,7 @@ def test_one_task_may_be_too_large(http: httpx.Client, make: Make, model: str, v
 
     assert submit(prompt=[1, 2, 3, 4]) == (400, "prompt_too_long")
     assert submit(max_tokens=11) == (400, "output_too_long")
+    assert submit(min_tokens=11) == (400, "output_too_long")
     assert submit(prompt=[1, 2, 3], max_tokens=10)[0] == 202
     assert valkey.zcard(keys.TASKS) == 1
     assert submit()[0] == 202

@@ -95,7 +95,7 @@ def test_a_key_opens_what_its_scopes_say_and_nothing_else(http: httpx.Client, ma
         assert all(scope_of(*one) in error["message"] for one, error in refused.items())
 
 
-def test_nobody_is_let_in_by_the_body_the_url_or_several_keys(
+def test_nobody_is_let_in_by_the_body_the_url_a_trailer_or_several_keys(
     door: Door, http: httpx.Client, make: Callable[..., str]
 ) -> None:
     """A body is not waited for either: who has no key cannot have one read."""
@@ -104,6 +104,8 @@ def test_nobody_is_let_in_by_the_body_the_url_or_several_keys(
     posts = [path.translate(BARE) for path in paths if "post" in paths[path]]
     heads = [f"POST {path} HTTP/1.1\r\nContent-Length: 1000000" for path in posts]
     heads += [f"GET {url} HTTP/1.1" for url in (f"/v1/files?api_key={good}", f"http://{good}@x/v1/files")]
+    chunked = "GET /v1/files HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked"
+    heads.append(f"{chunked}\r\n\r\n0\r\nx-api-key: {good}")
     for headers in (
         f"authorization: {good}",
         f"authorization: Basic {good}",
@@ -114,7 +116,7 @@ def test_nobody_is_let_in_by_the_body_the_url_or_several_keys(
     ):
         heads.append(f"GET /v1/files HTTP/1.1\r\n{headers}")
     assert {status(door, head) for head in heads} == {401}
-    assert status(door, f"GET /v1/files HTTP/1.1\r\nauthorization: bEARER  {good}\r\nx-api-key: {good}") == 200
+    assert status(door, f"GET /v1/files HTTP/1.1\r\nauthorization: bEARER  {good}\r\nx-api-key: {good} ") == 200
 
 
 def status(door: Door, head: str) -> int:
@@ -177,15 +179,6 @@ def test_keys_that_do_not_work_are_answered_alike(http: httpx.Client, make: Call
     assert http.get("/v1/models").json()["error"]["code"] == "missing_api_key"
     assert http.get("/v1/models", headers=as_caller(good)).status_code == 200
     assert http.get("/v1/models", headers={"x-api-key": good}).status_code == 200
-
-
-def test_a_key_that_is_revoked_ends_though_it_was_just_used(
-    http: httpx.Client, make: Callable[..., str], valkey: Redis
-) -> None:
-    token = make()
-    assert http.get("/v1/models", headers=as_caller(token)).status_code == 200
-    change(valkey, token, lambda key: replace(key, revoked_at=1))
-    until(lambda: http.get("/v1/models", headers=as_caller(token)).status_code == 401)
 
 
 def test_after_a_rotation_both_secrets_work_until_the_overlap_ends(

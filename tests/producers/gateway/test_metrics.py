@@ -189,7 +189,7 @@ def test_what_is_refused_is_counted_by_reason_and_tier(
 
 
 def test_who_comes_while_the_store_is_away_or_without_a_connection_is_counted(open_door: Callable[..., Door]) -> None:
-    door = open_door(store=NOWHERE, connections=1)
+    door = open_door(store=NOWHERE, connections=1, patience=0.2)
     lasting = httpx.Limits(keepalive_expiry=None)
     with httpx.Client(base_url=door.url, timeout=60, limits=lasting) as http:
         assert http.post("/v1/tasks", json={"model": "tiny", "prompt": [1], "tier": "batch"}).status_code == 503

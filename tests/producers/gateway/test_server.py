@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 
 import httpx
 import pytest
 from redis import Redis
 
-from producers.gateway import GatewaySettings, serve
+from producers.gateway import GatewaySettings
+from tests.producers.conftest import subscribers
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import until
-from tests.producers.gateway.http.test_sse import follow, subscribers
+from tests.producers.gateway.http.test_sse import follow
+from tests.waiting import until
+from tests.warm import warm_gateway
 from workers.cli.exits import Failure
 from workers.cli.processes.ports import open_port
 
 
 @contextmanager
-def gateway(url: str, drain: float) -> Iterator[tuple[str, multiprocessing.context.SpawnProcess]]:
+def gateway(url: str, drain: float) -> Iterator[tuple[str, BaseProcess]]:
     """A gateway process and its URL."""
     listener = open_port("127.0.0.1", 0)
     settings = GatewaySettings(url, url, drain=drain)
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(settings, listener))
-    process.start()
+    process = warm_gateway(settings, listener)
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"
     listener.close()
     try:

@@ -61,12 +61,17 @@ def test_a_stream_goes_on_though_its_connections_were_forgotten(
         assert http.post("/v1/tasks", json={"model": model, "prompt": "x"}).status_code == 202
 
 
-def test_a_full_server_takes_no_task_and_the_caller_is_told(http: httpx.Client, model: str, valkey: Redis) -> None:
+@pytest.mark.parametrize("path", ["/v1/tasks", "/v1/completions"])
+def test_a_full_server_takes_no_task_and_the_caller_is_told(
+    http: httpx.Client, model: str, valkey: Redis, path: str
+) -> None:
     valkey.config_set("maxmemory", "1")
     try:
-        answer = http.post("/v1/tasks", json={"model": model, "prompt": "x"})
+        answer = http.post(path, json={"model": model, "prompt": "x"})
     finally:
         valkey.config_set("maxmemory", "0")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "storage_full")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], answer.headers["retry-after"]) == (503, "storage_full", "1")
+    assert "refuse" in error["message"], "it is not said to be away"
     assert not valkey.keys(keys.task("*"))
     assert http.post("/v1/tasks", json={"model": model, "prompt": "x"}).status_code == 202

@@ -89,6 +89,7 @@ def test_lines_are_grouped_and_cost_what_the_table_says(http: httpx.Client, make
         ("2026-11-05", "default", 1),
     ]
     assert [line["model"] for line in lines(by="model", until="2026-11-04")] == ["tiny"]
+    assert [line["tasks"] for until in ("2026-11-05", "20261105") for line in lines(until=until)] == [3, 3]
     assert lines(since="2026-11-06", by="key") == []
 
 
@@ -123,7 +124,3 @@ def test_what_cannot_be_asked_is_refused(
 ) -> None:
     answer = http.get("/v1/usage", params=params, headers=as_caller(make()))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-
-
-def test_it_takes_the_scope_read(http: httpx.Client, make: Callable[..., str]) -> None:
-    assert http.get("/v1/usage", headers=as_caller(make(scopes=("submit",)))).status_code == 403

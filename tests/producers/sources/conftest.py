@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +15,9 @@ from redis import Redis
 from producers.client.aio import AsyncClient
 from producers.contract import keys
 from producers.sweeper.unsent import sweep
-from tests.producers.conftest import QUEUE, model
+from tests.chaos.sweeping import Sweeper
+from tests.producers.conftest import QUEUE
 from tests.producers.fake_worker import FakeWorker
-
-__all__ = ["model"]
 
 
 class Sqs:
@@ -56,7 +56,7 @@ class Sqs:
 
 
 class Serving:
-    """A worker that serves each task as it comes, in a thread. `served`: ids, in order."""
+    """A worker that serves each task as it comes, in a thread. `served`: ids, in order, each before its end."""
 
     def __init__(self, url: str) -> None:
         self.served: list[str] = []
@@ -72,8 +72,8 @@ class Serving:
             task_id = worker.take(QUEUE, 0.1)
             if task_id is None or task_id in self.served:  # a second message of a task ends as done
                 continue
-            worker.serve(task_id, self.pieces)
             self.served.append(task_id)
+            worker.serve(task_id, self.pieces)
 
     def close(self) -> None:
         self._stop.set()
@@ -89,6 +89,12 @@ def send_unsent(url: str) -> None:
             await sweep(client, 0)
 
     asyncio.run(work())
+
+
+@pytest.fixture
+def sweeper(valkey_url: str, model: str, tmp_path: Path) -> Iterator[Sweeper]:
+    with Sweeper(valkey_url, "sweeper", files_dir=str(tmp_path / "files"), unsent_after=0.2) as running:
+        yield running
 
 
 @pytest.fixture

@@ -174,13 +174,26 @@ def listener(valkey_url: str, model: str, tmp_path: Path) -> Any:
         yield process
 
 
+@pytest.fixture
+def orders(aws: Aws) -> Sqs:
+    return Sqs(aws.client("sqs"), "orders")
+
+
+@pytest.fixture
+def answers(aws: Aws) -> Sqs:
+    return Sqs(aws.client("sqs"), "answers", redrive=False)
+
+
+def answered(orders: Sqs, reply: str) -> str:
+    return f'[orders]\ntype = "messages"\nqueue = "{orders.url}"\nreply = "{reply}"\n'
+
+
 @pytest.mark.usefixtures("model")
 class TestSqs:
     def test_json_and_both_modes_of_cloudevents_become_tasks_and_are_answered(
-        self, aws: Aws, valkey_url: str, serving: Serving, tmp_path: Path
+        self, aws: Aws, orders: Sqs, answers: Sqs, valkey_url: str, serving: Serving, tmp_path: Path
     ) -> None:
-        orders, answers = Sqs(aws.client("sqs"), "orders"), Sqs(aws.client("sqs"), "answers", redrive=False)
-        config = f'[orders]\ntype = "messages"\nqueue = "{orders.url}"\nreply = "{answers.url}"\n'
+        config = answered(orders, answers.url)
         with SourcesProcess(valkey_url, tmp_path, config, AWS_ENDPOINT_URL=aws.url) as process:
             orders.send(TASK | {"id": "plain"})
             structured = to_structured_event(event(id="structured"), JSONFormat())
@@ -206,13 +219,11 @@ class TestSqs:
         assert len(serving.served) == 3
 
     def test_a_reply_that_is_too_large_comes_without_outputs(
-        self, aws: Aws, valkey_url: str, serving: Serving, tmp_path: Path
+        self, aws: Aws, orders: Sqs, answers: Sqs, valkey_url: str, serving: Serving, tmp_path: Path
     ) -> None:
         serving.pieces = ["x" * 300_000]
-        sqs = aws.client("sqs")
-        orders, answers = Sqs(sqs, "orders"), Sqs(sqs, "answers", redrive=False)
-        sqs.set_queue_attributes(QueueUrl=answers.url, Attributes={"MaximumMessageSize": "262144"})
-        config = f'[orders]\ntype = "messages"\nqueue = "{orders.url}"\nreply = "{answers.url}"\n'
+        aws.client("sqs").set_queue_attributes(QueueUrl=answers.url, Attributes={"MaximumMessageSize": "262144"})
+        config = answered(orders, answers.url)
         with SourcesProcess(valkey_url, tmp_path, config, AWS_ENDPOINT_URL=aws.url) as process:
             orders.send(TASK | {"id": "long"})
             (message,) = process.until(answers.receive)
@@ -220,15 +231,16 @@ class TestSqs:
             assert (said["correlation_id"], said["status"], said["choices"]) == ("long", "completed", None)
             assert "too large" in said["omitted"]
 
-    def test_a_topic_is_answered(self, aws: Aws, valkey_url: str, serving: Serving, tmp_path: Path) -> None:
+    def test_a_topic_is_answered(
+        self, aws: Aws, orders: Sqs, answers: Sqs, valkey_url: str, serving: Serving, tmp_path: Path
+    ) -> None:
         sns = aws.client("sns")
         topic = sns.create_topic(Name="done")["TopicArn"]
-        orders, heard = Sqs(aws.client("sqs"), "orders"), Sqs(aws.client("sqs"), "heard", redrive=False)
-        sns.subscribe(TopicArn=topic, Protocol="sqs", Endpoint=heard.arn, Attributes={"RawMessageDelivery": "true"})
-        config = f'[orders]\ntype = "messages"\nqueue = "{orders.url}"\nreply = "{topic}"\n'
+        sns.subscribe(TopicArn=topic, Protocol="sqs", Endpoint=answers.arn, Attributes={"RawMessageDelivery": "true"})
+        config = answered(orders, topic)
         with SourcesProcess(valkey_url, tmp_path, config, AWS_ENDPOINT_URL=aws.url) as process:
             orders.send(TASK)
-            (message,) = process.until(heard.receive)
+            (message,) = process.until(answers.receive)
             assert json.loads(message["Body"])["id"] == serving.served[0]
 
     def test_a_bad_message_is_moved_with_its_reason(
@@ -247,13 +259,12 @@ class TestSqs:
         assert records() == {}
 
     def test_whatever_sqs_does_each_message_is_one_task_and_is_answered(
-        self, aws: Aws, valkey_url: str, serving: Serving, records: Any, tmp_path: Path
+        self, aws: Aws, orders: Sqs, answers: Sqs, valkey_url: str, serving: Serving, records: Any, tmp_path: Path
     ) -> None:
         """The first process is killed while all that it receives stays visible; then faults of each kind come."""
-        orders, answers = Sqs(aws.client("sqs"), "orders"), Sqs(aws.client("sqs"), "answers", redrive=False)
         for number in range(40):
             orders.send(TASK | {"metadata": {"number": str(number)}})
-        config = f'[orders]\ntype = "messages"\nqueue = "{orders.url}"\nreply = "{answers.url}"\nvisibility = 10\n'
+        config = answered(orders, answers.url) + "visibility = 10\n"
         with faulty(aws, 7) as (hurt, faults):
             env = {"AWS_ENDPOINT_URL": hurt.url}
             faults.put(Fault("twice", "ReceiveMessage"), Fault("kept", "DeleteMessage"))

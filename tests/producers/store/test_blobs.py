@@ -17,7 +17,7 @@ from producers.store.blobs import Ahead, BlobNotFound, Blobs, FolderBlobs, lines
 from producers.store.blobs.base import LEAST_PART, PIECE
 from producers.store.blobs.multipart import PART
 from tests.aws import Aws
-from tests.producers.store.test_s3 import bucket_of
+from tests.producers.store.test_s3 import bucket_of, put
 
 
 @pytest.fixture(params=["folder", "s3"])
@@ -27,12 +27,6 @@ def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> Blobs:
         return FolderBlobs(tmp_path / "files")
     aws: Aws = request.getfixturevalue("aws")
     return open_blobs(bucket_of(aws))
-
-
-def _put(blobs: Blobs, name: str, data: bytes) -> None:
-    with blobs.writer(name) as writer:
-        writer.write(data)
-        writer.commit()
 
 
 def test_a_blob_is_read_by_ranges_and_deleted(blobs: Blobs) -> None:
@@ -77,7 +71,7 @@ def test_a_blob_of_any_size_is_there_once_it_is_committed_also_under_another_nam
         writer.write(data)
     assert blobs.size("b") == size, "what was not committed changes nothing"
     assert blobs.clean(0) == 0, "and leaves nothing"
-    _put(blobs, "b", b"another")
+    put(blobs, "b", b"another")
     assert _all(blobs, "b") == b"another"
 
 
@@ -85,13 +79,15 @@ def test_a_blob_of_any_size_is_there_once_it_is_committed_also_under_another_nam
     "sizes",
     [(0,), (1, 0, 2), (LEAST_PART, 1), (1, LEAST_PART, 2), (PART + 1, 7, 2 * LEAST_PART, LEAST_PART - 1, 9), (9, PART)],
 )
-def test_parts_of_all_sizes_are_joined(blobs: Blobs, sizes: tuple[int, ...]) -> None:
-    parts = [_bytes(size, at) for at, size in enumerate(sizes)]
-    for at, part in enumerate(parts):
-        _put(blobs, f"part-{at}", part)
-    whole = b"".join(parts)
-    assert blobs.join("whole", [f"part-{at}" for at in range(len(parts))]) == len(whole)
-    assert _all(blobs, "whole") == whole
+def test_parts_of_all_sizes_are_joined_in_order_and_again(blobs: Blobs, sizes: tuple[int, ...]) -> None:
+    parts = {f"part-{at}": _bytes(size, at) for at, size in enumerate(sizes)}
+    for name, part in parts.items():
+        put(blobs, name, part)
+    names = [*parts, "part-0"]
+    whole = b"".join(parts[name] for name in names)
+    for _ in range(2):
+        assert blobs.join("whole", names) == len(whole)
+        assert _all(blobs, "whole") == whole
 
 
 def _bytes(size: int, seed: int = 0) -> bytes:
@@ -100,14 +96,6 @@ def _bytes(size: int, seed: int = 0) -> bytes:
 
 def _all(blobs: Blobs, name: str) -> bytes:
     return blobs.read(name, 0, 1 << 30)
-
-
-def test_blobs_are_joined_in_order_and_again(blobs: Blobs) -> None:
-    _put(blobs, "a", b"one,")
-    _put(blobs, "b", b"two")
-    for _ in range(2):
-        assert blobs.join("file-1", ["a", "b", "a"]) == 11
-        assert blobs.read("file-1", 0, 99) == b"one,twoone,"
 
 
 def _write_for_ever(folder: str, written: multiprocessing.synchronize.Event) -> None:
@@ -151,7 +139,7 @@ def test_lines_are_those_of_the_file_from_any_line_on(
     plain = [bytes([97 + at % 26]) * size for at, (size, _) in enumerate([*texts, (last, b"")])]
     whole = b"".join(text + end for text, (_, end) in zip(plain, [*texts, (0, b"")], strict=True))
     blobs = _InPieces(tmp_path_factory.mktemp("lines"), piece)
-    _put(blobs, "f", whole)
+    put(blobs, "f", whole)
     found = list(lines(blobs, "f", longest=longest))
     expected = plain if last else plain[:-1]
     assert [line.number for line in found] == list(range(1, len(expected) + 1))

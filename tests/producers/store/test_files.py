@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,7 @@ from producers.contract import keys
 from producers.store import files
 from producers.store.blobs import BlobNotFound, Blobs, FolderBlobs
 from producers.store.files import File
-
-
-@pytest.fixture
-async def aclient(valkey_url: str, model: str) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(valkey_url, patience=0.2) as client:
-        yield client
+from tests.producers.store.test_s3 import put
 
 
 @pytest.fixture
@@ -30,8 +24,7 @@ def blobs(tmp_path: Path) -> Blobs:
 
 async def _make(client: AsyncClient, blobs: Blobs, file: File) -> str:
     await files.note(client.store, file.id)
-    with blobs.writer(file.id) as writer:
-        writer.commit()
+    put(blobs, file.id)
     return text(await arun(client.store, files.made(file)))
 
 
@@ -83,8 +76,7 @@ async def test_a_blob_whose_maker_died_is_removed_and_one_who_only_slept_begins_
 ) -> None:
     file = File(files.new_id(1, "slept"), 0, "in.jsonl", "batch", 1)
     await files.note(aclient.store, file.id)
-    with blobs.writer(file.id) as writer:
-        writer.commit()
+    put(blobs, file.id)
     assert await files.left_behind(aclient.store, 9) == []
     valkey.zadd(keys.FILE_NOTES, {file.id: int(time.time()) - files.NOTED_S})
     assert await files.left_behind(aclient.store, 9) == [file.id]

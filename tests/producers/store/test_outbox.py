@@ -74,11 +74,7 @@ class TestARow:
         (row,) = take(valkey, "a")
         later(valkey, name)
         (again,) = take(valkey, "b")
-        late = (
-            outbox.delivered(row, "a", FINE),
-            outbox.dead(row, "a", FINE),
-            outbox.retry(row, "a", 0, FINE),
-        )
+        late = (outbox.delivered(row, "a", FINE), outbox.dead(row, "a", FINE), outbox.retry(row, "a", 0, FINE))
         assert [run(valkey, call) for call in late] == [0, 0, 0]
         assert state(valkey, name) == ("due",)
         assert take(valkey, "c") == []

@@ -13,7 +13,7 @@ import pytest
 
 from producers.connection.aws import AwsError, AwsMissing
 from producers.connection.trouble import Trouble
-from producers.store.blobs import BlobNotFound, open_blobs
+from producers.store.blobs import BlobNotFound, Blobs, open_blobs
 from producers.store.blobs.base import PIECE
 from producers.store.blobs.bucket import Bucket, lifecycle, read
 from producers.store.blobs.downloads import LEAST, MOST
@@ -29,6 +29,12 @@ def bucket_of(aws: Aws, **options: str) -> str:
     aws.client("s3").create_bucket(Bucket="files")
     more = "".join(f"&{name}={value}" for name, value in options.items())
     return f"s3://files/pen/stock?region=us-east-1&endpoint_url={aws.url}{more}"
+
+
+def put(blobs: Blobs, name: str, data: bytes = b"") -> None:
+    with blobs.writer(name) as writer:
+        writer.write(data)
+        writer.commit()
 
 
 def test_a_url_is_read_and_written_again() -> None:
@@ -66,9 +72,7 @@ def test_a_bad_place_is_refused_with_the_reason(url: str, said: str) -> None:
 def test_objects_are_written_with_the_settings_of_the_url(aws: Aws) -> None:
     blobs = open_blobs(bucket_of(aws, sse="aws:kms", kms_key_id="key-1", **{"class": "STANDARD_IA"}))
     for name, size in (("small", 3), ("large", PART + 1)):
-        with blobs.writer(name) as writer:
-            writer.write(b"x" * size)
-            writer.commit()
+        put(blobs, name, b"x" * size)
     blobs.join("joined", ["large", "small"])
     for name in ("small", "large", "joined"):
         found = aws.client("s3").head_object(Bucket="files", Key=f"pen/stock/{name}", ChecksumMode="ENABLED")
@@ -79,9 +83,7 @@ def test_objects_are_written_with_the_settings_of_the_url(aws: Aws) -> None:
 def test_a_large_part_is_copied_and_never_comes_here(aws: Aws) -> None:
     blobs = open_blobs(bucket_of(aws))
     for name, size in (("a", PART), ("b", 10), ("c", 3 * PART)):
-        with blobs.writer(name) as writer:
-            writer.write(name.encode() * size)
-            writer.commit()
+        put(blobs, name, name.encode() * size)
     sent = _spied(blobs)
     assert blobs.join("all", ["a", "b", "c"]) == 4 * PART + 10
     assert [call for call, _ in sent if "part" in call] == [
@@ -122,9 +124,7 @@ def test_an_upload_that_nobody_writes_to_is_aborted_and_no_other(aws: Aws) -> No
 
 def test_a_signed_url_opens_one_blob_for_a_time(aws: Aws) -> None:
     blobs = open_blobs(bucket_of(aws))
-    with blobs.writer("a") as writer:
-        writer.write(b"content")
-        writer.commit()
+    put(blobs, "a", b"content")
     url = blobs.url("a", "é.jsonl", 60)
     assert url is not None
     assert "X-Amz-Expires=60" in url
@@ -164,9 +164,7 @@ def test_the_bucket_takes_the_lifecycle_rules(aws: Aws) -> None:
 def test_what_is_read_in_order_is_asked_for_once_and_a_lost_connection_again(aws: Aws) -> None:
     blobs = open_blobs(bucket_of(aws))
     data = bytes(range(256)) * (PART // 256)
-    with blobs.writer("a") as writer:
-        writer.write(data)
-        writer.commit()
+    put(blobs, "a", data)
     sent = _spied(blobs)
     assert b"".join(blobs.read("a", at, PIECE) for at in range(0, PART, PIECE)) == data
     assert blobs.read("a", PART, PIECE) == b""
@@ -182,9 +180,7 @@ def test_what_is_read_in_order_is_asked_for_once_and_a_lost_connection_again(aws
 def test_many_readers_at_once_get_what_is_theirs(aws: Aws) -> None:
     blobs = open_blobs(bucket_of(aws))
     data = random.Random(1).randbytes(3 * PIECE)
-    with blobs.writer("a") as writer:
-        writer.write(data)
-        writer.commit()
+    put(blobs, "a", data)
 
     def read(start: int) -> bytes:
         pieces = []

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import random
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -16,20 +15,13 @@ from producers import AsyncClient, Event
 from producers.client.reader import Cursor, read_block, read_entries
 from producers.connection.script import run
 from producers.contract import keys
-from producers.contract.stream.blocks import BLOCK, pack, unpack
-from producers.contract.stream.events import encode_token
+from producers.contract.stream.events import BLOCK, encode_token, pack, unpack
 from producers.contract.stream.result import Choice
 from producers.store import protocol
-from producers.sweeper.compact import Compacted, compact
+from producers.sweeper.compact import Compacted, Moving, compact
 from tests.processes import valkey as own_valkey
 from tests.producers.faces import Face
 from tests.producers.fake_worker import FakeWorker
-
-
-@pytest.fixture
-async def aclient(valkey_url: str, model: str) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(valkey_url) as client:
-        yield client
 
 
 def made(client: Any, worker: FakeWorker, count: int, **task: Any) -> str:
@@ -57,10 +49,10 @@ async def events(client: AsyncClient, task_id: str, start: int = 0) -> list[Even
     return [event async for event in client.get(task_id).stream(start)]
 
 
-def squeeze(url: str) -> Compacted:
+def squeeze(url: str, moving: Moving | None = None) -> Compacted:
     async def once() -> Compacted:
         async with AsyncClient(url) as client:
-            return await compact(client, age_ms=0)
+            return await compact(client, 0, moving)
 
     return asyncio.run(once())
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 from redis import Redis
@@ -15,12 +14,6 @@ from producers.sweeper import unsent as submits
 from producers.sweeper.deadlines import expire_late
 from tests.producers.conftest import QUEUE
 from tests.producers.fake_worker import FakeWorker
-
-
-@pytest.fixture
-async def aclient(valkey_url: str, model: str) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(valkey_url, patience=0.2) as client:
-        yield client
 
 
 async def late(client: AsyncClient, valkey: Redis) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,7 @@ from producers.store.blobs import Blobs, FolderBlobs
 from producers.store.files import File
 from producers.sweeper.files import UPLOAD_S, Removed, remove_files
 from producers.sweeper.sweeper import SweeperSettings, lead
-
-
-@pytest.fixture
-async def aclient(valkey_url: str) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(valkey_url, patience=0.2) as client:
-        yield client
+from tests.producers.store.test_s3 import put
 
 
 @pytest.fixture
@@ -35,9 +29,7 @@ def blobs(tmp_path: Path) -> Blobs:
 async def _file(client: AsyncClient, blobs: Blobs, end: int | None, made: bool = True) -> str:
     file = File(files.new_id(int(time.time() * 1000)), 1, "x", "batch", 1, end)
     await files.note(client.store, file.id)
-    with blobs.writer(file.id) as writer:
-        writer.write(b"x")
-        writer.commit()
+    put(blobs, file.id, b"x")
     if made:
         await arun(client.store, files.made(file))
     return file.id

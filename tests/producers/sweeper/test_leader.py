@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 from redis import Redis
@@ -12,8 +11,8 @@ from producers import AsyncClient
 from producers.contract import keys
 from producers.sweeper import leader
 from producers.sweeper.leader import Leadership
-from tests.producers.gateway.conftest import until
 from tests.producers.proxy import Proxy
+from tests.waiting import until
 
 #: Far longer than any process is held up by a busy machine.
 LEASE = 60.0
@@ -23,12 +22,6 @@ LEASE = 60.0
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is renewed, and asked for, every 0.6 s all the same."""
     monkeypatch.setattr(leader, "RENEWALS", 100)
-
-
-@pytest.fixture
-async def aclient(valkey_url: str) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(valkey_url) as client:
-        yield client
 
 
 async def test_of_several_one_leads_until_it_resigns(aclient: AsyncClient, valkey: Redis) -> None:

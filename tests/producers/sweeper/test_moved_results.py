@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from redis import Redis
 from producers import AsyncClient
 from producers.connection.script import run, text
 from producers.contract import keys
-from producers.contract.stream.blocks import BLOCK
+from producers.contract.stream.events import BLOCK
 from producers.errors import ResultUnavailable, TaskNotFound
 from producers.store import files, protocol
 from producers.store.blobs import Blobs, open_blobs
@@ -27,14 +26,8 @@ from tests.processes import free_port
 from tests.processes import valkey as own_valkey
 from tests.producers.faces import Face
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.store.test_s3 import bucket_of
-from tests.producers.sweeper.test_compact import events, made
-
-
-@pytest.fixture
-async def aclient(valkey_url: str, model: str) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(valkey_url, patience=0.2) as client:
-        yield client
+from tests.producers.store.test_s3 import bucket_of, put
+from tests.producers.sweeper.test_compact import events, made, squeeze
 
 
 @pytest.fixture(params=["folder", "s3"])
@@ -69,12 +62,7 @@ def test_every_client_reads_it_from_every_position(
     task_id = made(client, worker, count, n=n)
     handle = client.get(task_id)
     whole, result = list(handle.stream()), handle.result()
-
-    async def squeeze() -> Compacted:
-        async with AsyncClient(valkey_url) as sweeper:
-            return await moved(sweeper, open_blobs(place))
-
-    assert asyncio.run(squeeze()).moved == 1
+    assert squeeze(valkey_url, Moving(open_blobs(place), 1)).moved == 1
     assert not valkey.exists(keys.stream(task_id))
     assert valkey.hkeys(keys.result(task_id)) == [b"blob"], "the store has the reference alone"
     assert handle.result() == result
@@ -190,8 +178,7 @@ async def test_compact_refuses_a_file_that_is_to_be_deleted(
 
 async def test_a_blob_that_was_noted_anew_is_not_removed(aclient: AsyncClient, valkey: Redis, blobs: Blobs) -> None:
     """A sweeper had found it due, and then slept."""
-    with blobs.writer("result-1") as writer:
-        writer.commit()
+    put(blobs, "result-1")
     valkey.zadd(keys.FILE_NOTES, {"result-1": int(time.time())})
     assert not await files.remove_left_behind(aclient.store, blobs, "result-1")
     assert blobs.size("result-1") == 0

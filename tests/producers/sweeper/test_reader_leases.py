@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,6 @@ from producers.contract import keys
 from producers.store import protocol
 from producers.sweeper import unsent as submits
 from producers.sweeper.reader_leases import (
-    LEASE_S,
     LapsedReaders,
     ReaderLeases,
     hold,
@@ -29,14 +27,8 @@ from producers.sweeper.reader_leases import (
 )
 from tests.producers.conftest import QUEUE
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import until
 from tests.producers.proxy import Proxy
-
-
-@pytest.fixture
-async def aclient(valkey_url: str, model: str) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(valkey_url) as client:
-        yield client
+from tests.waiting import until
 
 
 def now_ms(valkey: Redis) -> int:
@@ -60,7 +52,7 @@ class Looks:
         self._client = client
         self.readers = LapsedReaders()
 
-    async def look(self, after: float = renewed_within(LEASE_S)) -> int:
+    async def look(self, after: float = renewed_within(protocol.READER_LEASE_S)) -> int:
         self._clock.now += after
         return await self._client.run(self.readers.sweep())
 
@@ -159,7 +151,7 @@ class TestSweep:
         task = await aclient.submit(model="tiny", prompt=[1])
         lapse(valkey, task.id)
         await looks.look()
-        clock.now += renewed_within(LEASE_S)
+        clock.now += renewed_within(protocol.READER_LEASE_S)
 
         def perform(step: Step) -> Any:
             if step != lapsed():

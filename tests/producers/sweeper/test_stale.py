@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 
 import pytest
 from redis import Redis
@@ -16,12 +15,6 @@ from producers.contract import keys
 from producers.store import protocol, task_index
 from producers.store.fleet.model_files import unused
 from producers.sweeper.stale import Removed, Stale
-
-
-@pytest.fixture
-async def aclient(valkey_url: str, model: str) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(valkey_url, patience=0.2) as client:
-        yield client
 
 
 async def test_a_worker_that_is_gone_is_taken_off_the_books_and_its_deliveries_returned(

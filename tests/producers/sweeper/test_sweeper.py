@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -16,12 +15,7 @@ from producers.sweeper import unsent as submits
 from producers.sweeper.sweeper import SweeperSettings
 from producers.sweeper.unsent import Swept
 from tests.producers.conftest import QUEUE
-
-
-@pytest.fixture
-async def aclient(valkey_url: str, model: str) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(valkey_url) as client:
-        yield client
+from tests.waiting import auntil
 
 
 async def test_the_loop_goes_on_after_a_failed_sweep(
@@ -81,11 +75,7 @@ async def test_one_bad_record_does_not_end_the_sweeping_of_others(
     valkey.zincrby(keys.UNSETTLED, -60_000, handle.id)
     settings = SweeperSettings(valkey_url, valkey_url, "s", every=0.01)
     leading = asyncio.create_task(sweeper.lead(aclient, settings))
-    for _ in range(6000):
-        if valkey.hexists(keys.task(handle.id), "settled"):
-            break
-        await asyncio.sleep(0.01)
-    assert valkey.hexists(keys.task(handle.id), "settled")
+    await auntil(lambda: valkey.hexists(keys.task(handle.id), "settled"))
     leading.cancel()
     await asyncio.wait((leading,))
 

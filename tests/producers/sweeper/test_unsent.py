@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -20,12 +19,6 @@ from producers.sweeper.unsent import Swept, sweep
 from tests.producers.conftest import QUEUE
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.proxy import Proxy
-
-
-@pytest.fixture
-async def aclient(valkey_url: str, model: str) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(valkey_url) as client:
-        yield client
 
 
 def admit(valkey: Redis, task_id: str, **fields: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -22,12 +21,6 @@ from tests.producers.conftest import POOL, QUEUE
 from tests.producers.fake_worker import FakeWorker
 
 PLAIN: dict[str, str | int] = {"model": "tiny", "queue": QUEUE, "tier": "default", "n": 1, "task": "{}", "nonce": ""}
-
-
-@pytest.fixture
-async def aclient(valkey_url: str, model: str) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(valkey_url, patience=0.2) as client:
-        yield client
 
 
 def settled(valkey: Redis, task_id: str) -> bool:

@@ -3,7 +3,8 @@
 --   penstock:sorted:L  zset, number of arrival -> { number, message, id, tenant, generates (0, 1), n, tokens }, packed
 --   penstock:turn:L:T  zset, the numbers of what waits of tenant T (the empty name: of those that name none)
 --   penstock:turns:L   zset, tenant -> what it was served, of those of whom something waits
---   penstock:rested:L  zset, the same of those of whom nothing waits, as long as it is more than the least of the others'
+--   penstock:rested:L  zset, the same of those of whom nothing waits, as long as it is more than the least of the
+--                      others'
 -- Who comes back from a rest begins with the least of those who wait: a rest saves nothing up.
 local function least_served(list)
   return tonumber(redis.call('ZRANGE', 'penstock:turns:' .. list, 0, 0, 'WITHSCORES')[2])

@@ -14,9 +14,9 @@ local function take_returned(list)
   end
 end
 
--- The last `count` of what was sorted go back to the front of their list, in the order of their arrival; among them what
--- came back and stood there, whose number is not needed then. What stood before them all stays in front, and keeps its
--- own: older ones may still be sorted.
+-- The last `count` of what was sorted go back to the front of their list, in the order of their arrival; among them
+-- what came back and stood there, whose number is not needed then. What stood before them all stays in front, and keeps
+-- its own: older ones may still be sorted.
 local function unsort(list, count)
   local sorted = 'penstock:sorted:' .. list
   local last, back, ahead = redis.call('ZRANGE', sorted, -count, -1), {}, {}

@@ -1,19 +1,19 @@
 #!lua flags=allow-oom
--- FETCH(inc, uuid) | broker lease alive; the caller names the UUID; already in flight: same answer; else take + enter in
--- flight (what cannot be decoded: dead letter).
+-- FETCH(inc, uuid) | broker lease alive; the caller names the UUID; already in flight: same answer; else take + enter
+-- in flight (what cannot be decoded: dead letter).
 -- First it sorts by tenant what has arrived, so many of each list; another call goes on with the rest. A list's head is
--- then the oldest message of the tenant that was served least (see _fair.lua); what it may need is charged to it here, and
--- set right by ACK, BACK and REAP.
--- Takes up to one message per named UUID, best list first: a list's rank is its tier less one for every `ageing` ms that
--- its head has waited unserved, so that a lower tier never starves. A head that does not fit its tier's credit is left where
--- it is, and so is all of its own and of lower tiers; higher tiers go on.
+-- then the oldest message of the tenant that was served least (see _fair.lua); what it may need is charged to it here,
+-- and set right by ACK, BACK and REAP.
+-- Takes up to one message per named UUID, best list first: a list's rank is its tier less one for every `ageing` ms
+-- that its head has waited unserved, so that a lower tier never starves. A head that does not fit its tier's credit is
+-- left where it is, and so is all of its own and of lower tiers; higher tiers go on.
 -- A suspect (one more return and it is condemned) had company whenever its worker died, and most of that company is
 -- innocent: an incarnation holds one suspect at a time, so that whatever kills its workers condemns itself alone. Its
 -- tenant waits with it; others do not.
 -- KEYS: lease, in flight of inc, delayed, dead, reaped, unserved, returned, arrivals, weights, list ...
--- ARGV: ageing (ms), N redeliveries, capacity in sequences, capacity in tokens, tokens of a plain task, how many of a list
---       are sorted (at most 1,000: Lua hands over no more than some thousands of arguments), sequence credit * 4 tiers,
---       token credit * 4 tiers, rank (0-3) of each list ..., uuid ...
+-- ARGV: ageing (ms), N redeliveries, capacity in sequences, capacity in tokens, tokens of a plain task, how many of a
+--       list are sorted (at most 1,000: Lua hands over no more than some thousands of arguments), sequence credit * 4
+--       tiers, token credit * 4 tiers, rank (0-3) of each list ..., uuid ...
 -- Answers: {lost}; else for each message: uuid, list, message, redeliveries. At N of them it says `condemned`: its
 -- workers died of it before they could claim, so that it must be claimed by its id before anyone decodes it.
 -- Last, for each message that was dead-lettered: nothing, list, message, reason.

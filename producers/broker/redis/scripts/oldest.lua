@@ -1,6 +1,6 @@
 #!lua flags=no-writes
--- OLDEST | how long the oldest message of each list has waited since its task was submitted, as the front of the list and
--- the first of what was sorted say it; reads only. What does not say when (a plain Celery message) does not count.
+-- OLDEST | how long the oldest message of each list has waited since its task was submitted, as the front of the list
+-- and the first of what was sorted say it; reads only. What does not say when (a plain Celery message) does not count.
 -- KEYS: list, sorted, ...
 -- Answers: ms, ... (by the clock of this server); -1 where nothing says it
 local function submitted(raw)

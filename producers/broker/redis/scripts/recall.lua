@@ -1,8 +1,9 @@
 #!lua flags=allow-oom
--- RECALL | no incarnation that serves these lists has its lease: messages that were sorted by tenant return to the lists'
--- fronts, in order of arrival, so that a list's length again counts all that wait; else nothing. A live worker goes on
--- with the sorted messages and the tenants' turns.
--- KEYS: incarnations, list ...   ARGV: most messages to return; the queues of the pools whose workers serve these lists ...
+-- RECALL | no incarnation that serves these lists has its lease: messages that were sorted by tenant return to the
+-- lists' fronts, in order of arrival, so that a list's length again counts all that wait; else nothing. A live worker
+-- goes on with the sorted messages and the tenants' turns.
+-- KEYS: incarnations, list ...
+-- ARGV: most messages to return; the queues of the pools whose workers serve these lists ...
 -- Answers: the number of returned messages (fewer than asked for: all are done); -1 if a worker lives
 -- include: _takers.lua
 -- include: _unsort.lua

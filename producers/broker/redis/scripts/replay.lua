@@ -1,6 +1,6 @@
 #!lua
--- REPLAY(letter, message) | the letter is on the dead-letter list: remove it, forget the task's earlier redeliveries, and
--- put the message at the end of its list; else nothing.
+-- REPLAY(letter, message) | the letter is on the dead-letter list: remove it, forget the task's earlier redeliveries,
+-- and put the message at the end of its list; else nothing.
 -- KEYS: dead, reaped, list   ARGV: letter, message, task id (or empty)
 -- Answers: 1 sent | 0
 if not redis.call('LPOS', KEYS[1], ARGV[1]) then

@@ -7,11 +7,12 @@
 -- counted, where that is of about these messages.
 -- KEYS: delayed, weights, returned, list ...
 -- ARGV: id, tenant, at (ms), tokens, most delayed messages to look through, then what the caller has counted: the part
---       of the tenant's messages that came before ('': unknown), messages of all queues by tenant (JSON)
+--       of the tenant's messages that came before, and their tokens on average ('': unknown), messages of all queues by
+--       tenant (JSON)
 -- Answers: {waiting, messages ahead, exact 0|1} | {delayed, ms until it is due} | {} where it does not wait
 local delayed, weights = KEYS[1], KEYS[2]
 local id, tenant, at, tokens = ARGV[1], ARGV[2], tonumber(ARGV[3]), math.max(tonumber(ARGV[4]), 1)
-local NEAR, BLOCKS, BLOCK, SIZES, TENANTS, FEW, USUAL, OWN = 128, 16, 8, 256, 200, 32, 4, 64
+local NEAR, BLOCKS, BLOCK, SIZES, TENANTS, FEW, USUAL, OWN, BEFORE = 128, 16, 8, 256, 200, 32, 4, 64, 256
 
 -- id, time of submission, tenant and tokens of a message
 local function read(raw)
@@ -53,6 +54,18 @@ local function weight(of)
   return said and said >= 0.001 and said <= 1000 and said or 1
 end
 
+-- the tokens of `looked` of a tenant's `count` oldest sorted messages, from all over them
+local function sizes(list, name, count, looked)
+  local turn, sum = 'penstock:turn:' .. list .. ':' .. name, 0
+  for one = 1, looked do
+    local place = math.floor((one - 1) * count / looked)
+    local number = redis.call('ZRANGE', turn, place, place)[1]
+    local packed = redis.call('ZRANGEBYSCORE', 'penstock:sorted:' .. list, number, number)[1]
+    sum = sum + math.max(cmsgpack.unpack(packed)[7], 1)
+  end
+  return sum
+end
+
 -- what is sorted of a list: tenant -> {served, messages, tokens of those looked at, how many, weight, tenants that it
 -- stands for}, of the caller and of others from all over their order; and how many there are
 local function sorted(list)
@@ -66,15 +79,9 @@ local function sorted(list)
   end
   some[tenant] = redis.call('ZSCORE', turns, tenant) or nil
   for name, served in pairs(some) do
-    local turn = 'penstock:turn:' .. list .. ':' .. name
-    local length, sum = redis.call('ZCARD', turn), 0
+    local length = redis.call('ZCARD', 'penstock:turn:' .. list .. ':' .. name)
     local looked = math.min(length, name == tenant and OWN or math.max(4, math.floor(SIZES / most)))
-    for one = 1, looked do
-      local place = math.floor((one - 1) * length / looked)
-      local number = redis.call('ZRANGE', turn, place, place)[1]
-      local packed = redis.call('ZRANGEBYSCORE', 'penstock:sorted:' .. list, number, number)[1]
-      sum = sum + math.max(cmsgpack.unpack(packed)[7], 1)
-    end
+    local sum = sizes(list, name, length, looked)
     all[name] = { tonumber(served), length, sum, looked, weight(name), count / most }
     every, each = every + sum, each + looked
   end
@@ -91,9 +98,11 @@ local function charge(its)
   return its[4] > 0 and its[3] / its[4] / its[5] or tokens / its[5]
 end
 
--- messages of others that go before the one with `own` of its tenant's before it
-local function before(all, own)
-  local then_served, total = all[tenant][1] + own * charge(all[tenant]), 0
+-- messages of others that go before the one with `own` of its tenant's before it. size: the latter's tokens on average,
+-- where that is known
+local function before(all, own, size)
+  local its = all[tenant]
+  local then_served, total = its[1] + own * (size and size / its[5] or charge(its)), 0
   for name, its in pairs(all) do
     if name ~= tenant then
       local turns = (then_served - its[1]) / charge(its)
@@ -113,7 +122,9 @@ local function in_turn(list)
   end)
   if place then
     local all, count = sorted(list)
-    return { 'waiting', place + before(all, place), count == 1 and 1 or 0 }
+    local looked = math.min(place, BEFORE)
+    local size = looked > 0 and sizes(list, tenant, place, looked) / looked
+    return { 'waiting', place + before(all, place, size), count == 1 and 1 or 0 }
   end
 end
 
@@ -150,7 +161,7 @@ local function counted(list, length, place, sampled)
     scores[found[k]] = found[k + 1]
   end
   local usual = looked > 0 and sum / looked or tokens
-  for name, waiting in pairs(cjson.decode(ARGV[7])) do
+  for name, waiting in pairs(cjson.decode(ARGV[8])) do
     local served, its = scores[name], sampled[name]
     local known = its and its[4] >= 4
     local have = served and redis.call('ZCARD', 'penstock:turn:' .. list .. ':' .. name) or 0
@@ -200,7 +211,7 @@ local function in_list(list)
   for _, its in pairs(all) do -- who comes begins with the least of those who wait
     its[1] = math.max(its[1], least or 0)
   end
-  return { 'waiting', math.floor(own + before(all, own) + 0.5), tenants == 1 and 1 or 0 }
+  return { 'waiting', math.floor(own + before(all, own, tonumber(ARGV[7])) + 0.5), tenants == 1 and 1 or 0 }
 end
 
 for k = 4, #KEYS do

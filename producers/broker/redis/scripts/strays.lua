@@ -1,6 +1,6 @@
 #!lua flags=no-writes
--- STRAYS(inc, held) | reads an incarnation's deliveries in flight that its worker does not hold: a failover, or a restart
--- that lost the last second, restored deliveries that were acknowledged or given back.
+-- STRAYS(inc, held) | reads an incarnation's deliveries in flight that its worker does not hold: a failover, or a
+-- restart that lost the last second, restored deliveries that were acknowledged or given back.
 -- KEYS: in flight of inc   ARGV: uuid, ... (held by the worker)
 -- Answers: uuid, task id, ...
 local held, out = {}, {}

@@ -52,8 +52,9 @@ class Buffer:
     def choose(
         self, incarnation: str, uuids: Sequence[str], credit: Credit, rules: Rules, since: dict[str, float]
     ) -> tuple[list[Fetched], Credit]:
-        """What comes first and fits, and what credit is left; the same again for known UUIDs. `since`: list -> ms since
-        when it is unserved. What is chosen has its delivery's UUID then."""
+        """The messages that come first and fit, and the credit that is left; the same again for known UUIDs.
+
+        `since`: list -> ms since when it is unserved. What is chosen has its delivery's UUID then."""
         server = self.server
         server.unserved.update({name: ms for name, ms in since.items() if ms})
         seqs, tokens = list(credit.seqs), list(credit.tokens)
@@ -66,7 +67,7 @@ class Buffer:
         return fetched, Credit((left[0], left[1], left[2], left[3]), (left[4], left[5], left[6], left[7]))
 
     def waiting(self) -> list[Held]:
-        """What may be chosen, in order of arrival."""
+        """The messages that may be chosen, in order of arrival."""
         return sorted(self._waiting.values(), key=lambda held: held.number)
 
     def amounts(self) -> tuple[list[int], list[int]]:

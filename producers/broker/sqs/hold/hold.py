@@ -302,7 +302,7 @@ class Hold:
         return found
 
     def faults(self) -> list[str]:
-        """What keeps lists from being polled. A poll that is still waited for is not refused: that is said sooner."""
+        """The reasons for which lists are not polled. A poll that is still waited for is not refused."""
         accepted = time.monotonic() - ACCEPTED_S
         with self.changed:
             return [line.error for line in self.lines.values() if line.error and (line.polling or inf) > accepted]

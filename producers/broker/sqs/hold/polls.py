@@ -83,7 +83,7 @@ class Wants:
 
 
 def ask(line: Line, lines: Sequence[Line], wants: Wants, now: float, now_ms: float) -> tuple[int, float]:
-    """How many messages to ask for, 0 for not now; and in how many seconds to look again at the latest."""
+    """The number of messages to ask for, 0 for not now; and the seconds until the next look at the latest."""
     if now < line.retry_at:
         return 0, line.retry_at - now
     room = wants.room(line.rank)
@@ -119,6 +119,6 @@ def _busy(better: Line, line: Line, wants: Wants, now: float) -> float:
 
 
 def read_look(lines: Mapping[str, Line], answer: Sequence[int]) -> None:
-    """What TAKE has answered for these lists, in their order."""
+    """The answer of TAKE for these lists, in their order."""
     for line, due, since in zip(lines.values(), answer[::2], answer[1::2], strict=True):
         line.due, line.since = int(due), float(since)

@@ -76,7 +76,7 @@ def read_flying(field: str, raw: bytes | str) -> Flying:
 
 
 def requests(flying: Sequence[Flying]) -> list[Request]:
-    """What to ask of SQS for them. A receipt that has become stale is no error: its message is back already."""
+    """The requests to SQS for them. A receipt that has become stale is no error: its message is back already."""
 
     def kind(one: Flying) -> tuple[str, bool]:
         return one.list, one.out in DELETED

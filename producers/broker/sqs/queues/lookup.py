@@ -39,7 +39,7 @@ class Queue:
     fifo: bool
     retention: int
     visibility: int
-    """What a receiver gets that asks for none; workers ask for that of the broker's URL."""
+    """The visibility timeout of a receiver that asks for none; workers ask for that of the broker's URL."""
     max_message_bytes: int
 
     @classmethod
@@ -138,7 +138,7 @@ def is_fifo(address: Address, name: str) -> bool:
 
 
 def unfit(queue: Queue, fifo: bool) -> str:
-    """What is wrong with a queue that has to be a FIFO queue, or must not be one; empty if nothing is."""
+    """The fault of a queue that has to be a FIFO queue, or must not be one; empty if nothing is."""
     if queue.fifo != fifo:
         if queue.fifo:
             return "is a FIFO queue: put fifo=1 into the broker's URL, or use another prefix"

@@ -264,7 +264,7 @@ def _not_ours(one: Wanted, existing: Mapping[str, str], tags: Mapping[str, str])
 
 
 def _unfit(existing: Mapping[str, str], fifo: bool) -> dict[str, str]:
-    """What of a chosen queue its owner has to change."""
+    """The settings of a chosen queue that its owner has to change."""
     wrong = unfit(Queue.of("", existing), fifo)
     found = {"settings": f"it {wrong}"} if wrong else {}
     receives = _read(existing.get("RedrivePolicy") or "{}").get("maxReceiveCount", MAX_RECEIVES)

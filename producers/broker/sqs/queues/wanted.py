@@ -28,7 +28,7 @@ KEY_REUSE_S: Final = 300
 
 @dataclass(frozen=True, slots=True)
 class Encryption:
-    """How queues and buckets encrypt. Without a choice, new ones use AWS's own keys, and others stay as they are."""
+    """Encryption of queues and buckets. Without a choice, new ones use AWS's own keys, and others stay as they are."""
 
     kms_key: str = ""
     """Id, ARN or alias of a KMS key."""

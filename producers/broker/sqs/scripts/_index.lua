@@ -1,6 +1,6 @@
 -- The index: what should be in SQS and is not in flight. Of each list L, which the set penstock:sqs:lists names:
---   penstock:sqs:waiting:L  zset, 'ID N TOKENS TENANT' (a function of the task) -> ms since when it waits; later than now:
---                           it is delayed until then
+--   penstock:sqs:waiting:L  zset, 'ID N TOKENS TENANT' (a function of the task) -> ms since when it waits; later than
+--                           now: it is delayed until then
 --   penstock:sqs:tenants:L  hash, tenant (the empty name: of those that name none) -> its entries
 -- Every script that changes it does so by `enter` and `leave`.
 local function clock()

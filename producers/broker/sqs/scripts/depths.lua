@@ -1,8 +1,9 @@
 #!lua flags=no-writes
 -- DEPTHS | what the books say of lists and of workers; reads only.
 -- KEYS: incarnations, dead, KV tokens of deliveries, delayed of a queue ...   ARGV: list ...
--- Answers: tokens, dead letters, { incarnation, its queue, its messages in flight, ... }, { messages of each `delayed` },
--- then for each list { waiting, delayed, tenants, ms for which the oldest has waited (-1: none waits) }
+-- Answers: tokens, dead letters, { incarnation, its queue, its messages in flight, ... }, { messages of each
+--          `delayed` }, then for each list { waiting, delayed, tenants, ms for which the oldest has waited (-1: none
+--          waits) }
 -- include: _index.lua
 local workers, delayed, now = {}, {}, clock()
 for k, said in ipairs(redis.call('HGETALL', KEYS[1])) do
@@ -20,6 +21,7 @@ for _, list in ipairs(ARGV) do
   local oldest = redis.call('ZRANGE', index, 0, 0, 'WITHSCORES')[2]
   local age = oldest and tonumber(oldest) <= now and now - tonumber(oldest) or -1
   local later = redis.call('ZCOUNT', index, '(' .. now, '+inf')
-  out[#out + 1] = { redis.call('ZCARD', index) - later, later, redis.call('HLEN', 'penstock:sqs:tenants:' .. list), age }
+  local tenants = redis.call('HLEN', 'penstock:sqs:tenants:' .. list)
+  out[#out + 1] = { redis.call('ZCARD', index) - later, later, tenants, age }
 end
 return out

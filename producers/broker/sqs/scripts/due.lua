@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- DUE(sent) | removes what was `sent`; then reads messages whose delay is over, for their sender: nobody else reads them for
--- a while. If it dies before it says that they were sent, the next one sends them, too.
+-- DUE(sent) | removes what was `sent`; then reads messages whose delay is over, for their sender: nobody else reads
+-- them for a while. If it dies before it says that they were sent, the next one sends them, too.
 -- KEYS: delayed of a queue   ARGV: most messages, ms for which they are the caller's, every 0|1: also what is not due,
 --                                  what was sent ...
 -- Answers: message (JSON {list, body}) ...

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- OUT(field, way) | the entry is there and on no way out: it is on this one, and what stands in the store for its message
--- from then on is made, once. Said before SQS is told, so that whoever finishes it knows what to say there.
+-- OUT(field, way) | the entry is there and on no way out: it is on this one, and what stands in the store for its
+-- message from then on is made, once. Said before SQS is told, so that whoever finishes it knows what to say there.
 --   back    its message is shown again: it is in the index, from `delay` ms after now on, unless its record is settled
 --   delay   its message is deleted: the store has it, until it is due and sent anew
 --   letter  its message is deleted: it is a dead letter

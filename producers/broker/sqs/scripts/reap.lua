@@ -1,12 +1,12 @@
 #!lua flags=allow-oom
--- REAP(inc) | lease absent: all its messages are on their way back, if on no other (see OUT): in the index, unless their
--- records are settled; deliveries (not what is in the buffer) count a redelivery. Of what is over, none counts any
--- more. Then SQS is told, then REAPED.
+-- REAP(inc) | lease absent: all its messages are on their way back, if on no other (see OUT): in the index, unless
+-- their records are settled; deliveries (not what is in the buffer) count a redelivery. Of what is over, none counts
+-- any more. Then SQS is told, then REAPED.
 -- Early, with a looker, where inc is silent (see _alive.lua) and holds nothing of plain Celery's, which cannot be kept
 -- back: its lease ends here, and what is counted is noted for RETRACT.
 -- KEYS: lease, in flight of inc, reaped, incarnations   ARGV: inc, looker (or empty)
--- Answers: {-1} while the lease is alive; else messages that this call has put on their way, then field, entry (JSON), ...
--- of all that are in flight. Without any, the incarnation is forgotten.
+-- Answers: {-1} while the lease is alive; else messages that this call has put on their way, then field, entry (JSON),
+--          ... of all that are in flight. Without any, the incarnation is forgotten.
 -- include: _index.lua
 -- include: producers.connection/_alive.lua
 local now, out, flying = clock(), { 0 }, redis.call('HGETALL', KEYS[2])

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- REAPED(inc, fields) | lease absent: these are in flight no more, because SQS shows or has deleted their messages. With the
--- last of them the incarnation is forgotten.
+-- REAPED(inc, fields) | lease absent: these are in flight no more, because SQS shows or has deleted their messages.
+-- With the last of them the incarnation is forgotten.
 -- KEYS: lease, in flight of inc, incarnations   ARGV: inc, field ...
 -- Answers: entries left; -1 while the lease is alive
 if redis.call('EXISTS', KEYS[1]) == 1 then

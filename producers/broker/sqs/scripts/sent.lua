@@ -1,5 +1,6 @@
 #!lua
--- SENT | messages of one list are about to be sent to SQS: they are entered into its index. Repeating it changes nothing.
+-- SENT | messages of one list are about to be sent to SQS: they are entered into its index. Repeating it changes
+-- nothing.
 -- ARGV: list, then for each message its member, ms at which its task was submitted (0: not known)
 -- Answers: how many were not there
 -- include: _index.lua

@@ -1,6 +1,6 @@
 #!lua
--- TAKE(inc, messages) | lease present: each message of the worker's buffer is a delivery under its UUID, and is counted once;
--- its list is served now. Without messages it only looks.
+-- TAKE(inc, messages) | lease present: each message of the worker's buffer is a delivery under its UUID, and is counted
+-- once; its list is served now. Without messages it only looks.
 -- KEYS: lease, in flight of inc, unserved, index ... of the lists
 -- ARGV: number of lists, list ..., then for each message its field in the buffer, UUID, entry (JSON), tokens, list
 -- Answers: {-1} without a lease; else for each list: messages to receive now, since when it is unserved (ms, or 0)

@@ -9,7 +9,21 @@ from typing import Any
 from fastapi import Request
 
 from producers.errors import shown
-from producers.gateway.http.errors import Problem
+from producers.gateway.http.errors import Problem, invalid_value, wrong
+
+
+def given(request: Request, names: Collection[str], pairs: str = "") -> dict[str, str]:
+    """The parameters: of these names, or `pairs[...]`, each once. Raises Problem for others."""
+    found: dict[str, str] = {}
+    for name, value in request.query_params.multi_items():
+        if name not in names and not (pairs and re.fullmatch(rf"{pairs}\[.+\]", name, re.DOTALL)):
+            there = ", ".join(names) + (f" and {pairs}[name]" if pairs else "")
+            said = f"There is no parameter {shown(name)}; there are {there}."
+            raise Problem(400, said, code="unknown_parameter", param=name)
+        if name in found:
+            raise invalid_value(name, f"{shown(name)} is given twice.")
+        found[name] = value
+    return found
 
 
 def integer(request: Request, name: str, least: int, most: int, default: int) -> int:
@@ -18,7 +32,7 @@ def integer(request: Request, name: str, least: int, most: int, default: int) ->
     if value is None:
         return default
     if not re.fullmatch("-?[0-9]{1,9}", value) or not least <= int(value) <= most:
-        raise _refusal(name, value, f"an integer from {least} to {most}")
+        raise wrong(name, value, f"an integer from {least} to {most}")
     return int(value)
 
 
@@ -26,7 +40,7 @@ def choice(request: Request, name: str, choices: Collection[str], default: str) 
     """One of some words. Raises Problem."""
     value = request.query_params.get(name, default)
     if value not in choices:
-        raise _refusal(name, value, f"one of {', '.join(choices)}")
+        raise wrong(name, value, f"one of {', '.join(choices)}")
     return value
 
 
@@ -34,14 +48,10 @@ def matching(request: Request, name: str, pattern: re.Pattern[str], wanted: str)
     """A text of some form; None where it is not given. Raises Problem."""
     value = request.query_params.get(name)
     if value is not None and not pattern.fullmatch(value):
-        raise _refusal(name, value, wanted)
+        raise wrong(name, value, wanted)
     return value
 
 
 def parameter(name: str, description: str, **schema: Any) -> dict[str, Any]:
     """A query's parameter for OpenAPI (`parameters` of an operation)."""
     return {"name": name, "in": "query", "description": description, "schema": schema}
-
-
-def _refusal(name: str, value: str, wanted: str) -> Problem:
-    return Problem(400, f"{name} is {shown(value)}; it must be {wanted}", code="invalid_value", param=name)

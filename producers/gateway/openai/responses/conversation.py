@@ -20,6 +20,7 @@ from producers.errors import InvalidTask, TaskNotFound, shown
 from producers.gateway.context import Gateway
 from producers.gateway.http.caller import principal_of, tenant_of
 from producers.gateway.http.errors import Problem
+from producers.gateway.openai.parameters import check_chats
 from producers.gateway.openai.responses.items import Item
 from producers.gateway.openai.responses.request import Wanted
 from producers.gateway.openai.responses.view import PREFIX, About
@@ -87,12 +88,7 @@ async def fitted(
     """
     with wanted.asked.in_its_words():
         task.check(card)
-        if "chat" not in card["capabilities"]:
-            raise InvalidTask(
-                f"model {shown(task.model)} has no chat template; send its prompts to /v1/completions",
-                param="model",
-                code="unsupported_model",
-            )
+        check_chats(card)
         stay, starts = _starts(items, wanted.truncate)
 
         def left(at: int) -> list[Item]:

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from fastapi import Request
 
-from producers.gateway.http.errors import Problem
+from producers.gateway.http.errors import invalid_value
 from producers.gateway.http.request import query
 from producers.gateway.http.request.query import parameter
 from producers.gateway.openai.parameters import refusal, refused
@@ -57,12 +57,7 @@ def starting_after(request: Request) -> int | None:
     if _flag(request, "stream"):
         return after
     if after != -1:
-        raise Problem(
-            400,
-            "starting_after is for streams; leave it out, or ask for stream=true",
-            code="invalid_value",
-            param="starting_after",
-        )
+        raise invalid_value("starting_after", "starting_after is for streams; leave it out, or ask for stream=true")
     return None
 
 

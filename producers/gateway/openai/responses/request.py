@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from producers.contract.task import Task
 from producers.errors import shown
-from producers.gateway.http.errors import Problem
+from producers.gateway.http.errors import Problem, invalid_value
 from producers.gateway.openai.parameters import KEPT_S, SAME, Asked, count, flag, read, refusal, refused
 from producers.gateway.openai.responses.items import INPUT, Item, read_input
 from producers.store.protocol import DEFAULT_TTL_S
@@ -127,19 +127,12 @@ def read_response(body: Mapping[str, Any], tenant: str | None) -> Wanted:
     own = asked.own
     background, store = flag(own, "background"), flag(own, "store", True)
     if background and not store:
-        raise Problem(
-            400,
+        raise invalid_value(
+            "store",
             "background is true and store is false: its caller comes back for a background response, so it is stored",
-            code="invalid_value",
-            param="store",
         )
     if asked.fields.get("webhook") is not None and not background:
-        raise Problem(
-            400,
-            "webhook is for background responses; leave it out, or ask for background: true",
-            code="invalid_value",
-            param="webhook",
-        )
+        raise invalid_value("webhook", "webhook is for background responses; leave it out, or ask for background: true")
     asked.fields.setdefault("ttl", DEFAULT_TTL_S if store else KEPT_S)
     truncation = own.get("truncation", "disabled")
     if truncation not in TRUNCATIONS:
@@ -171,12 +164,10 @@ def bounded(task: Task, card: Mapping[str, Any]) -> Task:
         left = int(card["context_length"]) - len(task.prompt)
         return task.model_copy(update={"max_tokens": max(1, min(most, left))})
     if task.max_tokens > most:
-        raise Problem(
-            400,
+        raise invalid_value(
+            "top_logprobs",
             f"top_logprobs is {task.logprobs}: with it, max_output_tokens is at most {most}, not {task.max_tokens}; "
             "lower one of them",
-            code="invalid_value",
-            param="top_logprobs",
         )
     return task
 

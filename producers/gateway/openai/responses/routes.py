@@ -31,7 +31,7 @@ from producers.gateway.openai.responses.request import (
 from producers.gateway.openai.responses.story import Story
 from producers.gateway.openai.responses.stream import ResponseStream
 from producers.gateway.openai.responses.view import PREFIX, About, Output
-from producers.gateway.tasks.cancelling import cancelled
+from producers.gateway.tasks.own import cancelled
 from producers.gateway.tasks.views import errors
 from producers.store import protocol
 

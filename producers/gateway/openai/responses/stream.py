@@ -15,8 +15,7 @@ from producers.errors import TaskNotFound
 from producers.gateway.context import Gateway
 from producers.gateway.http.errors import Problem, problem_of
 from producers.gateway.http.sse import LiveStream
-from producers.gateway.openai.answer import made
-from producers.gateway.openai.outputs import weight
+from producers.gateway.openai.answer import made, weight
 from producers.gateway.openai.responses.story import Story
 from producers.gateway.tasks.foreground import Foreground, stopping
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,12 +21,11 @@ from producers.broker.values import Credit, Fetched, Rules
 from producers.contract.keys import Pool
 from producers.contract.message import Message
 from tests.aws import Aws
+from tests.producers.broker.conftest import INC, RULES
+from tests.waiting import until as until
 
 POOL: Final = Pool("m", "1", "x")
 OWN, QUEUE, CELERY = POOL.queues
-INC: Final = "w.1"
-RULES: Final = Rules(capacity=(64, 10**6), plain_tokens=512, ageing=10**6, max_redeliveries=5)
-LONG_S: Final = 60.0
 
 
 @dataclass
@@ -99,14 +97,6 @@ class Place:
 
 def ids(fetched: Sequence[Fetched]) -> list[str]:
     return [json.loads(one.raw)["headers"]["id"] for one in fetched]
-
-
-def until(done: Any) -> None:
-    """Wait for it."""
-    deadline = time.monotonic() + LONG_S
-    while not done():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.01)
 
 
 @contextmanager

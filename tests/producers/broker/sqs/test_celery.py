@@ -28,6 +28,6 @@ def test_kombu_reads_what_is_put_into_a_celery_queue(aws: Aws, valkey: Redis, qu
         transport_options={"region": address.region, "queue_name_prefix": address.prefix, "is_secure": False},
     )
     with theirs as connection, connection.SimpleQueue(queue) as inbox:
-        seen = [inbox.get(timeout=10) for _ in range(2)]
+        seen = [inbox.get(timeout=60) for _ in range(2)]
         assert sorted(one.headers["id"] for one in seen) == ["a", "b"]
         assert [json.loads(one.body)[0] for one in seen] == [[], []]

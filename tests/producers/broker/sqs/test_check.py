@@ -89,16 +89,6 @@ def test_a_refusal_says_which_queue_and_permission(
     assert trouble(refused.value) is found
 
 
-def test_queues_of_the_other_kind_are_refused(aws: Aws, valkey_url: str) -> None:
-    name = sqs_name(read("sqs://us-east-1?fifo=1"), lists(QUEUE)[0][0])
-    aws.client("sqs").create_queue(QueueName=name, Attributes={"FifoQueue": "true"})
-    url = aws.client("sqs").get_queue_url(QueueName=name)["QueueUrl"]
-    with Redis.from_url(valkey_url) as store:
-        store.hset("penstock:sqs:queues", lists(QUEUE)[0][0], url)
-    with pytest.raises(AwsError, match=r"is a FIFO queue: put fifo=1 into the broker's URL"):
-        check_broker(aws.broker(), valkey_url, [QUEUE])
-
-
 def test_without_boto3_its_extra_is_named(aws: Aws, valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "boto3", None)
     with pytest.raises(AwsNotInstalled, match=r"pip install 'penstock\[aws\]'"):

@@ -22,7 +22,7 @@ from producers.contract import keys as contract_keys
 from tests.aws import Aws
 from tests.aws_faults import Fault, Faults
 from tests.producers.broker.sqs.place import INC, OWN, QUEUE, Place, ids
-from tests.producers.broker.sqs.test_sending import DEFAULT, message, received
+from tests.producers.broker.sqs.test_sending import DEFAULT, message, received, url_of
 from tests.producers.broker.sqs.test_sending import ids as ids_of
 
 DAY_MS = 24 * 3600 * 1000
@@ -39,13 +39,6 @@ async def beside(place: Place) -> Any:
 def record(valkey: Redis, task_id: str, created: int, **more: str) -> None:
     fields = {"status": "queued", "queue": QUEUE, "tier": "default", "tokens": "100", "task": "{}", "created": created}
     valkey.hset(contract_keys.task(task_id), mapping={**fields, **more})
-
-
-def visible(aws: Aws, name: str = DEFAULT) -> int:
-    sqs = aws.client("sqs")
-    url = sqs.get_queue_url(QueueName=sqs_name(read(aws.broker()), name))["QueueUrl"]
-    said = sqs.get_queue_attributes(QueueUrl=url, AttributeNames=["ApproximateNumberOfMessages"])
-    return int(said["Attributes"]["ApproximateNumberOfMessages"])
 
 
 async def test_what_there_is_is_known_without_a_request(place: Place, beside: SqsBroker) -> None:
@@ -194,9 +187,9 @@ async def test_entries_of_tasks_that_need_no_message_leave_the_index(broker: Sqs
 async def test_what_its_queue_would_soon_drop_is_sent_anew_once(
     broker: SqsBroker, seen: tuple[Aws, Faults], valkey: Redis
 ) -> None:
-    sqs = seen[0].client("sqs")
-    url = sqs.get_queue_url(QueueName=sqs_name(read(seen[0].broker()), DEFAULT))["QueueUrl"]
-    sqs.set_queue_attributes(QueueUrl=url, Attributes={"MessageRetentionPeriod": str(4 * 24 * 3600)})
+    seen[0].client("sqs").set_queue_attributes(
+        QueueUrl=url_of(seen[0]), Attributes={"MessageRetentionPeriod": str(4 * 24 * 3600)}
+    )
     now = await broker.now_ms()
     ages = {"young": DAY_MS // 2, "middle": 2 * DAY_MS, "old": 3 * DAY_MS + 1000}
     for name, age in ages.items():
@@ -276,7 +269,6 @@ async def test_a_missing_queue_is_not_well_unless_another_model_can_be_used(
     announce(valkey, "m")
     await broker.ping()
     assert "pen-other_1_" in caplog.text
-    sqs = seen[0].client("sqs")
-    sqs.delete_queue(QueueUrl=sqs.get_queue_url(QueueName=sqs_name(read(seen[0].broker()), DEFAULT))["QueueUrl"])
+    seen[0].client("sqs").delete_queue(QueueUrl=url_of(seen[0]))
     faults = [await asyncio.gather(broker.ping(), return_exceptions=True) for _ in range(8)]
     assert any(isinstance(error, AwsError) for (error,) in faults), "within a round"

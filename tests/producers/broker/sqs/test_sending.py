@@ -35,18 +35,19 @@ def message(name: str, tier: str = "default", **more: Any) -> Message:
     return Message(name, QUEUE, tier, 1, 100, **more)
 
 
+def url_of(aws: Aws, name: str = DEFAULT, **options: str) -> str:
+    """The SQS queue of a list. `options`: those of the broker's URL."""
+    found: str = aws.client("sqs").get_queue_url(QueueName=sqs_name(read(aws.broker(**options)), name))["QueueUrl"]
+    return found
+
+
 def received(aws: Aws, name: str = DEFAULT, **options: str) -> list[dict[str, Any]]:
     """All messages of a list, which stay hidden for a while."""
-    sqs = aws.client("sqs")
-    url = sqs.get_queue_url(QueueName=sqs_name(read(aws.broker(**options)), name))["QueueUrl"]
-    found = []
-    while some := sqs.receive_message(
-        QueueUrl=url,
-        MaxNumberOfMessages=10,
-        VisibilityTimeout=600,
-        WaitTimeSeconds=0,
-        MessageSystemAttributeNames=["All"],
-    ).get("Messages"):
+    sqs, found = aws.client("sqs"), []
+    asked = {"MaxNumberOfMessages": 10, "WaitTimeSeconds": 0, "MessageSystemAttributeNames": ["All"]}
+    while some := sqs.receive_message(QueueUrl=url_of(aws, name, **options), VisibilityTimeout=600, **asked).get(
+        "Messages"
+    ):
         found += some
     return found
 
@@ -98,7 +99,7 @@ def test_a_fifo_queue_orders_by_key_within_a_tenant_and_takes_what_is_sent_again
         ):
             broker.send(one)
     sqs = seen[0].client("sqs")
-    url = sqs.get_queue_url(QueueName=sqs_name(read(seen[0].broker(fifo="1")), DEFAULT))["QueueUrl"]
+    url = url_of(seen[0], fifo="1")
     wanted = {"QueueUrl": url, "MaxNumberOfMessages": 10, "WaitTimeSeconds": 0, "MessageSystemAttributeNames": ["All"]}
     found = []
     while some := sqs.receive_message(**wanted).get("Messages"):

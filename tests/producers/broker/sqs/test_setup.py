@@ -138,13 +138,6 @@ def test_chosen_queues_are_checked_and_not_changed(aws: Aws) -> None:
         Setup(address).check(name, f"arn:aws:sqs:us-east-1:{ACCOUNT}:nowhere")
 
 
-def test_a_fifo_queue_where_none_may_be_is_refused(aws: Aws) -> None:
-    address = read(aws.broker())
-    aws.client("sqs").create_queue(QueueName="q.fifo", Attributes={"FifoQueue": "true"})
-    found = Setup(address).check(lists("penstock:queue:m@1")[0][0], f"arn:aws:sqs:us-east-1:{ACCOUNT}:q.fifo")
-    assert "is a FIFO queue: put fifo=1 into the broker's URL" in found.details["settings"]
-
-
 def test_a_queue_of_another_account_cannot_be_made(aws: Aws) -> None:
     address = replace(read(aws.broker()), account="999999999999")
     assert own_account(address) == ACCOUNT

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import httpx
 import pytest
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as Lost
 
 from producers.client.steps import FAILURES
 from producers.connection.connect import connect_async
@@ -18,6 +23,8 @@ from producers.store.access import api_keys
 from producers.store.access.audit import Change
 from tests.processes import valkey
 from tests.producers.gateway.conftest import Door
+
+T = TypeVar("T")
 
 
 async def made(url: str) -> str:
@@ -67,6 +74,63 @@ def test_a_gateway_without_its_store_lets_in_whom_it_knows_alone() -> None:
         assert [told(one) for one in (seen, unseen, seen[:21] + unseen[21:], None)] == [400, 503, 401, 401]
     finally:
         door.close()
+
+
+class Late(Redis):
+    """A store that holds an answer back until its event is set, and loses all while it is `away`."""
+
+    held: tuple[asyncio.Event, asyncio.Event] | None = None
+    away = False
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        held, self.held = self.held, None
+        answer = await super().execute_command(*args, **options)
+        if held is not None:
+            held[0].set()
+            await held[1].wait()
+        if self.away:
+            raise Lost
+        return answer
+
+    async def hold(self, asking: Coroutine[Any, Any, T]) -> tuple[asyncio.Event, asyncio.Task[T]]:
+        """Hold back the answer to what asks now, until the event is set."""
+        there, comes = self.held = asyncio.Event(), asyncio.Event()
+        task = asyncio.create_task(asking)
+        await there.wait()
+        return comes, task
+
+
+async def test_a_wrong_secret_that_is_answered_late_takes_nothing_from_who_came_in_meanwhile(
+    valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FRESH_S", 0.0)
+    async with Late.from_url(valkey_url) as store:
+        good, callers = await made(valkey_url), Callers(store)
+        comes, guess = await store.hold(callers.principal(good[:21] + "b" * 43, "there"))
+        await callers.principal(good, "here")
+        comes.set()
+        with pytest.raises(Problem):
+            await guess
+        store.away = True
+        assert (await callers.principal(good, "here")).tenant == "acme"
+
+
+@pytest.mark.parametrize("lost", [True, False])
+async def test_a_look_that_is_answered_late_or_never_brings_no_ended_key_back(
+    valkey_url: str, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    monkeypatch.setattr(module, "FRESH_S", 0.0)
+    async with Late.from_url(valkey_url) as store:
+        good, callers = await made(valkey_url), Callers(store)
+        await callers.principal(good, "here")
+        comes, early = await store.hold(callers.principal(good, "here"))
+        await api_keys.change(store, good[4:20], lambda key: replace(key, revoked_at=1), Change("test", "x", "x"))
+        with pytest.raises(Problem):  # another look, which finds that the key has ended
+            await callers.principal(good[:21] + "b" * 43, "there")
+        store.away = lost
+        comes.set()
+        with pytest.raises(Problem):
+            await early
 
 
 async def test_wrong_keys_of_an_address_are_answered_ever_more_slowly(valkey_url: str) -> None:

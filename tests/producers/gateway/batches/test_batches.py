@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -19,16 +19,10 @@ from producers.store.access.api_keys import Key
 from producers.store.access.principal import Limits
 from producers.sweeper.batches.endpoint import Answer, Planned
 from tests.producers.contract.test_trace import GOOD
-from tests.producers.gateway.conftest import Door
+from tests.producers.gateway.openai.conftest import client as client  # the fixture
 
 DAY = 24 * 3600
 CHATS = "/v1/chat/completions"
-
-
-@pytest.fixture
-def client(door: Door) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 @pytest.fixture

@@ -19,15 +19,10 @@ from producers.gateway.files.multipart import MAX_PARTS
 from producers.store.blobs import FolderBlobs
 from tests.conformance.conftest import gateway
 from tests.producers.gateway.conftest import Door, until
+from tests.producers.gateway.openai.conftest import client as client  # the fixture
 
 DATA = b'{"custom_id": "a"}\n' * 50_000
 MINUTE = {"anchor": "created_at", "seconds": 3600}
-
-
-@pytest.fixture
-def client(door: Door) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 @pytest.fixture

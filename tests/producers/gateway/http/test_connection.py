@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from producers.gateway.http.connection import MAX_HEAD
 from tests.producers.gateway.conftest import Door, until
 
 Open = Callable[..., Door]
@@ -97,6 +98,15 @@ def test_what_is_no_http_is_told_so_as_any_error_is(open_door: Open) -> None:
         connection.sendall(b"\x16\x03\x01 who is there\r\n\r\n")
         status, error = answer(connection)
         assert (status, error["code"], error["type"]) == (400, "invalid_http", "invalid_request_error")
+
+
+@pytest.mark.parametrize("begins", [b"GET /", b"GET /livez HTTP/1.1\r\nAuthorization: Bearer "])
+def test_a_head_without_end_is_refused_before_it_fills_the_memory(open_door: Open, begins: bytes) -> None:
+    door = open_door()
+    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as connection:
+        connection.sendall(begins.ljust(MAX_HEAD + 1, b"a"))
+        status, error = answer(connection)
+        assert (status, error["code"], error["type"]) == (431, "head_too_large", "invalid_request_error")
 
 
 def test_no_refusal_stands_in_the_middle_of_an_answer(open_door: Open, model: str) -> None:

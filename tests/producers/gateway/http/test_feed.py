@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from producers.gateway.http.feed import HEARTBEAT, Feed
+from producers.gateway.http.sse import HEARTBEAT, Feed
 
 
 async def late(chunks: list[bytes]) -> AsyncGenerator[bytes]:

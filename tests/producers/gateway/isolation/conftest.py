@@ -21,6 +21,7 @@ from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Door
 from tests.producers.gateway.test_keys import as_caller
 from tests.producers.gateway.test_keys import make as make  # the fixture
+from tests.producers.store.test_s3 import put
 
 TASK = {"model": "tiny", "prompt": "def f"}
 ENDPOINT = {"url": "http://127.0.0.1:9/hook", "event_types": ["response.completed"]}
@@ -116,9 +117,7 @@ def one_of_each(client: httpx.Client, worker: FakeWorker, folder: Path, tenant: 
 def _output(valkey: Redis, folder: Path, tenant: str) -> str:
     """A file as the end of a batch makes it."""
     file_id = files.new_id(time.time_ns() // 1_000_000)
-    with open_blobs(str(folder)).writer(file_id) as writer:
-        writer.write(b"a secret")
-        writer.commit()
+    put(open_blobs(str(folder)), file_id, b"a secret")
     valkey.zadd(keys.FILE_NOTES, {file_id: int(time.time())})
     run(valkey, files.made(File(file_id, 8, "out.jsonl", files.BATCH_OUTPUT, int(time.time()), tenant=tenant)))
     return file_id

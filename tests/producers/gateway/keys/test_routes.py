@@ -151,7 +151,7 @@ def test_unknown_keys_and_bad_questions_are_refused(admin: httpx.Client) -> None
     answers = [admin.get("/v1/keys/none")]
     answers += [admin.post(f"/v1/keys/none/{verb}") for verb in ("rotate", "disable", "enable", "revoke")]
     assert [(one.status_code, one.json()["error"]["code"]) for one in answers] == [(404, "key_not_found")] * 5
-    for overlap in (-1, 1e9, "1", True):
+    for overlap in (-1, 1e9, 10**400, "1", True):
         answer = admin.post("/v1/keys/none/rotate", json={"overlap": overlap})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "overlap")
     assert admin.post("/v1/keys/none/rotate", json={"for": 1}).json()["error"]["code"] == "unknown_parameter"
@@ -160,19 +160,6 @@ def test_unknown_keys_and_bad_questions_are_refused(admin: httpx.Client) -> None
     unknown = admin.get("/v1/keys/psk_" + "a" * 16 + "_hush")
     assert (unknown.status_code, "hush" in unknown.text) == (404, False)
     assert admin.get("/v1/audit", params={"limit": 0}).status_code == 400
-
-
-def test_keys_are_for_admins_and_figures_for_scrapers(door: Door, make: Make) -> None:
-    usual, scraper = make(), make("ops", ("metrics",))
-
-    def status(token: str, path: str, method: str = "GET") -> int:
-        return httpx.request(method, door.url + path, headers=as_caller(token)).status_code
-
-    for path in ("/v1/keys", "/v1/keys/x", "/v1/audit"):
-        assert (status(usual, path), status(scraper, path)) == (403, 403)
-    for path in ("/v1/keys", "/v1/keys/x/rotate", "/v1/keys/x/disable", "/v1/keys/x/enable", "/v1/keys/x/revoke"):
-        assert status(usual, path, "POST") == 403
-    assert (status(scraper, "/metrics"), status(scraper, "/v1/models"), status(usual, "/metrics")) == (200, 403, 403)
 
 
 def test_changes_of_webhook_endpoints_are_in_the_audit_log(door: Door, make: Make, admin: httpx.Client) -> None:

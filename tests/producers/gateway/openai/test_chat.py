@@ -16,7 +16,7 @@ from engine.text import ChatTemplate, Tokenizer
 from producers.contract.record import Record
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import CARD, TINY
-from tests.producers.gateway.openai.conftest import MESSAGES, Answering, chunks, says
+from tests.producers.gateway.openai.conftest import MESSAGES, Answering, chunks, ends, says
 
 Ask = Callable[..., httpx.Response]
 
@@ -148,38 +148,37 @@ def test_a_service_tier_is_a_tier(chat: Ask, answering: Answering, asked: str | 
     assert answering.records[0].tier == tier
 
 
-class TestMessages:
-    def test_text_parts_are_paragraphs(self, chat: Ask, answering: Answering) -> None:
-        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-        chat(messages=[{"role": "user", "content": parts}])
-        assert answering.records[0].task["prompt"] == prompt_of([{"role": "user", "content": "a\nb"}])
+USER: dict[str, Any] = {"role": "user", "content": "hi"}
 
-    def test_a_developer_is_the_system_of_a_template_that_knows_none(self, chat: Ask, answering: Answering) -> None:
-        chat(messages=[{"role": "developer", "content": "Be brief."}, *MESSAGES])
-        wanted = prompt_of([{"role": "system", "content": "Be brief."}, *MESSAGES])
+
+class TestMessages:
+    @pytest.mark.parametrize(
+        ("sent", "read"),
+        [
+            ([USER | {"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], [("user", "a\nb")]),
+            ([{"role": "developer", "content": "Be brief."}, USER], [("system", "Be brief."), ("user", "hi")]),
+            *(
+                ([USER, {"role": "assistant", **none}, USER], [("user", "hi"), ("assistant", ""), ("user", "hi")])
+                for none in ({"content": None}, {}, {"content": ""})
+            ),
+            ([USER | {"id": "m", "cache_control": {}, "\ud800": 1, "k" * 99: []}], [("user", "hi")]),
+        ],
+        ids=["parts are paragraphs", "a developer is the system", *["an answer without text"] * 3, "more is ignored"],
+    )
+    def test_are_what_the_template_reads(
+        self, chat: Ask, answering: Answering, sent: list[Any], read: list[tuple[str, str]]
+    ) -> None:
+        answer = chat(messages=sent)
+        assert answer.status_code == 200, answer.text
+        wanted = prompt_of([{"role": role, "content": content} for role, content in read])
         assert answering.records[0].task["prompt"] == wanted
 
-    def test_an_assistants_message_is_taken_as_it_was_sent(self, chat: Ask, answering: Answering) -> None:
+    def test_an_answer_is_taken_as_it_was_sent(self, chat: Ask, answering: Answering) -> None:
         said = chat().json()["choices"][0]["message"]
         answer = chat(messages=[*MESSAGES, said | {"audio": None, "tool_calls": None}, *MESSAGES])
         assert answer.status_code == 200, answer.text
         wanted = prompt_of([*MESSAGES, {"role": "assistant", "content": "Hello, world"}, *MESSAGES])
         assert answering.records[1].task["prompt"] == wanted
-
-    @pytest.mark.parametrize("more", [{"content": None}, {}, {"content": ""}])
-    def test_an_assistants_message_may_have_no_text(
-        self, chat: Ask, answering: Answering, more: dict[str, Any]
-    ) -> None:
-        answer = chat(messages=[*MESSAGES, {"role": "assistant", **more}, *MESSAGES])
-        assert answer.status_code == 200, answer.text
-        wanted = prompt_of([*MESSAGES, {"role": "assistant", "content": ""}, *MESSAGES])
-        assert answering.records[0].task["prompt"] == wanted
-
-    def test_what_clients_add_to_a_message_is_not_looked_at(self, chat: Ask, answering: Answering) -> None:
-        more = {"id": "msg_1", "cache_control": {"type": "ephemeral"}, "reasoning": {"x": 1}, "\ud800": 1, "k" * 99: []}
-        answer = chat(messages=[message | more for message in MESSAGES])
-        assert answer.status_code == 200, answer.text
-        assert answering.records[0].task["prompt"] == prompt_of(MESSAGES)
 
     def test_a_final_message_is_gone_on_with(self, chat: Ask, answering: Answering) -> None:
         begun = [*MESSAGES, {"role": "assistant", "content": "def f("}]
@@ -195,16 +194,16 @@ class TestMessages:
         assert "unknown role tool" in error["message"]
 
 
+def streamed(said: list[Any]) -> str:
+    return "".join(choice["delta"].get("content", "") for chunk in said for choice in chunk["choices"])
+
+
 class TestStream:
     def test_role_content_reason_and_done(self, chat: Ask, answering: Answering) -> None:
         *said, done = chunks(chat(stream=True))
         assert done == "[DONE]"
-        assert said[0]["choices"][0]["delta"] == {
-            "role": "assistant",
-            "content": "",
-            "refusal": None,
-        }
-        assert "".join(c["choices"][0]["delta"].get("content", "") for c in said) == "Hello, world"
+        assert said[0]["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
+        assert streamed(said) == "Hello, world"
         assert [c["choices"][0]["finish_reason"] for c in said] == [None] * (len(said) - 1) + ["stop"]
         assert said[-1]["choices"][0]["delta"] == {}
         heads = [{name: chunk[name] for name in chunk if name not in ("choices", "created")} for chunk in said]
@@ -256,7 +255,7 @@ class TestStream:
         answering.scripts = [says("é", "\u2028", '"\\', "", "🙂\n", "data: x\n\n")]
         whole = chat().json()["choices"][0]["message"]["content"]
         *said, _ = chunks(chat(stream=True))
-        assert "".join(c["choices"][0]["delta"].get("content", "") for c in said) == whole
+        assert streamed(said) == whole
 
     def test_a_task_that_fails_ends_the_stream_with_its_error(self, chat: Ask, answering: Answering) -> None:
         def fails(worker: Any, record: Any) -> None:
@@ -265,11 +264,11 @@ class TestStream:
 
         answering.scripts = [fails]
         *said, last = chunks(chat(stream=True))
-        assert "".join(c["choices"][0]["delta"].get("content", "") for c in said) == "a"
+        assert streamed(said) == "a"
         assert last["error"] == {"message": "It broke.", "type": "server_error", "param": None, "code": "engine_error"}
 
     def test_a_choice_without_a_token_ends_too(self, chat: Ask, answering: Answering) -> None:
-        answering.scripts = [lambda worker, record: worker.finish(record.id, [0], reasons=["length"]) and None]
+        answering.scripts = [ends(reasons=["length"])]
         *said, _ = chunks(chat(stream=True))
         assert [c["choices"][0]["finish_reason"] for c in said] == [None, "length"]
 
@@ -326,9 +325,6 @@ class TestPromptLogprobs:
         assert answer["choices"][0]["message"]["content"] == "x"
         assert answering.records[0].task["prompt_logprobs"] == 2
 
-    def test_they_are_not_there_unless_asked_for(self, chat: Ask, answering: Answering) -> None:
-        assert "prompt_logprobs" not in chat().json()
-
 
 @pytest.mark.parametrize("path", ["chat", "completions"])
 def test_an_overflow_is_told_in_the_words_that_clients_know(http: httpx.Client, model: str, path: str) -> None:
@@ -349,10 +345,7 @@ def test_an_overflow_is_told_in_the_words_that_clients_know(http: httpx.Client, 
 
 @pytest.mark.parametrize(
     ("fields", "wanted"),
-    [
-        ({"top_k": -1}, {"top_k": 0}),
-        ({"include_stop_str_in_output": True, "stop": "x"}, {"include_stop": True}),
-    ],
+    [({"top_k": -1}, {"top_k": 0}), ({"include_stop_str_in_output": True, "stop": "x"}, {"include_stop": True})],
 )
 def test_what_vllm_calls_otherwise_reaches_the_task(
     chat: Ask, complete: Ask, answering: Answering, fields: dict[str, Any], wanted: dict[str, Any]
@@ -361,80 +354,3 @@ def test_what_vllm_calls_otherwise_reaches_the_task(
         assert ask(**fields).status_code == 200
         task = answering.records[-1].task
         assert {name: task[name] for name in wanted} == wanted
-
-
-@pytest.mark.parametrize(
-    ("end", "status", "code"),
-    [
-        ({"status": "failed", "error": {"code": "engine_error", "message": "m"}}, 500, "engine_error"),
-        ({"status": "failed", "error": {"code": "dead_lettered", "message": "m"}}, 500, "dead_lettered"),
-        ({"status": "failed", "error": {"code": "expired", "message": "m"}}, 504, "expired"),
-        ({"status": "failed", "error": {"code": "kv_capacity_exceeded", "message": "m"}}, 400, "kv_capacity_exceeded"),
-        ({"status": "incomplete", "error": {"code": "expired", "message": "m"}}, 504, "expired"),
-        ({"status": "cancelled"}, 409, "cancelled"),
-    ],
-)
-def test_how_a_task_ends_is_how_its_request_does(
-    chat: Ask, answering: Answering, end: dict[str, Any], status: int, code: str
-) -> None:
-    answering.scripts = [lambda worker, record: worker.finish(record.id, [0], reasons=[], **end) and None]
-    answer = chat()
-    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
-
-
-@pytest.mark.parametrize(
-    ("end", "kind"),
-    [
-        ({"status": "failed", "error": {"code": "expired", "message": "m"}}, openai.InternalServerError),
-        ({"status": "failed", "error": {"code": "dead_lettered", "message": "m"}}, openai.InternalServerError),
-        ({"status": "cancelled"}, openai.ConflictError),
-    ],
-)
-def test_what_would_end_the_same_way_is_not_sent_again(
-    http: httpx.Client, model: str, answering: Answering, end: dict[str, Any], kind: type[openai.APIStatusError]
-) -> None:
-    answering.scripts = [lambda worker, record: worker.finish(record.id, [0], reasons=[], **end) and None]
-    with OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=2) as client, pytest.raises(kind):
-        client.chat.completions.create(model=model, messages=MESSAGES)
-    assert len(answering.records) == 1
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_what_there_is_at_the_deadline_is_the_answer(chat: Ask, answering: Answering, stream: bool) -> None:
-    def play(worker: FakeWorker, record: Record) -> None:
-        worker.append(record.id, 0, ["all"], finish_reason="stop")
-        worker.append(record.id, 0, ["a part"], choice=1)
-        worker.finish(record.id, [1, 1], status="incomplete", reasons=["stop", "deadline"], error={"code": "expired"})
-
-    answering.scripts = [play]
-    answer = chat(n=2, timeout=60, stream=stream)
-    assert answer.status_code == 200
-    if stream:
-        *said, done = chunks(answer)
-        assert done == "[DONE]"
-        choices = [choice for chunk in said for choice in chunk["choices"]]
-        reasons = [(c["index"], c["finish_reason"]) for c in choices if c["finish_reason"]]
-        text = {i: "".join(c["delta"].get("content", "") for c in choices if c["index"] == i) for i in (0, 1)}
-    else:
-        reasons = [(c["index"], c["finish_reason"]) for c in answer.json()["choices"]]
-        text = {c["index"]: c["message"]["content"] for c in answer.json()["choices"]}
-        assert answer.json()["usage"]["completion_tokens"] == 2
-    assert sorted(reasons) == [(0, "stop"), (1, "length")]
-    assert text == {0: "all", 1: "a part"}
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_workers_refusal_is_told_in_the_callers_words(chat: Ask, answering: Answering, stream: bool) -> None:
-    message = "9 tokens of prompt + max_tokens=9 do not fit; shorten the prompt, lower max_tokens"
-    error = {"code": "kv_capacity_exceeded", "message": message, "param": "max_tokens"}
-    answering.scripts = [lambda worker, record: worker.finish(record.id, [0], status="failed", error=error) and None]
-    answer = chat(max_completion_tokens=9, stream=stream)
-    told = (chunks(answer)[-1] if stream else answer.json())["error"]
-    assert (told["param"], told["code"]) == ("max_completion_tokens", "kv_capacity_exceeded")
-    assert told["message"] == message.replace("max_tokens", "max_completion_tokens")
-
-
-def test_a_workers_word_for_the_prompt_is_the_callers(chat: Ask, answering: Answering) -> None:
-    error = {"code": "context_length_exceeded", "message": "It does not fit.", "param": "prompt_ids"}
-    answering.scripts = [lambda worker, record: worker.finish(record.id, [0], status="failed", error=error) and None]
-    assert chat().json()["error"]["param"] == "messages"

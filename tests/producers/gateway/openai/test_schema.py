@@ -35,10 +35,10 @@ from tests.producers.gateway.test_keys import OPEN, as_caller
 from tests.producers.gateway.test_keys import make as make  # the fixture
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-EXAMPLES = 10
+EXAMPLES = 6
 #: What the model and the other fields have no say in.
 ALONE = {"temperature", "top_p", "min_p", "n", "stop", "stream", "service_tier", "tier", "echo", "logprobs"} | {
-    *("background", "store", "truncation", "ttl", "instructions"),
+    *("background", "store", "truncation", "ttl", "instructions")
 }
 #: Good bodies, without what may be drawn.
 KNOWN: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ import pytest
 from redis import Redis
 
 from producers.broker.connect import connect_consumer, connect_sender
-from producers.broker.values import Back, Credit, Rules
+from producers.broker.values import Back, Credit
 from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
@@ -21,10 +21,10 @@ from producers.contract.profile import Profile
 from producers.contract.record import Record
 from producers.contract.run import Run
 from producers.store import protocol
+from tests.producers.broker.conftest import RULES
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import POOL, QUEUE
 
-RULES = Rules(capacity=(64, 10**6), plain_tokens=512, ageing=10**6, max_redeliveries=5)
 NAME = QUEUE.removeprefix(keys.model_queue(""))
 #: Of a worker that makes 10 tasks a second.
 MEASURED = Profile(

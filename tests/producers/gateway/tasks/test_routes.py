@@ -17,7 +17,7 @@ from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.record import Record
-from producers.gateway.tasks import cancelling
+from producers.gateway.tasks import own
 from producers.store import protocol
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import CARD, QUEUE, TINY
@@ -183,10 +183,6 @@ class TestLook:
         answer = http.get("/v1/tasks/plain-1")
         assert (answer.status_code, answer.json()["metadata"]) == (200, {})
 
-    def test_no_id_is_404(self, http: httpx.Client) -> None:
-        answer = http.get("/v1/tasks/")
-        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
-
     @pytest.mark.parametrize("path", ["/v1/tasks/nobody", "/v1/tasks/nobody/events", "/v1/tasks/%00%ff"])
     def test_an_unknown_id_is_404(self, http: httpx.Client, path: str) -> None:
         answer = http.get(path)
@@ -216,7 +212,7 @@ class TestCancel:
     def test_what_a_running_task_had_made_is_in_the_answer(
         self, http: httpx.Client, submit: Submit, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(cancelling, "CANCEL_S", 60.0)
+        monkeypatch.setattr(own, "CANCEL_S", 60.0)
         task_id = submit()
         worker.claim(task_id)
         worker.append(task_id, 0, ["a"])

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from producers.gateway.text.executor import Executor, ExecutorBusy
-from tests.producers.gateway.conftest import until
+from tests.waiting import until
 
 
 async def test_work_is_done_in_turn_and_its_answer_or_error_comes_back() -> None:

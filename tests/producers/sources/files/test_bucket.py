@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from tests.chaos.batching import BAD, GOOD, Serving, lines
 from tests.chaos.sourcing import SourcesProcess, free_leases, load_scripts
 from tests.chaos.sweeping import Sweeper, within
 from tests.chaos.tap import Tap
+from tests.exhaustive import few
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("model")]
 
@@ -105,14 +106,8 @@ class Uploads:
         return [Batch.parse(name, self.redis.hgetall(keys.batch(name))) for name in names]
 
 
-@pytest.fixture
-def sweeper(valkey_url: str, tmp_path: Path) -> Iterator[Sweeper]:
-    with Sweeper(valkey_url, "sweeper", files_dir=str(tmp_path / "files"), unsent_after=0.2) as running:
-        yield running
-
-
 @pytest.mark.usefixtures("sweeper")
-@pytest.mark.parametrize("route", ["direct", "topic", "raw_topic", "event_bridge"])
+@pytest.mark.parametrize("route", few(["direct", "topic", "raw_topic", "event_bridge"], "topic"))
 def test_an_object_becomes_one_batch_however_it_is_told_of(
     aws: Aws, valkey: Redis, valkey_url: str, tmp_path: Path, route: str
 ) -> None:
@@ -196,7 +191,7 @@ def test_what_is_no_notification_is_a_dead_letter(aws: Aws, valkey: Redis, valke
 
 
 @pytest.mark.usefixtures("sweeper")
-@pytest.mark.parametrize("kind", ["INBOX_TAKE", "FILE_MADE", "FILE_REMOVED"])
+@pytest.mark.parametrize("kind", few(["INBOX_TAKE", "FILE_MADE", "FILE_REMOVED"], "FILE_MADE"))
 def test_a_process_may_die_at_any_change(
     aws: Aws, valkey: Redis, valkey_server: ValkeyServer, valkey_url: str, tmp_path: Path, kind: str
 ) -> None:

@@ -30,15 +30,28 @@ from tests.chaos.sweeping import Sweeper, within
 from tests.producers.conftest import QUEUE
 
 
-@pytest.fixture
-def sweeper(valkey_url: str, model: str, tmp_path: Path) -> Iterator[Sweeper]:
-    with Sweeper(valkey_url, "sweeper", files_dir=str(tmp_path / "files"), unsent_after=0.2) as running:
-        yield running
-
-
 def waiting(valkey: Redis) -> int:
     """Messages of tasks that no worker has taken."""
     return sum(valkey.llen(name) for name in valkey.keys(f"{QUEUE}*"))
+
+
+def opened(path: Path) -> Folder:
+    folder = Folder(path, moves=True)
+    folder.open()
+    return folder
+
+
+async def begun(client: AsyncClient, watched: Watched, blobs: Path) -> tuple[Work, str, inbox.Entry]:
+    """Work on a folder with a file that is open there and not yet taken; the folder's name, and the file's entry."""
+    place = opened(watched.root)
+    settings = FolderSettings(type="folder", folder=str(watched.root))
+    work = Work("files", Context(client, "", "one", ""), place, FolderBlobs(blobs), settings)
+    watched.put("a.jsonl", [GOOD])
+    (found,) = place.files()
+    await work.open(found)
+    ((entry, status),) = await inbox.open_entries(client.store, place.name)
+    assert status is None
+    return work, place.name, entry
 
 
 @pytest.mark.usefixtures("sweeper")
@@ -189,8 +202,7 @@ def test_a_file_is_taken_once_it_is_unchanged_for_long_enough() -> None:
 
 
 def test_a_file_that_changes_while_it_is_copied_is_not_taken(tmp_path: Path) -> None:
-    folder, blobs = Folder(tmp_path, moves=True), FolderBlobs(tmp_path / "blobs")
-    folder.open()
+    folder, blobs = opened(tmp_path), FolderBlobs(tmp_path / "blobs")
     (tmp_path / "inbox" / "a.jsonl").write_bytes(b"1\n" * 10)
     (found,) = folder.files()
 
@@ -208,8 +220,7 @@ def test_a_file_that_changes_while_it_is_copied_is_not_taken(tmp_path: Path) -> 
 
 
 def test_what_is_nobodys_is_left_alone(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, moves=True)
-    folder.open()
+    folder = opened(tmp_path)
     inbox = tmp_path / "inbox"
     for name in ("a.jsonl", "b.txt", ".hidden.jsonl", "c.errors.jsonl", ".jsonl", "sub/d.jsonl", ".tmp/e.jsonl"):
         (inbox / name).parent.mkdir(exist_ok=True)
@@ -224,8 +235,7 @@ def test_what_is_nobodys_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_result_is_whole_or_not_there(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, moves=True)
-    folder.open()
+    folder = opened(tmp_path)
 
     def broken() -> Iterator[bytes]:
         yield b"half"
@@ -256,8 +266,7 @@ def deep(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_folders_may_lie_deep_and_a_link_that_takes_a_files_place_is_not_read(deep: Path) -> None:
-    folder = Folder(deep, moves=True)
-    folder.open()
+    folder = opened(deep)
     (deep / "inbox" / "a.jsonl").write_bytes(b"1\n")
     (found,) = folder.files()
     (deep / "secret").write_bytes(b"2\n")
@@ -268,16 +277,10 @@ def test_folders_may_lie_deep_and_a_link_that_takes_a_files_place_is_not_read(de
 
 
 def test_processes_know_a_folder_by_the_same_name(tmp_path: Path) -> None:
-    names = []
-    for path in (tmp_path / "a", tmp_path / "a", tmp_path / "b"):
-        folder = Folder(path, moves=True)
-        folder.open()
-        names.append(folder.name)
+    names = [opened(tmp_path / name).name for name in ("a", "a", "b")]
     assert names[0] == names[1] != names[2]
     os.rename(tmp_path / "a", tmp_path / "mounted elsewhere")
-    folder = Folder(tmp_path / "mounted elsewhere", moves=True)
-    folder.open()
-    assert folder.name == names[0]
+    assert opened(tmp_path / "mounted elsewhere").name == names[0]
 
 
 async def test_what_another_process_has_finished_is_not_written_again(
@@ -286,16 +289,8 @@ async def test_what_another_process_has_finished_is_not_written_again(
     """It was open when this process looked; then it was delivered, and its results were fetched and deleted."""
     watched = Watched(valkey, tmp_path)
     async with AsyncClient(valkey_url) as client:
-        place = Folder(watched.root, moves=True)
-        place.open()
-        settings = FolderSettings(type="folder", folder=str(watched.root))
-        work = Work("files", Context(client, "", "late", ""), place, FolderBlobs(tmp_path / "files"), settings)
-        watched.put("a.jsonl", [GOOD])
-        (found,) = place.files()
-        await work.open(found)
-        ((entry, status),) = await inbox.open_entries(client.store, place.name)
-        assert status is None
-        run(valkey, inbox.done(place.name, entry, forget=True))
+        work, name, entry = await begun(client, watched, tmp_path / "files")
+        run(valkey, inbox.done(name, entry, forget=True))
         await work.take_forward(entry, lambda: False)
     assert watched.batches() == []
 
@@ -307,18 +302,11 @@ async def test_what_held_an_object_up_is_over_once_another_process_has_finished_
     full = tmp_path / "files"
     full.touch()  # no folder: nothing can be written there
     async with AsyncClient(valkey_url) as client:
-        place = Folder(watched.root, moves=True)
-        place.open()
-        settings = FolderSettings(type="folder", folder=str(watched.root))
-        work = Work("files", Context(client, "", "one", ""), place, FolderBlobs(full), settings)
-        watched.put("a.jsonl", [GOOD])
-        (found,) = place.files()
-        await work.open(found)
+        work, name, entry = await begun(client, watched, full)
         running = asyncio.create_task(work.run(0.01))
         while not work.trouble:  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.01)
-        ((entry, _),) = await inbox.open_entries(client.store, place.name)
-        run(valkey, inbox.done(place.name, entry, forget=True))
+        run(valkey, inbox.done(name, entry, forget=True))
         while work.trouble:  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.01)
         running.cancel()

@@ -114,14 +114,11 @@ class Machine(RuleBasedStateMachine):
         run(self.valkey, roll(days * DAY, most))
 
     @invariant()
-    def each_is_counted_once(self) -> None:
-        assert totals(read(self.url)) == totals(self.written)
-
-    @invariant()
-    def whole_days_are_right_however_much_is_in_sums(self) -> None:
+    def each_is_counted_once_and_whole_days_are_right_however_much_is_in_sums(self) -> None:
         since = (self.now // DAY - 3) * DAY
-        wanted = totals(one for one in self.written if since <= one.start < since + 2 * DAY)
-        assert totals(read(self.url, since, since + 2 * DAY)) == wanted
+        for begin, end in (ALL, (since, since + 2 * DAY)):
+            wanted = totals(one for one in self.written if begin <= one.start < end)
+            assert totals(read(self.url, begin, end)) == wanted
 
 
 def test_rows_and_sums_count_each_task_once(valkey: Redis, valkey_url: str) -> None:
@@ -129,7 +126,7 @@ def test_rows_and_sums_count_each_task_once(valkey: Redis, valkey_url: str) -> N
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=30, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=20, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
 
@@ -147,11 +144,11 @@ def test_numbers_beyond_a_doubles_fourteen_digits_are_exact(valkey: Redis, valke
 
 async def test_who_reads_while_others_fold_counts_each_task_once(valkey: Redis, valkey_url: str) -> None:
     row = Group("k", "t", "m", "v", "flex")._asdict() | dict.fromkeys(COUNTS[len(STATUSES) :], 1)
-    for k in range(4000):
-        valkey.xadd(keys.LEDGER, row | {"status": "completed"}, id=f"{(BEGIN + 9 * k) * 1000}-0")
+    for k in range(1000):
+        valkey.xadd(keys.LEDGER, row | {"status": "completed"}, id=f"{(BEGIN + 36 * k) * 1000}-0")
 
     async def folding(store: AsyncRedis) -> None:
-        for _ in range(400):
+        for _ in range(100):
             await store.execute_command(*fold(0, 10).whole)
             await store.execute_command(*roll(0, 1).whole)
             await asyncio.sleep(0.001)
@@ -160,7 +157,7 @@ async def test_who_reads_while_others_fold_counts_each_task_once(valkey: Redis, 
         for _ in range(2):  # two sweepers
             group.create_task(folding(store))
         while valkey.xlen(keys.LEDGER):
-            assert totals(await used(store, *ALL))[Group("k", "t", "m", "v", "flex"), "output"] == 4000
+            assert totals(await used(store, *ALL))[Group("k", "t", "m", "v", "flex"), "output"] == 1000
             await asyncio.sleep(0)
 
 

@@ -110,9 +110,10 @@ class Account:
         if minute == self.minute:
             self.tokens = max(0, self.tokens + used - estimate)
 
-    def answered(self) -> list[int]:
-        """What is left; tasks may have used more than was estimated for them."""
-        return [(self.limits.rpm or 0) - self.requests, max(0, (self.limits.tpm or 0) - self.tokens)]
+    def left(self) -> list[tuple[int, int]]:
+        """The rest of each limit a minute, and the limit. The rest is 0 where tasks used more than was estimated."""
+        counts = ((self.limits.rpm or 0, self.requests), (self.limits.tpm or 0, self.tokens))
+        return [(max(0, most - used), most) for most, used in counts]
 
 
 class Machine(RuleBasedStateMachine):
@@ -181,7 +182,8 @@ class Machine(RuleBasedStateMachine):
             self.run(protocol.queued(name))
             shortened = self.valkey.hget(keys.task(name), "max_output")
             assert shortened == (b"%d" % most if most < output else None)
-        assert said[2:] == [60_000 - self.now % 60_000, *(n for one in accounts for n in one.answered())]
+        least = [n for told in zip(*(one.left() for one in accounts), strict=True) for n in min(told)]
+        assert said[2:] == [60_000 - self.now % 60_000, *least]
 
     @precondition(lambda self: self.open)
     @rule(
@@ -322,3 +324,10 @@ def test_a_charge_from_before_accounts_had_names_is_settled(valkey: Redis) -> No
     run(valkey, protocol.queued("t"))
     run(valkey, protocol.cancel("t"))
     assert valkey.hmget(keys.account("k" * 16), "open", "reserved") == [b"1", b"11"]
+
+
+def test_a_bare_number_without_a_key_keeps_no_task_from_ending(valkey: Redis) -> None:
+    run(valkey, protocol.admit("t", "n", 1 << 50, {"task": "{}", "model": "tiny", "n": 1, "tokens": 9, "reserved": 9}))
+    run(valkey, protocol.queued("t"))
+    run(valkey, protocol.cancel("t"))
+    assert valkey.hget(keys.task("t"), "status") == b"cancelled"

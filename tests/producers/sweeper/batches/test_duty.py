@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from decimal import Decimal
 from pathlib import Path
@@ -32,6 +32,7 @@ from tests.producers.conftest import CARD
 from tests.producers.contract.test_trace import GOOD as TRACEPARENT
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.store.test_s3 import bucket_of
+from tests.waiting import auntil
 
 pytestmark = pytest.mark.usefixtures("model")
 
@@ -59,12 +60,6 @@ async def sweeping(url: str, job: Job, **sizes: int) -> AsyncIterator[AsyncClien
         endpoints.close()
 
 
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - what it waits for is in the store
-            await asyncio.sleep(0.01)
-
-
 def codes(job: Job) -> dict[str, str]:
     """Each line of the error file: its own error's code, or the status of its answer."""
     return {
@@ -79,16 +74,16 @@ async def test_what_ran_is_in_the_output_of_a_cancelled_batch(
     """What was never begun, waited, or was never expanded is among the errors."""
     job = Job(valkey, tmp_path, [GOOD, BAD] + [GOOD] * 8, traceparent=TRACEPARENT)
     async with sweeping(valkey_url, job, window=6):
-        await until(lambda: valkey.zcard(keys.SUBMITTING) == 0 and job.read().count("line") == 6)
+        await auntil(lambda: valkey.zcard(keys.SUBMITTING) == 0 and job.read().count("line") == 6)
         assert valkey.hget(keys.task(batches.task_id(job.id, 0)), "traceparent") == TRACEPARENT.encode()
         worker.serve(batches.task_id(job.id, 0))
         running = batches.task_id(job.id, 2)
         worker.claim(running)
         assert run(valkey, batches.cancel(job.id)) == [1, b"cancelling"]
-        await until(lambda: valkey.hexists(keys.task(running), "cancel"))
+        await auntil(lambda: valkey.hexists(keys.task(running), "cancel"))
         assert job.read().status == "cancelling", "a line still runs"
         worker.finish(running, [0])
-        await until(job.ended)
+        await auntil(job.ended)
     assert job.read().status == "cancelled"
     assert list(job.lines("output")) == ["r0"]
     assert codes(job) == {"r1": "400"} | {f"r{k}": "batch_cancelled" for k in range(2, 10)}
@@ -100,7 +95,7 @@ async def test_what_is_not_done_at_the_deadline_is_expired(
 ) -> None:
     job = Job(valkey, tmp_path, [GOOD, BAD] + [GOOD] * 8)
     async with sweeping(valkey_url, job, window=6):
-        await until(lambda: valkey.zcard(keys.SUBMITTING) == 0 and job.read().count("line") == 6)
+        await auntil(lambda: valkey.zcard(keys.SUBMITTING) == 0 and job.read().count("line") == 6)
         worker.serve(batches.task_id(job.id, 0))
         begun = batches.task_id(job.id, 2)
         worker.claim(begun)
@@ -110,7 +105,7 @@ async def test_what_is_not_done_at_the_deadline_is_expired(
         for line in range(2, 6):
             valkey.hset(keys.task(batches.task_id(job.id, line)), "deadline", 1)
             valkey.zadd(keys.DEADLINES, {batches.task_id(job.id, line): 1})
-        await until(job.ended)
+        await auntil(job.ended)
     assert job.read().status == "expired"
     assert list(job.lines("output")) == ["r0"]
     assert codes(job) == {"r1": "400"} | {f"r{k}": "batch_expired" for k in range(2, 10)}
@@ -122,14 +117,14 @@ async def test_a_line_that_fails_has_the_answer_that_a_caller_would_have(
 ) -> None:
     job = Job(valkey, tmp_path, [GOOD] * 3)
     async with sweeping(valkey_url, job):
-        await until(lambda: job.read().count("line") == 3 and not valkey.zcard(keys.SUBMITTING))
+        await auntil(lambda: job.read().count("line") == 3 and not valkey.zcard(keys.SUBMITTING))
         first, second, third = (batches.task_id(job.id, line) for line in range(3))
         worker.claim(first)
         worker.finish(first, [0], status="failed", error={"code": "context_length_exceeded", "message": "Too long."})
         worker.settle(first)
         worker.serve(second)
         valkey.delete(keys.task(third))  # by hand
-        await until(job.ended)
+        await auntil(job.ended)
     assert codes(job) == {"r0": "400", "r2": "line_lost"}
     assert job.lines("error")["r0"]["response"]["body"]["error"]["message"] == "Too long."
     answer = job.lines("output")["r1"]["response"]
@@ -145,10 +140,10 @@ async def test_lines_with_log_probabilities_and_blocks_are_answered(
     """A model without a tokenizer has nothing to spell them with: that is the line's error, and not the batch's."""
     job = Job(valkey, tmp_path, [GOOD | {"logprobs": 1}, GOOD])
     async with sweeping(valkey_url, job):
-        await until(lambda: job.read().count("line") == 2 and not valkey.zcard(keys.SUBMITTING))
+        await auntil(lambda: job.read().count("line") == 2 and not valkey.zcard(keys.SUBMITTING))
         worker.serve(batches.task_id(job.id, 0))
         worker.serve(batches.task_id(job.id, 1), ["\u2028"] * 3)
-        await until(job.ended)
+        await auntil(job.ended)
     assert codes(job) == {"r0": "400"}
     (name,) = (value for field, value in job.read().fields.items() if field == "output_file")
     whole = (tmp_path / name).read_bytes()
@@ -162,14 +157,14 @@ async def test_a_batch_runs_in_a_bucket_and_its_lines_may_wait_there(
     """Results that wait for the others of their part are moved to files meanwhile."""
     job = Job(valkey, bucket_of(aws), [GOOD, BAD, GOOD, GOOD])
     async with sweeping(valkey_url, job) as client:
-        await until(lambda: job.read().count("line") == 4 and not valkey.zcard(keys.SUBMITTING))
+        await auntil(lambda: job.read().count("line") == 4 and not valkey.zcard(keys.SUBMITTING))
         first, last = (batches.task_id(job.id, line) for line in (0, 3))
         worker.serve(first, ["a", "b"])
         worker.serve(batches.task_id(job.id, 2), ["c"])
         assert (await compact(client, 0, Moving(job.blobs, 1))).moved == 2
         assert {name for name in names_in(job.blobs.place) if name.startswith("result-")}
         worker.serve(last, ["d"])
-        await until(job.ended)
+        await auntil(job.ended)
         await remove_files(client.store, job.blobs)
     texts = {name: line["response"]["body"]["choices"][0]["text"] for name, line in job.lines("output").items()}
     assert texts == {"r0": "ab", "r2": "c", "r3": "d"}
@@ -185,11 +180,11 @@ async def test_a_response_in_a_line_is_answered(
     body = {"model": "tiny", "input": "Hi", "max_output_tokens": 4, "metadata": {"a": "b"}}
     job = Job(valkey, tmp_path, [body] * 2, url="/v1/responses")
     async with sweeping(valkey_url, job):
-        await until(lambda: job.read().count("line") == 2 and not valkey.zcard(keys.SUBMITTING))
+        await auntil(lambda: job.read().count("line") == 2 and not valkey.zcard(keys.SUBMITTING))
         valkey.hset(keys.task(batches.task_id(job.id, 1)), "response", "{}")
         for line in range(2):
             worker.serve(batches.task_id(job.id, line))
-        await until(job.ended)
+        await auntil(job.ended)
     said = job.lines("output")["r0"]["response"]["body"]
     assert (said["object"], said["status"], said["metadata"]) == ("response", "completed", {"a": "b"})
     assert said["output"][0]["content"][0]["text"] == "Hello, world"
@@ -215,7 +210,7 @@ async def test_a_bad_input_fails_the_whole_batch(
     run(valkey, batches.fail(job.id, []))
     job.id, job.input = make(valkey, job.blobs, "/v1/completions", [content])
     async with sweeping(valkey_url, job):
-        await until(job.ended)
+        await auntil(job.ended)
     batch = job.read()
     assert batch.status == "failed"
     assert [(reason["code"], reason["line"]) for reason in batch.json("reasons")] == reasons
@@ -226,13 +221,13 @@ async def test_an_input_that_is_gone_fails_the_batch(valkey: Redis, valkey_url: 
     """Its lines are cancelled, and nothing of them is left."""
     job = Job(valkey, tmp_path, [GOOD] * 10)
     async with sweeping(valkey_url, job, window=6) as client:
-        await until(lambda: job.read().count("line") == 6)
+        await auntil(lambda: job.read().count("line") == 6)
         await files.remove(client.store, job.blobs, job.input)
         for line in range(4):
             name = batches.task_id(job.id, line)
-            await until(lambda name=name: valkey.hget(keys.task(name), "status") == b"queued")
+            await auntil(lambda name=name: valkey.hget(keys.task(name), "status") == b"queued")
             FakeWorker(valkey).serve(name)
-        await until(job.ended)
+        await auntil(job.ended)
     assert job.read().status == "failed"
     assert job.read().json("reasons")[0]["code"] == "input_file_gone"
     assert not [name for name in os.listdir(tmp_path) if name.startswith("part-")]
@@ -250,7 +245,7 @@ async def test_the_store_holds_a_window_of_the_lines(valkey: Redis, valkey_url: 
                 most = max(most, len(valkey.keys(keys.task("*"))))
                 return job.ended()
 
-            await until(look)
+            await auntil(look)
     assert 4 < most <= 8 + 8, "written lines that were not settled stay for a minute"
     assert job.read().status == "completed"
     assert len(job.lines("output")) == 50
@@ -266,7 +261,7 @@ async def test_lines_of_which_few_fit_into_the_store_come_out(
     with Serving(valkey):
         job = Job(valkey, tmp_path, [GOOD | {"user": "x" * 1000}] * 12)
         async with sweeping(valkey_url, job, block=100, part=100):
-            await until(job.ended)
+            await auntil(job.ended)
     assert job.faults() == []
     assert len(job.lines("output")) == 12
 
@@ -291,11 +286,11 @@ async def test_limits_hold_a_batch_back_and_do_not_stop_it(valkey: Redis, valkey
     job = Job(valkey, tmp_path, [GOOD] * 10, **limited(valkey, rpm=4, max_in_flight=2))
     with Serving(valkey) as serving:
         async with sweeping(valkey_url, job):
-            await until(lambda: len(serving.served) >= 4)
+            await auntil(lambda: len(serving.served) >= 4)
             assert job.read().count("line") <= 8, "those of two minutes at most"
             assert not job.ended()
             limited(valkey, rpm=100, max_in_flight=2)
-            await until(job.ended)
+            await auntil(job.ended)
     assert (job.faults(), len(job.lines("output"))) == ([], 10)
     account = account_of(valkey)
     assert [account[name] for name in (b"open", b"reserved", b"spent")] == [b"0", b"0", b"50"]
@@ -319,7 +314,7 @@ async def test_lines_that_a_budget_has_nothing_left_for_are_errors(
     job = Job(valkey, tmp_path, [GOOD] * 10, prices=prices, **limited(valkey, tenant, **limits))
     with Serving(valkey):
         async with sweeping(valkey_url, job):
-            await until(job.ended)
+            await auntil(job.ended)
     assert (job.faults(), len(job.lines("output"))) == ([], completed)
     assert {line["response"]["body"]["error"]["code"] for line in job.lines("error").values()} == {error}
     if completed:
@@ -332,12 +327,12 @@ async def test_a_line_that_names_no_output_fits_a_largest_output(
     job = Job(valkey, tmp_path, [{**GOOD, "max_tokens": None}], **limited(valkey, max_output=3))
     with Serving(valkey):
         async with sweeping(valkey_url, job):
-            await until(job.ended)
+            await auntil(job.ended)
     assert (job.faults(), len(job.lines("output"))) == ([], 1)
 
 
 async def test_a_batch_without_prices_spends_no_budget_in_money(valkey: Redis, valkey_url: str, tmp_path: Path) -> None:
     job = Job(valkey, tmp_path, [GOOD] * 2, **limited(valkey, budget_money="1"))
     async with sweeping(valkey_url, job):
-        await until(job.ended)
+        await auntil(job.ended)
     assert {line["response"]["status_code"] for line in job.lines("error").values()} == {403}
