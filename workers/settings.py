@@ -7,8 +7,7 @@ import socket
 from dataclasses import dataclass, field
 from typing import Any
 
-from producers.store.protocol import MAX_DEATHS
-from producers.sweeper.reader_leases import LEASE_S
+from producers.store.protocol import MAX_DEATHS, READER_LEASE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class WorkerSettings:
     tokenizer files by name."""
     lease: float = 10.0
     """Silence after which the worker counts as dead, and its tasks go to other workers."""
-    reader_lease: float = LEASE_S
+    reader_lease: float = READER_LEASE_S
     """The gateways' reader lease: workers cancel tasks of lost readers when no gateway is left."""
     files_dir: str | None = None
     """Folder or bucket for bodies of Celery messages that are too large for their queue; None: such are refused."""

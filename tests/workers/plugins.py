@@ -18,7 +18,7 @@ from celery.worker import state as celery_state
 from celery.worker.control import control_command, inspect_command
 from redis import Redis
 
-import workers.pool.boot
+import workers.pool.app
 from tests.stub_engine import StubEngine
 from workers.flow import claimer, intake
 from workers.flow.claimer import Claimer
@@ -29,12 +29,12 @@ from workers.runtime import assembly as runtime
 from workers.runtime import watchdog
 from workers.runtime.host import gpu_facts, spot
 from workers.runtime.host.gpu_facts import GpuFacts
-from workers.transport.redis import QoS
+from workers.transport.redis import LINK, QoS
 
 
 def ordinary_tasks() -> None:
     """Celery tasks that are not the engine's, as an application adds them."""
-    make_app = workers.pool.boot.make_app
+    make_app = workers.pool.app.make_app
 
     def with_tasks(*args: Any) -> Celery:
         app = make_app(*args)
@@ -95,7 +95,7 @@ def ordinary_tasks() -> None:
 
         return app
 
-    workers.pool.boot.make_app = with_tasks
+    workers.pool.app.make_app = with_tasks
 
 
 def dies_before_claim() -> None:
@@ -247,16 +247,16 @@ def tells_its_books() -> None:
 
     @inspect_command()
     def books(state: Any) -> dict[str, int]:
-        runtime = state.app.penstock
+        books, link = state.app.penstock.deliveries, state.app.conf.broker_transport_options[LINK]
         gc.collect()
         alive: Counter[str] = Counter(type(thing).__name__ for thing in gc.get_objects())
         qos = state.consumer.task_consumer.channel.qos
         return {
-            "deliveries": len(runtime.deliveries),
-            "running": len(runtime.deliveries.running),
-            "held": runtime.deliveries.ledger.held,
-            "arrivals": len(runtime.intake._arrivals),
-            "errands": len(runtime.acker._errands),
+            "deliveries": len(books),
+            "running": len(books.running),
+            "held": books.ledger.held,
+            "arrivals": len(link.arrivals._arrivals),
+            "errands": len(books._acker._errands),
             "requests": len(celery_state.requests),
             "reserved": len(celery_state.reserved_requests),
             "active": len(celery_state.active_requests),

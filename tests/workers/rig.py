@@ -29,6 +29,7 @@ LEASE = 300.0
 #: What a worker does now and then it does often; and it may take long to hand things back, on a machine that is busy.
 TIMES = {
     "workers.leases.housekeeper:ROUND_S": 0.25,
+    "workers.leases.housekeeper:KEEP_S": 0.25,
     "workers.runtime.drain:HAND_BACK_S": 20.0,
     "workers.runtime.drain:EXIT_S": 40.0,
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
 
@@ -106,17 +105,6 @@ def test_a_suspect_that_is_innocent_runs_alone_and_ends_well(rig: Rig) -> None:
     rig.check([*ids, *late])
     begun = min(int(rig.record(task_id)["started"]) for task_id in late)
     assert begun >= max(int(rig.record(task_id)["finished"]) for task_id in ids), "not while a suspect ran"
-
-
-def test_a_worker_that_lost_a_thread_ends(rig: Rig) -> None:
-    """It would keep its lease, and its tasks with it."""
-    worker = rig.worker(WORKER_PLUGINS="tests.workers.plugins:claimer_dies")
-    ids = rig.fill(3)
-    assert worker.process.wait(60) == os.EX_SOFTWARE
-    assert "penstock-claimer died" in worker.log.read_text()
-    rig.worker()
-    rig.until_settled(ids)
-    rig.check(ids)
 
 
 def waits(rig: Rig, ids: list[str]) -> bool:

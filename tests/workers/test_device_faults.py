@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +82,13 @@ def _stand_still(worker: Worker, broker: Redis) -> None:
     """Until no word of it is on its way: a FETCH that the broker has yet to read would take what comes next."""
     worker.process.send_signal(signal.SIGSTOP)
     tasks = Path(f"/proc/{worker.process.pid}/task")
-    worker.wait_until(
-        lambda: all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in tasks.glob("*/stat"))
-    )
+
+    def still() -> bool:
+        with suppress(OSError):  # a thread that ends just now
+            return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in tasks.glob("*/stat"))
+        return False
+
+    worker.wait_until(still)
     for _ in range(2):  # it reads what all have said before it answers for the second time
         broker.ping()
 

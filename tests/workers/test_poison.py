@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from producers import TaskFailed
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from producers.contract.message import Message
@@ -203,15 +202,6 @@ def test_a_plain_message_that_is_no_task_fails_with_a_record(poisoned: Rig, name
     assert json.loads(record["error"])["message"]
     assert poisoned.entries(result.id) == [poisoned.entries(result.id)[-1]]
     assert result.state == "FAILURE"
-    check_idle(poisoned)
-
-
-def test_positional_arguments_beside_the_prompt_are_refused(poisoned: Rig) -> None:
-    result = poisoned.sender().send_task(keys.TASK_NAME, args=["a prompt", 20])
-    with pytest.raises(TaskFailed, match="it takes one, the prompt"):
-        result.get(timeout=60)
-    poisoned.until_settled([result.id])
-    assert "positional arguments" in poisoned.record(result.id)["error"]
     check_idle(poisoned)
 
 

@@ -18,7 +18,7 @@ def kept(rig: Rig) -> Profile:
 
 
 def test_a_worker_tells_what_it_measured_and_leaves_it_behind(rig: Rig) -> None:
-    worker = rig.worker(times=TIMES | {"workers.measure.keeper:KEEP_S": 0.5}, STUB_STEP_S=0.001)
+    worker = rig.worker(times=TIMES | {"workers.leases.housekeeper:KEEP_S": 0.5}, STUB_STEP_S=0.001)
     ids = rig.fill(60, max_tokens=40)
     rig.until_settled(ids)
     rig.until(lambda: rig.leases()[0]["profile"].get("knee"))

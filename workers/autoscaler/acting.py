@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 #: Time limit (s) of one call of an actuator.
-CALL_S: Final = 15.0
+CALL_S: Final = 9.0
 #: Pause (s) after an actuator's first error, and the longest. Each is twice the one before.
 FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 60.0

@@ -66,6 +66,8 @@ class Autoscaler:
     nothing and changes nothing: it decides and shows.
     """
 
+    given_up = ""
+
     def __init__(
         self,
         client: AsyncClient,

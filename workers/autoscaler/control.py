@@ -12,6 +12,7 @@ from producers.store.fleet.scaling import is_fresh
 from workers.autoscaler import watch
 from workers.autoscaler.acting import Acting
 from workers.autoscaler.policy.decide import Decision, decide
+from workers.autoscaler.policy.kept import restored
 from workers.autoscaler.policy.memory import Memory
 from workers.autoscaler.policy.rules import Rules
 from workers.autoscaler.policy.signals import Signals
@@ -101,12 +102,12 @@ class Control:
         if kept is None:
             return
         try:
-            self._starts = Starts.of(kept["starts"])
+            self._starts = restored(Starts, kept["starts"])
             if not is_fresh(kept["at"], fleet.at):  # nobody has looked since: that time is no start's
                 self._starts = replace(self._starts, since=None)
             self._kept = max(0, int(kept["wanted"]))
             if is_fresh(kept["at"], fleet.at) and kept["memory"] is not None:
-                self._memory = Memory.of(kept["memory"])
+                self._memory = restored(Memory, kept["memory"])
                 self._shown = (kept["wanted"], kept["told"], self._starts.failures, bool(kept["trouble"]))
         except (TypeError, KeyError, ValueError, AttributeError, ArithmeticError) as error:
             log.warning(
@@ -176,11 +177,11 @@ class Control:
             "told": told,
             "reason": decision.reason,
             "raw": decision.raw,
-            "signals": None if seen is None else seen.to_dict(),
-            "before": None if self._before is None else self._before.to_dict(),
-            "memory": None if self._memory is None else self._memory.to_dict(),
+            "signals": None if seen is None else asdict(seen),
+            "before": None if self._before is None else asdict(self._before),
+            "memory": None if self._memory is None else asdict(self._memory),
             "rules": asdict(self._rules),
-            "starts": self._starts.to_dict(),
+            "starts": asdict(self._starts),
             "actual": None if acting is None or acting.actual is None else asdict(acting.actual),
             "actuator": "" if acting is None else acting.actuator.name,
             "trouble": self._trouble(at, told),

@@ -17,15 +17,6 @@ from workers.runtime.health import Health
 log = logging.getLogger(__name__)
 
 
-class _Health:
-    """The answers of /livez and /readyz. A process that stands by is ready."""
-
-    given_up = ""
-
-    def __init__(self, autoscaler: Autoscaler) -> None:
-        self.unready = autoscaler.unready
-
-
 async def run(
     broker: str,
     store: str,
@@ -40,7 +31,7 @@ async def run(
     async with AsyncClient(broker, store) as client:
         autoscaler = Autoscaler(client, fixed(pools), settings, dry_run=dry_run, show=show)
         if health is not None:
-            health.serve(_Health(autoscaler))
+            health.serve(autoscaler)
             log.info("/livez and /readyz on port %d", health.port)
         task = asyncio.create_task(autoscaler.run(), name="autoscaler")
         for sig in (signal.SIGTERM, signal.SIGINT):

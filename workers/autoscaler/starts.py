@@ -13,11 +13,16 @@ workers is believed only once it was seen for a minute, and a time that was not 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Final, Self
+from dataclasses import dataclass, replace
+from typing import Annotated, Final
 
-from producers.contract.profile import sane
+from pydantic import Field, with_config
+
 from workers.autoscaler.actuators.base import Actual
+from workers.autoscaler.policy.kept import STRICT
+from workers.autoscaler.policy.memory import Count
+
+Time = Annotated[float, Field(ge=0)]
 
 #: Shortest limit (s) of a start, and how many measured cold starts it may take.
 LIMIT_S: Final = 120.0
@@ -37,49 +42,30 @@ def limit_of(asked: float | None, cold_start: float) -> float:
     return asked if asked is not None else max(LIMIT_S, COLD_STARTS * cold_start)
 
 
+@with_config(STRICT)
 @dataclass(frozen=True, slots=True)
 class Starts:
     """The memory of a pool's starts. Kept with its state. Times are unix seconds of the store."""
 
-    failures: int = 0
+    failures: Count = 0
     """Starts in a row that failed."""
     why: str = ""
     """Why the last one failed."""
-    until: float = 0.0
+    until: Time = 0.0
     """End of the pause."""
-    since: float | None = None
+    since: Time | None = None
     """Since when fewer workers are ready than are wanted, without one more."""
-    ready: int = 0
+    ready: Count = 0
     """Workers that were ready at the last look."""
-    sure: int = 0
+    sure: Count = 0
     """Workers that are ready for sure: fewer are believed later."""
-    fewer_since: float | None = None
+    fewer_since: Time | None = None
     """Since when fewer than those are ready."""
-    seen_at: float = 0.0
-    counted: int | None = None
+    seen_at: Time = 0.0
+    counted: Count | None = None
     """The actuator's own count of failures, as last seen."""
-    retried: float = 0.0
+    retried: Time = 0.0
     """The last retry of an operator that was heard."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def of(cls, said: dict[str, Any]) -> Self:
-        """The inverse. Raises TypeError, KeyError or ValueError for anything else."""
-        since, fewer, counted = said["since"], said["fewer_since"], said["counted"]
-        return cls(
-            int(_number(said["failures"])),
-            str(said["why"]),
-            _number(said["until"]),
-            None if since is None else _number(since),
-            int(_number(said["ready"])),
-            int(_number(said["sure"])),
-            None if fewer is None else _number(fewer),
-            _number(said["seen_at"]),
-            None if counted is None else int(_number(counted)),
-            _number(said["retried"]),
-        )
 
     def paused(self, at: float) -> bool:
         """Whether no new worker is tried. A pause that is longer than any is one of a clock that was set back."""
@@ -155,12 +141,6 @@ class Starts:
         if self.failures < tries:
             return f"{failed}: {self.why} (the next try is in {left})"
         return f"{failed}: {self.why} (given up; the next try is in {left}, or after `penstock scale retry {pool}`)"
-
-
-def _number(said: Any) -> float:
-    if (number := sane(said)) is None:
-        raise ValueError(f"{said!r} is no number from 0 on")
-    return number
 
 
 def _count(actual: Actual | None) -> int | None:

@@ -16,6 +16,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from workers.api_key import authorization
+from workers.sse import Event, EventStream
 
 #: Idle time (s) after which a connection is not reused: the server may be closing it.
 IDLE_S: Final = 2.0
@@ -32,6 +33,8 @@ class Answer:
     status: int
     headers: dict[str, str]
     _reader: asyncio.StreamReader
+    ended: bool = False
+    """Whether the body was read and said where it ends: the connection can be used again."""
 
     async def body(self) -> AsyncIterator[bytes]:
         """The body's pieces as they come. Raises Broken."""
@@ -40,6 +43,7 @@ class Answer:
             while size := int((await reader.readline()).partition(b";")[0], 16):
                 yield (await reader.readexactly(size + 2))[:-2]
             await reader.readline()
+            self.ended = True
         elif "content-length" in self.headers:
             left = int(self.headers["content-length"])
             while left:
@@ -48,12 +52,22 @@ class Answer:
                     raise Broken("the connection ended within an answer")
                 left -= len(piece)
                 yield piece
+            self.ended = True
         elif self.status != 204:
             while piece := await reader.read(1 << 16):
                 yield piece
 
+    async def whole(self) -> bytes:
+        return b"".join([piece async for piece in self.body()])
+
     async def json(self) -> Any:
-        return json.loads(b"".join([piece async for piece in self.body()]))
+        return json.loads(await self.whole())
+
+    async def events(self) -> AsyncIterator[list[Event]]:
+        """Server-sent events in batches as they came; of a comment an empty one. Raises Broken."""
+        stream = EventStream()
+        async for piece in self.body():
+            yield stream.feed(piece)
 
 
 @dataclass(slots=True)
@@ -65,12 +79,14 @@ class Connections:
     _idle: list[tuple[float, asyncio.StreamReader, asyncio.StreamWriter]] = field(default_factory=list)
 
     @asynccontextmanager
-    async def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> AsyncIterator[Answer]:
+    async def request(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[Answer]:
         """Send a request. Yields the answer with its head; read the body within. Raises Broken."""
         parts = urlsplit(self.url)
         content = b"" if body is None else json.dumps(body).encode()
         head = f"{method} {parts.path.rstrip('/')}{path} HTTP/1.1\r\nHost: {parts.netloc}\r\n"
-        head += "".join(f"{name}: {value}\r\n" for name, value in self.headers.items())
+        head += "".join(f"{name}: {value}\r\n" for name, value in {**self.headers, **(headers or {})}.items())
         if body is not None:
             head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n"
         writer = None
@@ -79,7 +95,7 @@ class Connections:
             writer.write(f"{head}\r\n".encode() + content)
             answer = await _head(reader)
             yield answer
-            if answer.headers.get("connection", "") != "close" and answer.headers.keys() & _FRAMED:
+            if answer.ended and answer.headers.get("connection", "") != "close":
                 self._idle.append((time.monotonic(), reader, writer))
                 writer = None
         except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
@@ -102,10 +118,6 @@ class Connections:
         tls = ssl.create_default_context() if parts.scheme == "https" else None
         port = parts.port or (443 if tls else 80)
         return await asyncio.open_connection(parts.hostname, port, ssl=tls)
-
-
-#: With one of these headers, the connection can be reused after the body.
-_FRAMED: Final = frozenset({"transfer-encoding", "content-length"})
 
 
 async def _head(reader: asyncio.StreamReader) -> Answer:

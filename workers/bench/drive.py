@@ -142,18 +142,16 @@ class _Run:
         ):
             if answer.status != 200:
                 raise Broken(f"{answer.status} for the stream")
-            rest, end = b"", b""
-            async for piece in answer.body():
+            told: dict[str, Any] = {}
+            async for events in answer.events():
                 at = self.now()
                 patience.reschedule(asyncio.get_running_loop().time() + self.silence)
-                *events, rest = (rest + piece).split(b"\n\n")
                 for event in events:
                     # A token's JSON is not parsed: only its arrival counts.
-                    if b"event: token\n" in event:
+                    if event.kind == "token":
                         sample.tokens.append(at)
-                    elif b"event: e" in event:
-                        end = event
-            told = json.loads(end.partition(b"data: ")[2] or b"{}")
+                    elif event.kind in ("end", "error"):
+                        told = json.loads(event.data)
             sample.prompt_tokens = (told.get("usage") or {}).get("prompt_tokens", 0)
             if told.get("status") not in ("completed", "incomplete"):
                 failure = (told.get("error") or {}).get("code") or told.get("status") or "the stream broke off"

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from engine.errors import NOT_FINITE, EngineError
 from workers.breaker.figures import Figures, Window
@@ -104,6 +104,19 @@ class Breaker:
     def outlier(self) -> str:
         """Why it is an outlier among its peers; empty where it is none, or may not open."""
         return judge(self._window.figures(), self.peers) if self._enabled and self.closed else ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, for `inspect breaker`."""
+        slow = self.slowness()
+        return {
+            "state": self.state,
+            "why": self.why,
+            "openings": self.openings,
+            "engine_failures": self.failures,
+            "slowness": slow and round(slow.ratio, 2),
+            "peers": len(self.peers),
+            "figures": self._window.figures().to_dict(),
+        }
 
     # ---- the publisher's thread -----------------------------------------------------------------------------------
 

@@ -19,6 +19,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from workers.chaos.checker.history import History, Seen, lines_of
 from workers.chaos.journal import Journal
 from workers.chaos.load import Load, Manner, quiet
@@ -54,11 +56,7 @@ class Settings:
 
     @classmethod
     def parse(cls, text: str) -> Settings:
-        raw = json.loads(text)
-        asked, variants = raw.pop("load"), raw.pop("variants")
-        load = Load(**{**asked, "ways": tuple(asked["ways"])})
-        raw["holders"] = tuple(Holder(**one) for one in raw["holders"])
-        return cls(load=load, variants=None if variants is None else tuple(variants), **raw)
+        return TypeAdapter(cls).validate_json(text)
 
 
 @dataclass(slots=True)

@@ -133,37 +133,43 @@ class Injector:
             time.sleep(max(0.0, min(due, when) - now))
 
     def _begin(self, fault: Fault) -> None:
-        handle, healing, about = self._scene.handles.get(fault.target), None, dict[str, Any]()
-        if handle is not None:
-            about = {"process": handle.process, "role": handle.role}
+        handle = self._scene.handles.get(fault.target)
+        about = {} if handle is None else {"process": handle.process, "role": handle.role}
         if handle is not None and fault.kind == "kill":
-            with _going_on(handle):
-                if handle.role == "worker":
-                    about["stood"] = round(time.monotonic(), 4)
-                    with suppress(Gone):  # pause it first if possible: its work is then known for certain
-                        handle.pause()
-                    time.sleep(UNDER_WAY_S)
-                    about |= at_work(self._broker, self._store, handle.process, self._open_tasks())
-                self._journal.write("fault", kind=fault.kind, target=fault.target, **about)
-                handle.kill()
-            self._pulse.stopped(about.get("stopped", {}))
-            self._scene.after(fault)
+            self._kill(fault, handle, about)
             return
         self._journal.write(
             "fault", kind=fault.kind, target=fault.target, seconds=fault.seconds, amount=fault.amount, **about
         )
-        if handle is not None and fault.kind == "pause":
-            with _going_on(handle):
-                handle.pause()
-            healing = handle.resume
-        elif handle is not None and fault.kind == "drain":
-            handle.drain()
-            self._scene.after(fault)
-        else:
-            healing = self._scene.begin(fault)
+        healing = self._done_to(handle, fault) if handle is not None else self._scene.begin(fault)
         if healing is not None:
             when = time.monotonic() + fault.seconds
             heapq.heappush(self._healings, (when, next(self._order), fault, healing))
+
+    def _done_to(self, handle: Handle, fault: Fault) -> Healing | None:
+        if fault.kind == "pause":
+            with _going_on(handle):
+                handle.pause()
+            return handle.resume
+        if fault.kind == "drain":
+            handle.drain()
+            self._scene.after(fault)
+            return None
+        return self._scene.begin(fault)
+
+    def _kill(self, fault: Fault, handle: Handle, about: dict[str, Any]) -> None:
+        """A worker is paused first if possible: its work is then known for certain."""
+        with _going_on(handle):
+            if handle.role == "worker":
+                about["stood"] = round(time.monotonic(), 4)
+                with suppress(Gone):
+                    handle.pause()
+                time.sleep(UNDER_WAY_S)
+                about |= at_work(self._broker, self._store, handle.process, self._open_tasks())
+            self._journal.write("fault", kind=fault.kind, target=fault.target, **about)
+            handle.kill()
+        self._pulse.stopped(about.get("stopped", {}))
+        self._scene.after(fault)
 
     def _end(self, fault: Fault, healing: Healing) -> None:
         try:

@@ -6,12 +6,16 @@ draw(seed, ...) -> Plan -> plan.json -> (injector)          --plan plan.json -> 
 from __future__ import annotations
 
 import json
-import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+
+#: The pydantic settings for plans that are read from files: no other fields, and times that are finite.
+EXACT: Final = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,7 @@ _JUMPS: Final = (-30.0, -3.0, 3.0, 30.0, 3600.0)
 _TOGETHER: Final = 0.2
 
 
+@with_config(EXACT)
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One fault.
@@ -71,6 +76,7 @@ class Fault:
     amount: float = 0.0
 
 
+@with_config(EXACT)
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A run's load and faults. `shape`: further settings that its runner needs to repeat the run."""
@@ -88,26 +94,13 @@ class Plan:
     def read(cls, path: Path) -> Plan:
         """Read a plan. Raises ValueError if the file holds none."""
         try:
-            raw = json.loads(path.read_text())
-            faults = tuple(Fault(**one) for one in raw.pop("faults"))
-            plan = cls(faults=faults, **raw)
-            times = [plan.seconds, plan.lease]
-            for fault in plan.faults:
-                times += [fault.at, fault.seconds, fault.amount]
-            if not all(map(math.isfinite, times)):
-                raise TypeError("a time in it is not finite")
-            return plan
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} holds no plan: {error}") from error
+            return TypeAdapter(cls).validate_json(path.read_bytes())
+        except ValidationError as error:
+            raise ValueError(f"{path} holds no plan: {error.errors(include_url=False)[0]}") from error
 
 
 #: A function: kind of fault -> role -> names of possible targets.
 Able = Callable[[str], Mapping[str, Sequence[str]]]
-
-
-def by_role(targets: Mapping[str, Sequence[str]]) -> Able:
-    """An Able in which every target can suffer all faults of its role."""
-    return lambda kind: {role: targets.get(role, ()) for role in KINDS[kind].roles}
 
 
 def draw(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
@@ -15,8 +15,9 @@ from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES
 from producers.connection.connect import kombu_url
 from producers.contract import keys
-from workers.bench.connection import Broken, Connections
+from workers.bench.connection import Answer, Broken, Connections
 from workers.chaos.load import LINKS
+from workers.sse import Event
 
 #: Silence (s) after which a connection is given up. Gateways send a comment at least every 15 s.
 SILENT_S: Final = 20.0
@@ -82,30 +83,30 @@ class Senders:
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, key: str | None = None
     ) -> Any:
         """Send a request with the key of this id, and return the JSON answer. Raises Declined and AWAY."""
-        async with asyncio.timeout(ANSWER_S), self._connections[key].request(method, path, body) as answer:
-            told = b"".join([piece async for piece in answer.body()])
-            if answer.status >= 300:
-                raise Declined(answer.status, told[:300].decode(errors="replace"))
-            return json.loads(told)
+        async with self._asked(method, path, body, key) as (answer, _):
+            return await answer.json()
 
     async def events(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, key: str | None = None
-    ) -> AsyncGenerator[list[tuple[str, str]]]:
-        """Server-sent events (event, data), in batches as they came. Ends at once at status 204. Raises as `ask`."""
+    ) -> AsyncGenerator[list[Event]]:
+        """Server-sent events, in batches as they came; none at status 204. Raises as `ask`."""
+        async with self._asked(method, path, body, key) as (answer, patience):
+            async for events in answer.events():
+                patience.reschedule(asyncio.get_running_loop().time() + SILENT_S)
+                yield events
+
+    @asynccontextmanager
+    async def _asked(
+        self, method: str, path: str, body: Mapping[str, Any] | None, key: str | None
+    ) -> AsyncIterator[tuple[Answer, asyncio.Timeout]]:
+        """An answer that is no refusal, and the time limit for reading it."""
         async with (
             asyncio.timeout(ANSWER_S) as patience,
             self._connections[key].request(method, path, body) as answer,
         ):
-            if answer.status not in (200, 204):
-                told = b"".join([piece async for piece in answer.body()])
-                raise Declined(answer.status, told[:300].decode(errors="replace"))
-            if answer.status == 204:
-                return
-            rest = b""
-            async for piece in answer.body():
-                patience.reschedule(asyncio.get_running_loop().time() + SILENT_S)
-                *blocks, rest = (rest + piece).split(b"\n\n")
-                yield [_event(block.decode()) for block in blocks]
+            if answer.status >= 300:
+                raise Declined(answer.status, (await answer.whole())[:300].decode(errors="replace"))
+            yield answer, patience
 
     async def send_plain(self, task_id: str, task: Mapping[str, Any], tier: str) -> None:
         """Send a plain Celery message with a link. Raises what Celery raises."""
@@ -135,15 +136,3 @@ class Senders:
             connections.close()
         await self.library.aclose()
         self._celery.close()
-
-
-def _event(block: str) -> tuple[str, str]:
-    """Parse one event block into (event, data). A comment gives empty data."""
-    event, data = "message", ""
-    for line in block.split("\n"):
-        name, _, value = line.partition(": ")
-        if name == "event":
-            event = value
-        elif name == "data":
-            data = value
-    return event, data

@@ -174,8 +174,8 @@ class Talk:
         path = f"/v1/tasks/{seen.id}/events?from={start}"
         async with aclosing(self.senders.events("GET", path, key=seen.key)) as events:
             async for some in events:
-                told = [(event, json.loads(data)) for event, data in some if event in ("token", "prompt", "end")]
-                yield [(said["position"], _told(event, said)) for event, said in told]
+                told = [(one.kind, json.loads(one.data)) for one in some if one.kind in ("token", "prompt", "end")]
+                yield [(said["position"], _told(kind, said)) for kind, said in told]
 
     async def _poll(self, seen: Seen) -> None:
         while True:
@@ -227,10 +227,10 @@ class Talk:
                 aclosing(self.senders.events("POST", "/v1/completions", body, key=seen.key)) as events,
             ):
                 async for some in events:
-                    for data in filter(None, (data for _, data in some)):
-                        whole |= data == "[DONE]"
-                        if data != "[DONE]":
-                            self._chunk(seen, json.loads(data), texts)
+                    for event in some:
+                        whole |= event.data == "[DONE]"
+                        if event.data != "[DONE]":
+                            self._chunk(seen, json.loads(event.data), texts)
         except Declined as declined:
             self._write("refused", seen, status=declined.status, error=declined.error)
             return

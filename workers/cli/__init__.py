@@ -19,19 +19,41 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from workers.cli.exits import Exit
+from workers.processes import ahead
 from workers.runtime.cold_start import COLD_START
 
 if TYPE_CHECKING:
     from typer import Typer
 
-__all__ = ["main"]
+__all__ = ["app_of", "main"]
 
-#: Commands whose start is waited for, and their modules: tasks wait while a worker starts.
-ALONE: Final = {
-    "worker": "processes",
-    "gateway": "processes",
-    "sweeper": "processes",
-    "up": "local.up",
+#: The modules with commands, in the order of --help, and the commands that each adds.
+MODULES: Final = {
+    "local.up": "up",
+    "demo.command": "demo",
+    "local.run": "run",
+    "local.chat": "chat",
+    "tasks": "submit tail result cancel explain",
+    "listing": "tasks",
+    "batch": "batch",
+    "models.commands": "models",
+    "models.quantize": "quantize",
+    "models.warm": "warm",
+    "processes": "worker gateway sweeper",
+    "sources": "sources",
+    "scale.process": "autoscaler",
+    "scale.commands": "scale",
+    "admin.rollout": "rollout",
+    "admin.drain": "drain",
+    "admin.dlq": "dlq",
+    "keys.tenants": "tenants",
+    "keys.commands": "keys audit",
+    "admin.usage": "usage",
+    "webhooks.commands": "webhooks",
+    "aws.commands": "aws",
+    "admin.bench": "bench",
+    "admin.chaos": "chaos",
+    "completion": "completion",
 }
 
 
@@ -43,22 +65,25 @@ def main() -> None:
     listens = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if listens:
         signal.signal(signal.SIGINT, lambda *_: os._exit(Exit.INTERRUPTED))
-    from workers.cli.root import main as run
+    if sys.argv[1:2] == ["up"] and "--help" not in sys.argv:
+        ahead.begin()
+    try:
+        from workers.cli.root import main as run
 
-    app = _app(sys.argv[1:2])
-    if listens:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    run(app)
+        app = app_of(sys.argv[1] if len(sys.argv) > 1 else None)
+        if listens:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        run(app)
+    finally:
+        ahead.end()
 
 
-def _app(command: list[str]) -> Typer:
-    """The app with this command: of those that start as processes, without all others, which takes less time."""
-    if command and command[0] in ALONE:
-        from workers.cli.root import root
+def app_of(command: str | None) -> Typer:
+    """The app with this command, without the others, which take most of the time; with all, for another word."""
+    from workers.cli.root import root
 
-        app = root()
-        import_module(f"workers.cli.{ALONE[command[0]]}").add_to(app)
-        return app
-    from workers.cli.app import app as all_of_them
-
-    return all_of_them
+    app = root()
+    alone = [module for module, commands in MODULES.items() if command in commands.split()]
+    for module in alone or MODULES:
+        import_module(f"workers.cli.{module}").add_to(app)
+    return app

@@ -7,21 +7,19 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from types import MappingProxyType
 from typing import Any, Final
 from urllib.parse import quote, urlencode, urlsplit
 
 from workers import errors
 from workers.api_key import API_KEY, authorization
 from workers.cli.exits import Exit, Failure
+from workers.sse import Event, EventStream
 
 #: Silence (s) after which a gateway counts as gone. On an open stream it sends something every 10 s.
 SILENCE_S: Final = 30.0
 #: Time (s) for which a broken stream is retried.
 PATIENCE_S: Final = 30.0
 
-#: No further headers.
-NONE: Final[Mapping[str, str]] = MappingProxyType({})
 FINAL: Final = frozenset({"completed", "failed", "cancelled", "incomplete"})
 
 
@@ -76,25 +74,21 @@ class Gateway:
 
     def tasks(self, query: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """All tasks that match a list's parameters, as many of them in a call as `limit` says."""
-        page: dict[str, Any] = {"has_more": True, "last_id": None}
-        while page["has_more"]:
-            after = {"after": page["last_id"]} if page["last_id"] else {}
-            page = self.json("GET", f"/v1/tasks?{urlencode({**query, **after})}")
-            yield from page["data"]
+        return self.listed("/v1/tasks", query)
 
     def retry(self, task_id: str) -> dict[str, Any]:
         """Submit a final task again. Returns the new task."""
-        return self.json("POST", _path(task_id, "/retry"))
+        return self.json("POST", path_of("tasks", task_id, "/retry"))
 
     def task(self, task_id: str) -> dict[str, Any]:
-        return self.json("GET", _path(task_id))
+        return self.json("GET", path_of("tasks", task_id))
 
     def cancel(self, task_id: str) -> dict[str, Any]:
-        return self.json("POST", _path(task_id, "/cancel"))
+        return self.json("POST", path_of("tasks", task_id, "/cancel"))
 
     def explain(self, task_id: str) -> dict[str, Any]:
         """Where a task is, as `GET /v1/tasks/{id}/explain` says it."""
-        return self.json("GET", _path(task_id, "/explain"))
+        return self.json("GET", path_of("tasks", task_id, "/explain"))
 
     def models(self) -> list[dict[str, Any]]:
         models: list[dict[str, Any]] = self.json("GET", "/v1/models")["data"]
@@ -117,13 +111,16 @@ class Gateway:
         pause = 0.05
         while True:
             try:
-                with self._request("GET", _path(task_id, f"/events?from={start}")) as response:
+                with self._request("GET", path_of("tasks", task_id, f"/events?from={start}")) as response:
                     if response.status == 204:  # the stream ended before `start`
                         return
-                    for event in _parse(response):
-                        start, away_since, pause = event["position"] + 1, None, 0.05
-                        yield event
-                        if event["event"] == "end":
+                    for event in _events(response):
+                        told: dict[str, Any] = json.loads(event.data)
+                        if event.kind == "error":
+                            raise Refused(404 if told["error"]["code"] == "task_not_found" else 503, told["error"])
+                        start, away_since, pause = told["position"] + 1, None, 0.05
+                        yield {"event": event.kind, **told}
+                        if event.kind == "end":
                             return
             except (Unreachable, Refused) as failure:
                 if failure.status != Exit.UNREACHABLE:
@@ -137,33 +134,37 @@ class Gateway:
     def chat(self, request: Mapping[str, Any]) -> Generator[str]:
         """The answer to `messages` as it comes, from /v1/chat/completions. Closing the generator cancels it."""
         with self._request("POST", "/v1/chat/completions", {**request, "stream": True}) as response:
-            for line in response:
-                name, _, value = line.decode().rstrip("\r\n").partition(": ")
-                if name != "data":
-                    continue
-                if value == "[DONE]":
+            for event in _events(response):
+                if event.data == "[DONE]":
                     return
-                chunk: dict[str, Any] = json.loads(value)
+                chunk: dict[str, Any] = json.loads(event.data)
                 if chunk.get("error"):
                     raise Refused(500, chunk["error"])
                 for choice in chunk["choices"]:
                     yield choice["delta"].get("content") or ""
         raise Failure(f"the answer from {self.url} broke off", Exit.UNREACHABLE)
 
+    def listed(self, path: str, query: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The items of a list, page by page."""
+        page: dict[str, Any] = {"has_more": True, "last_id": None}
+        while page["has_more"]:
+            after = {"after": page["last_id"]} if page["last_id"] else {}
+            page = self.json("GET", f"{path}?{urlencode({**query, **after})}")
+            yield from page["data"]
+
     def json(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        with self._request(method, path, body, headers or {}) as response:
+        with self._request(method, path, body, headers) as response:
             answer: dict[str, Any] = json.load(response)
             return answer
 
     def _request(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] = NONE
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None
     ) -> AbstractContextManager[HTTPResponse]:
         """A request with a JSON body, or none."""
-        if body is None:
-            return self.opened(method, path, None, headers)
-        return self.opened(method, path, json.dumps(body), {"content-type": "application/json", **headers})
+        content, kind = (None, {}) if body is None else (json.dumps(body), {"content-type": "application/json"})
+        return self.opened(method, path, content, {**kind, **(headers or {})})
 
     @contextmanager
     def opened(
@@ -184,22 +185,18 @@ class Gateway:
             connection.close()
 
 
-def _parse(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """The events in a stream's lines. Raises Refused for an `error` event."""
-    kind = ""
-    for line in lines:
-        name, _, value = line.decode().rstrip("\n").partition(": ")
-        if name == "event":
-            kind = value
-        elif name == "data":
-            data: dict[str, Any] = json.loads(value)
-            if kind == "error":
-                raise Refused(404 if data["error"]["code"] == "task_not_found" else 503, data["error"])
-            yield {"event": kind, **data}
+def _events(response: HTTPResponse) -> Iterator[Event]:
+    """The events of an answer as they come. Raises ValueError for a stream that ends within one."""
+    stream = EventStream()
+    while piece := response.read1():
+        yield from stream.feed(piece)
+    if stream.within:
+        raise ValueError("the stream ended within an event")
 
 
-def _path(task_id: str, rest: str = "") -> str:
-    return f"/v1/tasks/{quote(task_id, safe='', errors='surrogateescape')}{rest}"
+def path_of(kind: str, name: str, rest: str = "") -> str:
+    """The path of a task, batch or file, whatever is in its name."""
+    return f"/v1/{kind}/{quote(name, safe='', errors='surrogateescape')}{rest}"
 
 
 def _error(response: HTTPResponse) -> dict[str, Any]:

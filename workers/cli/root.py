@@ -10,7 +10,7 @@ import typer
 
 from workers.cli.completion import COMPLETE
 from workers.cli.exits import Exit, Failure
-from workers.cli.options import todays_name
+from workers.cli.options.names import todays_name
 from workers.cli.terminal.stdout import guarded
 
 

@@ -9,7 +9,8 @@ import typer
 
 from producers.connection.local import FILES_DIR
 from workers.cli.exits import PROCESS_STATUS, Exit, Failure
-from workers.cli.options import Broker, FilesDir, LogLevel, Store, finite
+from workers.cli.options import Broker, FilesDir, HealthPort, LogLevel, Store
+from workers.cli.options.checks import finite
 from workers.cli.starting import look_at_files, look_at_servers, refusing_bad_urls, set_up_logging, store_of
 
 if TYPE_CHECKING:
@@ -39,10 +40,7 @@ def sources(
     drain_timeout: Annotated[
         float, typer.Option(min=0, callback=finite, help="Seconds for giving back what was taken, after SIGTERM.")
     ] = 25.0,
-    health_port: Annotated[
-        int | None,
-        typer.Option(min=0, max=65535, help="Serve /livez and /readyz on this port. 0: any free port. Unset: no port."),
-    ] = None,
+    health_port: HealthPort = None,
     log_level: LogLevel = "info",
 ) -> None:
     """Make tasks and batches of messages, files, bucket events and schedules, until SIGTERM. Any number may run."""

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from workers.cli.exits import CALLER_STATUS, Exit, Failure
-from workers.cli.options import DEFAULT_URL, SAMPLING, Url, takes
+from workers.cli.options import DEFAULT_URL, AsChat, Prompt, Url
+from workers.cli.options.declared import SAMPLING, takes
 from workers.cli.terminal.stdin import text_from
 
 if TYPE_CHECKING:
@@ -38,13 +39,9 @@ def add_to(app: typer.Typer) -> None:
 @takes(sampling=SAMPLING.values())
 def submit(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="The name of a served model.")],
-    prompt: Annotated[
-        str, typer.Argument(metavar="PROMPT", help="The text to continue; - reads it from standard input.")
-    ],
+    prompt: Prompt,
     *,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="PROMPT is a user's message: apply the model's chat template.")
-    ] = False,
+    chat: AsChat = False,
     stream: Annotated[bool, typer.Option("--stream", help="Print the text as it comes.")] = False,
     tier: Annotated[str, typer.Option(help="Service tier: priority, default, flex or batch.")] = "default",
     sampling: dict[str, Any],

@@ -61,15 +61,18 @@ class Acker(threading.Thread):
         with self._changed:
             return [errand.what.uuid for errand in self._errands]
 
-    def flush(self, timeout: float) -> bool:
+    def flush(self, seconds: float) -> bool:
         """Wait until everything was taken; False when the broker did not answer in time."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._errands, timeout)
+            return self._changed.wait_for(lambda: not self._errands, seconds)
 
-    def stop(self) -> None:
+    def stop(self, seconds: float) -> bool:
+        """`flush`, and end."""
+        flushed = self.flush(seconds)
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
+        return flushed
 
     def _add(self, errand: _Errand) -> None:
         with self._changed:

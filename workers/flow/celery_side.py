@@ -6,102 +6,120 @@ kombu's callbacks -> Request -> EnginePool -> take_job, run -> claimer
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from producers.broker.base import Consumer
 from producers.contract import keys
 from producers.contract.message import is_plain
+from workers.breaker.breaker import Breaker
 from workers.flow.claimer import Claimer, Decode
 from workers.flow.deliveries import Deliveries
 from workers.flow.finisher import Finisher
 from workers.flow.plain import plain_fields
 from workers.flow.publisher import Publisher
 from workers.state.clock import Clock
-from workers.state.delivery import Delivery, Job
+from workers.state.delivery import Delivery, Job, Keeper
 from workers.state.served import Served
 
 
+@dataclass(slots=True)
 class CelerySide:
     """Deliveries are named by UUID, which Celery knows as the tag. One that is not ours any more is passed over."""
 
-    def __init__(
-        self,
-        served: Served,
-        deliveries: Deliveries,
-        clock: Clock,
-        claimer: Claimer,
-        publisher: Publisher,
-        finisher: Finisher,
-    ) -> None:
-        self._served = served
-        self._deliveries = deliveries
-        self._clock = clock
-        self._claimer = claimer
-        self._publisher = publisher
-        self._finisher = finisher
+    served: Served
+    deliveries: Deliveries
+    clock: Clock
+    claimer: Claimer
+    publisher: Publisher
+    finisher: Finisher
+    broker: Consumer
+    own_breaker: Breaker
+    close: Callable[[], None] = lambda: None
+    """Called when Celery's worker is about to stop: nothing more is to be fetched for it."""
+    stop: Callable[[bool], None] = lambda at_once: None
+    """Called when it stops; returns once all is handed back."""
 
     # ---- the pool -------------------------------------------------------------------------------------------------
 
     def take_job(self, uuid: str, job: Job) -> Delivery | None:
-        """Celery has decoded the message and wants it run; None where the delivery is not ours any more."""
-        delivery = self._deliveries.held.get(uuid)
+        delivery = self.deliveries.held.get(uuid)
         if delivery is not None:
             delivery.job = job
             self._own(delivery, job.headers, job.headers)
         return delivery
 
     def run(self, delivery: Delivery) -> None:
-        """Celery calls it active: it may begin."""
-        self._claimer.submit(delivery)
+        self.claimer.submit(delivery)
 
     def take_beside(self, uuid: str) -> Delivery | None:
-        """Celery wants it run on a thread; None where the delivery is not ours any more."""
-        delivery = self._deliveries.held.get(uuid)
+        delivery = self.deliveries.held.get(uuid)
         if delivery is not None:
-            delivery.beside = True
+            delivery.keeper = Keeper.THREAD
         return delivery
+
+    def fail_beside(self, delivery: Delivery, reason: str) -> None:
+        self.deliveries.done(delivery, reason)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.deliveries)
+
+    @property
+    def capacity(self) -> int:
+        most: int = self.served.engine.max_num_seqs
+        return most
+
+    # ---- remote control -------------------------------------------------------------------------------------------
+
+    def scheduled(self, most: int) -> list[bytes]:
+        return self.broker.scheduled(most)
+
+    def breaker(self) -> dict[str, Any]:
+        return self.own_breaker.to_dict()
 
     # ---- the consumer ---------------------------------------------------------------------------------------------
 
     def ack(self, uuid: str) -> None:
         """Acknowledged by Celery: an engine task's message is kept until it is settled, any other goes now."""
-        delivery = self._deliveries.held.get(uuid)
-        if delivery is not None and not delivery.owned:
-            self._deliveries.done(delivery)
+        delivery = self.deliveries.held.get(uuid)
+        if delivery is not None and delivery.keeper is not Keeper.FLOW:
+            self.deliveries.done(delivery)
 
     def reject(self, uuid: str, requeue: bool) -> None:
         """Refused by Celery: unknown or undecodable (kept as a dead letter), or to be run elsewhere."""
-        delivery = self._deliveries.held.get(uuid)
-        if delivery is None or delivery.owned:
+        delivery = self.deliveries.held.get(uuid)
+        if delivery is None or delivery.keeper is Keeper.FLOW:
             return
         if requeue:
-            self._deliveries.give_back(delivery)
+            self.deliveries.give_back(delivery)
         else:
-            self._finisher.bury(delivery, "rejected: unknown task, or arguments that cannot be decoded")
+            self.finisher.bury(delivery, "rejected: unknown task, or arguments that cannot be decoded")
 
     def forget(self, uuid: str) -> None:
         """The consumer's channel closed: what it had not yet handed to the pool goes back."""
-        delivery = self._deliveries.held.get(uuid)
-        if delivery is not None and not delivery.owned and not delivery.beside:
-            self._finisher.let_go(delivery)
+        delivery = self.deliveries.held.get(uuid)
+        if delivery is not None and delivery.keeper is Keeper.CONSUMER:
+            self.finisher.let_go(delivery)
 
     def refuse(self, uuid: str, reason: str) -> None:
         """The message cannot be decoded: it is kept as a dead letter."""
-        delivery = self._deliveries.held.get(uuid)
+        delivery = self.deliveries.held.get(uuid)
         if delivery is not None:
-            self._finisher.bury(delivery, reason)
+            self.finisher.bury(delivery, reason)
 
     def revoke(self, request: Any, expired: bool) -> None:
         """Celery revoked the task and told the result backend; the record and the engine must follow."""
-        delivery = self._deliveries.held.get(request.message.delivery_tag)
+        delivery = self.deliveries.held.get(request.message.delivery_tag)
         if delivery is None or delivery.put_down:
             return
-        delivery.revoked = True
-        delivery.revoked_expired = expired
-        if not delivery.owned:  # before the pool had it: it has no job, and needs none
+        delivery.revoked = "failed" if expired else "cancelled"
+        if delivery.keeper is not Keeper.FLOW:  # before the pool had it: it has no job, and needs none
             self._own(delivery, request.request_dict, request.request_dict)
-            self._claimer.submit(delivery)
-        elif delivery.uuid in self._deliveries.running:
-            self._publisher.conclude_revoked(delivery)
+            self.claimer.submit(delivery)
+        elif delivery.uuid in self.deliveries.running:
+            self.publisher.conclude_revoked(delivery)
 
     # ---- the intake -----------------------------------------------------------------------------------------------
 
@@ -112,16 +130,16 @@ class CelerySide:
         """
         if headers["task"] == keys.TASK_NAME:
             self._own(delivery, headers, None)
-            self._claimer.submit(delivery, decode)
+            self.claimer.submit(delivery, decode)
         else:
-            self._finisher.bury(delivery, "its workers died before they could run it")
+            self.finisher.bury(delivery, "its workers died before they could run it")
 
     def unreadable(self, delivery: Delivery, reason: str) -> None:
         """Keep a message of which only the id can be read as a dead letter."""
-        self._finisher.bury(delivery, reason)
+        self.finisher.bury(delivery, reason)
 
     def _own(self, delivery: Delivery, headers: dict[str, Any], arguments: dict[str, Any] | None) -> None:
         """Let the pool acknowledge it from now on. `arguments`: see `plain_fields`."""
-        delivery.owned = True
+        delivery.keeper = Keeper.FLOW
         if is_plain(headers):
-            delivery.plain = plain_fields(self._served, self._clock.server_ms(), headers, arguments)
+            delivery.plain = plain_fields(self.served, self.clock.server_ms(), headers, arguments)

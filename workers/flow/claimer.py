@@ -34,7 +34,7 @@ from workers.flow.finisher import Finisher
 from workers.flow.publisher import Publisher
 from workers.flow.stream import read_first, tokens_of
 from workers.state.clock import Clock
-from workers.state.delivery import Delivery
+from workers.state.delivery import Delivery, Keeper, Stage
 from workers.state.served import Served
 
 logger = logging.getLogger(__name__)
@@ -137,24 +137,22 @@ class Claimer(threading.Thread):
             self._act(delivery, decode, claimed, alone)
         except Exception as exc:
             logger.exception("Task %s: its record cannot be used%s", delivery.task_id, delivery.trace)
-            self._deliveries.stop(delivery)
             self._finisher.bury(delivery, f"its record cannot be used: {exc}", claimed=True)
 
     def _act(self, delivery: Delivery, decode: Decode | None, claimed: Claimed, alone: bool) -> None:
-        settings = self._served.settings
         record = claimed.record
         if claimed.answer == "lost":
             self._deliveries.life_is_over(delivery.incarnation)
         elif claimed.answer == "done":
             self._deliveries.done(delivery, settled=True)
         elif claimed.answer == "busy":
-            self._deliveries.give_back(delivery, settings.retry_after)
+            self._deliveries.give_back(delivery, self._served.settings.retry_after)
         elif claimed.answer == "elsewhere":
             self._deliveries.give_back(delivery, to=claimed.queue)
         elif decode is not None and record is not None and "claims" in record.fields:
             # Others claimed it and lived: it may be decoded, and comes back as a job, to be run or only to be settled.
             delivery.begin(record, record.nexts)
-            delivery.owned = False
+            delivery.keeper = Keeper.CONSUMER
             decode()
         elif claimed.answer == "settle":
             assert record is not None
@@ -162,26 +160,26 @@ class Claimer(threading.Thread):
             self._finisher.finish(delivery, record.status)
         else:
             assert record is not None
-            if "end" in record.fields:  # no token would be taken, and its message would come back for ever
-                raise ValueError(f"it has an end ({record.fields['end']!r}), and its status is {record.status!r}")
-            delivery.begin(record, record.nexts)
-            if delivery.trace:
-                logger.info("Task %s is claimed%s", delivery.task_id, delivery.trace)
-            if delivery.revoked:
-                self._publisher.conclude_revoked(delivery)
-            elif delivery.plain and delivery.plain.error:
-                self._publisher.conclude(delivery, "failed", delivery.plain.error)
-            elif is_last_chance(record, settings.max_deaths) and not alone:
-                logger.warning(
-                    "Task %s was lost with its worker %d times: it runs alone%s",
-                    record.id,
-                    record.deaths,
-                    delivery.trace,
-                )
-                self._suspects.append(delivery)
-                self._stay_alone(True)
-            else:
-                self._start(delivery)
+            self._go(delivery, record, alone)
+
+    def _go(self, delivery: Delivery, record: Record, alone: bool) -> None:
+        """The claim was granted: start it, unless it is to end at once or to wait until it may run alone."""
+        if "end" in record.fields:  # no token would be taken, and its message would come back for ever
+            raise ValueError(f"it has an end ({record.fields['end']!r}), and its status is {record.status!r}")
+        delivery.begin(record, record.nexts)
+        if delivery.trace:
+            logger.info("Task %s is claimed%s", delivery.task_id, delivery.trace)
+        if delivery.revoked:
+            self._publisher.conclude_revoked(delivery)
+        elif delivery.plain and delivery.plain.error:
+            self._publisher.conclude(delivery, "failed", delivery.plain.error)
+        elif is_last_chance(record, self._served.settings.max_deaths) and not alone:
+            how = "Task %s was lost with its worker %d times: it runs alone%s"
+            logger.warning(how, record.id, record.deaths, delivery.trace)
+            self._suspects.append(delivery)
+            self._stay_alone(True)
+        else:
+            self._start(delivery)
 
     def _next_suspect(self) -> None:
         """Give the next one its turn. Those that wait hold no claim: they must not be counted dead with it."""
@@ -217,18 +215,9 @@ class Claimer(threading.Thread):
         self._deliveries.ledger.freeze(alone)
 
     def _start(self, delivery: Delivery) -> None:
-        running = self._deliveries.running
         try:
-            request = self._request(delivery)
-            delivery.prompt_ids = request.prompt_ids
-            delivery.prompt_tokens = len(request.prompt_ids)
-            delivery.selects = request.params.selects
-            delivery.course = request.course
-            running[delivery.uuid] = delivery
-            if delivery.record is not None and "prompt_tokens" not in delivery.record.fields:
-                # Who runs alone may be a suspect, whose worker dies before it has made a step.
-                self._publisher.count(delivery, soon=len(running) == 1)
-            self._served.engine.submit(request, self._publisher.on_event)
+            if not self._submit(delivery):
+                return
         except (RequestError, InvalidTask) as exc:
             self._publisher.conclude(delivery, "failed", error_json(exc.code, str(exc), exc.param))
             return
@@ -242,8 +231,26 @@ class Claimer(threading.Thread):
             self._publisher.conclude(delivery, "failed", error)
             return
         self._watch_deadline(delivery)
-        if delivery.put_down:  # our life ended meanwhile
-            running.pop(delivery.uuid, None)
+        self._look_again(delivery)
+
+    def _submit(self, delivery: Delivery) -> bool:
+        """Hand it to the engine; False where our life ended meanwhile. Raises what keeps it from being started."""
+        request = self._request(delivery)
+        delivery.prompt_ids = request.prompt_ids
+        delivery.prompt_tokens = len(request.prompt_ids)
+        delivery.selects = request.params.selects
+        delivery.course = request.course
+        if not self._deliveries.run(delivery):
+            return False
+        if delivery.record is not None and "prompt_tokens" not in delivery.record.fields:
+            # A task that runs alone may be a suspect, whose worker dies before it has made a step.
+            self._publisher.count(delivery, soon=len(self._deliveries.running) == 1)
+        self._served.engine.submit(request, self._publisher.on_event)
+        return True
+
+    def _look_again(self, delivery: Delivery) -> None:
+        """End it, if that was asked for before the engine had it."""
+        if delivery.stage is not Stage.RUNNING:
             self._served.engine.abort(delivery.uuid)
         elif delivery.revoked:
             self._publisher.conclude_revoked(delivery)

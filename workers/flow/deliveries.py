@@ -1,9 +1,9 @@
 """The books: every delivery in this worker's hands, from FETCH until ACK or BACK.
 
-    enter -> held -> run -> running -> stop -> done (ACK) or give_back (BACK)
+    enter -> held -> run -> running -> stop, end -> done (ACK) or give_back (BACK)
 
 A delivery is put down exactly once: settled and acknowledged, given back, or dropped because its incarnation is over
-(then REAP returns it).
+(then REAP returns it). `workers.state.delivery` has its stages, which change here alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Final
 
 from workers.flow.acker import Acker
-from workers.state.delivery import Delivery, forget
+from workers.state.delivery import Delivery, Stage, forget
 from workers.state.incarnation import Incarnation
 from workers.state.ledger import Ledger, Size
 from workers.state.served import Served
@@ -28,7 +28,7 @@ WAITS: Final = 64
 
 
 class Deliveries:
-    """Thread-safe. `held` and `running` are keyed by the delivery's UUID."""
+    """Thread-safe. `held` and `running` are keyed by the delivery's UUID; others only read them."""
 
     def __init__(self, served: Served, acker: Acker) -> None:
         self._name = served.settings.name
@@ -39,13 +39,13 @@ class Deliveries:
         """The present one; it is another as soon as its lease is gone."""
         self.held: dict[str, Delivery] = {}
         self.running: dict[str, Delivery] = {}
-        """Deliveries that the engine computes."""
+        """Those of stage RUNNING, which the engine computes."""
         self.asked: list[str] = []
         """UUIDs that the next FETCH names: it may have come, and its answer been lost."""
         self.draining = False
         """Whether the worker drains: it fetches no more and begins no new incarnation."""
-        self.held_back = False
-        """Whether its breaker lets the worker fetch nothing: another pool may go on with what its pool had begun."""
+        self.most: int | None = None
+        """Deliveries that the worker's breaker lets it hold; None: as many as fit. What is held stays."""
         self.changed = threading.Condition()
         """Notified when something was put down."""
         self.on_put_down: Callable[[], None] = lambda: None
@@ -55,6 +55,11 @@ class Deliveries:
 
     def __len__(self) -> int:
         return len(self.held)
+
+    @property
+    def serves(self) -> bool:
+        """Whether it may fetch; another pool may go on with what the pool of a worker that may not had begun."""
+        return not self.draining and self.most != 0
 
     def known(self) -> set[str]:
         """UUIDs of all that is held, or on its way in or out."""
@@ -74,12 +79,35 @@ class Deliveries:
             self.held[delivery.uuid] = delivery
             return True
 
+    def run(self, delivery: Delivery) -> bool:
+        """The engine is about to have it; False where it is too late for that."""
+        return self._move(delivery, Stage.RUNNING)
+
     def stop(self, delivery: Delivery) -> bool:
-        """The engine makes no more tokens of it; False where it made none."""
-        if self.running.pop(delivery.uuid, None) is None:
-            return False
+        """The engine makes no more tokens of it, and failed it; False where it has stopped already."""
+        return self._leave(delivery, Stage.STOPPED)
+
+    def end(self, delivery: Delivery) -> None:
+        """The engine makes no more tokens of it, and no other end counts."""
+        self._leave(delivery, Stage.ENDED)
+
+    def _leave(self, delivery: Delivery, stage: Stage) -> bool:
+        """First the stage: a claimer that still starts it looks there once the engine has it."""
+        moved = self._move(delivery, stage)
         self._abort(delivery.uuid)
-        return True
+        return moved
+
+    def _move(self, delivery: Delivery, stage: Stage) -> bool:
+        """False where it has come so far already."""
+        with self.changed:
+            if delivery.stage >= stage:
+                return False
+            delivery.stage = stage
+            if stage is Stage.RUNNING:
+                self.running[delivery.uuid] = delivery
+            else:
+                self.running.pop(delivery.uuid, None)
+            return True
 
     # ---- putting down ---------------------------------------------------------------------------------------------
 
@@ -97,11 +125,8 @@ class Deliveries:
     def _put_down(self, delivery: Delivery, errand: Callable[[], None]) -> None:
         """Take it out of the books, once. The errand is on its way before that is seen: a drain waits for empty books,
         and what is in flight then without one is reaped."""
-        with self.changed:
-            if delivery.put_down:
-                return
-            delivery.put_down = True
-            self.running.pop(delivery.uuid, None)
+        if not self._move(delivery, Stage.PUT_DOWN):
+            return
         errand()
         with self.changed:
             self.held.pop(delivery.uuid, None)
@@ -122,10 +147,9 @@ class Deliveries:
             life.over = True
             dropped, running = list(self.held.values()), list(self.running)
             for delivery in dropped:
-                delivery.put_down = True
+                self._move(delivery, Stage.PUT_DOWN)
             self.on_lapse(life, dropped)  # before the books are seen empty: a drain exits then, and would leave these
             self.held.clear()
-            self.running.clear()
             self.ledger.clear()
             self.changed.notify_all()
         logger.warning("The lease of %s lapsed: dropping %d deliveries, beginning anew", life.id, len(dropped))

@@ -21,7 +21,7 @@ from celery.exceptions import Reject
 from kombu.exceptions import OperationalError
 
 from producers.connection.log_throttle import warn_throttled
-from producers.connection.script import run_many
+from producers.connection.script import Call, run_many
 from producers.contract.record import Record, error_json
 from producers.contract.stream.result import collect, failure, summary
 from producers.errors import PenstockError, TaskFailed
@@ -30,7 +30,7 @@ from workers.connect import LOST, connect
 from workers.flow.deliveries import Deliveries
 from workers.flow.stream import read_stream
 from workers.state.clock import Clock
-from workers.state.delivery import Delivery
+from workers.state.delivery import Delivery, Job
 from workers.state.served import Served
 
 logger = logging.getLogger(__name__)
@@ -101,8 +101,7 @@ class Finisher(threading.Thread):
 
     def let_go(self, delivery: Delivery, delay: float = 0.0, why: str = "") -> None:
         """The engine stops; RELEASE if it was claimed (it does nothing where the claim is another's by now); BACK."""
-        self._deliveries.stop(delivery)
-        delivery.ended = True
+        self._deliveries.end(delivery)
         if delivery.record is None:
             self._deliveries.give_back(delivery, delay)
         else:
@@ -111,6 +110,7 @@ class Finisher(threading.Thread):
     def bury(self, delivery: Delivery, reason: str, *, claimed: bool = False) -> None:
         """There is no record to finish: tell whoever waits for its result, RELEASE what was `claimed`, then ACK; the
         message is kept."""
+        self._deliveries.end(delivery)
         error = error_json("dead_lettered", f"The message cannot be used: {reason}")
         self._queue.put(_Ending(delivery, DEAD, error, reason=reason, claimed=claimed))
 
@@ -165,22 +165,31 @@ class Finisher(threading.Thread):
         delivery, job = end.delivery, end.delivery.job
         if delivery.revoked:
             return  # it has announced the revocation itself
-        backend = self._app.backend
-        if job is None:  # condemned: nobody may decode the message, but whoever waits for the result must hear
-            if backend.get_state(delivery.task_id) in states.READY_STATES:  # of a copy, or told by Celery
-                return
-            if end.status == "cancelled":
-                backend.mark_as_revoked(delivery.task_id, "cancelled")
-            else:
-                backend.store_result(delivery.task_id, self._failure(end), states.FAILURE)
+        if job is None:
+            self._tell_of_condemned(end)
+        elif end.status == "cancelled":
+            self._revoke(job)
+        else:
+            self._run_tracer(end, job)
+
+    def _tell_of_condemned(self, end: _Ending) -> None:
+        """Nobody may decode the message, but whoever waits for the result must hear."""
+        backend, task_id = self._app.backend, end.delivery.task_id
+        if backend.get_state(task_id) in states.READY_STATES:  # of a copy, or told by Celery
             return
         if end.status == "cancelled":
-            request = job.request
-            backend.mark_as_revoked(
-                delivery.task_id, "cancelled", request=request._context, store_result=request.store_errors
-            )
-            request.send_event("task-revoked", terminated=True, signum=None, expired=False)
-            return
+            backend.mark_as_revoked(task_id, "cancelled")
+        else:
+            backend.store_result(task_id, self._failure(end), states.FAILURE)
+
+    def _revoke(self, job: Job) -> None:
+        request = job.request
+        self._app.backend.mark_as_revoked(
+            request.id, "cancelled", request=request._context, store_result=request.store_errors
+        )
+        request.send_event("task-revoked", terminated=True, signum=None, expired=False)
+
+    def _run_tracer(self, end: _Ending, job: Job) -> None:
         job.headers[OUTCOME] = self._outcome(end)
         started = time.monotonic()
         try:
@@ -213,16 +222,12 @@ class Finisher(threading.Thread):
     # ---- settle ---------------------------------------------------------------------------------------------------
 
     def _settle(self, ends: list[_Ending]) -> None:
+        """SETTLE or RELEASE, again and again until the store answers; then put them down."""
         for end in ends:
             if not end.claimed:
                 self._deliveries.done(end.delivery, end.reason)
         ends = [end for end in ends if end.claimed]
-        calls = [
-            release(end.delivery.task_id, end.delivery.uuid, end.why, end.delivery.run(), buried=end.status == DEAD)
-            if end.status in (RETRY, BACK, DEAD)
-            else settle(end.delivery.task_id)
-            for end in ends
-        ]
+        calls = [_settling(end) for end in ends]
         while calls and not all(end.delivery.put_down for end in ends):
             try:
                 answers = run_many(self.redis, calls)
@@ -230,28 +235,28 @@ class Finisher(threading.Thread):
                 warn_throttled(logger, "Cannot settle or release %d tasks, trying again: %s", len(ends), exc)
                 time.sleep(RETRY_S)
                 continue
-            broken: list[_Ending] = []
-            for end, answer in zip(ends, answers, strict=True):
-                if end.status == DEAD:
-                    self._deliveries.done(end.delivery, end.reason)
-                elif isinstance(answer, Exception):
-                    logger.error(
-                        "Cannot settle or release task %s: %s%s", end.delivery.task_id, answer, end.delivery.trace
-                    )
-                    end.status, end.reason = DEAD, f"its record cannot be used: {answer}"
-                    broken.append(end)
-                elif end.status == BACK:
-                    self._deliveries.give_back(end.delivery, end.delay)
-                elif end.status == RETRY:
-                    self._deliveries.done(end.delivery, self._dead_letter(end))
-                elif answer:
-                    self._deliveries.done(end.delivery, self._dead_letter(end), settled=True)
-                else:
-                    logger.warning(
-                        "A failover lost the end of task %s: it goes back%s", end.delivery.task_id, end.delivery.trace
-                    )
-                    self.release(end.delivery)
+            broken = [end for end, answer in zip(ends, answers, strict=True) if not self._put_down(end, answer)]
             return self._settle(broken)
+
+    def _put_down(self, end: _Ending, answer: Any) -> bool:
+        """What the store's answer means for its message; False where it is to be released as a dead letter."""
+        delivery = end.delivery
+        if end.status == DEAD:
+            self._deliveries.done(delivery, end.reason)
+        elif isinstance(answer, Exception):
+            logger.error("Cannot settle or release task %s: %s%s", delivery.task_id, answer, delivery.trace)
+            end.status, end.reason = DEAD, f"its record cannot be used: {answer}"
+            return False
+        elif end.status == BACK:
+            self._deliveries.give_back(delivery, end.delay)
+        elif end.status == RETRY:
+            self._deliveries.done(delivery, self._dead_letter(end))
+        elif answer:
+            self._deliveries.done(delivery, self._dead_letter(end), settled=True)
+        else:
+            logger.warning("A failover lost the end of task %s: it goes back%s", delivery.task_id, delivery.trace)
+            self.release(delivery)
+        return True
 
     def _dead_letter(self, end: _Ending) -> str:
         """Why the message is kept, if it is: a task given up on is worth a look."""
@@ -263,3 +268,9 @@ class Finisher(threading.Thread):
         if isinstance(error, dict) and error.get("code") == "dead_lettered":
             return str(error["message"])
         return end.reason
+
+
+def _settling(end: _Ending) -> Call:
+    if end.status in (RETRY, BACK, DEAD):
+        return release(end.delivery.task_id, end.delivery.uuid, end.why, end.delivery.run(), buried=end.status == DEAD)
+    return settle(end.delivery.task_id)

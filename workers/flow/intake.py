@@ -83,8 +83,6 @@ class Intake(threading.Thread):
         self._attached = False
         self._paused = False
         self._unanswered = False
-        self.most: int | None = None
-        """Deliveries that the worker may hold at a time; None: as many as fit."""
         self.loop_asked: float | None = None
         """Since when the event loop is asked for a sign of life (monotonic); None once it gave one."""
         self._pipe = os.pipe()
@@ -132,11 +130,6 @@ class Intake(threading.Thread):
             self._give_back()
         self.poke()
 
-    def limit(self, most: int | None) -> None:
-        """Hold at most so many deliveries; None: as many as fit. What is held stays."""
-        self.most = most
-        self.poke()
-
     def detach(self) -> None:
         """The consumer is gone (reconnecting, or shutting down)."""
         self._attached = False
@@ -177,7 +170,7 @@ class Intake(threading.Thread):
             self._broker.passed = frozenset() if self._served.takes_plain else self._plain
             if life is not books.life:
                 life, books.asked = books.life, _fresh(BATCH)
-            room = BATCH if self.most is None else max(0, self.most - len(books))
+            room = BATCH if books.most is None else max(0, books.most - len(books))
             if self._paused or not self._attached or not life.begun or not (room or self._unanswered):
                 self._wake.wait(IDLE_S)
                 continue
@@ -209,28 +202,15 @@ class Intake(threading.Thread):
         return fetched
 
     def _take(self, life: Incarnation, one: Fetched) -> None:
-        if one.buried:
-            self._bury(life, one, one.buried)
+        payload = self._read(life, one)
+        if payload is None:
             return
-        try:
-            payload = json.loads(whole(one.raw.decode(), self._aside) if ASIDE in one.raw else one.raw)
-        except BodyGone as exc:
-            self._bury(life, one, str(exc))
-            return
-        except LOST as exc:
-            warn_throttled(logger, "Cannot read the body of a message, trying again: %s", exc)
-            self._acker.back(life, one.uuid, BODY_S)
-            return
-        except (ValueError, RecursionError) as exc:
-            self._bury(life, one, f"not JSON in UTF-8: {exc}")
-            return
-        delay = 0.0 if one.condemned else _seconds_until(payload["headers"].get("eta"))
+        headers, properties = payload["headers"], payload["properties"]
+        delay = 0.0 if one.condemned else _seconds_until(headers.get("eta"))
         if delay > 0:  # waited out in the broker: here it would take room, and nobody else could have it
             self._acker.back(life, one.uuid, delay)
             return
-        properties = payload["properties"]
         properties |= {"delivery_tag": one.uuid, "priority": _priority(properties.get("priority"), one.rank)}
-        headers = payload["headers"]
         delivery = Delivery(one.uuid, headers["id"], life, condemned=one.condemned)
         if not self._deliveries.enter(delivery, self._size(headers, one.rank)):
             return
@@ -239,6 +219,23 @@ class Intake(threading.Thread):
             self._celery.condemn(delivery, headers, pass_on)
         else:
             pass_on()
+
+    def _read(self, life: Incarnation, one: Fetched) -> dict[str, Any] | None:
+        """The message; None where it cannot be read, and is put down."""
+        if one.buried:
+            self._bury(life, one, one.buried)
+            return None
+        try:
+            payload: dict[str, Any] = json.loads(whole(one.raw.decode(), self._aside) if ASIDE in one.raw else one.raw)
+            return payload
+        except BodyGone as exc:
+            self._bury(life, one, str(exc))
+        except LOST as exc:
+            warn_throttled(logger, "Cannot read the body of a message, trying again: %s", exc)
+            self._acker.back(life, one.uuid, BODY_S)
+        except (ValueError, RecursionError) as exc:
+            self._bury(life, one, f"not JSON in UTF-8: {exc}")
+        return None
 
     def _bury(self, life: Incarnation, one: Fetched, reason: str) -> None:
         """A dead letter, or it becomes one; where at least its id can be read, whoever waits for it hears of it."""

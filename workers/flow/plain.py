@@ -38,12 +38,7 @@ def plain_fields(served: Served, now_ms: int, headers: dict[str, Any], arguments
     kwargs = arguments.get("kwargs") or {}
     try:
         kwargs = _with_prompt(arguments.get("args") or (), kwargs)
-        task = Task.parse({"model": served.model, "tier": _tier(headers), **kwargs})
-        if task.model != served.model:
-            raise InvalidTask(f"this queue serves model {served.model!r}, not {task.model!r}", param="model")
-        if task.order_key is not None:
-            raise InvalidTask("messages of plain Celery keep no order; leave order_key out", param="order_key")
-        task = task.resolved(served.card)
+        task = _resolved(served, {"model": served.model, "tier": _tier(headers), **kwargs})
     except InvalidTask as exc:
         # A webhook may hold a secret, which is not shown with the record.
         fields["task"] = json.dumps({name: value for name, value in kwargs.items() if name != "webhook"}, default=str)
@@ -57,6 +52,16 @@ def plain_fields(served: Served, now_ms: int, headers: dict[str, Any], arguments
     if deadline is not None:
         fields["deadline"] = deadline
     return Plain(fields)
+
+
+def _resolved(served: Served, said: dict[str, Any]) -> Task:
+    """The task, as its record has it. Raises InvalidTask."""
+    task = Task.parse(said)
+    if task.model != served.model:
+        raise InvalidTask(f"this queue serves model {served.model!r}, not {task.model!r}", param="model")
+    if task.order_key is not None:
+        raise InvalidTask("messages of plain Celery keep no order; leave order_key out", param="order_key")
+    return task.resolved(served.card)
 
 
 def _with_prompt(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

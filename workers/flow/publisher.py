@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from engine.errors import NOT_FINITE, EngineError
 from engine.request import Event
@@ -71,7 +72,6 @@ class Publisher(threading.Thread):
         self._doubted: dict[str, Conclusion] = {}
         self.busy_since: float | None = None
         """When it began with what it is at; None while there is nothing to publish."""
-        self.tokens = 0
 
     # ---- called by others -----------------------------------------------------------------------------------
 
@@ -107,10 +107,7 @@ class Publisher(threading.Thread):
         self.conclude(delivery, "cancelled")
 
     def conclude_revoked(self, delivery: Delivery) -> None:
-        if delivery.revoked_expired:
-            self.conclude(delivery, "failed", EXPIRED)
-        else:
-            self.conclude(delivery, "cancelled")
+        self.conclude(delivery, delivery.revoked, EXPIRED if delivery.revoked == "failed" else "null")
 
     def stop(self, timeout: float) -> bool:
         """True once everything that was said before is published."""
@@ -208,7 +205,6 @@ class Publisher(threading.Thread):
                 continue
             again: list[Append] = []
             for one, (answer, next_index) in zip(now, answers, strict=True):
-                self.tokens += len(one.entries)
                 delivery = held.get(one.claim_id)
                 if delivery is None:
                     continue
@@ -248,12 +244,8 @@ class Publisher(threading.Thread):
         """FINISH what ended here; what is to be retried goes to the finisher as it is."""
         self._blame(ends)
         while ends:
-            for end in [e for e in ends.values() if e.retry and self._finisher.may_retry(e.delivery)]:
-                del ends[end.delivery.uuid]
-                if self._deliveries.stop(end.delivery):  # its other choices run on
-                    otherwise = partial(self.conclude, end.delivery, "failed", end.error)
-                    self._finisher.retry(end.delivery, json.loads(end.error)["message"], otherwise)
-            todo = [end for end in ends.values() if not (end.delivery.put_down or end.delivery.ended)]
+            self._retry(ends)
+            todo = [end for end in ends.values() if not end.delivery.ended]
             try:
                 answers = run_many(self._redis, [finish_call(end) for end in todo])
             except LOST as exc:
@@ -263,28 +255,43 @@ class Publisher(threading.Thread):
             again: list[Append] = []
             ends = {}
             for end, answer in zip(todo, answers, strict=True):
-                delivery = end.delivery
-                if isinstance(answer, Exception):
-                    self._bury(delivery, answer)
-                elif text(answer[0]) == "won":
-                    delivery.ended = True
-                    self._measured.on_end(delivery.prompt_tokens, delivery.cached_tokens, delivery.generated)
-                    if text(answer[1]) == "completed":
-                        self._breaker.completed()
-                    if delivery.trace:
-                        logger.info("Task %s has ended: %s%s", delivery.task_id, text(answer[1]), delivery.trace)
-                    if end.status == "completed":  # the engine has ended it by itself
-                        self._deliveries.running.pop(delivery.uuid, None)
-                    else:
-                        self._deliveries.stop(delivery)
-                    self._finisher.finish(delivery, text(answer[1]), end.error)
-                elif text(answer[0]) == "resend" and all(
-                    self._resend(delivery, choice, int(n), again, ends) for choice, n in enumerate(answer[1:])
-                ):
-                    ends[delivery.uuid] = end
-                else:
-                    self._lost(delivery, text(answer[0]))
+                if self._finished(end, answer, again, ends):
+                    ends[end.delivery.uuid] = end
             self._append(again, ends)
+
+    def _retry(self, ends: dict[str, Conclusion]) -> None:
+        """Leave to Celery's retry what has tries left."""
+        for end in [e for e in ends.values() if e.retry and self._finisher.may_retry(e.delivery)]:
+            del ends[end.delivery.uuid]
+            if self._deliveries.stop(end.delivery):  # its other choices run on
+                otherwise = partial(self.conclude, end.delivery, "failed", end.error)
+                self._finisher.retry(end.delivery, json.loads(end.error)["message"], otherwise)
+
+    def _finished(self, end: Conclusion, answer: Any, again: list[Append], ends: dict[str, Conclusion]) -> bool:
+        """Act upon FINISH's answer. True where it is to be said again, after the tokens in `again`."""
+        delivery = end.delivery
+        if isinstance(answer, Exception):
+            self._bury(delivery, answer)
+            return False
+        word, *rest = answer
+        if text(word) == "resend":
+            if all(self._resend(delivery, choice, int(n), again, ends) for choice, n in enumerate(rest)):
+                return True
+        elif text(word) == "won":
+            self._won(end, text(rest[0]))
+            return False
+        self._lost(delivery, text(word))
+        return False
+
+    def _won(self, end: Conclusion, status: str) -> None:
+        delivery = end.delivery
+        self._deliveries.end(delivery)
+        self._measured.on_end(delivery.prompt_tokens, delivery.cached_tokens, delivery.generated)
+        if status == "completed":
+            self._breaker.completed()
+        if delivery.trace:
+            logger.info("Task %s has ended: %s%s", delivery.task_id, status, delivery.trace)
+        self._finisher.finish(delivery, status, end.error)
 
     def _blame(self, ends: dict[str, Conclusion]) -> None:
         """Tell the breaker what the engine failed. What a sick one failed goes to another worker, with no try spent."""
@@ -296,8 +303,6 @@ class Publisher(threading.Thread):
     def _bury(self, delivery: Delivery, why: Exception) -> None:
         """Its record is none, whoever takes it up: its message is kept, and no worker tries for ever."""
         logger.error("Cannot finish task %s: %s%s", delivery.task_id, why, delivery.trace)
-        delivery.ended = True
-        self._deliveries.stop(delivery)
         self._finisher.bury(delivery, f"its record cannot be used: {why}", claimed=True)
 
     def _lost(self, delivery: Delivery, answer: str) -> None:

@@ -16,16 +16,11 @@ CHUNK = 2000
 
 def read_stream(redis: Redis, task_id: str) -> Iterator[Event]:
     """All events that stand in the stream now, in order. Raises redis errors."""
-    start: Any = "-"
-    while True:
-        chunk: Any = redis.xrange(keys.stream(task_id), start, "+", count=CHUNK)
+    for chunk in _chunks(redis, task_id):
         for entry_id, fields in chunk:
             event = decode(stream_position(entry_id), json.loads(fields[b"e"]))
             if event is not None:
                 yield event
-        if len(chunk) < CHUNK:
-            return
-        start = b"(" + chunk[-1][0]
 
 
 def read_first(redis: Redis, task_ids: Sequence[str]) -> list[list[Any] | Exception]:
@@ -43,11 +38,16 @@ def tokens_of(redis: Redis, task_id: str, first: Sequence[Any] | None = None) ->
     A chunk is parsed as one: to go on with hundreds of streams costs a worker little more than to begin them. Raises
     redis errors.
     """
-    chunk: Any = redis.xrange(keys.stream(task_id), "-", "+", count=CHUNK) if first is None else first
-    while True:
+    for chunk in _chunks(redis, task_id, first):
         for entry in json.loads(b"[" + b",".join(fields[b"e"] for _, fields in chunk) + b"]"):
             if isinstance(entry, list):
                 yield entry[0], entry[2]
-        if len(chunk) < CHUNK:
-            return
+
+
+def _chunks(redis: Redis, task_id: str, first: Sequence[Any] | None = None) -> Iterator[Sequence[Any]]:
+    """The stream's entries, CHUNK at a time."""
+    chunk: Any = redis.xrange(keys.stream(task_id), "-", "+", count=CHUNK) if first is None else first
+    yield chunk
+    while len(chunk) == CHUNK:
         chunk = redis.xrange(keys.stream(task_id), b"(" + chunk[-1][0], "+", count=CHUNK)
+        yield chunk

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from redis import Redis
+from redis.client import PubSub
 
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import text
@@ -72,28 +73,32 @@ class Control:
             try:
                 with server.pubsub() as channel:
                     channel.subscribe(*names)
-                    heard = asked = time.monotonic()
-                    while not self._deaf(life):
-                        message = channel.get_message(timeout=min(1.0, PING_S / 2))
-                        now = time.monotonic()
-                        if message and message["type"] == "message":
-                            self._heard(text(message["data"]))
-                        elif message and message["type"] == "subscribe" and message["data"] == len(names):
-                            self._since[life.id, server] = now
-                            self.on_change()
-                        if message:
-                            heard = now
-                        elif now - heard > 2 * PING_S:
-                            raise ConnectionError(f"no sign of life for {2 * PING_S:.0f} s")
-                        elif now - max(heard, asked) > PING_S:
-                            channel.ping()
-                            asked = now
+                    self._hear(channel, life, server, len(names))
             except LOST as exc:
                 self._since.pop((life.id, server), None)
                 self.on_change()
                 warn_throttled(logger, "Lost the control channel, subscribing again: %s", exc)
                 time.sleep(RETRY_S)
         self._since.pop((life.id, server), None)
+
+    def _hear(self, channel: PubSub, life: Incarnation, server: Redis, subscriptions: int) -> None:
+        """Until this life is over. Raises ConnectionError where the server is silent."""
+        heard = asked = time.monotonic()
+        while not self._deaf(life):
+            message = channel.get_message(timeout=min(1.0, PING_S / 2))
+            now = time.monotonic()
+            if message and message["type"] == "message":
+                self._heard(text(message["data"]))
+            elif message and message["type"] == "subscribe" and message["data"] == subscriptions:
+                self._since[life.id, server] = now
+                self.on_change()
+            if message:
+                heard = now
+            elif now - heard > 2 * PING_S:
+                raise ConnectionError(f"no sign of life for {2 * PING_S:.0f} s")
+            elif now - max(heard, asked) > PING_S:
+                channel.ping()
+                asked = now
 
     def _deaf(self, life: Incarnation) -> bool:
         return life.over or self._stopping

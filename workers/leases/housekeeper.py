@@ -1,10 +1,8 @@
 """Keeps the worker's lease, and looks after what others left behind.
 
 A thread with connections of its own: neither a busy event loop nor a consumer in reconnect back-off may let the lease
-lapse. On each round it lets go of what its lapsed lives held, renews the lease on store and broker, reaps incarnations
-whose lease is gone, ends tasks whose readers are gone and those that waited too long, gives back tasks that have been
-preempted for long, compares this worker with its peers, keeps what it measured, and runs what the clock was asked to do
-later. Between rounds it looks whether its neighbours live.
+lapse. Its duties are a list with their periods (`Housekeeper._in_order`). Beside them it ends tasks whose deadline has
+passed, and runs what the clock was asked to do later.
 """
 
 from __future__ import annotations
@@ -13,6 +11,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 from redis import Redis
 
@@ -26,12 +26,13 @@ from workers.flow.finisher import Finisher
 from workers.flow.publisher import Publisher
 from workers.leases.control import Control
 from workers.leases.lease import Lease
-from workers.leases.neighbours import Neighbours
+from workers.leases.neighbours import LOOK_S, Neighbours
 from workers.leases.others import Others
 from workers.leases.peers import Peers
 from workers.leases.reconcile import Reconciler
 from workers.measure.keeper import Keeper
 from workers.state.clock import Clock
+from workers.state.delivery import Delivery
 from workers.state.incarnation import Incarnation
 from workers.state.served import Served
 
@@ -40,8 +41,19 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.5
 #: A lease is renewed four times before it lapses, and so often (s) at least; what others left is looked for as often.
 ROUND_S = 5.0
+#: What was measured is kept this often (s).
+KEEP_S = 10.0
 #: A lease that was not renewed is looked at again so soon after its end.
 REAP_AFTER_S = 0.02
+
+
+@dataclass(slots=True)
+class Duty:
+    """Done every so many seconds. `at`: when it is due (monotonic)."""
+
+    do: Callable[[], None]
+    every: float
+    at: float = 0.0
 
 
 class Housekeeper(threading.Thread):
@@ -81,16 +93,30 @@ class Housekeeper(threading.Thread):
         self._reconciler = Reconciler(self._store, self._broker, deliveries)
         self._others = Others(served, self._store, self._broker)
         self._peers = Peers(self._store, served.pool.queue, breaker, deliveries, finisher)
-        self._pause = min(ROUND_S, self._quarter)
-        self._heard_at = time.monotonic()
-        self._renew_at = 0.0
-        self._look_at = 0.0
+        self._heard_at = self._round_at = time.monotonic()
+        self._life = deliveries.life
+        """This round's."""
         self._stopping = False
-        deliveries.on_lapse = self.lease.lapsed
+        self._tick = min(TICK_S, settings.lease / 8)
+        pause = min(ROUND_S, self._quarter)
+        self._renewal, self._look = Duty(self._renew, pause), Duty(self._see_to_others, pause)
+        self._duties = self._in_order(pause)
+        deliveries.on_lapse = self._lapsed
+
+    def _in_order(self, pause: float) -> tuple[Duty, ...]:
+        """All at once at the start: who starts anew finds at once what its predecessor left."""
+        return (
+            self._renewal,
+            self._look,
+            Duty(self._read_what_changes, pause),
+            Duty(self._release_preempted, self._tick),
+            Duty(partial(self.keeper.keep, self._store), KEEP_S),
+            Duty(self._look_at_neighbours, LOOK_S),
+        )
 
     def begin_life(self, life: Incarnation) -> None:
         """Take the lease. Raises redis errors."""
-        self._renew_at = time.monotonic() + self._pause
+        self._renewal.at = time.monotonic() + self._renewal.every
         self.control.listen(life)
         self.lease.take(life)
 
@@ -100,8 +126,8 @@ class Housekeeper(threading.Thread):
         self.renew_soon()
 
     def renew_soon(self) -> None:
-        """Renew at once: what the lease says has changed."""
-        self._renew_at = 0.0
+        """Renew at once: what the lease says has changed. Any thread."""
+        self._renewal.at = time.monotonic()
         self._clock.wake()
 
     def stop(self) -> None:
@@ -112,55 +138,81 @@ class Housekeeper(threading.Thread):
     # ---- the thread -------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        tick = min(TICK_S, self._served.settings.lease / 8)
         while not self._stopping:
-            # First of all: a worker that starts anew finds at once what its predecessor left.
             self._guarded(self._round)
-            self._guarded(self._look_at_neighbours)
-            for action in self._clock.wait(tick, self._next_at):
+            for action in self._clock.wait(self._tick, self._next_at):
                 self._guarded(action)
 
     def _round(self) -> None:
-        life = self._deliveries.life
+        """Let go of what lapsed lives held, then do what is due. Where this life ends, the rest waits for that."""
+        self._round_at = time.monotonic()
+        self._life = life = self._deliveries.life
         self.lease.let_lapsed_go()
-        if life.over:
-            return
-        now = time.monotonic()
-        if not life.begun or now >= self._renew_at:
-            if not life.begun:
-                self._announce_again()
-                self.begin_life(life)
-            else:
-                self._renew_at = now + self._pause
-                if not self.lease.renew(life):
-                    self._deliveries.life_is_over(life)
-                    return
-                self._reconciler.look(life)
-            if now - self._heard_at > 2 * self._quarter:
-                # The servers were away, or we were: let the others say first that they live, if they do.
-                self._look_at = now + self._quarter
-            self._heard_at = now
-        if now >= self._look_at:
-            self._look_at = now + self._pause
-            alive = self._others.reap(life)
-            soonest = min((one.left for one in alive if one.left is not None), default=float("inf"))
-            self._look_at = min(self._look_at, now + soonest + REAP_AFTER_S)
-            self._neighbours.learn(life, alive)
-            self._peers.look(life, alive)
-            self._others.adopt(alive)
-            self._others.end_unwanted()
-            self._served.weights = self._broker.weights()
-            card = cards.read(self._store, self._served.model)
-            self._served.takes_plain = cards.takes_new(card, self._served.pool.version)
-        self._release_preempted()
-        self.keeper.keep_now_and_then(self._store)
-
-    def _look_at_neighbours(self) -> None:
-        if self._neighbours.look(self._deliveries.life):
-            self._look_at = 0.0  # its pool may have nobody left
+        for duty in self._duties:
+            if life.over:
+                return
+            if (now := time.monotonic()) >= duty.at:
+                duty.at = now + duty.every
+                duty.do()
 
     def _next_at(self) -> float:
-        return min(self._look_at, self._expire(), self._neighbours.at)
+        """When the next round is to be. What this one left undone is tried again a tick later."""
+        coming = (duty.at for duty in self._duties if duty.at > self._round_at)
+        return min([self._expire(), *coming])
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except LOST as exc:
+            warn_throttled(logger, "Housekeeping: the store or the broker is away, trying again: %s", exc)
+            self._renewal.at = self._round_at
+        except Exception:
+            logger.exception("Housekeeping failed, going on")
+
+    # ---- duties -----------------------------------------------------------------------------------------------
+
+    def _renew(self) -> None:
+        """The lease; a new life takes one. Then what a failover brought back."""
+        life = self._life
+        if not life.begun:
+            self._announce_again()
+            self.begin_life(life)
+        elif self.lease.renew(life):
+            self._reconciler.look(life)
+        else:
+            self._deliveries.life_is_over(life)
+            return
+        now = time.monotonic()
+        if now - self._heard_at > 2 * self._quarter:
+            # The servers were away, or we were: let the others say first that they live, if they do.
+            self._look.at = now + self._quarter
+        self._heard_at = now
+
+    def _lapsed(self, life: Incarnation, dropped: list[Delivery]) -> None:
+        """Any thread: the next life begins at once."""
+        self.lease.lapsed(life, dropped)
+        self.renew_soon()
+
+    def _see_to_others(self) -> None:
+        """Dead workers, the pool's other workers, pools without a worker, tasks that nobody waits for."""
+        now, life = time.monotonic(), self._life
+        alive = self._others.reap(life)
+        soonest = min((one.left for one in alive if one.left is not None), default=float("inf"))
+        self._look.at = min(self._look.at, now + soonest + REAP_AFTER_S)
+        self._neighbours.learn(life, alive)
+        self._peers.look(life, alive)
+        self._others.adopt(alive)
+        self._others.end_unwanted()
+
+    def _read_what_changes(self) -> None:
+        """Tenants' shares, and whether this version takes plain Celery tasks."""
+        served = self._served
+        served.weights = self._broker.weights()
+        served.takes_plain = cards.takes_new(cards.read(self._store, served.model), served.pool.version)
+
+    def _look_at_neighbours(self) -> None:
+        if self._neighbours.look(self._life):
+            self._look.at = time.monotonic()  # its pool may have nobody left
 
     def _announce_again(self) -> None:
         """A store that has lost the lease may have lost all: then nobody would know this model any more."""
@@ -189,13 +241,3 @@ class Housekeeper(threading.Thread):
             logger.info("Giving %d tasks back that were preempted for %.0f s", len(found), patience)
             for delivery in found:
                 self._finisher.let_go(delivery, why="preempted")
-
-    def _guarded(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except LOST as exc:
-            warn_throttled(logger, "Housekeeping: the store or the broker is away, trying again: %s", exc)
-            self._renew_at = 0.0
-            self._look_at = max(self._look_at, time.monotonic() + TICK_S)  # what was due is not due again at once
-        except Exception:
-            logger.exception("Housekeeping failed, going on")

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from redis import Redis
@@ -29,60 +30,52 @@ from workers.state.served import Served
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
 class Lease:
     """`about`: what it says of the worker (JSON). Redis errors come through."""
 
-    def __init__(
-        self,
-        served: Served,
-        store: Redis,
-        broker: Consumer,
-        deliveries: Deliveries,
-        clock: Clock,
-        about: Callable[[], str],
-    ) -> None:
-        self._store = store
-        self._broker = broker
-        self._deliveries = deliveries
-        self._clock = clock
-        self._about = about
-        self._pool = served.pool
-        self._ttl = served.settings.lease
-        self._lapsed: deque[tuple[Incarnation, list[Delivery]]] = deque()
-        self._letting_go = threading.Lock()
-        self.round_trip = 0.0
-        """Round trip time (s) to the farther server, as measured by the last renewal."""
-        self.false_takeovers = 0
-        """Lives of this worker that another worker ended though it lived."""
-        self.recomputed_tokens = 0
-        """KV tokens of what it held then, which have to be computed again."""
+    served: Served
+    store: Redis
+    broker: Consumer
+    deliveries: Deliveries
+    clock: Clock
+    about: Callable[[], str]
+    round_trip: float = field(init=False, default=0.0)
+    """Round trip time (s) to the farther server, as measured by the last renewal."""
+    false_takeovers: int = field(init=False, default=0)
+    """Lives of this worker that another worker ended though it lived."""
+    recomputed_tokens: int = field(init=False, default=0)
+    """KV tokens of what it held then, which have to be computed again."""
+    _lapsed: deque[tuple[Incarnation, list[Delivery]]] = field(init=False, default_factory=deque)
+    _letting_go: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     def take(self, life: Incarnation) -> None:
         """Begin this life."""
         notify_lease(life.id)
-        about = self._about()
-        seconds, micros = self._store.time()
-        self._clock.offset_ms = int(seconds * 1000 + micros // 1000 - time.time() * 1000)
-        run(self._store, self._on_store(life, about, take=True))
-        self._broker.take_lease(life.id, about, self._ttl)
+        about = self.about()
+        seconds, micros = self.store.time()
+        self.clock.offset_ms = int(seconds * 1000 + micros // 1000 - time.time() * 1000)
+        run(self.store, self._on_store(life, about, take=True))
+        self.broker.take_lease(life.id, about, self.served.settings.lease)
         life.begun = True
 
     def renew(self, life: Incarnation) -> bool:
         """False where one of the two is gone."""
-        about = self._about()
+        about = self.about()
         asked = time.monotonic()
-        on_store = run(self._store, self._on_store(life, about, take=False))
+        on_store = run(self.store, self._on_store(life, about, take=False))
         between = time.monotonic()
-        on_broker = self._broker.renew(life.id, about, self._ttl)
+        on_broker = self.broker.renew(life.id, about, self.served.settings.lease)
         self.round_trip = max(between - asked, time.monotonic() - between)
         return bool(on_store and on_broker)
 
     def _on_store(self, life: Incarnation, about: str, *, take: bool) -> Call:
         """A worker that drains or is held back does not serve: what its pool's last worker gives back is for another
         pool. Nor does any where pools have no queues of their own: CLAIM sends nothing to a pool that nobody serves."""
-        books = self._deliveries
-        serves = not (books.draining or books.held_back) and self._broker.capabilities.pool_queues
-        return lease(life.id, self._pool.queue, about, int(self._ttl * 1000), take=take, serves=serves)
+        serves = self.deliveries.serves and self.broker.capabilities.pool_queues
+        return lease(
+            life.id, self.served.pool.queue, about, int(self.served.settings.lease * 1000), take=take, serves=serves
+        )
 
     def give_up(self, life: Incarnation, store: Redis, broker: Consumer) -> None:
         """Give the lease up, so that nobody waits for it to lapse. Deliveries in flight are reaped.
@@ -96,7 +89,7 @@ class Lease:
             self.let_lapsed_go()
             with store.pipeline(transaction=False) as pipe:
                 pipe.delete(keys.lease(life.id))
-                pipe.srem(keys.workers(self._pool.queue), life.id)
+                pipe.srem(keys.workers(self.served.pool.queue), life.id)
                 pipe.hgetall(keys.POOLS)
                 *_, pools = pipe.execute()
             broker.leave(life.id, takers_of({text(queue): text(about) for queue, about in pools.items()}))
@@ -106,7 +99,6 @@ class Lease:
     def lapsed(self, life: Incarnation, dropped: list[Delivery]) -> None:
         """One of its leases is gone. What it held is let go before a new life begins, or the worker exits."""
         self._lapsed.append((life, dropped))
-        self._clock.wake()
 
     def let_lapsed_go(self) -> None:
         """RELEASE and BACK what lapsed lives held: their worker lives, so that no death is to be counted.
@@ -117,12 +109,12 @@ class Lease:
             while self._lapsed:
                 life, dropped = self._lapsed[0]
                 # No lease may make it look alive, and without one no late CLAIM of it is granted.
-                self._store.delete(keys.lease(life.id))
-                self._broker.end_lease(life.id)
+                self.store.delete(keys.lease(life.id))
+                self.broker.end_lease(life.id)
                 calls = [release(one.task_id, one.uuid, "lease_lost", one.run()) for one in dropped]
-                _log_errors(run_many(self._store, calls))
+                _log_errors(run_many(self.store, calls))
                 # The last first: each goes to the front of its list.
-                _log_errors(self._broker.put_down([Back(life.id, one.uuid) for one in reversed(dropped)]))
+                _log_errors(self.broker.put_down([Back(life.id, one.uuid) for one in reversed(dropped)]))
                 taken = self._take_counts_back(life, dropped)
                 self._lapsed.popleft()
                 if taken:
@@ -134,13 +126,13 @@ class Lease:
 
         After RELEASE, so that no CLAIM counts another one. A life that only lapsed keeps them (docs/failover.md).
         """
-        returned = self._broker.retract(life.id)
-        noted = read_retract(run(self._store, retract(life.id)))
+        returned = self.broker.retract(life.id)
+        noted = read_retract(run(self.store, retract(life.id)))
         if returned is None and noted is None:
             return False
         tasks = {*(returned or ()), *(noted or ()), *(one.task_id for one in dropped)}
         logger.warning("%s was taken for dead: taking back what was counted against %d tasks", life.id, len(tasks))
-        _log_errors(run_many(self._store, [absolve(task_id, life.id) for task_id in sorted(tasks)]))
+        _log_errors(run_many(self.store, [absolve(task_id, life.id) for task_id in sorted(tasks)]))
         return True
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from redis import Redis
@@ -26,49 +27,49 @@ from workers.state.incarnation import Incarnation
 READ: Final = 16
 
 
+@dataclass(slots=True)
 class Peers:
     """`queue`: the pool's."""
 
-    def __init__(self, store: Redis, queue: str, breaker: Breaker, deliveries: Deliveries, finisher: Finisher) -> None:
-        self._store = store
-        self._queue = queue
-        self._breaker = breaker
-        self._deliveries = deliveries
-        self._finisher = finisher
-        self._entered = False
-        """EJECT may have entered this worker."""
+    store: Redis
+    queue: str
+    breaker: Breaker
+    deliveries: Deliveries
+    finisher: Finisher
+    _entered: bool = field(init=False, default=False)
+    """EJECT may have entered this worker."""
 
     def look(self, life: Incarnation, alive: Sequence[Listed]) -> None:
         """Compare this worker with its peers. `alive`: all others that have a lease."""
-        breaker, others = self._breaker, [one.incarnation for one in alive if one.queue == self._queue]
+        breaker, others = self.breaker, [one.incarnation for one in alive if one.queue == self.queue]
         breaker.peers = self._figures(others)
         if why := breaker.outlier():
             if self._granted(life, len(others) + 1):
                 breaker.open(why)
         elif not breaker.closed:
-            if not self._deliveries.held:
+            if not self.deliveries.held:
                 breaker.rest()
             if not self._granted(life, len(others) + 1):
                 breaker.refused()
         elif self._entered:
-            self._store.srem(keys.ejected(self._queue), life.id)
+            self.store.srem(keys.ejected(self.queue), life.id)
             self._entered = False
 
     def give_back(self) -> None:
         """The breaker has opened: others go on with what its engine fails, or with what it has not begun."""
-        if self._breaker.state is State.OPEN:
-            for delivery in list(self._deliveries.running.values()):
-                if self._breaker.alone or not _begun(delivery):
-                    self._finisher.let_go(delivery, why="breaker")
+        if self.breaker.state is State.OPEN:
+            for delivery in list(self.deliveries.running.values()):
+                if self.breaker.alone or not _begun(delivery):
+                    self.finisher.let_go(delivery, why="breaker")
 
     def _granted(self, life: Incarnation, living: int) -> bool:
         self._entered = True
-        return bool(run(self._store, eject(life.id, self._queue, living, alone=self._breaker.alone)))
+        return bool(run(self.store, eject(life.id, self.queue, living, alone=self.breaker.alone)))
 
     def _figures(self, others: Sequence[str]) -> list[Figures]:
         """Figures of some peers that are not held back themselves."""
         chosen = random.sample(others, min(READ, len(others)))
-        said: list[Any] = [parsed_value(raw) for raw in self._store.mget(map(keys.lease, chosen))] if chosen else []
+        said: list[Any] = [parsed_value(raw) for raw in self.store.mget(map(keys.lease, chosen))] if chosen else []
         return [Figures.of(one.get("figures")) for one in said if isinstance(one, dict) and not one.get("breaker_open")]
 
 

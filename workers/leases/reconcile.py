@@ -8,6 +8,7 @@ up. So it looks now and then, and what it finds twice it RELEASEs and gives BACK
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 
 from redis import Redis
 
@@ -21,22 +22,22 @@ from workers.state.incarnation import Incarnation
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
 class Reconciler:
     """Asked on the housekeeper's thread, several times a lease."""
 
-    def __init__(self, store: Redis, broker: Consumer, deliveries: Deliveries) -> None:
-        self._store = store
-        self._broker = broker
-        self._deliveries = deliveries
-        self._seen: set[str] = set()
+    store: Redis
+    broker: Consumer
+    deliveries: Deliveries
+    _seen: set[str] = field(init=False, default_factory=set)
 
     def look(self, life: Incarnation) -> None:
         """Give back what is there for the second time: what is on its way in or out is not. Raises redis errors."""
-        found = self._broker.strays(life.id, sorted(self._deliveries.known()))
+        found = self.broker.strays(life.id, sorted(self.deliveries.known()))
         lasting = {uuid: task_id for uuid, task_id in found.items() if uuid in self._seen}
         self._seen = found.keys() - lasting.keys()
         if not lasting:
             return
         logger.warning("A failover brought back %d tasks that had left here: they go back to the queue", len(lasting))
-        run_many(self._store, [release(task_id, uuid) for uuid, task_id in lasting.items()])
-        self._broker.put_down([Back(life.id, uuid) for uuid in lasting])
+        run_many(self.store, [release(task_id, uuid) for uuid, task_id in lasting.items()])
+        self.broker.put_down([Back(life.id, uuid) for uuid in lasting])

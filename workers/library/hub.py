@@ -78,14 +78,7 @@ def pull(model: HubModel, models: LocalModels, name: str, say: Callable[[str], N
             shutil.rmtree(place)
             say(f"{model} is here already: {name} {old.version}")
             return old
-        index = None
-        if INDEX in files:
-            if files[INDEX].size > LONGEST_INDEX:
-                raise Refused(f"{INDEX} of {model} has {files[INDEX].size} bytes; at most {LONGEST_INDEX} are read")
-            _check_room(model, [files[INDEX]], place)
-            _fetch(model, files[INDEX], commit, place)
-            index = (place / INDEX).read_bytes()
-        wanted = [files[file] for file in needed(str(model), set(files), index)]
+        wanted = [files[file] for file in needed(str(model), set(files), _index(model, files, commit, place))]
         size = sum(file.size for file in wanted)
         say(f"pulling {model} at commit {commit[:12]}: {len(wanted)} files, {size / 1e6:,.1f} MB")
         _check_room(model, wanted, place)
@@ -94,6 +87,17 @@ def pull(model: HubModel, models: LocalModels, name: str, say: Callable[[str], N
             pulled = models.finish(place, digests, Source(model.repo, model.revision, commit))
     say(f"{name} {pulled.version} is in {pulled.folder}")
     return pulled
+
+
+def _index(model: HubModel, files: dict[str, _File], commit: str, place: Path) -> bytes | None:
+    """The index of the weights, which says what else is needed; None where there is none."""
+    if INDEX not in files:
+        return None
+    if files[INDEX].size > LONGEST_INDEX:
+        raise Refused(f"{INDEX} of {model} has {files[INDEX].size} bytes; at most {LONGEST_INDEX} are read")
+    _check_room(model, [files[INDEX]], place)
+    _fetch(model, files[INDEX], commit, place)
+    return (place / INDEX).read_bytes()
 
 
 def _here(models: LocalModels, name: str, repo: str, fits: Callable[[Source], bool]) -> Pulled | None:

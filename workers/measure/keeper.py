@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
-from typing import Final
 
 from redis import Redis
 
@@ -27,9 +25,6 @@ from workers.state.served import Served
 
 logger = logging.getLogger(__name__)
 
-#: Time (s) between two looks at what is kept.
-KEEP_S: Final = 10.0
-
 
 class Keeper:
     """`profile`: what the worker says of itself now. Any thread."""
@@ -39,19 +34,12 @@ class Keeper:
         self._measured = measured
         self._profile = profile
         self._lock = threading.Lock()
-        self._due = time.monotonic()
         self._evidence = (0, 0)
         self._start: dict[str, float] = {}
-
-    def keep_now_and_then(self, store: Redis) -> None:
-        """`keep`, if the last time was KEEP_S ago."""
-        if time.monotonic() >= self._due:
-            self.keep(store)
 
     def keep(self, store: Redis) -> None:
         """Merge it into the kept profile. Raises nothing."""
         with self._lock:
-            self._due = time.monotonic() + KEEP_S
             evidence, seen = self._measured.evidence, self._profile()
             fresh, started = evidence != self._evidence, seen.cold_start != self._start and "total" in seen.cold_start
             try:

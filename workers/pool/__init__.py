@@ -2,6 +2,7 @@
 
 app makes it, with the task penstock.generate (task), its requests (request) and its consumer; boot does that beside
 the model's load
-consumer -> engine_pool -> celery_side of workers.flow -> claimer; other tasks run on a few threads beside the engine
+consumer -> engine_pool -> batch: celery_side of workers.flow -> claimer; other tasks run on a few threads beside the
+engine
 control: remote control, where Celery's own commands do not know how such a worker works
 """

@@ -15,10 +15,11 @@ from producers.connection.connect import kombu_url
 from producers.connection.trouble import trouble
 from producers.contract import keys
 from workers.flow.finisher import Finisher
+from workers.pool.batch import Batch
 from workers.pool.task import register
 from workers.settings import WorkerSettings
 from workers.transport import results
-from workers.transport.redis import RUNTIME, SCHEME
+from workers.transport.redis import LINK, SCHEME, Link
 
 
 class App(Celery):
@@ -36,7 +37,7 @@ class App(Celery):
 
 
 def make_app(settings: WorkerSettings) -> Celery:
-    """Consumes through `workers.transport`; `consume` names its queues and `attach` its runtime before it starts."""
+    """Consumes through `workers.transport`. Before it starts, `consume` names its queues and `attach` plugs it in."""
     control = kombu_url(control_url(settings.broker, settings.store))
     app = App("penstock", set_as_current=False)
     app.loader.override_backends = {results.NAME: f"{results.__name__}:Backend"}
@@ -73,10 +74,10 @@ def consume(app: Celery, queues: list[str]) -> None:
     app.amqp.queues = app.conf.task_queues
 
 
-def attach(app: Celery, runtime: Any) -> None:
-    """The pool finds the runtime as `app.penstock`, the transport among its options."""
-    app.penstock = runtime
-    app.conf.broker_transport_options = {RUNTIME: runtime, "priority_steps": steps()}
+def attach(app: Celery, batch: Batch, link: Link) -> None:
+    """The batch for the pool (`batch_of`), and the link for the transport, among its options."""
+    app.penstock = batch
+    app.conf.broker_transport_options = {LINK: link, "priority_steps": steps()}
 
 
 def steps() -> list[int]:

@@ -7,35 +7,26 @@ from typing import Any, Final
 
 from celery.worker.control import control_command, inspect_command, nok
 
+from workers.pool.batch import batch_of
+
 #: Countdown tasks that one answer shows.
 SHOWN: Final = 100
 
 
 def scheduled(state: Any, **_: Any) -> list[dict[str, Any]]:
     """Countdown and ETA tasks, which wait in the broker for all workers of the pool; the soonest 100."""
-    runtime = state.app.penstock
-    payloads = [json.loads(message) for message in runtime.acker.broker.scheduled(SHOWN)]
+    payloads = [json.loads(message) for message in batch_of(state.app).scheduled(SHOWN)]
     return [_shown(payload, state.hostname) for payload in payloads if payload["headers"].get("eta")]
 
 
 def breaker(state: Any, **_: Any) -> dict[str, Any]:
     """State and reason of the worker's breaker, the figures that it goes by, and how it stands among its peers."""
-    runtime = state.app.penstock
-    mine, slow = runtime.breaker, runtime.breaker.slowness()
-    return {
-        "state": mine.state,
-        "why": mine.why,
-        "openings": mine.openings,
-        "engine_failures": mine.failures,
-        "slowness": slow and round(slow.ratio, 2),
-        "peers": len(mine.peers),
-        "figures": runtime.window.figures().to_dict(),
-    }
+    return batch_of(state.app).breaker()
 
 
 def fixed(state: Any, n: int = 1, **_: Any) -> dict[str, str]:
     """Refused: the pool is as large as the engine's batch."""
-    capacity = state.app.penstock.served.engine.max_num_seqs
+    capacity = batch_of(state.app).capacity
     said: dict[str, str] = nok(
         f"the pool is the engine's batch of {capacity} sequences, which memory was set aside for; "
         "start the worker with another --max-num-seqs"

@@ -18,6 +18,7 @@ from typing import Any
 
 from celery.concurrency.base import BasePool, apply_target
 
+from workers.pool.batch import Batch, batch_of
 from workers.state.delivery import Delivery, Job, forget
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ SIDE_THREADS = 4
 
 
 class EnginePool(BasePool):
-    """Built by Celery; finds the worker's runtime as `app.penstock`."""
+    """Built by Celery."""
 
     signal_safe = False
     body_can_be_buffer = True
@@ -41,8 +42,8 @@ class EnginePool(BasePool):
             threading.Thread(target=self._side_thread, name=f"penstock-side-{k}", daemon=True).start()
 
     @property
-    def runtime(self) -> Any:
-        return self.app.penstock
+    def batch(self) -> Batch:
+        return batch_of(self.app)
 
     def on_apply(
         self,
@@ -59,7 +60,7 @@ class EnginePool(BasePool):
         uuid = headers["properties"]["delivery_tag"]
         request = accept_callback.__self__  # type: ignore[attr-defined]
         if not getattr(self.app.tasks[name], "engine_task", False):
-            side = self.runtime.celery.take_beside(uuid)
+            side = self.batch.take_beside(uuid)
             if side is None:
                 forget(request)
             else:
@@ -67,13 +68,13 @@ class EnginePool(BasePool):
             return None
         # The tracer would decode the body again, which the consumer has done: without a content type it takes it as is.
         args = (name, args[1], headers, request.message.payload, None, None)
-        delivery: Delivery | None = self.runtime.celery.take_job(uuid, Job(target, args, callback, request))
+        delivery = self.batch.take_job(uuid, Job(target, args, callback, request))
         # Active from here on, so that `inspect` shows it. A request terminated before it came here is revoked at once.
         accept_callback(next(self._pids), time.monotonic())
         if delivery is None:
             forget(request)
         else:
-            self.runtime.celery.run(delivery)
+            self.batch.run(delivery)
         return delivery
 
     def _side_thread(self) -> None:
@@ -95,7 +96,7 @@ class EnginePool(BasePool):
             return
 
         def reject(log: Any, errors: Any, requeue: bool) -> None:
-            self.runtime.celery.reject(delivery.uuid, requeue)
+            self.batch.reject(delivery.uuid, requeue)
             on_reject(log, errors, requeue)
 
         on_reject, request.on_reject = request.on_reject, reject
@@ -103,30 +104,27 @@ class EnginePool(BasePool):
             apply_target(target, args, {}, callback, accept_callback)
         except BaseException as exc:  # a task that exits must not take the thread along
             logger.exception("Celery failed around task %s", delivery.task_id)
-            self.runtime.deliveries.done(delivery, f"Celery failed around it: {exc!r}")
+            self.batch.fail_beside(delivery, f"Celery failed around it: {exc!r}")
             forget(request)
         if request.acknowledged:
-            self.runtime.celery.ack(delivery.uuid)
+            self.batch.ack(delivery.uuid)
 
     def terminate_job(self, pid: int, signal: Any = None) -> None:
         """Do nothing: Celery announces the revocation next, and `EngineRequest` passes that on."""
 
     def on_close(self) -> None:
-        self.runtime.intake.stop()
+        self.batch.close()
 
     def on_stop(self) -> None:
         """Drain; whoever told the worker to stop (`workers.runtime.stopping`) has begun that."""
-        self.runtime.drain.begin(self.runtime.served.settings.drain, "Celery's worker stops")
-        self.runtime.drain.over.wait()
+        self.batch.stop(False)
 
     def on_terminate(self) -> None:
-        self.runtime.drain.begin(0.0, "Celery's worker stops")
-        self.runtime.drain.over.wait()
+        self.batch.stop(True)
 
     @property
     def num_processes(self) -> int:
-        capacity: int = self.runtime.served.engine.max_num_seqs
-        return capacity
+        return self.batch.capacity
 
     def _get_info(self) -> dict[str, Any]:
-        return {**super()._get_info(), "max-concurrency": self.num_processes, "in-flight": len(self.runtime.deliveries)}
+        return {**super()._get_info(), "max-concurrency": self.num_processes, "in-flight": self.batch.in_flight}

@@ -7,6 +7,8 @@ from typing import Any
 
 from celery.worker.request import Request
 
+from workers.pool.batch import batch_of
+
 #: One lock for all requests: it is held for microseconds.
 _acknowledging = threading.RLock()
 
@@ -16,7 +18,7 @@ class EngineRequest(Request):
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
         super()._announce_revoked(reason, terminated, signum, expired)
-        self._app.penstock.celery.revoke(self, expired)
+        batch_of(self._app).revoke(self, expired)
 
     def acknowledge(self) -> None:
         """Acknowledge once, from whichever thread comes first.

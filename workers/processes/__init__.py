@@ -2,15 +2,26 @@
 
 supervisor keeps a child running and stops it; guard ends it with its parent; readiness hears what it tells by notify:
 that it serves, and its leases, which ended_leases ends with it; standby has imported all that a worker needs, and
-becomes the next one. The workers of `penstock up`, of `penstock worker --gpus` and of the autoscaler's local actuator
-run by it.
+becomes the next one; ahead starts the first one before its supervisor's own imports. The workers of `penstock up`, of
+`penstock worker --gpus` and of the autoscaler's local actuator run by it.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
+
+GUARD: Final = str(Path(__file__).with_name("guard.py"))
 
 #: The `penstock` command. -P keeps a folder named `workers` in the current directory from being imported instead of
 #: ours.
 PENSTOCK: Final = (sys.executable, "-P", "-m", "workers.cli")
+
+
+def guarded(argv: Sequence[str], last: int = signal.SIGKILL) -> list[str]:
+    """The command line of a child that gets the signal `last` when this process dies (`guard`)."""
+    return [sys.executable, "-I", "-S", GUARD, str(os.getpid()), str(int(last)), *argv]

@@ -12,22 +12,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Final, Protocol
 
 from redis.exceptions import RedisError
 
 from workers.errors import REFUSED
+from workers.processes import guarded
 from workers.processes.ended_leases import end_leases
 from workers.processes.readiness import Readiness
 
-GUARD: Final = Path(__file__).with_name("guard.py")
 #: Pause (s) before a child is restarted. It doubles with each death that follows soon after a start.
 FIRST_PAUSE_S: Final = 0.5
 LONGEST_PAUSE_S: Final = 10.0
@@ -58,10 +56,21 @@ class Program:
     tells: bool = False
 
 
+class Process(Protocol):
+    """A process, as `asyncio.subprocess.Process` has it."""
+
+    pid: int
+
+    @property
+    def returncode(self) -> int | None: ...
+    async def wait(self) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+
+
 class Warm(Protocol):
     """Processes that have imported what programs need (`workers.processes.standby`)."""
 
-    async def take(self, program: Program, output: int) -> asyncio.subprocess.Process | None:
+    async def take(self, program: Program, output: int) -> Process | None:
         """Make one of them the program, with this output; None: it has to be started normally."""
 
     def used(self) -> None:
@@ -91,7 +100,7 @@ class Child:
         self._serves_since: float | None = None
         self.lines: deque[str] = deque(maxlen=LINES)
         self._say = say
-        self.process: asyncio.subprocess.Process | None = None
+        self.process: Process | None = None
         self._relays: set[asyncio.Task[None]] = set()
         self._leases: list[str] = []
         self._ending: set[asyncio.Task[None]] = set()
@@ -122,6 +131,14 @@ class Child:
         except BaseException:
             self._deaf()
             raise
+        self._begin_to_keep()
+
+    def adopt(self, process: Process) -> None:
+        """Keep a process that runs the program already, and whose output goes elsewhere."""
+        self.process = process
+        self._begin_to_keep()
+
+    def _begin_to_keep(self) -> None:
         self.keeper = asyncio.create_task(self._keep(), name=f"keep {self.program.name}")
 
     def order(self, sig: signal.Signals) -> None:
@@ -239,15 +256,13 @@ class Child:
         if self._ordered is not None:  # told to stop while it was being started
             self._send(self._ordered)
 
-    async def _taken(self, output: int) -> asyncio.subprocess.Process | None:
+    async def _taken(self, output: int) -> Process | None:
         return None if self._standby is None else await self._standby.take(self.program, output)
 
-    async def _executed(self, output: int) -> asyncio.subprocess.Process:
+    async def _executed(self, output: int) -> Process:
         program = self.program
-        guard = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), str(int(program.last))]
         return await asyncio.create_subprocess_exec(
-            *guard,
-            *program.argv,
+            *guarded(program.argv, program.last),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -1,5 +1,19 @@
-"""One worker process, from its start to its end.
+"""One worker process, from its start to its end. A task's way through its threads, which a queue joins at each arrow:
+
+    broker ──FETCH──▶ intake ─▶ main: Celery's consumer, EnginePool ─▶ claimer ──CLAIM──▶ store
+                                                                          │
+    readers ◀─APPEND── publisher ◀──────── tokens, once a step ──────── engine
+                          │ FINISH, won
+                          ▼
+                       finisher: Celery's tracer, then SETTLE; or RELEASE, where the task is let go ──▶ store
+                          │
+    broker ◀─ACK, BACK── acker
+
+What claimer finds done or held by others goes to acker at once. Who ends a task early only tells: control, main
+(revoked) and housekeeper (deadline) the publisher; housekeeper (preempted, breaker) and drain the finisher.
+`workers.state.delivery` has its stages.
 
 worker: serving loads and announces the model -> assembly makes the parts and starts their threads -> Celery's worker
-watchdog and health watch it; stopping and signals hear that it is to end; drain ends it; host/ is the machine around it
+watchdog and health watch it; stopping and signals hear that it is to end; drain ends it, part by part, in the reverse
+of the order in which assembly starts them; host/ is the machine around it
 """

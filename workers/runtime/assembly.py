@@ -1,12 +1,5 @@
-"""Makes the parts of one worker process and connects them.
-
-    Intake -> (event loop: Celery's consumer) -> EnginePool -> Claimer -> engine -> Publisher -> Finisher -> Acker
-    FETCH                                                      CLAIM               APPEND,      tracer,     ACK, BACK
-                                                                                   FINISH       SETTLE
-
-Each arrow is a queue between two threads; a delivery is in exactly one place (`workers.flow.deliveries`). A part knows
-those that come after it, and is told of the others by plain callables.
-"""
+"""Makes the parts of one worker process and connects them: a part knows those that come after it on a task's way
+(`workers.runtime`), and is told of the others by plain callables."""
 
 from __future__ import annotations
 
@@ -15,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Collection
 from functools import partial
+from typing import Any
 
 from celery import Celery
 from celery.worker import state
@@ -36,89 +30,91 @@ from workers.leases.housekeeper import Housekeeper
 from workers.measure.keeper import Keeper
 from workers.measure.measured import Measured
 from workers.runtime.cold_start import COLD_START
-from workers.runtime.drain import Drain
+from workers.runtime.drain import Drain, Part, within
 from workers.runtime.host.gpu_facts import GpuFacts
 from workers.runtime.watchdog import Watchdog
 from workers.state.clock import Clock
 from workers.state.served import Served
+from workers.transport.redis import Link
 
 logger = logging.getLogger(__name__)
 
 #: CUDA's message (cudaErrorECCUncorrectable) for an uncorrectable memory error.
 ECC_ERROR = "uncorrectable ECC error"
+#: Figures of the engine that the lease tells.
+STATS = (
+    *("running", "waiting", "kv_blocks_used", "kv_blocks_most", "kv_blocks_total", "steps", "prompt_tokens"),
+    *("cached_tokens", "generated_tokens", "preemptions", "out_of_memory", "not_finite", "drafted", "draft_accepted"),
+)
 
 
 class Runtime:
-    """The parts; Celery's pool and transport find it as `app.penstock`. `announce` writes the model into a store."""
+    """The parts. `announce` writes the model into a store."""
 
     def __init__(self, served: Served, app: Celery, announce: Callable[[Redis], object]) -> None:
         self.served = served
         settings, engine = served.settings, served.engine
         clock = Clock()
-        self.sender = served.connect_sender()
         self.acker = Acker(served.connect_broker(), settings.store)
         self.deliveries = Deliveries(served, self.acker)
         self.finisher = Finisher(served, app, self.deliveries, clock)
         device = engine.stats().device
         self.window = Window(kind_of(device))
-        self.breaker = Breaker(
-            self.window,
-            clock,
-            partial(probe.canary, engine),
-            lambda why: self.give_up(why, frozenset()),
-            enabled=settings.breaker,
-        )
+        canary = partial(probe.canary, engine)
+        self.breaker = Breaker(self.window, clock, canary, self._break_down, enabled=settings.breaker)
         self.measured = Measured(engine, COLD_START.first_token, self.window.on_step)
         self.keeper = Keeper(served, self.measured, self.profile)
         self.publisher = Publisher(
-            served,
-            self.deliveries,
-            self.finisher,
-            lambda why: self.give_up(why, frozenset()),
-            self.measured,
-            self.breaker,
+            served, self.deliveries, self.finisher, self._break_down, self.measured, self.breaker
         )
-        self.claimer = Claimer(served, self.deliveries, clock, self.publisher, self.finisher)
-        self.celery = CelerySide(served, self.deliveries, clock, self.claimer, self.publisher, self.finisher)
+        shared = (self.deliveries, clock, self.publisher, self.finisher)
+        self.claimer = Claimer(served, *shared)
+        self.celery = CelerySide(
+            served, self.deliveries, clock, self.claimer, self.publisher, self.finisher, self.acker.broker, self.breaker
+        )
         self.intake = Intake(served, self.deliveries, self.acker, self.celery)
-        self.housekeeper = Housekeeper(
-            served,
-            self.deliveries,
-            clock,
-            self.publisher,
-            self.finisher,
-            self.about,
-            announce,
-            self.keeper,
-            self.breaker,
-        )
-        self.breaker.on_change = self._breaker_changed
-        self.housekeeper.control.on_drain = lambda why: self.stop(settings.drain, why)
+        #: Where Celery's transport is plugged in; `celery` is what its pool knows.
+        self.link = Link(self.intake, self.celery, served.connect_sender(), served.control_url)
+        self.housekeeper = Housekeeper(served, *shared, self.about, announce, self.keeper, self.breaker)
         self.gpu = GpuFacts(device)
         self.watchdog = Watchdog(
             served, self.gpu, self.publisher, self.intake, self.give_up, self.housekeeper.renew_soon
         )
-        self.drain = Drain(
-            engine,
-            self.deliveries,
-            intake=self.intake,
-            claimer=self.claimer,
-            publisher=self.publisher,
-            finisher=self.finisher,
-            acker=self.acker,
-            housekeeper=self.housekeeper,
-        )
+        release = partial(self.finisher.release, why="drained")
+        self.drain = Drain(engine, self.deliveries, release, lambda: self.housekeeper.lease.round_trip)
+        self.parts = self.drain.parts = self._in_order()
         self.given_up = ""
-        engine.on_lost = self._device_lost
-        engine.on_step = self._stepped
+        self._call_back(engine)
+
+    def _in_order(self) -> tuple[Part, ...]:
+        """Downward the order of their start, upward that in which the drain stops them. What a part hands on, those
+        above it take: they are there before the first delivery, and until the last."""
+        return (
+            Part(self.watchdog.start, None),  # to the end: it sees what hangs while the others stop
+            Part(self.gpu.start, None),  # to the end: it may be waiting for the driver
+            Part(self.housekeeper.start, self._give_up_lease),  # last: the lease stands over all that is in flight
+            Part(self.acker.start, self.acker.stop),  # once nothing more is put down
+            Part(self.finisher.start, self.finisher.stop),  # once all has ended or is let go
+            Part(None, self.drain.let_go),  # what is left, once its tokens are published
+            Part(self.publisher.start, self.publisher.stop),  # once nobody begins or ends a task any more
+            Part(self.claimer.start, self.claimer.stop),  # once nothing more comes
+            Part(None, self.drain.abort),  # before the claimer, which may be waiting for the engine
+            Part(self.intake.start, self._fetch_no_more),  # first, when the drain begins
+        )
+
+    def _call_back(self, engine: Any) -> None:
+        """Tell parts whom to call that they do not know."""
+        engine.on_lost, engine.on_step = self._device_lost, self._stepped
+        self.breaker.on_change = self._breaker_changed
+        self.celery.close, self.celery.stop = self.intake.stop, self._celery_stops
+        self.housekeeper.control.on_drain = lambda why: self.stop(self.served.settings.drain, why)
 
     def start(self) -> None:
         """Raises redis errors when broker or store cannot be reached: a worker without a lease must not begin."""
         self.housekeeper.begin_life(self.deliveries.life)
-        self.gpu.start()
-        for thread in (self.acker, self.finisher, self.publisher, self.claimer, self.housekeeper, self.intake):
-            thread.start()
-        self.watchdog.start()
+        for part in self.parts:
+            if part.start is not None:
+                part.start()
 
     def _stepped(self) -> None:
         """The engine's thread, after each step."""
@@ -127,8 +123,8 @@ class Runtime:
 
     def _breaker_changed(self) -> None:
         """Any thread."""
-        self.intake.limit(self.breaker.room)
-        self.deliveries.held_back = self.breaker.room == 0
+        self.deliveries.most = self.breaker.room
+        self.intake.poke()
         self.housekeeper.breaker_changed()
 
     # ---- its end --------------------------------------------------------------------------------------------------
@@ -138,6 +134,30 @@ class Runtime:
         state.should_stop = state.should_stop or 0
         self.drain.begin(seconds, why, status, suspects)
         self.intake.nudge()
+
+    def _celery_stops(self, at_once: bool) -> None:
+        """Celery's worker ends, because of us or by itself: wait until all is handed back. Its main thread."""
+        self.drain.begin(0.0 if at_once else self.served.settings.drain, "Celery's worker stops")
+        self.drain.over.wait()
+
+    def _fetch_no_more(self, seconds: float) -> bool:
+        self.intake.stop()
+        self.housekeeper.renew_soon()  # its pool's workers are without this one now
+        return True
+
+    def _give_up_lease(self, seconds: float) -> bool:
+        """Where that takes too long it lapses, and nothing is under it. On connections that nobody needs any more. Also
+        keeps what this worker measured, as the last thing: it can be missed."""
+        store, lease = self.finisher.redis, self.housekeeper.lease
+
+        def give_up() -> None:
+            lease.give_up(self.deliveries.life, store, self.acker.broker)
+            self.keeper.keep(store)
+
+        if not within(give_up, seconds):
+            logger.warning("All is handed back; the lease is left to lapse: store or broker answer slowly")
+        self.housekeeper.stop()
+        return True
 
     def notice(self, left: float, why: str) -> None:
         """The machine is to be taken away in `left` seconds. Any thread."""
@@ -154,6 +174,10 @@ class Runtime:
             logger.critical("Giving this worker up: %s", why)
             self.housekeeper.renew_soon()
             self.stop(0.0, why, os.EX_SOFTWARE, suspects)
+
+    def _break_down(self, why: str) -> None:
+        """Give up; no task is to blame."""
+        self.give_up(why, frozenset())
 
     def _device_lost(self, why: str, suspects: set[str]) -> None:
         """Give up; no task is to blame for memory that failed."""
@@ -175,10 +199,6 @@ class Runtime:
         own = (self.given_up, self.breaker.reason)
         return [*filter(None, own), *self.watchdog.reasons, *self.acker.broker.faults()]
 
-    def __json__(self) -> str:
-        """The form in which `inspect stats` shows the transport's options, of which this is one."""
-        return self.served.settings.name
-
     def profile(self) -> Profile:
         """The measurements of itself."""
         return self.measured.profile(COLD_START.figures)
@@ -198,20 +218,7 @@ class Runtime:
                 "draining": self.deliveries.draining,
                 "unready": self.faults(),
                 "capacity": served.engine.max_num_seqs,
-                "running": stats.running,
-                "waiting": stats.waiting,
-                "kv_blocks_used": stats.kv_blocks_used,
-                "kv_blocks_most": stats.kv_blocks_most,
-                "kv_blocks_total": stats.kv_blocks_total,
-                "steps": stats.steps,
-                "prompt_tokens": stats.prompt_tokens,
-                "cached_tokens": stats.cached_tokens,
-                "generated_tokens": stats.generated_tokens,
-                "preemptions": stats.preemptions,
-                "out_of_memory": stats.out_of_memory,
-                "not_finite": stats.not_finite,
-                "drafted": stats.drafted,
-                "draft_accepted": stats.draft_accepted,
+                **{name: getattr(stats, name) for name in STATS},
                 "false_takeovers": self.housekeeper.lease.false_takeovers,
                 "recomputed_tokens": self.housekeeper.lease.recomputed_tokens,
                 "waits": self.deliveries.waits(),

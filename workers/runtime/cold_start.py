@@ -3,7 +3,7 @@
 A worker's phases:
 
     process     the process exists .............. first line of our code
-    imports     Python modules: the command line, torch, Celery, ours
+    imports     Python modules: the command line, torch, the engine; where it began ahead, the wait for its command line
     weights     the model is found, checked and read; on a CPU with tokenizer and KV cache
     compile     on a GPU: kernels are compiled or found in their cache, memory is measured, steps are recorded
     warm_up     the model's first token, after a prompt of our own
@@ -20,7 +20,8 @@ The phases of `penstock up`, whose workers start beside its gateway:
     gateway     the gateway is ready, where that comes later
 
 `mark(phase)` says that what has passed since the last mark was that phase, so that phases sum up to the total. One
-thread makes the marks. What runs beside counts where that thread waits for it. Imports nothing that takes time.
+thread makes the marks. What runs beside (Celery and the worker's parts are imported beside the load) counts where that
+thread waits for it. Imports nothing that takes time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The end of a worker: lets end what ends in time, and hands the rest back with its tokens.
 
-    begin -> fetch no more -> wait -> the engine stops -> all it made is published -> RELEASE, BACK -> the lease -> exit
+    begin -> fetch no more -> wait -> the other parts stop, in their order (`Part`) -> exit
 
 It runs on a thread of its own and waits for nobody for longer than it says: a store that hangs, a step that does not
 end and an event loop that is stuck change what can be handed back, not when the process is gone.
@@ -13,16 +13,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
-from workers.flow.acker import Acker
-from workers.flow.claimer import Claimer
 from workers.flow.deliveries import Deliveries
-from workers.flow.finisher import Finisher
-from workers.flow.intake import Intake
-from workers.flow.publisher import Publisher
-from workers.leases.housekeeper import Housekeeper
 from workers.state.delivery import Delivery
 
 logger = logging.getLogger(__name__)
@@ -37,33 +32,40 @@ TRIPS: Final = 7
 LEAST_S: Final = 0.05
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a worker. `start`: None where it runs already, or is no thread. `stop(seconds)`: end within so long;
+    False where something of what it was told is not done. None: it goes on until the process ends."""
+
+    start: Callable[[], object] | None
+    stop: Callable[[float], bool] | None
+
+
 class Drain:
-    """`begin` may be called by any thread, and again: that can only make it shorter."""
+    """`begin` may be called by any thread, and again: that can only make it shorter.
+
+    `release`: RELEASE and BACK, on the way to the last parts that stop. `round_trip`: to the farther server (s).
+    """
 
     def __init__(
         self,
         engine: Any,
         deliveries: Deliveries,
-        *,
-        intake: Intake,
-        claimer: Claimer,
-        publisher: Publisher,
-        finisher: Finisher,
-        acker: Acker,
-        housekeeper: Housekeeper,
+        release: Callable[[Delivery], None],
+        round_trip: Callable[[], float],
     ) -> None:
         self._engine = engine
         self._deliveries = deliveries
+        self._release = release
+        self._round_trip = round_trip
         self._changed = deliveries.changed
-        self._intake = intake
-        self._claimer = claimer
-        self._publisher = publisher
-        self._finisher = finisher
-        self._acker = acker
-        self._housekeeper = housekeeper
         self._until: float | None = None
         self._status = os.EX_OK
         self._suspects: Collection[str] | None = frozenset()
+        self.parts: Sequence[Part] = ()
+        """In the order of their start. They stop from the last to the first: the last, which fetches, when the drain
+        begins, the others when its time is over. So the lease ends last. Where another part left something undone, it
+        is not given up, but left to lapse."""
         self.over = threading.Event()
         """All is handed back: the main thread may leave."""
 
@@ -90,76 +92,68 @@ class Drain:
         if first:
             threading.Thread(target=self._run, name="penstock-drain", daemon=True).start()
 
-    # ---- the thread ---------------------------------------------------------------------------------------------
+    # ---- parts that are no threads --------------------------------------------------------------------------------
+
+    def abort(self, seconds: float) -> bool:
+        """The engine computes nothing more."""
+        left = list(self._deliveries.held)
+        if left:
+            logger.warning("The drain is over: handing %d tasks back", len(left))
+        for uuid in left:
+            self._engine.abort(uuid)
+        return True
+
+    def let_go(self, seconds: float) -> bool:
+        """RELEASE what is left, but for suspects: also what we do not know to be claimed, since the answer to its CLAIM
+        may be on its way. The last first: each goes to the front of its list."""
+        for delivery in reversed(list(self._deliveries.held.values())):
+            if self._suspects is not None and delivery.uuid not in self._suspects:
+                self._deliveries.end(delivery)
+                self._release(delivery)
+        return True
+
+    # ---- the thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self._intake.stop()
-        self._housekeeper.renew_soon()  # its pool's workers are without this one now
-        with self._changed:
-            ahead = min(TRIPS * self._housekeeper.lease.round_trip, max(0.0, self._until_now()) / 2)
-            while self._deliveries.held and (left := self._until_now() - ahead) > 0:
-                self._changed.wait(left)
-            # What is left of the drain time: nothing where a second signal came.
-            spare = min(ahead, max(0.0, self._until_now()))
+        lease, *between, fetching = [part.stop for part in self.parts if part.stop is not None]
+        fetching(0.0)
+        spare = self._wait()
         # Whatever hangs: with all stacks shown, and without the help of any thread of ours.
         faulthandler.dump_traceback_later(spare + EXIT_S, exit=True, file=2)  # Celery has taken sys.stderr
         end = time.monotonic() + spare + HAND_BACK_S
-        whole = self._hand_back(end)
-        closed = _within(self._engine.close, end)
-        self._acker.stop()
-        self._housekeeper.stop()
-        if not whole:
+        done = [stop(_left(end)) for stop in reversed(between)]  # each stops, whatever the one before left undone
+        if not all(done):
             logger.error("Store or broker do not answer: %d tasks return when the lease lapses", len(self._deliveries))
             os._exit(self._status or 1)
-        if self._status or not closed:  # a thread that computes must not be met by the interpreter's end
+        # What was kept back, and no lease over it, returns to the front by REAP; its next CLAIM finds an owner dead.
+        lease(_left(end))
+        # What is broken is not waited for, and a thread that computes must not be met by the interpreter's end.
+        if self._status or not within(self._engine.close, _left(end)):
             os._exit(self._status)
         self.over.set()
         time.sleep(max(0.0, end + EXIT_S - HAND_BACK_S - time.monotonic()) / 2)
         os._exit(os.EX_OK)  # the main thread waits for a broker that does not answer, say
 
+    def _wait(self) -> float:
+        """Let end what ends. Returns what is left of the drain's time: nothing where a second signal came."""
+        with self._changed:
+            ahead = min(TRIPS * self._round_trip(), max(0.0, self._until_now()) / 2)
+            while self._deliveries.held and (left := self._until_now() - ahead) > 0:
+                self._changed.wait(left)
+            return min(ahead, max(0.0, self._until_now()))
+
     def _until_now(self) -> float:
         assert self._until is not None
         return self._until - time.monotonic()
-
-    def _hand_back(self, end: float) -> bool:
-        """Hand all back; True if store and broker took it. The lease may be left to lapse: nothing is under it."""
-        left = list(self._deliveries.held.values())
-        if left:
-            logger.warning("The drain is over: handing %d tasks back", len(left))
-        for delivery in left:
-            self._engine.abort(delivery.uuid)
-        stopped = self._claimer.stop(_left(end)) and self._publisher.stop(_left(end))
-        # The last first: each goes to the front of its list.
-        for delivery in reversed(list(self._deliveries.held.values())):
-            if self._suspects is not None and delivery.uuid not in self._suspects:
-                self._back(delivery)
-        stopped = self._finisher.stop(_left(end)) and stopped
-        if not (self._acker.flush(_left(end)) and stopped):
-            return False
-        # What was kept back, and no lease over it, returns to the front by REAP; its next CLAIM finds an owner dead.
-        if not _within(self._give_up_lease, end):
-            logger.warning("All is handed back; the lease is left to lapse: store or broker answer slowly")
-        return True
-
-    def _back(self, delivery: Delivery) -> None:
-        """RELEASE also what we do not know to be claimed: the answer to its CLAIM may be on its way."""
-        self._deliveries.running.pop(delivery.uuid, None)
-        delivery.ended = True
-        self._finisher.release(delivery, why="drained")
-
-    def _give_up_lease(self) -> None:
-        """Also keeps what this worker measured, as the last thing: it can be missed."""
-        self._housekeeper.lease.give_up(self._deliveries.life, self._finisher.redis, self._acker.broker)
-        self._housekeeper.keeper.keep(self._finisher.redis)
 
 
 def _left(end: float) -> float:
     return max(LEAST_S, end - time.monotonic())
 
 
-def _within(action: Callable[[], None], end: float) -> bool:
+def within(action: Callable[[], None], seconds: float) -> bool:
     """Run it on a thread; True if it ended in time, else it goes on."""
     thread = threading.Thread(target=action, daemon=True)
     thread.start()
-    thread.join(_left(end))
+    thread.join(seconds)
     return not thread.is_alive()

@@ -1,4 +1,7 @@
-"""`penstock worker`: load the model, announce it, and let Celery's worker run until it is told to stop."""
+"""`penstock worker`: load the model, announce it, and let Celery's worker run until it is told to stop.
+
+Imports what a load needs; all else is imported on the thread of `Boot`, while the model is being loaded.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,9 @@ import logging
 import os
 import threading
 import time
-import warnings
 from functools import partial
 from importlib import import_module
-from typing import Any
-
-from celery.exceptions import SecurityWarning
-from celery.signals import worker_ready
-from celery.worker import state
+from typing import TYPE_CHECKING, Any
 
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.trouble import trouble
@@ -23,7 +21,6 @@ from workers.connect import LOST, check_queues, check_servers, connect
 from workers.flow.probe import check_model
 from workers.pool.boot import Boot
 from workers.processes.notify import notify_ready
-from workers.runtime.assembly import Runtime
 from workers.runtime.cold_start import COLD_START
 from workers.runtime.health import Health
 from workers.runtime.host.spot import SpotNotice
@@ -32,6 +29,9 @@ from workers.runtime.serving import announce, pool_of
 from workers.runtime.stopping import Stopping
 from workers.settings import WorkerSettings
 from workers.state.served import Served
+
+if TYPE_CHECKING:
+    from workers.runtime.assembly import Runtime
 
 logger = logging.getLogger(__name__)
 
@@ -46,27 +46,21 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     Raises workers.errors.Refused where broker, store or model cannot be used.
     """
     COLD_START.mark("imports")
-    logging.basicConfig(level=loglevel, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    # Celery warns of running as root because pickled messages could take it over: this worker accepts JSON alone.
-    warnings.filterwarnings("ignore", category=SecurityWarning)
-    # a line or two for every task, and for every client of AWS
-    for name in ("celery.app.trace", "celery.worker.strategy", "botocore"):
-        logging.getLogger(name).setLevel(logging.DEBUG if loglevel == "DEBUG" else logging.WARNING)
+    _log(loglevel)
     stopping = Stopping()
     stopping.install()
     health = None if settings.health_port is None else Health(settings.health_host, settings.health_port)
-    boot = Boot(settings, loglevel)
     check_servers(settings.broker, settings.store, queues=())
     COLD_START.mark("connect")
-    engine, files = _factory(settings.engine_factory)(settings.model, settings.engine)
-    COLD_START.mark("weights")
-    check_model(engine, settings.model, settings.step_limit)
-    COLD_START.mark("warm_up")
-    _, *queues = pool_of(engine).queues
-    check_queues(settings.broker, settings.store, queues, must_answer=False, make=True, lease=settings.lease)
-    served = _announced(settings, engine, files)
-    card, pool = served.card, served.pool
-    runtime = Runtime(served, boot.app(pool.queues), lambda store: announce(store, engine, files))
+    with Boot(settings, loglevel, ("celery.worker.consumer", "workers.runtime.assembly")) as boot:
+        served = _loaded(settings)
+    app = boot.app(served.pool.queues)
+    from celery.signals import worker_ready
+    from celery.worker import state
+
+    from workers.runtime.assembly import Runtime
+
+    runtime = Runtime(served, app, lambda store: announce(store, served.engine, served.files))
     threading.excepthook = partial(_thread_died, runtime)
     stopping.serve(runtime.stop, settings.drain)
     runtime.start()
@@ -75,12 +69,12 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     if settings.spot_notice is not None:
         SpotNotice(runtime.notice, settings.spot_endpoint).start()
     TaskProtection.follow(lambda: bool(runtime.deliveries.held))
-    worker = boot.worker(runtime)
+    worker = boot.worker(runtime.celery, runtime.link)
     # What is there now stays, the little garbage among it too: a collection would take 200 ms to go through it.
     gc.freeze()
     gc.enable()
     gc.collect()  # the next full one comes when a quarter of what this one leaves, nothing, has come
-    logger.info("Serving %s from %s", card["name"], pool.queue)
+    logger.info("Serving %s from %s", served.model, served.pool.queue)
     worker_ready.connect(_tell_ready)
     worker.start()
     if runtime.drain.over.is_set():
@@ -88,6 +82,24 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
         logging.shutdown()
         os._exit(os.EX_OK)
     return 0 if state.should_stop is not None else int(worker.exitcode or 0)
+
+
+def _log(level: str) -> None:
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # a line or two for every task, and for every client of AWS
+    for name in ("celery.app.trace", "celery.worker.strategy", "botocore"):
+        logging.getLogger(name).setLevel(logging.DEBUG if level == "DEBUG" else logging.WARNING)
+
+
+def _loaded(settings: WorkerSettings) -> Served:
+    """Load the model, check what the servers must have for it, and announce it. Raises Refused."""
+    engine, files = _factory(settings.engine_factory)(settings.model, settings.engine)
+    COLD_START.mark("weights")
+    check_model(engine, settings.model, settings.step_limit)
+    COLD_START.mark("warm_up")
+    _, *queues = pool_of(engine).queues
+    check_queues(settings.broker, settings.store, queues, must_answer=False, make=True, lease=settings.lease)
+    return _announced(settings, engine, files)
 
 
 def _tell_ready(**_: Any) -> None:

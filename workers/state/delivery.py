@@ -1,10 +1,25 @@
-"""A delivery: one message in this worker's hands, from FETCH until ACK or BACK."""
+"""A delivery: one message in this worker's hands, from FETCH until ACK or BACK.
+
+The books alone move its stage, only forward, and under their lock (`workers.flow.deliveries`). So of all threads that
+want to end it one does, and the others find that they come too late:
+
+    stage       reached when                                                        moved by
+    HELD        it was fetched; also while it is claimed and waits                  intake
+    RUNNING     the engine is about to have it                                      claimer
+    STOPPED     the engine has failed it: Celery tries it again, or it still ends   publisher
+    ENDED       its end is written, or it is on its way back or to the dead letters any thread
+    PUT_DOWN    ACK or BACK is on its way, or its incarnation is over               any thread
+
+Other fields have one writer: `keeper` the main thread (of a condemned message intake, then claimer), `revoked` the main
+thread, `cancelled` control, `deadline` claimer, then housekeeper; all others claimer until RUNNING, then publisher.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum, IntEnum, auto
 from typing import Any
 
 from celery.worker.state import task_ready
@@ -14,6 +29,27 @@ from producers.contract.record import Record
 from producers.contract.run import Run
 from producers.contract.trace import trace_suffix
 from workers.state.incarnation import Incarnation
+
+
+class Stage(IntEnum):
+    """How far a delivery has come."""
+
+    HELD = auto()
+    RUNNING = auto()
+    STOPPED = auto()
+    ENDED = auto()
+    PUT_DOWN = auto()
+
+
+class Keeper(Enum):
+    """Who acknowledges a delivery, and may give it back."""
+
+    CONSUMER = auto()
+    """Celery's consumer: what it closes its channel on goes back."""
+    THREAD = auto()
+    """Celery, for an ordinary task that a thread of the pool runs beside the engine."""
+    FLOW = auto()
+    """We, once its task is settled. What Celery says of it is passed over."""
 
 
 @dataclass(slots=True)
@@ -50,10 +86,8 @@ class Delivery:
     incarnation: Incarnation
     condemned: bool = False
     """Its workers died before they could claim it, too often."""
-    owned: bool = False
-    """The pool acknowledges it, not Celery."""
-    beside: bool = False
-    """An ordinary Celery task that the pool runs beside the engine."""
+    stage: Stage = Stage.HELD
+    keeper: Keeper = Keeper.CONSUMER
     plain: Plain | None = None
     job: Job | None = None
     record: Record | None = None
@@ -93,13 +127,18 @@ class Delivery:
     """When it has to end, by this machine's monotonic clock."""
     cancelled: bool = False
     """A word came that it is; maybe before it ran."""
-    revoked: bool = False
-    """Celery revoked it, and has told the result backend."""
-    revoked_expired: bool = False
-    ended: bool = False
-    """Its end is written, or it is on its way back: whatever else would end it comes too late."""
-    put_down: bool = False
-    """Settled, released, or its incarnation is over: whatever comes for it now is too late."""
+    revoked: str = ""
+    """The final status that Celery's revocation gives it; Celery has told the result backend. Empty: not revoked."""
+
+    @property
+    def ended(self) -> bool:
+        """Whatever else would end it comes too late."""
+        return self.stage >= Stage.ENDED
+
+    @property
+    def put_down(self) -> bool:
+        """Whatever comes for it now is too late."""
+        return self.stage is Stage.PUT_DOWN
 
     def begin(self, record: Record, nexts: list[int]) -> None:
         """The claim was granted: this worker appends from `nexts` on."""
@@ -139,7 +178,7 @@ class Delivery:
     def waits(self) -> str | None:
         """Why it waits in the engine: `not_begun`, or why it was preempted (`engine.request.Course`); None: it runs."""
         course = self.course
-        if course.running or self.ended:
+        if course.running:
             return None
         return course.preempted[-1][1] if course.preempted else "not_begun"
 

@@ -8,7 +8,9 @@ to a connection: a channel that closes, or a broker that restarts, neither retur
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from celery.worker import state
 from kombu.transport import TRANSPORT_ALIASES, virtual
@@ -17,28 +19,74 @@ from kombu.utils.json import dumps
 from redis.connection import AbstractConnection
 from redis.exceptions import ConnectionError, NoScriptError, ResponseError
 
+from producers.broker.base import Sender
 from producers.broker.redis import keys as broker_keys
 from producers.connection.connect import connection_pool
 from producers.connection.trouble import trouble
 from producers.contract import keys
 
-#: The scheme under which kombu finds this transport, and the transport option that carries the worker's runtime.
+#: The scheme under which kombu finds this transport, and the transport option that carries its `Link`.
 SCHEME = "penstock"
-RUNTIME = "penstock_runtime"
+LINK = "penstock_link"
+
+
+class Arrivals(Protocol):
+    """Fetched messages on their way into the event loop."""
+
+    @property
+    def queues(self) -> Sequence[str]:
+        """Those that they are fetched from, which kombu must not read."""
+
+    @property
+    def fd(self) -> int:
+        """Readable while messages wait to be handed over."""
+
+    def attach(self) -> None:
+        """The consumer is there: begin to fetch."""
+
+    def hand_over(self, deliver: Callable[[dict[str, Any], str], None]) -> None:
+        """Give everything that arrived to `deliver`, with its queue; in the event loop."""
+
+
+class Owner(Protocol):
+    """Knows whose a delivery is, by its UUID, which is kombu's tag."""
+
+    def ack(self, uuid: str) -> None:
+        """Celery acknowledges it."""
+
+    def reject(self, uuid: str, requeue: bool) -> None:
+        """Celery refuses it."""
+
+    def forget(self, uuid: str) -> None:
+        """The channel has closed before anybody took it up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What the transport is linked to in its worker. `sender`: takes published tasks, where the broker is no Redis."""
+
+    arrivals: Arrivals
+    owner: Owner
+    sender: Sender | None
+    control_url: str
+
+    def __json__(self) -> str:
+        """The form in which `inspect stats` shows the transport's options, of which this is one."""
+        return ", ".join(self.arrivals.queues)
 
 
 class QoS(stock.QoS):
-    """Acknowledges through the runtime, which knows whose delivery it is."""
+    """Acknowledges through the owner, who knows whose delivery it is."""
 
     def append(self, message: Any, delivery_tag: str) -> None:
         virtual.QoS.append(self, message, delivery_tag)  # FETCH has entered it in flight
 
     def ack(self, delivery_tag: str) -> None:
-        self.channel.runtime.celery.ack(delivery_tag)
+        self.channel.link.owner.ack(delivery_tag)
         virtual.QoS.ack(self, delivery_tag)
 
     def reject(self, delivery_tag: str, requeue: bool = False) -> None:
-        self.channel.runtime.celery.reject(delivery_tag, requeue)
+        self.channel.link.owner.reject(delivery_tag, requeue)
         virtual.QoS.ack(self, delivery_tag)
 
     def forget(self, delivery_tag: str) -> None:
@@ -52,7 +100,7 @@ class QoS(stock.QoS):
         """The channel closes: what no pool has taken up goes back to the front of its list."""
         self._flush()
         for tag in list(self._delivered):
-            self.channel.runtime.celery.forget(tag)
+            self.channel.link.owner.forget(tag)
         self._delivered.clear()
 
     def restore_unacked_once(self, stderr: Any = None) -> None:
@@ -71,7 +119,7 @@ class Channel(stock.Channel):
 
     def __init__(self, connection: Any, **kwargs: Any) -> None:
         # Kept: Celery acknowledges on this channel also when it is closed, and then it has no connection.
-        self.runtime = connection.client.transport_options[RUNTIME]
+        self.link: Link = connection.client.transport_options[LINK]
         super().__init__(connection, **kwargs)
 
     def _get_pool(self, asynchronous: bool = False) -> Any:
@@ -99,11 +147,11 @@ class Channel(stock.Channel):
                 if asynchronous and channel._registered:
                     channel._on_connection_disconnect(self)
 
-        return connection_pool(self.runtime.served.control_url, Connection)
+        return connection_pool(self.link.control_url, Connection)
 
     def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> None:
         """A task goes to the broker, an answer of remote control to this server."""
-        sender = self.runtime.sender
+        sender = self.link.sender
         if sender is None or "task" not in message["headers"]:
             super()._put(queue, message, **kwargs)
         else:
@@ -118,15 +166,15 @@ class Channel(stock.Channel):
         self, queue: str, no_ack: bool, callback: Any, consumer_tag: str, *args: Any, **kwargs: Any
     ) -> Any:
         answer = super().basic_consume(queue, no_ack, callback, consumer_tag, *args, **kwargs)
-        if queue in self.runtime.intake.queues:
+        if queue in self.link.arrivals.queues:
             self._active_queues.remove(queue)  # or the poller would send a BRPOP for it
             self._reset_cycle()
-            self.runtime.intake.attach()
+            self.link.arrivals.attach()
         return answer
 
 
 class Transport(stock.Transport):
-    """`penstock://...`: only inside a worker, which passes its runtime as a transport option."""
+    """`penstock://...`: only inside a worker, which passes its `Link` as a transport option."""
 
     Channel = Channel
 
@@ -144,8 +192,8 @@ class Transport(stock.Transport):
 
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
         super().register_with_event_loop(connection, loop)
-        intake = self.client.transport_options[RUNTIME].intake
-        loop.add_reader(intake.fd, intake.hand_over, self._deliver)
+        arrivals: Arrivals = self.client.transport_options[LINK].arrivals
+        loop.add_reader(arrivals.fd, arrivals.hand_over, self._deliver)
 
 
 TRANSPORT_ALIASES[SCHEME] = f"{__name__}:Transport"

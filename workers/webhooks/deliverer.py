@@ -13,7 +13,7 @@ from typing import Any, Final
 from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES, Steps, persistently
 from producers.connection.addresses import networks
-from producers.connection.connect import SILENT_S
+from producers.connection.connect import SILENT_S as ANSWER_S
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call
 from producers.errors import shown
@@ -38,10 +38,14 @@ LOOK_S: Final = 1.0
 PATIENCE_S: Final = 8.0
 #: Time (s) after which a row is tried again for which this process had no file descriptor, memory or port.
 OWN_TROUBLE_S: Final = 5.0
+#: Silence (s) of the store after which the process is not ready.
+SILENT_S: Final = 10.0
 
 
 class Deliverer:
     """Delivers until `stop`. `due`: set it when rows may have become due."""
+
+    given_up = ""
 
     def __init__(self, client: AsyncClient, settings: WebhookSettings) -> None:
         """Raises ValueError for a bad network in `settings.allowed`."""
@@ -52,8 +56,7 @@ class Deliverer:
         self.stopping = False
         self._hastened = asyncio.Event()
         self.due = asyncio.Event()
-        self.heard_at = time.monotonic()
-        """When the store answered last."""
+        self._heard_at = time.monotonic()
 
     async def run(self) -> None:
         """Take and deliver, until `stop`; then let running tries end for the drain's time, and give the rest back."""
@@ -72,10 +75,10 @@ class Deliverer:
         finally:
             await self._sender.close()
 
-    @property
-    def full(self) -> bool:
-        """Whether it takes no rows for want of places."""
-        return self._limits.free == 0
+    def unready(self) -> list[str]:
+        """As `workers.runtime.health.Watched`. While it takes no rows for want of places, it does not ask the store."""
+        silent = time.monotonic() - self._heard_at > SILENT_S and self._limits.free > 0
+        return ["it drains"] * self.stopping + [f"the store has not answered for {SILENT_S:g} s"] * silent
 
     def stop(self) -> None:
         """End; a second call gives back at once what is not delivered yet."""
@@ -95,7 +98,7 @@ class Deliverer:
         self.due.clear()
         holder = uuid.uuid4().hex
         taken = outbox.read_take(await self._client.run(_one(outbox.take(holder, n, int(self._settings.lease * 1000)))))
-        self.heard_at = time.monotonic()
+        self._heard_at = time.monotonic()
         if taken.rows:
             await self._begin(taken.rows, holder)
         if len(taken.rows) == n:
@@ -113,7 +116,7 @@ class Deliverer:
             pass
 
     async def _begin(self, rows: Sequence[Row], holder: str) -> None:
-        async with asyncio.timeout(SILENT_S):
+        async with asyncio.timeout(ANSWER_S):
             places = await targets(self._client.store, rows)
         calls: list[Call] = []
         for row, target in zip(rows, places, strict=True):

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import resource
 import signal
-import time
 from typing import Final
 
 from producers.client.aio import AsyncClient
@@ -18,27 +17,8 @@ from workers.webhooks.settings import WebhookSettings
 
 log = logging.getLogger(__name__)
 
-#: Silence (s) of the store after which the process is not ready.
-SILENT_S: Final = 10.0
 #: Open files that the tries, connections kept for the next ones, and all else may need.
 FILES: Final = 4 * (QUICK + SLOW)
-
-
-class _Health:
-    """What /livez and /readyz tell."""
-
-    given_up = ""
-
-    def __init__(self, deliverer: Deliverer) -> None:
-        self._deliverer = deliverer
-
-    def unready(self) -> list[str]:
-        one, reasons = self._deliverer, []
-        if one.stopping:
-            reasons.append("it drains")
-        if time.monotonic() - one.heard_at > SILENT_S and not one.full:
-            reasons.append(f"the store has not answered for {SILENT_S:g} s")
-        return reasons
 
 
 async def run(settings: WebhookSettings) -> None:
@@ -51,7 +31,7 @@ async def run(settings: WebhookSettings) -> None:
     async with AsyncClient(settings.store, settings.store) as client:
         deliverer = Deliverer(client, settings)
         if health is not None:
-            health.serve(_Health(deliverer))
+            health.serve(deliverer)
             log.info("/livez and /readyz on port %d", health.port)
         for sig in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(sig, deliverer.stop)

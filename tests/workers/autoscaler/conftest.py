@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -108,11 +108,3 @@ def proxy(valkey_url: str) -> Iterator[Proxy]:
 async def aclient(valkey_url: str) -> AsyncIterator[AsyncClient]:
     async with AsyncClient(valkey_url) as client:
         yield client
-
-
-async def until(condition: Callable[[], Any], seconds: float = 60) -> Any:
-    """Wait for a true answer, and give it."""
-    async with asyncio.timeout(seconds):
-        while not (answer := condition()):  # noqa: ASYNC110 - what is in a store sets no event
-            await asyncio.sleep(0.01)
-    return answer

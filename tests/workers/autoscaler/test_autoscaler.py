@@ -14,7 +14,8 @@ from producers import AsyncClient
 from producers.contract import keys
 from producers.store.fleet.scaling import retry
 from tests.producers.proxy import Proxy
-from tests.workers.autoscaler.conftest import Fleet, Recorder, until
+from tests.waiting import auntil as until
+from tests.workers.autoscaler.conftest import Fleet, Recorder
 from workers.autoscaler import acting, autoscaler, control
 from workers.autoscaler.actuators.base import Actuator
 from workers.autoscaler.autoscaler import Autoscaler, AutoscalerSettings
@@ -228,7 +229,8 @@ async def test_a_platform_that_gives_fewer_than_asked_is_said_and_told_again(
         await until(lambda: fleet.state().get("trouble"))
         told = len(hand.numbers)
         await until(lambda: len(hand.numbers) > told)
-        assert fleet.state()["trouble"] == f"recorder was told {fleet.state()['told']} and has 1: {hand.failing}"
+        state = fleet.state()
+        assert state["trouble"] == f"recorder was told {state['told']} and has 1: {hand.failing}"
         hand.up = None
         await until(lambda: not fleet.state()["trouble"])
 

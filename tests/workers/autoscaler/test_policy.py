@@ -2,57 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from producers.contract import keys
 from producers.contract.profile import Profile
-from workers.autoscaler.policy.decide import Decision, decide
+from tests.workers.autoscaler.looks import PROFILE, RULES, Pool, raw, seen
+from workers.autoscaler.policy.decide import decide
 from workers.autoscaler.policy.memory import Memory
 from workers.autoscaler.policy.rules import Rules
-from workers.autoscaler.policy.signals import Signals, TierQueue
-
-RULES = Rules(max=100)
-#: A worker does a task in one second, has a knee of 10 (8 with headroom), and starts in 20 s.
-PROFILE = Profile(knee=10, tokens_per_s=100, tokens_per_task=100, cold_start={"total": 20.0})
-
-
-def seen(at: float = 0.0, /, profile: Profile = PROFILE, **said: Any) -> Signals:
-    """Signals; waiting tasks by tier as (number, oldest) or a number."""
-    tiers = {}
-    for tier in keys.TIERS:
-        waiting = said.pop(tier, 0)
-        number, oldest = waiting if isinstance(waiting, tuple) else (waiting, 0.0 if waiting else None)
-        tiers[tier] = TierQueue(number, oldest)
-    return Signals(at, tiers, profile=profile, **said)
-
-
-def raw(signals: Signals, rules: Rules = RULES, memory: Memory | None = None) -> dict[str, int]:
-    return decide(rules, signals, memory or Memory())[0].raw
-
-
-class Pool:
-    """A pool under the policy, looked at every five seconds."""
-
-    def __init__(self, rules: Rules = RULES, memory: Memory | None = None, at: float = 0.0) -> None:
-        self.rules, self.memory, self.at = rules, memory or Memory(), at
-        self.last = Decision(0, "", {})
-
-    def see(self, seconds: float, profile: Profile = PROFILE, **said: Any) -> int:
-        """Show it the same signals for so long. Returns the number at the end."""
-        end = self.at + seconds
-        while True:
-            self.last, self.memory = decide(self.rules, seen(self.at, profile, **said), self.memory)
-            if self.at >= end:
-                return self.last.wanted
-            self.at = min(end, self.at + 5)
-
+from workers.autoscaler.policy.signals import Signals
 
 # ---- a: room -------------------------------------------------------------------------------------
 
@@ -209,24 +169,22 @@ def test_strain_asks_for_no_more_while_a_worker_starts_or_leases_lie() -> None:
 # ---- steps ---------------------------------------------------------------------------------------
 
 
-def test_from_zero_at_once_then_at_most_doubling_every_step() -> None:
-    pool, numbers = Pool(), []
-    for _ in range(21):
-        numbers.append(pool.see(0, default=80))
+@pytest.mark.parametrize(
+    ("rules", "numbers"),
+    [
+        (RULES, [1] * 5 + [2] * 5 + [4] * 5 + [8] * 5 + [10]),
+        (Rules(max=100, growth=1.5, step=2.0), [1, 1, 2, 2, 3, 3, 4, 4, 6]),
+    ],
+)
+def test_from_zero_at_once_then_at_most_by_growth_every_step(rules: Rules, numbers: list[int]) -> None:
+    pool = Pool(rules)
+    for number in numbers:
+        assert pool.see(0, default=80) == number
         pool.at += 1
-    assert numbers == [1] * 5 + [2] * 5 + [4] * 5 + [8] * 5 + [10]
 
 
 def test_the_first_task_starts_a_worker_just_after_the_policy_began() -> None:
     assert Pool(memory=Memory(wanted=0, changed_at=0.0), at=1.0).see(0, default=1) == 1
-
-
-def test_growth_and_step_are_settings() -> None:
-    pool, numbers = Pool(Rules(max=100, growth=1.5, step=2.0)), []
-    for _ in range(9):
-        numbers.append(pool.see(0, default=80))
-        pool.at += 1
-    assert numbers == [1, 1, 2, 2, 3, 3, 4, 4, 6]
 
 
 def test_in_by_one_once_fewer_were_enough_for_a_cool_down() -> None:
@@ -237,12 +195,9 @@ def test_in_by_one_once_fewer_were_enough_for_a_cool_down() -> None:
     assert pool.see(295, in_flight=8) == 3
     assert pool.see(5, in_flight=8) == 2
     assert pool.see(10_000, in_flight=8) == 1
-
-
-def test_what_was_before_the_first_look_counts_as_needed() -> None:
-    pool = Pool(memory=Memory(wanted=4))
-    assert pool.see(295, in_flight=8) == 4
-    assert pool.see(5, in_flight=8) == 3
+    begun = Pool(memory=Memory(wanted=4))
+    assert begun.see(295, in_flight=8) == 4, "what was before the first look counts as needed"
+    assert begun.see(5, in_flight=8) == 3
 
 
 def test_the_largest_number_of_the_cool_down_holds() -> None:
@@ -326,105 +281,6 @@ def test_huge_and_tiny_figures_ask_for_no_more_than_the_most(odd: float, queued:
     for name in ("knee", "tokens_per_s", "tokens_per_task", "ttft_p95", "duty"):
         decision, _ = decide(RULES, seen(0, replace(PROFILE, **{name: odd}), default=queued), Memory(wanted=64))
         assert 64 <= decision.wanted <= 100
-
-
-# ---- memory --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        None,
-        [],
-        "memory",
-        {"wanted": -1},
-        {"wanted": 1.5},
-        {"wanted": True},
-        {"wanted": None},
-        {"changed_at": "now"},
-        {"empty_since": float("nan")},
-        {"turned_at": float("inf")},
-        {"raw": [[1.0]]},
-        {"raw": [[None, 1]]},
-        {"raw": [[1.0, -1]]},
-        {"raw": 3},
-        {"unknown": 1},
-    ],
-)
-def test_a_corrupt_memory_is_refused(said: Any) -> None:
-    with pytest.raises(ValueError, match="no memory of the policy"):
-        Memory.of(said)
-
-
-# ---- any history ---------------------------------------------------------------------------------
-
-NUMBERS = st.integers(0, 200)
-STEPS = st.tuples(
-    st.floats(0.5, 40),
-    st.fixed_dictionaries(
-        {"priority": NUMBERS, "default": NUMBERS, "batch": NUMBERS, "in_flight": NUMBERS, "patient": NUMBERS}
-    ),
-    st.sampled_from(["", "blind", "back", "forth"]),
-)
-RULESETS = st.builds(
-    lambda least, more, cool, growth: Rules(min=least, max=least + more, cool_down=cool, growth=growth),
-    st.integers(0, 3),
-    st.integers(1, 40),
-    st.sampled_from([10.0, 60.0]),
-    st.sampled_from([1.3, 2.0]),
-)
-
-
-def _history(rules: Rules, steps: list[Any]) -> list[tuple[float, Signals | None, Memory, Decision, Memory]]:
-    """(time that passed, what was seen, memory before, decision, memory after) of each step."""
-    found, memory, clock, passed = [], Memory(wanted=rules.min), 1000.0, 0.0
-    for after, said, fault in steps:
-        passed += after
-        clock += after + {"back": -500.0, "forth": 500.0}.get(fault, 0.0)
-        ready = min(memory.wanted, 3)
-        signals = None if fault == "blind" else seen(clock, ready=ready, running=10 * ready, **said)
-        decision, later = decide(rules, signals, memory)
-        found.append((passed, signals, memory, decision, later))
-        memory = later
-    return found
-
-
-@given(RULESETS, st.lists(STEPS, max_size=60))
-def test_any_history_keeps_the_limits(rules: Rules, steps: list[Any]) -> None:
-    for _, signals, before, decision, after in _history(rules, steps):
-        assert rules.min <= decision.wanted <= rules.max
-        assert after.wanted == decision.wanted
-        had = before.wanted
-        assert decision.wanted <= max(1, had + 1, int(had * rules.growth), rules.min)
-        assert decision.wanted >= min(had - 1, had) or (signals is not None and not signals.queued + signals.in_flight)
-        if signals is None:
-            assert decision.wanted == had
-        if signals is not None and (signals.queued or signals.in_flight):
-            assert decision.wanted or not had  # never to zero while a task is there
-        assert Memory.of(json.loads(json.dumps(after.to_dict()))) == after
-
-
-@given(RULESETS, st.lists(STEPS, max_size=120))
-def test_any_history_turns_no_more_than_once_a_cool_down(rules: Rules, steps: list[Any]) -> None:
-    numbers = [(passed, after.wanted) for passed, _, _, _, after in _history(rules, steps)]
-    turns, direction = 0, 0
-    for (_, before), (_, now) in pairwise(numbers):
-        if now != before:
-            turned = 1 if now > before else -1
-            turns += turned == -direction
-            direction = turned
-    passed = numbers[-1][0] if numbers else 0.0
-    assert turns <= passed / rules.cool_down + 1
-
-
-@given(RULESETS, st.lists(STEPS, max_size=20), st.sampled_from(["priority", "default", "batch", "in_flight"]), NUMBERS)
-def test_more_tasks_never_mean_fewer_workers(rules: Rules, steps: list[Any], what: str, more: int) -> None:
-    memory = _history(rules, steps)[-1][-1] if steps else Memory(wanted=rules.min)
-    said = {"default": 3, "priority": 2, "batch": 5, "in_flight": 4, "ready": 2, "running": 20}
-    fewer, larger = (
-        decide(rules, seen(5000.0, **{**said, what: said[what] + extra}), memory)[0] for extra in (0, more)
-    )
-    assert fewer.wanted <= larger.wanted
 
 
 # ---- the words -----------------------------------------------------------------------------------

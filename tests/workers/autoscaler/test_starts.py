@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from workers.autoscaler.actuators.base import Actual
+from workers.autoscaler.policy.kept import restored
 from workers.autoscaler.starts import FIRST_PAUSE_S, GIVEN_UP_S, Starts, limit_of
 
 LIMIT = 100.0
@@ -54,14 +57,11 @@ def test_a_worker_that_becomes_ready_is_a_success_and_others_that_fail_count_ane
 
 
 def test_failures_outlive_a_moment_without_demand_and_a_new_actuator() -> None:
+    assert after(Starts(), 0.0, failures=7).failures == 0, "what failed before anybody looked"
     one = after(BEGUN, 0.0, failures=3)
     one = after(one, 1.0, wanted=0, failures=0)
     assert one.failures == 3
     assert one.asked(1, 2.0) == 0
-
-
-def test_what_failed_before_anybody_looked_does_not_count() -> None:
-    assert after(Starts(), 0.0, failures=7).failures == 0
 
 
 def test_leases_that_lapsed_with_the_store_end_no_worker() -> None:
@@ -84,5 +84,5 @@ def test_a_retry_forgets_and_is_heard_once() -> None:
 
 def test_it_comes_back_from_json_and_the_limit_follows_the_cold_start() -> None:
     one = after(BEGUN, 0.0, failures=3)
-    assert Starts.of(one.to_dict()) == one
+    assert restored(Starts, asdict(one)) == one
     assert [limit_of(None, 10.0), limit_of(None, 60.0), limit_of(5.0, 60.0)] == [120.0, 240.0, 5.0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from producers.contract import keys
 from producers.store.access.audit import Actor
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE, Door, until
-from tests.workers.cli.conftest import Scripted, door, model, open_door, scripted, worker
+from tests.workers.cli.conftest import Answer, Scripted, door, model, open_door, scripted, send, worker
 from workers.bench import Ask, Load, Sample, drive
 from workers.bench.connection import Broken, Connections
 
@@ -147,7 +146,7 @@ def test_to_stop_a_bench_cancels_what_is_under_way(door: Door, valkey: Redis, mo
 
 
 class TestConnections:
-    def answer(self, raw: bytes) -> Callable[[BaseHTTPRequestHandler], None]:
+    def answer(self, raw: bytes) -> Answer:
         def write(request: BaseHTTPRequestHandler) -> None:
             request.wfile.write(raw)
             request.close_connection = True
@@ -214,15 +213,15 @@ class TestConnections:
         connections.close()
         assert len(sockets) == 1
 
+    async def test_one_whose_answer_was_not_read_is_not_used_again(self, door: Door) -> None:
+        connections = Connections(door.url)
+        for _ in range(2):
+            async with connections.request("GET", "/v1/models") as answer:
+                assert answer.status == 200
+            assert connections._idle == []
+
 
 def test_a_gateway_that_talks_nonsense_is_an_error(scripted: Scripted) -> None:
-    def answer(request: BaseHTTPRequestHandler) -> None:
-        body = json.dumps({"no": "id"}).encode()
-        request.send_response(202)
-        request.send_header("content-length", str(len(body)))
-        request.end_headers()
-        request.wfile.write(body)
-
-    scripted.answers = [answer]
+    scripted.answers = [send(202, b'{"no": "id"}')]
     (sample,) = run(scripted.url, list(Load("m", 9, 1).asks()))
     assert sample.error == "'id'"

@@ -39,6 +39,13 @@ class Bench:
         self.asked.pop()(answer)
         return delay
 
+    def probe_slowly(self) -> None:
+        """The next probe is due, and answers, after ten times as long as peers take."""
+        self.breaker.peers = [Figures("m", steps={(1, 5): (100, 0.01)})] * 2
+        self.due.pop(0)[1]()
+        self.window._slices[-1].steps[1, 5] = [16, 16 * 0.1]
+        self.asked.pop()(None)
+
     def fail(self, times: int = IN_A_ROW) -> list[bool]:
         return [self.breaker.failed() for _ in range(times)]
 
@@ -110,13 +117,10 @@ def test_openings_are_forgotten_in_time(bench: Bench) -> None:
 
 
 def test_a_worker_that_is_slow_for_days_is_asked_on_and_forgives_as_soon(bench: Bench) -> None:
-    bench.breaker.peers = [Figures("m", steps={(1, 5): (100, 0.01)})] * 2
     bench.breaker.open("it is slow")
     for _ in range(1100):
         bench.now += MOST_S
-        bench.due.pop(0)[1]()
-        bench.window._slices[-1].steps[1, 5] = [16, 16 * 0.1]
-        bench.asked.pop()(None)
+        bench.probe_slowly()
     assert [delay for delay, _ in bench.due] == [MOST_S]
     bench.breaker.refused()
     bench.now += module.LONGEST_STREAK * module.FORGET_S
@@ -135,12 +139,9 @@ def test_who_is_refused_serves_and_its_old_probe_is_void(bench: Bench) -> None:
 
 
 def test_a_canary_that_is_slow_keeps_it_open(bench: Bench) -> None:
-    bench.breaker.peers = [Figures("m", steps={(1, 5): (100, 0.01)})] * 2
     bench.breaker.open("it is slow")
     bench.now += FIRST_S
-    bench.due.pop(0)[1]()
-    bench.window._slices[-1].steps[1, 5] = [16, 16 * 0.1]
-    bench.asked.pop()(None)
+    bench.probe_slowly()
     assert bench.breaker.state is State.OPEN
     assert "10.0 times" in bench.breaker.why
 

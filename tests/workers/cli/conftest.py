@@ -10,7 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tests.producers.gateway.conftest import Door, door, model, open_door, worker
+from tests.producers.conftest import worker
+from tests.producers.gateway.conftest import Door, door, model, open_door
 from workers.cli import main
 from workers.cli.local.plan import Plan
 from workers.cli.local.pools import LocalPools
@@ -54,11 +55,27 @@ def penstock(run: Run, door: Door, monkeypatch: pytest.MonkeyPatch) -> Run:
     return run
 
 
+Answer = Callable[[BaseHTTPRequestHandler], None]
+
+
+def send(status: int, body: bytes, **headers: str) -> Answer:
+    """An answer that ends with its connection."""
+
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        request.send_response(status)
+        for name, value in headers.items():
+            request.send_header(name, value)
+        request.end_headers()
+        request.wfile.write(body)
+
+    return answer
+
+
 class Scripted:
     """An HTTP server that answers each request as the next of `answers` says, and notes the paths."""
 
     def __init__(self) -> None:
-        self.answers: list[Callable[[BaseHTTPRequestHandler], None]] = []
+        self.answers: list[Answer] = []
         self.paths: list[str] = []
         scripted = self
 

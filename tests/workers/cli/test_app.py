@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import typer
 
-from tests.producers.gateway.conftest import until
+from tests.in_process import penstock
+from tests.waiting import until
 from tests.workers.cli.conftest import Run
-from workers.cli.app import app
+from workers.cli import MODULES, app_of
 from workers.cli.exits import Failure, needs
-from workers.cli.options import RENAMED
+from workers.cli.options.names import RENAMED
 
 COMMANDS = ["up", "demo", "run", "chat", "models", "bench", "submit", "tail", "result", "cancel"]
 COMMANDS += ["worker", "gateway", "sweeper", "completion"]
@@ -71,7 +72,7 @@ def test_the_version_is_the_distributions(run: Run) -> None:
 
 @pytest.mark.parametrize(("former", "name"), RENAMED.items())
 def test_a_former_name_of_an_option_still_works_and_no_help_shows_it(run: Run, former: str, name: str) -> None:
-    root: Any = typer.main.get_command(app)
+    root = penstock()
     found = [(one, param) for one in root.commands.values() for param in one.params if f"--{name}" in param.opts]
     assert found
     for command, param in found:
@@ -99,12 +100,20 @@ def test_callers_commands_load_neither_engine_nor_server() -> None:
     )
 
 
-def test_a_worker_starts_without_the_other_commands() -> None:
-    source = "import sys; from workers.cli import _app; _app(['worker']); print(*sys.modules)"
+def test_a_command_starts_without_the_others() -> None:
+    source = "import sys; from workers.cli import app_of; app_of('worker'); print(*sys.modules)"
     asked = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     loaded = set(asked.stdout.split())
     assert "workers.cli.processes" in loaded
-    assert loaded & {"workers.cli.app", "workers.cli.local.up", "httpx", "boto3", "huggingface_hub", "rich"} == set()
+    assert loaded & {"workers.cli.tasks", "workers.cli.local.up", "httpx", "boto3", "huggingface_hub", "rich"} == set()
+
+
+def test_each_command_is_found_in_the_module_that_is_said_to_add_it() -> None:
+    there = penstock()
+    assert sorted(there.commands) == sorted(" ".join(MODULES.values()).split())
+    for names in MODULES.values():
+        alone: Any = typer.main.get_command(app_of(names.split()[0]))
+        assert sorted(alone.commands) == sorted(names.split())
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.processes import free_port, guarded
-from tests.producers.gateway.conftest import until
+from tests.processes import free_port
+from tests.waiting import until
+from tests.warm import Forked
 from tests.workers.cli.conftest import Run
 from workers.cli.exits import Failure
 from workers.cli.keys.auth import decided, is_loopback
@@ -72,8 +72,7 @@ def test_a_gateway_says_at_its_start_whether_it_asks_for_keys(valkey_url: str, t
         port = free_port()
         argv = [sys.executable, "-m", "workers.cli", "gateway", "--broker", valkey_url, "--host", host]
         argv += ["--port", str(port), "--files-dir", str(tmp_path)]
-        with (tmp_path / "log").open("wb") as log:
-            process = subprocess.Popen(guarded(*argv), stderr=log)
+        process = Forked(argv, {}, tmp_path / f"{status}.log")
         try:
             url = f"http://127.0.0.1:{port}"
             until(lambda: _status(f"{url}/livez") == 200)  # noqa: B023 - called at once
@@ -81,7 +80,7 @@ def test_a_gateway_says_at_its_start_whether_it_asks_for_keys(valkey_url: str, t
         finally:
             process.terminate()
             process.wait()
-        assert says in (tmp_path / "log").read_text()
+        assert says in (tmp_path / f"{status}.log").read_text()
 
 
 def _status(url: str) -> int:

@@ -11,23 +11,11 @@ from typing import Any
 import pytest
 
 from tests.producers.gateway.conftest import Door
-from tests.workers.cli.conftest import Run, Scripted
+from tests.workers.cli.conftest import Answer, Run, Scripted, send
 from workers.cli import client
 from workers.cli.batch.client import BatchGateway
 from workers.cli.client import Gateway, Refused, Unreachable
 from workers.cli.exits import Exit, Failure
-
-Answer = Callable[[BaseHTTPRequestHandler], None]
-
-
-def send(status: int, body: bytes, kind: str = "application/json") -> Answer:
-    def answer(request: BaseHTTPRequestHandler) -> None:
-        request.send_response(status)
-        request.send_header("content-type", kind)
-        request.end_headers()
-        request.wfile.write(body)
-
-    return answer
 
 
 def tokens(*positions: int, end: int | None = None, error: str | None = None) -> Answer:
@@ -41,7 +29,7 @@ def tokens(*positions: int, end: int | None = None, error: str | None = None) ->
         lines += f"id: {end}\nevent: end\ndata: {json.dumps(data)}\n\n"
     if error is not None:
         lines += f"event: error\ndata: {json.dumps({'error': {'message': 'Oh.', 'code': error}})}\n\n"
-    return send(200, lines.encode(), "text/event-stream")
+    return send(200, lines.encode())
 
 
 def positions(gateway: Gateway, start: int = 0, patience: float = 60.0) -> list[int]:
@@ -50,6 +38,15 @@ def positions(gateway: Gateway, start: int = 0, patience: float = 60.0) -> list[
 
 def broken(request: BaseHTTPRequestHandler) -> None:
     """The connection closes without an answer."""
+    request.close_connection = True
+
+
+#: The connection closes within an event, or within a chunk of the answer.
+half = send(200, b'event: token\ndata: {"pos')
+
+
+def cut(request: BaseHTTPRequestHandler) -> None:
+    request.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n99\r\nevent: token\n")
     request.close_connection = True
 
 
@@ -65,20 +62,26 @@ class TestStream:
             tokens(3, 4),
             broken,
             away,
+            half,
+            cut,
             tokens(),
             tokens(5, error="service_unavailable"),
             tokens(6, end=7),
         ]
         assert positions(Gateway(scripted.url), 3) == [3, 4, 5, 6, 7]
-        assert [path.rpartition("=")[2] for path in scripted.paths] == ["3", "5", "5", "5", "5", "6"]
+        assert [path.rpartition("=")[2] for path in scripted.paths] == ["3", "5", "5", "5", "5", "5", "5", "6"]
 
     def test_that_ended_before_is_empty(self, scripted: Scripted) -> None:
         scripted.answers = [send(204, b"")]
         assert positions(Gateway(scripted.url), 9) == []
 
-    def test_is_given_up_when_the_gateway_stays_away(self, scripted: Scripted) -> None:
-        scripted.answers = [tokens(0), broken, broken]
-        with pytest.raises(Unreachable) as failure:
+    @pytest.mark.parametrize(
+        ("away", "says"),
+        [(broken, "without response"), (half, "ended within an event"), (cut, r"IncompleteRead\(0 bytes read\)")],
+    )
+    def test_is_given_up_when_the_gateway_stays_away(self, scripted: Scripted, away: Answer, says: str) -> None:
+        scripted.answers = [tokens(0), away, away]
+        with pytest.raises(Unreachable, match=f"no answer from http.*{says}.*penstock up") as failure:
             positions(Gateway(scripted.url), patience=0.01)
         assert failure.value.status == Exit.UNREACHABLE
 
@@ -210,14 +213,11 @@ class TestTheKeyInTheEnvironment:
 
         def there(request: BaseHTTPRequestHandler) -> None:
             sent.append(request.headers.get("authorization"))
-            request.send_response(307)
-            request.send_header("location", f"{scripted.url}/bucket")
-            request.end_headers()
+            send(307, b"", location=f"{scripted.url}/bucket")(request)
 
         def here(request: BaseHTTPRequestHandler) -> None:
             sent.append(request.headers.get("authorization"))
-            request.send_response(200)
-            request.end_headers()
+            send(200, b"")(request)
 
         scripted.answers += [there, here]
         assert list(BatchGateway(scripted.url).content("file-1", 0)) == []

@@ -22,7 +22,7 @@ from workers.cli.gpus.choice import Chosen
 from workers.cli.local import up
 from workers.cli.local.system import System
 from workers.processes import PENSTOCK
-from workers.processes.standby import IDLE_S
+from workers.processes.standby.keeper import IDLE_S
 from workers.processes.supervisor import Program
 from workers.settings import WorkerSettings
 
@@ -127,9 +127,10 @@ def test_the_gateway_is_told_what_was_said(conducted: Conducted, monkeypatch: py
     system = conducted(*said, "--model", "tiny", "--model", "two=tiny")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        system._listener = listener.dup()  # the command closes what it is given
+        system._listener = listener.dup()
         program = system._gateway_program()
         result = CliRunner().invoke(app, list(program.argv)[len(PENSTOCK) :], env=dict(program.env))
+        system._listener.detach()  # the command has closed what it was given
     assert result.exit_code == 0, (result.output, result.exception)
     assert (given[0].max_queued, given[0].max_queued_per_tenant) == (60, 6)
     assert (given[0].max_queued_in_all, given[0].max_wait) == (0, 9.0)

@@ -39,7 +39,7 @@ def acker(proxy: Proxy) -> Iterator[Acker]:
     acker = Acker(connect_consumer(proxy.url, [QUEUE], proxy.url), proxy.url)
     acker.start()
     yield acker
-    acker.stop()
+    acker.stop(60)
     acker.join(60)
     assert not acker.is_alive()
 
@@ -81,27 +81,20 @@ def test_acknowledged_messages_are_gone(valkey: Redis, life: Incarnation, acker:
     assert valkey.llen(broker_keys.DEAD) == 0
 
 
-def test_with_a_reason_the_message_is_kept(valkey: Redis, life: Incarnation, acker: Acker) -> None:
-    (name,) = fetch(valkey, life, 1)
-    acker.ack(life, name, "nobody can read it")
-    assert acker.flush(60)
-    (letter,) = (json.loads(raw) for raw in valkey.lrange(broker_keys.DEAD, 0, -1))
-    assert letter["reason"] == "nobody can read it"
-    assert json.loads(letter["message"])["headers"]["id"] == "task-0"
-    assert letter["list"] == QUEUE
-
-
-def test_given_back_they_stand_in_front_and_delayed_ones_elsewhere(
+def test_given_back_they_stand_in_front_delayed_ones_elsewhere_and_with_a_reason_they_are_kept(
     valkey: Redis, life: Incarnation, acker: Acker
 ) -> None:
     fetch(valkey, life, 3)
     valkey.lpush(QUEUE, Message("later", QUEUE, "default", 1, 1).envelope())
     acker.back(life, "0")
     acker.back(life, "1", 60.0)
+    acker.ack(life, "2", "nobody can read it")
     assert acker.flush(60)
     assert waiting(valkey) == ["task-0", "later"]
     assert valkey.zcard(broker_keys.delayed(QUEUE)) == 1
-    assert valkey.hlen(broker_keys.inflight(life.id)) == 1
+    assert valkey.hlen(broker_keys.inflight(life.id)) == 0
+    (letter,) = (json.loads(raw) for raw in valkey.lrange(broker_keys.DEAD, 0, -1))
+    assert (letter["reason"], letter["list"]) == ("nobody can read it", QUEUE)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -127,12 +120,11 @@ def test_what_belongs_to_a_life_that_is_over_is_dropped(valkey: Redis, life: Inc
     assert valkey.hlen(broker_keys.inflight(life.id)) == 1, "it returns by REAP"
 
 
-def test_flush_tells_when_the_broker_is_away() -> None:
+def test_its_end_tells_when_the_broker_is_away() -> None:
     away = "redis://127.0.0.1:1/0"
     acker = Acker(connect_consumer(away, [QUEUE], away), away)
     acker.start()
     acker.ack(Incarnation("w"), "0")
-    assert not acker.flush(0.5)
-    acker.stop()
+    assert not acker.stop(0.5)
     acker.join(60)
     assert not acker.is_alive()

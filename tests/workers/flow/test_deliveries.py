@@ -50,20 +50,26 @@ def test_a_delivery_is_put_down_once_and_makes_room(books: Deliveries) -> None:
     assert books.known() == {"a"}, "one errand, on its way out"
 
 
-def test_what_the_engine_does_not_run_is_not_stopped(books: Deliveries, aborted: list[str]) -> None:
+def test_a_stage_only_moves_on(books: Deliveries, aborted: list[str]) -> None:
     delivery = enter(books, "a")
-    assert not books.stop(delivery)
-    books.running["a"] = delivery
+    assert books.run(delivery)
+    assert list(books.running) == ["a"]
     assert books.stop(delivery)
-    assert not books.stop(delivery)
-    assert aborted == ["a"]
+    assert not books.stop(delivery), "one try of Celery's, whoever else stops it"
+    assert not books.run(delivery)
+    assert (set(aborted), books.running, delivery.ended) == ({"a"}, {}, False)
+    books.end(delivery)
+    assert (delivery.ended, delivery.put_down) == (True, False)
+    books.give_back(delivery)
+    books.end(delivery)
+    assert delivery.put_down
 
 
 def test_a_life_that_is_over_drops_all_and_the_next_begins(books: Deliveries, aborted: list[str]) -> None:
     lapsed: list[tuple[Incarnation, list[str]]] = []
     books.on_lapse = lambda life, dropped: lapsed.append((life, [one.uuid for one in dropped]))
     life, runs, waits = books.life, enter(books, "a"), enter(books, "b")
-    books.running["a"] = runs
+    books.run(runs)
     books.life_is_over(life)
     books.life_is_over(life)
     assert lapsed == [(life, ["a", "b"])]

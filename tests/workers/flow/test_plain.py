@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -26,8 +27,8 @@ CARD: dict[str, Any] = {
 SERVED = Served(WorkerSettings("", "", "stub"), None, CARD, {}, Pool("stub", "v1", "x"))
 
 
-def fields(headers: dict[str, Any] | None = None, **kwargs: Any) -> dict[str, Any]:
-    plain = plain_fields(SERVED, NOW_MS, headers or {}, {"args": [], "kwargs": kwargs})
+def fields(headers: dict[str, Any] | None = None, args: Sequence[Any] = (), **kwargs: Any) -> dict[str, Any]:
+    plain = plain_fields(SERVED, NOW_MS, headers or {}, {"args": args, "kwargs": kwargs})
     assert plain.error is None, plain.error
     return plain.fields
 
@@ -100,9 +101,7 @@ def test_the_first_of_two_deadlines_counts() -> None:
     ],
 )
 def test_a_parent_s_result_is_the_prompt(argument: Any, prompt: Any) -> None:
-    plain = plain_fields(SERVED, NOW_MS, {}, {"args": [argument], "kwargs": {"max_tokens": 3}})
-    assert plain.error is None, plain.error
-    assert json.loads(str(plain.fields["task"]))["prompt"] == prompt
+    assert json.loads(fields(args=[argument], max_tokens=3)["task"])["prompt"] == prompt
 
 
 @pytest.mark.parametrize(
@@ -118,18 +117,14 @@ def test_a_parent_s_result_is_the_prompt(argument: Any, prompt: Any) -> None:
 )
 def test_a_parent_s_result_that_is_no_prompt_is_refused(args: list[Any], said: str) -> None:
     assert said in error({"args": args, "kwargs": {}})["message"]
+    assert error({"args": ["x"], "kwargs": {"prompt": "y"}})["message"].startswith("prompt is given twice")
 
 
 def test_a_parent_s_result_is_the_last_message_of_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CARD, "capabilities", ["generate", "chat"])
     system = {"role": "system", "content": "Translate."}
-    plain = plain_fields(SERVED, NOW_MS, {}, {"args": [{"text": "said"}], "kwargs": {"messages": [system]}})
-    assert plain.error is None, plain.error
-    assert json.loads(str(plain.fields["task"]))["messages"] == [system, {"role": "user", "content": "said"}]
-
-
-def test_a_prompt_may_not_be_given_twice() -> None:
-    assert error({"args": ["x"], "kwargs": {"prompt": "y"}})["message"].startswith("prompt is given twice")
+    task = json.loads(fields(args=[{"text": "said"}], messages=[system])["task"])
+    assert task["messages"] == [system, {"role": "user", "content": "said"}]
 
 
 def test_what_is_no_task_keeps_its_arguments_and_says_why() -> None:

@@ -15,7 +15,7 @@ import huggingface_hub.constants
 import pytest
 
 from engine.text.checkpoint import model_version
-from tests.producers.gateway.conftest import until
+from tests.waiting import until
 from tests.workers.library.hub_server import COMMIT, Hub, Repo, running_hub
 from workers.errors import Refused
 from workers.library import LocalModels, find_model
@@ -194,27 +194,22 @@ class TestPull:
 
 class TestRefusal:
     @pytest.mark.parametrize(
-        ("text", "says"),
+        ("text", "hub_is", "says"),
         [
-            ("hf://penstock/tyni", "has no model 'penstock/tyni', or it is private"),
-            (f"hf://{REPO}@v9", "has no branch, tag or commit 'v9'"),
+            ("hf://penstock/tyni", "well", "has no model 'penstock/tyni', or it is private"),
+            (f"hf://{REPO}@v9", "well", "has no branch, tag or commit 'v9'"),
+            (f"hf://{REPO}", "gated", f"is gated: accept its terms at http://.*/{REPO}, then set HF_TOKEN"),
+            (f"hf://{REPO}", "in trouble", "answered 400 'the hub is having a bad day'"),
         ],
     )
-    def test_of_what_is_not_there_says_so(self, models: LocalModels, hub: Hub, text: str, says: str) -> None:
+    def test_of_what_it_does_not_give_says_why(
+        self, models: LocalModels, hub: Hub, text: str, hub_is: str, says: str
+    ) -> None:
+        hub.repos[REPO].gated = hub_is == "gated"
+        hub.status = 400 if hub_is == "in trouble" else None
         with pytest.raises(Refused, match=says):
             bring(models, text)
-        assert hub.fetched() == []
-        assert models.all() == []
-
-    def test_of_a_gated_repository_says_how_to_get_in(self, models: LocalModels, hub: Hub) -> None:
-        hub.repos[REPO].gated = True
-        with pytest.raises(Refused, match=f"is gated: accept its terms at {hub.url}/{REPO}, then set HF_TOKEN"):
-            bring(models)
-
-    def test_of_a_hub_in_trouble_says_what_it_said(self, models: LocalModels, hub: Hub) -> None:
-        hub.status = 400
-        with pytest.raises(Refused, match="answered 400 'the hub is having a bad day'"):
-            bring(models)
+        assert (hub.fetched(), models.all()) == ([], [])
 
     @pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
     def test_of_a_wrong_checksum_keeps_nothing_of_the_file(self, models: LocalModels, hub: Hub, file: str) -> None:
@@ -226,25 +221,22 @@ class TestRefusal:
         del hub.wrong[file]
         assert (bring(models) / file).read_bytes() == right
 
-    def test_of_a_model_that_does_not_fit_the_disk_comes_before_it_is_downloaded(
-        self, models: LocalModels, hub: Hub
-    ) -> None:
-        hub.repos[REPO].sizes["model.safetensors"] = 10**16
-        with pytest.raises(Refused, match="MB free: make room, or set PENSTOCK_MODELS"):
-            bring(models)
-        assert hub.fetched() == []
-
     @pytest.mark.parametrize(
-        ("size", "says"), [(60_000_000, "MB free: make room"), (10**9, "at most 67108864 are read")]
+        ("name", "size", "says"),
+        [
+            ("model.safetensors", 60_000_000, "MB free: make room, or set PENSTOCK_MODELS"),
+            ("model.safetensors.index.json", 60_000_000, "MB free: make room"),
+            ("model.safetensors.index.json", 10**9, "at most 67108864 are read"),
+        ],
     )
-    def test_of_an_index_of_odd_size_comes_before_it_is_downloaded(
-        self, models: LocalModels, hub: Hub, monkeypatch: pytest.MonkeyPatch, size: int, says: str
+    def test_of_what_does_not_fit_comes_before_it_is_downloaded(
+        self, models: LocalModels, hub: Hub, monkeypatch: pytest.MonkeyPatch, name: str, size: int, says: str
     ) -> None:
         usage = shutil.disk_usage(models.root.parent)
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=50_000_000))
-        repo, index = hub.repos[REPO], "model.safetensors.index.json"
-        repo.files[index] = b"{}"
-        repo.sizes[index] = size
+        repo = hub.repos[REPO]
+        repo.files.setdefault(name, b"{}")
+        repo.sizes[name] = size
         with pytest.raises(Refused, match=says):
             bring(models)
         assert hub.fetched() == []
@@ -277,16 +269,13 @@ class TestRefusal:
             bring(models)
         assert set(hub.fetched()) <= {"model.safetensors.index.json"}
 
-    def test_of_what_is_no_hub_says_so(self, models: LocalModels, hub: Hub) -> None:
-        hub.repos[REPO].files = {}
-        with pytest.raises(Refused, match="HF_ENDPOINT"):
-            bring(models)
-
     @pytest.mark.parametrize("commit", ["../../x", "", "c0ffee", "C" * 40, "a" * 40 + "\n"])
-    def test_of_a_hub_that_names_no_commit_writes_nothing(self, models: LocalModels, hub: Hub, commit: str) -> None:
-        hub.repos[REPO].commit = commit
-        with pytest.raises(Refused, match="HF_ENDPOINT"):
-            bring(models)
+    def test_of_what_is_no_hub_writes_nothing(self, models: LocalModels, hub: Hub, commit: str) -> None:
+        """Nor of what lists no files."""
+        for odd in (Repo({}), Repo(dict(FILES), commit=commit)):
+            hub.repos[REPO] = odd
+            with pytest.raises(Refused, match="HF_ENDPOINT"):
+                bring(models)
         assert not models.root.exists()
 
 

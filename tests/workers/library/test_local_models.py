@@ -49,17 +49,16 @@ class TestCopy:
         assert names == {path.name for path in TINY.iterdir()} | {"manifest.json"}
         assert ModelCard.from_folder(pulled.folder, "mine").version == pulled.version == pulled.folder.name
 
-    def test_does_not_change_when_its_source_does(self, models: LocalModels, own: Path) -> None:
-        pulled = models.copy("mine", own)
-        with (own / "model.safetensors").open("r+b") as file:
-            file.write(b"changed")
-        assert sha256_of(pulled.folder / "model.safetensors") == sha256_of(TINY / "model.safetensors")
-
-    def test_of_the_same_files_is_the_same_version(self, models: LocalModels, own: Path) -> None:
+    def test_of_the_same_files_is_the_same_version_and_does_not_change_with_them(
+        self, models: LocalModels, own: Path
+    ) -> None:
         first = models.copy("mine", own)
         assert models.copy("mine", own).folder == first.folder
         assert models.copy("other", own).version == first.version
         assert [one.name for one in models.all()] == ["other", "mine"]
+        with (own / "model.safetensors").open("r+b") as file:
+            file.write(b"changed")
+        assert sha256_of(first.folder / "model.safetensors") == sha256_of(TINY / "model.safetensors")
 
     def test_that_is_not_what_its_manifest_says_is_refused(self, models: LocalModels, own: Path) -> None:
         pulled = models.copy("mine", own)
@@ -90,28 +89,18 @@ class TestCopy:
 class TestVersions:
     def test_the_last_pulled_is_the_one_that_is_meant(self, models: LocalModels) -> None:
         first, second = put(models, "m", "1"), put(models, "m", "2")
-        found = models.find("m")
-        assert found is not None
-        assert found.folder == second
-        assert put(models, "m", "1") == first
-        found = models.find("m")
-        assert found is not None
-        assert found.folder == first
+        assert models.all()[0] == models.find("m")
+        assert models.all()[0].folder == second
+        assert put(models, "m", "1") == first == models.all()[0].folder
 
-    def test_say_where_they_came_from(self, models: LocalModels) -> None:
+    def test_say_where_they_came_from_and_do_not_depend_on_it(self, models: LocalModels) -> None:
         source = Source("a/b", "main", "c0ffee")
-        put(models, "m", "1", source)
-        put(models, "plain", "1")
+        folder = put(models, "m", "1", source)
+        assert put(models, "plain", "1").name == folder.name == model_version(folder)
         assert {one.name: one.source for one in models.all()} == {"m": source, "plain": None}
 
-    def test_do_not_depend_on_where_they_came_from(self, models: LocalModels) -> None:
-        assert put(models, "m", "1", Source("a/b", "main", "1")).name == put(models, "n", "1").name
-
-    def test_are_the_engines(self, models: LocalModels) -> None:
-        folder = put(models, "m", "1")
-        assert folder.name == model_version(folder)
-
     def test_that_are_not_whole_are_not_there(self, models: LocalModels) -> None:
+        assert (models.all(), models.find("m")) == ([], None), "there is no folder"
         with models.workplace("m", "key") as place:
             (place / "manifest.json").write_text(json.dumps({"v": 1, "files": {}}))
         (models.root / "m" / "0123456789ab").mkdir()
@@ -134,32 +123,22 @@ class TestVersions:
             models.copy("m", own)
         assert models.all() == []
 
-    def test_are_none_where_there_is_no_folder(self, models: LocalModels) -> None:
-        assert models.all() == []
-        assert models.find("m") is None
 
-
-def test_a_workplace_keeps_what_is_in_it(models: LocalModels) -> None:
-    with models.workplace("m", "key") as place:
-        (place / "half").write_text("half")
-    with models.workplace("m", "key") as place:
-        assert (place / "half").read_text() == "half"
-
-
-def test_a_workplace_is_for_one_at_a_time(models: LocalModels) -> None:
+def test_a_workplace_is_for_one_at_a_time_and_keeps_what_is_in_it(models: LocalModels) -> None:
     waits, order = threading.Event(), []
 
     def second() -> None:
-        with models.workplace("m", "key", waits.set):
-            order.append("second")
+        with models.workplace("m", "key", waits.set) as place:
+            order.append(f"second found {(place / 'half').read_text()}")
 
-    with models.workplace("m", "key"):
+    with models.workplace("m", "key") as place:
+        (place / "half").write_text("half")
         thread = threading.Thread(target=second)
         thread.start()
         assert waits.wait(60)
         order.append("first")
     thread.join(60)
-    assert order == ["first", "second"]
+    assert order == ["first", "second found half"]
 
 
 def test_the_default_folder_is_the_users_or_the_one_that_was_given(

@@ -33,12 +33,6 @@ def test_a_worker_that_has_just_begun_counts_from_then() -> None:
     assert duty.share(101.0) == pytest.approx(0.5)
 
 
-def test_one_step_long_ago_is_over() -> None:
-    duty = Duty(0.0)
-    duty.take(0.1, 0.05)
-    assert duty.share(60.0) == 0.0
-
-
 def test_the_95th_percentile_of_the_last_minutes() -> None:
     first = FirstTokens()
     assert first.p95(0.0) is None

@@ -11,7 +11,7 @@ import pytest
 from redis import Redis
 
 from producers.contract import keys
-from tests.workers.processes.test_supervisor import said
+from tests.workers.processes.test_supervisor import begun, said
 from workers.processes.supervisor import Child, Program
 
 TELLS = """
@@ -31,12 +31,10 @@ async def test_what_the_child_told_of_itself_is_ended(valkey: Redis, valkey_url:
         valkey.set(keys.lease(lease), "{}")
     argv = (sys.executable, "-I", "-S", "-c", TELLS)
     child = Child(Program("it", argv, {"BROKER_URL": valkey_url}, tells=True), lambda name, line: None)
-    await child.start()
-    await said(child, "up")
+    pid = await begun(child)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         other.sendto(b"X_PENSTOCK_LEASE=another's", child.program.env["NOTIFY_SOCKET"].replace("@", "\0", 1))
-    assert child.pid is not None
-    os.kill(child.pid, signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
     await said(child, "its lease is ended: returned its 0 deliveries to the queue")
     await child.stop(0.0)
     assert valkey.keys(keys.lease("*")) == [keys.lease("another's").encode()]

@@ -9,16 +9,17 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from producers.client.blocking import Client
+from tests.waiting import auntil as until
 from tests.workers.processes.test_supervisor import gone, said
-from workers.processes import PENSTOCK
-from workers.processes.standby import Standby
+from workers.processes import PENSTOCK, ahead
+from workers.processes.standby.keeper import Standby
 from workers.processes.standby.preload import MODULES
 from workers.processes.supervisor import Child, Program
 
@@ -61,12 +62,6 @@ async def make(code: Path) -> AsyncIterator[Make]:
     yield standby
     for one in made:
         await one.stop()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - what is waited for happens in other processes
-            await asyncio.sleep(0.005)
 
 
 def child(standby: Standby, *arguments: str, argv: tuple[str, ...] = PROGRAM, **env: str) -> Child:
@@ -121,48 +116,42 @@ async def test_its_status_is_the_programs_and_a_restart_may_use_the_next(make: M
     assert await one.keeper == 3
 
 
-async def test_a_killed_one_is_replaced_after_a_normal_start(make: Make) -> None:
-    standby = make()
-    waiting = await ready(standby)
-    os.kill(waiting, signal.SIGKILL)
-    one = child(standby)
-    assert await started(one) != waiting
-    await until(lambda: standby.ready)
-    await one.stop(60)
+def kill(pid: int, code: Path) -> str:
+    os.kill(pid, signal.SIGKILL)
+    return ""
 
 
-async def test_a_stuck_one_is_killed_before_the_normal_start(make: Make) -> None:
-    standby = make()
-    waiting = await ready(standby)
-    os.kill(waiting, signal.SIGSTOP)
-    one = child(standby)
-    assert await started(one) != waiting
-    assert gone(waiting)
-    assert "did not answer" in make.told[-1]  # type: ignore[attr-defined]
-    await one.stop(60)
+def stick(pid: int, code: Path) -> str:
+    os.kill(pid, signal.SIGSTOP)
+    return "did not answer"
 
 
-async def test_one_with_another_environment_is_replaced(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    standby = make()
-    waiting = await ready(standby)
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    one = child(standby)
-    assert await started(one) != waiting
-    assert "OMP_NUM_THREADS has another value" in make.told[-1]  # type: ignore[attr-defined]
-    await until(lambda: standby.ready)
-    waiting, two = standby.pid, child(standby)
-    assert await started(two) == waiting
-    await asyncio.gather(one.stop(60), two.stop(60))
+def change_the_environment(pid: int, code: Path) -> str:
+    os.environ["OMP_NUM_THREADS"] = "3"
+    return "OMP_NUM_THREADS has another value"
 
 
-async def test_one_whose_code_has_changed_is_replaced(make: Make, code: Path) -> None:
-    standby = make()
-    waiting = await ready(standby)
+def change_the_code(pid: int, code: Path) -> str:
     (code / "warm_module.py").write_text("new = True")
+    return f"{code / 'warm_module.py'} has changed"
+
+
+@pytest.mark.parametrize("spoil", [kill, stick, change_the_environment, change_the_code])
+async def test_one_that_cannot_be_used_is_gone_before_the_normal_start_and_is_replaced(
+    make: Make, code: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[int, Path], str]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    standby = make()
+    waiting = await ready(standby)
+    why = spoil(waiting, code)
     one = child(standby)
     assert await started(one) != waiting
-    assert f"{code / 'warm_module.py'} has changed" in make.told[-1]  # type: ignore[attr-defined]
-    await one.stop(60)
+    await until(lambda: gone(waiting))
+    assert why in " ".join(make.told)  # type: ignore[attr-defined]
+    await until(lambda: standby.ready)
+    second, two = standby.pid, child(standby)
+    assert await started(two) == second
+    await asyncio.gather(one.stop(60), two.stop(60))
 
 
 async def test_it_leaves_other_programs_alone(make: Make) -> None:
@@ -183,10 +172,77 @@ async def test_it_ends_when_nothing_comes(make: Make) -> None:
     await until(lambda: standby.pid is None and gone(waiting))
 
 
+@pytest.fixture
+def begin(code: Path) -> Iterator[Callable[[], ahead.Ahead]]:
+    """Begins a process ahead, which takes a moment for its imports."""
+    begun: list[ahead.Ahead] = []
+
+    def one() -> ahead.Ahead:
+        (code / "warm_module.py").write_text("import time; time.sleep(0.3)")
+        ahead.begin("warm_module", "workers.runtime.cold_start")
+        found = ahead.taken()
+        assert found is not None
+        begun.append(found)
+        return found
+
+    yield one
+    for found in begun:
+        found.end()
+
+
+async def test_one_begun_ahead_becomes_the_program_once_it_is_ready(
+    make: Make, begin: Callable[[], ahead.Ahead]
+) -> None:
+    begun = begin()
+    standby = make(ahead=begun, more=False)
+    await standby.start()
+    assert not standby.ready
+    one, two = child(standby, "a"), child(standby, "b")
+    assert await started(one, "a") == begun.process.pid
+    assert await started(two, "b") != begun.process.pid
+    assert standby.pid is None, "no other follows"
+    assert await one.stop(60)
+    assert await two.stop(60)
+
+
+async def test_one_begun_ahead_that_dies_costs_a_normal_start(make: Make, begin: Callable[[], ahead.Ahead]) -> None:
+    begun = begin()
+    os.kill(begun.process.pid, signal.SIGKILL)
+    standby = make(ahead=begun)
+    await standby.start()
+    one = child(standby)
+    assert await started(one) != begun.process.pid
+    assert gone(begun.process.pid)
+    await until(lambda: standby.ready)
+    await one.stop(60)
+
+
+async def test_one_begun_ahead_ends_with_a_start_that_is_given_up(make: Make, begin: Callable[[], ahead.Ahead]) -> None:
+    begun = begin()
+    standby = make(ahead=begun)
+    await standby.start()
+    starting = asyncio.create_task(child(standby).start())
+    await asyncio.sleep(0)
+    starting.cancel()
+    await asyncio.wait((starting,))
+    await until(lambda: gone(begun.process.pid))
+
+
+def test_one_begun_ahead_that_nobody_takes_is_ended(code: Path) -> None:
+    source = """
+    from workers.processes import ahead
+    ahead.begin("time")
+    print(ahead._begun.process.pid)
+    ahead.end()
+    """
+    said = subprocess.check_output([sys.executable, "-c", textwrap.dedent(source)], text=True)
+    assert gone(int(said))
+
+
 def test_it_dies_with_its_parent(code: Path) -> None:
     source = """
     import asyncio
-    from workers.processes.standby import Standby
+    from workers.processes.standby.keeper import Standby
     async def main():
         standby = Standby(["x"], print, imports=["warm_module"])
         await standby.start()

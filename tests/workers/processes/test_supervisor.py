@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from workers.processes import supervisor
-from workers.processes.supervisor import GUARD, Child, Program, ended
+from workers.processes import GUARD, supervisor
+from workers.processes.supervisor import Child, Program, ended
 
 PYTHON = (sys.executable, "-I", "-S", "-c")
 #: Says that it is up, then waits for SIGTERM.
@@ -47,6 +47,21 @@ async def make() -> AsyncIterator[Make]:
         await one.stop(0.0, signal.SIGKILL)
 
 
+async def begun(child: Child) -> int:
+    """Start it; its process id, once it says that it is up."""
+    await child.start()
+    await said(child, "up")
+    assert child.pid is not None
+    return child.pid
+
+
+async def status(child: Child) -> int:
+    """Its last exit status."""
+    assert child.keeper is not None
+    async with asyncio.timeout(60):
+        return await child.keeper
+
+
 async def said(child: Child, line: str, times: int = 1) -> None:
     async with asyncio.timeout(60):
         while True:
@@ -70,8 +85,7 @@ class TestOutput:
         source = "import sys; print('a'); print('b', file=sys.stderr, end='')"
         child = Child(Program("it", (*PYTHON, source)), lambda name, line: heard.append((name, line)))
         await child.start()
-        assert child.keeper is not None
-        await child.keeper
+        await status(child)
         await child.stop(60)
         assert sorted(heard) == [("it", "a"), ("it", "b")]
 
@@ -93,18 +107,14 @@ class TestOutput:
 class TestStop:
     async def test_ends_a_child_that_obeys(self, make: Make) -> None:
         child = make(WAITS)
-        await child.start()
-        await said(child, "up")
-        pid = child.pid
-        assert pid is not None
+        pid = await begun(child)
         assert await child.stop(60)
         assert child.pid is None
         assert gone(pid)
 
     async def test_kills_a_child_that_does_not(self, make: Make) -> None:
         child = make(STUBBORN)
-        await child.start()
-        await said(child, "up")
+        await begun(child)
         child.order(signal.SIGTERM)
         await said(child, "no")
         assert not await child.stop(0.2)
@@ -115,8 +125,7 @@ class TestStop:
         assert await make(WAITS).stop(0)
         child = make("pass")
         await child.start()
-        assert child.keeper is not None
-        await child.keeper
+        await status(child)
         assert await child.stop(0)
 
     async def test_is_not_held_up_by_a_grandchild_that_has_our_pipe(self, make: Make) -> None:
@@ -132,8 +141,7 @@ class TestStop:
             signal.pause()
             """
         )
-        await child.start()
-        await said(child, "up")
+        await begun(child)
         async with asyncio.timeout(60):
             assert await child.stop(90)
         os.kill(int(child.lines[0]), signal.SIGKILL)
@@ -159,9 +167,7 @@ class TestStop:
         await reached.wait()
         child.order(signal.SIGTERM)
         go.set()
-        assert child.keeper is not None
-        async with asyncio.timeout(60):
-            assert await child.keeper == -signal.SIGTERM
+        assert await status(child) == -signal.SIGTERM
 
 
 class TestRestart:
@@ -176,36 +182,27 @@ class TestRestart:
         await asyncio.sleep(0.2)
         assert list(child.lines).count("up") == count
 
-    async def test_pauses_longer_after_each_death_that_follows_soon(
-        self, make: Make, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(
+        ("status", "well_s", "pauses"),
+        [
+            (3, 20.0, ("0.002", "0.004", "0.005", "0.005")),
+            (70, 0.0, ("0.002", "0.002", "0.002", "0.002")),  # it was healthy each time
+            (2, 0.0, ("0.002", "0.004", "0.005", "0.005")),  # it was long in finding out, and is no healthier for it
+        ],
+    )
+    async def test_pauses_longer_after_each_death_that_follows_soon_or_is_a_refusal(
+        self, make: Make, monkeypatch: pytest.MonkeyPatch, status: int, well_s: float, pauses: tuple[str, ...]
     ) -> None:
-        monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.002)
-        monkeypatch.setattr(supervisor, "LONGEST_PAUSE_S", 0.005)
-        child = make("raise SystemExit(3)")
+        for name, seconds in {"FIRST_PAUSE_S": 0.002, "LONGEST_PAUSE_S": 0.005, "WELL_S": well_s}.items():
+            monkeypatch.setattr(supervisor, name, seconds)
+        child = make(f"raise SystemExit({status})")
         child.restart = True
         await child.start()
-        await said(child, "exited with status 3; starting it again in 0.005 s", 2)
+        await said(child, f"exited with status {status}; starting it again in {pauses[-1]} s", pauses.count(pauses[-1]))
         await child.stop(60)
-        assert list(child.lines)[:2] == [
-            "exited with status 3; starting it again in 0.002 s",
-            "exited with status 3; starting it again in 0.004 s",
+        assert list(child.lines)[: len(pauses)] == [
+            f"exited with status {status}; starting it again in {pause} s" for pause in pauses
         ]
-
-    async def test_of_a_child_that_is_refused_late_does_not_begin_anew(
-        self, make: Make, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """It was long in finding out, and is no healthier for it; of any other status it would be."""
-        monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.002)
-        monkeypatch.setattr(supervisor, "LONGEST_PAUSE_S", 0.005)
-        monkeypatch.setattr(supervisor, "WELL_S", 0.0)
-        refused, failed = make("raise SystemExit(2)"), make("raise SystemExit(70)")
-        for child in (refused, failed):
-            child.restart = True
-            await child.start()
-        await said(refused, "exited with status 2; starting it again in 0.005 s", 2)
-        await said(failed, "exited with status 70; starting it again in 0.002 s", 3)
-        for child in (refused, failed):
-            await child.stop(60)
 
     async def test_goes_on_where_a_child_cannot_be_started_just_now(
         self, make: Make, monkeypatch: pytest.MonkeyPatch
@@ -215,10 +212,10 @@ class TestRestart:
         await child.start()
         child.restart = True
         executable = sys.executable
-        monkeypatch.setattr(supervisor.sys, "executable", "/no/such/file")
+        monkeypatch.setattr(sys, "executable", "/no/such/file")
         await said(child, "cannot be started; starting it again in 0.004 s")
         assert any("No such file" in line for line in child.lines)
-        monkeypatch.setattr(supervisor.sys, "executable", executable)
+        monkeypatch.setattr(sys, "executable", executable)
         count = list(child.lines).count("up")
         await said(child, "up", count + 2)
         assert await child.stop(60)
@@ -238,8 +235,7 @@ class TestRestart:
     async def test_is_not_done_where_it_is_not_wanted(self, make: Make) -> None:
         child = make("raise SystemExit(7)")
         await child.start()
-        assert child.keeper is not None
-        assert await child.keeper == 7
+        assert await status(child) == 7
 
 
 class TestGuard:
@@ -257,7 +253,7 @@ class TestGuard:
         os.close(ours)
 
     def test_does_not_start_what_nobody_waits_for(self, tmp_path: Path) -> None:
-        argv = [sys.executable, "-I", "-S", str(GUARD), "1", "9", *PYTHON, f"open({str(tmp_path / 'x')!r}, 'w')"]
+        argv = [sys.executable, "-I", "-S", GUARD, "1", "9", *PYTHON, f"open({str(tmp_path / 'x')!r}, 'w')"]
         done = subprocess.run(argv, capture_output=True, text=True, check=False)
         assert done.returncode == 1
         assert "is gone" in done.stderr

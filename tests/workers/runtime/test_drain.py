@@ -67,25 +67,17 @@ def test_the_rest_goes_back_with_its_tokens(rig: Rig) -> None:
     rig.check_nothing_left()
 
 
-def test_sigquit_hands_back_at_once(rig: Rig) -> None:
-    worker = rig.worker(STUB_HOLD_AT=30, drain=600.0)
-    ids = rig.fill(5, max_tokens=60)
-    rig.until(lambda: all(rig.tokens(task_id) > 3 for task_id in ids))
-    assert worker.stop(signal.SIGQUIT) == 0
-    check_gone(rig)
-    assert {rig.status(task_id) for task_id in ids} == {"queued"}
-    rig.worker()
-    rig.until_settled(ids)
-    rig.check(ids)
-
-
-def test_order_is_kept_when_tasks_go_back(rig: Rig) -> None:
-    worker = rig.worker(STUB_HOLD_AT=30, STUB_SEQS=5)
+def test_sigquit_hands_back_at_once_and_keeps_the_order(rig: Rig) -> None:
+    worker = rig.worker(STUB_HOLD_AT=30, STUB_SEQS=5, drain=600.0)
     ids = rig.fill(8, max_tokens=60)
     rig.until(lambda: rig.tokens(ids[4]))
     assert worker.stop(signal.SIGQUIT) == 0
+    check_gone(rig)
     waiting = [json.loads(raw)["headers"]["id"] for raw in rig.redis.lrange(QUEUE, 0, -1)]
     assert waiting == ids[::-1], "those that ran are in front, the oldest first"
+    rig.worker()
+    rig.until_settled(ids)
+    rig.check(ids)
 
 
 @pytest.mark.parametrize("second", few([signal.SIGTERM, signal.SIGQUIT], signal.SIGTERM))
@@ -192,24 +184,17 @@ def test_a_task_that_waits_for_its_countdown_does_not_hold_the_drain(rig: Rig) -
     assert result.state == "PENDING"
 
 
-def test_an_ordinary_task_ends_in_time_too(rig: Rig) -> None:
-    worker = rig.worker(drain=30.0, WORKER_PLUGINS=ORDINARY)
-    result = rig.sender().send_task("app.note", ("note", 1.0))
+@pytest.mark.parametrize(("pause", "drain", "ends"), [(1.0, 30.0, True), (600.0, 0.2, False)])
+def test_an_ordinary_task_ends_in_time_too_or_is_handed_back(rig: Rig, pause: float, drain: float, ends: bool) -> None:
+    worker = rig.worker(drain=drain, WORKER_PLUGINS=ORDINARY)
+    result = rig.sender().send_task("app.note", ("note", pause))
     rig.until(lambda: rig.redis.llen("seen:note"))
     assert worker.stop() == 0
-    assert rig.redis.lrange("seen:note", 0, -1) == ["begun", "done"]
-    assert result.state == "SUCCESS"
+    assert rig.redis.lrange("seen:note", 0, -1) == ["begun", "done"][: 1 + ends]
+    assert (result.state == "SUCCESS", rig.waiting(keys.model_queue("stub"))) == (ends, int(not ends))
     check_gone(rig)
-    rig.check_nothing_left()
-
-
-def test_an_ordinary_task_that_takes_too_long_is_handed_back(rig: Rig) -> None:
-    worker = rig.worker(drain=0.2, WORKER_PLUGINS=ORDINARY)
-    rig.sender().send_task("app.note", ("note", 600.0))
-    rig.until(lambda: rig.redis.llen("seen:note"))
-    assert worker.stop() == 0
-    assert rig.waiting(keys.model_queue("stub")) == 1
-    check_gone(rig)
+    if ends:
+        rig.check_nothing_left()
 
 
 @pytest.mark.slow
@@ -229,9 +214,3 @@ def test_with_a_store_that_hangs_it_ends_in_time_and_nothing_is_lost() -> None:
         rig.worker()
         rig.until_settled(ids)
         rig.check(ids)
-
-
-def test_an_idle_worker_leaves_cleanly(rig: Rig) -> None:
-    assert rig.worker().stop() == 0
-    check_gone(rig)
-    rig.check_nothing_left()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,12 @@ from redis import Redis
 
 from producers import AsyncClient, Client
 from producers.admin.fleet import read_fleet
-from producers.broker.sqs.hold.poller import WAIT_S
 from producers.contract import keys
 from tests.aws import Aws
 from tests.stub_engine import text_of
-from tests.workers.rig import TIMES
+from tests.workers.rig import LEASE, POOL, TIMES
 from tests.workers.sqs.conftest import SqsRig
+from workers.connect import check_queues
 
 
 def test_a_task_streams_and_leaves_nothing_behind(sqs: SqsRig) -> None:
@@ -38,9 +37,9 @@ def test_a_task_streams_and_leaves_nothing_behind(sqs: SqsRig) -> None:
 
 
 def test_better_tiers_begin_first(sqs: SqsRig) -> None:
-    first = sqs.worker()  # makes the queues, and announces the model
-    assert first.stop() == 0
-    time.sleep(WAIT_S + 1)  # its polls go on at SQS for so long, and would take messages that nobody gets
+    # No worker makes them: its polls would go on at SQS without it, and take messages that nobody gets.
+    check_queues(sqs.url, sqs.store_url, POOL.queues[1:], make=True, lease=LEASE)
+    sqs.publish_card()
     ids = {tier: sqs.submit(4, tier=tier) for tier in ("batch", "flex", "default", "priority")}
     assert sqs.submit(1, tier="priority", n=2)
     sqs.worker(STUB_SEQS=1)
@@ -139,7 +138,7 @@ def test_workers_and_what_waits_are_listed(sqs: SqsRig, tmp_path: Path) -> None:
 def test_tasks_of_one_key_run_one_after_another(aws: Aws, valkey_url: str, valkey: Redis) -> None:
     rig = SqsRig(aws, valkey_url, fifo="1")
     try:
-        rig.worker(STUB_STEP_S=0.01)
+        rig.worker(times={**TIMES, "producers.broker.sqs.hold.poller:WAIT_S": 1}, STUB_STEP_S=0.01)
         with Client(rig.url, rig.store_url) as client:
             task: dict[str, Any] = {"model": "stub", "prompt": [1], "max_tokens": 10}
             ids = [client.submit(**task, seed=seed, order_key="conversation/7").id for seed in range(4)]

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import asyncio
+from collections.abc import AsyncIterator
 from ipaddress import ip_address
 from typing import Any
 
@@ -26,36 +26,34 @@ class Names:
         """Nothing is open."""
 
 
-def test_a_name_that_moves_to_a_private_address_is_not_called_over_a_connection_that_is_open() -> None:
-    async def run(receiver: Receiver) -> None:
-        sender = Sender(networks(["127.0.0.0/8"]), 10.0)
-        await sender._resolver.aclose()
-        sender._resolver = Names(["127.0.0.1"], ["10.0.0.1"], ["127.0.0.1", "10.0.0.1"], ["127.0.0.2", "127.0.0.1"])  # type: ignore[assignment]
+@pytest.fixture
+async def sender() -> AsyncIterator[Sender]:
+    made = Sender(networks(["127.0.0.0/8"]), 10.0)
+    yield made
+    await made.close()
+
+
+async def test_a_name_that_moves_to_a_private_address_is_not_called_over_a_connection_that_is_open(
+    sender: Sender,
+) -> None:
+    await sender._resolver.aclose()
+    sender._resolver = Names(["127.0.0.1"], ["10.0.0.1"], ["127.0.0.1", "10.0.0.1"], ["127.0.0.2", "127.0.0.1"])  # type: ignore[assignment]
+    with Receiver() as receiver:
         url = f"http://hook.test:{receiver.port}/ok"
         first, moved, both, second = [await sender.send(url, {"webhook-id": "x"}, "{}") for _ in range(4)]
-        await sender.close()
-        assert first.delivered
-        for refused in (moved, both):
-            assert "10.0.0.1" in refused.attempt.error
-        assert second.delivered  # nobody listens at the first of two addresses
-
-    with Receiver() as receiver:
-        asyncio.run(run(receiver))
         hosts = [event.headers["host"] for event in receiver.events]
+    assert first.delivered
+    for refused in (moved, both):
+        assert "10.0.0.1" in refused.attempt.error
+    assert second.delivered  # nobody listens at the first of two addresses
     assert hosts == [f"hook.test:{receiver.port}"] * 2
 
 
-def test_an_error_shows_nothing_of_the_urls_path_which_may_be_a_secret() -> None:
-    async def run(receiver: Receiver) -> str:
-        sender = Sender(networks(["127.0.0.0/8"]), 10.0)
-        outcome = await sender.send(f"{receiver.url}/noise/T0KEN?key=T0KEN", {}, "{}")
-        await sender.close()
-        return outcome.attempt.error
-
+async def test_an_error_shows_nothing_of_the_urls_path_which_may_be_a_secret(sender: Sender) -> None:
     with Receiver() as receiver:
-        error = asyncio.run(run(receiver))
-    assert "not HTTP" in error
-    assert "T0KEN" not in error
+        outcome = await sender.send(f"{receiver.url}/noise/T0KEN?key=T0KEN", {}, "{}")
+    assert "not HTTP" in outcome.attempt.error
+    assert "T0KEN" not in outcome.attempt.error
 
 
 def test_retries_follow_the_schedule_and_a_receivers_wish_delays_them() -> None:

@@ -24,7 +24,7 @@ class Actual:
 
 
 class Actuator(Protocol):
-    """Keeps a number of workers running. Any call may be repeated; none may take longer than 10 s."""
+    """Keeps a number of workers running. Any call may be repeated, and is cancelled after `acting.CALL_S`."""
 
     @property
     def name(self) -> str:

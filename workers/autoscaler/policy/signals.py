@@ -7,10 +7,12 @@ number for zero.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+
+from pydantic import with_config
 
 from producers.contract import keys
 from producers.contract.profile import Profile
+from workers.autoscaler.policy.kept import STRICT
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,7 @@ class TierQueue:
     oldest_s: float | None = None
 
 
+@with_config(STRICT)
 @dataclass(frozen=True, slots=True)
 class Signals:
     """`at`: the store's clock (unix s). `ready`: workers with a live lease that take tasks."""
@@ -43,9 +46,3 @@ class Signals:
     @property
     def queued(self) -> int:
         return sum(tier.waiting for tier in self.tiers.values())
-
-    def to_dict(self) -> dict[str, Any]:
-        """For the kept decision."""
-        from dataclasses import asdict
-
-        return asdict(self)

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from producers.contract.profile import Profile
 from workers.autoscaler.policy.decide import decide
+from workers.autoscaler.policy.kept import restored
 from workers.autoscaler.policy.memory import Memory
 from workers.autoscaler.policy.rules import Rules
-from workers.autoscaler.policy.signals import Signals, TierQueue
+from workers.autoscaler.policy.signals import Signals
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def replay(path: Path) -> Replay:
         try:
             wanted, reason, memory = _again(kept)
             was = int(kept["wanted"])
-            after = Memory.of(kept["memory"])
+            after = restored(Memory, kept["memory"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{path}, line {number}: no decision that can be computed again: {error!r}") from error
         count += 1
@@ -75,14 +75,6 @@ def _kept(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
 
 
 def _again(kept: dict[str, Any]) -> tuple[int, str, Memory]:
-    decision, memory = decide(Rules(**kept["rules"]), signals_of(kept["signals"]), Memory.of(kept["before"]))
+    seen = None if kept["signals"] is None else restored(Signals, kept["signals"])
+    decision, memory = decide(Rules(**kept["rules"]), seen, restored(Memory, kept["before"]))
     return decision.wanted, decision.reason, memory
-
-
-def signals_of(said: dict[str, Any] | None) -> Signals | None:
-    """The inverse of `Signals.to_dict`. Raises KeyError or TypeError."""
-    if said is None:
-        return None
-    tiers = {name: TierQueue(**tier) for name, tier in said["tiers"].items()}
-    profile = Profile(**said["profile"])
-    return Signals(**{**said, "tiers": tiers, "profile": profile, "missing": tuple(said["missing"])})

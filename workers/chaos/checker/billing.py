@@ -12,6 +12,10 @@ from workers.chaos.checker.ledger import Row, total
 from workers.chaos.checker.store import FINAL, Stream
 from workers.chaos.checker.streams import tokens_of
 
+#: Counts that no stream and no record tells for sure: a death is taken back after the end, where the worker turns out
+#: to live; an engine's time may be noted once more.
+UNSURE: Final = frozenset({"deaths", "engine"})
+
 
 def usage_is_the_stream(case: Case) -> Iterator[Violation]:
     """Usage counts the prompt once and each streamed token once, however often they were computed."""
@@ -26,11 +30,6 @@ def usage_is_the_stream(case: Case) -> Iterator[Violation]:
         prompt = int(record.get("prompt_tokens", usage["prompt_tokens"]))
         if usage["prompt_tokens"] not in ((prompt,) if "started" in record else (0, prompt)):
             yield Violation("usage_is_the_stream", task_id, f"is billed {usage} for a prompt of {prompt}")
-
-
-#: Counts that no stream and no record tells for sure: a death is taken back after the end, where the worker turns out
-#: to live; an engine's time may be noted once more.
-UNSURE: Final = frozenset({"deaths", "engine"})
 
 
 def ledger_is_the_streams(case: Case) -> Iterator[Violation]:

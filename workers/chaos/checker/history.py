@@ -32,7 +32,17 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+#: Kinds of lines that are kept as they are -> where.
+_LISTS: Final = {
+    "fault": "faults",
+    "healed": "faults",
+    "exit": "exits",
+    "serves": "serves",
+    "spied": "spied",
+    "listed": "listed",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,41 +110,32 @@ class History:
             self._take(line)
 
     def _take(self, line: dict[str, Any]) -> None:
-        kind = line["e"]
-        if kind == "ask":
-            quiet = bool(line.get("quiet"))
-            seen = Seen(line["k"], line["v"], line["via"], line["task"], quiet, line.get("key"))
-            self.tasks[quiet, line["k"]] = seen
-        elif kind in ("accepted", "maybe"):
-            seen = self.tasks[bool(line.get("quiet")), line["k"]]
-            seen.accepted |= kind == "accepted"
+        kind, quiet = line["e"], bool(line.get("quiet"))
+        if kind in _LISTS:
+            getattr(self, _LISTS[kind]).append(line)
+        elif kind == "ask":
+            self.tasks[quiet, line["k"]] = Seen(line["k"], line["v"], line["via"], line["task"], quiet, line.get("key"))
+        elif kind in ("accepted", "maybe", "refused", "text"):
+            self._answered(self.tasks[quiet, line["k"]], line)
+        elif kind in ("came", "got", "final", "cancel"):
+            self._read(self.by_id[line["id"]], line)
+        elif kind == "resumed":
+            self.resumed[line["id"], line["length"]] = line["t"]
+        elif kind == "key":
+            self.keys[line["id"]] = Key(line["tenant"], line["limits"])
+        elif kind == "phase":
+            self.phases[line["name"]] = line["t"]
+
+    def _answered(self, seen: Seen, line: dict[str, Any]) -> None:
+        if line["e"] == "refused":
+            seen.refused.append(line)
+        elif line["e"] == "text":
+            seen.texts = line["texts"], line["whole"]
+        else:
+            seen.accepted |= line["e"] == "accepted"
             if line["id"] is not None:
                 seen.id = line["id"]
                 self.by_id[line["id"]] = seen
-        elif kind in ("refused", "text"):
-            seen = self.tasks[bool(line.get("quiet")), line["k"]]
-            if kind == "refused":
-                seen.refused.append(line)
-            else:
-                seen.texts = line["texts"], line["whole"]
-        elif kind in ("came", "got", "final", "cancel"):
-            self._read(self.by_id[line["id"]], line)
-        elif kind in ("fault", "healed"):
-            self.faults.append(line)
-        elif kind == "resumed":
-            self.resumed[line["id"], line["length"]] = line["t"]
-        elif kind == "exit":
-            self.exits.append(line)
-        elif kind == "serves":
-            self.serves.append(line)
-        elif kind == "key":
-            self.keys[line["id"]] = Key(line["tenant"], line["limits"])
-        elif kind == "spied":
-            self.spied.append(line)
-        elif kind == "listed":
-            self.listed.append(line)
-        elif kind == "phase":
-            self.phases[line["name"]] = line["t"]
 
     @staticmethod
     def _read(seen: Seen, line: dict[str, Any]) -> None:

@@ -162,9 +162,16 @@ def same_entry(stands: Any, given: Any) -> bool:
 
 def outputs_equal_the_quiet_run(case: Case) -> Iterator[Violation]:
     """3: outputs equal those of the run without faults; early ends are prefixes. All variants completed there."""
+    for about, what in (*_never_quiet(case), *_other_tokens(case), *_other_texts(case)):
+        yield Violation("outputs_equal_the_quiet_run", about, what)
+
+
+def _never_quiet(case: Case) -> Iterator[tuple[str, str]]:
     for variant in sorted({seen.variant for seen in case.history.tasks.values() if seen.quiet} - case.outputs.keys()):
-        what = "was not completed in quiet: there is nothing to compare with"
-        yield Violation("outputs_equal_the_quiet_run", f"variant {variant}", what)
+        yield f"variant {variant}", "was not completed in quiet: there is nothing to compare with"
+
+
+def _other_tokens(case: Case) -> Iterator[tuple[str, str]]:
     for task_id, stream, record in case.ended():
         seen = case.history.by_id.get(task_id)
         wanted = case.outputs.get(seen.variant) if seen is not None else None
@@ -176,9 +183,10 @@ def outputs_equal_the_quiet_run(case: Case) -> Iterator[Violation]:
             if tokens != (output.tokens if whole else output.tokens[: len(tokens)]):
                 at = next((k for k, (a, b) in enumerate(zip(tokens, output.tokens, strict=False)) if a != b), None)
                 place = f"token {at}" if at is not None else f"{len(tokens)} tokens, not {len(output.tokens)}"
-                yield Violation(
-                    "outputs_equal_the_quiet_run", task_id, f"variant {seen.variant}, choice {choice} differs: {place}"
-                )
+                yield task_id, f"variant {seen.variant}, choice {choice} differs: {place}"
+
+
+def _other_texts(case: Case) -> Iterator[tuple[str, str]]:
     for seen in case.history.tasks.values():
         wanted = case.outputs.get(seen.variant)
         if seen.texts is None or wanted is None:
@@ -187,9 +195,7 @@ def outputs_equal_the_quiet_run(case: Case) -> Iterator[Violation]:
         for choice, text in enumerate(texts):
             true = wanted.get(choice, NOTHING).text
             if text != true and (whole or not true.startswith(text)):
-                yield Violation(
-                    "outputs_equal_the_quiet_run", f"number {seen.number}", f"was answered another text: {text[:80]!r}"
-                )
+                yield f"number {seen.number}", f"was answered another text: {text[:80]!r}"
 
 
 def accepted_cancels_win(case: Case) -> Iterator[Violation]:

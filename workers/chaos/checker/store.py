@@ -19,7 +19,6 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError
 
-from workers.chaos.checker.history import lines_of
 from workers.chaos.checker.ledger import LEDGER, Ledger, Row
 from workers.chaos.checker.rest import at_rest
 
@@ -251,16 +250,3 @@ def _ids(store: Redis) -> list[str]:
 
 def _parts(ids: list[str]) -> list[list[str]]:
     return [ids[at : at + 200] for at in range(0, len(ids), 200)]
-
-
-__all__ = [
-    "FINAL",
-    "Stores",
-    "Stream",
-    "Watcher",
-    "letters_of",
-    "lines_of",
-    "pending",
-    "unfinished",
-    "wait_until_over",
-]

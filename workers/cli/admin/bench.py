@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from workers.cli.exits import CALLER_STATUS, Exit, Failure
-from workers.cli.options import DEFAULT_URL, SAMPLING, Url, takes
+from workers.cli.options import DEFAULT_URL, Url
+from workers.cli.options.declared import SAMPLING, takes
 
 if TYPE_CHECKING:
     from workers.bench import Client, Limits, Load, Sample

@@ -12,7 +12,8 @@ from typing import Annotated
 import typer
 
 from workers.cli.exits import OPERATOR_STATUS, Exit, Failure
-from workers.cli.options import Broker, Store, Url, finite
+from workers.cli.options import Broker, Store, Url
+from workers.cli.options.checks import finite
 
 
 def add_to(app: typer.Typer) -> None:

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from workers.cli.exits import OPERATOR_STATUS, Exit, Failure
-from workers.cli.options import AnyBroker, Store
+from workers.cli.options import AnyBroker, Json, Store
 from workers.cli.terminal.show import printable
 
 if TYPE_CHECKING:
     from producers.admin.dead_letters import Letter
     from producers.client.aio import AsyncClient
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
 Keys = Annotated[list[str] | None, typer.Argument(metavar="[KEY]...", help="Dead letters, by key or task id.")]
 All = Annotated[bool, typer.Option("--all", help="All dead letters that the other options select.")]
 Reason = Annotated[str | None, typer.Option(help="Only dead letters whose reason contains this text.")]

@@ -11,7 +11,7 @@ from typing import Annotated, Final
 import typer
 
 from workers.cli.exits import Exit, Failure
-from workers.cli.options import finite
+from workers.cli.options.checks import finite
 from workers.runtime.host import proc
 
 STATUS: Final = "Exit status: 0 the worker has ended, 2 refused, 4 timed out (it goes on draining), 130 interrupted."

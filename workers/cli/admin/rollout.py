@@ -13,7 +13,8 @@ import typer
 
 from workers.cli.exits import OPERATOR_STATUS, Exit, Failure
 from workers.cli.models.references import MODEL, complete_model, find_models
-from workers.cli.options import AnyBroker, Store, finite
+from workers.cli.options import AnyBroker, Store
+from workers.cli.options.checks import finite
 
 if TYPE_CHECKING:
     from redis import Redis

@@ -10,7 +10,7 @@ import typer
 
 from workers.cli.admin.store import DataDir, KeyStore, with_store
 from workers.cli.exits import OPERATOR_STATUS, Failure
-from workers.cli.options import Prices
+from workers.cli.options import Json, Prices
 from workers.cli.terminal.show import printable
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def usage(
         str | None, typer.Option(help="A date, which is included, or a time, which is not. Unset: now.")
     ] = None,
     prices: Prices = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")] = False,
+    as_json: Json = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
     data_dir: DataDir = None,
     store: KeyStore = None,

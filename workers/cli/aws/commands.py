@@ -12,6 +12,7 @@ from workers.cli.aws.asked import arns_of, bucket_of, needs_of, opened
 from workers.cli.aws.report import show, telling
 from workers.cli.exits import OPERATOR_STATUS, Exit, Failure
 from workers.cli.models.references import MODEL, complete_model
+from workers.cli.options import Json
 
 Broker = Annotated[
     str,
@@ -48,7 +49,6 @@ KmsKey = Annotated[
 Sse = Annotated[str | None, typer.Option(help="sqs: encrypt with AWS's own keys, also what has a KMS key now.")]
 Tag = Annotated[list[str] | None, typer.Option(metavar="KEY=TEXT", help="Tag queues and bucket. May be repeated.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; show what would be done.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
 
 
 def add_to(app: typer.Typer) -> None:

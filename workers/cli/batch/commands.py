@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final
 import typer
 
 from workers.cli.exits import CALLER_STATUS, Exit, Failure
-from workers.cli.options import DEFAULT_URL, Url, finite
+from workers.cli.options import DEFAULT_URL, Json, Url
+from workers.cli.options.checks import finite
 from workers.cli.terminal.show import printable
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 #: Longest first line (bytes) that is read for its URL.
 LINE: Final = 4 << 20
 BatchId = Annotated[str, typer.Argument(metavar="ID", help="The batch's id, as `penstock batch submit` printed it.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="The file to write the answers to. Unset: standard output.")
 ]
@@ -66,6 +66,7 @@ def submit(
     url: Url = DEFAULT_URL,
 ) -> None:
     """Upload a file of requests, make a batch of it and print the batch's id."""
+    from workers.cli.batch.client import pieces_of
     from workers.cli.tasks import pair
 
     given = {"--output": output, "--errors": errors, "--timeout": timeout}
@@ -76,7 +77,8 @@ def submit(
         fields: dict[str, Any] = {"endpoint": endpoint or _endpoint(file, opened), "completion_window": window}
         if metadata:
             fields["metadata"] = dict(map(pair, metadata))
-        fields["input_file_id"] = gateway.upload(file, opened)["id"]
+        size = file.stat().st_size
+        fields["input_file_id"] = gateway.upload(file.name, size, pieces_of(opened, size))["id"]
     batch = gateway.create_batch(fields)
     typer.echo(json.dumps(batch) if as_json else batch["id"], err=waits)
     if waits:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from workers.cli.exits import PROCESS_STATUS, needs
-from workers.cli.models.references import MODEL, complete_model, find_models
+from workers.cli.models.references import ModelOption, find_models
 
 if TYPE_CHECKING:
     from workers.cli.local.system import System
@@ -22,7 +22,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def demo(
-    model: Annotated[str, typer.Option(help=MODEL, autocompletion=complete_model)] = "tiny",
+    model: ModelOption = "tiny",
     tasks: Annotated[int, typer.Option(min=1, max=500, help="Number of tasks to submit.")] = 24,
 ) -> None:
     """Start everything in a temporary folder, run tasks of all tiers, show them, and stop everything."""

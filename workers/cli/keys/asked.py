@@ -12,7 +12,6 @@ import typer
 
 from workers.cli.exits import Failure
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
 #: Limits that may be changed: a number, or `none`.
 Rpm = Annotated[str | None, typer.Option(help="Most tasks that may be submitted in a minute.")]
 Tpm = Annotated[str | None, typer.Option(help="Most tokens that the tasks of a minute may need.")]

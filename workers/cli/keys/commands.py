@@ -15,7 +15,6 @@ from workers.cli.exits import OPERATOR_STATUS, Failure
 from workers.cli.keys.asked import (
     BudgetMoney,
     BudgetTokens,
-    Json,
     MaxInFlight,
     MaxOutput,
     MaxPrompt,
@@ -29,6 +28,7 @@ from workers.cli.keys.asked import (
     names,
     when,
 )
+from workers.cli.options import Json
 from workers.cli.terminal.show import printable
 
 if TYPE_CHECKING:

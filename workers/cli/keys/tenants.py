@@ -23,15 +23,13 @@ from workers.cli.keys.asked import (
     Tpm,
     limits,
 )
-from workers.cli.options import AnyBroker, Store
+from workers.cli.options import AnyBroker, Json, Store
 from workers.cli.terminal.show import printable
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
     from producers.client.aio import AsyncClient
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
 
 
 def add_to(app: typer.Typer) -> None:

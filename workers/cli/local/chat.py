@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from workers.cli.exits import CALLER_STATUS, Exit, Failure, needs
-from workers.cli.models.references import MODEL, complete_model, find_models
-from workers.cli.options import SAMPLING, takes
+from workers.cli.models.references import Model, find_models
+from workers.cli.options.declared import SAMPLING, takes
 from workers.cli.terminal.stdin import text_from
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def add_to(app: typer.Typer) -> None:
 
 @takes(sampling=[SAMPLING[name] for name in ("max_tokens", "temperature", "top_p", "seed", "stop")])
 def chat(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, autocompletion=complete_model)],
+    model: Model,
     *,
     system: Annotated[str | None, typer.Option(help="The system message to begin with.")] = None,
     sampling: dict[str, Any],

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from workers.cli.exits import Exit, Failure, needs
-from workers.cli.models.references import MODEL, complete_model, find_models
-from workers.cli.options import ENGINE_OF_ONE, SAMPLING, takes
+from workers.cli.models.references import Model, find_models
+from workers.cli.options import AsChat, Prompt
+from workers.cli.options.declared import ENGINE_OF_ONE, SAMPLING, takes
 from workers.cli.terminal.stdin import text_from
 
 if TYPE_CHECKING:
@@ -33,14 +34,10 @@ def add_to(app: typer.Typer) -> None:
 
 @takes(engine=ENGINE_OF_ONE.values(), sampling=[one for one in SAMPLING.values() if one.name not in NOT_SHOWN])
 def run(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, autocompletion=complete_model)],
-    prompt: Annotated[
-        str, typer.Argument(metavar="PROMPT", help="The text to continue; - reads it from standard input.")
-    ],
+    model: Model,
+    prompt: Prompt,
     *,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="PROMPT is a user's message: apply the model's chat template.")
-    ] = False,
+    chat: AsChat = False,
     system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
     sampling: dict[str, Any],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,

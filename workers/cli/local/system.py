@@ -1,6 +1,7 @@
 """The whole system on one machine, as child processes of this one.
 
-    start:  valkey (unless one is given) -> workers, gateway, sources; the models are published -> wait until all serve
+    start:  the first worker's imports, beside our own (`workers.processes.ahead`)
+            -> valkey (unless one is given) -> gateway, workers, sources; models are published -> wait until all serve
             -> sweeper, webhooks: before, their imports would delay the workers'
             -> the autoscaler begins, if the plan has it
     stop:   autoscaler -> gateway stops listening -> workers drain -> sweeper, webhooks, sources, the gateway's streams
@@ -38,8 +39,8 @@ from workers.cli.processes.ports import open_port
 from workers.connect import check_servers
 from workers.errors import Refused
 from workers.library import Found
-from workers.processes import PENSTOCK
-from workers.processes.standby import Standby
+from workers.processes import PENSTOCK, ahead
+from workers.processes.standby.keeper import IDLE_S, Standby
 from workers.processes.supervisor import HAND_BACK_S, Child, Program, ended
 from workers.runtime.cold_start import COLD_START
 from workers.runtime.signals import coming
@@ -114,13 +115,13 @@ class System:
             raise Failure(str(refused)) from refused
         COLD_START.mark("store")
         self._standby = await self._begin_standby()
+        self._gateway = Child(self._gateway_program(), self.say)
+        await self._gateway.start()
         self._pools = LocalPools(plan, self.urls, self.say, self._standby)
         try:
             await self._pools.start()
         except ActuatorError as error:
             raise Failure(str(error), Exit.TASK_FAILED) from error
-        self._gateway = Child(self._gateway_program(), self.say)
-        await self._gateway.start()
         if plan.sources is not None:
             self._sources = Child(self._sources_program(plan.sources), self.say)
             await self._sources.start()
@@ -213,9 +214,15 @@ class System:
             raise Failure(str(refused)) from refused
 
     async def _begin_standby(self) -> Standby | None:
-        if self.plan.standby_s is None:
+        """Keep a standby, if the plan has it, or the one that was begun ahead for the first worker."""
+        begun, idle_s = ahead.taken(), self.plan.standby_s
+        if begun is not None and idle_s is None and self.plan.rules.min * len(self.plan.models) != 1:
+            begun.end()
+            begun = None
+        if begun is None and idle_s is None:
             return None
-        standby = Standby((*PENSTOCK, "worker"), self.say, idle_s=self.plan.standby_s)
+        argv = (*PENSTOCK, "worker")
+        standby = Standby(argv, self.say, idle_s=idle_s or IDLE_S, ahead=begun, more=idle_s is not None)
         await standby.start()
         return standby
 

@@ -14,7 +14,6 @@ from workers.cli.keys.auth import AskFor, Insecure
 from workers.cli.models.references import MODEL, complete_model, find_models
 from workers.cli.options import (
     DEFAULT_URL,
-    ENGINE,
     CorsOrigin,
     FilesDir,
     FilesRedirect,
@@ -33,12 +32,10 @@ from workers.cli.options import (
     SpotMetadataUrl,
     SpotProvider,
     WebhookAllow,
-    check_spot,
-    finite,
-    health_ports,
-    said_again,
-    takes,
 )
+from workers.cli.options.checks import check_spot, finite, health_ports
+from workers.cli.options.declared import ENGINE, takes
+from workers.cli.options.names import said_again
 
 if TYPE_CHECKING:
     from workers.autoscaler.policy.rules import Rules
@@ -313,7 +310,7 @@ def _rules(workers: int | None, least: int | None, most: int | None, cool_down: 
 def _standby_s(standby: bool | None, idle: float | None, rules: Rules) -> float | None:
     """The time (s) for which a standby is kept; None: there is none. Raises Failure."""
     from workers.cli.exits import Failure
-    from workers.processes.standby import IDLE_S
+    from workers.processes.standby.keeper import IDLE_S
 
     wanted = rules.min < rules.max if standby is None else standby
     if idle is not None and not wanted:

@@ -12,14 +12,13 @@ import typer
 
 from workers.cli.exits import OPERATOR_STATUS, PROCESS_STATUS, Failure, needs
 from workers.cli.models.publish import publish
-from workers.cli.models.references import MODEL, complete_model, find_models
+from workers.cli.models.references import Model, find_models
 from workers.cli.options import DEFAULT_URL
 from workers.cli.terminal.show import printable
 
 if TYPE_CHECKING:
     from engine.text import ModelCard
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, autocompletion=complete_model)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 #: Settings of config.json that give a model's size -> their names in `penstock models show`.
 SHAPE: Final = {

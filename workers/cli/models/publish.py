@@ -9,7 +9,7 @@ import typer
 
 from workers.cli.exits import Exit, Failure, needs
 from workers.cli.models.references import MODEL, complete_model, find_models
-from workers.cli.options import AnyBroker, Store
+from workers.cli.options import AnyBroker, Json, Store
 
 if TYPE_CHECKING:
     from workers.library import Found
@@ -19,7 +19,7 @@ def publish(
     references: Annotated[list[str], typer.Argument(metavar="MODEL...", help=MODEL, autocompletion=complete_model)],
     broker: AnyBroker = None,
     store: Store = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Write models' cards and tokenizers into the store: tasks for them are accepted and queued, with no worker up.
 

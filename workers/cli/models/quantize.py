@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from workers.cli.exits import Failure, needs
-from workers.cli.models.references import MODEL, complete_model, find_models
+from workers.cli.models.references import Model, find_models
 from workers.cli.models.unfinished import unfinished
-from workers.cli.options import ENGINE, takes
+from workers.cli.options.declared import ENGINE, takes
 
 if TYPE_CHECKING:
     from engine.quant.make import Comparison, Recipe
@@ -45,7 +45,7 @@ class Texts:
 
 @takes(engine=(ENGINE["device"], ENGINE["threads"]))
 def quantize(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, autocompletion=complete_model)],
+    model: Model,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make; it must not exist yet.")],
     *,
     bits: Annotated[int, typer.Option(help="Bits of each weight: 8 or 4.")] = 8,

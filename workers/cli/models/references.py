@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
 
 from workers.cli.exits import Failure, needs
 
 if TYPE_CHECKING:
     from workers.library import Found
 
-#: The help text of MODEL.
+#: The help text of MODEL, and the two ways to give one.
 MODEL: Final = "A folder, a bundled or pulled model, or hf://OWNER/NAME[@REVISION]; NAME=MODEL gives it another name."
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Names of models on this machine that begin with `incomplete`, for shell completion."""
+    from workers.library.reference import known
+
+    return [name for name in known() if name.startswith(incomplete)]
+
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, autocompletion=complete_model)]
+ModelOption = Annotated[str, typer.Option(help=MODEL, autocompletion=complete_model)]
 
 
 def find_models(references: Sequence[str], say: Callable[[str], None]) -> tuple[Found, ...]:
@@ -32,10 +45,3 @@ def find_models(references: Sequence[str], say: Callable[[str], None]) -> tuple[
             return tuple(find_model(reference, say) for reference in references)
     except Refused as refused:
         raise Failure(str(refused)) from refused
-
-
-def complete_model(incomplete: str) -> list[str]:
-    """Names of models on this machine that begin with `incomplete`, for shell completion."""
-    from workers.library.reference import known
-
-    return [name for name in known() if name.startswith(incomplete)]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from workers.cli.exits import PROCESS_STATUS, Exit, Failure, needs
-from workers.cli.models.references import MODEL, complete_model, find_models
-from workers.cli.options import ENGINE, takes
+from workers.cli.models.references import Model, find_models
+from workers.cli.options.declared import ENGINE, takes
 
 if TYPE_CHECKING:
     from engine.execution.warm import Warmed
@@ -30,7 +30,7 @@ SETTINGS: Final = ("dtype", "quantization", "kv_cache_dtype", "deterministic")
 
 @takes(engine=[ENGINE[name] for name in SETTINGS])
 def warm(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, autocompletion=complete_model)],
+    model: Model,
     *,
     arch: Annotated[
         str | None, typer.Option(help="The GPU's architecture, such as sm_90 (H100, H200). Unset: this machine's GPU.")

@@ -23,12 +23,13 @@ from workers.cli.options import (
     MaxQueuedInAll,
     MaxQueuedPerTenant,
     MaxWait,
+    Port,
     Prices,
     ProxyHeaders,
     Store,
     WebhookAllow,
-    finite,
 )
+from workers.cli.options.checks import finite
 from workers.cli.processes.ports import open_port
 from workers.cli.starting import look_at_files, look_at_servers, refusing_bad_urls, set_up_logging, store_of
 
@@ -37,7 +38,7 @@ def gateway(
     broker: Broker,
     store: Store = None,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on. 0: any free port.")] = 8000,
+    port: Port = 8000,
     drain_timeout: Annotated[
         float,
         typer.Option(min=0, callback=finite, help="Seconds that open streams may go on after SIGTERM."),

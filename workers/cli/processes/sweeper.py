@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from producers.connection.local import FILES_DIR
-from workers.cli.options import Broker, FilesDir, LogLevel, Store, finite, process_name
+from workers.cli.options import Broker, FilesDir, LogLevel, Store, UniqueName
+from workers.cli.options.checks import finite
 from workers.cli.starting import look_at_files, look_at_servers, refusing_bad_urls, set_up_logging, store_of
 
 if TYPE_CHECKING:
@@ -20,10 +21,7 @@ if TYPE_CHECKING:
 def sweeper(
     broker: Broker,
     store: Store = None,
-    name: Annotated[
-        str | None,
-        typer.Option(callback=process_name, help="This process's name, which must be unique. Unset: made up."),
-    ] = None,
+    name: UniqueName = None,
     lease: Annotated[
         float,
         typer.Option(min=1, callback=finite, help="Seconds without a heartbeat after which another sweeper leads."),

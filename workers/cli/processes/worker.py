@@ -10,9 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from workers.cli.exits import Failure, needs
-from workers.cli.models.references import MODEL, complete_model
+from workers.cli.models.references import ModelOption
 from workers.cli.options import (
-    ENGINE,
     Broker,
     Gpus,
     LogLevel,
@@ -22,14 +21,10 @@ from workers.cli.options import (
     SpotMetadataUrl,
     SpotProvider,
     Store,
-    check_spot,
-    finite,
-    health_ports,
-    place,
-    process_name,
-    said_again,
-    takes,
 )
+from workers.cli.options.checks import check_spot, finite, health_ports, place, process_name
+from workers.cli.options.declared import ENGINE, takes
+from workers.cli.options.names import said_again
 from workers.cli.starting import checked_level, store_of
 from workers.processes import PENSTOCK
 
@@ -38,7 +33,7 @@ from workers.processes import PENSTOCK
 def worker(
     context: typer.Context,
     broker: Broker,
-    model: Annotated[str, typer.Option(help=MODEL, autocompletion=complete_model)],
+    model: ModelOption,
     *,
     store: Store = None,
     name: Annotated[

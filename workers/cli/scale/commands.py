@@ -11,7 +11,7 @@ import typer
 
 from workers.cli.admin.dlq import with_client
 from workers.cli.exits import OPERATOR_STATUS, Failure
-from workers.cli.options import AnyBroker, Store
+from workers.cli.options import AnyBroker, Json, Store
 from workers.cli.scale.simulate import EXAMPLE, simulate
 from workers.cli.terminal.show import printable
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from producers.client.aio import AsyncClient
 
 _LATER = "no autoscaler leads; the next one tries at once"
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
 Pool = Annotated[str, typer.Argument(help="A pool, or a model with all its pools; penstock scale ls shows all.")]
 
 

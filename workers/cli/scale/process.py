@@ -11,7 +11,8 @@ import typer
 
 from workers.cli.exits import PROCESS_STATUS, Failure, needs
 from workers.cli.models.references import MODEL, complete_model
-from workers.cli.options import Broker, LogLevel, Store, finite, process_name
+from workers.cli.options import Broker, HealthPort, LogLevel, Store, UniqueName
+from workers.cli.options.checks import finite
 from workers.cli.starting import look_at_servers, refusing_bad_urls, set_up_logging, store_of
 from workers.cli.terminal.show import printable
 
@@ -66,10 +67,7 @@ def autoscaler(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print decisions. Lead nothing, write nothing, start and end nothing.")
     ] = False,
-    name: Annotated[
-        str | None,
-        typer.Option(callback=process_name, help="This process's name, which must be unique. Unset: made up."),
-    ] = None,
+    name: UniqueName = None,
     lease: Annotated[
         float,
         typer.Option(min=1, callback=finite, help="Seconds without a heartbeat after which another autoscaler leads."),
@@ -77,10 +75,7 @@ def autoscaler(
     interval: Annotated[
         float, typer.Option(min=0.05, max=10, callback=finite, help="Seconds between two decisions.")
     ] = 1.0,
-    health_port: Annotated[
-        int | None,
-        typer.Option(min=0, max=65535, help="Serve /livez and /readyz on this port. 0: any free port. Unset: no port."),
-    ] = None,
+    health_port: HealthPort = None,
     log_level: LogLevel = "info",
 ) -> None:
     """Decide how many workers each pool has, and start and end them, until SIGTERM. Any number may run: one leads."""

@@ -11,16 +11,16 @@ import typer
 
 from workers.cli.admin.dlq import with_client
 from workers.cli.exits import OPERATOR_STATUS, PROCESS_STATUS, Exit, Failure, needs
-from workers.cli.options import AnyBroker, Broker, LogLevel, Store, WebhookAllow, finite
+from workers.cli.options import AnyBroker, Broker, HealthPort, Json, LogLevel, Store, WebhookAllow
+from workers.cli.options.checks import finite
 from workers.cli.starting import look_at_servers, refusing_bad_urls, set_up_logging, store_of
 from workers.cli.terminal.show import printable
 from workers.cli.webhooks import deliveries, listen
+from workers.cli.webhooks.listen import Tenant
 
 if TYPE_CHECKING:
     from producers.client.aio import AsyncClient
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
-Tenant = Annotated[str | None, typer.Option(help="The tenant. Unset: tasks without one.")]
 #: Time (s) for which a test waits for a delivery.
 TEST_S = 25.0
 
@@ -52,10 +52,7 @@ def run(
         float,
         typer.Option(min=0, callback=finite, help="Seconds that running deliveries may go on after SIGTERM."),
     ] = 25.0,
-    health_port: Annotated[
-        int | None,
-        typer.Option(min=0, max=65535, help="Serve /livez and /readyz on this port. 0: any free port. Unset: no port."),
-    ] = None,
+    health_port: HealthPort = None,
     log_level: LogLevel = "info",
 ) -> None:
     """Deliver webhooks, until SIGTERM. Any number of such processes may run."""

@@ -14,7 +14,7 @@ import typer
 
 from workers.cli.admin.dlq import with_client
 from workers.cli.exits import Exit, Failure
-from workers.cli.options import AnyBroker, Store
+from workers.cli.options import AnyBroker, Json, Store
 from workers.cli.terminal.show import printable
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 STATES: Final = ("due", "dead", "delivered")
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
 Names = Annotated[list[str], typer.Argument(metavar="ID...", help="Deliveries, by their name or their webhook-id.")]
 
 

@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from workers.cli.admin.dlq import with_client
 from workers.cli.exits import Failure, needs
-from workers.cli.options import AnyBroker, Store
+from workers.cli.options import AnyBroker, Port, Store
 
 if TYPE_CHECKING:
+    from http.server import BaseHTTPRequestHandler
+
     from producers.client.aio import AsyncClient
 
+Tenant = Annotated[str | None, typer.Option(help="The tenant. Unset: tasks without one.")]
 #: Largest body (bytes) that is read; events are far smaller.
 MAX_BODY: Final = 64 * 1024
 HOST: Final = "127.0.0.1"
 
 
 def listen(
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on. 0: any free port.")] = 9000,
+    port: Port = 9000,
     secret: Annotated[
         str | None,
         typer.Option(envvar="WEBHOOK_SECRET", help="The secret, whsec_... Unset: that of the tenant's own tasks."),
     ] = None,
-    tenant: Annotated[str | None, typer.Option(help="The tenant. Unset: tasks without one.")] = None,
+    tenant: Tenant = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print each event as JSON, one a line.")] = False,
     broker: AnyBroker = None,
     store: Store = None,
@@ -36,6 +38,8 @@ def listen(
 
     Gateway and webhooks process must allow this machine: penstock up --webhook-allow 127.0.0.0/8.
     """
+    from http.server import ThreadingHTTPServer
+
     with needs("webhooks"):
         from standardwebhooks import Webhook
     from producers.contract.webhook import checked_secret
@@ -74,6 +78,8 @@ def _own(broker: str | None, store: str | None, tenant: str | None) -> str:
 
 
 def _handler(received: Callable[[bytes, dict[str, str]], None]) -> type[BaseHTTPRequestHandler]:
+    from http.server import BaseHTTPRequestHandler
+
     from standardwebhooks import WebhookVerificationError
 
     class Handler(BaseHTTPRequestHandler):

@@ -8,14 +8,15 @@ import os
 import signal
 import socket
 import struct
-import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
+from workers.processes.ahead import STANDBY, Ahead
+from workers.processes.begun import Begun
 from workers.processes.standby.preload import MODULES
-from workers.processes.supervisor import Child, Program
+from workers.processes.supervisor import Child, Process, Program
 
 #: The standby ends when no worker was started or ended for this long (s).
 IDLE_S: Final = 3600.0
@@ -23,6 +24,8 @@ IDLE_S: Final = 3600.0
 AGAIN_S: Final = 5.0
 #: Time (s) in which a standby takes a program, or is killed.
 ANSWER_S: Final = 2.0
+#: The priority of its imports, the lowest: what runs already goes first.
+NICENESS: Final = 19
 READY: Final = "ready"
 TAKEN: Final = "taken"
 
@@ -31,7 +34,8 @@ class Standby:
     """One warm process, which becomes a program whose command line begins with `argv`: a worker's.
 
     `say(name, line)` gets what happens to it. It ends when nothing came for `idle_s` seconds. `imports`: the modules
-    that it imports.
+    that it imports. `ahead`: the first one, which was started before; a program waits for its imports. `more`: whether
+    others follow.
     """
 
     def __init__(
@@ -42,12 +46,16 @@ class Standby:
         idle_s: float = IDLE_S,
         again_s: float = AGAIN_S,
         imports: Sequence[str] = MODULES,
+        ahead: Ahead | None = None,
+        more: bool = True,
     ) -> None:
         self._argv = tuple(argv)
         self._say = say
         self._idle_s = idle_s
         self._again_s = again_s
         self._imports = tuple(imports)
+        self._ahead = ahead
+        self._more = more
         self._waiting: _Waiting | None = None
         self._on = False
         self._timer: asyncio.TimerHandle | None = None
@@ -79,7 +87,7 @@ class Standby:
 
     def used(self) -> None:
         """Note that a worker starts or ends: a standby is worth its memory for another `idle_s`."""
-        if not self._on:
+        if not self._on or not self._more:
             return
         if self._timer is not None:
             self._timer.cancel()
@@ -89,13 +97,14 @@ class Standby:
         else:
             self._timer = loop.call_later(self._idle_s, self._run, self._end)
 
-    async def take(self, program: Program, output: int) -> asyncio.subprocess.Process | None:
+    async def take(self, program: Program, output: int) -> Process | None:
         """Hand a program over; `output` becomes its stdout and stderr.
 
-        Returns None, soon, where it has to be started normally.
+        Returns None where it has to be started normally: soon, but for one that was started ahead and does not get
+        ready.
         """
         one = self._waiting
-        if one is None or not one.ready or not self._fits(program):
+        if one is None or not (one.ready or one.ahead) or not self._fits(program):
             self.used()
             return None
         self._waiting = None
@@ -125,8 +134,9 @@ class Standby:
 
     async def _begin(self) -> None:
         if self._on and self.pid is None:
+            ahead, self._ahead = self._ahead, None
             try:
-                self._waiting = await _started(self._imports, self._say)
+                self._waiting = await _started(self._imports, self._say) if ahead is None else _kept(ahead, self._say)
             except OSError as error:  # a system without a standby is slower, not broken
                 self._say("standby", f"cannot be started: {error}")
             self.used()
@@ -147,6 +157,8 @@ class _Waiting:
     child: Child
     socket: socket.socket
     said: asyncio.Task[str]
+    ahead: bool = False
+    """Whether a program may be handed to it before it is ready."""
 
     @property
     def ready(self) -> bool:
@@ -158,8 +170,9 @@ class _Waiting:
         data = json.dumps(message).encode("utf-8", "surrogateescape")
         loop = asyncio.get_running_loop()
         try:
+            socket.send_fds(self.socket, [struct.pack("!I", len(data))], [output])
+            await self.said
             async with asyncio.timeout(ANSWER_S):
-                socket.send_fds(self.socket, [struct.pack("!I", len(data))], [output])
                 await loop.sock_sendall(self.socket, data)
                 return await _line(self.socket) or "the standby died"
         except TimeoutError:
@@ -171,7 +184,7 @@ class _Waiting:
 async def _started(imports: Sequence[str], say: Callable[[str, str], None]) -> _Waiting:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    argv = [sys.executable, "-P", "-m", f"{__package__}.process", str(theirs.fileno()), *imports]
+    argv = [*STANDBY, str(theirs.fileno()), str(NICENESS), *imports]
     child = Child(Program("standby", argv, pass_fds=(theirs.fileno(),)), say)
     try:
         await child.start()
@@ -181,6 +194,13 @@ async def _started(imports: Sequence[str], say: Callable[[str, str], None]) -> _
     finally:
         theirs.close()
     return _Waiting(child, ours, asyncio.create_task(_line(ours), name="standby gets ready"))
+
+
+def _kept(ahead: Ahead, say: Callable[[str, str], None]) -> _Waiting:
+    child = Child(Program("standby", STANDBY), say)
+    child.adopt(Begun(ahead.process))
+    said = asyncio.create_task(_line(ahead.socket), name="standby gets ready")
+    return _Waiting(child, ahead.socket, said, ahead=True)
 
 
 async def _line(ours: socket.socket) -> str:

@@ -1,4 +1,4 @@
-"""Imports what a worker imports until its first token, in a thread of low priority.
+"""Imports what a worker imports until its first token, in a thread of a priority of its own.
 
 Priority on Linux belongs to a thread, and only root may raise it again: so the thread is nice, and the process is not.
 """
@@ -12,13 +12,18 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Final
 
-#: All that a worker with a CPU engine imports, by the last module of each chain.
-MODULES: Final = (
+#: All that a worker with a CPU engine imports until it loads its model, by the last module of each chain.
+FIRST: Final = (
     "workers.cli.root",
     "workers.cli.processes",
-    "workers.runtime.worker",
     "engine.engine",
     "engine.models.families.llama",
+    "workers.runtime.worker",
+)
+#: What it imports beside that.
+MODULES: Final = (
+    *FIRST,
+    "workers.runtime.assembly",
     # What Celery imports by name when its worker is made.
     "billiard.dummy",
     "celery.app.control",
@@ -34,6 +39,8 @@ MODULES: Final = (
     "celery.worker.pidbox",
     "celery.worker.request",
     "kombu.matcher",
+    "producers.broker.redis.consumer",
+    "producers.broker.redis.operator",
     "workers.pool.consumer",
     "workers.pool.engine_pool",
     "encodings.ascii",
@@ -42,13 +49,13 @@ MODULES: Final = (
 )
 
 
-def preload(modules: Sequence[str]) -> None:
-    """Import these. Raises whatever an import raises."""
+def preload(modules: Sequence[str], niceness: int) -> None:
+    """Import these. `niceness`: what the thread adds to that of the process. Raises whatever an import raises."""
     failed: list[BaseException] = []
 
     def run() -> None:
         if sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.nice(0) + niceness)
         try:
             for name in modules:
                 import_module(name)

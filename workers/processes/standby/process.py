@@ -1,7 +1,10 @@
-"""The standby process: `python -P -m workers.processes.standby.process FD MODULE...`; FD is its end of a socket pair.
+"""The standby process: `python -P -m workers.processes.standby.process FD NICENESS MODULE...`.
 
     imports -> stamps them -> "ready" -> waits -> "taken" -> becomes `penstock worker ...`
-                                               -> "REASON" -> exits
+            -> "ready": it was handed a program meanwhile  -> "REASON" -> exits
+
+FD is its end of a socket pair, NICENESS that of its imports; with no MODULE it imports all that a worker does, or, with
+a program to run, what that needs until it loads its model: the rest is imported beside the load (`workers.pool.boot`).
 
 Nothing here opens a connection, initialises a GPU, or starts a thread that computes: what a worker is told by its
 options and environment comes later. NumPy starts threads of its own, which nothing here uses.
@@ -13,6 +16,7 @@ import gc
 import json
 import os
 import runpy
+import select
 import socket
 import struct
 import sys
@@ -20,6 +24,9 @@ from importlib import import_module
 from typing import Any, Final
 
 from setproctitle import setproctitle
+
+from workers.processes.standby.preload import FIRST, MODULES, preload
+from workers.processes.standby.stamp import Stamp, changed, other_variable, stamp
 
 TITLE: Final = "penstock: standby"
 #: The worker's clock. By its name, as all that is imported here: these are rooms above this one.
@@ -35,20 +42,19 @@ def main() -> None:
     ours = socket.socket(fileno=int(sys.argv[1]))
     ours.set_inheritable(False)
     gc.disable()
-    from workers.processes.standby.preload import preload
-    from workers.processes.standby.stamp import stamp
-
-    preload(sys.argv[2:])
-    read = stamp()
-    gc.collect()
-    gc.freeze()  # later collections need not go through all of this
-    gc.enable()
-    taken = resident()
-    if taken > MOST_BYTES:
-        sys.exit(f"takes {taken >> 20} MiB, more than {MOST_BYTES >> 20}: none is kept")
+    clock = import_module(COLD_START).COLD_START
+    clock.mark("process")
+    niceness, modules = int(sys.argv[2]), sys.argv[3:]
+    preload(modules or FIRST, niceness)
+    if not modules and not _asked(ours):
+        preload(MODULES, niceness)
+    clock.mark("imports")
+    # With a program to run already, this is a start as any: no time for a file to change, and no memory held for long.
+    read = None if _asked(ours) else _settled()
     ours.sendall(b"ready\n")
     message, output = _received(ours)
-    import_module(COLD_START).COLD_START.begin()
+    if read is not None:
+        clock.begin()
     reason = _changed(read, started_with, message["env"])
     if reason:
         ours.sendall(f"{reason}\n".encode())
@@ -57,6 +63,23 @@ def main() -> None:
     ours.sendall(b"taken\n")
     ours.close()
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+def _asked(ours: socket.socket) -> bool:
+    """Whether a program has come."""
+    return bool(select.select([ours], [], [], 0)[0])
+
+
+def _settled() -> Stamp:
+    """Get ready to wait for long. Returns the state of the code that was imported."""
+    read = stamp()
+    gc.collect()
+    gc.freeze()  # later collections need not go through all of this
+    gc.enable()
+    taken = resident()
+    if taken > MOST_BYTES:
+        sys.exit(f"takes {taken >> 20} MiB, more than {MOST_BYTES >> 20}: none is kept")
+    return read
 
 
 def _received(ours: socket.socket) -> tuple[dict[str, Any], int]:
@@ -74,11 +97,9 @@ def _received(ours: socket.socket) -> tuple[dict[str, Any], int]:
     return json.loads(data.decode("utf-8", "surrogateescape")), fds[0]
 
 
-def _changed(read: dict[str, Any], started_with: dict[str, str], env: dict[str, str]) -> str:
-    """The reason why a worker has to start anew; empty where there is none."""
-    from workers.processes.standby.stamp import changed, other_variable, stamp
-
-    if file := changed(read, stamp()):
+def _changed(read: Stamp | None, started_with: dict[str, str], env: dict[str, str]) -> str:
+    """The reason why a worker has to start anew; empty where there is none. `read`: None where it has not waited."""
+    if read is not None and (file := changed(read, stamp())):
         return f"{file} has changed since the standby read it"
     if name := other_variable(started_with, env):
         return f"{name} has another value than the standby started with"

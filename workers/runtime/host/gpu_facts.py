@@ -79,35 +79,39 @@ def read(nvml: Any, handle: Any, uuid: str) -> Facts:
     """Facts in base units. What this GPU, its driver or our rights do not give is not among them. Raises NVMLError."""
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     facts: Facts = {"uuid": uuid, "memory_bytes": memory.total, "memory_used_bytes": memory.used}
-
-    def errors(kind: int) -> int:
-        """Since the driver was loaded."""
-        return int(nvml.nvmlDeviceGetTotalEccErrors(handle, kind, nvml.NVML_VOLATILE_ECC))
-
-    def slowed() -> list[str]:
-        reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
-        return [name for bit, name in SLOWED_BY.items() if reasons & bit]
-
-    ask: dict[str, Callable[[], Any]] = {
-        "name": lambda: nvml.nvmlDeviceGetName(handle),
-        "utilization_ratio": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
-        "temperature_celsius": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
-        "power_watts": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
-        "power_limit_watts": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000,
-        "sm_clock_hertz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM) * 1_000_000,
-        "memory_clock_hertz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM) * 1_000_000,
-        "slowed_by": slowed,
-        "ecc_corrected": lambda: errors(nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
-        "ecc_uncorrected": lambda: errors(nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
-    }
     missing = (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_FUNCTION_NOT_FOUND, nvml.NVML_ERROR_NO_PERMISSION)
-    for name, answer in ask.items():
+    for name, ask in FACTS.items():
         try:
-            facts[name] = answer()
+            facts[name] = ask(nvml, handle)
         except nvml.NVMLError as error:
             if error.value not in missing:
                 raise
     return facts
+
+
+def _slowed_by(nvml: Any, handle: Any) -> list[str]:
+    reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+    return [name for bit, name in SLOWED_BY.items() if reasons & bit]
+
+
+def _errors(nvml: Any, handle: Any, kind: int) -> int:
+    """ECC errors since the driver was loaded."""
+    return int(nvml.nvmlDeviceGetTotalEccErrors(handle, kind, nvml.NVML_VOLATILE_ECC))
+
+
+#: Fact -> how NVML is asked for it.
+FACTS: Final[dict[str, Callable[[Any, Any], Any]]] = {
+    "name": lambda nvml, gpu: nvml.nvmlDeviceGetName(gpu),
+    "utilization_ratio": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
+    "temperature_celsius": lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+    "power_watts": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
+    "power_limit_watts": lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000,
+    "sm_clock_hertz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM) * 1_000_000,
+    "memory_clock_hertz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM) * 1_000_000,
+    "slowed_by": _slowed_by,
+    "ecc_corrected": lambda nvml, gpu: _errors(nvml, gpu, nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
+    "ecc_uncorrected": lambda nvml, gpu: _errors(nvml, gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
+}
 
 
 def _handle(nvml: Any, uuid: str) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import auntil as until
 from workers.autoscaler.actuators import ActuatorError, open_actuator
 from workers.autoscaler.actuators.base import Actual
 from workers.autoscaler.actuators.local import Local, Places
@@ -52,12 +53,6 @@ async def make(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Make]:
     yield actuator
     for one in made:
         await one.kill()
-
-
-async def until(true: Callable[[], Any]) -> None:
-    async with asyncio.timeout(60):
-        while not true():  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0.005)
 
 
 def names(local: Local) -> list[str]:
@@ -176,7 +171,7 @@ async def test_one_that_was_told_to_drain_stays_down_until_the_number_changes(ma
 
 async def test_what_cannot_be_started_at_all_is_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     local = make(SERVES)
-    monkeypatch.setattr(supervisor.sys, "executable", "/no/such/python")
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
     with pytest.raises(ActuatorError, match="cannot start w1: No such file"):
         await local.scale(1)
     assert await local.actual() == Actual(1, 0)

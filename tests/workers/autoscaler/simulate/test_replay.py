@@ -11,6 +11,7 @@ import pytest
 
 from producers.contract.profile import Profile
 from workers.autoscaler.policy.decide import Memory, decide
+from workers.autoscaler.policy.kept import restored
 from workers.autoscaler.policy.rules import Rules
 from workers.autoscaler.policy.signals import Signals, TierQueue
 from workers.autoscaler.simulate.replay import replay
@@ -19,9 +20,9 @@ from workers.autoscaler.simulate.replay import replay
 def kept(seen: Signals | None, memory: Memory, rules: Rules) -> dict[str, Any]:
     """A decision as the autoscaler keeps it, as far as replay reads it."""
     decision, after = decide(rules, seen, memory)
-    signals = None if seen is None else seen.to_dict()
+    signals = None if seen is None else asdict(seen)
     said = {"at": 5.0, "wanted": decision.wanted, "reason": decision.reason, "signals": signals}
-    return {**said, "before": memory.to_dict(), "memory": after.to_dict(), "rules": asdict(rules)}
+    return {**said, "before": asdict(memory), "memory": asdict(after), "rules": asdict(rules)}
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def history() -> list[dict[str, Any]]:
     for at, waiting in ((0.0, 1), (6.0, 40), (12.0, 40), (18.0, 3)):
         seen = Signals(at, {"default": TierQueue(waiting, 1.5)}, in_flight=2, ready=1, profile=profile)
         found.append(kept(seen, memory, rules))
-        memory = Memory.of(found[-1]["memory"])
+        memory = restored(Memory, found[-1]["memory"])
     return [*found, kept(None, memory, rules)]
 
 
@@ -64,7 +65,7 @@ def test_ends_of_replaced_versions_are_not_the_policys(history: list[dict[str, A
     [
         ("{", "line 1 is no JSON"),
         ("[1]", "line 1 is no JSON object"),
-        ("{}", "line 1: no decision that can be computed again: KeyError('rules')"),
+        ("{}", "line 1: no decision that can be computed again: KeyError('signals')"),
         ("", "has no decision"),
     ],
 )

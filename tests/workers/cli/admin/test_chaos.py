@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,8 @@ from producers.broker.redis import keys as broker_keys
 from producers.connection.connect import connect
 from producers.contract import keys
 from tests.chaos.stage import Shape, Stage
-from tests.producers.gateway.conftest import until
-from tests.workers.cli.conftest import Run, Scripted
+from tests.waiting import until
+from tests.workers.cli.conftest import Run, Scripted, send
 from workers.chaos.injector import Gone
 from workers.chaos.operated import Process
 from workers.runtime.host.proc import argv_of
@@ -149,7 +148,7 @@ def test_nothing_is_harmed_where_no_gateway_answers(run: Run, valkey_url: str) -
 def test_who_ends_it_ends_what_it_began(scripted: Scripted, valkey_url: str, tmp_path: Path) -> None:
     """`timeout 600 penstock chaos ...`, say: a server that stands still must go on."""
     connect(valkey_url).hset(keys.MODELS, "tiny", "{}")
-    scripted.answers = [_no_models]
+    scripted.answers = [send(200, b'{"data": []}')]
     argv = ["chaos", "tiny", "--broker", valkey_url, "--url", scripted.url, "--process", "broker:b"]
     argv += ["--exec", f"pause=touch {tmp_path}/paused", "--exec", f"resume=touch {tmp_path}/resumed"]
     argv += [
@@ -171,12 +170,6 @@ def test_who_ends_it_ends_what_it_began(scripted: Scripted, valkey_url: str, tmp
     assert (tmp_path / "resumed").exists()
     assert trial.returncode == 130
     assert "interrupted: nothing was judged" in said
-
-
-def _no_models(request: BaseHTTPRequestHandler) -> None:
-    request.send_response(200)
-    request.end_headers()
-    request.wfile.write(b'{"data": []}')
 
 
 @pytest.mark.parametrize("said", ["0", "-1"])

@@ -20,7 +20,7 @@ from redis import Redis
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from tests.processes import ROOT, fill
-from tests.producers.gateway.conftest import until
+from tests.waiting import until
 from workers.cli.gpus import workers as gpu_workers
 from workers.cli.gpus.workers import supervise
 from workers.processes import supervisor

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.producers.gateway.conftest import until
+from tests.waiting import until
 from workers.cli.client import FINAL, Gateway
 from workers.cli.exits import Exit, Failure
 from workers.cli.local.embedded import DataDir, LeftBehind

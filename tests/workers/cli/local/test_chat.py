@@ -19,9 +19,10 @@ from redis import Redis
 
 from producers.contract import keys
 from producers.contract.record import Record
+from tests.in_process import unchanged
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE, Door, until
-from tests.workers.cli.conftest import Ran, Run, Scripted
+from tests.workers.cli.conftest import Answer, Ran, Run, Scripted, send
 
 PENSTOCK = (sys.executable, "-m", "workers.cli")
 SERVED = {"id": "tiny", "capabilities": ["generate", "chat"]}
@@ -36,10 +37,10 @@ class Answers:
         scripted.answers = [self._models(SERVED), *(self._answer(pieces) for pieces in answers)]
         self.url = scripted.url
 
-    def _models(self, *served: dict[str, Any]) -> Callable[[BaseHTTPRequestHandler], None]:
-        return lambda request: self._send(request, json.dumps({"data": served}).encode())
+    def _models(self, *served: dict[str, Any]) -> Answer:
+        return send(200, json.dumps({"data": served}).encode())
 
-    def _answer(self, pieces: list[str | dict[str, Any]]) -> Callable[[BaseHTTPRequestHandler], None]:
+    def _answer(self, pieces: list[str | dict[str, Any]]) -> Answer:
         """BREAKS_OFF as the last piece: nothing comes after it."""
 
         def answer(request: BaseHTTPRequestHandler) -> None:
@@ -52,14 +53,9 @@ class Answers:
             if whole:
                 chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
             body = b": still here\n\n" + b"".join(f"data: {json.dumps(chunk)}\n\n".encode() for chunk in chunks)
-            self._send(request, body + (b"data: [DONE]\n\n" if whole else b""))
+            send(200, body + (b"data: [DONE]\n\n" if whole else b""))(request)
 
         return answer
-
-    def _send(self, request: BaseHTTPRequestHandler, body: bytes) -> None:
-        request.send_response(200)
-        request.end_headers()
-        request.wfile.write(body)
 
 
 @pytest.fixture
@@ -253,7 +249,7 @@ def test_ctrl_c_stops_the_answer_and_its_task_and_the_chat_goes_on(
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_without_a_gateway_it_serves_the_model_itself_and_leaves_nothing(tmp_path: Path) -> None:
+def test_without_a_gateway_it_serves_the_model_itself_and_leaves_nothing(run: Run, tmp_path: Path) -> None:
     settings = ("--max-tokens", "12", "--temperature", "0")
     own = subprocess.Popen(
         [*PENSTOCK, "chat", "tiny", *settings],
@@ -267,10 +263,9 @@ def test_without_a_gateway_it_serves_the_model_itself_and_leaves_nothing(tmp_pat
     assert own.stdout is not None
     own.stdin.write("What is os?\n/reset\nWhat is os?\n")
     own.stdin.flush()
-    alone = subprocess.run(
-        [*PENSTOCK, "run", "tiny", "What is os?", "--chat", *settings], capture_output=True, text=True, check=True
-    )
-    assert own.stdout.read(2 * len(alone.stdout)) == 2 * alone.stdout
+    with unchanged():
+        alone = run("run", "tiny", "What is os?", "--chat", *settings)
+    assert own.stdout.read(2 * len(alone.out)) == 2 * alone.out != ""
     own.terminate()  # as when its terminal is closed
     own.communicate(timeout=60)
     assert own.returncode == 130

@@ -19,7 +19,7 @@ from redis import Redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from tests.producers.gateway.conftest import until
+from tests.waiting import until
 from workers.cli.exits import Failure
 from workers.cli.local import embedded
 from workers.cli.local.embedded import DataDir, LeftBehind, open_data_dir, started, valkey

@@ -12,14 +12,14 @@ from typing import Any
 import openai
 import pytest
 
-from tests.producers.gateway.conftest import until
+from tests.waiting import until
 from tests.workers.cli.local.conftest import PATIENCE_S, Up, task
 from workers.cli.client import Gateway
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 #: Tokens of short and of long tasks.
-SHORT, LONG = 150, 900
+SHORT, LONG = 60, 400
 
 
 def stream(gateway: Gateway, seed: int, tokens: int) -> list[dict[str, Any]]:
@@ -32,6 +32,7 @@ def test_workers_come_with_the_tasks_and_go_without_them(up: Callable[..., Up]) 
     # The drain is short: workers that end under load hand tasks back, and their streams go on elsewhere.
     system = up("--min", "0", "--max", "2", "--cool-down", "1", "--drain-timeout", "0.1", "--max-num-seqs", "2")
     gateway = system.wait_ready()
+    until(lambda: "stops it." in system.out)
     assert "workers 0 now; up to 2" in system.out
     assert "Ready in" not in system.out
     until(lambda: set(system.children()) == {"valkey", "gateway", "sweeper", "webhooks", "standby"})

@@ -15,6 +15,7 @@ import pytest
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE, Door
 from tests.receiver import Process, Receiver
+from tests.waiting import until
 from tests.workers.cli.conftest import Run
 
 PAGE = (Path(__file__).parents[4] / "docs" / "webhooks.md").read_text("utf-8")
@@ -75,13 +76,20 @@ def test_a_task_calls_back_and_its_delivery_is_shown_and_replayed(
         assert sorted(first) == events
         assert {event["data"]["id"] for event in first.values()} == {task_id}
 
-        webhook_id = first["response.completed"]["id"]
-        assert webhook_id in webhooks("ls", "--state", "delivered", "--endpoint", "own").out
+        webhook_id, other = (first[name]["id"] for name in events)
+
+        def all_delivered() -> bool:
+            """Written down once the receiver has answered, which has told of them before."""
+            told = webhooks("ls", "--state", "delivered", "--endpoint", "own").out
+            return webhook_id in told and other in told
+
+        until(all_delivered)
         assert "  200 " in webhooks("show", webhook_id).out
         old = webhooks("secret").out
         assert webhooks("secret", "--rotate").out != old
         assert "1 deliveries" in webhooks("replay", webhook_id).out
         assert listener.events(3)[-1]["id"] == webhook_id  # signed with both secrets
+        until(all_delivered)
         assert "2 deliveries" in webhooks("replay", "--all", "--state", "delivered", "--since", "2026-01-01").out
         assert {event["id"] for event in listener.events(5)[-2:]} == {event["id"] for event in first.values()}
         port = process.until(lambda: re.search(r"/readyz on port (\d+)", process.log.read_text()))[1]

@@ -7,13 +7,15 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
+from tests.waiting import until
 from tests.workers.rig import Rig
 from workers.runtime.host import spot
 from workers.runtime.host.spot import SpotNotice, left_of
@@ -84,89 +86,80 @@ def metadata() -> Iterator[Metadata]:
     made.close()
 
 
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+@dataclass
+class Watched:
+    """A thread that asks often, and what it found. `end` ends it, if it did not find anything."""
+
+    thread: SpotNotice
+    found: list[tuple[float, str]]
+
+    def end(self) -> None:
+        self.thread.stop()
+        self.thread.join(60)
 
 
-def test_it_is_seen_once_also_after_the_token_went_bad(metadata: Metadata, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Watched]:
     monkeypatch.setattr(spot, "PERIOD_S", 0.01)
     monkeypatch.setattr(spot, "ANSWER_S", 60.0)
-    found: list[tuple[float, str]] = []
-    watching = SpotNotice(lambda *told: found.append(told), metadata.url + "/")
-    watching.start()
+
+    def begin(url: str) -> Watched:
+        found: list[tuple[float, str]] = []
+        made = Watched(SpotNotice(lambda *told: found.append(told), url), found)
+        made.thread.start()
+        return made
+
+    return begin
+
+
+Watch = Callable[[str], Watched]
+
+
+def test_it_is_seen_once_also_after_the_token_went_bad(metadata: Metadata, watch: Watch) -> None:
+    watched = watch(metadata.url + "/")
     until(lambda: len(metadata.asked) > 3)
     assert metadata.asked.count("PUT /latest/api/token") == 1, "a token is used again"
     metadata.good.clear()
     metadata.announce(3600)
-    watching.join(60)
+    watched.thread.join(60)
     assert metadata.asked.count("PUT /latest/api/token") == 2
-    ((left, why),) = found
+    ((left, why),) = watched.found
     assert 3500 < left <= 3595
     assert "terminate" in why
 
 
-def test_an_instance_that_its_group_ends_has_all_the_drain_time(
-    metadata: Metadata, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(spot, "PERIOD_S", 0.01)
+def test_an_instance_that_its_group_ends_has_all_the_drain_time(metadata: Metadata, watch: Watch) -> None:
     metadata.state = b"InService"
-    found: list[tuple[float, str]] = []
-    watching = SpotNotice(lambda *told: found.append(told), metadata.url)
-    watching.start()
+    watched = watch(metadata.url)
     until(lambda: len(metadata.asked) > 5)
-    assert not found
+    assert not watched.found
     metadata.state = b"Terminated"
-    watching.join(60)
-    assert found == [(math.inf, "The Auto Scaling group ends this instance")]
+    watched.thread.join(60)
+    assert watched.found == [(math.inf, "The Auto Scaling group ends this instance")]
 
 
-def test_what_answers_before_the_metadata_do_is_not_believed_for_ever(
-    metadata: Metadata, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(spot, "PERIOD_S", 0.01)
+def test_what_answers_before_the_metadata_do_is_not_believed_for_ever(metadata: Metadata, watch: Watch) -> None:
     page = b"<html>\r\n</html>"
     metadata.first = [b"HTTP/1.0 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(page), page), b"no HTTP\r\n\r\n"]
     metadata.announce(120)
-    found: list[tuple[float, str]] = []
-    watching = SpotNotice(lambda *told: found.append(told), metadata.url)
-    watching.start()
-    watching.join(60)
-    assert len(found) == 1
+    watched = watch(metadata.url)
+    watched.thread.join(60)
+    assert len(watched.found) == 1
 
 
-def test_an_endpoint_that_cannot_be_asked_is_told_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://127.0.0.1:port"])
+def test_an_endpoint_that_cannot_be_asked_is_told_of_once(
+    watch: Watch, caplog: pytest.LogCaptureFixture, url: str
 ) -> None:
-    monkeypatch.setattr(spot, "PERIOD_S", 0.01)
-    watching = SpotNotice(lambda *told: None, "http://127.0.0.1:port")
-    with caplog.at_level(logging.WARNING):
-        watching.start()
-        until(lambda: told(caplog))
-    assert watching.is_alive()
-    watching.stop()
-    watching.join(60)
+    def told() -> int:
+        return sum("its end would not be seen" in record.getMessage() for record in list(caplog.records))
 
-
-def test_a_machine_without_metadata_is_told_of_once(
-    metadata: Metadata, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    metadata.close()
-    monkeypatch.setattr(spot, "PERIOD_S", 0.01)
-    watching = SpotNotice(lambda *told: None, metadata.url)
     with caplog.at_level(logging.WARNING):
-        watching.start()
-        until(lambda: told(caplog))
+        watched = watch(url)
+        until(told)
         time.sleep(0.3)
-    watching.stop()
-    watching.join(60)
-    assert told(caplog) == 1
-
-
-def told(caplog: pytest.LogCaptureFixture) -> int:
-    return sum("its end would not be seen" in record.getMessage() for record in list(caplog.records))
+    watched.end()
+    assert told() == 1
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,13 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
+from tests.waiting import until
 from tests.workers.rig import Rig
 from workers.runtime.host import task_protection
 from workers.runtime.host.task_protection import TaskProtection
@@ -75,13 +76,6 @@ def held(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield found
     following.stop()
     following.join(60)
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_a_task_is_protected_while_it_holds_something(agent: Agent, held: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Runs boto3's blocking calls on a thread, one at a time, each with a time limit."""
+"""Runs boto3's blocking calls on a thread, one at a time."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import Any, Final, TypeVar
 from producers.connection.aws import AwsError, AwsNotInstalled, client
 from workers.autoscaler.actuators.address import Address
 from workers.autoscaler.actuators.base import ActuatorError
-from workers.autoscaler.actuators.limit import limited
 
 T = TypeVar("T")
 
 #: Options of the URLs; `endpoint`: another server than AWS's.
 OPTIONS: Final = ("region", "endpoint")
-#: Silence (s) after which a request is tried once more, within the actuator's own limit.
+#: Silence (s) after which a request is tried once more, within the time limit of a call (`workers.autoscaler.acting`).
 SILENT_S: Final = 4.0
 
 
@@ -34,16 +33,15 @@ class Calls:
         except AwsError as error:
             raise ValueError(f"{name}: {str(error).rstrip('.')}: give ?region=REGION") from error
         self._name = name
-        # One thread: what hangs holds up the next call alone, which its own limit ends.
+        # One thread: what hangs holds up the next call alone, which its time limit ends.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="actuator")
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Run a function of blocking calls. AwsError and overtime become ActuatorError."""
-        async with limited(self._name):
-            try:
-                return await asyncio.get_running_loop().run_in_executor(self._thread, function)
-            except AwsError as error:
-                raise ActuatorError(f"{self._name}: {error}") from error
+        """Run a function of blocking calls. AwsError becomes ActuatorError."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+        except AwsError as error:
+            raise ActuatorError(f"{self._name}: {error}") from error
 
     async def aclose(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

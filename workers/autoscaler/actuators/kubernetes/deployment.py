@@ -22,7 +22,6 @@ from workers.autoscaler.actuators.address import Address, read
 from workers.autoscaler.actuators.base import Actual, ActuatorError
 from workers.autoscaler.actuators.kubernetes.cluster import Cluster
 from workers.autoscaler.actuators.kubernetes.pods import ailment, costs, failed_starts, lives, ready, restarts
-from workers.autoscaler.actuators.limit import limited
 
 #: Time (s) until a HorizontalPodAutoscaler is looked for again.
 RIVAL_S: Final = 60.0
@@ -45,9 +44,8 @@ class Kubernetes:
 
     async def actual(self) -> Actual:
         """The Deployment as it is now. Raises ActuatorError."""
-        async with limited(self.name):
-            scale = await self._cluster.scale()
-            pods = [pod for pod in await self._cluster.pods(scale.status.selector or "") if lives(pod)]
+        scale = await self._cluster.scale()
+        pods = [pod for pod in await self._cluster.pods(scale.status.selector or "") if lives(pod)]
         ill = [why for pod in pods if (why := ailment(pod))]
         return Actual(scale.spec.replicas or 0, len(pods) - len(ill), ill[0] if ill else "", self._failures(pods))
 
@@ -59,15 +57,14 @@ class Kubernetes:
 
     async def scale(self, wanted: int, first: Sequence[str]) -> None:
         """Set the number. Raises ActuatorError, also where a HorizontalPodAutoscaler sets it, too."""
-        async with limited(self.name):
-            await self._refuse_rival()
-            scale = await self._cluster.scale()
-            had = scale.spec.replicas or 0
-            if wanted == had:
-                return
-            if 0 < wanted < had:
-                await self._mark(scale.status.selector or "", wanted, first)
-            await self._cluster.set_replicas(wanted)
+        await self._refuse_rival()
+        scale = await self._cluster.scale()
+        had = scale.spec.replicas or 0
+        if wanted == had:
+            return
+        if 0 < wanted < had:
+            await self._mark(scale.status.selector or "", wanted, first)
+        await self._cluster.set_replicas(wanted)
 
     async def _mark(self, selector: str, wanted: int, first: Sequence[str]) -> None:
         pods = [pod for pod in await self._cluster.pods(selector) if lives(pod)]

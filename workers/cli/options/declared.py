@@ -1,0 +1,115 @@
+"""Options made of declared fields: an engine's settings and a request's sampling parameters."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterable
+from functools import wraps
+from typing import Annotated, Any, Final
+
+import typer
+
+from engine.config import EngineConfig
+from engine.declared import Declared, declared
+from engine.declared.bounds import Biases, Bound, Flag, Integer, Number, Strings, TokenIds, shown
+from engine.errors import RequestError
+from engine.params import SamplingParams
+from workers.cli.exits import Failure
+
+#: An engine's settings that have an option, by name.
+ENGINE: Final = {name: one for name, one in declared(EngineConfig).items() if one.option is not None}
+
+#: Those of an engine that serves one request.
+ENGINE_OF_ONE: Final = {name: one for name, one in ENGINE.items() if one.option and not one.option.serving}
+
+#: A request's sampling parameters, by name.
+SAMPLING: Final = declared(SamplingParams)
+
+#: The types of options by the bounds of their fields; other fields are text.
+_KINDS: Final[dict[type[Bound], Any]] = {
+    Integer: int,
+    Number: float,
+    Flag: bool,
+    Strings: list[str],
+    TokenIds: list[int],
+    Biases: list[str],
+}
+
+
+def takes(**groups: Collection[Declared]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command the options of declared fields, in the place of its parameter of a group's name.
+
+    The command gets that parameter as a dict of the fields that were given. Its Failures name options, not fields.
+    """
+
+    def taking(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True)
+        every: list[inspect.Parameter] = []
+        for one in own.parameters.values():
+            options = map(_parameter, groups[one.name]) if one.name in groups else [one]
+            every += [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in options]
+
+        @wraps(command)
+        def called(**given: Any) -> None:
+            for name, fields in groups.items():
+                asked = {field.name: _read(field, given.pop(field.name)) for field in fields}
+                given[name] = {
+                    field: value for field, value in asked.items() if value is not None and value is not False
+                }
+            try:
+                command(**given)
+            except Failure as failure:
+                raise Failure(_as_written(str(failure), groups.values()), failure.status) from failure
+
+        called.__signature__ = own.replace(parameters=every)  # type: ignore[attr-defined]
+        called.__annotations__ = {one.name: one.annotation for one in every}
+        return called
+
+    return taking
+
+
+def _as_written(message: str, groups: Iterable[Collection[Declared]]) -> str:
+    """A message with the options in place of fields' names: words with `_`, or before `=`. Paths stay as they are."""
+    options = {field.name: _option_of(field) for fields in groups for field in fields}
+    names = "|".join(name if "_" in name else f"{name}(?==)" for name in options)
+    return re.sub(rf"(?<![\w/.-])({names})(?![\w/-])(?:=True)?", lambda found: options[found[1]], message)
+
+
+def _option_of(field: Declared) -> str:
+    assert field.option is not None
+    return field.option.name or f"--{field.name.replace('_', '-')}"
+
+
+def _parameter(field: Declared) -> inspect.Parameter:
+    """A declared field as a parameter that typer understands. A value out of bounds raises Failure."""
+    assert field.option is not None
+    bound, name = field.bound, _option_of(field)
+
+    def within(value: Any) -> Any:
+        if value is None:
+            return value
+        try:
+            bound.check(field.name, _read(field, value))
+        except RequestError:
+            raise Failure(f"{name} is {shown(value)}; it must be {bound.words}") from None
+        return value
+
+    kind = _KINDS.get(type(bound), str)
+    option = typer.Option(name, help=field.option.help, metavar=field.option.metavar, callback=within)
+    default = False if kind is bool else None
+    annotation: Any = Annotated[kind if kind is bool else kind | None, option]
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _read(field: Declared, value: Any) -> Any:
+    """A field's value, from its option's."""
+    return dict(map(_bias, value)) if value is not None and isinstance(field.bound, Biases) else value
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition("=")
+    try:
+        return int(token_id), float(bias)
+    except ValueError:
+        raise Failure(f"--logit-bias is {text!r}; it must be ID=NUMBER, such as 318=-100") from None

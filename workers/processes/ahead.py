@@ -1,0 +1,71 @@
+"""A standby that begins with the first line of a command, whose own imports then run beside those of its first worker.
+
+    main -> begin -> imports of this process ... -> System: taken -> Standby (keeper), which keeps it from then on
+                  -> imports of that process ... -> it waits, or takes over what it was handed meanwhile
+
+Imports nothing that takes time. What happens when a process dies is a table in `workers.processes.standby`.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Final
+
+from workers.processes import guarded
+
+STANDBY: Final = (sys.executable, "-P", "-m", "workers.processes.standby.process")
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """The process, and our end of its socket. What it says before it is handed a program goes to our stderr."""
+
+    process: subprocess.Popen[bytes]
+    socket: socket.socket
+
+    def end(self) -> None:
+        """Kill it, and wait for its end."""
+        self.socket.close()
+        self.process.kill()
+        self.process.wait()
+
+
+_begun: Ahead | None = None
+
+
+def begin(*imports: str) -> None:
+    """Start the process. `imports`: its modules; none for all that a worker needs. Where it cannot be started, there is
+    none: a start without it is slower, not broken."""
+    global _begun
+    ours, theirs = socket.socketpair()
+    with theirs:
+        number = theirs.fileno()
+        try:
+            process = subprocess.Popen(
+                guarded((*STANDBY, str(number), "0", *imports)),
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr,
+                pass_fds=(number,),
+                start_new_session=True,
+            )
+        except (OSError, ValueError):  # nothing left to start it with; or our stderr is closed
+            ours.close()
+            return
+    ours.setblocking(False)
+    _begun = Ahead(process, ours)
+
+
+def taken() -> Ahead | None:
+    """The process, which is the caller's to end from now on; None where there is none."""
+    global _begun
+    begun, _begun = _begun, None
+    return begun
+
+
+def end() -> None:
+    """End the process if nobody has taken it."""
+    if begun := taken():
+        begun.end()

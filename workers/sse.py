@@ -1,0 +1,56 @@
+"""Server-sent events, by the rules of the HTML standard (section 9.2.6, interpreting an event stream).
+
+It does no I/O: `workers.cli.client` feeds it from a blocking connection, `workers.bench.connection` from asyncio's.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Event(NamedTuple):
+    """One event. `kind`: `message` where the stream names none. `id`: the last that the stream gave, or ""."""
+
+    kind: str
+    data: str
+    id: str
+
+
+class EventStream:
+    """The parser of one stream. Lines end with LF, CR or CRLF. Comments, `retry` and unknown fields are passed over,
+    and no byte order mark is looked for."""
+
+    __slots__ = ("_data", "_id", "_kind", "_last", "_rest")
+
+    def __init__(self) -> None:
+        self._rest = b""  # of a line whose end has not come
+        self._last = b""  # byte that came
+        self._kind = self._id = ""
+        self._data: list[str] = []
+
+    @property
+    def within(self) -> bool:
+        """Whether an event has begun whose end has not come."""
+        return bool(self._rest or self._kind or self._data)
+
+    def feed(self, piece: bytes) -> list[Event]:
+        """The events that end in the next piece of the stream, wherever it was cut."""
+        before, self._last = self._last, piece[-1:] or self._last
+        text = self._rest + (piece.removeprefix(b"\n") if before == b"\r" else piece)
+        lines = text.splitlines()
+        self._rest = lines.pop() if text[-1:] not in b"\r\n" else b""
+        return [event for line in lines if (event := self._take(line.decode(errors="replace")))]
+
+    def _take(self, line: str) -> Event | None:
+        """Note a field. An empty line ends an event, which is none without data."""
+        name, _, value = line.partition(":")
+        if name == "data":
+            self._data.append(value.removeprefix(" "))
+        elif name == "event":
+            self._kind = value.removeprefix(" ")
+        elif name == "id" and "\0" not in value:
+            self._id = value.removeprefix(" ")
+        elif not line:
+            kind, data, self._kind, self._data = self._kind, self._data, "", []
+            return Event(kind or "message", "\n".join(data), self._id) if data else None
+        return None
