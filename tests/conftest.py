@@ -34,18 +34,29 @@ settings.load_profile("penstock")
 
 #: Files whose tests take longest: they are begun first, since what is begun last has the machine for itself at the end.
 FIRST = (
-    *(
-        "engine/kernels/triton/test_builds",
-        "chaos/test_suite",
-        "workers/cli/local/test_up",
-        "chaos/test_kill_between_calls",
-    ),
-    *("workers/cli/models/test_warm", "engine/kernels/native/test_kernels", "workers/test_device_faults"),
-    *("engine/kernels/triton/test_ahead", "fuzz/test_soak", "chaos/test_sweeper", "workers/test_links"),
-    *("infra/test_report", "engine/quant/test_make", "workers/test_memory", "workers/cli/local/test_chat"),
-    "protocol/test_mutants",
+    *("engine/kernels/triton/test_builds", "engine/kernels/triton/test_ahead", "chaos/test_kill_between_calls"),
+    *("protocol/test_mutants", "workers/cli/models/test_warm", "fuzz/test_soak", "chaos/test_suite"),
+    *("workers/cli/local/test_up", "workers/test_device_faults", "workers/cli/local/test_up_scaling"),
+    *("test_aws_quick_start", "workers/runtime/test_watchdog", "workers/test_failover", "workers/cli/admin/test_chaos"),
+    *("protocol/test_model", "producers/gateway/openai/test_schema", "fuzz/test_on_http", "fuzz/test_on_queue"),
 )
 _ORDER = {f"tests/{name}.py": place for place, name in enumerate(FIRST)}
+
+
+#: Folders whose files share what is started once for a process, and takes long to start: one process runs each.
+TOGETHER = ("tests/conformance/",)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hands whole files out, as `--dist loadfile` does, and files of TOGETHER at once; None for another `--dist`."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return next((folder for folder in TOGETHER if nodeid.startswith(folder)), super()._split_scope(nodeid))
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -60,9 +71,14 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Then the others with slow tests; whole files, one process runs each."""
+    """Those that are run together before all, then FIRST, then the others with slow tests; whole files."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (_ORDER.get(item.nodeid.partition("::")[0], len(FIRST)), item.path not in slow))
+
+    def place(item: pytest.Item) -> tuple[bool, int, bool]:
+        file = item.nodeid.partition("::")[0]
+        return not file.startswith(TOGETHER), _ORDER.get(file, len(FIRST)), item.path not in slow
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,20 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from typing import Any
 from unittest.mock import patch
 
 import torch
+import typer
+
+from workers.cli.app import app
+
+
+@cache
+def penstock() -> Any:
+    """The command with all of its commands, which take a while to be made."""
+    return typer.main.get_command(app)
 
 
 def start(module: str, *arguments: str) -> None:

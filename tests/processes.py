@@ -28,7 +28,7 @@ from producers.contract import keys
 from producers.contract.message import Message
 from producers.store.protocol import admit
 from tests.warm import Forked
-from workers.processes.supervisor import GUARD
+from workers import processes
 
 ROOT = Path(__file__).parent.parent
 #: Name of the tests' own connections, as CLIENT LIST shows it.
@@ -84,7 +84,7 @@ def valkey(**config: Any) -> Iterator[tuple[str, Redis]]:
 
 def guarded(*argv: str) -> list[str]:
     """The command line of a program that is killed when the thread that starts it ends, however that comes."""
-    return [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), str(int(signal.SIGKILL)), *argv]
+    return processes.guarded(argv)
 
 
 class Worker:

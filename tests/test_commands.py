@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 from engine.kernels.native import load_library
 from tests.bench import figures
-from tests.in_process import start
+from tests.in_process import penstock, start
 from tests.processes import ROOT
-from workers.cli.app import app
 from workers.library.reference import bundled
 
 MODEL = bundled()["tiny"]
@@ -51,14 +49,14 @@ TINY = {
     "tests.bench.quantised": ["--matrices 1 --outputs 64 --inputs 128 --turns 1"],
     "tests.bench.runs": ["--sequences 2 --layers 1 --rounds 1"],
     "tests.bench.scaling": ["--seconds 12 --capacity-seconds 1 --load 1 --max 2"],
-    "tests.bench.sampled": ["--calls 1"],
     "tests.bench.sources": ["--lines 1000 --window 500"],
     "tests.bench.speculation": ["--lookup --workload W1 --rounds 1 --output 2"],
     "tests.bench.startup": ["--model MODEL --rounds 1 --cold"],
     "tests.bench.sqs": ["--tasks 20 --task-seconds 0.1 --messages 3 --idle-seconds 1 --wakes 1"],
     "tests.bench.webhooks": ["--rate 20 --seconds 1 --receivers 2 --rows 20"],
+    "tests.bench.way": ["--rounds 1"],
     "tests.bench.windows": ["--prompt 20 --steps 2"],
-    "tests.protocol.model": ["--scenario lost"],
+    "tests.protocol.model": ["--scenario undone"],
 }
 #: Module -> the test file that runs it, in small. `test_figures.py` runs those of `figures.REDUCED`.
 ELSEWHERE = {
@@ -174,7 +172,7 @@ def test_a_target_can_be_made(target: str) -> None:
 @pytest.mark.parametrize("line", list(dict.fromkeys([*named("penstock"), *of_procfile()])))
 def test_a_command_and_its_options_are_there(line: str) -> None:
     """Nothing is parsed: what is left out may be what it cannot do without."""
-    command: Any = typer.main.get_command(app)
+    command = penstock()
     words = shlex.split(line.removeprefix("COMMAND "))
     while hasattr(command, "commands") and words and not words[0].startswith("-"):
         command = command.commands[words.pop(0)]
@@ -186,7 +184,7 @@ def test_a_command_and_its_options_are_there(line: str) -> None:
 def test_a_command_is_taken_as_it_is_written(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parsed with all its options, and not run. A broker is in the environment, as pages say where they name none."""
     monkeypatch.setenv("BROKER_URL", "sqs://us-east-1")
-    command: Any = typer.main.get_command(app)
+    command = penstock()
     words = shlex.split(line)
     context = command.make_context("penstock", list(words))
     while hasattr(command, "resolve_command"):  # a group of commands

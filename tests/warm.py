@@ -1,6 +1,7 @@
 """Processes that start in a tenth of a second: forked from one that has imported everything.
 
     Forked(argv)   `python -m MODULE ARGUMENT...` without its imports; all else is as if it had been executed
+    warm_gateway   a gateway on a socket
     WarmWorker     a worker with the stub engine, and with less patience than those that serve
 
 All end when the process that everything is forked from does, which ends with the one that asked for it.
@@ -14,6 +15,7 @@ import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,12 +25,16 @@ from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.chaos import clock
 from workers.processes.guard import PR_SET_PDEATHSIG
+
+if TYPE_CHECKING:
+    from producers.gateway import GatewaySettings
 
 #: What the processes of a system would import when they start; last, what lets them share its memory.
 _IMPORTS = """
@@ -36,7 +42,7 @@ _IMPORTS = """
     celery.events celery.fixups.django celery.worker.autoscale celery.worker.consumer celery.worker.control
     celery.worker.heartbeat celery.worker.loops celery.worker.request celery.worker.strategy encodings.idna
     hiredis redis.asyncio tests.chaos.strike tests.chaos.sweeping tests.stub_engine
-    workers.pool.consumer workers.pool.engine_pool workers.pool.request workers.runtime.worker
+    workers.pool.consumer workers.pool.engine_pool workers.pool.request workers.runtime.assembly workers.runtime.worker
     producers.gateway producers.gateway.app producers.gateway.batches.endpoints
     uvicorn uvicorn.protocols.http.httptools_impl uvloop
     workers.chaos.senders workers.chaos.talk workers.cli.app workers.cli.processes workers.webhooks.process
@@ -105,13 +111,20 @@ class Forked(_Child):
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str], log: Path) -> None:
         name, *arguments = argv[argv.index("-m") + 1 :]
-        super().__init__(_run, name, arguments, dict(env), str(log))
+        super().__init__(_run, name, arguments, {**os.environ, **env}, str(log))
 
     def wait(self, timeout: float | None = None) -> int:
         """Raises subprocess.TimeoutExpired."""
         if (code := self.ended(timeout)) is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
         return code
+
+
+def warm_gateway(settings: GatewaySettings, listener: socket.socket) -> BaseProcess:
+    """A gateway that listens there."""
+    process = template().Process(target=_answer, args=(settings, listener, dict(os.environ)), daemon=True)
+    process.start()
+    return process
 
 
 class WarmWorker(_Child):
@@ -135,12 +148,13 @@ class WarmWorker(_Child):
         self.log.unlink(missing_ok=True)
 
 
-def _begin(env: dict[str, str], log: str) -> None:
-    """In the new process: as if it had been executed."""
+def _begin(env: dict[str, str], log: str | None = None) -> None:
+    """In the new process: as if it had been executed. Without a log, it writes where the tests do."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    with open(log, "a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    if log is not None:
+        with open(log, "a") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.pop("LD_PRELOAD", None)
     os.environ.update(env)
@@ -152,6 +166,13 @@ def _run(module: str, arguments: list[str], env: dict[str, str], log: str) -> No
     _begin(env, log)
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _answer(settings: GatewaySettings, listener: socket.socket, env: dict[str, str]) -> None:
+    _begin(env)
+    from producers.gateway import serve
+
+    serve(settings, listener)
 
 
 def _serve(settings: dict[str, Any], env: dict[str, str], log: str) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any
 
-from engine import Engine, Event, Request, SamplingParams
+from engine import Engine, Event
+from engine.bench.load import Arrival, serve
 from engine.bench.offline import Job
 
 
@@ -25,29 +25,15 @@ class Steps:
         return min(self._made) > 0 and max(self._made) < self._output
 
     def run(self, jobs: list[Job]) -> None:
-        done, errors = threading.Semaphore(0), list[str]()
-
-        def listener(i: int) -> Any:
-            def on_event(event: Event) -> None:
-                self._made[i] += len(event.token_ids)
-                if event.error is not None:
-                    errors.append(event.error)
-                if event.done:
-                    done.release()
-
-            return on_event
-
         self._engine.on_step = self._ended
         try:
-            for i, (prompt, output) in enumerate(jobs):
-                params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
-                self._engine.submit(Request(f"step-{id(self)}-{i}", prompt, params), listener(i))
-            for _ in jobs:
-                done.acquire()
+            plan = [Arrival(0.0, prompt, output) for prompt, output in jobs]
+            serve(self._engine, plan, f"step-{id(self)}", self._heard)
         finally:
             self._engine.on_step = None
-        if errors:
-            raise RuntimeError(errors[0])
+
+    def _heard(self, i: int, event: Event) -> None:
+        self._made[i] += len(event.token_ids)
 
     def _ended(self) -> None:
         self._ends.append((time.perf_counter(), sum(self._made), self.decoding))

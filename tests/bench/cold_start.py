@@ -10,6 +10,7 @@ them times a bare `python -c "import torch"`, so that all see the same machine. 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import re
@@ -23,9 +24,8 @@ from pathlib import Path
 from signal import SIGTERM
 from typing import Any, Final
 
-import httpx
-
 from tests.workers.cli.local.conftest import Up
+from workers.bench.connection import Connections
 
 PATIENCE_S: Final = 180.0
 #: Memory (bytes) of a standby that has imported torch; and the processor time that it takes while it still imports.
@@ -79,15 +79,18 @@ class Timed:
 def first_token(url: str, model: str = "tiny") -> float:
     """Seconds from a request until its first token."""
     body = {"model": model, "prompt": "def f(x):", "max_tokens": 4, "stream": True, "ignore_eos": True}
-    with httpx.Client(timeout=PATIENCE_S) as client:
-        client.get(f"{url}/livez").raise_for_status()  # the connection is open, as a caller's is
-        asked = time.monotonic()
-        with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
-            answer.raise_for_status()
-            for line in answer.iter_lines():
-                if line.startswith("data: {") and json.loads(line[6:])["choices"]:
-                    return time.monotonic() - asked
-    raise AssertionError("the stream had no token")
+    return asyncio.run(_first_event(Connections(url), body))
+
+
+async def _first_event(connections: Connections, body: dict[str, Any]) -> float:
+    async with asyncio.timeout(PATIENCE_S), connections.request("GET", "/livez") as answer:
+        await answer.whole()  # the connection is open, as a caller's is
+    asked = time.monotonic()
+    async with asyncio.timeout(PATIENCE_S), connections.request("POST", "/v1/completions", body) as answer:
+        async for events in answer.events():
+            if any(json.loads(event.data)["choices"] for event in events):
+                return time.monotonic() - asked
+    raise AssertionError(f"the stream had no token: {answer.status}")
 
 
 def bare_import() -> float:

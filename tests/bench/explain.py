@@ -75,7 +75,12 @@ def taken(consumer: Consumer, count: int) -> list[str]:
 
 
 async def count(store: Redis, sent: Sequence[Message]) -> None:
-    """As ADMIT does of tasks that are listed."""
+    """As ADMIT does of tasks that are listed, and write what their records say of their size."""
+    for k in range(0, len(sent), 5000):
+        async with store.pipeline(transaction=False) as pipe:
+            for one in sent[k : k + 5000]:
+                pipe.hset(keys.task(one.id), "tokens", one.tokens)
+            await pipe.execute()
     for name, its in groupby(sorted(sent, key=lambda one: one.tenant), lambda one: one.tenant):
         times = {one.id: one.at for one in its}
         await store.zadd(keys.tasks(name), times)

@@ -18,9 +18,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, Self
 
 from redis import Redis
 
@@ -29,6 +28,7 @@ from producers.sweeper.batches.expand import WINDOW
 from tests.aws import REGION, running_aws
 from tests.bench.batches import CARD
 from tests.processes import free_port, valkey
+from workers.cli.batch.client import BatchGateway
 
 URL: Final = "/v1/completions"
 LINE: Final = (
@@ -65,7 +65,7 @@ class Process:
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    def __enter__(self) -> Process:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -77,47 +77,11 @@ class Gateway(Process):
     """A gateway process on a port of its own."""
 
     def __init__(self, *args: str) -> None:
-        self.port = free_port()
-        super().__init__("gateway", "--port", str(self.port), *args)
-        while True:
-            try:
-                self.call("GET", "/readyz")
-                return
-            except OSError:
-                time.sleep(0.05)
-
-    @contextmanager
-    def opened(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Iterator[Any]:
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=600)
-        try:
-            connection.request(method, path, body, headers or {})
-            answer = connection.getresponse()
-            assert answer.status == 200, answer.read()
-            yield answer
-        finally:
-            connection.close()
-
-    def call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
-        content = None if body is None else json.dumps(body)
-        with self.opened(method, path, content, {"content-type": "application/json"}) as answer:
-            found: dict[str, Any] = json.load(answer)
-            return found
-
-    def upload(self, count: int, size: int) -> str:
-        head = b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b\r\ncontent-disposition: '
-        head += b'form-data; name="file"; filename="in.jsonl"\r\n\r\n'
-        tail = b"\r\n--b--\r\n"
-        length = len(head) + size + len(tail)
-        headers = {"content-type": "multipart/form-data; boundary=b", "content-length": str(length)}
-
-        def body() -> Iterator[bytes]:
-            yield head
-            yield from pieces(count)
-            yield tail
-
-        with self.opened("POST", "/v1/files", body(), headers) as answer:
-            file_id: str = json.load(answer)["id"]
-            return file_id
+        port = free_port()
+        self.client = BatchGateway(f"http://127.0.0.1:{port}")
+        super().__init__("gateway", "--port", str(port), *args)
+        while not self.client.ready():
+            time.sleep(0.05)
 
 
 def row(what: str, process: str, most_mb: float, seconds: float, size: int, lines: int, **more: float) -> None:
@@ -135,19 +99,17 @@ def measure(url: str, redis: Redis, place: str, count: int) -> None:
             json.dumps({"what": "nothing yet", "process": "gateway", "most_mb": gateway.most_mb, "file_mb": size / 1e6})
         )
         began = time.perf_counter()
-        file_id = gateway.upload(count, size)
+        client = gateway.client
+        file_id = client.upload("in.jsonl", size, pieces(count))["id"]
         row("upload", "gateway", gateway.most_mb, time.perf_counter() - began, size, count)
-        began, read = time.perf_counter(), 0
-        with gateway.opened("GET", f"/v1/files/{file_id}/content") as answer:
-            while piece := answer.read(1 << 20):
-                read += len(piece)
-        assert read == size
+        began = time.perf_counter()
+        assert sum(map(len, client.content(file_id, 0))) == size
         row("download", "gateway", gateway.most_mb, time.perf_counter() - began, size, count)
         with Process("sweeper", *options) as sweeper:
             asked = {"input_file_id": file_id, "endpoint": URL, "completion_window": "24h"}
-            batch_id = gateway.call("POST", "/v1/batches", asked)["id"]
+            batch_id = client.create_batch(asked)["id"]
             began = time.perf_counter()
-            while (batch := gateway.call("GET", f"/v1/batches/{batch_id}"))["status"] == "validating":
+            while (batch := client.batch(batch_id))["status"] == "validating":
                 time.sleep(0.05)
             assert batch["request_counts"]["total"] == count, batch
             row("check", "sweeper", sweeper.most_mb, time.perf_counter() - began, size, count)

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,21 +13,22 @@ from pathlib import Path
 from redis import Redis
 
 from tests.processes import ROOT, Worker, free_port
+from workers.cli.client import Gateway
 
 TICKS = os.sysconf("SC_CLK_TCK")
+GATEWAY = ("-m", "workers.cli", "gateway")
 
 
 @contextmanager
-def serving(*argv: str, ready: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A server process, once it answers GET `ready`; SIGTERM at the end."""
-    process = subprocess.Popen([sys.executable, *argv], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def serving(*argv: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A server process on this port, once it is ready; SIGTERM at the end."""
+    command, client = [sys.executable, *argv, "--port", str(port)], Gateway(f"http://127.0.0.1:{port}")
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         for _ in range(600):
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}{ready}", timeout=1):
-                    break
-            except OSError:
-                time.sleep(0.1)
+            if client.ready():
+                break
+            time.sleep(0.1)
         else:
             raise SystemExit(f"{' '.join(argv)} did not become ready")
         yield process
@@ -43,8 +43,7 @@ def gateway(url: str) -> Iterator[tuple[int, int]]:
     with Worker(url, STUB_SEQS="512") as worker:
         worker.wait_ready()
         port = free_port()
-        options = ("--broker", url, "--store", url, "--port", str(port), "--max-queued", "100000000")
-        with serving("-m", "workers.cli", "gateway", *options, ready="/readyz", port=port) as process:
+        with serving(*GATEWAY, "--broker", url, "--max-queued", "100000000", port=port) as process:
             worker.stop()
             yield port, process.pid
 

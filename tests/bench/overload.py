@@ -28,17 +28,15 @@ import json
 import math
 import random
 import statistics
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from redis import Redis
 
-from tests.bench.ttft import wait_for
+from tests.bench.gateways import GATEWAY, serving
 from tests.fuzz.watch import processor_s
-from tests.processes import ROOT, Worker, free_port, valkey
+from tests.processes import Worker, free_port, valkey
 from workers.bench.connection import Connections
 from workers.chaos.checker.rest import at_rest
 
@@ -109,15 +107,14 @@ class Load:
                 return
             await asyncio.sleep(wait)
             task["timeout"] = max(0.05, deadline - time.perf_counter())
-        one.task_id, rest = told["id"], b""
+        one.task_id = told["id"]
         async with http.request("GET", f"/v1/tasks/{one.task_id}/events") as stream:
-            async for piece in stream.body():
-                *events, rest = (rest + piece).split(b"\n\n")
+            async for events in stream.events():
                 for event in events:
-                    if b"event: token\n" in event:
+                    if event.kind == "token":
                         one.tokens += 1
                         one.first = one.first or time.perf_counter()
-                    elif b"event: end\n" in event and b'"completed"' in event:
+                    elif event.kind == "end" and '"completed"' in event.data:
                         one.ended = time.perf_counter()
         self.done.append(one)
 
@@ -246,35 +243,30 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     port = free_port()
-    with valkey() as (url, redis):
-        command = [sys.executable, "-m", "workers.cli", "gateway", "--broker", url, "--store", url, "--port", str(port)]
-        command += ["--max-queued", str(args.max_queued)]
-        gateway = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        engine = {
-            "threads": args.threads,
-            "max_num_seqs": args.rows,
-            "max_num_batched_tokens": args.batched_tokens,
-            "unhurried_tokens": args.unhurried_tokens,
-            "ageing_s": args.ageing,
-        }
-        served = {
-            "model": f"model={args.model}",
-            "engine_factory": "workers.runtime.serving:load_engine",
-            "engine": engine,
-        }
-        try:
-            with Worker(url, ageing=args.ageing, **served) as worker:
-                worker.wait_ready(120)
-                wait_for(port)
-                vocab = json.loads(redis.hget("penstock:models", "model"))["vocab_size"]
-                server: Any = redis.info("server")
-                pids = {"gateway": gateway.pid, "worker": worker.process.pid, "server": server["process_id"]}
-                asyncio.run(measure(redis, port, args, vocab, Cores(pids)))
-                stats = at_rest(redis)
-                print(json.dumps([{k: one[k] for k in ("preemptions", "steps", "generated_tokens")} for one in stats]))
-        finally:
-            gateway.terminate()
-            gateway.wait(20)
+    engine = {
+        "threads": args.threads,
+        "max_num_seqs": args.rows,
+        "max_num_batched_tokens": args.batched_tokens,
+        "unhurried_tokens": args.unhurried_tokens,
+        "ageing_s": args.ageing,
+    }
+    served = {
+        "model": f"model={args.model}",
+        "engine_factory": "workers.runtime.serving:load_engine",
+        "engine": engine,
+    }
+    with (
+        valkey() as (url, redis),
+        serving(*GATEWAY, "--broker", url, "--max-queued", str(args.max_queued), port=port) as gateway,
+        Worker(url, ageing=args.ageing, **served) as worker,
+    ):
+        worker.wait_ready(120)
+        vocab = json.loads(redis.hget("penstock:models", "model"))["vocab_size"]
+        server: Any = redis.info("server")
+        pids = {"gateway": gateway.pid, "worker": worker.process.pid, "server": server["process_id"]}
+        asyncio.run(measure(redis, port, args, vocab, Cores(pids)))
+        stats = at_rest(redis)
+        print(json.dumps([{k: one[k] for k in ("preemptions", "steps", "generated_tokens")} for one in stats]))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def measure(url: str, redis: Redis, folder: Path, count: int, window: int) -> No
         wait(inbox.exists)
         os.rename(whole, inbox / "in.jsonl")
         began = time.perf_counter()
-        wait(lambda: redis.keys(keys.inbox_lease("*")))
+        wait(lambda: redis.keys(keys.inbox_lease("*")) or redis.zcard(keys.BATCHES))  # a small one is copied at once
         row("found", "sources", sources.most_mb, time.perf_counter() - began, size, count)
         began = time.perf_counter()
         wait(lambda: redis.zcard(keys.BATCHES))

@@ -74,18 +74,15 @@ class System:
 
     async def _read(self, connections: Connections, one: One) -> None:
         async with connections.request("GET", f"/v1/tasks/{one.id}/events") as answer:
-            count, kind, rest, status = 0, "", b"", ""
-            async for piece in answer.body():
-                *lines, rest = (rest + piece).split(b"\n")
-                for name, _, value in (line.partition(b": ") for line in lines):
-                    if name == b"event":
-                        kind = value.decode()
-                    elif name == b"data" and kind == "token":
+            count, status = 0, ""
+            async for events in answer.events():
+                for event in events:
+                    if event.kind == "token":
                         one.first = one.first or time.monotonic()
-                        if json.loads(value)["position"] != count:
-                            one.wrong = f"position {json.loads(value)['position']} came at {count}"
+                        if event.id != str(count):
+                            one.wrong = f"position {event.id} came at {count}"
                         count += 1
-                    elif name == b"data" and kind == "end":
-                        status = json.loads(value)["status"]
+                    elif event.kind == "end":
+                        status = json.loads(event.data)["status"]
         if status != "completed" or count != one.tokens:
             one.wrong = one.wrong or f"ended {status or 'without an end'} after {count} of {one.tokens} tokens"

@@ -9,11 +9,10 @@ serves (of this one, for Celery); the client is a process of its own.
 from __future__ import annotations
 
 import argparse
-import http.client
+import asyncio
 import importlib
 import json
 import multiprocessing as mp
-import threading
 import time
 from typing import Any
 
@@ -22,11 +21,17 @@ from fastapi import FastAPI, Request, Response
 
 from tests.bench.gateways import cpu_s, gateway, serving
 from tests.processes import free_port, valkey
+from workers.bench.connection import Connections
 
-BODY = json.dumps({"model": "stub", "prompt": list(range(100)), "max_tokens": 64})
+TASK = {"model": "stub", "prompt": list(range(100)), "max_tokens": 64}
 CONNECTIONS = 16
 
 echo = FastAPI()
+
+
+@echo.get("/readyz")
+async def ready() -> dict[str, str]:
+    return {}
 
 
 @echo.post("/v1/tasks")
@@ -36,23 +41,20 @@ async def answer(request: Request) -> Response:
 
 def post(port: int, requests: int, done: Any) -> None:
     """A process that sends the requests, and gives the seconds that all took."""
-
-    def some() -> None:
-        link = http.client.HTTPConnection("127.0.0.1", port)
-        for _ in range(requests // CONNECTIONS):
-            link.request("POST", "/v1/tasks", BODY, {"Content-Type": "application/json"})
-            reply = link.getresponse()
-            if reply.status != 202:
-                raise SystemExit(f"{reply.status}: {reply.read()!r}")
-            reply.read()
-
-    threads = [threading.Thread(target=some) for _ in range(CONNECTIONS)]
     began = time.monotonic()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    asyncio.run(_post(Connections(f"http://127.0.0.1:{port}"), requests // CONNECTIONS))
     done.put(time.monotonic() - began)
+
+
+async def _post(connections: Connections, requests: int) -> None:
+    async def some() -> None:
+        for _ in range(requests):
+            async with connections.request("POST", "/v1/tasks", TASK) as answer:
+                said = await answer.whole()
+            if answer.status != 202:
+                raise SystemExit(f"{answer.status}: {said!r}")
+
+    await asyncio.gather(*(some() for _ in range(CONNECTIONS)))
 
 
 def rates(port: int, pid: int, requests: int) -> tuple[float, float]:
@@ -77,12 +79,11 @@ def _posted(port: int, requests: int) -> float:
 def celery(url: str, tasks: int) -> tuple[float, float]:
     """Messages a second that Celery sends, with the task in them."""
     app = Celery(broker=url)
-    kwargs = json.loads(BODY)
     with app.producer_pool.acquire(block=True) as producer:
-        app.send_task("bench", kwargs=kwargs, queue="bench", producer=producer, ignore_result=True)
+        app.send_task("bench", kwargs=TASK, queue="bench", producer=producer, ignore_result=True)
         began, before = time.monotonic(), time.process_time()
         for _ in range(tasks):
-            app.send_task("bench", kwargs=kwargs, queue="bench", producer=producer, ignore_result=True)
+            app.send_task("bench", kwargs=TASK, queue="bench", producer=producer, ignore_result=True)
         return tasks / (time.monotonic() - began), tasks / (time.process_time() - before)
 
 
@@ -92,8 +93,7 @@ def measure(tasks: int) -> dict[str, float]:
         with gateway(url) as (port, pid):
             penstock = rates(port, pid, tasks)
         port = free_port()
-        argv = ("-m", "uvicorn", "tests.bench.submits:echo", "--port", str(port), "--no-access-log")
-        with serving(*argv, ready="/openapi.json", port=port) as process:
+        with serving("-m", "uvicorn", "tests.bench.submits:echo", "--no-access-log", port=port) as process:
             bare = rates(port, process.pid, tasks)
         plain = celery(url, tasks)
     pairs = {"gateway": penstock, "echo": bare, "celery": plain}

@@ -8,19 +8,18 @@ measured in turn, so that what else the machine does hits both.
 from __future__ import annotations
 
 import argparse
-import http.client
+import asyncio
 import json
 import statistics
-import subprocess
-import sys
 import threading
 import time
-import urllib.request
 from pathlib import Path
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.request import Event, Request
+from tests.bench.gateways import GATEWAY, serving
 from tests.processes import ROOT, Worker, free_port, valkey
+from workers.bench.connection import Connections
 
 MODEL = ROOT / "workers" / "models" / "tiny"
 
@@ -44,52 +43,32 @@ def direct(engine: Engine, prompt: str, number: int) -> float:
     return first - start
 
 
-def through_http(port: int, prompt: str) -> float:
+async def through_http(port: int, prompt: str) -> float:
     """Seconds from the request to the first token event."""
-    body = json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0})
-    start = time.perf_counter()
-    submit = http.client.HTTPConnection("127.0.0.1", port)
-    submit.request("POST", "/v1/tasks", body, {"Content-Type": "application/json"})
-    task_id = json.load(submit.getresponse())["id"]
-    submit.request("GET", f"/v1/tasks/{task_id}/events")
-    response = submit.getresponse()
-    first = 0.0
-    while line := response.readline():
-        if line.startswith(b"event: token") and not first:
-            first = time.perf_counter()
-        if line.startswith(b"event: end"):
-            break
-    submit.close()
-    return first - start
-
-
-def wait_for(port: int) -> None:
-    for _ in range(300):
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=1):
-                return
-        except OSError:
-            time.sleep(0.1)
-    raise SystemExit("the gateway did not become ready")
+    task = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0}
+    start, http = time.perf_counter(), Connections(f"http://127.0.0.1:{port}")
+    async with http.request("POST", "/v1/tasks", task) as answer:
+        task_id = (await answer.json())["id"]
+    async with http.request("GET", f"/v1/tasks/{task_id}/events") as answer:
+        came = [time.perf_counter() async for events in answer.events() if any(one.kind == "token" for one in events)]
+    http.close()
+    return came[0] - start
 
 
 def measure(rounds: int) -> dict[str, float]:
     port = free_port()
-    with valkey() as (url, _), Engine.load(Path(MODEL), EngineConfig(threads=1)) as engine:
-        command = [sys.executable, "-m", "workers.cli", "gateway", "--broker", url, "--store", url, "--port", str(port)]
-        gateway = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        served = {"model": "tiny", "engine_factory": "workers.runtime.serving:load_engine", "engine": {"threads": 1}}
-        try:
-            with Worker(url, **served) as worker:
-                worker.wait_ready()
-                wait_for(port)
-                pairs = []
-                for number in range(rounds + 5):
-                    prompt = f"def function_{number}(self, value):\n    "
-                    pairs.append((direct(engine, prompt, number), through_http(port, prompt)))
-        finally:
-            gateway.terminate()
-            gateway.wait(20)
+    served = {"model": "tiny", "engine_factory": "workers.runtime.serving:load_engine", "engine": {"threads": 1}}
+    with (
+        valkey() as (url, _),
+        Engine.load(Path(MODEL), EngineConfig(threads=1)) as engine,
+        Worker(url, **served) as worker,
+        serving(*GATEWAY, "--broker", url, port=port),
+    ):
+        worker.wait_ready()
+        pairs = []
+        for number in range(rounds + 5):
+            prompt = f"def function_{number}(self, value):\n    "
+            pairs.append((direct(engine, prompt, number), asyncio.run(through_http(port, prompt))))
     pairs = pairs[5:]  # the first ones warm both up
     engine, through = zip(*pairs, strict=True)
     times = {"engine": engine, "http": through, "added": [http - bare for bare, http in pairs]}

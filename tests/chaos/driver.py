@@ -22,7 +22,7 @@ from workers.chaos.checker.rest import workers_of
 from workers.chaos.checker.store import wait_until_over
 from workers.chaos.injector import Injector
 from workers.chaos.load import LINKS
-from workers.chaos.plan import KINDS, Plan, by_role, draw
+from workers.chaos.plan import KINDS, Plan, draw
 from workers.chaos.pulse import Pulse
 
 #: All faults that a stage can suffer on this machine.
@@ -64,7 +64,7 @@ def plan_of(
     return draw(
         seed,
         seconds,
-        by_role(targets(shape)),
+        lambda kind: {role: targets(shape).get(role, ()) for role in KINDS[kind].roles},
         kinds=kinds,
         lease=shape.lease,
         kills=kills,

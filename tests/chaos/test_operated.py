@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from producers.connection.connect import connect
+from tests.waiting import until
 from workers.chaos.checker import Stores
 from workers.chaos.injector import Injector
 from workers.chaos.journal import Journal
 from workers.chaos.operated import Operated, Process
 from workers.chaos.plan import Fault, Plan
 from workers.chaos.pulse import Pulse
+from workers.runtime.host.proc import argv_of
 
 
 @pytest.fixture
@@ -23,6 +25,7 @@ def worker() -> Iterator[subprocess.Popen[bytes]]:
     """What is called as a worker is, and does nothing."""
     argv = [sys.executable, "-c", "input()", "-m", "workers.cli", "worker", "--name", "w1"]
     process = subprocess.Popen(argv, stdin=subprocess.PIPE)
+    until(lambda: argv_of(process.pid))  # Popen hears of the exec a moment before the kernel has its words
     yield process
     process.kill()
     process.communicate()

@@ -27,7 +27,7 @@ FORMS: dict[str, tuple[int, tuple[str, ...], float, Shape]] = {
     "SQS": (18, ("kill",), 5.0, Shape(sqs=True, servers=1)),
     "SQS, everything": (19, SQS_KINDS, 15.0, Shape(sqs=True, servers=1, clients=2)),
     "keys": (20, ("kill",), 7.0, Shape(keys=True, gateways=2)),
-    "everything": (17, ALL_KINDS, 15.0, Shape(settable_clocks="clock" in ALL_KINDS, keys=True)),
+    "everything": (17, ALL_KINDS, 10.0, Shape(settable_clocks="clock" in ALL_KINDS, keys=True)),
 }
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 from redis import Redis
 
 from producers.contract import keys
-from producers.gateway import GatewaySettings, serve
+from producers.gateway import GatewaySettings
 from tests.processes import Worker, valkey
+from tests.warm import Forked, warm_gateway
 from workers.cli.processes.ports import open_port
 
 TINY = Path(__file__).parents[2] / "workers" / "models" / "tiny"
@@ -37,14 +39,11 @@ class System:
 
 
 @contextmanager
-def gateway(
-    store_url: str, port: int = 0, **fields: object
-) -> Iterator[tuple[str, multiprocessing.context.SpawnProcess]]:
+def gateway(store_url: str, port: int = 0, **fields: object) -> Iterator[tuple[str, BaseProcess]]:
     """A gateway process and its URL."""
     listener = open_port("127.0.0.1", port)
     settings = GatewaySettings(store_url, store_url, **fields)  # type: ignore[arg-type]
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(settings, listener))
-    process.start()
+    process = warm_gateway(settings, listener)
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"
     listener.close()
     try:
@@ -52,6 +51,18 @@ def gateway(
     finally:
         process.kill()
         process.join()
+
+
+@contextmanager
+def sweeping(system: System, folder: Path) -> Iterator[None]:
+    """A sweeper process, which writes its log into the folder."""
+    options = ["--broker", system.store_url, "--files-dir", system.files_dir, "--log-level", "warning"]
+    sweeper = Forked([sys.executable, "-m", "workers.cli", "sweeper", *options], {}, folder / "sweeper.log")
+    try:
+        yield
+    finally:
+        sweeper.terminate()
+        sweeper.wait(60)
 
 
 @pytest.fixture(scope="session")

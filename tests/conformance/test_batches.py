@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from openai import OpenAI
 
-from tests.conformance.conftest import System
-from tests.producers.gateway.conftest import until
+from tests.conformance.conftest import System, sweeping
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -20,14 +18,9 @@ CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def client(system: System) -> Iterator[OpenAI]:
-    options = ["--broker", system.store_url, "--files-dir", system.files_dir, "--log-level", "warning"]
-    process = subprocess.Popen([sys.executable, "-m", "workers.cli", "sweeper", *options])
-    try:
+def client(system: System, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+    with sweeping(system, tmp_path_factory.mktemp("log")):
         yield OpenAI(base_url=f"{system.url}/v1", api_key="none", timeout=60, max_retries=0)
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 def request(custom_id: str, url: str = CHAT, **body: Any) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.conformance.conftest import TINY, gateway
 from tests.processes import Worker, valkey
-from tests.producers.gateway.conftest import until
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(400)]
 PROMPT = list(range(300, 364))

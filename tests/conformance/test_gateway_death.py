@@ -9,7 +9,7 @@ from openai import OpenAI
 
 from producers.contract import keys
 from tests.conformance.conftest import System, gateway
-from tests.producers.gateway.conftest import until
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

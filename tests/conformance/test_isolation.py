@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,9 +13,9 @@ from redis import Redis
 from producers.contract import keys
 from producers.store.access import api_keys
 from producers.store.access.principal import Limits
-from tests.conformance.conftest import System, gateway
-from tests.producers.gateway.conftest import until
+from tests.conformance.conftest import System, gateway, sweeping
 from tests.producers.gateway.test_keys import as_caller
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -31,21 +29,16 @@ def key_of(store: Redis, tenant: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def tenants(system: System) -> Iterator[tuple[httpx.Client, httpx.Client]]:
+def tenants(system: System, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Client, httpx.Client]]:
     """Two tenants of a gateway that asks for keys, with the worker that all have."""
-    options = ["--broker", system.store_url, "--files-dir", system.files_dir, "--log-level", "warning"]
-    sweeper = subprocess.Popen([sys.executable, "-m", "workers.cli", "sweeper", *options])
-    try:
-        with gateway(system.store_url, files_dir=system.files_dir, auth="keys") as (url, _):
-            first, second = (
-                httpx.Client(base_url=url, timeout=180, headers=as_caller(key_of(system.store, tenant)))
-                for tenant in ("acme", "other")
-            )
-            with first, second:
-                yield first, second
-    finally:
-        sweeper.terminate()
-        sweeper.wait(60)
+    asks = gateway(system.store_url, files_dir=system.files_dir, auth="keys")
+    with sweeping(system, tmp_path_factory.mktemp("log")), asks as (url, _):
+        first, second = (
+            httpx.Client(base_url=url, timeout=180, headers=as_caller(key_of(system.store, tenant)))
+            for tenant in ("acme", "other")
+        )
+        with first, second:
+            yield first, second
 
 
 def told(client: httpx.Client, path: str, **body: Any) -> Any:

@@ -14,7 +14,7 @@ from openai.types import CompletionChoice
 
 from engine.text import ModelCard, Tokenizer
 from tests.conformance.conftest import TINY, System
-from tests.producers.gateway.conftest import until
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

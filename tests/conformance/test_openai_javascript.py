@@ -9,7 +9,7 @@ import pytest
 
 from tests.conformance.conftest import System
 from tests.conformance.javascript import start
-from tests.producers.gateway.conftest import until
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

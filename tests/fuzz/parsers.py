@@ -82,7 +82,7 @@ def _config(data: bytes) -> None:
 def _tokenizer(data: bytes) -> None:
     """What loads has to take any text."""
     try:
-        made = Tokenizer.from_bytes({"tokenizer.json": data})
+        made = Tokenizer({"tokenizer.json": data})
     except ModelError as error:
         _names(error, "tokenizer.json")
         return

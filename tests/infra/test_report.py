@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.processes import ROOT
-from tests.producers.gateway.conftest import until
+from tests.waiting import until
 
 XML = """<testsuites><testsuite name="pytest" errors="0" failures="1" skipped="2" tests="5" time="1.0">
 <testcase classname="tests.engine.test_a" name="test_x"/>

@@ -6,11 +6,15 @@ import hashlib
 import itertools
 import json
 import zlib
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 from redis import Redis
 
 from producers.connection.script import Call, Script, run, script
@@ -165,3 +169,41 @@ class Stored:
 
     def json(self, name: str) -> Any:
         return json.loads(self.fields[name])
+
+
+class Calls(RuleBasedStateMachine):
+    """Calls to `server` and to a model beside it: `compare` holds the two against each other after each."""
+
+    server: Server
+    last: Callable[[], None] = staticmethod(lambda: None)
+
+    def teardown(self) -> None:
+        if hasattr(self, "server"):
+            self.server.close()
+
+    def do(self, step: Callable[[], None]) -> None:
+        self.last = step
+        step()
+        self.compare()
+
+    @rule()
+    def again(self) -> None:
+        """The reply was lost: the very same call once more."""
+        self.do(self.last)
+
+    @abstractmethod
+    def compare(self) -> None: ...
+
+
+def run_machine(machine: type[RuleBasedStateMachine], **options: Any) -> None:
+    """Run a machine, the same way each time; raises AssertionError (or what the server says) where the two part."""
+    run_state_machine_as_test(
+        machine, settings=settings(derandomize=True, database=None, deadline=None, phases=[Phase.generate], **options)
+    )
+
+
+def notices(check: Callable[..., None], redis: Redis, mutant: Mutant, **options: Any) -> None:
+    """Raises unless the check of the scripts fails with this one broken."""
+    assert mutant.text()
+    with pytest.raises(Exception):  # noqa: B017, PT011 - a wrong answer or record, or the server's own complaint
+        check(redis, mutant, **options)

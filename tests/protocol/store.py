@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
-from hypothesis.stateful import RuleBasedStateMachine
 from redis import Redis
 
 from producers.contract import keys
 from producers.contract.webhook import FINAL_EVENTS, TASK_EVENTS, Webhook
 from tests.protocol.model.scripts import Rec
-from tests.protocol.server import Mutant, Server, Stored
+from tests.protocol.server import Calls, Mutant, Server, Stored
 
 #: Task -> choices. `p` comes from plain Celery.
 TASKS = {"t1": 1, "t2": 2, "p": 3}
@@ -35,38 +34,10 @@ ENDPOINT = {"id": "we_1", "url": "https://e.example/", "event_types": FINAL_EVEN
 OWN = Webhook("https://own.example/", TASK_EVENTS, "whsec_c2VjcmV0")
 #: Every field that a record may have (see `producers.contract.record`), but for `next:<choice>`.
 FIELDS = {
-    *("v", "status", "nonce", "created", "queued", "started", "first", "finished", "settled", "deadline", "plain", "n"),
-    *(
-        "prompt_tokens",
-        "cancel",
-        "claim",
-        "owner",
-        "deaths",
-        "lost",
-        "claims",
-        "stuck",
-        "mark",
-        "end",
-        "reasons",
-        "usage",
-        "error",
-    ),
-    *(
-        "began",
-        "waits",
-        "tier",
-        "tokens",
-        "tenant",
-        "prompt",
-        "discarded",
-        "again",
-        "version",
-        "queue",
-        "fingerprint",
-        "origin",
-        "webhook",
-        "webhook_secret",
-    ),
+    *("v", "status", "nonce", "created", "queued", "started", "first", "finished", "settled", "deadline", "plain"),
+    *("n", "prompt_tokens", "cancel", "claim", "owner", "deaths", "lost", "claims", "stuck", "mark", "end"),
+    *("reasons", "usage", "error", "began", "waits", "tier", "tokens", "tenant", "prompt", "discarded", "again"),
+    *("version", "queue", "fingerprint", "origin", "webhook", "webhook_secret"),
 }
 
 
@@ -125,7 +96,7 @@ def counts(records: Iterable[dict[str, str]]) -> tuple[Counter[str], ...]:
     return tasks, tokens, tenants
 
 
-class Pair(RuleBasedStateMachine):
+class Pair(Calls):
     """`model` is what the records should be; `published` what was heard; `controls` what workers should be told;
     `rows` what the outbox has, of them `past` of records that are gone; `owed` what the ledger has of those; `taken_up`
     the tokens that later workers took up; `died` the deaths that were counted at a task's end."""
@@ -149,16 +120,6 @@ class Pair(RuleBasedStateMachine):
             self.server.lease(inc, True)
             self.redis.sadd(keys.workers(pool.queue), inc)
             self.redis.hset(keys.POOLS, pool.queue, json.dumps(asdict(pool)))
-        self.last: Callable[[], None] = lambda: None
-
-    def teardown(self) -> None:
-        if hasattr(self, "server"):
-            self.server.close()
-
-    def do(self, step: Callable[[], None]) -> None:
-        self.last = step
-        step()
-        self.compare()
 
     def apt(self, t: str, wanted: Callable[[Rec], Any]) -> str:
         """This task if it is such a one; else another that is, if there is any."""
@@ -313,3 +274,15 @@ class Pair(RuleBasedStateMachine):
         if r.why == "expired":
             assert end["reasons"] == ([reason_of(r, c) for c in range(len(r.next))] if r.end == "incomplete" else [])
         assert end["usage"]["prompt_tokens"] == ((r.counted or 0) if "started" in stored.fields else 0)
+
+
+def running(machine: Pair) -> bool:
+    return any(r and r.claim and not r.end for r in machine.model.values())
+
+
+def claimed(machine: Pair) -> bool:
+    return any(r and r.claim for r in machine.model.values())
+
+
+def deadline(t: str) -> dict[str, int]:
+    return {"deadline": DEADLINES[t]} if t in DEADLINES else {}

@@ -7,9 +7,8 @@ from operator import itemgetter
 from typing import Any
 
 import pytest
-from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, rule
 from redis import Redis
 
 from producers.connection.script import text
@@ -18,7 +17,7 @@ from producers.contract.stream.events import encode_prompt, encode_token
 from producers.store import protocol
 from tests.exhaustive import one_of_each
 from tests.protocol.model import ALL, scripts
-from tests.protocol.server import Mutant
+from tests.protocol.server import Mutant, notices, run_machine
 from tests.protocol.store import DEADLINES, INCS, LIMIT, POOL, TASKS, Pair, begun, sent_to
 
 TASK = "t2"  # whose record has a deadline
@@ -128,11 +127,6 @@ class PromptMachine(Pair):
         self.compare()
 
     @rule()
-    def again(self) -> None:
-        """The reply was lost: the very same call once more."""
-        self.do(self.last)
-
-    @rule()
     def failover_loses_the_prompt(self) -> None:
         """Nothing that came after it can have stayed."""
         r = self.model[TASK]
@@ -174,10 +168,7 @@ def check(redis: Redis, mutant: Mutant | None = None, **options: Any) -> None:
         history.append(True, 0, True, 5, (1, 0))
         history.finish(True, True, True)
         history.teardown()
-    run_state_machine_as_test(
-        machine,
-        settings=settings(derandomize=True, database=None, deadline=None, phases=[Phase.generate], **options),
-    )
+    run_machine(machine, **options)
 
 
 @pytest.mark.usefixtures("valkey_url")
@@ -187,7 +178,4 @@ def test_scripts_and_model_agree(valkey: Redis) -> None:
 
 @pytest.mark.parametrize("broken", one_of_each(itemgetter(0), MUTANTS))
 def test_a_broken_script_is_noticed(broken: str, valkey: Redis) -> None:
-    mutant = Mutant(protocol.PACKAGE, *MUTANTS[broken])
-    assert mutant.text()
-    with pytest.raises(Exception):  # noqa: B017, PT011 - a wrong answer or record, or the server's own complaint
-        check(valkey, mutant, max_examples=500, stateful_step_count=25)
+    notices(check, valkey, Mutant(protocol.PACKAGE, *MUTANTS[broken]), max_examples=500, stateful_step_count=25)

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, precondition, rule
 from redis import Redis
 
 from producers.connection.script import text
@@ -19,9 +18,8 @@ from producers.contract.stream.events import encode_token
 from producers.store import protocol
 from tests.protocol.model import ALL, scripts
 from tests.protocol.model.scripts import FINAL
-from tests.protocol.server import Mutant
+from tests.protocol.server import Mutant, run_machine
 from tests.protocol.store import (
-    DEADLINES,
     INCS,
     LIMIT,
     PASSED,
@@ -31,7 +29,10 @@ from tests.protocol.store import (
     TTL,
     Pair,
     begun,
+    claimed,
+    deadline,
     prompt_fields,
+    running,
     sent_to,
 )
 from tests.protocol.store_histories import HISTORIES
@@ -43,25 +44,11 @@ incs = st.sampled_from(INCS)
 mostly = st.sampled_from([True, True, True, True, False])
 pools = st.sampled_from([POOL] * 4 + [*POOLS])
 rarely = mostly.map(lambda yes: not yes)
-
-
 batches = st.lists(
     st.tuples(tasks, mostly, mostly, st.integers(0, 2), st.sampled_from([0, 0, 0, -1, -2, -3, 1]), st.integers(0, 4)),
     min_size=1,
     max_size=4,
 )
-
-
-def running(machine: StoreMachine) -> bool:
-    return any(r and r.claim and not r.end for r in machine.model.values())
-
-
-def claimed(machine: StoreMachine) -> bool:
-    return any(r and r.claim for r in machine.model.values())
-
-
-def deadline(t: str) -> dict[str, int]:
-    return {"deadline": DEADLINES[t]} if t in DEADLINES else {}
 
 
 class StoreMachine(Pair):
@@ -344,11 +331,6 @@ class StoreMachine(Pair):
 
     # ---- what happens around them ----------------------------------------------------------------------------
 
-    @rule()
-    def again(self) -> None:
-        """The reply was lost: the very same call once more."""
-        self.do(self.last)
-
     @rule(inc=incs, alive=mostly)
     def lease(self, inc: str, alive: bool) -> None:
         self.server.lease(inc, alive)
@@ -409,10 +391,7 @@ def check_store(redis: Redis, mutant: Mutant | None = None, **options: Any) -> N
     machine = type("Machine", (StoreMachine,), {"redis": redis, "mutant": mutant})
     for history in HISTORIES:
         history(machine)
-    run_state_machine_as_test(
-        machine,
-        settings=settings(derandomize=True, database=None, deadline=None, phases=[Phase.generate], **options),
-    )
+    run_machine(machine, **options)
 
 
 @pytest.mark.usefixtures("valkey_url")

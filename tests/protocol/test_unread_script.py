@@ -7,9 +7,8 @@ from operator import itemgetter
 from typing import Any
 
 import pytest
-from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, rule
 from redis import Redis
 
 from producers.connection.script import text
@@ -19,7 +18,7 @@ from producers.sweeper.reader_leases import hold
 from tests.exhaustive import one_of_each
 from tests.protocol.model import ALL, scripts
 from tests.protocol.model.scripts import FINAL
-from tests.protocol.server import Mutant
+from tests.protocol.server import Mutant, notices, run_machine
 from tests.protocol.store import DEADLINES, INCS, LIMIT, POOL, TASKS, Pair, begun, sent_to
 
 TASK = "t2"
@@ -72,11 +71,6 @@ class UnreadMachine(Pair):
 
         self.do(step)
 
-    @rule()
-    def again(self) -> None:
-        """The reply was lost: the very same call once more."""
-        self.do(self.last)
-
     @rule(step=st.sampled_from(["admit", "queued", "claim", "owner_dies", "finish"]))
     def goes_on(self, step: str) -> None:
         getattr(self, step)()
@@ -123,10 +117,7 @@ MUTANTS = {
 def check(redis: Redis, mutant: Mutant | None = None, **options: Any) -> None:
     """Run the machine; raises AssertionError (or what the server says) where scripts and model part."""
     machine = type("Machine", (UnreadMachine,), {"redis": redis, "mutant": mutant})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(derandomize=True, database=None, deadline=None, phases=[Phase.generate], **options),
-    )
+    run_machine(machine, **options)
 
 
 @pytest.mark.usefixtures("valkey_url")
@@ -136,7 +127,4 @@ def test_script_and_model_agree(valkey: Redis) -> None:
 
 @pytest.mark.parametrize("broken", one_of_each(itemgetter(0), MUTANTS))
 def test_a_broken_script_is_noticed(broken: str, valkey: Redis) -> None:
-    mutant = Mutant(protocol.PACKAGE, *MUTANTS[broken])
-    assert mutant.text()
-    with pytest.raises(Exception):  # noqa: B017, PT011 - a wrong answer or record, or the server's own complaint
-        check(valkey, mutant, max_examples=100, stateful_step_count=10)
+    notices(check, valkey, Mutant(protocol.PACKAGE, *MUTANTS[broken]), max_examples=100, stateful_step_count=10)

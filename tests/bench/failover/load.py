@@ -9,11 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 
-import httpx
+from workers.bench.connection import Broken, Connections
 
 #: Different tasks; each has a seed of its own.
 VARIANTS = 16
-#: Pause (s) before a reader tries a port again that took no connection.
+#: Pause (s) before a reader tries a port again that gave it nothing.
 RETRY_S = 0.02
 PATIENCE_S = 120.0
 
@@ -63,7 +63,7 @@ class Load:
         self._size, self.tokens = size, tokens
         self._right: dict[int, list[int]] = {}
         self._numbers = count()
-        self._http = httpx.AsyncClient(timeout=PATIENCE_S)
+        self._gateways = {port: Connections(f"http://127.0.0.1:{port}") for port in ports}
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
 
@@ -78,7 +78,8 @@ class Load:
         """Read the open streams to their end."""
         self._closing = True
         await asyncio.gather(*self._tasks)
-        await self._http.aclose()
+        for gateway in self._gateways.values():
+            gateway.close()
 
     async def _keep(self) -> None:
         while not self._closing:
@@ -89,7 +90,8 @@ class Load:
             self.done.append(stream)
 
     async def _whole(self, variant: int) -> Stream:
-        stream = Stream(await self._submit(variant), variant)
+        async with asyncio.timeout(PATIENCE_S):
+            stream = Stream(await self._submit(variant), variant)
         self.open.add(stream)
         async with asyncio.timeout(PATIENCE_S):
             await self._read(stream)
@@ -103,19 +105,22 @@ class Load:
         key = {"Idempotency-Key": f"{variant}-{time.monotonic_ns()}"}
         port = self.ports[0]
         while True:
-            with suppress(httpx.TransportError):
-                answer = await self._http.post(f"http://127.0.0.1:{port}/v1/tasks", json=task, headers=key)
-                if answer.status_code < 500:
-                    return str(answer.raise_for_status().json()["id"])
+            with suppress(Broken):
+                async with self._gateways[port].request("POST", "/v1/tasks", task, key) as answer:
+                    told = await answer.json()
+                assert answer.status == 202 or answer.status >= 500, told
+                if answer.status == 202:
+                    return str(told["id"])
             await asyncio.sleep(RETRY_S)
             port = self._after(port)
 
     async def _read(self, stream: Stream) -> None:
         port = self.ports[0]
         while not stream.end:
-            try:
+            came = len(stream.came)
+            with suppress(Broken):
                 await self._connection(stream, port)
-            except OSError:
+            if len(stream.came) == came:
                 await asyncio.sleep(RETRY_S)
             port = self._after(port)
 
@@ -124,22 +129,14 @@ class Load:
         return self.ports[(self.ports.index(port) + 1) % len(self.ports)]
 
     async def _connection(self, stream: Stream, port: int) -> None:
-        """Read what one connection gives. Raises OSError where it cannot be made, or breaks."""
-        began = time.monotonic()
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        try:
-            path = f"/v1/tasks/{stream.id}/events?from={len(stream.came)}"
-            writer.write(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())
-            back = bool(stream.came)
-            async for line in reader:
-                if not line.startswith(b"data: "):
-                    continue
-                event = json.loads(line[6:])
-                if "error" in event and "status" not in event:  # the store was away: come again
-                    break
+        """Read what one connection gives. Raises Broken where it cannot be made, or breaks."""
+        began, back = time.monotonic(), bool(stream.came)
+        path = f"/v1/tasks/{stream.id}/events?from={len(stream.came)}"
+        async with self._gateways[port].request("GET", path) as answer:
+            async for event in (event async for events in answer.events() for event in events):
+                if event.kind == "error":  # the store was away: come again
+                    return
                 if back:
                     stream.returns.append((began, time.monotonic()))
                     back = False
-                stream.take(event)
-        finally:
-            writer.close()
+                stream.take(json.loads(event.data))

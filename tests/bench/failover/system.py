@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from redis import Redis
 
 from producers.broker.redis import keys as broker_keys
 from tests.processes import ROOT, free_port, guarded, valkey
+from workers.cli.client import Gateway
 from workers.processes import PENSTOCK
 
 #: Longest (s) that a process may take to come up or to stop.
@@ -85,7 +85,7 @@ class System:
         """Start a gateway, also again on a port that it had; return its port once it is ready."""
         port = port or free_port()
         gateway = Process(self.folder, f"gateway-{port}", self.url, "gateway", "--port", str(port))
-        gateway.until(lambda: _answers(port))
+        gateway.until(Gateway(f"http://127.0.0.1:{port}").ready)
         self.gateways[port] = gateway
         return port
 
@@ -116,11 +116,3 @@ def running(workers: int, gateways: int, *options: str, supervised: bool = False
         for _ in range(gateways):
             system.add_gateway()
         yield system
-
-
-def _answers(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=1):
-            return True
-    except OSError:
-        return False

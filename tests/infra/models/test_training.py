@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from infra.models.chat import chat_pairs
 from infra.models.folder import read_folder, write_folder
 from infra.models.grow import widened
 from infra.models.llama import Llama, Shape
@@ -16,7 +17,7 @@ from infra.models.measure import held_out_loss
 from infra.models.muon import orthogonal
 from infra.models.recipes import RECIPES, Recipe
 from infra.models.train import Checkpoint, batches, documents, train
-from workers.library.corpus import SourceFile, chat_pairs, standard_library
+from workers.library.corpus import SourceFile, standard_library
 
 pytestmark = pytest.mark.exhaustive
 
