@@ -308,4 +308,5 @@ class Publisher(threading.Thread):
     def _lost(self, delivery: Delivery, answer: str) -> None:
         """Another holds the claim, or the stream is not what we took over: the message belongs to whoever is next."""
         logger.warning("Task %s is not ours any more (%s)%s", delivery.task_id, answer, delivery.trace)
+        delivery.incarnation.lost[delivery.uuid] = delivery.used
         self._finisher.let_go(delivery, self._retry_after)

@@ -118,7 +118,8 @@ class Lease:
                 taken = self._take_counts_back(life, dropped)
                 self._lapsed.popleft()
                 if taken:
-                    self.recomputed_tokens += sum(one.used for one in dropped if one.record is not None)
+                    held = {one.uuid: one.used for one in dropped if one.record is not None}
+                    self.recomputed_tokens += sum((life.lost | held).values())
                     self.false_takeovers += 1
 
     def _take_counts_back(self, life: Incarnation, dropped: Sequence[Delivery]) -> bool:

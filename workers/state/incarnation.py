@@ -20,6 +20,8 @@ class Incarnation:
     """The lease was taken."""
     over: bool = False
     """It is gone."""
+    lost: dict[str, int] = field(default_factory=dict)
+    """UUID -> KV tokens, of deliveries that the store said are another's before this life was seen to be over."""
 
     def __post_init__(self) -> None:
         self.id = f"{self.worker}.{secrets.token_hex(6)}"
