@@ -26,8 +26,8 @@ test: .venv/.collected  ## Run the tests that every push has to pass
 	@command -v promtool >/dev/null || echo "NOTICE: without promtool (Debian's package prometheus), alert rules are only parsed."
 	$(PYTEST) -m "not exhaustive"
 
-test-all: .venv/.collected  ## Run every test: also long histories, all kernels, all mutants, soaks
-	$(PYTEST)
+test-all: .venv/.collected  ## Run every test: also long histories, all kernels, all mutants, soaks; draws new histories
+	HISTORIES=$${HISTORIES:-1} $(PYTEST)
 
 js: $(JS)/.installed  ## Install OpenAI's JavaScript client and a Node.js of its own, for tests
 

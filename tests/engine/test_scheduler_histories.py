@@ -26,10 +26,10 @@ from engine.request import Event, Request
 from engine.sequence import Sequence
 from engine.speculate import Speculation
 from tests.engine.guessing import Guesser
-from tests.engine.histories import histories
 from tests.engine.paged_model import EOS, MAX_MODEL_LEN, VOCAB, PagedModel, choose, computed_plainly, expected
 from tests.engine.stepping import made
 from tests.exhaustive import few
+from tests.histories import histories
 
 
 @dataclass
@@ -300,7 +300,7 @@ WORLDS: dict[str, dict[str, Any]] = {
 
 def run_in(world: str, machine: type[Histories], examples: int) -> None:
     """Run random histories of a machine with the settings of one of WORLDS."""
-    run_state_machine_as_test(type(machine.__name__, (machine,), WORLDS[world]), settings=histories(examples))
+    run_state_machine_as_test(type(machine.__name__, (machine,), WORLDS[world]), settings=histories(examples, 30))
 
 
 @pytest.mark.parametrize("world", few(WORLDS, "runs", "tight", "windows alone", "hurry", "switch"))

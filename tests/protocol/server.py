@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import Phase
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 from redis import Redis
 
 from producers.connection.script import Call, Script, run, script
 from producers.contract import keys
+from tests.histories import histories
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,11 +196,13 @@ class Calls(RuleBasedStateMachine):
     def compare(self) -> None: ...
 
 
-def run_machine(machine: type[RuleBasedStateMachine], **options: Any) -> None:
-    """Run a machine, the same way each time; raises AssertionError (or what the server says) where the two part."""
-    run_state_machine_as_test(
-        machine, settings=settings(derandomize=True, database=None, deadline=None, phases=[Phase.generate], **options)
-    )
+def run_machine(machine: Any, examples: int, steps: int) -> None:
+    """Run a machine; raises AssertionError (or what the server says) where the two part.
+
+    A broken script meets the same histories each time, enough of them for it to be noticed.
+    """
+    same = {"derandomize": True, "phases": [Phase.generate]} if machine.mutant else {}
+    run_state_machine_as_test(machine, settings=histories(examples, steps, **same))
 
 
 def notices(check: Callable[..., None], redis: Redis, mutant: Mutant, **options: Any) -> None:

@@ -338,4 +338,4 @@ def check_broker(redis: Redis, mutant: Mutant | None = None, **options: Any) -> 
 
 @pytest.mark.usefixtures("valkey_url")
 def test_scripts_and_the_broker_in_memory_agree(valkey: Redis) -> None:
-    check_broker(valkey, max_examples=60, stateful_step_count=40)
+    check_broker(valkey, examples=60, steps=40)

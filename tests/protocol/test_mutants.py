@@ -204,7 +204,7 @@ BROKER = {
 
 @pytest.mark.parametrize("broken", one_of_each(itemgetter(0), STORE))
 def test_a_broken_store_script_is_noticed(broken: str, valkey: Redis) -> None:
-    notices(check_store, valkey, Mutant(protocol.PACKAGE, *STORE[broken]), max_examples=100, stateful_step_count=40)
+    notices(check_store, valkey, Mutant(protocol.PACKAGE, *STORE[broken]), examples=100, steps=40)
 
 
 ALIVE = {
@@ -215,9 +215,9 @@ ALIVE = {
 
 @pytest.mark.parametrize("broken", ALIVE)
 def test_a_broken_script_of_the_living_is_noticed(broken: str, valkey: Redis) -> None:
-    notices(check_broker, valkey, Mutant(alive.PACKAGE, *ALIVE[broken]), max_examples=100, stateful_step_count=40)
+    notices(check_broker, valkey, Mutant(alive.PACKAGE, *ALIVE[broken]), examples=100, steps=40)
 
 
 @pytest.mark.parametrize("broken", one_of_each(itemgetter(0), BROKER))
 def test_a_broken_broker_script_is_noticed(broken: str, valkey: Redis) -> None:
-    notices(check_broker, valkey, Mutant(broker.PACKAGE, *BROKER[broken]), max_examples=100, stateful_step_count=40)
+    notices(check_broker, valkey, Mutant(broker.PACKAGE, *BROKER[broken]), examples=100, steps=40)

@@ -173,9 +173,9 @@ def check(redis: Redis, mutant: Mutant | None = None, **options: Any) -> None:
 
 @pytest.mark.usefixtures("valkey_url")
 def test_scripts_and_model_agree(valkey: Redis) -> None:
-    check(valkey, max_examples=40, stateful_step_count=25)
+    check(valkey, examples=40, steps=25)
 
 
 @pytest.mark.parametrize("broken", one_of_each(itemgetter(0), MUTANTS))
 def test_a_broken_script_is_noticed(broken: str, valkey: Redis) -> None:
-    notices(check, valkey, Mutant(protocol.PACKAGE, *MUTANTS[broken]), max_examples=500, stateful_step_count=25)
+    notices(check, valkey, Mutant(protocol.PACKAGE, *MUTANTS[broken]), examples=500, steps=25)

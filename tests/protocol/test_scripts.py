@@ -396,4 +396,4 @@ def check_store(redis: Redis, mutant: Mutant | None = None, **options: Any) -> N
 
 @pytest.mark.usefixtures("valkey_url")
 def test_scripts_and_model_agree(valkey: Redis) -> None:
-    check_store(valkey, max_examples=60, stateful_step_count=40)
+    check_store(valkey, examples=60, steps=40)

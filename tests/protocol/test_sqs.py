@@ -8,6 +8,7 @@ from redis import Redis
 from tests.aws import Aws
 from tests.aws_faults import Fault, faulty
 from tests.exhaustive import few
+from tests.histories import SEED, seeds
 from tests.protocol.sqs_histories import History
 
 #: What SQS does now and then, and its network.
@@ -24,7 +25,7 @@ FAULTS = (
 )
 
 
-@pytest.mark.parametrize("seed", few(range(40), 0))
+@pytest.mark.parametrize("seed", few(seeds(40), SEED))
 def test_no_message_is_lost_or_given_to_two(seed: int, aws: Aws, valkey_url: str, valkey: Redis) -> None:
     history = History(aws, valkey_url, valkey, seed)
     try:
@@ -33,7 +34,7 @@ def test_no_message_is_lost_or_given_to_two(seed: int, aws: Aws, valkey_url: str
         history.close()
 
 
-@pytest.mark.parametrize(("seed", "steps"), few([(0, 12), *((seed, 30) for seed in range(40))], (0, 12)))
+@pytest.mark.parametrize(("seed", "steps"), few([(0, 12), *((seed, 30) for seed in seeds(40))], (0, 12)))
 def test_no_message_is_lost_whatever_sqs_does(seed: int, steps: int, aws: Aws, valkey_url: str, valkey: Redis) -> None:
     with faulty(aws, seed) as (proxy, faults):
         history = History(proxy, valkey_url, valkey, seed, faults)

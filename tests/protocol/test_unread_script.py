@@ -122,9 +122,9 @@ def check(redis: Redis, mutant: Mutant | None = None, **options: Any) -> None:
 
 @pytest.mark.usefixtures("valkey_url")
 def test_script_and_model_agree(valkey: Redis) -> None:
-    check(valkey, max_examples=25, stateful_step_count=10)
+    check(valkey, examples=25, steps=10)
 
 
 @pytest.mark.parametrize("broken", one_of_each(itemgetter(0), MUTANTS))
 def test_a_broken_script_is_noticed(broken: str, valkey: Redis) -> None:
-    notices(check, valkey, Mutant(protocol.PACKAGE, *MUTANTS[broken]), max_examples=100, stateful_step_count=10)
+    notices(check, valkey, Mutant(protocol.PACKAGE, *MUTANTS[broken]), examples=100, steps=10)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.histories import histories
 from workers.state.ledger import NO_CREDIT, Ledger, Size
 
 SEQS, TOKENS = 8, 1000
@@ -86,4 +86,4 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+TestHistories.settings = histories(60, 20)

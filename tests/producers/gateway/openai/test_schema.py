@@ -1,6 +1,6 @@
 """Whatever is sent, no answer is a fault of ours or one that /openapi.json does not describe.
 
-schemathesis draws requests from that document, right ones and wrong ones, the same each time.
+schemathesis draws requests from that document, right ones and wrong ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import httpx
 import jsonschema_rs
 import pytest
 import schemathesis
-from hypothesis import Phase, given, seed, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
@@ -100,7 +100,6 @@ def test_every_answer_is_described(
     with httpx.Client(base_url=door.url, timeout=60) as http:
         there = made(http, path)
 
-    @seed(1)
     @settings(max_examples=EXAMPLES, database=None, phases=[Phase.generate])
     @given(SCHEMA[path][method].as_strategy(mode), st.booleans())
     def holds(case: schemathesis.Case, known: bool) -> None:
@@ -135,7 +134,6 @@ def test_every_answer_to_a_key_and_to_none_is_described(
     door = open_door(auth="keys", webhook_allow=("127.0.0.0/8",))
     some, wrong = [make(), *(make(scopes=(scope,)) for scope in SCOPES)], f"psk_{'a' * 16}_{'b' * 43}"
 
-    @seed(1)
     @settings(max_examples=EXAMPLES, database=None, phases=[Phase.generate])
     @given(SCHEMA[path][method].as_strategy(mode), st.sampled_from([*some, wrong, None]))
     def holds(case: schemathesis.Case, key: str | None) -> None:

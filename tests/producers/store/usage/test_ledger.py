@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from redis import Redis
@@ -19,6 +18,7 @@ from producers.contract import keys
 from producers.contract.run import Run
 from producers.store import protocol
 from producers.store.usage.ledger import COUNTS, STATUSES, Group, Used, fold, prune, roll, used
+from tests.histories import histories
 from tests.producers.fake_worker import FakeWorker
 
 ALL = 0, 2**40
@@ -123,12 +123,7 @@ class Machine(RuleBasedStateMachine):
 
 def test_rows_and_sums_count_each_task_once(valkey: Redis, valkey_url: str) -> None:
     machine = type("OnThisServer", (Machine,), {"valkey": valkey, "url": valkey_url})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=20, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
-    )
+    run_state_machine_as_test(machine, settings=histories(20, 25))
 
 
 @pytest.mark.parametrize("folded", [False, True])

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import Phase
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from redis import Redis
@@ -18,6 +18,7 @@ from producers.connection.script import run, text
 from producers.contract import keys
 from producers.store import protocol
 from producers.store.access.principal import Limits
+from tests.histories import histories
 from tests.producers.fake_worker import FakeWorker
 
 #: Account -> its limits, small enough that each is met. A task is charged to one of them, or to both.
@@ -258,9 +259,7 @@ class Machine(RuleBasedStateMachine):
 def checked(valkey: Redis, mutate: Callable[[str], str], **more: Any) -> None:
     run_state_machine_as_test(
         type("OnThisServer", (Machine,), {"valkey": valkey, "mutate": staticmethod(mutate)}),
-        settings=settings(
-            max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), **more
-        ),
+        settings=histories(60, 30, **more),
     )
 
 
@@ -287,7 +286,7 @@ def test_the_model_tells_a_wrong_script(valkey: Redis, right: str, wrong: str) -
         return body.replace(right, wrong)
 
     with pytest.raises(AssertionError):
-        checked(valkey, mutate, phases=[Phase.generate], derandomize=True, database=None)
+        checked(valkey, mutate, phases=[Phase.generate], derandomize=True)
 
 
 def test_a_clock_that_is_set_back_over_a_months_end_begins_no_new_budget(valkey: Redis) -> None:
