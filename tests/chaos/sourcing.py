@@ -25,15 +25,23 @@ from tests.receiver import Process
 class SourcesProcess(Process):
     """`penstock sources` with a configuration: TOML's text, or one table.
 
-    `folder`: for the configuration, and for files' content unless `options` name another place. It prints its log
-    when the block fails.
+    `folder`: for the configuration, and for files' content unless `options` name another place. `module`: which
+    stands for the command. It prints its log when the block fails.
     """
 
-    def __init__(self, url: str, folder: Path, config: str | Mapping[str, Any], *options: str, **env: str) -> None:
+    def __init__(
+        self,
+        url: str,
+        folder: Path,
+        config: str | Mapping[str, Any],
+        *options: str,
+        module: str = "workers.cli",
+        **env: str,
+    ) -> None:
         path = Path(tempfile.mkdtemp(dir=folder)) / "sources.toml"
         path.write_text(config if isinstance(config, str) else _table(config))
         argv = ("--broker", url, "--config", str(path), "--files-dir", str(folder / "files"), *options)
-        super().__init__("workers.cli", "sources", *argv, **env)
+        super().__init__(module, "sources", *argv, **env)
 
     @property
     def pid(self) -> int:

