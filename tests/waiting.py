@@ -17,6 +17,16 @@ def until(condition: Callable[[], Any], seconds: float = 60) -> Any:
     return answer
 
 
+def within(condition: Callable[[], Any], seconds: float = 60) -> bool:
+    """Whether it comes true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
 async def auntil(condition: Callable[[], Any], seconds: float = 60) -> Any:
     """`until` for asyncio."""
     deadline = time.monotonic() + seconds

@@ -12,9 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from redis import Redis
-from redis.exceptions import RedisError
-
 from tests.processes import ROOT
 from tests.processes import guarded as guard
 from workers.chaos.journal import Journal
@@ -188,25 +185,3 @@ class Keeper(threading.Thread):
         """Once every slot was stopped."""
         self._over.set()
         self.join()
-
-
-def has_lease(broker: Redis) -> Callable[[str], bool]:
-    """Whether a worker has one there; it is asked directly."""
-
-    def serves(process: str) -> bool:
-        try:
-            return any(True for _ in broker.scan_iter(f"penstock:lease:{process}.*", count=1000))
-        except RedisError:
-            return False
-
-    return serves
-
-
-def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether it came true in time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True

@@ -111,10 +111,6 @@ class Server:
                     return
         raise RuntimeError(f"{self.name} takes no writes, though its disk has room again")
 
-    def set_clock(self, by: float) -> None:
-        assert self._clock is not None
-        self._clock.set(by)
-
     def stop(self) -> None:
         self._process.kill()
         self._process.wait()

@@ -9,7 +9,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from redis import Redis
@@ -59,12 +58,10 @@ class SourcesProcess(Process):
             return said
         return []
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
+    def __exit__(self, *error: object) -> None:
+        if error[0] is not None:
             print(self.log.read_text()[-4000:])
-        super().__exit__(kind, error, trace)
+        super().__exit__(*error)
 
 
 class Watched:

@@ -21,23 +21,29 @@ from redis.exceptions import RedisError
 from tests.chaos import clock
 from tests.chaos.holders import make_holders
 from tests.chaos.links import Links
-from tests.chaos.processes import Keeper, Running, Slot, guarded, has_lease, wait_for
+from tests.chaos.processes import Keeper, Running, Slot, guarded
 from tests.chaos.servers import Server
 from tests.chaos.sqs import Sqs
 from tests.chaos.sweeper_process import HASTY
 from tests.processes import free_port
+from tests.waiting import within
 from tests.warm import Forked
+from workers.chaos.checker import Stores, Violation
+from workers.chaos.checker.rest import workers_of
 from workers.chaos.client import Settings
 from workers.chaos.injector import Handle, Healing
 from workers.chaos.journal import Journal, journal_path
 from workers.chaos.load import WITHOUT_CELERY, Load
 from workers.chaos.plan import Fault
 from workers.chaos.senders import Holder
+from workers.chaos.trial import unended
 from workers.processes import PENSTOCK
 
 #: Whoever takes longer than this hangs (s): beyond the drain time to stop; to come up.
 HAND_BACK_S = 60.0
 BOOT_S = 120.0
+#: A lease that stands for so long (s) beyond its own time is a fault.
+IDLE_S = 60.0
 #: A server that says nothing for so long (s) is away. A disk may be slow to sync what is written.
 SILENT_S = 10.0
 
@@ -116,10 +122,10 @@ class Shape:
 
 
 class Stage:
-    """Start it with `up`, end it with `down`; a `workers.chaos.injector.Scene`."""
+    """Start it with `up`, end it with `down`; a `Scene` and its `Clients`, as `workers.chaos.trial` has them."""
 
-    def __init__(self, shape: Shape, seed: int, folder: Path) -> None:
-        self.shape, self.seed, self.folder = shape, seed, folder
+    def __init__(self, shape: Shape, seed: int, folder: Path, say: Callable[[str], None] = lambda line: None) -> None:
+        self.shape, self.seed, self.folder, self._say = shape, seed, folder, say
         self.journals, self.logs = folder / "journals", folder / "logs"
         for path in (self.journals, self.logs):
             path.mkdir(parents=True)
@@ -155,7 +161,7 @@ class Stage:
             self._slot(f"gateway-{number}", "gateway", lambda _, port=port: _answers(port))
         self._slot("sweeper", "sweeper", lambda _: True)
         self._keeper.start()
-        if not wait_for(lambda: all(slot.ready for slot in self.slots.values()), BOOT_S):
+        if not within(lambda: all(slot.ready for slot in self.slots.values()), BOOT_S):
             late = [slot.name for slot in self.slots.values() if not slot.ready]
             raise RuntimeError(f"not up: {late}; see {self.logs}")
 
@@ -168,25 +174,61 @@ class Stage:
         """Whether a worker has its lease, and has said that it is ready: before, it does not heed a signal."""
         slot, _, generation = process.rpartition(".g")
         log = self.logs / f"{slot}.{int(generation):04d}.log"
-        return has_lease(self.redis["broker"])(process) and b" ready." in log.read_bytes()
+        with contextlib.suppress(RedisError):
+            leases = self.redis["broker"].scan_iter(f"penstock:lease:{process}.*", count=1000)
+            return any(leases) and b" ready." in log.read_bytes()
+        return False
 
     def _writes(self, name: str, process: str) -> bool:
         """Whether a client process has begun its journal."""
         return journal_path(self.journals, name, int(process.rpartition(".g")[2])).exists()
 
-    def run_quietly(self, variants: Sequence[int], seconds: float) -> bool:
-        """Each variant once, while nothing is done to anybody. Whether all went to their end."""
+    def end_clients(self, seconds: float) -> list[Violation]:
+        if self.sqs is not None:
+            self._say(f"SQS: {self.sqs.calm()}")
+        return [unended(name, "did not read all its tasks to their ends") for name in self._stop("client", seconds)]
+
+    def run_quietly(self, variants: Sequence[int], seconds: float) -> list[Violation]:
+        within(lambda: all(slot.ready for slot in self.slots.values() if slot.running), BOOT_S)
         settings = replace(self._client("quiet-1", 0), variants=tuple(variants), step=1, open_tasks=8)
         process = self._start(_python("workers.chaos.client", settings.text()), {}, self.logs / "quiet.log")
-        return wait_for(lambda: process.poll() is not None, seconds) and process.poll() == 0
+        ended = within(lambda: process.poll() is not None, seconds) and process.poll() == 0
+        return [] if ended else [unended("the run in quiet", "did not come to its end")]
 
-    def stop(self, role: str, seconds: float) -> list[str]:
+    def end(self, broker: Redis, stores: Stores) -> list[Violation]:
+        """Stop everything; what is left then, no worker may have left. Returns who did not stop in time."""
+        if self.sqs is not None:
+            stores.left += self.sqs.left()
+        late = [
+            name
+            for role in ("worker", "gateway", "sweeper")
+            for name in self._stop(role, self.shape.drain + HAND_BACK_S)
+        ]
+        # One that could not hand back in time leaves both, and the lease lapses.
+        within(lambda: not workers_of(broker), self.shape.lease + IDLE_S)
+        stores.left += [f"{about['incarnation']}: a lease" for about in workers_of(broker)]
+        stores.left += [f"an incarnation: {name}" for name in self._booked(broker)]
+        return [unended(name, f"did not stop within its drain time and {HAND_BACK_S:g} s") for name in late]
+
+    def _booked(self, broker: Redis) -> list[str]:
+        """Incarnations of workers that ended well, and that are in the books all the same."""
+        workers = [slot for slot in self.slots.values() if slot.role == "worker"]
+        clean = tuple(f"{slot.process}." for slot in workers if slot.code == 0)
+        # One whose lease lapsed while its process lived on is left to whoever reaps next.
+        said = "".join(log.read_text() for log in self.logs.glob("worker-*.log"))
+        books = [name for name in map(str, broker.hkeys("penstock:incarnations")) if name.startswith(clean)]
+        return [name for name in books if f"The lease of {name} lapsed" not in said]
+
+    def _stop(self, role: str, seconds: float) -> list[str]:
         """All of a role, for good. Names of those that did not end by themselves."""
         stopping = [slot for slot in self.slots.values() if slot.role == role]
-        wait_for(lambda: all(slot.ready for slot in stopping), BOOT_S)  # before, a signal finds nobody to heed it
+        within(lambda: all(slot.ready for slot in stopping), BOOT_S)  # before, a signal finds nobody to heed it
         for slot in stopping:
             slot.retire()
-        return [slot.name for slot in stopping if not slot.stop(seconds)]
+        late = [slot.name for slot in stopping if not slot.stop(seconds)]
+        for slot in stopping:
+            slot.look()
+        return late
 
     def down(self) -> None:
         """Everything ends, in whatever state it is."""
@@ -301,14 +343,6 @@ class Stage:
     def handles(self) -> Mapping[str, Handle]:
         """Processes and servers, by name."""
         return {**self.slots, **self.servers}
-
-    @property
-    def targets(self) -> dict[str, list[str]]:
-        """What a plan may name, by role."""
-        found: dict[str, list[str]] = {"queues": ["queues"], "link": sorted(self.links.by_name)}
-        for one in self.handles.values():
-            found.setdefault(one.role, []).append(one.name)
-        return found
 
     def fits(self, fault: Fault) -> bool:
         """What is hit is up, and one worker is left: with none, streams wait for one to start, which shows nothing."""

@@ -7,16 +7,15 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self
 
 from tests.chaos.calls import Call
 from tests.chaos.scenario import ENV, Scenario
 from tests.chaos.tap import Aim, Mode, Tap
 from tests.processes import running_valkey
+from tests.waiting import within
 from tests.warm import WarmWorker
 
 #: A run that takes longer than this (s) hangs: it takes two.
@@ -57,9 +56,7 @@ class Lane:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._open.close()
 
     def run(self, aim: Aim, drained: bool = False) -> Outcome:
@@ -95,7 +92,7 @@ class Lane:
 
     def _first(self, worker: WarmWorker, tap: Tap) -> list[str]:
         """Until it is done and stopped, or dead."""
-        if not _within(lambda: not worker.alive or self._scenario.done()):
+        if not within(lambda: not worker.alive or self._scenario.done(), PATIENCE_S):
             return ["the first worker hangs"]
         worker.terminate()
         code = worker.ended(PATIENCE_S)
@@ -121,10 +118,10 @@ class Lane:
             scenario.lapse(scenario.broker, "first")
         worker = self._worker("second", self._port)
         if order == 2:
-            _within(lambda: scenario.refetched() or not worker.alive)
+            within(lambda: scenario.refetched() or not worker.alive, PATIENCE_S)
             scenario.cancel()
             scenario.lapse(scenario.store, "first")
-        if not _within(lambda: not worker.alive or self._only_second()):
+        if not within(lambda: not worker.alive or self._only_second(), PATIENCE_S):
             return ["the second worker hangs"]
         if not worker.alive:
             return [f"the second worker exited with {worker.ended(0)}"]
@@ -148,14 +145,5 @@ def _links(tap: Tap, task_id: str) -> range:
         return range(1, 2)
     _, struck = tap.struck
     said = {call.kind: call.number for call in reversed(tap.calls) if call.names(task_id)}
-    within = said.get("FINISH", struck.number + 1) <= struck.number <= said.get("SETTLE", struck.number)
-    return range(1, 3) if within else range(1, 2)
-
-
-def _within(condition: Callable[[], bool], seconds: float = PATIENCE_S) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
+    unsettled = said.get("FINISH", struck.number + 1) <= struck.number <= said.get("SETTLE", struck.number)
+    return range(1, 3) if unsettled else range(1, 2)

@@ -6,10 +6,7 @@ import asyncio
 import json
 import os
 import signal
-import time
-from collections.abc import Callable
 from multiprocessing.process import BaseProcess
-from types import TracebackType
 from typing import Any, Self
 
 from redis import Redis
@@ -55,9 +52,7 @@ class Sweeper:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.join(60)
 
@@ -160,12 +155,3 @@ class Left:
             if not 0 < self.redis.ttl(keys.result(task_id)) <= protocol.DEFAULT_TTL_S + 60:
                 found.append(f"the result of {task_id} lives for {self.redis.ttl(keys.result(task_id))} s")
         return found
-
-
-def within(condition: Callable[[], Any], seconds: float = 60.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True

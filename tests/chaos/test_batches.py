@@ -17,12 +17,13 @@ from producers.contract import keys
 from tests.aws import Aws
 from tests.chaos.batching import BAD, GOOD, Job, Serving
 from tests.chaos.calls import Call
-from tests.chaos.sweeping import Sweeper, within
+from tests.chaos.sweeping import Sweeper
 from tests.chaos.tap import Mode, Tap
 from tests.exhaustive import few
 from tests.processes import Worker
 from tests.producers.store.test_s3 import bucket_of
 from tests.stub_engine import text_of
+from tests.waiting import within
 
 #: What a sweeper says for a batch that changes something.
 STEPS = ("BEGIN", "EXPAND", "QUEUED", "PART", "WRITTEN", "FINALIZE", "END", "CLOSE")

@@ -18,9 +18,10 @@ from producers.sources.files.place import PIECE
 from tests.chaos.batching import BAD, GOOD, Serving, lines
 from tests.chaos.calls import Call
 from tests.chaos.sourcing import SourcesProcess, Watched, free_leases, load_scripts
-from tests.chaos.sweeping import Sweeper, within
+from tests.chaos.sweeping import Sweeper
 from tests.chaos.tap import Mode, Tap
 from tests.exhaustive import few
+from tests.waiting import within
 
 #: What a process says for a file that changes something; each is said by every one that is not killed.
 WRITES = ("INBOX_TAKE", "LEAD", "ZADD files", "FILE_MADE", "BATCH_CREATE", "FILE_REMOVED", "ZREM files", "INBOX_DONE")

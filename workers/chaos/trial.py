@@ -1,6 +1,6 @@
-"""A trial of an operator's system: runs the load here, injects the faults there, and judges what is visible from here.
+"""A trial of a system: its clients' load, the faults, the same tasks without faults, and the judgement.
 
-plan.json -> client process -> injector -> quiet: the same tasks without faults -> checker -> report
+plan.json -> clients -> injector -> calm: all read to their ends -> quiet: the same tasks once more -> checker -> report
 """
 
 from __future__ import annotations
@@ -10,23 +10,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from redis import Redis
 
-from producers.broker.connect import control_url
 from producers.connection.connect import connect
 from workers.chaos.checker import Case, History, Report, Stores, Violation, Watcher, judge
 from workers.chaos.checker.store import letters_of, wait_until_over
 from workers.chaos.client import Settings
-from workers.chaos.injector import Injector
+from workers.chaos.injector import Injector, Scene
 from workers.chaos.journal import Journal, journal_path
-from workers.chaos.load import LINKS, Load
-from workers.chaos.operated import Operated
+from workers.chaos.load import LINKS
 from workers.chaos.plan import Plan
 from workers.chaos.pulse import Pulse
 
@@ -35,103 +33,154 @@ CALM_S: Final = 180.0
 QUIET_S: Final = 900.0
 
 
+class Clients(Protocol):
+    """The processes that submit and read a system's tasks."""
+
+    def start_clients(self) -> None:
+        """Begin the load. Returns when the processes handle signals."""
+
+    def end_clients(self, seconds: float) -> list[Violation]:
+        """Submit no more, and read what is open to its end. Returns who did not within `seconds`."""
+
+    def run_quietly(self, variants: Sequence[int], seconds: float) -> list[Violation]:
+        """Run each variant once. Returns what did not end within `seconds`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
     """Settings of a trial.
 
-    `alone`: nobody else uses the system, so leftover keys and idle workers' memory are judged, too. `folder` gets the
-    plan, the journals and the report.
+    `books`, `store`: the URLs of the servers that hold the broker's books and the store. `alone`: nobody else uses the
+    system, so leftover keys and idle workers' memory are judged, too. `folder` gets the plan, the journals and the
+    report. `least`: the load goes on until so many tasks have ended. `calm`, `quiet`: time limits (s).
     """
 
-    url: str
-    broker: str
+    books: str
     store: str
-    load: Load
     plan: Plan
     folder: Path
-    open_tasks: int = 8
     alone: bool = False
+    least: int = 0
+    calm: float = CALM_S
+    quiet: float = QUIET_S
 
-    def run(self, system: Operated, command: str, say: Callable[[str], None]) -> Report:
-        """Run the trial and return its report. Raises redis errors if a server is away at its begin or end."""
+    def run(
+        self,
+        scene: Scene,
+        clients: Clients,
+        command: str,
+        say: Callable[[str], None],
+        last: Callable[[Redis, Stores], list[Violation]] = lambda broker, stores: [],
+    ) -> Report:
+        """Run the trial and return its report. Raises redis errors if a server is away at its begin or end.
+
+        `last`: looks at what is left of the system once the stores are read.
+        """
         self.plan.write(self.folder / "plan.json")
-        self._journals.mkdir()
-        books = control_url(self.broker, self.store)  # what the broker itself does not hold: leases, dead letters
+        self.journals.mkdir(exist_ok=True)
         with (
-            connect(books, decode=True) as broker,
+            connect(self.books, decode=True) as broker,
             connect(self.store, decode=True) as store,
             connect(self.store, timeout=2, decode=True) as watched,
         ):
             broker.delete(LINKS)
             old = letters_of(broker)
-            watcher = Watcher(watched, self._journals)
-            wrong = self._under_faults(system, books, watcher, lambda: self._over(broker, store), say)
+            watcher = Watcher(watched, self.journals)
+            wrong = self._under_faults(scene, clients, watcher, lambda: self._over(broker, store), say)
             stores = Stores.read(broker, store, links=LINKS, only=self._ids())
             stores.dead = [letter for letter in stores.dead if letter not in old]
             broker.delete(LINKS)
+            wrong += last(broker, stores)
         return self._judged(stores, watcher, wrong, command)
 
     @property
-    def _journals(self) -> Path:
+    def journals(self) -> Path:
         return self.folder / "journals"
 
     def _ids(self) -> list[str] | None:
         """The tasks to look at; None: all that there are."""
-        return None if self.alone else list(History.read(self._journals).by_id)
+        return None if self.alone else list(History.read(self.journals).by_id)
 
     def _under_faults(
         self,
-        system: Operated,
-        books: str,
+        scene: Scene,
+        clients: Clients,
         watcher: Watcher,
         over: Callable[[], list[Violation]],
         say: Callable[[str], None],
     ) -> list[Violation]:
         """The load with the faults, and once more without. Returns what did not end."""
-        journal = Journal(self._journals, "trial")
+        journal = Journal(self.journals, "trial")
         pulse = Pulse(self.store, journal)
-        settings = Settings(
-            *("client", str(self._journals), self.url, self.broker, self.store, self.load), open_tasks=self.open_tasks
-        )
         with ExitStack() as ends:
+            # The watcher's end comes after the run without faults: a long one is compacted while it goes on.
             for end in (journal.close, pulse.stop, watcher.stop):
                 ends.callback(end)
             watcher.start()
             pulse.start()
-            client = self._start(settings, ends)
-            while not journal_path(self._journals, "client", 1).exists() and client.poll() is None:
-                time.sleep(0.05)  # it does not handle signals yet
+            clients.start_clients()
             journal.write("phase", name="load")
-            injector = Injector(system, journal, books, self.store, lambda: list(watcher.open), pulse)
+            injector = Injector(scene, journal, self.books, self.store, lambda: list(watcher.open), pulse)
             injector.run(self.plan, say)
+            deadline = time.monotonic() + self.calm
+            while len(watcher.streams) < self.least and time.monotonic() < deadline:
+                time.sleep(0.05)
             journal.write("phase", name="calm")
             say("calm: open tasks are read to their ends")
-            client.send_signal(signal.SIGTERM)
-            wrong = [*_ended(client, "client", CALM_S), *over()]
+            wrong = [*clients.end_clients(self.calm), *over()]
             say("quiet: the same tasks once more, without faults")
             journal.write("phase", name="quiet")
-            variants = sorted({seen.variant for seen in History.read(self._journals).tasks.values()})
-            quiet = self._start(replace(settings, name="quiet", variants=tuple(variants)), ends)
-            return [*wrong, *_ended(quiet, "the run in quiet", QUIET_S), *over()]
+            variants = sorted({seen.variant for seen in History.read(self.journals).tasks.values()})
+            return [*wrong, *clients.run_quietly(variants, self.quiet), *over()]
 
     def _over(self, broker: Redis, store: Redis) -> list[Violation]:
-        left = wait_until_over(broker, store, CALM_S, self._ids(), shared=not self.alone)
-        return [Violation("everything_ends", "tasks", f"were not done with: {left[:20]}")] if left else []
+        left = wait_until_over(broker, store, self.calm, self._ids(), shared=not self.alone)
+        return [unended("tasks", f"were not done with: {left[:20]}")] if left else []
 
     def _judged(self, stores: Stores, watcher: Watcher, wrong: list[Violation], command: str) -> Report:
-        history, ledger = History.read(self._journals), watcher.billed(stores.ledger)
+        history, ledger = History.read(self.journals), watcher.billed(stores.ledger)
         case = Case.of(history, stores, watcher.streams, shared=not self.alone, ledger=ledger)
         report = Report.of(case, judge(case) + wrong, command=command, seed=self.plan.seed, lease=self.plan.lease)
         (self.folder / "report.json").write_text(json.dumps(report.json(), indent=1))
         return report
 
-    def _start(self, settings: Settings, ends: ExitStack) -> subprocess.Popen[bytes]:
-        """A client process, which is killed at the end."""
+
+def unended(about: str, what: str) -> Violation:
+    return Violation("everything_ends", about, what)
+
+
+@dataclass(slots=True)
+class OneClient:
+    """`Clients` of an operator's system: one process, killed at the end of the context."""
+
+    settings: Settings
+    folder: Path
+    _ends: ExitStack = field(init=False, default_factory=ExitStack)
+    _process: subprocess.Popen[bytes] = field(init=False)
+
+    def start_clients(self) -> None:
+        self._process = self._start(self.settings)
+        journal = journal_path(Path(self.settings.folder), self.settings.name, 1)
+        while not journal.exists() and self._process.poll() is None:
+            time.sleep(0.05)
+
+    def end_clients(self, seconds: float) -> list[Violation]:
+        self._process.send_signal(signal.SIGTERM)
+        return _ended(self._process, self.settings.name, seconds)
+
+    def run_quietly(self, variants: Sequence[int], seconds: float) -> list[Violation]:
+        process = self._start(replace(self.settings, name="quiet", variants=tuple(variants)))
+        return _ended(process, "the run in quiet", seconds)
+
+    def _start(self, settings: Settings) -> subprocess.Popen[bytes]:
         argv = [sys.executable, "-P", "-m", "workers.chaos.client", settings.text()]
         with (self.folder / f"{settings.name}.log").open("wb") as log:
             process = subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT)
-        ends.callback(process.kill)
+        self._ends.callback(process.kill)
         return process
+
+    def close(self) -> None:
+        self._ends.close()
 
 
 def _ended(process: subprocess.Popen[bytes], name: str, seconds: float) -> list[Violation]:
@@ -139,5 +188,5 @@ def _ended(process: subprocess.Popen[bytes], name: str, seconds: float) -> list[
         status = process.wait(seconds)
     except subprocess.TimeoutExpired:
         process.kill()
-        return [Violation("everything_ends", name, f"did not read all its tasks to their ends within {seconds:g} s")]
-    return [Violation("everything_ends", name, f"failed: {status}")] if status else []
+        return [unended(name, f"did not read all its tasks to their ends within {seconds:g} s")]
+    return [unended(name, f"failed: {status}")] if status else []

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from workers.cli.exits import OPERATOR_STATUS, Exit, Failure
 from workers.cli.options import Broker, Store, Url
 from workers.cli.options.checks import finite
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+    from workers.chaos.checker import Report
+    from workers.chaos.operated import Process
+    from workers.cli.client import Gateway
 
 
 def add_to(app: typer.Typer) -> None:
@@ -84,30 +93,18 @@ def chaos(
     task runs once more without faults, and the outputs must be identical: start the workers with --deterministic. Exit
     status 1: a promise was broken.
     """
-    import tempfile
-
-    from redis.exceptions import RedisError
-
     from producers.broker.connect import control_url
     from producers.connection.connect import connect, is_redis, shown
     from producers.connection.local import store_of
-    from producers.contract import keys
+    from workers.chaos.client import Settings
     from workers.chaos.load import WAYS, WITHOUT_CELERY, Load
-    from workers.chaos.operated import Operated, Process, say_plan
+    from workers.chaos.operated import Operated, say_plan
     from workers.chaos.plan import Plan, draw
-    from workers.chaos.trial import Trial
+    from workers.chaos.trial import OneClient, Trial
     from workers.cli.client import Gateway
 
     try:
-        hooks = _hooks(commands or [])
-        processes = [Process.parse(text, hooks) for text in process or []]
-        if not processes:
-            raise Failure("there is nothing to harm: name at least one --process")
-        names = [one.name for one in processes]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise Failure(f"two processes are called {twice[0]}: give each its own name")
-        if not is_redis(broker) and any(one.role == "broker" for one in processes):
-            raise Failure(f"{shown(broker)} has no process that could be harmed; its books are on the store: name that")
+        processes = _processes(process or [], commands or [], broker)
         store = store_of(broker, store)
         system = Operated(processes, control_url(broker, store))
         drawn = (
@@ -129,40 +126,89 @@ def chaos(
     except (ValueError, OSError) as error:
         raise Failure(str(error)) from error
     servers = " and ".join(dict.fromkeys(shown(one) for one in (broker, store)))
-    typer.echo(f"Faults for the system at {servers} and {url}, under load, within {drawn.seconds:.0f} s:", err=True)
-    say_plan(lambda line: typer.echo(line, err=True), drawn.faults, processes)
+    _say(f"Faults for the system at {servers} and {url}, under load, within {drawn.seconds:.0f} s:")
+    say_plan(_say, drawn.faults, processes)
     if not confirm:
         raise Failure("nothing was done; if this system may be harmed, say --confirm")
+    folder, gateway = _folder(report_dir), Gateway(url)
+    load = Load(drawn.seed, model, 40, max_output_tokens, ways=tuple(WAYS) if is_redis(broker) else WITHOUT_CELERY)
+    trial = Trial(control_url(broker, store), store, drawn, folder, alone=exclusive)
+    settings = Settings(*("client", str(trial.journals), gateway.url, broker, store, load), open_tasks=concurrency)
+    with _telling(servers, folder), contextlib.closing(OneClient(settings, folder)) as client:
+        _look_for(model, server, gateway)
+        report = trial.run(system, client, f"penstock {_line()}", _say)
+    _tell(report, folder, as_json)
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
+
+
+def _processes(process: list[str], commands: list[str], broker: str) -> list[Process]:
+    """The processes to harm. Raises ValueError, and Failure."""
+    from producers.connection.connect import is_redis, shown
+    from workers.chaos.operated import Process
+
+    hooks = _hooks(commands)
+    processes = [Process.parse(text, hooks) for text in process]
+    if not processes:
+        raise Failure("there is nothing to harm: name at least one --process")
+    names = [one.name for one in processes]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise Failure(f"two processes are called {twice[0]}: give each its own name")
+    if not is_redis(broker) and any(one.role == "broker" for one in processes):
+        raise Failure(f"{shown(broker)} has no process that could be harmed; its books are on the store: name that")
+    return processes
+
+
+def _folder(report_dir: Path | None) -> Path:
+    """An existing folder without the journals of another run. Raises Failure."""
+    import tempfile
+
     folder = report_dir or Path(tempfile.mkdtemp(prefix="penstock-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "journals").exists():
         raise Failure(f"{folder} has the journals of another run; choose another --report-dir")
-    ways = tuple(WAYS) if is_redis(broker) else WITHOUT_CELERY
-    load = Load(drawn.seed, model, 40, max_output_tokens, ways=ways)
-    gateway = Gateway(url)
-    trial = Trial(gateway.url, broker, store, load, drawn, folder, open_tasks=concurrency, alone=exclusive)
-    # SIGTERM from `timeout` or a job's end: paused processes must be resumed, as at Ctrl-C.
+    return folder
+
+
+def _look_for(model: str, store: Redis, gateway: Gateway) -> None:
+    """Raises Failure where nobody serves the model, or no gateway answers: such a run would prove every promise."""
+    from producers.contract import keys
+
+    with store:
+        if not store.hexists(keys.MODELS, model):
+            raise Failure(f"no worker has ever announced {model!r} there: nothing was done")
+    gateway.models()
+
+
+@contextlib.contextmanager
+def _telling(servers: str, folder: Path) -> Iterator[None]:
+    """Within it, lost servers and interruptions raise Failure.
+
+    So does SIGTERM, from `timeout` or a job's end: paused processes must be resumed, as at Ctrl-C.
+    """
+    from redis.exceptions import RedisError
+
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with server:
-            if not server.hexists(keys.MODELS, model):
-                raise Failure(f"no worker has ever announced {model!r} there: nothing was done")
-        gateway.models()
-        report = trial.run(system, f"penstock {_line()}", lambda line: typer.echo(line, err=True))
+        yield
     except RedisError as error:
         raise Failure(f"no answer from {servers} ({error}); journals: {folder}", Exit.UNREACHABLE) from error
     except KeyboardInterrupt:
         raise Failure(f"interrupted: nothing was judged; plan and journals: {folder}", Exit.INTERRUPTED) from None
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _tell(report: Report, folder: Path, as_json: bool) -> None:
+    """Print the report. Raises Failure if a promise was broken."""
     typer.echo(json.dumps(report.json(), indent=1) if as_json else report.markdown())
     for violation in report.violations[:40]:
-        typer.echo(str(violation), err=True)
-    typer.echo(f"plan, journals and report: {folder}", err=True)
+        _say(str(violation))
+    _say(f"plan, journals and report: {folder}")
     if report.count("outputs_equal_the_quiet_run"):
-        typer.echo(
-            "equal outputs are promised only if all workers have --deterministic and the same fingerprint", err=True
-        )
+        _say("equal outputs are promised only if all workers have --deterministic and the same fingerprint")
     if not report.fine:
         raise Failure(
             f"{len(report.violations)} promises were broken; to repeat the run: --plan {folder / 'plan.json'}",
