@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Annotated, Any
 
 import typer
 
-from workers.cli.exits import CALLER_STATUS
+from workers.cli.exits import CALLER_STATUS, Command, add_group
 from workers.cli.options import DEFAULT_URL, Url
 from workers.cli.tasks import Json, TaskId, gateway_at, pair
-from workers.cli.terminal.show import printable
+from workers.cli.terminal.show import say
 
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    group = typer.Typer(no_args_is_help=True, help="Tasks of all callers: list them, retry them.")
-    examples: dict[str, tuple[Callable[..., None], str]] = {
+    about = "Tasks of all callers: list them, retry them."
+    commands: dict[str, Command] = {
         "ls": (listed, "penstock tasks ls --status failed --since 3600"),
         "retry": (retry, "penstock tasks retry 0b7c7c3e-6a51-4d3c-9f0e-8f5f3a1f2f11"),
     }
-    for name, (command, example) in examples.items():
-        group.command(name, epilog=f"Example: {example}\n\n{CALLER_STATUS}")(command)
-    app.add_typer(group, name="tasks", rich_help_panel="Tasks")
+    add_group(app, "tasks", about, CALLER_STATUS, commands, panel="Tasks")
 
 
 def listed(
@@ -59,7 +55,7 @@ def listed(
     }
     found = gateway_at(url).tasks({name: value for name, value in asked.items() if value is not None})
     for task in islice(found, limit):
-        typer.echo(json.dumps(task) if as_json else printable(_line(task), sys.stdout.isatty()))
+        say(json.dumps(task) if as_json else _line(task))
 
 
 def retry(task_id: TaskId, as_json: Json = False, url: Url = DEFAULT_URL) -> None:

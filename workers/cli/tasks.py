@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from workers.cli.exits import CALLER_STATUS, Exit, Failure
+from workers.cli.exits import CALLER_STATUS, Command, Exit, Failure, add_commands
 from workers.cli.options import DEFAULT_URL, AsChat, Prompt, Url
 from workers.cli.options.declared import SAMPLING, takes
 from workers.cli.terminal.stdin import text_from
@@ -24,16 +23,15 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON: one object, or o
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    examples: dict[Callable[..., None], str] = {
-        submit: "penstock submit tiny 'def fibonacci(n):' --max-tokens 64 --tier priority --stream",
-        tail: "penstock tail 0b7c7c3e-6a51-4d3c-9f0e-8f5f3a1f2f11 --from 40",
-        result: "penstock result 0b7c7c3e-6a51-4d3c-9f0e-8f5f3a1f2f11 --timeout 60 --json",
-        cancel: "penstock cancel 0b7c7c3e-6a51-4d3c-9f0e-8f5f3a1f2f11",
-        explain: "penstock explain 0b7c7c3e-6a51-4d3c-9f0e-8f5f3a1f2f11",
+    an_id = "0b7c7c3e-6a51-4d3c-9f0e-8f5f3a1f2f11"
+    commands: dict[str, Command] = {
+        "submit": (submit, "penstock submit tiny 'def fibonacci(n):' --max-tokens 64 --tier priority --stream"),
+        "tail": (tail, f"penstock tail {an_id} --from 40"),
+        "result": (result, f"penstock result {an_id} --timeout 60 --json"),
+        "cancel": (cancel, f"penstock cancel {an_id}"),
+        "explain": (explain, f"penstock explain {an_id}"),
     }
-    for command, example in examples.items():
-        epilog = f"Example: {example}\n\n{CALLER_STATUS}"
-        app.command(epilog=epilog, rich_help_panel="Tasks")(command)
+    add_commands(app, CALLER_STATUS, commands, "Tasks")
 
 
 @takes(sampling=SAMPLING.values())
@@ -114,7 +112,7 @@ def result(
 ) -> None:
     """Wait until a task ends and print its text."""
     from workers.cli.client import FINAL
-    from workers.cli.terminal.show import choices, printable
+    from workers.cli.terminal.show import choices, say
 
     gateway = gateway_at(url)
     give_up = None if timeout is None else time.monotonic() + timeout
@@ -127,7 +125,7 @@ def result(
             )
         time.sleep(min(pause, left))
         pause = min(0.5, 1.5 * pause)
-    typer.echo(json.dumps(task) if as_json else printable(choices(task["choices"]), sys.stdout.isatty()))
+    say(json.dumps(task) if as_json else choices(task["choices"]))
     _end(task_id, task["status"], task["error"])
 
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from workers.cli.exits import OPERATOR_STATUS, Exit, Failure
+from workers.cli.exits import OPERATOR_STATUS, Command, Exit, Failure, add_group
 from workers.cli.options import AnyBroker, Json, Store
-from workers.cli.terminal.show import printable
+from workers.cli.terminal.show import say
 
 if TYPE_CHECKING:
     from producers.admin.dead_letters import Letter
@@ -27,18 +27,14 @@ OlderThan = Annotated[float | None, typer.Option(min=0, help="Only dead letters 
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    dlq = typer.Typer(
-        no_args_is_help=True, help="Dead letters: tasks that were given up and messages that no worker could use."
-    )
-    examples: dict[str, tuple[Callable[..., None], str]] = {
+    about = "Dead letters: tasks that were given up and messages that no worker could use."
+    commands: dict[str, Command] = {
         "ls": (listed, "penstock dlq ls"),
         "show": (show, "BROKER_URL=redis://10.0.0.5:6379/0 penstock dlq show 3f9a51c07be2"),
         "replay": (replay, "penstock dlq replay --all --reason 'workers died' --broker redis://10.0.0.5:6379/0"),
         "purge": (purge, "penstock dlq purge --all --older-than 604800 --yes --broker redis://10.0.0.5:6379/0"),
     }
-    for name, (command, example) in examples.items():
-        dlq.command(name, epilog=f"Example: {example}\n\n{OPERATOR_STATUS}")(command)
-    app.add_typer(dlq, name="dlq", rich_help_panel="Operations")
+    add_group(app, "dlq", about, OPERATOR_STATUS, commands)
 
 
 def listed(
@@ -60,7 +56,7 @@ def listed(
             typer.echo("There are no such dead letters." if reason or older_than else "There are no dead letters.")
         for letter in found:
             task = letter.task_id or "no task id"
-            _say(f"{letter.key}  {_when(letter.at_ms)}  {task}  {letter.list_name}  {letter.reason}")
+            say(f"{letter.key}  {_when(letter.at_ms)}  {task}  {letter.list_name}  {letter.reason}")
 
     with_client(broker, store, work)
 
@@ -92,15 +88,15 @@ def show(
                 typer.echo(json.dumps(about))
                 continue
             for name in ("key", "at", "task_id", "list", "reason"):
-                _say(f"{name:<8} {about[name]}")
+                say(f"{name:<8} {about[name]}")
             if record is None:
-                _say(f"record   {broken or 'none, or past its time to live'}")
+                say(f"record   {broken or 'none, or past its time to live'}")
             else:
-                _say(f"record   {record.fields['status']}, model {record.model}, taken up {_times(record.fields)}")
+                say(f"record   {record.fields['status']}, model {record.model}, taken up {_times(record.fields)}")
                 for one in about["lost"]:
-                    _say(f"  lost   {one['owner']} at {_when(one['at'])}, {one['entries']} entries in the stream")
-                _say(f"  asked  {record.fields.get('task', '')}")
-            _say(f"message  {letter.message}")
+                    say(f"  lost   {one['owner']} at {_when(one['at'])}, {one['entries']} entries in the stream")
+                say(f"  asked  {record.fields.get('task', '')}")
+            say(f"message  {letter.message}")
 
     with_client(broker, store, work)
 
@@ -136,7 +132,7 @@ def replay(
                 said |= {"task_id": done.task_id}
                 if not as_json:
                     again = f"runs again as {done.task_id}" if done.anew else "is back in its list"
-                    _say(f"{letter.key} {again}")
+                    say(f"{letter.key} {again}")
             if as_json:
                 typer.echo(json.dumps(said))
         if failed:
@@ -247,7 +243,3 @@ def _when(ms: int) -> str:
 
 def _times(fields: Mapping[str, str]) -> str:
     return f"{fields.get('claims', 0)} times, {fields.get('deaths', 0)} workers lost"
-
-
-def _say(line: str) -> None:
-    typer.echo(printable(line, sys.stdout.isatty()))

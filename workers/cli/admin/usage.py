@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,7 +10,7 @@ import typer
 from workers.cli.admin.store import DataDir, KeyStore, with_store
 from workers.cli.exits import OPERATOR_STATUS, Failure
 from workers.cli.options import Json, Prices
-from workers.cli.terminal.show import printable
+from workers.cli.terminal.show import say
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -95,7 +94,7 @@ def _show(found: Report) -> None:
             cell.ljust(width) if k < len(found.by) else cell.rjust(width)
             for k, (cell, width) in enumerate(zip(line, widths, strict=True))
         ]
-        typer.echo(printable("  ".join(cells).rstrip(), sys.stdout.isatty()))
+        say("  ".join(cells).rstrip())
     if unpriced := sum(row.get("unpriced_tasks", 0) for row in rows):
         typer.echo(f"{unpriced} tasks have no price: they cost nothing here")
 

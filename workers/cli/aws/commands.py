@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from workers.cli.aws.asked import arns_of, bucket_of, needs_of, opened
 from workers.cli.aws.report import show, telling
-from workers.cli.exits import OPERATOR_STATUS, Exit, Failure
+from workers.cli.exits import OPERATOR_STATUS, Command, Exit, Failure, add_group
 from workers.cli.models.references import MODEL, complete_model
 from workers.cli.options import Json
 
@@ -53,17 +52,15 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; show wh
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    group = typer.Typer(no_args_is_help=True, help="AWS: queues, bucket and permissions of a system on SQS and S3.")
     url = "--broker 'sqs://us-east-1?prefix=pen-'"
-    examples: dict[str, tuple[Callable[..., None], str]] = {
+    about = "AWS: queues, bucket and permissions of a system on SQS and S3."
+    commands: dict[str, Command] = {
         "setup": (setup, f"penstock aws setup {url} --store redis://10.0.0.5:6379/0 --model tiny"),
         "check": (check, f"penstock aws check {url} --store redis://10.0.0.5:6379/0 --model tiny --role worker"),
         "policy": (policy, f"penstock aws policy worker {url} --files-dir s3://my-bucket/files"),
         "template": (template, f"penstock aws template {url} --model tiny --bucket my-bucket --inbox"),
     }
-    for name, (command, example) in examples.items():
-        group.command(name, epilog=f"Example: {example}\n\n{OPERATOR_STATUS}")(command)
-    app.add_typer(group, name="aws", rich_help_panel="Operations")
+    add_group(app, "aws", about, OPERATOR_STATUS, commands)
 
 
 def setup(

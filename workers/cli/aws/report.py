@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
@@ -13,7 +12,7 @@ from urllib.parse import urlsplit
 import typer
 
 from workers.cli.exits import Exit, Failure
-from workers.cli.terminal.show import printable
+from workers.cli.terminal.show import say
 
 if TYPE_CHECKING:
     from producers.broker.sqs.queues.setup import Finding
@@ -36,7 +35,7 @@ def show(findings: Sequence[Finding], *, applied: bool, as_json: bool) -> None:
             typer.echo(json.dumps(about | {"url": one.url, "list": one.list}))
             continue
         details = "".join(f"\n          {name}: {text}" for name, text in one.details.items())
-        typer.echo(printable(f"{word:<8}  {one.kind} {one.name}{details}", sys.stdout.isatty()))
+        say(f"{word:<8}  {one.kind} {one.name}{details}")
 
 
 @contextmanager

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final
 
 import typer
 
-from workers.cli.exits import CALLER_STATUS, Exit, Failure
+from workers.cli.exits import CALLER_STATUS, Command, Exit, Failure, add_group
 from workers.cli.options import DEFAULT_URL, Json, Url
 from workers.cli.options.checks import finite
-from workers.cli.terminal.show import printable
+from workers.cli.terminal.show import say
 
 if TYPE_CHECKING:
     from workers.cli.batch.client import BatchGateway
@@ -33,18 +31,16 @@ Timeout = Annotated[
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    group = typer.Typer(no_args_is_help=True, help="Batches: a file of requests in, a file of answers out.")
     an_id = "batch_019a2b3c4d5e6f708192a3b4c5d6e7f8"
-    examples: dict[str, tuple[Callable[..., None], str]] = {
+    about = "Batches: a file of requests in, a file of answers out."
+    commands: dict[str, Command] = {
         "submit": (submit, "penstock batch submit requests.jsonl --wait --output answers.jsonl"),
         "ls": (listed, "penstock batch ls --limit 5"),
         "show": (show, f"penstock batch show {an_id}"),
         "cancel": (cancel, f"penstock batch cancel {an_id}"),
         "wait": (wait, f"penstock batch wait {an_id} --output answers.jsonl --errors failed.jsonl"),
     }
-    for name, (command, example) in examples.items():
-        group.command(name, epilog=f"Example: {example}\n\n{CALLER_STATUS}")(command)
-    app.add_typer(group, name="batch", rich_help_panel="Tasks")
+    add_group(app, "batch", about, CALLER_STATUS, commands, panel="Tasks")
 
 
 def submit(
@@ -92,7 +88,7 @@ def listed(
 ) -> None:
     """List batches, the newest first."""
     for batch in _gateway(url).batches(limit):
-        typer.echo(json.dumps(batch) if as_json else _row(batch))
+        say(json.dumps(batch) if as_json else _row(batch))
 
 
 def show(batch_id: BatchId, url: Url = DEFAULT_URL) -> None:
@@ -147,8 +143,7 @@ def _row(batch: dict[str, Any]) -> str:
     counts = batch["request_counts"]
     at = time.strftime("%Y-%m-%d %H:%M", time.localtime(batch["created_at"]))
     done = f"{counts['completed']} completed, {counts['failed']} failed of {counts['total']}"
-    row = f"{batch['id']}  {at}  {batch['status']:<11}  {batch['endpoint']}  {done}"
-    return printable(row, sys.stdout.isatty())
+    return f"{batch['id']}  {at}  {batch['status']:<11}  {batch['endpoint']}  {done}"
 
 
 def _endpoint(path: Path, file: BinaryIO) -> str:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from workers.cli.admin.store import DataDir, KeyStore, with_store
-from workers.cli.exits import OPERATOR_STATUS, Failure
+from workers.cli.exits import OPERATOR_STATUS, Command, Failure, add_group
 from workers.cli.keys.asked import (
     BudgetMoney,
     BudgetTokens,
@@ -29,7 +27,7 @@ from workers.cli.keys.asked import (
     when,
 )
 from workers.cli.options import Json
-from workers.cli.terminal.show import printable
+from workers.cli.terminal.show import say
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -42,8 +40,8 @@ SCOPES = "What it may do, of submit, read, cancel, metrics and admin, between co
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    group = typer.Typer(no_args_is_help=True, help="API keys: make, list, rotate, disable and revoke them.")
-    examples: dict[str, tuple[Callable[..., None], str]] = {
+    about = "API keys: make, list, rotate, disable and revoke them."
+    commands: dict[str, Command] = {
         "create": (create, "penstock keys create --tenant acme --scopes submit,read --expires 30d"),
         "ls": (listed, "penstock keys ls --tenant acme"),
         "show": (show, "penstock keys show 3k9vq0x7m2c4t8da"),
@@ -53,9 +51,7 @@ def add_to(app: typer.Typer) -> None:
         "enable": (enable, "penstock keys enable 3k9vq0x7m2c4t8da"),
         "revoke": (revoke, "penstock keys revoke 3k9vq0x7m2c4t8da --store redis://10.0.0.5:6379/0"),
     }
-    for name, (command, example) in examples.items():
-        group.command(name, epilog=f"Example: {example}\n\n{OPERATOR_STATUS}")(command)
-    app.add_typer(group, name="keys", rich_help_panel="Operations")
+    add_group(app, "keys", about, OPERATOR_STATUS, commands)
     app.command(epilog=f"Example: penstock audit --limit 20\n\n{OPERATOR_STATUS}", rich_help_panel="Operations")(audit)
 
 
@@ -130,7 +126,7 @@ def listed(
         found = [keys.about(one, time.time()) for one in await keys.found(client, prefix, tenant)]
         for one in found:
             line = f"{one['id']}  {one['state']:<8}  {one['tenant']}  {','.join(one['scopes'])}  {one['name']}"
-            _say(json.dumps(one) if as_json else line)
+            say(json.dumps(one) if as_json else line)
         if not found and not as_json:
             typer.echo("There are no such keys." if prefix or tenant else "There are no keys.")
 
@@ -243,7 +239,7 @@ def audit(
             whose = f"  tenant {one['tenant']}" if one.get("tenant") else ""
             place = f" from {one['address']}" if one.get("address") else ""
             line = f"{when(one['at'] // 1000)}  {one['did']}  {one['what']}{whose}  by {one['by']}{place}"
-            _say(json.dumps(one) if as_json else line)
+            say(json.dumps(one) if as_json else line)
 
     with_store(store, data_dir, work)
 
@@ -286,9 +282,4 @@ def _described(about: dict[str, Any], as_json: bool) -> None:
         if value is None or value == ():
             continue
         said = ", ".join(value) if isinstance(value, tuple) else value
-        _say(f"{name:<16} {when(value) if name.endswith(('_at', '_until')) else said}")
-
-
-def _say(line: str) -> None:
-    """Print a line that may hold a name of any kind."""
-    typer.echo(printable(line, sys.stdout.isatty()))
+        say(f"{name:<16} {when(value) if name.endswith(('_at', '_until')) else said}")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from workers.cli.admin.dlq import with_client
 from workers.cli.admin.store import DataDir, KeyStore, with_store
-from workers.cli.exits import OPERATOR_STATUS, Failure
+from workers.cli.exits import OPERATOR_STATUS, Command, Failure, add_group
 from workers.cli.keys.asked import (
     BudgetMoney,
     BudgetTokens,
@@ -24,7 +22,7 @@ from workers.cli.keys.asked import (
     limits,
 )
 from workers.cli.options import AnyBroker, Json, Store
-from workers.cli.terminal.show import printable
+from workers.cli.terminal.show import say
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -34,17 +32,13 @@ if TYPE_CHECKING:
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    group = typer.Typer(
-        no_args_is_help=True, help="Tenants, the weights by which they share each tier, and their limits."
-    )
-    examples: dict[str, tuple[Callable[..., None], str]] = {
+    about = "Tenants, the weights by which they share each tier, and their limits."
+    commands: dict[str, Command] = {
         "ls": (listed, "penstock tenants ls"),
         "weigh": (weigh, "penstock tenants weigh acme 4 --broker redis://10.0.0.5:6379/0"),
         "limit": (limit, "penstock tenants limit acme --rpm 600 --budget-tokens none"),
     }
-    for name, (command, example) in examples.items():
-        group.command(name, epilog=f"Example: {example}\n\n{OPERATOR_STATUS}")(command)
-    app.add_typer(group, name="tenants", rich_help_panel="Operations")
+    add_group(app, "tenants", about, OPERATOR_STATUS, commands)
 
 
 def listed(broker: AnyBroker = None, store: Store = None, as_json: Json = False) -> None:
@@ -60,7 +54,7 @@ def listed(broker: AnyBroker = None, store: Store = None, as_json: Json = False)
                 continue
             waiting = ", ".join(f"{count} {tier}" for tier, count in one.waiting.items() if count) or "nothing"
             name = one.name or "(no tenant)"
-            typer.echo(printable(f"{name}  weight {one.weight:g}  waiting: {waiting}", sys.stdout.isatty()))
+            say(f"{name}  weight {one.weight:g}  waiting: {waiting}")
         if not as_json and not found:
             typer.echo("No tenant has waiting tasks.")
         if not as_json and unsorted:
@@ -117,7 +111,6 @@ def limit(
             raise Failure("10,000 tenants have limits, the most; unset those of one first") from None
         found = {name: getattr(new, name) for name in tenants.LIMITED}
         said = ", ".join(f"{name} {most}" for name, most in found.items() if most is not None) or "no limits"
-        typer.echo(json.dumps({"tenant": tenant, **found}) if as_json else printable(f"{tenant}: {said}", tty))
+        say(json.dumps({"tenant": tenant, **found}) if as_json else f"{tenant}: {said}")
 
-    tty = sys.stdout.isatty()
     with_store(store, data_dir, work)

@@ -18,7 +18,6 @@ import signal
 import socket
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 from producers.connection.local import BROKER, HOST, PORT
@@ -90,9 +89,7 @@ class DataDir:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _take(self) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from workers.cli.exits import OPERATOR_STATUS, PROCESS_STATUS, Failure, needs
+from workers.cli.exits import OPERATOR_STATUS, PROCESS_STATUS, Command, Failure, add_group, needs
 from workers.cli.models.publish import publish
 from workers.cli.models.references import Model, find_models
 from workers.cli.options import DEFAULT_URL
-from workers.cli.terminal.show import printable
+from workers.cli.terminal.show import say
 
 if TYPE_CHECKING:
     from engine.text import ModelCard
@@ -35,18 +34,15 @@ SHAPE: Final = {
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    models = typer.Typer(no_args_is_help=True, help="List, show, pull and publish models.")
-    examples: dict[str, tuple[Callable[..., None], str]] = {
+    about = "List, show, pull and publish models."
+    commands: dict[str, Command] = {
         "ls": (listed, "penstock models ls --json"),
         "show": (show, "penstock models show tiny"),
         "pull": (pull, "penstock models pull hf://Qwen/Qwen3-0.6B@main --name qwen3"),
         "card": (card, "penstock models card tiny"),
-        "publish": (publish, "penstock models publish tiny --broker redis://10.0.0.5:6379/0"),
+        "publish": (publish, "penstock models publish tiny --broker redis://10.0.0.5:6379/0", OPERATOR_STATUS),
     }
-    for name, (command, example) in examples.items():
-        status = OPERATOR_STATUS if command is publish else PROCESS_STATUS
-        models.command(name, epilog=f"Example: {example}\n\n{status}")(command)
-    app.add_typer(models, name="models", rich_help_panel="Models")
+    add_group(app, "models", about, PROCESS_STATUS, commands, panel="Models")
 
 
 def listed(
@@ -115,7 +111,7 @@ def show(model: Model, as_json: Json = False) -> None:
     told.append(f"files: {_megabytes(sum(files.values()))}")
     told += [f"  {size:>14,}  {name}" for name, size in files.items()]
     for line in told:  # may hold any text from the model's files
-        typer.echo(printable(line, sys.stdout.isatty()))
+        say(line)
 
 
 def pull(

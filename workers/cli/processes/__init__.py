@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import typer
 
-from workers.cli.exits import PROCESS_STATUS
+from workers.cli.exits import PROCESS_STATUS, Command, add_commands
 from workers.cli.processes import gateway, sweeper, worker
 
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    examples: dict[Callable[..., None], str] = {
-        worker.worker: "penstock worker --broker redis://10.0.0.5:6379/0 --model tiny --max-num-seqs 32",
-        gateway.gateway: "penstock gateway --broker redis://10.0.0.5:6379/0 --host 0.0.0.0 --port 8000",
-        sweeper.sweeper: "penstock sweeper --broker redis://10.0.0.5:6379/0",
+    server = "--broker redis://10.0.0.5:6379/0"
+    commands: dict[str, Command] = {
+        "worker": (worker.worker, f"penstock worker {server} --model tiny --max-num-seqs 32"),
+        "gateway": (gateway.gateway, f"penstock gateway {server} --host 0.0.0.0 --port 8000"),
+        "sweeper": (sweeper.sweeper, f"penstock sweeper {server}"),
     }
-    for command, example in examples.items():
-        epilog = f"Example: {example}\n\n{PROCESS_STATUS}"
-        app.command(epilog=epilog, rich_help_panel="Processes")(command)
+    add_commands(app, PROCESS_STATUS, commands, "Processes")

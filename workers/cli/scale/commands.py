@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from workers.cli.admin.dlq import with_client
-from workers.cli.exits import OPERATOR_STATUS, Failure
+from workers.cli.exits import OPERATOR_STATUS, Command, Failure, add_group
 from workers.cli.options import AnyBroker, Json, Store
 from workers.cli.scale.simulate import EXAMPLE, simulate
-from workers.cli.terminal.show import printable
+from workers.cli.terminal.show import say
 
 if TYPE_CHECKING:
     from producers.client.aio import AsyncClient
@@ -24,16 +22,14 @@ Pool = Annotated[str, typer.Argument(help="A pool, or a model with all its pools
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    group = typer.Typer(no_args_is_help=True, help="Scaling: how many workers each pool has, and why.")
-    examples: dict[str, tuple[Callable[..., None], str]] = {
+    about = "Scaling: how many workers each pool has, and why."
+    commands: dict[str, Command] = {
         "ls": (listed, "penstock scale ls"),
         "explain": (explain, "penstock scale explain tiny --history 20"),
         "retry": (retry, "penstock scale retry tiny"),
         "simulate": (simulate, EXAMPLE),
     }
-    for name, (command, example) in examples.items():
-        group.command(name, epilog=f"Example: {example}\n\n{OPERATOR_STATUS}")(command)
-    app.add_typer(group, name="scale", rich_help_panel="Operations")
+    add_group(app, "scale", about, OPERATOR_STATUS, commands)
 
 
 def listed(broker: AnyBroker = None, store: Store = None, as_json: Json = False) -> None:
@@ -44,9 +40,9 @@ def listed(broker: AnyBroker = None, store: Store = None, as_json: Json = False)
 
         now, states = await _states(client)
         for pool, state in states.items():
-            _say(json.dumps({"pool": pool, **state}) if as_json else summary(pool, state, now))
+            say(json.dumps({"pool": pool, **state}) if as_json else summary(pool, state, now))
         if not states and not as_json:
-            _say(_nobody())
+            say(_nobody())
 
     with_client(broker, store, work)
 
@@ -74,12 +70,12 @@ def explain(
             if state is None and not changes:
                 raise Failure(_unknown(name, states))
             if as_json:
-                _say(json.dumps({"pool": name, **(state or {}), "history": changes}))
+                say(json.dumps({"pool": name, **(state or {}), "history": changes}))
             else:
                 for line in explained(name, state, changes, now):
-                    _say(line)
+                    say(line)
         if pool is None and not states and not as_json:
-            _say(_nobody())
+            say(_nobody())
 
     with_client(broker, store, work)
 
@@ -96,7 +92,7 @@ def retry(pool: Pool, broker: AnyBroker = None, store: Store = None) -> None:
             if name not in states:
                 raise Failure(_unknown(name, states))
             await scaling.retry(client.store, name)
-            _say(f"{name}: the next try is now" if is_fresh(states[name].get("at"), now) else f"{name}: {_LATER}")
+            say(f"{name}: the next try is now" if is_fresh(states[name].get("at"), now) else f"{name}: {_LATER}")
 
     with_client(broker, store, work)
 
@@ -120,7 +116,3 @@ def _unknown(pool: str, states: dict[str, Any]) -> str:
 
 def _nobody() -> str:
     return "No pool is scaled: start `penstock autoscaler`, or `penstock up --min 0 --max 2`."
-
-
-def _say(line: str) -> None:
-    typer.echo(printable(line, sys.stdout.isatty()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +13,7 @@ from workers.cli.models.references import MODEL, complete_model
 from workers.cli.options import Broker, HealthPort, LogLevel, Store, UniqueName
 from workers.cli.options.checks import finite
 from workers.cli.starting import look_at_servers, refusing_bad_urls, set_up_logging, store_of
-from workers.cli.terminal.show import printable
+from workers.cli.terminal.show import say
 
 if TYPE_CHECKING:
     from workers.autoscaler.pools import PoolSettings
@@ -143,6 +142,6 @@ def _shown(dry_run: bool) -> Any:
     def show(pool: str, state: dict[str, Any], changed: bool) -> None:
         if dry_run and changed:
             trouble = f"; {state['trouble']}" if state["trouble"] else ""
-            typer.echo(printable(f"{pool}  {state['wanted']}  {state['reason']}{trouble}", sys.stdout.isatty()))
+            say(f"{pool}  {state['wanted']}  {state['reason']}{trouble}")
 
     return show

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
+
+import typer
 
 #: Control characters, except tab and line break -> visible signs, so that a model's text cannot control a terminal.
 VISIBLE = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\t\n"} | {
@@ -19,19 +21,16 @@ def printable(text: str, terminal: bool) -> str:
     return text.translate(VISIBLE) if terminal else text
 
 
+def say(line: str) -> None:
+    """Print a line that may hold anybody's text."""
+    typer.echo(printable(line, sys.stdout.isatty()))
+
+
 def choices(outputs: Sequence[dict[str, Any]]) -> str:
     """The outputs as one text: a single output plain, several each under a heading."""
     if len(outputs) == 1:
         return str(outputs[0]["text"])
     return "\n".join(f"--- {one['index']} ({one['finish_reason']}) ---\n{one['text']}" for one in outputs)
-
-
-class Shown(Protocol):
-    """Shows events as they come."""
-
-    def show(self, event: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class JsonLines:

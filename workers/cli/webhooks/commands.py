@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from workers.cli.admin.dlq import with_client
-from workers.cli.exits import OPERATOR_STATUS, PROCESS_STATUS, Exit, Failure, needs
+from workers.cli.exits import OPERATOR_STATUS, PROCESS_STATUS, Command, Exit, Failure, add_group, needs
 from workers.cli.options import AnyBroker, Broker, HealthPort, Json, LogLevel, Store, WebhookAllow
 from workers.cli.options.checks import finite
 from workers.cli.starting import look_at_servers, refusing_bad_urls, set_up_logging, store_of
-from workers.cli.terminal.show import printable
+from workers.cli.terminal.show import say
 from workers.cli.webhooks import deliveries, listen
 from workers.cli.webhooks.listen import Tenant
 
@@ -27,21 +25,19 @@ TEST_S = 25.0
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    group = typer.Typer(no_args_is_help=True, help="Webhooks: the process that delivers them, and its deliveries.")
-    examples: dict[str, tuple[Callable[..., None], str]] = {
-        "run": (run, "penstock webhooks run --broker redis://10.0.0.5:6379/0 --webhook-allow 10.0.0.0/8"),
+    server = "redis://10.0.0.5:6379/0"
+    about = "Webhooks: the process that delivers them, and its deliveries."
+    commands: dict[str, Command] = {
+        "run": (run, f"penstock webhooks run --broker {server} --webhook-allow 10.0.0.0/8", PROCESS_STATUS),
         "ls": (deliveries.listed, "penstock webhooks ls --state dead"),
         "show": (deliveries.show, "penstock webhooks show evt_5f0d3c"),
         "replay": (deliveries.replay, "penstock webhooks replay --endpoint whe_019 --since 2026-11-20T08:00"),
         "endpoints": (endpoints_listed, "penstock webhooks endpoints"),
         "test": (send_test, "penstock webhooks test whe_019 --event-type batch.completed"),
         "secret": (secret, "penstock webhooks secret --tenant acme --rotate"),
-        "listen": (listen.listen, "penstock webhooks listen --port 9000"),
+        "listen": (listen.listen, "penstock webhooks listen --port 9000", PROCESS_STATUS),
     }
-    for name, (command, example) in examples.items():
-        status = PROCESS_STATUS if name in ("run", "listen") else OPERATOR_STATUS
-        group.command(name, epilog=f"Example: {example}\n\n{status}")(command)
-    app.add_typer(group, name="webhooks", rich_help_panel="Operations")
+    add_group(app, "webhooks", about, OPERATOR_STATUS, commands)
 
 
 def run(
@@ -61,7 +57,7 @@ def run(
     with needs("webhooks"):
         from workers.errors import Refused
         from workers.webhooks import process
-        from workers.webhooks.settings import WebhookSettings
+        from workers.webhooks.deliverer import WebhookSettings
     set_up_logging(log_level)
     allowed = tuple(webhook_allow or ())
     settings = WebhookSettings(store_of(broker, store), allowed, drain=drain_timeout, health_port=health_port)
@@ -94,8 +90,7 @@ def endpoints_listed(broker: AnyBroker = None, store: Store = None, as_json: Jso
                 continue
             state = "" if one.enabled else f"  disabled: {one.disabled_because}"
             whose = "" if one.tenant is None else f"  tenant {one.tenant}"
-            line = f"{one.id}  {one.url}  {', '.join(one.event_types)}{whose}{state}"
-            typer.echo(printable(line, sys.stdout.isatty()))
+            say(f"{one.id}  {one.url}  {', '.join(one.event_types)}{whose}{state}")
         if not found and not as_json:
             typer.echo("There are no endpoints; POST /v1/webhook_endpoints makes one.")
 
@@ -122,7 +117,7 @@ def send_test(
         row = await endpoints.tested(client.store, one, event_type, TEST_S)
         if row is None:
             raise Failure(f"nobody delivered it within {TEST_S:g} s: start `penstock webhooks run`", Exit.TASK_FAILED)
-        deliveries.say(deliveries.described(row))
+        deliveries.tell(deliveries.described(row))
         if row.state != "delivered":
             raise typer.Exit(Exit.TASK_FAILED)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict
@@ -15,7 +14,7 @@ import typer
 from workers.cli.admin.dlq import with_client
 from workers.cli.exits import Exit, Failure
 from workers.cli.options import AnyBroker, Json, Store
-from workers.cli.terminal.show import printable
+from workers.cli.terminal.show import say
 
 if TYPE_CHECKING:
     from producers.client.aio import AsyncClient
@@ -80,7 +79,7 @@ def listed(
                 if as_json:
                     typer.echo(json.dumps(_shown(row)))
                 else:
-                    say(described(row))
+                    tell(described(row))
         if not any_found and not as_json:
             typer.echo("There are no such deliveries.")
 
@@ -96,10 +95,10 @@ def show(names: Names, broker: AnyBroker = None, store: Store = None, as_json: J
                 if as_json:
                     typer.echo(json.dumps(_shown(row)))
                     continue
-                say(described(row))
+                tell(described(row))
                 for one in row.attempts:
                     what = one.error if one.status is None else f"{one.status} {one.answer}"
-                    say(f"  {_when(one.at)}  {one.latency_ms} ms  {what}")
+                    tell(f"  {_when(one.at)}  {one.latency_ms} ms  {what}")
 
     with_client(broker, store, work)
 
@@ -154,9 +153,9 @@ def described(row: Row) -> str:
     return f"{row.name}  {row.state}  {_when(row.at)}  {row.type}  {row.object}  {row.url}  {row.tries} tries{said}"
 
 
-def say(line: str) -> None:
-    """Print a line that may hold a receiver's text."""
-    typer.echo(printable(line.replace("\n", " "), sys.stdout.isatty()))
+def tell(line: str) -> None:
+    """Print a line that may hold a receiver's text, which may have several."""
+    say(line.replace("\n", " "))
 
 
 async def _named(client: AsyncClient, name: str) -> list[Row]:
