@@ -42,7 +42,7 @@ _IMPORTS = """
     celery.events celery.fixups.django celery.worker.autoscale celery.worker.consumer celery.worker.control
     celery.worker.heartbeat celery.worker.loops celery.worker.request celery.worker.strategy encodings.idna
     hiredis redis.asyncio tests.chaos.strike tests.chaos.sweeping tests.stub_engine
-    workers.pool.consumer workers.pool.engine_pool workers.pool.request workers.runtime.assembly workers.runtime.worker
+    workers.pool.consumer workers.pool.engine_pool workers.pool.task workers.runtime.assembly workers.runtime.worker
     producers.gateway producers.gateway.app producers.gateway.batches.endpoints
     uvicorn uvicorn.protocols.http.httptools_impl uvloop
     workers.chaos.senders workers.chaos.talk workers.cli.app workers.cli.processes workers.webhooks.process

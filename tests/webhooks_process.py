@@ -9,8 +9,8 @@ import sys
 from typing import Any
 
 from tests.receiver import Process
+from workers.webhooks.deliverer import WebhookSettings
 from workers.webhooks.process import run
-from workers.webhooks.settings import WebhookSettings
 
 
 class WebhooksProcess(Process):

@@ -25,11 +25,11 @@ from workers.flow.claimer import Claimer
 from workers.flow.publisher import Publisher
 from workers.leases import control
 from workers.leases.control import Control
+from workers.pool.transport import LINK, QoS
 from workers.runtime import assembly as runtime
 from workers.runtime import watchdog
 from workers.runtime.host import gpu_facts, spot
 from workers.runtime.host.gpu_facts import GpuFacts
-from workers.transport.redis import LINK, QoS
 
 
 def ordinary_tasks() -> None:

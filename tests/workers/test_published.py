@@ -13,7 +13,7 @@ from producers.store.fleet import cards
 from tests.producers.gateway.conftest import Door, open_door
 from tests.workers.rig import Rig
 from workers.library import find_model
-from workers.library.publish import publish
+from workers.library.verify import described
 
 __all__ = ["open_door"]
 
@@ -21,7 +21,7 @@ __all__ = ["open_door"]
 def test_a_task_that_no_worker_has_room_for_fails_and_says_so_and_the_next_is_refused(
     rig: Rig, open_door: Callable[..., Door]
 ) -> None:
-    version = publish(rig.store, find_model("tiny"))["version"]
+    version = cards.publish(rig.store, *described(find_model("tiny")))["version"]
     door = open_door(broker=rig.url, store=rig.store_url)
     answers: list[httpx.Response] = []
 

@@ -12,8 +12,7 @@ from producers.store.fleet.scaling import is_fresh
 from workers.autoscaler import watch
 from workers.autoscaler.acting import Acting
 from workers.autoscaler.policy.decide import Decision, decide
-from workers.autoscaler.policy.kept import restored
-from workers.autoscaler.policy.memory import Memory
+from workers.autoscaler.policy.memory import Memory, restored
 from workers.autoscaler.policy.rules import Rules
 from workers.autoscaler.policy.signals import Signals
 from workers.autoscaler.pools import PoolSettings, Scaled

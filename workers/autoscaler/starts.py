@@ -19,8 +19,7 @@ from typing import Annotated, Final
 from pydantic import Field, with_config
 
 from workers.autoscaler.actuators.base import Actual
-from workers.autoscaler.policy.kept import STRICT
-from workers.autoscaler.policy.memory import Count
+from workers.autoscaler.policy.memory import STRICT, Count
 
 Time = Annotated[float, Field(ge=0)]
 

@@ -13,10 +13,12 @@ two, so that steps of one key differ by less than a factor of 2 on equal machine
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any, Final, Self
 
@@ -135,3 +137,22 @@ class Window:
         while now - slices[-1].began >= SLICE_S:
             slices.append(_Slice(slices[-1].began + SLICE_S))
         return slices[-1]
+
+
+def kind_of(device: str) -> str:
+    """`device`: where the engine computes, as torch names it. A GPU's name, or the CPU's with the number of its cores
+    that this process may use; of a CPU that nobody names, the cores alone."""
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.get_device_name(device)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{_cpu()} x {cores}"
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return "CPU"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")

@@ -3,8 +3,7 @@
 NAME=, a path, a bundled or pulled name -> reference -> its folder
 hf://OWNER/NAME[@REVISION] -> hub: the needed files -> huggingface_hub's cache -> checksums -> local_models
 local_models: {root}/{name}/{version}/ with a manifest.json, written last, of every file's SHA-256
-verify: compares a folder's files with its manifest at every load
-publish: a folder, checked -> its card and tokenizer files in the store
+verify: compares a folder's files with its manifest at every load; a folder, checked -> its card and tokenizer files
 """
 
 from workers.library.local_models import LocalModels

@@ -6,15 +6,17 @@ at a time. Results are not remembered: a file's time and inode do not change whe
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from workers.errors import Refused
 from workers.library.local_models import MANIFEST, manifest_of, own_file, sha256_of
+from workers.library.reference import Found
 
 #: Files hashed at a time. Hashing releases the GIL; more threads would only make a disk seek.
 THREADS: Final = 8
@@ -59,3 +61,16 @@ def _digest(path: Path) -> str:
         return sha256_of(path)
     except OSError as error:
         return f"unreadable: {error}"
+
+
+def described(found: Found, say: Callable[[str], None] = lambda line: None) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """A model's card and tokenizer files, once its files are checked. Raises Refused."""
+    from engine.errors import ModelError
+    from engine.text import ModelCard
+
+    verify(found.folder, say=say)
+    try:
+        card = ModelCard.from_folder(found.folder, found.name)
+        return json.loads(card.to_json()), ModelCard.tokenizer_files(found.folder)
+    except ModelError as error:
+        raise Refused(f"cannot serve {found.folder}: {error}") from error

@@ -3,14 +3,101 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from math import ceil
+from operator import itemgetter
+from typing import Any, Final
 
 from engine.plan import StepWork
 from producers.contract.profile import Profile
-from workers.measure.duty import Duty
-from workers.measure.steps import Knee, StepTimes
-from workers.measure.tasks import FirstTokens, TaskSizes
+from workers.measure.steps import Knee, Mix, StepTimes
+
+#: The seconds that the duty cycle is about.
+DUTY_S: Final = 10.0
+#: Steps are noted at most so often (s).
+NOTED_S: Final = 0.25
+#: Tasks over which their size is averaged.
+MEMORY: Final = 200
+#: First tokens of the last so many seconds count, and at most so many of them.
+FIRST_S: Final = 180.0
+FIRST: Final = 512
+
+
+class Duty:
+    """The share of the last seconds in which the engine had work. One thread writes, others read. Times are
+    monotonic."""
+
+    def __init__(self, now: float) -> None:
+        self._busy = 0.0
+        self._began = now
+        #: (time, seconds of all steps until then).
+        self._notes: deque[tuple[float, float]] = deque([(now, 0.0)], maxlen=int(4 * DUTY_S / NOTED_S))
+
+    def take(self, ended: float, seconds: float) -> None:
+        """Enter one step."""
+        before, self._busy = self._busy, self._busy + seconds
+        if ended - self._notes[-1][0] >= NOTED_S:
+            if seconds >= NOTED_S:
+                self._notes.append((max(ended - seconds, self._notes[-1][0]), before))
+            self._notes.append((ended, self._busy))
+
+    def share(self, now: float, stepping: float = 0.0) -> float:
+        """Of the window that ends now. `stepping`: seconds that a step has run, which has not ended."""
+        since = max(self._began, now - DUTY_S)
+        busy = self._busy - self._until(since) + min(stepping, now - since)
+        return min(1.0, max(0.0, busy / (now - since))) if now > since else 0.0
+
+    def _until(self, then: float) -> float:
+        """Seconds of all steps until then."""
+        notes = tuple(self._notes)
+        place = bisect_left(notes, then, key=itemgetter(0))
+        if place == len(notes):
+            return self._busy if then - notes[-1][0] >= NOTED_S else notes[-1][1]
+        if place == 0:
+            return notes[0][1]
+        (early, less), (late, more) = notes[place - 1], notes[place]
+        return less + (more - less) * (then - early) / (late - early)
+
+
+class TaskSizes:
+    """Means over the last tasks that ended."""
+
+    def __init__(self) -> None:
+        self.ended = 0
+        self._mix = Mix(0.0, 0.0, 0.0)
+
+    @property
+    def mix(self) -> Mix | None:
+        """None before a task has ended."""
+        return self._mix if self.ended else None
+
+    def take(self, prompt: int, cached: int, generated: int) -> None:
+        """Enter a task that ended. `cached`: prompt tokens that were not computed."""
+        self.ended += 1
+        share, was = 1 / min(self.ended, MEMORY), self._mix
+        self._mix = Mix(
+            was.prompt + share * (prompt - cached - was.prompt),
+            was.generated + share * (generated - was.generated),
+            was.kept + share * (prompt + generated - was.kept),
+        )
+
+
+class FirstTokens:
+    """Times (s) to the first token, from the claim."""
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[float, float]] = deque(maxlen=FIRST)
+
+    def take(self, now: float, seconds: float) -> None:
+        """`now`: monotonic."""
+        self._recent.append((now, seconds))
+
+    def p95(self, now: float) -> float | None:
+        """The 95th percentile (nearest rank); None where there were none."""
+        times = sorted(seconds for at, seconds in tuple(self._recent) if at >= now - FIRST_S)
+        return times[ceil(0.95 * len(times)) - 1] if times else None
 
 
 class Measured:

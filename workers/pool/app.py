@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, Final
 
 from celery import Celery
+from celery.backends.redis import RedisBackend
 from celery.exceptions import Reject
 from kombu import Exchange, Queue
 from kombu.exceptions import OperationalError
 
 from producers.broker.connect import control_url
-from producers.connection.connect import kombu_url
+from producers.connection.connect import connection_pool, kombu_url
 from producers.connection.trouble import trouble
 from producers.contract import keys
 from workers.flow.finisher import Finisher
 from workers.pool.batch import Batch
 from workers.pool.task import register
+from workers.pool.transport import LINK, SCHEME, Link
 from workers.settings import WorkerSettings
-from workers.transport import results
-from workers.transport.redis import LINK, SCHEME, Link
+
+#: The name under which Celery finds the result backend.
+BACKEND: Final = "penstock"
+#: The configuration key that holds the store's URL.
+STORE: Final = "penstock_store"
+
+
+class Backend(RedisBackend):
+    """Celery's Redis result backend, on our connections, with their time limits and Sentinels."""
+
+    def _get_pool(self, **params: Any) -> Any:
+        return connection_pool(self.app.conf[STORE])
 
 
 class App(Celery):
@@ -37,17 +49,17 @@ class App(Celery):
 
 
 def make_app(settings: WorkerSettings) -> Celery:
-    """Consumes through `workers.transport`. Before it starts, `consume` names its queues and `attach` plugs it in."""
+    """Consumes through `transport`. Before it starts, `consume` names its queues and `attach` plugs it in."""
     control = kombu_url(control_url(settings.broker, settings.store))
     app = App("penstock", set_as_current=False)
-    app.loader.override_backends = {results.NAME: f"{results.__name__}:Backend"}
+    app.loader.override_backends = {BACKEND: f"{__name__}:Backend"}
     app.conf.update(
         # TLS, if any, stands in the query (`ssl_cert_reqs`), where kombu looks for it whatever the scheme.
         broker_url=SCHEME + control.removeprefix("rediss").removeprefix("redis"),
         broker_connection_retry_on_startup=True,
         broker_connection_max_retries=None,  # stock gives up after 100 tries, three quarters of an hour
-        result_backend=f"{results.NAME}+{kombu_url(settings.store).removeprefix('redis+')}",
-        **{results.STORE: settings.store},
+        result_backend=f"{BACKEND}+{kombu_url(settings.store).removeprefix('redis+')}",
+        **{STORE: settings.store},
         result_extended=True,
         task_create_missing_queues=True,
         accept_content=["json"],

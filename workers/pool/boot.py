@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from workers.pool.batch import Batch
+    from workers.pool.transport import Link
     from workers.settings import WorkerSettings
-    from workers.transport.redis import Link
 
 #: Longest time (s) for which imports keep the load, which needs the interpreter often and for short, from going on.
 TURN_S: Final = 0.0005

@@ -116,7 +116,7 @@ class EnginePool(BasePool):
         self.batch.close()
 
     def on_stop(self) -> None:
-        """Drain; whoever told the worker to stop (`workers.runtime.stopping`) has begun that."""
+        """Drain; whoever told the worker to stop (`workers.runtime.signals`) has begun that."""
         self.batch.stop(False)
 
     def on_terminate(self) -> None:

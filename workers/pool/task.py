@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from celery import Celery, Task
+from celery.worker.request import Request
 
 from producers.contract.keys import TASK_NAME
 from producers.errors import TaskFailed
 from workers.flow.finisher import OUTCOME, Fault
+from workers.pool.batch import batch_of
 
 #: Before a task that the engine failed is tried again, seconds; doubled each time.
 RETRY_COUNTDOWN_S = 1.0
+#: One lock for all requests: it is held for microseconds.
+_acknowledging = threading.RLock()
+
+
+class EngineRequest(Request):
+    """Celery's request, taught that revoking a task must reach its record and the engine. Everything else is stock."""
+
+    def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
+        super()._announce_revoked(reason, terminated, signum, expired)
+        batch_of(self._app).revoke(self, expired)
+
+    def acknowledge(self) -> None:
+        """Acknowledge once, from whichever thread comes first.
+
+        A lease may end while the finisher acknowledges, and Celery's worker exits at a second acknowledgement.
+        """
+        with _acknowledging:
+            super().acknowledge()
+
+    def reject(self, requeue: bool = False) -> None:
+        """Reject once, as `acknowledge`."""
+        with _acknowledging:
+            super().reject(requeue)
 
 
 class EngineTask(Task):
@@ -20,7 +46,7 @@ class EngineTask(Task):
     abstract = True
     engine_task = True
     acks_late = True
-    Request = "workers.pool.request:EngineRequest"
+    Request = EngineRequest
 
 
 def register(app: Celery, max_retries: int) -> None:

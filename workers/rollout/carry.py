@@ -14,13 +14,12 @@ from producers.admin.fleet import read_fleet
 from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES
 from producers.client.submission import SETTLED_S
-from producers.connection.script import text
+from producers.connection.script import parsed, text
 from producers.connection.trouble import said
 from producers.contract import keys
 from producers.store.fleet import cards, rollouts
 from producers.store.fleet.rollouts import Rollout
 from workers.rollout.begin import New
-from workers.rollout.drain import drain_idle
 from workers.rollout.seen import Seen
 
 #: Interval (s) of looks.
@@ -154,3 +153,15 @@ def _waits(seen: Seen, left: int | None, rollout: Rollout, *, drains: bool) -> s
         return f"tasks left of version {version}: {'not known' if left is None else left}"
     hint = "" if drains or seen.ends else " (no autoscaler does: end them, or say --drain-old)"
     return f"no task is left of version {version}; workers of it that are yet to end: {seen.old}{hint}"
+
+
+async def drain_idle(client: AsyncClient, model: str, version: str) -> int:
+    """Tell each live worker of the version that holds no task to drain. Returns their number; raises redis errors."""
+    listed = [one.incarnation for one in await client.broker.workers() if one.left is not None]
+    told = 0
+    for incarnation in listed:
+        about = parsed(await client.store.get(keys.lease(incarnation)) or "{}")
+        mine = (about.get("model"), about.get("version")) == (model, version)
+        if mine and about.get("tasks") == 0 and not about.get("draining"):
+            told += await client.store.publish(keys.control(incarnation), "drain")
+    return told

@@ -16,8 +16,7 @@ from redis import Redis
 
 from producers.contract.profile import Profile
 from workers.breaker.breaker import Breaker
-from workers.breaker.figures import Window
-from workers.breaker.machine import kind_of
+from workers.breaker.figures import Window, kind_of
 from workers.flow import probe
 from workers.flow.acker import Acker
 from workers.flow.celery_side import CelerySide
@@ -29,13 +28,13 @@ from workers.flow.publisher import Publisher
 from workers.leases.housekeeper import Housekeeper
 from workers.measure.keeper import Keeper
 from workers.measure.measured import Measured
+from workers.pool.transport import Link
 from workers.runtime.cold_start import COLD_START
 from workers.runtime.drain import Drain, Part, within
 from workers.runtime.host.gpu_facts import GpuFacts
 from workers.runtime.watchdog import Watchdog
 from workers.state.clock import Clock
 from workers.state.served import Served
-from workers.transport.redis import Link
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,16 @@ processes of a unit, of which the one above the workers (`--gpus`) passes it on.
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import signal
+import socket
+import threading
 import time
+from collections.abc import Callable
 from typing import Final
+
+logger = logging.getLogger(__name__)
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 #: Within so long (s) after a signal, it is no second one that comes again. (The kernel makes those one that wait.)
@@ -45,3 +52,57 @@ def coming() -> asyncio.Queue[signal.Signals]:
         if signal.getsignal(sig) is not signal.SIG_IGN:
             loop.add_signal_handler(sig, heard, sig)
     return came
+
+
+class Stopping(threading.Thread):
+    """Hears the signals that end a worker process. `serve` once there is something to drain; what comes before that
+    ends the process, which holds nothing yet.
+
+    The kernel's note of each signal comes to a thread of its own, so that neither a model that loads for minutes nor an
+    event loop that waits for a broker keeps it from being heard.
+
+        SIGTERM, SIGINT, SIGHUP: drain   SIGQUIT, or a second one of any: hand back now   a third: end on the spot
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="penstock-signals", daemon=True)
+        self._drain: Callable[[float, str], None] | None = None
+        self._seconds = 0.0
+        self._lock = threading.Lock()
+        self._heard = 0
+        self._news = News()
+        self._ours, self._kernels = socket.socketpair()
+        self._kernels.setblocking(False)
+
+    def install(self) -> None:
+        """Begin to hear; call it on the main thread. SIGHUP stays ignored where it is, as under nohup."""
+        for sig in SIGNALS:
+            if sig is not signal.SIGHUP or signal.getsignal(sig) is not signal.SIG_IGN:
+                signal.signal(sig, lambda *_: None)
+        signal.set_wakeup_fd(self._kernels.fileno(), warn_on_full_buffer=False)
+        self.start()
+
+    def serve(self, drain: Callable[[float, str], None], seconds: float) -> None:
+        """Let signals drain from now on: `drain` is told for how long, at most `seconds`, and why."""
+        with self._lock:
+            self._drain, self._seconds = drain, seconds
+
+    def run(self) -> None:
+        while True:
+            for number in self._ours.recv(64):
+                if number in SIGNALS:
+                    with self._lock:
+                        self._take(signal.Signals(number))
+
+    def _take(self, sig: signal.Signals) -> None:
+        if not self._news.is_new(sig):
+            return
+        self._heard += 1
+        if self._drain is None:
+            logger.info("%s before anything was taken: ending", sig.name)
+            os._exit(os.EX_OK)
+        if self._heard > 2:
+            logger.error("%s, the third signal: ending; what is held returns when the lease lapses", sig.name)
+            os._exit(os.EX_SOFTWARE)
+        at_once = sig is signal.SIGQUIT or self._heard > 1
+        self._drain(0.0 if at_once else self._seconds, f"{sig.name} came")

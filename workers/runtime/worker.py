@@ -26,7 +26,7 @@ from workers.runtime.health import Health
 from workers.runtime.host.spot import SpotNotice
 from workers.runtime.host.task_protection import TaskProtection
 from workers.runtime.serving import announce, pool_of
-from workers.runtime.stopping import Stopping
+from workers.runtime.signals import Stopping
 from workers.settings import WorkerSettings
 from workers.state.served import Served
 
@@ -40,7 +40,7 @@ RETRY_S = 1.0
 
 
 def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
-    """Serve until told to stop (`workers.runtime.stopping`), and end the process; return the exit code where Celery
+    """Serve until told to stop (`workers.runtime.signals`), and end the process; return the exit code where Celery
     gives up.
 
     Raises workers.errors.Refused where broker, store or model cannot be used.

@@ -7,11 +7,11 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Final
 
 from producers.client.aio import AsyncClient
-from producers.client.steps import FAILURES, Steps, persistently
+from producers.client.steps import FAILURES, once, persistently
 from producers.connection.addresses import networks
 from producers.connection.connect import SILENT_S as ANSWER_S
 from producers.connection.log_throttle import warn_throttled
@@ -23,9 +23,7 @@ from producers.store.endpoints import TEST_PREFIX, Endpoint
 from producers.store.outbox import Attempt, Row
 from workers.webhooks.limits import Limits, Visit
 from workers.webhooks.schedule import next_delay
-from workers.webhooks.sender import Outcome, OwnTrouble, Sender
-from workers.webhooks.settings import WebhookSettings
-from workers.webhooks.signing import body_of, headers_of
+from workers.webhooks.sender import Outcome, OwnTrouble, Sender, body_of, headers_of
 from workers.webhooks.targets import Target, targets
 
 log = logging.getLogger(__name__)
@@ -40,6 +38,27 @@ PATIENCE_S: Final = 8.0
 OWN_TROUBLE_S: Final = 5.0
 #: Silence (s) of the store after which the process is not ready.
 SILENT_S: Final = 10.0
+#: Time (s) before each try, counted from the one before it; after the last there is none.
+SCHEDULE: Final = (0.0, 5.0, 300.0, 1800.0, *(hours * 3600.0 for hours in (2, 5, 10, 14, 20, 24)))
+
+
+@dataclass(frozen=True, slots=True)
+class WebhookSettings:
+    """Settings of `penstock webhooks run`. Times are seconds."""
+
+    store: str
+    allowed: tuple[str, ...] = ()
+    """Networks (CIDR) whose addresses may be called though they are not public, by any scheme and port."""
+    schedule: tuple[float, ...] = SCHEDULE
+    timeout: float = 20.0
+    """Longest try, from the name's resolution to the answer."""
+    lease: float = 60.0
+    """Time after which another process takes a killed one's rows; longer than any try."""
+    drain: float = 25.0
+    """Time that tries may go on after SIGTERM; the rest is given back untried."""
+    health_port: int | None = None
+    """Port of /livez and /readyz; 0: any free port; None: no port."""
+    health_host: str = "0.0.0.0"  # noqa: S104 - whoever runs it asks from outside
 
 
 class Deliverer:
@@ -97,7 +116,7 @@ class Deliverer:
             return 0.0
         self.due.clear()
         holder = uuid.uuid4().hex
-        taken = outbox.read_take(await self._client.run(_one(outbox.take(holder, n, int(self._settings.lease * 1000)))))
+        taken = outbox.read_take(await self._client.run(once(outbox.take(holder, n, int(self._settings.lease * 1000)))))
         self._heard_at = time.monotonic()
         if taken.rows:
             await self._begin(taken.rows, holder)
@@ -129,7 +148,7 @@ class Deliverer:
             else:
                 delay = int(1000 * self._limits.put_off_s(target.receiver)) + 1
                 calls.append(outbox.retry(row, holder, delay))
-        await asyncio.gather(*(self._client.run(_one(call)) for call in calls))
+        await asyncio.gather(*(self._client.run(once(call)) for call in calls))
 
     async def _deliver(self, row: Row, holder: str, target: Target, visit: Visit) -> None:
         outcome: Outcome | None = None
@@ -199,7 +218,3 @@ class Deliverer:
             if left:
                 log.info("giving %d deliveries back", len(left))
             await all_ended
-
-
-def _one(call: Call) -> Steps[Any]:
-    return (yield call)

@@ -11,9 +11,8 @@ from typing import Final
 from producers.client.aio import AsyncClient
 from producers.client.wake import wake
 from workers.runtime.health import Health
-from workers.webhooks.deliverer import Deliverer
+from workers.webhooks.deliverer import Deliverer, WebhookSettings
 from workers.webhooks.limits import QUICK, SLOW
-from workers.webhooks.settings import WebhookSettings
 
 log = logging.getLogger(__name__)
 

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import ssl
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
 from typing import Any, Final, NoReturn
 
 import aiohttp
 from aiohttp.abc import AbstractResolver
+from standardwebhooks import Webhook
 from yarl import URL
 
 from producers.connection.addresses import Address, Network, Resolver, Unresolved, refusal
 from producers.contract.webhook import Destination
-from producers.store.outbox import Attempt
+from producers.store.outbox import Attempt, Row
 from workers.webhooks.schedule import retry_after
 
 #: Bytes of an answer that are kept, and that are read ahead.
@@ -36,6 +40,9 @@ IDLE_S: Final = 2.0
 OVERLOADED: Final = frozenset({408, 429, 502, 503, 504})
 #: This machine's own trouble: no file descriptors, memory or ports left.
 OURS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
+
+
+USER_AGENT: Final = f"Penstock/{version('penstock')}"
 
 
 class OwnTrouble(Exception):
@@ -78,6 +85,32 @@ class _ResolvesNothing(AbstractResolver):
 
     async def close(self) -> None:
         """Nothing is open."""
+
+
+def body_of(row: Row) -> str:
+    """The event as JSON, the same at each try."""
+    event = {
+        "id": row.webhook_id,
+        "object": "event",
+        "created_at": row.at,
+        "type": row.type,
+        "data": {"id": row.object},
+    }
+    return json.dumps(event, separators=(",", ":"))
+
+
+def headers_of(row: Row, body: str, secrets: Sequence[str], now: datetime | None = None) -> dict[str, str]:
+    """The headers of a try at `now` (UTC): one signature for each secret, as standardwebhooks.com says."""
+    # standardwebhooks takes any time's wall clock for UTC, so it gets UTC alone.
+    at = (now or datetime.now(UTC)).astimezone(UTC)
+    return {
+        "content-type": "application/json",
+        "user-agent": USER_AGENT,
+        "accept-encoding": "identity",
+        "webhook-id": row.webhook_id,
+        "webhook-timestamp": str(int(at.timestamp())),
+        "webhook-signature": " ".join(Webhook(secret).sign(row.webhook_id, at, body) for secret in secrets),
+    }
 
 
 class Sender:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from tests.workers.autoscaler.looks import seen
 from workers.autoscaler.policy.decide import Decision, decide
-from workers.autoscaler.policy.kept import restored
-from workers.autoscaler.policy.memory import Memory
+from workers.autoscaler.policy.memory import Memory, restored
 from workers.autoscaler.policy.rules import Rules
 from workers.autoscaler.policy.signals import Signals
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from workers.autoscaler.actuators.base import Actual
-from workers.autoscaler.policy.kept import restored
+from workers.autoscaler.policy.memory import restored
 from workers.autoscaler.starts import FIRST_PAUSE_S, GIVEN_UP_S, Starts, limit_of
 
 LIMIT = 100.0

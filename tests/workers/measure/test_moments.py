@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from workers.measure.duty import Duty
-from workers.measure.tasks import WINDOW, FirstTokens, TaskSizes
+from workers.measure.measured import FIRST, Duty, FirstTokens, TaskSizes
 
 
 def test_duty_is_the_share_of_the_last_ten_seconds() -> None:
@@ -41,7 +40,7 @@ def test_the_95th_percentile_of_the_last_minutes() -> None:
     assert first.p95(1100.0) == 95.0
     assert first.p95(1270.0) == 100.0  # the last ten
     assert first.p95(5000.0) is None
-    for _ in range(10 * WINDOW):
+    for _ in range(10 * FIRST):
         first.take(6000.0, 0.5)
     assert first.p95(6000.0) == 0.5
 

@@ -10,8 +10,7 @@ from celery import Celery
 from kombu import Message
 
 from producers.contract.keys import TASK_NAME
-from workers.pool.request import EngineRequest
-from workers.pool.task import EngineTask
+from workers.pool.task import EngineRequest, EngineTask
 
 
 @pytest.mark.parametrize("way", ["acknowledge", "reject"])

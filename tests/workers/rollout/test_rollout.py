@@ -26,8 +26,8 @@ from tests.warm import Forked
 from tests.workers.rig import Rig
 from workers.errors import Refused
 from workers.library import find_model
-from workers.library.publish import described, publish
 from workers.library.reference import BUNDLED
+from workers.library.verify import described
 from workers.processes import PENSTOCK
 from workers.rollout import carry
 from workers.rollout.begin import New, begin, cancel
@@ -102,7 +102,7 @@ class Requests:
 
 async def test_no_request_fails_and_each_is_made_by_one_version(rig: Rig) -> None:
     """The new worker comes up before the switch, and takes nothing; the old one drains once it has nothing left."""
-    publish(rig.store, find_model("tiny"))
+    cards.publish(rig.store, *described(find_model("tiny")))
     old = up(rig, OLD)
     with Requests(rig) as requests:
         rig.until(lambda: len(requests.ended) > 5)
@@ -126,7 +126,7 @@ async def test_one_that_is_cancelled_in_the_moment_of_the_switch_goes_on(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it would be called cancelled, and new tasks would go to the new version all the same."""
-    publish(rig.store, find_model("tiny"))
+    cards.publish(rig.store, *described(find_model("tiny")))
     begun = begin(rig.store, new(), 1, 0)
     asked = replace(begun, workers=0)  # they are ready at once
     assert rollouts.change(rig.store, begun, asked)
@@ -142,7 +142,7 @@ async def test_one_that_is_cancelled_in_the_moment_of_the_switch_goes_on(
 
 
 async def test_new_workers_that_never_come_change_nothing(rig: Rig) -> None:
-    publish(rig.store, find_model("tiny"))
+    cards.publish(rig.store, *described(find_model("tiny")))
     pool = {"at": rig.store.time()[0], "trouble": "3 tries in a row failed: out of memory"}
     rig.store.hset(keys.SCALE_POOLS, f"tiny@{NEW}", json.dumps(pool))
     ended = await carried(rig, begin(rig.store, new(), 2, 0), timeout=0.2)
@@ -154,7 +154,7 @@ async def test_new_workers_that_never_come_change_nothing(rig: Rig) -> None:
 
 async def test_starts_that_are_given_up_end_it_at_once(rig: Rig) -> None:
     """Those of this rollout, and of the new version alone. Seconds that are left until another try are told once."""
-    publish(rig.store, find_model("tiny"))
+    cards.publish(rig.store, *described(find_model("tiny")))
     lines: list[str] = []
     said = asyncio.Event()
 
@@ -181,7 +181,7 @@ async def test_starts_that_are_given_up_end_it_at_once(rig: Rig) -> None:
 
 
 async def test_another_card_that_was_published_meanwhile_ends_it(rig: Rig) -> None:
-    publish(rig.store, find_model("tiny"))
+    cards.publish(rig.store, *described(find_model("tiny")))
     begun = begin(rig.store, new(), 1, 0)
     cards.publish(rig.store, new().card | {"version": "0123456789ab"}, {})
     ended = await carried(rig, begun)
@@ -190,7 +190,7 @@ async def test_another_card_that_was_published_meanwhile_ends_it(rig: Rig) -> No
 
 async def test_a_run_goes_on_where_another_one_died(rig: Rig) -> None:
     """Killed while it waits; and after it had published the card, before it wrote so."""
-    publish(rig.store, find_model("tiny"))
+    cards.publish(rig.store, *described(find_model("tiny")))
     process = command(rig, "tiny=tiny-v2", "--workers", "1")
     rig.until(lambda: rig.store.hexists(keys.ROLLOUTS, "tiny"))
     process.kill()
@@ -203,7 +203,7 @@ async def test_a_run_goes_on_where_another_one_died(rig: Rig) -> None:
 
 
 def test_the_command_tells_what_it_waits_for_and_may_be_interrupted_and_cancelled(rig: Rig, tmp_path: Path) -> None:
-    publish(rig.store, find_model("tiny"))
+    cards.publish(rig.store, *described(find_model("tiny")))
     log = tmp_path / "log"
     log.touch()
     process = command(rig, "tiny=tiny-v2", log=log)
@@ -220,7 +220,7 @@ def test_the_command_tells_what_it_waits_for_and_may_be_interrupted_and_cancelle
 
 def test_plain_celery_tasks_go_to_the_version_of_the_card(rig: Rig) -> None:
     """Whoever sends them names the model alone: workers of another version leave them to those that come."""
-    publish(rig.store, find_model("tiny"))
+    cards.publish(rig.store, *described(find_model("tiny")))
     up(rig, NEW)
     with rig.sender() as app:
         kwargs = {"prompt": [1], "max_tokens": 2}
@@ -245,19 +245,19 @@ class TestWhatIsRefused:
     def test_a_model_that_is_not_there_or_has_this_version(self, valkey: Redis) -> None:
         with pytest.raises(Refused, match="there is no model tiny to update: `penstock models publish"):
             begin(valkey, new(), None, 1)
-        publish(valkey, find_model("tiny=tiny-v2"))
+        cards.publish(valkey, *described(find_model("tiny=tiny-v2")))
         with pytest.raises(Refused, match=f"new tasks of tiny go to version {NEW} already"):
             begin(valkey, new(), None, 1)
 
     def test_a_version_that_can_do_less(self, valkey: Redis) -> None:
-        publish(valkey, find_model("tiny"))
+        cards.publish(valkey, *described(find_model("tiny")))
         mute = new()
         mute.card["capabilities"] = ["generate"]
         with pytest.raises(Refused, match="lacks chat, which version"):
             begin(valkey, mute, None, 1)
 
     def test_a_second_rollout_until_the_first_has_switched(self, valkey: Redis) -> None:
-        publish(valkey, find_model("tiny"))
+        cards.publish(valkey, *described(find_model("tiny")))
         begun = begin(valkey, new(), None, 1)
         other = New(find_model("tiny=tiny-draft"), {**new().card, "version": "0123456789ab"}, {})
         with pytest.raises(Refused, match=f"a rollout of tiny to version {NEW} .* is under way"):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+from urllib.parse import SplitResult, parse_qsl, unquote
 
 
 class ActuatorError(OSError):
@@ -42,3 +43,26 @@ class Actuator(Protocol):
 
     async def aclose(self) -> None:
         """Close connections. Workers go on, except those of local processes, which drain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """`host` and `name` as the platform spells them; `name` is empty where the URL has none."""
+
+    host: str
+    name: str
+    options: dict[str, str]
+
+
+def read(parts: SplitResult, form: str, options: Collection[str], *, named: bool = True) -> Address:
+    """A URL's parts. `form`: how it must look, for the error. Raises ValueError."""
+    host, name = unquote(parts.netloc), unquote(parts.path.strip("/"))
+    if not host or bool(name) != named or parts.fragment:
+        raise ValueError(f"actuator is {parts.geturl()!r}; it must look like {form}")
+    found = dict(parse_qsl(parts.query, keep_blank_values=True))
+    for option, value in found.items():
+        if option not in options or not value:
+            raise ValueError(
+                f"actuator is {parts.geturl()!r}; {option}={value} makes no sense, it must look like {form}"
+            )
+    return Address(host, name, found)

@@ -1,13 +1,36 @@
-"""Memory: what the scaling policy knows of the past. It travels as JSON with each kept decision."""
+"""Memory: what the scaling policy knows of the past. It travels as JSON with each kept decision, and is read back."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
-from typing import Annotated, Final, Self
+from functools import cache
+from typing import Annotated, Any, Final, Self, TypeVar
 
-from pydantic import Field, with_config
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
-from workers.autoscaler.policy.kept import STRICT
+T = TypeVar("T")
+
+#: The pydantic settings for states that are read back: numbers are numbers and finite, and no field is unknown.
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+@cache
+def _reader(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def restored(kind: type[T], said: Any) -> T:
+    """The inverse of `dataclasses.asdict`. Raises ValueError for anything else; fields that are missing have their
+    default."""
+    hashable: Any = kind
+    try:
+        found: T = _reader(hashable).validate_json(json.dumps(said))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ValueError(f"no {kind.__name__}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    return found
+
 
 #: A number of workers.
 Count = Annotated[int, Field(ge=0)]

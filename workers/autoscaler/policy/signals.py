@@ -12,7 +12,7 @@ from pydantic import with_config
 
 from producers.contract import keys
 from producers.contract.profile import Profile
-from workers.autoscaler.policy.kept import STRICT
+from workers.autoscaler.policy.memory import STRICT
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@
                                                   │  ▼
                                     scaler: the policy | KEDA's listLength | an HPA on CPU | a schedule (clairvoyant)
 
-    ─▶ Outcome ─▶ summary (figures), plot (SVG)
+    ─▶ Outcome ─▶ compare (figures), plot (SVG)
 
 `replay` takes kept decisions instead, and computes each of them again.
 """

@@ -13,7 +13,7 @@ arrival.
    the highest `fill` down, tries some levels of each, and stops after two that make nothing cheaper.
 
 No schedule whatever needs fewer worker-hours than all work divided by what one worker does (`Outcome.work_s`). The
-summary shows that bound, too: the schedule lies above it by its starts, paused tasks and the rounding.
+figures show that bound, too: the schedule lies above it by its starts, paused tasks and the rounding.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from xml.sax.saxutils import escape
 
+from workers.autoscaler.simulate.compare import time_to_first
 from workers.autoscaler.simulate.simulation import SAMPLE, Outcome
-from workers.autoscaler.simulate.summary import time_to_first
 from workers.bench.plot import HEIGHT, LEFT, POINTS, WIDTH, Panel
 
 Points = list[tuple[float, float]]

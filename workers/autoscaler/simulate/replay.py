@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from workers.autoscaler.policy.decide import decide
-from workers.autoscaler.policy.kept import restored
-from workers.autoscaler.policy.memory import Memory
+from workers.autoscaler.policy.memory import Memory, restored
 from workers.autoscaler.policy.rules import Rules
 from workers.autoscaler.policy.signals import Signals
 

@@ -90,7 +90,7 @@ def _new(reference: str, urls: tuple[str, str]) -> New:
     """The new version, checked. On SQS its queues are made."""
     from producers.contract import keys
     from workers.connect import check_queues
-    from workers.library.publish import described
+    from workers.library.verify import described
     from workers.rollout.begin import New
 
     (found,) = find_models([reference], _say)

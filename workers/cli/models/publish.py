@@ -51,7 +51,7 @@ def publish_to(broker: str, store: str, found: Found, over: str | None = None) -
         from producers.contract import keys
         from producers.store.fleet import cards
         from workers.connect import LOST, check_queues, check_servers, connect
-        from workers.library.publish import described
+        from workers.library.verify import described
 
     card, files = described(found, lambda line: typer.echo(line, err=True))
     queues = [keys.version_queue(found.name, card["version"]), keys.model_queue(found.name)]

@@ -106,8 +106,7 @@ def simulate(
 
     The policy is the autoscaler's own code. Exit status 1: the objective was missed, or a kept decision differs.
     """
-    from workers.autoscaler.simulate.compare import Settings, compared
-    from workers.autoscaler.simulate.summary import Objective
+    from workers.autoscaler.simulate.compare import Objective, Settings, compared
     from workers.autoscaler.simulate.trace import write
     from workers.cli.scale.simulated import progress, report
 

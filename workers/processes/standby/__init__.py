@@ -3,8 +3,8 @@
     Standby.start -> process imports, at low priority -> "ready" -> waits
     Child._spawn -> Standby.take -> argv, environment, output -> process: has anything changed? -> it is the worker
 
-keeper starts the process and hands programs over; process is what runs there, with the list of imports (preload) and
-the stamp of the code that it has read (stamp). Imported by their own names: the process needs none of the keeper's.
+keeper starts the process and hands programs over; process is what runs there, with the list of imports (preload).
+Imported by their own names: the process needs none of the keeper's.
 
 The first one of `penstock up` begins with the first line of that command (`workers.processes.ahead`), at full priority.
 The first worker is handed to it before it is ready, and becomes it as soon as it is.

@@ -11,7 +11,7 @@ import pytest
 
 from producers.contract.profile import Profile
 from workers.autoscaler.policy.decide import Memory, decide
-from workers.autoscaler.policy.kept import restored
+from workers.autoscaler.policy.memory import restored
 from workers.autoscaler.policy.rules import Rules
 from workers.autoscaler.policy.signals import Signals, TierQueue
 from workers.autoscaler.simulate.replay import replay

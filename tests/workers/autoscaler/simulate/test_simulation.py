@@ -13,9 +13,9 @@ from workers.autoscaler.policy.decide import Memory, decide
 from workers.autoscaler.policy.rules import Rules
 from workers.autoscaler.policy.signals import Signals
 from workers.autoscaler.simulate.clairvoyant import REST, clairvoyant
+from workers.autoscaler.simulate.compare import Objective, figures, time_to_first
 from workers.autoscaler.simulate.scalers import CpuHpa, Keda, Policy, Schedule
 from workers.autoscaler.simulate.simulation import Outcome, Simulation
-from workers.autoscaler.simulate.summary import Objective, figures, time_to_first
 from workers.autoscaler.simulate.synthetic import Synthetic
 from workers.autoscaler.simulate.trace import Arrival
 from workers.autoscaler.simulate.worker import WorkerModel

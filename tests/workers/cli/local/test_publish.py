@@ -8,8 +8,8 @@ from engine.text import ModelCard
 from producers.store.fleet import cards, rollouts
 from workers.cli.local.publish import publish_own
 from workers.library import find_model
-from workers.library.publish import described, publish
 from workers.library.reference import BUNDLED
+from workers.library.verify import described
 from workers.rollout.begin import New, begin
 
 OLD, NEW = (ModelCard.from_folder(BUNDLED / name).version for name in ("tiny", "tiny-v2"))
@@ -28,7 +28,7 @@ def test_a_rollout_that_has_switched_is_turned_back_only_once_it_is_done(valkey:
     assert start() == ""
     begun = begin(valkey, New(new, *described(new)), None, 1)
     assert (start(), standing()) == ("", OLD)
-    publish(valkey, new)
+    cards.publish(valkey, *described(new))
     assert f"new tasks of tiny go to version {NEW}: its rollout goes on" in start()
     draining = begun.to("draining", 1.0)
     assert rollouts.change(valkey, begun, draining)

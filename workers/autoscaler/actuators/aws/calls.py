@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 from producers.connection.aws import AwsError, AwsNotInstalled, client
-from workers.autoscaler.actuators.address import Address
-from workers.autoscaler.actuators.base import ActuatorError
+from workers.autoscaler.actuators.base import ActuatorError, Address
 
 T = TypeVar("T")
 

@@ -16,9 +16,8 @@ from urllib.parse import SplitResult
 
 from producers.connection.aws import partition_of, told
 from workers.autoscaler.actuators import SCHEMES
-from workers.autoscaler.actuators.address import Address, read
 from workers.autoscaler.actuators.aws.calls import OPTIONS, Calls
-from workers.autoscaler.actuators.base import Actual, ActuatorError
+from workers.autoscaler.actuators.base import Actual, ActuatorError, Address, read
 
 #: How a task ends that did not do its work.
 _FAILED: Final = frozenset({"TaskFailedToStart", "EssentialContainerExited"})

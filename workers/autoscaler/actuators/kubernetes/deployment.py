@@ -18,8 +18,7 @@ from typing import Any, Final
 from urllib.parse import SplitResult
 
 from workers.autoscaler.actuators import SCHEMES
-from workers.autoscaler.actuators.address import Address, read
-from workers.autoscaler.actuators.base import Actual, ActuatorError
+from workers.autoscaler.actuators.base import Actual, ActuatorError, Address, read
 from workers.autoscaler.actuators.kubernetes.cluster import Cluster
 from workers.autoscaler.actuators.kubernetes.pods import ailment, costs, failed_starts, lives, ready, restarts
 

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from workers.runtime import signals as heard
-from workers.runtime.stopping import Stopping
+from workers.runtime.signals import Stopping
 
 
 def _told(*signals: signal.Signals) -> list[tuple[float, str]]:
