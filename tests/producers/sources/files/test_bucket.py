@@ -24,9 +24,10 @@ from tests.aws import Aws
 from tests.aws_faults import Fault, faulty
 from tests.chaos.batching import BAD, GOOD, Serving, lines
 from tests.chaos.sourcing import SourcesProcess, free_leases, load_scripts
-from tests.chaos.sweeping import Sweeper, within
+from tests.chaos.sweeping import Sweeper
 from tests.chaos.tap import Tap
 from tests.exhaustive import few
+from tests.waiting import within
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("model")]
 

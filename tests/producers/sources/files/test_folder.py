@@ -26,8 +26,9 @@ from producers.store.blobs import BlobWriter, FolderBlobs
 from producers.store.inbox import Found
 from tests.chaos.batching import BAD, GOOD, URL, Serving, lines
 from tests.chaos.sourcing import SourcesProcess, Watched, free_leases
-from tests.chaos.sweeping import Sweeper, within
+from tests.chaos.sweeping import Sweeper
 from tests.producers.conftest import QUEUE
+from tests.waiting import within
 
 
 def waiting(valkey: Redis) -> int:
