@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar
 from redis import exceptions as redis
 
 from producers.connection.script import Call
+from producers.connection.silence import Silent
 from producers.connection.trouble import Trouble, trouble
 from producers.contract.message import Message
 from producers.store.references import Reference
@@ -105,7 +106,8 @@ def once(step: Step) -> Steps[Any]:
 
 
 def persistently(step: Step, patience_s: float) -> Steps[Any]:
-    """The answer to a repeatable step, retried for `patience_s` seconds while the connection fails."""
+    """The answer to a repeatable step, retried for `patience_s` seconds while the connection fails. With a server that
+    was silent before, they count from when it fell silent."""
     give_up = time.monotonic() + patience_s
     attempt = 0
     while True:
@@ -114,6 +116,8 @@ def persistently(step: Step, patience_s: float) -> Steps[Any]:
         except FAILURES as error:
             if not lost(error):
                 raise
+            if isinstance(error, Silent):
+                give_up = min(give_up, error.since + patience_s)
             pause = backoff(attempt)
             if time.monotonic() + pause > give_up:
                 raise

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from contextlib import suppress
 from functools import cache
 from typing import Any, Final
@@ -30,11 +31,11 @@ from redis.retry import Retry
 
 from producers.connection import sentinel
 from producers.connection.hello import check_hello, not_hello
+from producers.connection.silence import ENOUGH, Silence
+from producers.connection.silence import SILENT_S as SILENT_S
 from producers.connection.trouble import NotPrimary
 
 SCHEMES: Final = ("redis", "rediss", "unix", *sentinel.SCHEMES)
-#: Silence (s) after which a server counts as lost.
-SILENT_S: Final = 5.0
 #: Most connections of one client for commands. All its readers share one more.
 POOL: Final = 16
 #: TCP options that detect a vanished peer: keepalive probes after 5 s of silence, three times, 2 s apart, and at most
@@ -89,6 +90,7 @@ def connect_async(url: str) -> redis.asyncio.Redis:
         "socket_timeout": None,
         "retry": AsyncRetry(NoBackoff(), 0),
         "redis_connect_func": _look_async,
+        "silence": Silence(),
         **_options(plain, 2),
     }
     options |= parse_url_async(plain)
@@ -162,7 +164,27 @@ class _Found(AbstractConnection):
 
 
 class _AsyncChecked(AsyncAbstractConnection):
+    """As `_Checked`. It also gives up a server without an answer, once for all connections of its client."""
+
+    def __init__(self, *, silence: Silence, **options: Any) -> None:
+        self._silence = silence
+        self._opened = 0.0
+        super().__init__(**options)
+
+    async def connect_check_health(self, *args: Any, **options: Any) -> None:
+        if self.is_connected:
+            return
+        self._silence.enter(self._host_error())
+        self._opened = began = time.monotonic()
+        try:
+            await super().connect_check_health(*args, **options)
+        except BaseException:
+            self._given_up(time.monotonic() - began)
+            raise
+
     async def send_packed_command(self, *args: Any, **options: Any) -> None:
+        if self._silence.outlived(self._opened):
+            await self.disconnect(nowait=True)
         try:
             await super().send_packed_command(*args, **options)
         except RuntimeError as error:
@@ -175,17 +197,28 @@ class _AsyncChecked(AsyncAbstractConnection):
         # A subscription, which lives on where others are closed, may be silent.
         timer = loop.call_later(SILENT_S, self._abort) if disconnect_on_error else None
         try:
-            return await super().read_response(*args, disconnect_on_error=disconnect_on_error, **options)
-        except ReadOnlyError as error:
+            answer = await super().read_response(*args, disconnect_on_error=disconnect_on_error, **options)
+        except ResponseError as error:
+            self._silence.answered()
+            if not isinstance(error, ReadOnlyError):
+                raise
             await self.disconnect(nowait=True)
             raise NotPrimary(DEMOTED) from error
-        except redis.ConnectionError as error:
-            if timer is None or loop.time() < timer.when():
+        except BaseException as error:
+            left = 0.0 if timer is None else timer.when() - loop.time()
+            if timer is not None:
+                self._given_up(SILENT_S - left)
+            if timer is None or left > 0 or not isinstance(error, redis.ConnectionError):
                 raise
             raise TimeoutError(f"no answer for {SILENT_S:g} s") from error
         finally:
             if timer is not None:
                 timer.cancel()
+        self._silence.answered()
+        return answer
+
+    def _given_up(self, waited: float) -> None:
+        self._silence.unanswered(self._host_error(), waited=waited, enough=waited >= ENOUGH * SILENT_S)
 
     def _abort(self) -> None:
         if self._writer is not None:
@@ -197,10 +230,11 @@ class _AsyncFound(AsyncAbstractConnection):
         self._sentinels = sentinels
         super().__init__(**options)
 
-    async def _connect(self) -> None:
-        self.host, self.port = await self._sentinels.aprimary()
+    async def connect_check_health(self, *args: Any, **options: Any) -> None:
         tcp: Any = super()
-        await tcp._connect()
+        if not tcp.is_connected:
+            self.host, self.port = await self._sentinels.aprimary()
+        await tcp.connect_check_health(*args, **options)
 
     async def send_packed_command(self, *args: Any, **options: Any) -> Any:
         tcp: Any = super()

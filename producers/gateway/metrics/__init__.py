@@ -31,11 +31,12 @@ router = APIRouter(tags=["health"])
 async def metrics(request: Request) -> Response:
     """The figures in Prometheus' format. It answers also while store or broker is away: see `penstock_up`."""
     gateway = request.app.state.gateway
+    found = gateway.metrics
     try:
         async with asyncio.timeout(SILENT_S):  # Prometheus waits for 10 s
-            gateway.metrics.fleet = await read_fleet(gateway.client.store, gateway.client.broker)
-            gateway.metrics.waiting = await queues(gateway.client.store)
+            found.fleet = await read_fleet(gateway.client.store, gateway.client.broker)
+            found.waiting = await queues(gateway.client.store)
+            found.overload = await gateway.admission.overload.all()
     except FAILURES:
-        gateway.metrics.fleet, gateway.metrics.waiting = None, {}
-    gateway.metrics.overload = await gateway.admission.overload.all()
-    return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        found.fleet, found.waiting, found.overload = None, {}, {}
+    return Response(generate_latest(found.registry), media_type=CONTENT_TYPE_LATEST)

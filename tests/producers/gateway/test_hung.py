@@ -5,18 +5,24 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
 from producers import AsyncClient
+from producers.connection import connect, silence
 from producers.gateway import metrics
-from producers.gateway.admission import overload
+from producers.gateway.admission import callers, overload
 from producers.gateway.admission.overload import Overload
 from producers.store.waiting import Bounds, Pressure
 from producers.sweeper import reader_leases as readers
 from producers.sweeper.reader_leases import ReaderLeases
+from tests.chaos.links import Links
 from tests.producers.gateway.conftest import Door
+from tests.producers.gateway.test_keys import as_caller
+from tests.producers.gateway.test_keys import make as make
 from tests.producers.gateway.test_metrics import figures
 
 #: What nothing here takes where servers are waited for as long as is said, with some to spare (s).
@@ -36,6 +42,27 @@ def test_the_gateways_own_figures_are_still_told(
     monkeypatch.setattr(metrics, "SILENT_S", 0.1)
     with httpx.Client(base_url=open_door(store=hung).url, timeout=LONG) as http:
         assert figures(http)["penstock_up",] == 0
+
+
+def test_a_request_waits_once_and_the_next_ones_not_at_all(
+    open_door: Callable[..., Door], make: Callable[..., str], valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many calls it makes: the key is looked up, then the task."""
+    monkeypatch.setattr(callers, "FRESH_S", 0.0)
+    monkeypatch.setattr(silence, "PAUSE_S", LONG)
+    abort, waits = connect._AsyncChecked._abort, []
+    monkeypatch.setattr(connect._AsyncChecked, "_abort", lambda self: (waits.append(self), abort(self)))
+    with closing(Links()) as links:
+        url = f"redis://127.0.0.1:{links.add('gateway', urlsplit(valkey_url).port or 0)}/0"
+        door, token = open_door(auth="keys", broker=url, store=url), make(scopes=("read", "metrics"))
+        with httpx.Client(base_url=door.url, timeout=LONG, headers=as_caller(token)) as http:
+            assert http.get("/v1/tasks/none").status_code == 404
+            links.make("gateway", "silence")
+            with monkeypatch.context() as patched:
+                patched.setattr(connect, "SILENT_S", 0.2)
+                assert [http.get("/v1/tasks/none").status_code for _ in range(3)] == [503] * 3
+                assert figures(http)["penstock_up",] == 0
+            assert len(waits) == 1
 
 
 async def test_who_asks_for_room_waits_once_however_many_they_are(hung: str, monkeypatch: pytest.MonkeyPatch) -> None:
