@@ -129,7 +129,7 @@ async def replay(client: AsyncClient, letter: Letter) -> Replayed:
             f"task {record.id} ended {record.status}, only what Celery was to do afterwards failed; submit it anew if "
             "you want another output, else purge it"
         )
-    again = str(uuid.uuid5(_SPACE, letter.digest))
+    again = str(uuid.uuid5(_SPACE, f"{record.id} {record.fields.get('created')}"))  # of two letters, too
     if not record.plain:
         with suppress(TaskExists):  # an interrupted replay submitted it before
             more = {name: record.fields[name] for name in KEPT if name in record.fields}

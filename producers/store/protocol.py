@@ -87,12 +87,13 @@ def expire(task_id: str) -> Call:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """CLAIM's answer: `lost`, `done`, `busy`, `elsewhere` with the queue that the message belongs to, `settle` or `go`
-    with the record."""
+    """CLAIM's answer: `lost`, `done` with the reason to keep the message, if any, `busy`, `elsewhere` with the queue
+    that the message belongs to, `settle` or `go` with the record."""
 
     answer: str
     record: Record | None = None
     queue: str = ""
+    letter: str = ""
 
 
 def claim(
@@ -138,6 +139,8 @@ def read_claim(task_id: str, answer: Sequence[Any]) -> Claimed:
     kind = text(answer[0])
     if len(answer) == 1:
         return Claimed(kind)
+    if kind == "done":
+        return Claimed(kind, letter=text(answer[1]))
     if kind == "elsewhere":
         return Claimed(kind, queue=text(answer[1]))
     return Claimed(kind, Record.parse(task_id, dict(zip(answer[2::2], answer[3::2], strict=True))))
@@ -211,9 +214,10 @@ def finish(
     )
 
 
-def settle(task_id: str, default_ttl_s: int = DEFAULT_TTL_S) -> Call:
-    """SETTLE: mark a final record as settled. Answers 1, or 0 if the record is not final."""
-    return Call(script(PACKAGE, "settle"), (keys.task(task_id), keys.stream(task_id)), (task_id, default_ttl_s))
+def settle(task_id: str, default_ttl_s: int = DEFAULT_TTL_S, letter: str = "") -> Call:
+    """SETTLE: mark a final record as settled. Answers 1, or 0 if the record is not final. `letter`: the reason to keep
+    its message as a dead letter, which CLAIM repeats to whoever gets the message."""
+    return Call(script(PACKAGE, "settle"), (keys.task(task_id), keys.stream(task_id)), (task_id, default_ttl_s, letter))
 
 
 def orphan(task_id: str, *, gone: bool = False, default_ttl_s: int = DEFAULT_TTL_S) -> Call:

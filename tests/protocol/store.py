@@ -21,6 +21,8 @@ PROMPT = 7
 #: Whose prompts came as token ids, so that their records say how many they are.
 COUNTED = ("t1", "p")
 LIMIT = 2
+#: Why a message is kept as a dead letter.
+LETTER = "given up"
 TTL = 500
 #: When the deadline of a task is, ms: long ago, once it has passed. `t1` has none at first.
 FAR, PASSED = 9_000_000_000_000, 1
@@ -37,7 +39,7 @@ FIELDS = {
     *("v", "status", "nonce", "created", "queued", "started", "first", "finished", "settled", "deadline", "plain"),
     *("n", "prompt_tokens", "cancel", "claim", "owner", "deaths", "lost", "claims", "stuck", "mark", "end"),
     *("reasons", "usage", "error", "began", "waits", "tier", "tokens", "tenant", "prompt", "discarded", "again"),
-    *("version", "queue", "fingerprint", "origin", "webhook", "webhook_secret"),
+    *("letter", "version", "queue", "fingerprint", "origin", "webhook", "webhook_secret"),
 }
 
 
@@ -217,6 +219,7 @@ class Pair(Calls):
             hook=r.hook,
             told=r.told,
             waits=int("waits" in fields),
+            letter="letter" in fields,
             lost=tuple(one["owner"] for one in json.loads(fields.get("lost", "[]"))),
         )
         times = [int(fields[name]) for name in ("created", "queued", "started") if name in fields]

@@ -226,6 +226,16 @@ def come_late(kind: type[StoreMachine]) -> None:
     machine.teardown()
 
 
+def leave_a_dead_letter_to_another(kind: type[StoreMachine]) -> None:
+    """Who settled it dies before it acknowledges the message."""
+    machine = kind()
+    machine.begin(begun=(0, 0, 0), alive=(True, True, True))
+    machine.claim("p", "i1", True, False, False)
+    machine.settle("p", letter=True)
+    machine.claim("p", "i2", False, False, False)
+    machine.teardown()
+
+
 def compact_what_was_read_in_part(kind: type[StoreMachine]) -> None:
     machine = kind()
     machine.begin(begun=(0, 0, 0), alive=(True, True, True))
@@ -309,6 +319,7 @@ HISTORIES: tuple[Callable[[type[StoreMachine]], None], ...] = (
     condemned,
     go_on_after_the_end,
     end_and_not_settle,
+    leave_a_dead_letter_to_another,
     keep_the_letter,
     be_deleted,
     cancel_what_the_dead_left,

@@ -84,6 +84,8 @@ STORE = {
     ),
     "RELEASE counts nothing that waits": ("release", "    wait_begins(KEYS[1])\n", ""),
     "RELEASE counts what is buried": ("release", "ARGV[3] ~= '1'", "true"),
+    "SETTLE notes no dead letter": ("settle", "redis.call('HSET', KEYS[1], 'letter', ARGV[3])", ""),
+    "CLAIM forgets the dead letter": ("claim", "'done', r[12] or nil", "'done'"),
     "SETTLE keeps the stream for ever": ("settle", "redis.call('EXPIRE', stream, ttl + 60)", ""),
     "SETTLE leaves the task to the sweeper": ("settle", "redis.call('ZREM', 'penstock:unsettled', id)", ""),
     "FINISH tells no sweeper": ("finish", "redis.call('ZADD', 'penstock:unsettled', now_ms(), id)", ""),

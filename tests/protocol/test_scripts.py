@@ -21,6 +21,7 @@ from tests.protocol.model.scripts import FINAL
 from tests.protocol.server import Mutant, run_machine
 from tests.protocol.store import (
     INCS,
+    LETTER,
     LIMIT,
     PASSED,
     POOL,
@@ -115,6 +116,8 @@ class StoreMachine(Pair):
                 serving=serving,
             )
             assert answer.answer == expected
+            r = self.model[t]
+            assert answer.letter == (LETTER if expected == "done" and r and r.letter else "")
             self.note_what_was_taken_up(t, before)
             if expected == "elsewhere":
                 r = self.model[t]
@@ -196,14 +199,14 @@ class StoreMachine(Pair):
 
         self.do(step)
 
-    @rule(t=tasks)
+    @rule(t=tasks, letter=rarely)
     @precondition(lambda self: any(r and r.end for r in self.model.values()))
-    def settle(self, t: str) -> None:
+    def settle(self, t: str, letter: bool = False) -> None:
         t = self.apt(t, lambda r: r.end and not r.settled)
 
         def step() -> None:
-            answer = self.server.run(protocol.settle(t, TTL))
-            expected, self.model[t] = scripts.settle(self.model[t])
+            answer = self.server.run(protocol.settle(t, TTL, LETTER if letter else ""))
+            expected, self.model[t] = scripts.settle(self.model[t], letter=letter)
             assert answer == expected
 
         self.do(step)

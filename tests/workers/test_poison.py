@@ -176,6 +176,19 @@ def test_a_message_without_its_record_is_dropped(poisoned: Rig, name: str) -> No
     assert poisoned.dead() == []
 
 
+def test_a_message_that_a_dead_worker_was_to_keep_is_kept(poisoned: Rig) -> None:
+    """It had settled the task, and died before it acknowledged the message."""
+    poisoned.redis.delete(broker_keys.DEAD)
+    (task_id,) = poisoned.fill(1)
+    poisoned.until_settled([task_id])
+    poisoned.redis.hset(keys.task(task_id), "letter", "Given up: 3 workers died while they held this task.")
+    poisoned.redis.lpush(QUEUE, json.dumps(envelope(headers__id=task_id)))
+    poisoned.until(lambda: poisoned.dead())
+    (letter,) = poisoned.dead()
+    assert letter["reason"] == "Given up: 3 workers died while they held this task."
+    check_idle(poisoned)
+
+
 INVALID = {
     "no kwargs": {},
     "no prompt": {"max_tokens": 4},

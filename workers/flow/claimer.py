@@ -144,7 +144,7 @@ class Claimer(threading.Thread):
         if claimed.answer == "lost":
             self._deliveries.life_is_over(delivery.incarnation)
         elif claimed.answer == "done":
-            self._deliveries.done(delivery, settled=True)
+            self._deliveries.done(delivery, claimed.letter, settled=True)
         elif claimed.answer == "busy":
             self._deliveries.give_back(delivery, self._served.settings.retry_after)
         elif claimed.answer == "elsewhere":

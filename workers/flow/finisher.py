@@ -250,27 +250,28 @@ class Finisher(threading.Thread):
         elif end.status == BACK:
             self._deliveries.give_back(delivery, end.delay)
         elif end.status == RETRY:
-            self._deliveries.done(delivery, self._dead_letter(end))
+            self._deliveries.done(delivery, _dead_letter(end))
         elif answer:
-            self._deliveries.done(delivery, self._dead_letter(end), settled=True)
+            self._deliveries.done(delivery, _dead_letter(end), settled=True)
         else:
             logger.warning("A failover lost the end of task %s: it goes back%s", delivery.task_id, delivery.trace)
             self.release(delivery)
         return True
 
-    def _dead_letter(self, end: _Ending) -> str:
-        """Why the message is kept, if it is: a task given up on is worth a look."""
-        record = end.delivery.record
-        try:
-            error = record.json("error") if record else None
-        except ValueError as exc:
-            return f"its record cannot be used: {exc}"
-        if isinstance(error, dict) and error.get("code") == "dead_lettered":
-            return str(error["message"])
-        return end.reason
+
+def _dead_letter(end: _Ending) -> str:
+    """Why the message is kept, if it is: a task given up on is worth a look."""
+    record = end.delivery.record
+    try:
+        error = record.json("error") if record else None
+    except ValueError as exc:
+        return f"its record cannot be used: {exc}"
+    if isinstance(error, dict) and error.get("code") == "dead_lettered":
+        return str(error["message"])
+    return end.reason
 
 
 def _settling(end: _Ending) -> Call:
     if end.status in (RETRY, BACK, DEAD):
         return release(end.delivery.task_id, end.delivery.uuid, end.why, end.delivery.run(), buried=end.status == DEAD)
-    return settle(end.delivery.task_id)
+    return settle(end.delivery.task_id, letter=_dead_letter(end))

@@ -1,13 +1,17 @@
 #!lua flags=allow-oom
 -- SETTLE(c) | final: settled, claim and owner cleared; the TTL of record and stream starts. Else nothing.
--- Called after Celery's tracer, by the winner of FINISH or a worker that CLAIM answered `settle`.
--- KEYS: task, stream   ARGV: id, default TTL (seconds)
+-- Called after Celery's tracer, by the winner of FINISH or a worker that CLAIM answered `settle`. A reason, for which the
+-- message is to be kept as a dead letter, is noted first: CLAIM tells it whoever gets the message of a settled task.
+-- KEYS: task, stream   ARGV: id, default TTL (seconds), reason (or empty)
 -- Answers: 1 settled (also if done before) | 0
 -- include: _final.lua
 -- include: _settle.lua
 local status = redis.call('HGET', KEYS[1], 'status')
 if not status or not FINAL[status] then
   return 0
+end
+if ARGV[3] ~= '' then
+  redis.call('HSET', KEYS[1], 'letter', ARGV[3])
 end
 settle(KEYS[1], KEYS[2], ARGV[1], ARGV[2])
 return 1

@@ -108,6 +108,16 @@ async def test_a_replay_that_was_broken_off_is_not_done_twice(aclient: AsyncClie
     assert not valkey.exists(broker_keys.DEAD)
 
 
+async def test_two_letters_of_one_task_are_replayed_as_one(aclient: AsyncClient, valkey: Redis) -> None:
+    """Both copies of its message were kept."""
+    await given_up(aclient, valkey)
+    letter = await only(aclient)
+    first = await dead_letters.replay(aclient, letter)
+    valkey.rpush(broker_keys.DEAD, json.dumps(json.loads(letter.raw) | {"at": 1}))
+    assert await dead_letters.replay(aclient, await only(aclient)) == first
+    assert valkey.llen(LIST) == 1
+
+
 async def test_the_record_says_whom_the_task_lost(aclient: AsyncClient, valkey: Redis) -> None:
     await given_up(aclient, valkey)
     record = await dead_letters.record_of(aclient, await only(aclient))

@@ -234,9 +234,6 @@ def _reaped(s: State, inc: int, cfg: Cfg, rules: Rules) -> State:
             after = after._replace(reaped=put(after.reaped, t, min(after.reaped[t] + 1, cfg.limit)))
         if "reap_index" in rules:
             after = _unless_settled(after, f.msg, rules)
-        r = s.recs[t]
-        if r and r.why == "dead":
-            after = haunt(after, t, unlisted=True)
     return after._replace(reap=(inc, tuple(marked)))
 
 

@@ -67,7 +67,7 @@ def orphan_steps(s: State, t: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     said, after = scripts.orphan(r, s.ls, rules, needs=cfg.plain or r.why == "dead", gone=nowhere)
     if after is not r:
         spared = nowhere or not cfg.plain
-        s2 = haunt(store(s, t, after), t, spared=spared, unlisted=s.ghosts[t].unlisted or nowhere)
+        s2 = haunt(store(s, t, after), t, spared=spared)
         yield f"ORPHAN {t} -> {said}", True, s2
 
 
@@ -123,7 +123,8 @@ def fault_steps(s: State, t: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
         yield f"message {t} is duplicated", False, s._replace(queue=enqueue(s.queue, message(s, cfg, t)), budget=b)
     if (b := spend(s, "gone")) and r and r.status in FINAL and not r.settled:
         for m in {m for m in s.queue if m[0] == t}:
-            yield f"the broker loses message {t}", False, s._replace(queue=without(s.queue, m), budget=b)
+            after = haunt(s, t, unlisted=r.why == "dead")
+            yield f"the broker loses message {t}", False, after._replace(queue=without(s.queue, m), budget=b)
     if (b := spend(s, "tail")) and r and (r.stream or r.prompt) and r.status not in FINAL:
         cut = r._replace(stream=r.stream[:-1], next=(len(r.stream) - 1,)) if r.stream else r._replace(prompt=())
         yield f"failover drops the last entry of {t}", False, s._replace(recs=put(s.recs, t, cut), budget=b)

@@ -96,6 +96,9 @@ RULES: dict[str, Rule] = {
         "undone", "ACK of a settled task takes nothing where its record is not settled: a failover lost that"
     ),
     "ack_reason": Rule("poison", "a task given up is acked with a reason, which keeps its message as a dead letter"),
+    "letter_noted": Rule(
+        "poison", "SETTLE says in the record that the message is to be kept, and CLAIM that answers done says it again"
+    ),
     "bury_release": Rule(
         "broken",
         "a worker that cannot use a record it has claimed RELEASEs it before its message is kept: no copy waits",

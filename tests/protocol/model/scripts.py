@@ -18,7 +18,8 @@ class Rec(NamedTuple):
     prompt's tokens, where known; `at`: where its entries are, in the stream or, once compacted, in the result;
     `dated`: it says when it was queued; `kind`: (version, pool) that took it up last, or as it was sent (version,
     None); `hook`: the events that somebody wants to hear of; `told`: those whose rows were written, in order;
-    `lost`: the owners whose deaths were counted, in order; `waits`: how often the counts of what waits have it."""
+    `lost`: the owners whose deaths were counted, in order; `waits`: how often the counts of what waits have it;
+    `letter`: its message is to be kept as a dead letter, as whoever settled it said."""
 
     status: str = "submitting"
     cancel: bool = False
@@ -46,6 +47,7 @@ class Rec(NamedTuple):
     told: tuple[str, ...] = ()
     lost: tuple[Any, ...] = ()
     waits: int = 0
+    letter: bool = False
 
     @property
     def length(self) -> int:
@@ -232,10 +234,10 @@ def finish(
     return "won", _final(r, status, rules)
 
 
-def settle(r: Rec | None) -> tuple[int, Rec | None]:
+def settle(r: Rec | None, *, letter: bool = False) -> tuple[int, Rec | None]:
     if r is None or r.status not in FINAL:
         return 0, r
-    return 1, r._replace(settled=True, claim=None, owner=None)
+    return 1, r._replace(settled=True, claim=None, owner=None, letter=r.letter or letter)
 
 
 def orphan(r: Rec | None, live: Container[Any], rules: Rules, *, needs: bool, gone: bool) -> tuple[str, Rec | None]:

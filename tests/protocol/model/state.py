@@ -137,10 +137,10 @@ class Look(NamedTuple):
 
 class Ghost(NamedTuple):
     """What only the checker knows of a task. `excused`: its owner was lost before SETTLE, so that links may go out
-    again; `unlisted`: the holder of a given-up message was lost, so that no dead letter may be kept; `idle`: times in a
-    row that it was taken up and nothing came of it; `spared`: settled with no links to send, or none that are known;
-    `undone`: a failover lost its end, whose links went out or will; `letters`: dead letters kept; `blurred`: SQS
-    showed its message to two."""
+    again; `unlisted`: the broker lost the message of a task that was given up, so that no dead letter may be kept;
+    `idle`: times in a row that it was taken up and nothing came of it; `spared`: settled with no links to send, or none
+    that are known; `undone`: a failover lost its end, whose links went out or will; `letters`: dead letters kept;
+    `blurred`: SQS showed its message to two."""
 
     accepted: bool
     final: str | None = None

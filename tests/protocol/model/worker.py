@@ -209,7 +209,8 @@ def _claim(s: State, p: Slot, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step
         "lost": "release_back" if "lapse_release" in rules else back,
         "busy": back if "busy_no_ack" in rules else "ack",
     }[answer]
-    note = "dead" if answer == "settle" and r2 and r2.why == "dead" else "taken" if answer == "go" and scored else ""
+    given_up = r2 and (r2.letter if answer == "done" else answer == "settle" and r2.why == "dead")
+    note = "dead" if given_up else "taken" if answer == "go" and scored else ""
     if cfg.broken and answer in ("go", "settle"):
         pc, note = "release_ack" if "bury_release" in rules else "ack", "buried"
     yield f"CLAIM -> {answer}", p._replace(pc=pc, prefix=r2.stream if answer == "go" and r2 else (), note=note), s2
@@ -284,7 +285,7 @@ def _put_down(s: State, p: Slot, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     if p.pc == "trace":
         yield "tracer: result, links", p._replace(pc="settle"), haunt(s, t, links=min(s.ghosts[t].links + 1, 2))
     elif p.pc == "settle":
-        settled, r2 = scripts.settle(r)
+        settled, r2 = scripts.settle(r, letter=p.note == "dead" and "letter_noted" in rules)
         pc = "ack" if settled or "settle_answer" not in rules else "release_back"
         yield "SETTLE", p._replace(pc=pc), store(s, t, r2)
     elif p.pc in ("release_back", "release_ack"):

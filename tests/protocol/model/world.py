@@ -153,7 +153,6 @@ def bereave(s: State, inc: int) -> State:
 def reborn(s: State, w: int, cfg: Cfg) -> State:
     """The worker process w starts again (after a crash, or because its lease was lost) as a new incarnation."""
     s = bereave(s, s.incs[w])
-    given_up = {p.msg[0] for i, p in enumerate(s.slots) if cfg.workers[i] == w and p.note == "dead"}
     known = (
         s.lb
         | s.ls
@@ -165,7 +164,6 @@ def reborn(s: State, w: int, cfg: Cfg) -> State:
     )
     inc = fresh(set(s.incs) | known | ({s.reap[0]} if s.reap else set()))
     return s._replace(
-        ghosts=tuple(g._replace(unlisted=True) if t in given_up else g for t, g in enumerate(s.ghosts)),
         slots=tuple(IDLE if cfg.workers[i] == w else p for i, p in enumerate(s.slots)),
         incs=put(s.incs, w, inc),
         lb=s.lb | {inc},
@@ -254,14 +252,10 @@ def _returns(s: State, cfg: Cfg, rules: Rules) -> Iterator[Step]:
         return  # nobody is left who would
     for inc in (s.listed if cfg.scaled or cfg.alive else {e[1] for e in s.infl}) - s.lb - {SQS}:
         mine = [e for e in s.infl if e[1] == inc]
-        tasks, reaped = {e[2][0] for e in mine}, s.reaped
+        reaped = s.reaped
         if cfg.counting and "reap_counts" in rules:
             for e in mine:
                 reaped = put(reaped, e[2][0], min(reaped[e[2][0]] + 1, cfg.limit))
         back = enqueue(s.queue, *(e[2] for e in mine))
-        ghosts = tuple(
-            g._replace(unlisted=True) if t in tasks and r and r.why == "dead" else g
-            for t, (r, g) in enumerate(zip(s.recs, s.ghosts, strict=True))
-        )
-        after = s._replace(infl=s.infl - set(mine), queue=back, reaped=reaped, ghosts=ghosts)
+        after = s._replace(infl=s.infl - set(mine), queue=back, reaped=reaped)
         yield f"REAP inc{inc}", True, after._replace(listed=s.listed - {inc})
