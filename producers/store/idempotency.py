@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,6 +21,8 @@ from producers.contract import keys
 
 #: Time (s) for which a key is kept, from its first request on.
 KEPT_S: Final = 24 * 3600
+#: Time (s) before its end from which an entry counts as none in `made_id`.
+LAST_S: Final = 60
 #: What a key may be: 1 to 255 visible ASCII characters.
 KEY: Final = re.compile("[!-~]{1,255}")
 
@@ -62,6 +65,23 @@ def read(entry: str, answer: Sequence[Any]) -> Entry | None:
         return None
     state, made_id, at = map(text, answer)
     return Entry(entry, state, made_id, int(at))
+
+
+def look(entry: str) -> tuple[tuple[str, ...], ...]:
+    """The commands whose answers `made_id` reads."""
+    return ("HMGET", entry, "digest", "made", "id"), ("TTL", entry)
+
+
+def made_id(digest: str, answers: Sequence[Any]) -> str | None:
+    """The id of what this request of the key has made; None where it made nothing. An entry that is about to lapse
+    counts as none: a request that is let in for its sake would be made anew."""
+    (known, done, made_id), left = answers
+    return text(made_id) if done is not None and text(known) == digest and left > LAST_S else None
+
+
+def ids(first: str, number: int) -> list[str]:
+    """The ids of so many tasks of one request, of which this is the first one's."""
+    return [first, *(str(uuid.uuid5(uuid.UUID(first), str(place))) for place in range(1, number))]
 
 
 def made(entry: str) -> Call:

@@ -41,9 +41,18 @@ class Accounts:
     async def sized(self, connection: HTTPConnection, tasks: Sequence[Task]) -> list[Task]:
         """The tasks within their key's and tenant's largest prompt and output, before their Idempotency-Key is taken.
         They are charged to the accounts of both. A task that names no largest output may be shortened by a budget.
+        Those that an earlier request of the key made pass as they are: they are not made again.
 
         Raises Problem (400, 403), redis.exceptions.RedisError or OSError, and what `AsyncClient.known` does.
         """
+        try:
+            return await self._sized(connection, tasks)
+        except Problem:
+            if await idempotency.was_made(connection, self._client, len(tasks), tenant=tasks[0].tenant):
+                return [*tasks]
+            raise
+
+    async def _sized(self, connection: HTTPConnection, tasks: Sequence[Task]) -> list[Task]:
         tenant = await self._of(tasks[0].tenant)
         state = connection.scope["state"]
         state["max_waiting"] = None if tenant is None else tenant.limits.max_waiting

@@ -12,10 +12,12 @@ from __future__ import annotations
 from typing import Any, Final
 
 from fastapi import Request
+from starlette.requests import HTTPConnection
 
 from producers.client.aio import AsyncClient
 from producers.client.operations import stored
-from producers.client.steps import persistently
+from producers.client.steps import Read, persistently
+from producers.contract import keys
 from producers.errors import shown
 from producers.gateway.http.errors import Problem, wrong
 from producers.store import idempotency
@@ -45,10 +47,7 @@ async def first(
     key = request.headers.get(HEADER)
     if key is None:
         return None
-    if not idempotency.KEY.fullmatch(key):
-        raise wrong("Idempotency-Key", key, "1 to 255 visible ASCII characters, without spaces.")
-    entry = idempotency.name(tenant, key)
-    same = idempotency.digest(request.url.path.encode(), (digest or request.state.digest).encode())
+    entry, same = _named(request, key, tenant, digest)
     found = await client.run(stored(entry, same, new_id, client.patience))
     if found is None:
         raise Problem(
@@ -59,6 +58,29 @@ async def first(
             param="Idempotency-Key",
         )
     return found
+
+
+async def was_made(request: HTTPConnection, client: AsyncClient, tasks: int, *, tenant: str | None) -> bool:
+    """Whether an earlier request of the same key and body made all of its tasks, and they are there. It takes no key.
+    Raises as `first`."""
+    key = request.headers.get(HEADER)
+    if key is None:
+        return False
+    entry, same = _named(request, key, tenant)
+    found = await client.run(persistently(Read(idempotency.look(entry)), client.patience))
+    if (made_id := idempotency.made_id(same, found)) is None:
+        return False
+    names = [keys.task(one) for one in idempotency.ids(made_id, tasks)]
+    (there,) = await client.run(persistently(Read((("EXISTS", *names),)), client.patience))
+    return int(there) == tasks
+
+
+def _named(request: HTTPConnection, key: str, tenant: str | None, digest: str | None = None) -> tuple[str, str]:
+    """The name of a key's entry, and the digest of the request. Raises Problem for a bad key."""
+    if not idempotency.KEY.fullmatch(key):
+        raise wrong("Idempotency-Key", key, "1 to 255 visible ASCII characters, without spaces.")
+    same = idempotency.digest(request.url.path.encode(), (digest or request.state.digest).encode())
+    return idempotency.name(tenant, key), same
 
 
 async def made(client: AsyncClient, entry: Entry) -> None:

@@ -26,7 +26,7 @@ from producers.gateway.http.caller import charge_of, marks
 from producers.gateway.http.errors import RETRY_AFTER, Problem
 from producers.gateway.http.sse import watch
 from producers.gateway.http.streams import why_stopped
-from producers.store.idempotency import KEPT_S, Entry
+from producers.store.idempotency import KEPT_S, Entry, ids
 
 logger = logging.getLogger(__name__)
 
@@ -170,10 +170,8 @@ async def keyed(request: Request, gateway: Gateway, tasks: Sequence[Task]) -> Fo
     entry = await idempotency.first(request, gateway.client, str(uuid.uuid4()), tenant=tasks[0].tenant)
     if entry is None:
         return Foreground(request, gateway, tasks)
-    first = uuid.UUID(entry.id)
-    ids = [entry.id, *(str(uuid.uuid5(first, str(number))) for number in range(1, len(tasks)))]
     kept = [task.model_copy(update={"ttl": KEPT_S}) for task in tasks]
-    return Foreground(request, gateway, kept, {"idempotency": entry.name}, ids, entry)
+    return Foreground(request, gateway, kept, {"idempotency": entry.name}, ids(entry.id, len(tasks)), entry)
 
 
 async def answered(request: Request, gateway: Gateway, waiting: Callable[[], Awaitable[T]]) -> T:
