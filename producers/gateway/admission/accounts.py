@@ -130,10 +130,15 @@ def check_number(account: Account, tasks: int) -> None:
 
 
 def check_sum(charge: Charge, tasks: Sequence[Task], card: Mapping[str, Any]) -> None:
-    """Raise Problem (400) for tasks each of which fits into a minute's or a month's tokens, and all together never."""
+    """Raise Problem (400) for tasks each of which fits into a minute's or a month's tokens, and all together never.
+
+    The charge is told what they need together, for what is left of the month's.
+    """
     minute = [task.kv_tokens(int(card["context_length"])) for task in tasks]
     parts = [needed(task, card, charge.shortens) for task in tasks]
     month = [prompt + least * width for prompt, _, least, width in parts]
+    prompts = sum(prompt for prompt, *_ in parts)
+    charge.all = prompts, sum(month) - prompts
     for _, limits in charge.accounts:
         for each, most in ((minute, limits.tpm), (month, limits.budget_tokens)):
             if most is not None and max(each) <= most < sum(each):

@@ -56,6 +56,19 @@ local function most_cost(asked, output)
   return r and cost({ math.max(r[1], r[2]), 0, r[3] }, asked.prompt, 0, asked.width * output) or 0
 end
 
+-- The most that a task may need whose choices make `output` tokens: tokens, and what they cost.
+local function most(asked, output)
+  return asked.prompt + asked.width * output, most_cost(asked, output)
+end
+
+-- The same of all tasks of its request, where that is said.
+local function most_of_all(asked)
+  if not asked.all then
+    return 0, 0
+  end
+  return most({ prompt = asked.all[1], width = 1, rates = asked.rates }, asked.all[2])
+end
+
 -- It has no TTL while tasks are open. Then it is kept for 62 days: longer than the month that it counts.
 local function keep(a, opened)
   redis.call('HSET', a.name, 'minute', a.minute, 'requests', a.requests, 'tokens', a.tokens, 'open', a.open,
@@ -83,12 +96,14 @@ local function room(a, limits, asked)
 end
 
 -- The limit that keeps an account from being charged for a task whose choices make `output` tokens; nil for none.
--- `reserved`: a budget has enough left once tasks have ended that use less than was reserved for them.
+-- `reserved`: a budget has enough left, for all tasks of the request, once tasks have ended that use less than was
+-- reserved for them.
 local function over(a, limits, asked, output)
-  local need, money = asked.prompt + asked.width * output, most_cost(asked, output)
-  if limits.budget_tokens and a.spent + need > limits.budget_tokens then
+  local need, money = most(asked, output)
+  local all_need, all_money = most_of_all(asked)
+  if limits.budget_tokens and a.spent + math.max(need, all_need) > limits.budget_tokens then
     return 'budget_tokens'
-  elseif limits.budget_money and a.paid + money > limits.budget_money then
+  elseif limits.budget_money and a.paid + math.max(money, all_money) > limits.budget_money then
     return 'budget_money'
   elseif limits.budget_tokens and a.spent + a.reserved + need > limits.budget_tokens then
     return 'reserved'
@@ -106,7 +121,8 @@ end
 -- Charges all accounts for a task, if every limit of each allows it; else changes nothing. A task of `asked.least`
 -- below `asked.output` may be shortened to what is left of a budget.
 -- asked: limits (of each account), tokens (estimated, for `tpm`), prompt, output, least (tokens of a choice), width,
---        rates (of `cost`; there if a limit is `budget_money`)
+--        rates (of `cost`; there if a limit is `budget_money`), all (tokens of prompts, and least ones of outputs, of
+--        all tasks of its request; there if they are taken together or not at all)
 -- Answers: {new | the limit that is reached, which account's (from 0), ms until the next minute, then for requests and
 --          for tokens of a minute what is left, and of how many (-1: no such limit), of the account with the least};
 --          the record's `reserved`; the task's output, if it is shortened
@@ -124,7 +140,7 @@ local function charge(names, asked, now)
       break
     end
   end
-  local reserved, pledged = asked.prompt + asked.width * output, most_cost(asked, output)
+  local reserved, pledged = most(asked, output)
   local answer = { said or 'new', whose, 60000 - now % 60000, -1, -1, -1, -1 }
   local function tell(at, most, used)
     local left = most and math.max(0, most - used)

@@ -32,6 +32,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from producers.contract.task import Task
@@ -54,8 +55,8 @@ SAID: Final = {
     "rpm": "{rpm} tasks a minute",
     "tpm": "{tpm} tokens a minute, and the task may need {tokens}",
     "max_in_flight": "{max_in_flight} tasks that have not ended",
-    "budget_tokens": "{budget_tokens} tokens in this month, of which too few are left for this task",
-    "budget_money": "tasks for {money} {currency} in this month, of which too little is left for this one",
+    "budget_tokens": "{budget_tokens} tokens in this month, of which too few are left; {renewed}",
+    "budget_money": "tasks for {money} {currency} in this month, of which too little is left; {renewed}",
     "reserved": "no more than its budget, and what is left of it is reserved for tasks that have not ended; "
     "try again once some have",
 }
@@ -71,6 +72,9 @@ class Charge:
     rates: tuple[int, ...] | None = None
     """The prices of a token (`Prices.rates`); there if an account has a budget in money."""
     currency: str = ""
+    all: tuple[int, int] | None = None
+    """Tokens of the prompts, and the least of the outputs, of all tasks of the request, if they are taken together or
+    not at all: what no budget has left for them, no wait brings."""
     told: list[Any] = field(default_factory=list)
     """ADMIT's answer (`charge` in `scripts/_limits.lua`); of several tasks, the one with the least left."""
 
@@ -84,7 +88,8 @@ class Charge:
         prompt, output, least, width = needed(task, card, self.shortens)
         rates = "" if self.rates is None else f', "rates": {[*self.rates]}'
         numbers = f'"prompt": {prompt}, "output": {output}, "least": {least}, "width": {width}'
-        return f'{{"limits": [{limits}], "tokens": {estimate}, {numbers}{rates}}}'
+        together = "" if self.all is None else f', "all": {[*self.all]}'
+        return f'{{"limits": [{limits}], "tokens": {estimate}, {numbers}{rates}{together}}}'
 
     def check(self, estimate: int) -> None:
         """Raise LimitReached for a task of so many tokens that no minute has room for."""
@@ -103,9 +108,20 @@ class Charge:
         most = account.limits.counted
         never = said in ("budget_tokens", "budget_money") or (said == "tpm" and tokens > most["tpm"])
         wait_s = int(answer[2]) / 1000 if said in ("rpm", "tpm") else 1.0
-        more = {"tokens": tokens, "money": account.limits.budget_money, "currency": self.currency}
+        more = {
+            "tokens": tokens,
+            "money": account.limits.budget_money,
+            "currency": self.currency,
+            "renewed": _renewed(),
+        }
         message = f"This {account.whose} may have {SAID[said].format(**most, **more)}."
         raise LimitReached(message, CODES[said], None if never else wait_s)
+
+
+def _renewed() -> str:
+    """The beginning of the next month's budget, for people; by this machine's clock."""
+    month = (datetime.now(UTC).replace(day=1) + timedelta(days=31)).replace(day=1)
+    return f"the next month's budget begins on {month:%Y-%m-%d}, 00:00 UTC"
 
 
 def needed(task: Task, card: Mapping[str, Any], shortens: bool) -> tuple[int, int, int, int]:

@@ -276,6 +276,22 @@ def test_prompts_that_together_never_fit_are_the_callers_fault(
     assert not valkey.keys(keys.account("*"))
 
 
+def test_prompts_for_which_the_month_has_too_little_left_are_not_to_be_tried_again(
+    http: httpx.Client, make: Make, model: str, valkey: Redis, worker: FakeWorker
+) -> None:
+    """Each fits into what is left, and all together into an empty budget."""
+    headers = as_caller(make(budget_tokens=100))
+    spent = http.post("/v1/tasks", json={"model": model, "prompt": [1, 2, 3], "max_tokens": 50}, headers=headers)
+    worker.serve(spent.json()["id"], ["a"] * 47)  # 50 are left
+    body = {"model": model, "prompt": [[1, 2]] * 3, "max_tokens": 15}
+    refused = http.post("/v1/completions", json=body, headers=headers)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "insufficient_quota")
+    assert (refused.headers["x-should-retry"], "retry-after" in refused.headers) == ("false", False)
+    assert "the next month's budget begins on 20" in refused.json()["error"]["message"]
+    (account,) = valkey.keys(keys.account("*"))
+    assert valkey.hget(account, "open") == b"0"
+
+
 def test_one_task_may_be_too_large(http: httpx.Client, make: Make, model: str, valkey: Redis) -> None:
     headers = as_caller(make(max_prompt=3, max_output=10))
 

@@ -42,9 +42,15 @@ class Asked:
     width: int
     rates: tuple[int, int, int]
     prompt: int = PROMPT
+    all: tuple[int, int] = (0, 0)
+    """Prompts and least outputs of all tasks of its request."""
 
     def most(self, output: int) -> int:
         return self.prompt + self.width * output
+
+    @property
+    def together(self) -> Asked:
+        return replace(self, prompt=self.all[0], width=1)
 
     def cost(self, output: int, cached: int | None = None) -> int:
         """In billionths; of a prompt that is at its dearest where it is not said how much of it is cached."""
@@ -89,9 +95,9 @@ class Account:
     def over(self, asked: Asked, output: int) -> str | None:
         most = self.limits.counted
         tokens, money = most["budget_tokens"] - self.spent, most["budget_money"] - self.paid
-        if tokens < asked.most(output):
+        if tokens < max(asked.most(output), sum(asked.all)):
             return "budget_tokens"
-        if money < asked.cost(output):
+        if money < max(asked.cost(output), asked.together.cost(asked.all[1])):
             return "budget_money"
         if tokens - self.reserved < asked.most(output) or money - self.pledged < asked.cost(output):
             return "reserved"
@@ -155,13 +161,21 @@ class Machine(RuleBasedStateMachine):
         shorten=st.booleans(),
         width=st.sampled_from([1, 1, 2]),
         rates=st.sampled_from(RATES),
+        together=st.sampled_from([(0, 0), (0, 0), (PROMPT, 90), (40, 150)]),
     )
     def admit(
-        self, names: list[str], tokens: int, output: int, shorten: bool, width: int, rates: tuple[int, int, int]
+        self,
+        names: list[str],
+        tokens: int,
+        output: int,
+        shorten: bool,
+        width: int,
+        rates: tuple[int, int, int],
+        together: tuple[int, int] = (0, 0),
     ) -> None:
         self.number += 1
         name = f"t{self.number}"
-        asked = Asked(tokens, output, min(output, 16) if shorten else output, width, rates)
+        asked = Asked(tokens, output, min(output, 16) if shorten else output, width, rates, all=together)
         accounts = [replace(self.accounts[one]) for one in names]  # a refusal changes nothing
         self.turn(accounts)
         choices = (made for made in range(output, asked.least, -1) if all(one.fits(asked, made) for one in accounts))
@@ -279,6 +293,8 @@ def test_scripts_and_model_agree(valkey: Redis) -> None:
         ("math.ceil((fresh", "math.floor((fresh"),
         ("cost(charged.rates, prompt - cached,", "cost(charged.rates, prompt,"),
         ("a.paid + a.pledged + money >", "a.paid + money >"),
+        ("math.max(need, all_need)", "need"),
+        ("math.max(money, all_money)", "money"),
     ],
 )
 def test_the_model_tells_a_wrong_script(valkey: Redis, right: str, wrong: str) -> None:
