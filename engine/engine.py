@@ -20,11 +20,11 @@ from engine.execution.device_health import check_alive
 from engine.execution.loop import StepLoop
 from engine.execution.placement import REHEARSED, place, runner_for, speculation_for, while_idle
 from engine.execution.threads import threads_for
+from engine.kv import Capacity
 from engine.logprobs import TokenLogprobs
 from engine.memory import release
 from engine.models import Model, load_model
 from engine.params import SamplingParams
-from engine.plan import StepWork
 from engine.request import Choice, Event, Output, Request
 from engine.scheduling.policy import Policy
 from engine.scheduling.scheduler import Scheduler
@@ -52,8 +52,9 @@ class EngineStats(SchedulerStats):
     kernels: str
 
 
-class Engine:
-    """Generates tokens for requests. Thread-safe; made by `Engine.load`. As a context manager it closes itself."""
+class Engine(StepLoop):
+    """Generates tokens for requests: the step loop of a loaded model. Thread-safe; made by `Engine.load`. As a context
+    manager it closes itself."""
 
     def __init__(
         self, model: Model, config: EngineConfig, *, folder: Path, version: str, draft: Model | None = None
@@ -65,10 +66,27 @@ class Engine:
         if (folder / "tokenizer.json").is_file():
             self.card = ModelCard.from_folder(folder)
             self.tokenizer = Tokenizer.from_folder(folder)
-        self._model = model
         if draft is not None:
             check_same_tokens(self.tokenizer, model, Path(str(config.draft_model)), draft)
+        self._model = model
+        self._ids = itertools.count()
+        self.fingerprint = _fingerprint(model)
         capacity = place(model, config, draft)
+        self._publish(capacity)
+        _log_choices(folder.name, model, config)
+        runner = runner_for(model, config, capacity)
+        speculation = speculation_for(model, draft, config, capacity, runner)
+        super().__init__(
+            Scheduler(capacity, self._traits(folder, version), _policy(model, config), speculation),
+            runner,
+            partial(model.kernels.use_threads, config.threads),
+            overlap=int(model.device.type == "cuda") if config.overlap is None else config.overlap,
+            release=release,
+            check=lambda: check_alive(model.device),
+            on_idle=while_idle(runner),
+        )
+
+    def _publish(self, capacity: Capacity) -> None:
         self.max_num_seqs = capacity.max_num_seqs
         self.max_model_len = capacity.max_model_len
         #: The tokens of one step, and of its prompts that are not of the best tier.
@@ -77,35 +95,11 @@ class Engine:
         self.kv_tokens_total = capacity.tokens_of_all
         #: The tokens of the longest sequence that the KV cache can hold.
         self.kv_capacity = capacity.tokens_of_one
-        self.fingerprint = _fingerprint(model)
-        logger.info(
-            "%s computes on %s with kernels %r, weights in %s, %d threads",
-            folder.name,
-            model.device.type,
-            model.kernels.name,
-            _name(model.kernels.weight_dtype),
-            config.threads or torch.get_num_threads(),
-        )
-        runner = runner_for(model, config, capacity)
-        speculation = speculation_for(model, draft, config, capacity, runner)
+
+    def _traits(self, folder: Path, version: str) -> ModelTraits:
         eos = () if self.tokenizer else _eos(Config.of_model(read_config(folder)))
-        traits = ModelTraits(version, model.vocab_size, eos, model.rope_switch)
-        if self.tokenizer:
-            traits = traits.with_text(self.tokenizer)
-        # A CPU takes as long for a decode's token as for a prompt's. On a GPU, decodes beside a prompt cost little.
-        exclusive = model.device.type == "cpu"
-        policy = Policy(config.ageing_s, config.enable_prefix_caching, config.seed, exclusive)
-        self._ids = itertools.count()
-        self._loop = StepLoop(
-            Scheduler(capacity, traits, policy, speculation),
-            runner,
-            partial(model.kernels.use_threads, config.threads),
-            overlap=int(model.device.type == "cuda") if config.overlap is None else config.overlap,
-            release=release,
-            check=lambda: check_alive(model.device),
-            speculation=speculation,
-            on_idle=while_idle(runner),
-        )
+        traits = ModelTraits(version, self._model.vocab_size, eos, self._model.rope_switch)
+        return traits.with_text(self.tokenizer) if self.tokenizer else traits
 
     @classmethod
     def load(
@@ -142,20 +136,6 @@ class Engine:
             loaded("compile")
         return engine
 
-    # ---- requests
-
-    def submit(self, request: Request, on_event: Callable[[Event], None]) -> None:
-        """Queue `request` and return at once. The engine's thread calls `on_event` until `Event.done`.
-
-        Raises RequestError, in the caller's thread, for a request that could never run (over-long, id in use, ...), and
-        EngineError if the engine is closed. An exception raised by `on_event` is logged and has no other effect.
-        """
-        self._loop.submit(request, on_event)
-
-    def abort(self, request_id: str) -> bool:
-        """End a request. No event follows, except one that may be on its way. Returns False if the id is unknown."""
-        return self._loop.abort(request_id)
-
     def generate(
         self, prompts: Seq[str | list[int]], params: SamplingParams | Seq[SamplingParams] | None = None
     ) -> list[Output]:
@@ -178,12 +158,12 @@ class Engine:
         ]
         try:
             for collector in collectors:
-                self._loop.submit(collector.request, collector.take)
+                self.submit(collector.request, collector.take)
             for collector in collectors:
                 collector.wait()
         except BaseException:
             for collector in collectors:
-                self._loop.abort(collector.request.id)
+                self.abort(collector.request.id)
             raise
         return [collector.output() for collector in collectors]
 
@@ -194,59 +174,17 @@ class Engine:
             raise RequestError("the model has no tokenizer.json: prompts must be token ids", param="prompts")
         return self.tokenizer.encode(prompt)
 
-    # ---- observation
-
-    @property
-    def on_step(self) -> Callable[[], None] | None:
-        """Called on the engine's thread after all events of a step have been delivered."""
-        return self._loop.on_step
-
-    @on_step.setter
-    def on_step(self, call: Callable[[], None] | None) -> None:
-        self._loop.on_step = call
-
-    @property
-    def last_work(self) -> StepWork | None:
-        """The last step's work and time; another object after each. Takes no lock."""
-        return self._loop.last_work
-
     def stats(self) -> EngineStats:
+        kernels = self._model.kernels
         return EngineStats(
-            **asdict(self._loop.stats()),
+            **asdict(super().stats()),
             kv_tokens_total=self.kv_tokens_total,
-            last_step_ms=self._loop.last_step_s * 1e3,
+            last_step_ms=self.last_step_s * 1e3,
             dtype=_name(self._model.dtype),
-            compute_dtype=_name(self._model.kernels.compute_dtype),
+            compute_dtype=_name(kernels.compute_dtype),
             device=str(self._model.device),
-            kernels=self._model.kernels.name,
+            kernels=kernels.name,
         )
-
-    @property
-    def on_lost(self) -> Callable[[str, set[str]], None] | None:
-        """Called on the engine's thread, with the reason and the ids of suspect requests, when the device is lost for
-        good.
-
-        If it is set, unfinished requests get no further event: the owner of the callback must run them elsewhere.
-        """
-        return self._loop.on_lost
-
-    @on_lost.setter
-    def on_lost(self, call: Callable[[str, set[str]], None] | None) -> None:
-        self._loop.on_lost = call
-
-    def stepping(self) -> tuple[float, set[str]]:
-        """Seconds that the current step has run so far (0.0 if none runs), and the ids of its requests."""
-        return self._loop.stepping()
-
-    def preempted(self) -> list[tuple[str, float]]:
-        """(request id, seconds since) of preempted requests of which no choice runs."""
-        return self._loop.preempted()
-
-    # ---- the end
-
-    def close(self) -> None:
-        """Stop after the running step. Unfinished requests get a last event with finish_reason "abort"."""
-        self._loop.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -320,6 +258,23 @@ def check_same_tokens(tokenizer: Tokenizer | None, model: Model, folder: Path, d
             f"draft_model={str(folder)!r} has another tokenizer: the same token ids stand for other tokens; "
             f"a draft model must have the model's own"
         )
+
+
+def _policy(model: Model, config: EngineConfig) -> Policy:
+    # A CPU takes as long for a decode's token as for a prompt's. On a GPU, decodes beside a prompt cost little.
+    exclusive = model.device.type == "cpu"
+    return Policy(config.ageing_s, config.enable_prefix_caching, config.seed, exclusive)
+
+
+def _log_choices(name: str, model: Model, config: EngineConfig) -> None:
+    logger.info(
+        "%s computes on %s with kernels %r, weights in %s, %d threads",
+        name,
+        model.device.type,
+        model.kernels.name,
+        _name(model.kernels.weight_dtype),
+        config.threads or torch.get_num_threads(),
+    )
 
 
 def _eos(config: Config) -> list[int]:

@@ -66,7 +66,7 @@ class FailingDevice:
 def load(model: str, options: dict[str, Any]) -> tuple[Any, dict[str, bytes]]:
     """As `workers.runtime.serving.load_engine`. The engine asks whether its device lives as it asks a GPU."""
     made, files = load_engine(model, options)
-    pipeline = made._loop._pipeline
+    pipeline = made._pipeline
     device = pipeline._executor = FailingDevice(pipeline._executor, made._model._norm.weight)
     torch.cuda.synchronize = device.synchronize
     engine.engine.check_alive = lambda _: check_alive(torch.device("cuda", 0))

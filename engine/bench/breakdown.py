@@ -135,7 +135,7 @@ class Meter:
 
     def watch(self, engine: Engine) -> None:
         """Time the parts of an engine that is still idle."""
-        pipeline = engine._loop._pipeline
+        pipeline = engine._pipeline
         runner = pipeline._executor
         self._step(pipeline)
         self._launch(runner)

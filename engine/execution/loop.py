@@ -15,7 +15,6 @@ from engine.plan import StepWork
 from engine.request import Event, Request
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.stats import SchedulerStats
-from engine.speculate import Speculation
 
 logger = logging.getLogger("penstock.engine")
 
@@ -45,19 +44,18 @@ class StepLoop:
         overlap: int = 0,
         release: Callable[[BaseException], bool] | None = None,
         check: Callable[[], None] = lambda: None,
-        speculation: Speculation | None = None,
         on_idle: Callable[[], bool] = lambda: False,
     ) -> None:
         """`on_start`: called once on the loop's thread. `overlap`: steps planned ahead of the running one, 0 or 1.
-        `release`: see Shrink. `check`: see Pipeline. `speculation`: the scheduler's. `on_idle`: called on the loop's
-        thread while there is no work, until it returns False; a new request waits for at most one such call."""
+        `release`: see Shrink. `check`: see Pipeline. `on_idle`: called on the loop's thread while there is no work,
+        until it returns False; a new request waits for at most one such call."""
         self._scheduler = scheduler
         self._on_start = on_start
         self._on_idle = on_idle
         #: Called on the loop's thread after all events of a step were delivered.
         self.on_step: Callable[[], None] | None = None
-        #: Called on the loop's thread, with the reason and the ids of suspect requests, when the device is lost.
-        #: Requests then get no event: the owner of this callback must run them elsewhere.
+        #: Called on the loop's thread, with the reason and the ids of suspect requests, when the device is lost for
+        #: good. Requests then get no further event: the owner of this callback must run them elsewhere.
         self.on_lost: Callable[[str, set[str]], None] | None = None
         self._stepping_since: float | None = None
         self._wake = threading.Condition()
@@ -77,7 +75,6 @@ class StepLoop:
             overlap,
             release,
             check,
-            speculation,
             lambda: self.on_lost is not None,
         )
         self._thread = threading.Thread(target=self._run, name="penstock-engine", daemon=True)
@@ -86,7 +83,11 @@ class StepLoop:
     # ---- any thread
 
     def submit(self, request: Request, on_event: Callable[[Event], None]) -> None:
-        """Queue a request. Raises RequestError if it can never run or its id is in use, and EngineError when closed."""
+        """Queue `request` and return at once. The loop's thread calls `on_event` until `Event.done`.
+
+        Raises RequestError, in the caller's thread, for a request that could never run (over-long, id in use, ...), and
+        EngineError if the loop is closed. An exception raised by `on_event` is logged and has no other effect.
+        """
         self._scheduler.check(request)
         ticket = _Ticket(request, on_event)
         with self._wake:
@@ -99,7 +100,8 @@ class StepLoop:
             self._wake.notify()
 
     def abort(self, request_id: str) -> bool:
-        """Abort a request. Returns False if the id is unknown. Its blocks are free before the next step is planned."""
+        """End a request. Its blocks are free before the next step is planned. No event follows, except one that may be
+        on its way. Returns False if the id is unknown."""
         with self._wake:
             ticket = self._tickets.pop(request_id, None)
             if ticket is None:
@@ -114,6 +116,7 @@ class StepLoop:
             return self._scheduler.stats()
 
     def preempted(self) -> list[tuple[str, float]]:
+        """(request id, seconds since) of preempted requests of which no choice runs."""
         with self._state:
             return self._scheduler.preempted(time.monotonic())
 
@@ -130,11 +133,12 @@ class StepLoop:
 
     @property
     def last_work(self) -> StepWork | None:
-        """The last step's work; another object after each. `on_step` comes also without a new one."""
+        """The last step's work and time; another object after each. `on_step` comes also without a new one. Takes no
+        lock."""
         return self._pipeline.last_work
 
     def close(self) -> None:
-        """Stop after the running step. Unfinished requests end with finish_reason "abort"."""
+        """Stop after the running step. Unfinished requests get a last event with finish_reason "abort"."""
         with self._wake:
             self._closing = True
             self._wake.notify()

@@ -47,7 +47,6 @@ from engine.plan import Sampled, StepPlan, StepWork
 from engine.request import Event
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Sequence, Status
-from engine.speculate import Speculation
 
 logger = logging.getLogger("penstock.engine")
 
@@ -98,7 +97,6 @@ class Pipeline:
         overlap: int,
         release: Callable[[BaseException], bool] | None = None,
         check: Callable[[], None] = lambda: None,
-        speculation: Speculation | None = None,
         elsewhere: Callable[[], bool] = lambda: False,
     ) -> None:
         """`state`: the lock held while the scheduler changes, not while a step computes. `entered`: called with each
@@ -111,7 +109,7 @@ class Pipeline:
         self._entered = entered
         self._overlap = overlap
         self._check = check
-        self._speculation = speculation
+        self._speculation = scheduler.speculation
         self._elsewhere = elsewhere
         # Steps launched and not collected: at most one between calls of `step`, two within.
         self._flights: deque[_Flight] = deque()

@@ -45,7 +45,7 @@ class Scheduler:
         self._limits = RequestLimits(capacity.max_model_len, self._tables.capacity, traits.vocab_size)
         self._groups: dict[str, Group] = {}
         self._planner = Planner(self._tables, self._groups, capacity, policy, speculation)
-        self._speculation = speculation
+        self.speculation = speculation
         self._seeds = random.Random(policy.seed)  # noqa: S311 - for sampling, not secrets
         self._serial = 0
         self._steps = self._prompt_tokens = self._generated_tokens = self._aborted = self._not_finite = 0
@@ -169,7 +169,7 @@ class Scheduler:
                 continue
             seq.computed = row.known
             self._tables.register(seq)
-            if row.draft or (self._speculation is not None and self._speculation.waits(seq)):
+            if row.draft or (self.speculation is not None and self.speculation.waits(seq)):
                 continue
             if not row.samples or seq.output.count + 1 >= seq.output.limit or len(seq.tokens) == self._rope_switch:
                 continue
@@ -240,8 +240,8 @@ class Scheduler:
         Each is appended as if it came alone, so the first token that ends the sequence is its last.
         """
         seq = row.seq
-        if self._speculation is not None and row.max_draft:
-            self._speculation.entered(row, len(result.then))
+        if self.speculation is not None and row.max_draft:
+            self.speculation.entered(row, len(result.then))
         if seq.output.limit == 0:  # it ran for its prompt's log probabilities alone
             self._end(group, seq)
             event = group.event(seq, "length")
@@ -294,8 +294,8 @@ class Scheduler:
         Then the sequence is computed again, from now on without drafts. Else the sequence fails.
         """
         seq = row.seq
-        if row.draft and not result.refused and self._speculation is not None:
-            self._speculation.bar(seq)
+        if row.draft and not result.refused and self.speculation is not None:
+            self.speculation.bar(seq)
             self._tables.forget(seq, row.start)
             if seq.status is Status.RUNNING:
                 self._planner.preempt(seq, now)
@@ -354,8 +354,8 @@ class Scheduler:
             out_of_memory=self._planner.out_of_memory,
             shrinks=self._planner.shrinks,
             not_finite=self._not_finite,
-            drafted=0 if self._speculation is None else self._speculation.drafted,
-            draft_accepted=0 if self._speculation is None else self._speculation.accepted,
+            drafted=0 if self.speculation is None else self.speculation.drafted,
+            draft_accepted=0 if self.speculation is None else self.speculation.accepted,
         )
 
     def preempted(self, now: float) -> list[tuple[str, float]]:

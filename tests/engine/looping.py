@@ -120,14 +120,13 @@ def until(holds: Callable[[], bool]) -> None:
 
 def together(engine: Engine, requests: int) -> None:
     """Let the engine take nobody in before so many are there: else the first may have ended before the last comes."""
-    loop = engine._loop
 
     def read() -> bool:
-        until(lambda: len(loop._tickets) >= requests)
-        del loop._read_notes  # the class's own stands again
-        return loop._read_notes()
+        until(lambda: len(engine._tickets) >= requests)
+        del engine._read_notes  # the class's own stands again
+        return engine._read_notes()
 
-    loop._read_notes = read
+    engine._read_notes = read
 
 
 def request(name: str, first: int = 10, length: int = 3, max_tokens: int = 4, **params: Any) -> Request:

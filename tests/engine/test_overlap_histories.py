@@ -149,7 +149,6 @@ class Overlapping(Histories):
             self.take,
             self.overlap,
             release=lambda error: isinstance(error, OutOfMemory),
-            speculation=self.speculation,
         )
 
     def needs_token(self, seq: Sequence) -> bool:

@@ -122,7 +122,7 @@ def test_an_engine_is_rehearsed_before_it_is_there(model_folder: Path, monkeypat
     for devices in (frozenset[str](), frozenset({"cpu"})):
         monkeypatch.setattr("engine.execution.placement.REHEARSED", devices)
         with Engine.load(model_folder, config) as engine:
-            runner = engine._loop._pipeline._executor
+            runner = engine._pipeline._executor
             assert isinstance(runner, DeviceRunner)
             assert len(shapes(runner)) == len(devices) * len(batch_sizes(4))
             assert (while_idle(runner) == runner.record_next) == bool(devices)
