@@ -83,21 +83,21 @@ class Event:
     """
 
     request_id: str
-    choice: int
-    index: int
+    choice: int = 0
+    index: int = 0
     """The position of token_ids[0] in the choice's output."""
-    token_ids: list[int]
-    texts: list[str]
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
     """One piece of text for each token; "" while a character or a possible stop string is incomplete."""
-    logprobs: list[TokenLogprobs] | None
-    finish_reason: FinishReason | None
-    stop_match: str | int | None
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_match: str | int | None = None
     """The stop string or stop token id that ended the choice."""
-    done: bool
+    done: bool = False
     """True on the last event of the request, when all of its choices have finished."""
-    error: str | None
-    prompt_tokens: int
-    cached_tokens: int
+    error: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
     """The number of prompt tokens that were not computed because their K/V were cached."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """One entry for each prompt token, the first None. All come in one event, before the first tokens' event."""

@@ -282,17 +282,4 @@ class StepLoop:
 
 def _last_event(request: Request, message: str) -> Event:
     """Make the last event of a request for which the scheduler has none."""
-    return Event(
-        request_id=request.id,
-        choice=0,
-        index=0,
-        token_ids=[],
-        texts=[],
-        logprobs=None,
-        finish_reason="error",
-        stop_match=None,
-        done=True,
-        error=message,
-        prompt_tokens=len(request.prompt_ids),
-        cached_tokens=0,
-    )
+    return Event(request.id, finish_reason="error", done=True, error=message, prompt_tokens=len(request.prompt_ids))

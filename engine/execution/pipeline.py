@@ -273,17 +273,21 @@ class Pipeline:
                 if len(rows) > 1:
                     waiting += [rows[len(rows) // 2 :], rows[: len(rows) // 2]]
                     continue
-                seq, message = rows[0].seq, f"the model failed on this request: {brief(error)}"
-                logger.exception("request %r failed alone", seq.request.id)
-                if self._shrink.failed_alone(seq.request.id, error) and self._elsewhere():
-                    self._under_way = (plan,)
-                    raise DeviceLostError(
-                        f"the device has no memory for the step of a single sequence, whichever: {brief(error)}"
-                    ) from None
-                with self._state:
-                    failures += self._scheduler.fail(seq, message)
-                sampled = [Sampled(-1, error=message)] * rows[0].samples
-            else:
-                self._shrink.had_memory()
+                logger.exception("request %r failed alone", rows[0].seq.request.id)
+                failures += self._fail_alone(rows[0].seq, plan, error)
+                continue
+            self._shrink.had_memory()
             found |= zip((id(row) for row in rows if row.samples), sampled, strict=True)
+        # The scheduler passes over the rows of sequences that have failed.
         return [found.get(id(row), Sampled(-1)) for row in plan.rows if row.samples]
+
+    def _fail_alone(self, seq: Sequence, plan: StepPlan, error: Exception) -> list[Event]:
+        """End a sequence that failed alone. Raises DeviceLostError if the device is to blame and the request can run
+        elsewhere, like all of `plan`."""
+        if self._shrink.failed_alone(seq.request.id, error) and self._elsewhere():
+            self._under_way = (plan,)
+            raise DeviceLostError(
+                f"the device has no memory for the step of a single sequence, whichever: {brief(error)}"
+            ) from None
+        with self._state:
+            return self._scheduler.fail(seq, f"the model failed on this request: {brief(error)}")

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.errors import EngineError
 from engine.kv.groups import KvSpace
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Sized once, when the model is placed, and handed down. Raises EngineError if a step could not hold one token of
-    each sequence."""
+    """Sized once, when the model is placed, and handed down. A step holds at least one token of each sequence."""
 
     spaces: Sequence[KvSpace]
     """The memory of each KV group."""
@@ -25,13 +23,6 @@ class Capacity:
     """The tokens of prompt and output together."""
     unhurried_tokens: int | None = None
     """The tokens of a step without a prompt of the best tier. None: as many as of any step."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_batched_tokens", "unhurried_tokens"):
-            tokens = getattr(self, name)
-            if tokens is not None and tokens < self.max_num_seqs:
-                less = f"{name}={tokens} is less than max_num_seqs={self.max_num_seqs}"
-                raise EngineError(f"{less}: a step must hold one token of every sequence")
 
     @property
     def step_tokens(self) -> int:

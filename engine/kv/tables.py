@@ -35,8 +35,6 @@ class BlockTables:
         ]
         self.block_size = block_size
         self._caching = caching
-        #: The tokens of the longest sequence that can be computed.
-        self.capacity = min(space.tokens_of_one(block_size) for space in spaces)
 
     @property
     def used(self) -> int:

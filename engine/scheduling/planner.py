@@ -129,21 +129,7 @@ class Planner:
 
     def plan(self, now: float) -> StepPlan | None:
         """Plan the next step. Returns None if there is nothing to compute."""
-        running = self.running
-        decoding = [seq for seq in running if len(seq.tokens) - seq.computed == 1]
-        decodes = [0] * TIERS
-        for seq in decoding:
-            decodes[seq.effective_tier] += 1
-        if self._speculation is not None:
-            self._speculation.begin(decoding)
-        step = _Step(
-            now,
-            self.max_num_batched_tokens,
-            decodes,
-            decode_share=max(1, self.max_num_batched_tokens // DECODE_SHARE),
-            reserved=max(0, self.max_num_batched_tokens - self._ordinary_tokens),
-            may_exclude=self._exclusive_credit >= EXCLUSIVE_INTERVAL,
-        )
+        running, step = self.running, self._begin(now)
         place = 0
         below = TIERS  # only requests of a tier better than this are still admitted
         freely = True  # False: only by preempting others
@@ -173,6 +159,23 @@ class Planner:
             self._exclusive_credit = min(self._exclusive_credit + 1, self._max_exclusive_credit)
         self.most_blocks = max(self.most_blocks, self._tables.used)
         return step.plan if step.plan.rows else None
+
+    def _begin(self, now: float) -> _Step:
+        decoding = [seq for seq in self.running if len(seq.tokens) - seq.computed == 1]
+        decodes = [0] * TIERS
+        for seq in decoding:
+            decodes[seq.effective_tier] += 1
+        if self._speculation is not None:
+            self._speculation.begin(decoding)
+        most = self.max_num_batched_tokens
+        return _Step(
+            now,
+            most,
+            decodes,
+            decode_share=max(1, most // DECODE_SHARE),
+            reserved=max(0, most - self._ordinary_tokens),
+            may_exclude=self._exclusive_credit >= EXCLUSIVE_INTERVAL,
+        )
 
     def _advance(self, seq: Sequence, step: _Step) -> bool:
         """Plan a running sequence. Returns False if blocks ran out and a sequence was preempted; then call it again.
@@ -212,24 +215,13 @@ class Planner:
         return self._tables.reach(seq, wanted, spare) if wanted > 0 else 0
 
     def _admit(self, seq: Sequence, tier: int, step: _Step, freely: bool) -> bool:
-        """Admit a waiting sequence, if necessary by preempting running ones. Returns whether it was admitted.
-
-        Only sequences whose effective tier is worse than the request's tier are preempted, and only if that makes
-        enough room. None of them is in the plan yet.
-        """
+        """Admit a waiting sequence, if necessary by preempting running ones. Returns whether it was admitted."""
         if seq.serial in self.in_flight:  # preempted just now: its next token is not known yet
             return False
         group = self._groups[seq.request.id]
-        claim = self._claim(group, seq, step)
-        if not (freely and self._fits(seq, claim, tier, step)):
-            if not self._fits_displacing(seq, claim, tier, step):
-                return False
-            while not freely or not self._fits(seq, claim, tier, step):
-                if not self._displaceable(seq):
-                    return False
-                self._preempt_last(step, "better_tier")
-                freely = True
-                claim = self._claim(group, seq, step)
+        claim = self._make_room(group, seq, tier, step, freely)
+        if claim is None:
+            return False
         self.waiting.remove(seq)
         seq.waited += step.now - seq.queued_at
         seq.preempted = False
@@ -247,6 +239,25 @@ class Planner:
         pending = len(seq.tokens) - seq.computed
         step.put_prompt(seq, self._tables.grow(seq, min(pending, step.left(seq, tier)), spare=step.to_come))
         return True
+
+    def _make_room(self, group: Group, seq: Sequence, tier: int, step: _Step, freely: bool) -> Claim | None:
+        """The claim of a waiting sequence once there is room for it, if necessary by preempting running ones.
+
+        Only sequences whose effective tier is worse than the request's tier are preempted, and only if that makes
+        enough room. None of them is in the plan yet.
+        """
+        claim = self._claim(group, seq, step)
+        if freely and self._fits(seq, claim, tier, step):
+            return claim
+        if not self._fits_displacing(seq, claim, tier, step):
+            return None
+        while not freely or not self._fits(seq, claim, tier, step):
+            if not self._displaceable(seq):
+                return None
+            self._preempt_last(step, "better_tier")
+            freely = True
+            claim = self._claim(group, seq, step)
+        return claim
 
     def _charge(self, seq: Sequence, cached: int) -> None:
         """Charge an admitted sequence's tenant for its tokens without `cached` K/V, each token once."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, count
 
 from engine.errors import EngineError, RequestError
 from engine.kv import BlockTables, Capacity, long_root, root_hash
@@ -38,16 +38,16 @@ class Scheduler:
         policy: Policy = Policy(),  # noqa: B008 - frozen
         speculation: Speculation | None = None,
     ) -> None:
-        """`speculation`: the source of draft tokens."""
         self._traits = traits
         self._rope_switch = traits.rope_switch
         self._tables = BlockTables(capacity.spaces, capacity.block_size, policy.enable_prefix_caching)
-        self._limits = RequestLimits(capacity.max_model_len, self._tables.capacity, traits.vocab_size)
+        self._limits = RequestLimits(capacity.max_model_len, capacity.tokens_of_one, traits.vocab_size)
         self._groups: dict[str, Group] = {}
         self._planner = Planner(self._tables, self._groups, capacity, policy, speculation)
+        #: The source of draft tokens.
         self.speculation = speculation
         self._seeds = random.Random(policy.seed)  # noqa: S311 - for sampling, not secrets
-        self._serial = 0
+        self._serials = count()
         self._steps = self._prompt_tokens = self._generated_tokens = self._aborted = self._not_finite = 0
 
     # ---- requests come and go
@@ -58,46 +58,17 @@ class Scheduler:
         self._spelled(request.params.bad_words)
 
     def add(self, request: Request) -> list[Event]:
-        """Queue a request. Raises RequestError as `check` does, and for an id that is in use.
+        """Queue a request that `check` has passed, with an id that is not in use.
 
         Returns events (token_ids=[]) for choices that had already finished according to `resume`; usually none. The
         caller must deliver them like those of `update`.
         """
-        self._limits.check(request)
-        if request.id in self._groups:
-            raise RequestError(f"request id {request.id!r} is in use", param="id", code="duplicate_request")
-        params = request.params
-        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        root = root_hash(request.salt, request.adapter, self._traits.version)
-        bad_words = self._spelled(params.bad_words)
-        limit = self._limits.output_limit(request)
-        scores = None
-        if params.prompt_logprobs is not None:
-            scores = PromptScores(list(request.prompt_ids), params.prompt_logprobs)
-        # If nothing is generated, there are no candidates to choose from.
-        selects = params.selects and limit > 0
-        group = Group(request, unfinished=params.width if selects else params.n, scores=scores)
-        if selects:
-            group.candidates = Candidates(params.width, params.n, params.logprobs is not None)
+        group = self._group(request)
         events = []
-        for choice in range(group.unfinished):
-            seq = Sequence(
-                request=request,
-                choice=choice,
-                tokens=list(request.prompt_ids),
-                prompt_len=len(request.prompt_ids),
-                output=OutputState(params, self._traits.eos_token_ids, self._traits.new_detokenizer(), limit),
-                seed=seed,
-                serial=self._serial,
-                queued_at=request.arrival,
-                root=root,
-                scores=scores,
-                bad_words=bad_words,
-            )
-            self._serial += 1
+        for seq in self._choices(group):
             reason, match = group.enter(seq)
             if self._rope_switch is not None and len(seq.tokens) > self._rope_switch:
-                seq.root = long_root(root)
+                seq.root = long_root(seq.root)
             if reason is not None:
                 group.unfinished -= 1
                 events.append(group.event(seq, reason, match))
@@ -106,6 +77,43 @@ class Scheduler:
             self._groups[request.id] = group
             self._planner.waiting.push(group.followers.pop(0))
         return events
+
+    def _group(self, request: Request) -> Group:
+        """A request's group, with no choices yet."""
+        params = request.params
+        # If nothing is generated, there are no candidates to choose from.
+        selects = params.selects and self._limits.output_limit(request) > 0
+        group = Group(request, unfinished=params.width if selects else params.n)
+        if selects:
+            group.candidates = Candidates(params.width, params.n, params.logprobs is not None)
+        if params.prompt_logprobs is not None:
+            group.scores = PromptScores(list(request.prompt_ids), params.prompt_logprobs)
+        return group
+
+    def _choices(self, group: Group) -> list[Sequence]:
+        """New sequences, one for each choice of a group."""
+        request, traits = group.request, self._traits
+        params, prompt = request.params, request.prompt_ids
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        root = root_hash(request.salt, request.adapter, traits.version)
+        bad_words = self._spelled(params.bad_words)
+        limit = self._limits.output_limit(request)
+        return [
+            Sequence(
+                request=request,
+                choice=choice,
+                tokens=list(prompt),
+                prompt_len=len(prompt),
+                output=OutputState(params, traits.eos_token_ids, traits.new_detokenizer(), limit),
+                seed=seed,
+                serial=next(self._serials),
+                queued_at=request.arrival,
+                root=root,
+                scores=group.scores,
+                bad_words=bad_words,
+            )
+            for choice in range(group.unfinished)
+        ]
 
     def _spelled(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """All token sequences that write these words. Raises RequestError if there are none."""

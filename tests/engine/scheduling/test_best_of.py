@@ -49,16 +49,12 @@ def news(choice: int, logprob: float, tokens: int, done: bool, reason: FinishRea
     return Event(
         request_id="r",
         choice=choice,
-        index=0,
         token_ids=ids,
         texts=[f"{token_id} " for token_id in ids],
         logprobs=[TokenLogprobs(token_id, logprob, ()) for token_id in ids],
         finish_reason=reason,
         stop_match=choice,
         done=done,
-        error=None,
-        prompt_tokens=3,
-        cached_tokens=0,
     )
 
 
@@ -127,4 +123,4 @@ def test_where_nothing_is_generated_there_is_nothing_to_choose() -> None:
 def test_half_an_output_cannot_be_taken_up() -> None:
     s = scheduler()
     with pytest.raises(RequestError, match="outputs that are whole"):
-        s.add(request("a", n=1, best_of=2, resume=[[1]]))
+        s.check(request("a", n=1, best_of=2, resume=[[1]]))

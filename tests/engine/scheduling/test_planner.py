@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from engine.errors import EngineError
 from engine.plan import Sampled
 from engine.request import Course, Tier
 from engine.scheduling.scheduler import Scheduler
@@ -151,11 +150,6 @@ def test_where_memory_made_steps_small_they_are_small_for_all():
         assert s.shrink(0.0, tried=False) or s.step_tokens == 2
     s.add(request("p", 9, Tier.PRIORITY, arrival=1.0, max_tokens=1))
     assert sum(count for _, count in rows(step(s)[0]).values()) == 2
-
-
-def test_a_short_step_must_hold_a_token_of_each_sequence():
-    with pytest.raises(EngineError, match="unhurried_tokens=3 is less than max_num_seqs=4"):
-        scheduler(unhurried_tokens=3)
 
 
 def test_a_higher_tier_takes_the_last_tokens_of_the_budget_from_lower_ones():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.errors import EngineError, RequestError
+from engine.errors import EngineError
 from engine.plan import Sampled
 from engine.request import Tier
 from tests.engine.stepping import EOS, request, rows, scheduler, step
@@ -37,17 +37,6 @@ def test_the_stop_token_is_listed_and_never_cached():
     assert events[0].cached_tokens == 4
 
 
-def test_a_prompt_finds_what_another_left_but_computes_its_last_token():
-    s = scheduler()
-    s.add(request("a", list(range(8)), max_tokens=1))
-    step(s)
-    s.add(request("b", list(range(8)), max_tokens=1))
-    plan, events = step(s)
-    assert rows(plan) == {"b": (4, 4)}
-    assert (events[0].prompt_tokens, events[0].cached_tokens) == (8, 4)
-    assert s.stats().cached_tokens == 4
-
-
 def test_the_most_that_was_held_is_known_when_all_have_ended():
     s = scheduler()
     s.add(request("a", list(range(8)), max_tokens=1))
@@ -63,13 +52,6 @@ def test_nothing_is_shared_across_salts_or_adapters(other):
     step(s)
     s.add(request("b", list(range(8)), max_tokens=1, **other))
     assert rows(step(s)[0]) == {"b": (0, 8)}
-
-
-def test_without_prefix_caching_everything_is_computed():
-    s = scheduler(enable_prefix_caching=False)
-    for _ in range(2):
-        s.add(request("a", 8, max_tokens=1))
-        assert rows(step(s)[0]) == {"a": (0, 8)}
 
 
 def test_what_a_failed_sequence_wrote_is_not_found_again():
@@ -121,15 +103,6 @@ def test_a_choice_admitted_in_this_step_has_nothing_to_copy_yet():
     assert plan.copies == [(0, donor[1], again[1]), (0, donor[1], new[1])]
 
 
-def test_choices_go_on_when_the_first_ends_before_they_began():
-    s = scheduler()
-    s.add(request("a", 4, n=2, max_tokens=5))
-    _, events = step(s, token=EOS)
-    assert [(e.choice, e.done) for e in events] == [(0, False)]
-    _, events = step(s, token=EOS)
-    assert [(e.choice, e.done) for e in events] == [(1, True)]
-
-
 def test_choices_go_on_when_the_first_fails_in_the_middle_of_its_prompt():
     s = scheduler(max_num_batched_tokens=4)
     s.add(request("a", 6, n=2, max_tokens=1))
@@ -137,17 +110,6 @@ def test_choices_go_on_when_the_first_fails_in_the_middle_of_its_prompt():
     assert [(e.choice, e.error, e.done) for e in s.fail(plan.rows[0].seq, "broken")] == [(0, "broken", False)]
     step(s)
     assert [(e.choice, e.finish_reason, e.done) for e in step(s)[1]] == [(1, "length", True)]
-
-
-def test_more_choices_than_rows_take_turns():
-    s = scheduler(max_num_seqs=2)
-    s.add(request("a", 4, n=5, max_tokens=2))
-    events = []
-    while s.has_work:
-        events += step(s)[1]
-    assert sorted((e.choice, e.index) for e in events) == [(c, i) for c in range(5) for i in range(2)]
-    assert [e.done for e in events].count(True) == 1
-    assert events[-1].done
 
 
 def test_requests_without_a_seed_get_one_that_the_engine_seed_decides():
@@ -161,16 +123,6 @@ def test_requests_without_a_seed_get_one_that_the_engine_seed_decides():
     assert seeds(1) == seeds(1) != seeds(2)
     assert seeds(1)[1] == 77
     assert len(set(seeds(1))) == 3
-
-
-def test_an_id_in_use_is_refused_and_free_again_at_the_end():
-    s = scheduler()
-    s.add(request("a", 4, max_tokens=1))
-    with pytest.raises(RequestError, match="'a' is in use") as caught:
-        s.add(request("a", 4, max_tokens=1))
-    assert caught.value.code == "duplicate_request"
-    step(s)
-    s.add(request("a", 4, max_tokens=1))
 
 
 def test_results_that_do_not_go_with_the_plan_are_refused():
