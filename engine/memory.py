@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from engine.errors import EngineError, ModelError
-from engine.kv import KvGroup, KvSpace, window_blocks
+from engine.kv import Capacity, KvGroup, KvSpace, window_blocks
 
 GIB = 1 << 30
 _CGROUP, _MEMINFO = Path("/sys/fs/cgroup"), Path("/proc/meminfo")
@@ -24,52 +24,48 @@ _TYPICAL_WINDOWS = 4
 
 
 def kv_spaces(
-    asked_bytes: int | None,
-    groups: Sequence[KvGroup],
-    element_bytes: int,
-    *,
-    block_size: int,
-    sequences: int,
-    length: int,
-    step_tokens: int,
-    free: int,
-    draft_bytes: Sequence[int] | None = None,
+    asked: int | None, groups: Sequence[KvGroup], sizes: Sequence[int], capacity: Capacity, free: int
 ) -> tuple[KvSpace, ...]:
-    """The blocks of each group. Together they fill `asked_bytes` or, if that is None, the `free` bytes.
+    """The blocks of each group. Together they fill the `asked` bytes or, if that is None, the `free` bytes.
 
-    `draft_bytes`: for each group, the bytes that a draft model's cache needs for each block of the group.
-    A group never gets more blocks than `sequences` of `length` tokens can fill, when one step computes `step_tokens`.
-    Raises EngineError if a group would lack the blocks that a single sequence needs to begin.
+    `sizes`: the bytes of a block of each group. `capacity`: the engine's, whose spaces are not known yet. A group never
+    gets more blocks than its sequences can fill. Raises EngineError if a group would lack the blocks that a single
+    sequence needs to begin.
     """
-    budget = free if asked_bytes is None else asked_bytes
-
-    def of_one(group: KvGroup, tokens: int) -> int:
-        """The blocks that a sequence of `tokens` tokens holds between two steps."""
-        blocks = -(-tokens // block_size)
-        return blocks if group.window is None else min(blocks, window_blocks(group.window, block_size))
-
-    windows = [group.window for group in groups if group.window is not None]
-    typical = min(length, _TYPICAL_WINDOWS * max(windows, default=length))
-    drafts = draft_bytes or [0] * len(groups)
-    sizes = [block_bytes(group, block_size, element_bytes) + one for group, one in zip(groups, drafts, strict=True)]
-    shares = [of_one(group, typical) for group in groups]
-    least = [1 if group.window is None else of_one(group, length) for group in groups]
-    # In a group with a window a step's tokens need extra blocks: whole ones, and one begun by each sequence.
-    on_top = -(-step_tokens // block_size) + sequences
-    most = [min(sequences * -(-length // block_size), sequences * of_one(group, length) + on_top) for group in groups]
+    budget = free if asked is None else asked
+    least, shares, most = _bounds(groups, capacity)
     whole = budget // sum(size * share for size, share in zip(sizes, shares, strict=True))
     counts = [max(low, min(whole * share, high)) for low, share, high in zip(least, shares, most, strict=True)]
     left = budget - sum(count * size for count, size in zip(counts, sizes, strict=True))
     if left < 0:
-        source = f"kv_cache_bytes={asked_bytes}" if asked_bytes is not None else f"the free memory ({budget} bytes)"
+        source = f"kv_cache_bytes={asked}" if asked is not None else f"the free memory ({budget} bytes)"
         needed = " and ".join(f"{count} of {size} bytes" for count, size in zip(least, sizes, strict=True))
-        raise EngineError(f"{source} does not hold the KV blocks of a single sequence: {needed} ({block_size} tokens)")
+        tokens = f"({capacity.block_size} tokens)"
+        raise EngineError(f"{source} does not hold the KV blocks of a single sequence: {needed} {tokens}")
     # The rest goes first to groups that grow with every token, and what those cannot use to the groups with a window.
     for i in sorted(range(len(groups)), key=lambda i: groups[i].window is not None):
         more = min(most[i] - counts[i], left // sizes[i])
         counts[i] += more
         left -= more * sizes[i]
     return tuple(KvSpace(count, group.window) for count, group in zip(counts, groups, strict=True))
+
+
+def _bounds(groups: Sequence[KvGroup], capacity: Capacity) -> tuple[list[int], list[int], list[int]]:
+    """For each group, the fewest blocks, its share of the memory in blocks, and the most blocks."""
+    size, length, sequences = capacity.block_size, capacity.max_model_len, capacity.max_num_seqs
+
+    def of_one(group: KvGroup, tokens: int) -> int:
+        """The blocks that a sequence of `tokens` tokens holds between two steps."""
+        blocks = -(-tokens // size)
+        return blocks if group.window is None else min(blocks, window_blocks(group.window, size))
+
+    windows = [group.window for group in groups if group.window is not None]
+    typical = min(length, _TYPICAL_WINDOWS * max(windows, default=length))
+    least = [1 if group.window is None else of_one(group, length) for group in groups]
+    # In a group with a window a step's tokens need extra blocks: whole ones, and one begun by each sequence.
+    on_top = -(-capacity.max_num_batched_tokens // size) + sequences
+    most = [min(sequences * -(-length // size), sequences * of_one(group, length) + on_top) for group in groups]
+    return least, [of_one(group, typical) for group in groups], most
 
 
 def block_bytes(group: KvGroup, block_size: int, element_bytes: int) -> int:

@@ -38,46 +38,36 @@ def place(model: Model, config: EngineConfig, draft: Model | None = None) -> Cap
     length = model.context_length if config.max_model_len is None else config.max_model_len
     if length > model.context_length:
         raise EngineError(f"max_model_len={length} is more than the model's context of {model.context_length} tokens")
-    spaces = _spaces(model, config, step_tokens, length, draft)
-    return Capacity(spaces, config.block_size, config.max_num_seqs, step_tokens, length, config.unhurried_tokens)
+    capacity = Capacity((), config.block_size, config.max_num_seqs, step_tokens, length, config.unhurried_tokens)
+    return replace(capacity, spaces=_spaces(model, config, capacity, draft))
 
 
-def _spaces(
-    model: Model, config: EngineConfig, step_tokens: int, length: int, draft: Model | None
-) -> tuple[KvSpace, ...]:
-    free = 0
-    if config.kv_cache_bytes is None:
-        step = 0
-        if model.device.type == "cuda":
-            # The two models run in turn, but their recorded graphs keep memory, so both steps are added up.
-            for one in (model, draft):
-                if one is not None:
-                    step += _measured(one, config, step_tokens, length) if one.kernels.ragged else _UNMEASURED
-        free = free_bytes(model.device, config.memory_share, step)
-    kernels = model.kernels
+def _spaces(model: Model, config: EngineConfig, capacity: Capacity, draft: Model | None) -> tuple[KvSpace, ...]:
+    kernels, size = model.kernels, config.block_size
     groups = [replace(group, head_dim=kernels.cache_width(group.head_dim)) for group in model.kv_groups]
-    spaces = kv_spaces(
-        config.kv_cache_bytes,
-        groups,
-        kernels.cache_dtype.itemsize,
-        block_size=config.block_size,
-        sequences=config.max_num_seqs,
-        length=length,
-        step_tokens=step_tokens,
-        free=free,
-        draft_bytes=None if draft is None else _draft_block_bytes(model, draft, config.block_size),
-    )
+    layer_bytes = [block_bytes(replace(group, layers=1), size, kernels.cache_dtype.itemsize) for group in groups]
+    sizes = [each * group.layers for each, group in zip(layer_bytes, groups, strict=True)]
+    if draft is not None:
+        drafts = (block_bytes(group, size, draft.kernels.cache_dtype.itemsize) for group in draft.kv_groups)
+        sizes[whole_group(model)] += sum(drafts)
+    free = _free(model, config, capacity, draft) if config.kv_cache_bytes is None else 0
+    spaces = kv_spaces(config.kv_cache_bytes, groups, sizes, capacity, free)
     if model.device.type != "cpu":
         return spaces
-    sizes = [block_bytes(replace(group, layers=1), config.block_size, kernels.cache_dtype.itemsize) for group in groups]
-    return tuple(replace(space, run=_RUN if size < _LONG else 1) for space, size in zip(spaces, sizes, strict=True))
+    return tuple(
+        replace(space, run=_RUN if each < _LONG else 1) for space, each in zip(spaces, layer_bytes, strict=True)
+    )
 
 
-def _draft_block_bytes(model: Model, draft: Model, block_size: int) -> list[int]:
-    """For each KV group, the bytes that one of its blocks takes in the draft model's cache."""
-    size = sum(block_bytes(group, block_size, draft.kernels.cache_dtype.itemsize) for group in draft.kv_groups)
-    whole = whole_group(model)
-    return [size * (i == whole) for i in range(len(model.kv_groups))]
+def _free(model: Model, config: EngineConfig, capacity: Capacity, draft: Model | None) -> int:
+    """The bytes that the KV cache may take beside the steps."""
+    step = 0
+    if model.device.type == "cuda":
+        # The two models run in turn, but their recorded graphs keep memory, so both steps are added up.
+        for one in (model, draft):
+            if one is not None:
+                step += _measured(one, capacity) if one.kernels.ragged else _UNMEASURED
+    return free_bytes(model.device, config.memory_share, step)
 
 
 def whole_group(model: Model) -> int:
@@ -114,15 +104,8 @@ def speculation_for(
         step_tokens = max(capacity.max_num_batched_tokens, config.block_size)
         places = [KvSpace(capacity.spaces[whole].num_blocks, group.window) for group in draft.kv_groups]
         theirs = replace(capacity, spaces=places, max_num_batched_tokens=step_tokens)
-        proposer = DraftModel(
-            runner_for(draft, config, theirs),
-            slots=config.max_num_seqs,
-            groups=len(draft.kv_groups),
-            table=whole,
-            block_size=config.block_size,
-            step_tokens=step_tokens,
-            context_length=draft.context_length,
-        )
+        executor = runner_for(draft, config, theirs)
+        proposer = DraftModel(executor, theirs, table=whole, context_length=draft.context_length)
     return Speculation(
         proposer,
         most=config.speculate_tokens,
@@ -139,13 +122,13 @@ def while_idle(runner: Runner | DeviceRunner) -> Callable[[], bool]:
     return lambda: False
 
 
-def _measured(model: Model, config: EngineConfig, step_tokens: int, length: int) -> int:
+def _measured(model: Model, capacity: Capacity) -> int:
     return step_bytes(
         model,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=step_tokens,
-        length=length,
+        block_size=capacity.block_size,
+        max_num_seqs=capacity.max_num_seqs,
+        max_num_batched_tokens=capacity.max_num_batched_tokens,
+        length=capacity.max_model_len,
     )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence as Each
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from engine.kv import Capacity
 from engine.plan import Sampled, ScheduledSeq, StepPlan
 from engine.sequence import Sequence
 
@@ -51,23 +52,19 @@ class DraftModel:
     def __init__(
         self,
         executor: Executor,
+        capacity: Capacity,
         *,
-        slots: int,
-        groups: int,
         table: int,
-        block_size: int,
-        step_tokens: int,
         context_length: int,
     ) -> None:
-        """`groups`: the number of the draft model's KV groups. They all use the block tables of the target's group
-        `table`, which has no window. `step_tokens`: the most tokens computed at one time, at least a block. Sequences
-        longer than `context_length` get no draft."""
+        """`capacity`: the executor's; a step holds at least a block. All its KV groups use the block tables of the
+        target's group `table`, which has no window. Sequences longer than `context_length` get no draft."""
         self._executor = executor
-        self._shadows: list[_Shadow | None] = [None] * slots
-        self._groups = groups
+        self._shadows: list[_Shadow | None] = [None] * capacity.max_num_seqs
+        self._groups = len(capacity.spaces)
         self._table = table
-        self._size = block_size
-        self._step_tokens = step_tokens
+        self._size = capacity.block_size
+        self._step_tokens = capacity.max_num_batched_tokens
         self._context = context_length
         # For each full block, the hash of the tokens whose K/V the draft model has written there.
         self._written: dict[int, bytes] = {}

@@ -8,7 +8,7 @@ import torch
 
 from engine import memory
 from engine.errors import EngineError, ModelError
-from engine.kv import KvGroup, KvSpace
+from engine.kv import Capacity, KvGroup, KvSpace
 from engine.memory import GIB, block_bytes, check_weights, free_bytes, kv_spaces
 
 CPU = torch.device("cpu")
@@ -18,9 +18,9 @@ BLOCK = 16 * 1024
 
 
 def spaces(asked: int | None, *groups: KvGroup, **changes: Any) -> tuple[KvSpace, ...]:
-    settings: dict[str, Any] = {"block_size": 16, "sequences": 64, "length": 4096, "step_tokens": 512}
-    settings["free"] = 0 if asked is not None else free_bytes(CPU, 0.85, 0)
-    return kv_spaces(asked, groups, 4, **(settings | changes))
+    settings: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_model_len": 4096} | changes
+    free = 0 if asked is not None else free_bytes(CPU, 0.85, 0)
+    return kv_spaces(asked, groups, [block_bytes(one, 16, 4) for one in groups], Capacity((), 16, **settings), free)
 
 
 def windowed(layers: int, window: int) -> KvGroup:
@@ -33,9 +33,9 @@ def test_asked_bytes_are_filled_with_whole_blocks() -> None:
 
 
 def test_never_more_than_all_sequences_could_fill() -> None:
-    assert spaces(1 << 40, FULL, sequences=4, length=100) == (KvSpace(4 * 7),)
+    assert spaces(1 << 40, FULL, max_num_seqs=4, max_model_len=100) == (KvSpace(4 * 7),)
     # Beyond the windows of all, a step's tokens in blocks, and one block that each sequence begins.
-    full, local = spaces(1 << 40, FULL, windowed(5, 100), sequences=4)
+    full, local = spaces(1 << 40, FULL, windowed(5, 100), max_num_seqs=4)
     assert (full, local) == (KvSpace(4 * 256), KvSpace(4 * 8 + 512 // 16 + 4, 100))
 
 
@@ -53,7 +53,7 @@ def test_less_than_a_window_is_refused() -> None:
 
 def test_groups_share_so_that_typical_sequences_use_up_both() -> None:
     budget = 4000 * BLOCK
-    full, local = spaces(budget, FULL, windowed(5, 256), length=1 << 17)
+    full, local = spaces(budget, FULL, windowed(5, 256), max_model_len=1 << 17)
     # A sequence of four windows takes 64 blocks of the one group and 17 of the other.
     assert full.num_blocks / 64 == pytest.approx(local.num_blocks / 17, rel=0.1)
     used = full.num_blocks * BLOCK + local.num_blocks * 5 * BLOCK
@@ -61,7 +61,7 @@ def test_groups_share_so_that_typical_sequences_use_up_both() -> None:
 
 
 def test_what_one_group_cannot_use_the_other_gets() -> None:
-    full, local = spaces(4000 * BLOCK, FULL, windowed(5, 256), sequences=2, length=1 << 17)
+    full, local = spaces(4000 * BLOCK, FULL, windowed(5, 256), max_num_seqs=2, max_model_len=1 << 17)
     assert local == KvSpace(2 * 17 + 512 // 16 + 2, 256)
     assert full.num_blocks == 4000 - 5 * local.num_blocks
 
@@ -73,7 +73,7 @@ def test_windows_alone_take_it_all() -> None:
 def test_unasked_a_bounded_part_of_the_free_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_available_on_host", lambda: 8 * GIB)
     assert free_bytes(CPU, 0.85, 0) == 2 * GIB
-    assert spaces(None, FULL, length=1 << 20) == (KvSpace(2 * GIB // BLOCK),)
+    assert spaces(None, FULL, max_model_len=1 << 20) == (KvSpace(2 * GIB // BLOCK),)
     monkeypatch.setattr(memory, "_available_on_host", lambda: 1000 * GIB)
     assert free_bytes(CPU, 0.85, 0) == 4 * GIB
     monkeypatch.setattr(memory, "_available_on_host", lambda: 0)
