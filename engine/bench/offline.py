@@ -48,6 +48,8 @@ from engine.text.config import Config, read_config
 Job = tuple[list[int], int]
 #: The lowest token id used. Most tokenizers have their special tokens below.
 _FIRST_ID = 100
+#: The engine's statistics that are told beside the figures.
+TOLD = ("dtype", "compute_dtype", "device", "kernels", "kv_tokens_total", "preemptions")
 
 
 def workload(name: str, vocab_size: int, seed: int, repeat: int) -> list[Job]:
@@ -135,26 +137,26 @@ def bench_engines(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
         if device_named(config.device).type == "cpu":
             least, found["ceilings"] = at_least(args, engines["penstock"], plans)
         for name, repeats in plans.items():
-            runs: dict[str, list[dict[str, float]]] = {who: [] for who in engines}
-            for engine in engines.values():
-                run_jobs(engine, warm_up(name, vocab_size, args.seed))
-            for jobs in repeats:
-                for who, engine in engines.items():
-                    runs[who].append(run_jobs(engine, jobs))
+            runs = in_turns(engines, warm_up(name, vocab_size, args.seed), repeats)
             for who in engines:
                 found[who]["results"][name] = summary(name, who, runs[who], least.get(name))
         for who, engine in engines.items():
-            stats = engine.stats()
-            found[who] |= {
-                "dtype": stats.dtype,
-                "compute_dtype": stats.compute_dtype,
-                "device": stats.device,
-                "kernels": stats.kernels,
-                "fingerprint": engine.fingerprint,
-                "kv_tokens_total": stats.kv_tokens_total,
-                "preemptions": stats.preemptions,
-            }
+            stats = asdict(engine.stats())
+            found[who] |= {name: stats[name] for name in TOLD} | {"fingerprint": engine.fingerprint}
     return found
+
+
+def in_turns(
+    engines: dict[str, Engine], first: list[Job], repeats: list[list[Job]]
+) -> dict[str, list[dict[str, float]]]:
+    """The figures of each engine's runs. `first`: jobs to warm up with."""
+    for engine in engines.values():
+        run_jobs(engine, first)
+    runs: dict[str, list[dict[str, float]]] = {who: [] for who in engines}
+    for jobs in repeats:
+        for who, engine in engines.items():
+            runs[who].append(run_jobs(engine, jobs))
+    return runs
 
 
 def bench_breakdown(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]:

@@ -37,12 +37,7 @@ def adopt(folder: Path, model: Quantisable, scheme: Scheme, located: Mapping[str
 
     Raises ModelError if no matrix is quantised, or if one does not fit `scheme`.
     """
-    held: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
-    for name, found in located.items():
-        ours = model.canonical(name)
-        if ours is not None:
-            matrix, _, end = ours.rpartition(".")
-            held[matrix][end] = found.stored
+    held = _by_matrix(model, located)
     exact: set[str] = set()
     ignored: set[str] = set()
     every: list[Stored] = []
@@ -73,3 +68,14 @@ def adopt(folder: Path, model: Quantisable, scheme: Scheme, located: Mapping[str
         return None if ours in ignored else ours
 
     return Adopted(frozenset(exact), tuple(every), canonical)
+
+
+def _by_matrix(model: Quantisable, located: Mapping[str, Found]) -> dict[str, dict[str, StoredTensor]]:
+    """The stored tensors by the names of their matrices, then by the ends of their own names."""
+    held: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
+    for name, found in located.items():
+        ours = model.canonical(name)
+        if ours is not None:
+            matrix, _, end = ours.rpartition(".")
+            held[matrix][end] = found.stored
+    return held

@@ -68,18 +68,7 @@ class DecoderSettings:
         """
         layers = config.integer("num_hidden_layers", high=MOST_LAYERS)
         hidden_size = config.integer("hidden_size")
-        heads = config.integer("num_attention_heads")
-        kv_heads = config.integer("num_key_value_heads", heads)
-        if heads % kv_heads:
-            raise ModelError(
-                f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
-            )
-        if "head_dim" not in config and hidden_size % heads:
-            raise ModelError(
-                f"config.json: without head_dim, hidden_size={hidden_size} must be a multiple of "
-                f"num_attention_heads={heads}"
-            )
-        head_dim = config.integer("head_dim", hidden_size // heads, high=MOST_WIDTH // heads)
+        heads, kv_heads, head_dim = _heads(config, hidden_size)
         context_length = config.context_length()
         return cls(
             layers=layers,
@@ -121,6 +110,22 @@ class DecoderSettings:
                 f"{', '.join(map(str, sorted(filter(None, switches))))}"
             )
         return next(iter(switches), None)
+
+
+def _heads(config: Config, hidden_size: int) -> tuple[int, int, int]:
+    """The number of query heads, that of key and value heads, and the size of each."""
+    heads = config.integer("num_attention_heads")
+    kv_heads = config.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ModelError(
+            f"config.json: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
+        )
+    if "head_dim" not in config and hidden_size % heads:
+        raise ModelError(
+            f"config.json: without head_dim, hidden_size={hidden_size} must be a multiple of "
+            f"num_attention_heads={heads}"
+        )
+    return heads, kv_heads, config.integer("head_dim", hidden_size // heads, high=MOST_WIDTH // heads)
 
 
 def read_activation(config: Config, name: str, default: str) -> str:
