@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -80,14 +82,13 @@ def cramped(awkward_and_kernels: tuple[str, str]) -> EngineConfig:
     )
 
 
-@pytest.fixture
-def load(model_folder: Path, device: torch.device) -> Iterator[Load]:
-    """Loads engines on the device, and closes them."""
+@contextmanager
+def loading(folder: Path, base: EngineConfig) -> Iterator[Load]:
+    """A function that loads engines with changes of `base`. They are closed at the end."""
     engines: list[Engine] = []
 
-    def make(folder: Path = model_folder, **settings: Any) -> Engine:
-        settings = {"max_num_seqs": 8, "kv_cache_bytes": 1 << 20, "threads": 1} | settings
-        engines.append(Engine.load(folder, EngineConfig(device=device.type, **settings)))
+    def make(folder: Path = folder, **changes: Any) -> Engine:
+        engines.append(Engine.load(folder, replace(base, **changes)))
         return engines[-1]
 
     yield make
@@ -95,3 +96,17 @@ def load(model_folder: Path, device: torch.device) -> Iterator[Load]:
         one.close()
         # A test may have left requests in: closing ended them.
         assert one.stats().kv_blocks_used == 0
+
+
+@pytest.fixture
+def load(model_folder: Path, device: torch.device) -> Iterator[Load]:
+    with loading(
+        model_folder, EngineConfig(device=device.type, max_num_seqs=8, kv_cache_bytes=1 << 20, threads=1)
+    ) as make:
+        yield make
+
+
+@pytest.fixture
+def load_cramped(awkward: Path, cramped: EngineConfig) -> Iterator[Load]:
+    with loading(awkward, cramped) as make:
+        yield make

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.engine import Engine
+from engine.execution.loop import StepLoop
 from engine.params import SamplingParams
 from engine.plan import Sampled, StepPlan
 from engine.request import Event, Request
@@ -127,6 +128,14 @@ def together(engine: Engine, requests: int) -> None:
         return engine._read_notes()
 
     engine._read_notes = read
+
+
+def submitted(loop: StepLoop, count: int, **how: Any) -> list[Listener]:
+    """Requests "0", "1", ... whose tokens count up from 1, 101, 201, ..."""
+    heard = [Listener() for _ in range(count)]
+    for i, listener in enumerate(heard):
+        loop.submit(request(str(i), first=100 * i, **how), listener)
+    return heard
 
 
 def request(name: str, first: int = 10, length: int = 3, max_tokens: int = 4, **params: Any) -> Request:

@@ -14,8 +14,7 @@ from engine import Choice, Engine, EngineConfig, Output, SamplingParams
 from engine.execution.device import DeviceRunner
 from engine.execution.runner import Runner
 from engine.plan import StepPlan
-
-Load = Callable[..., Engine]
+from tests.engine.conftest import Load
 
 PROMPTS = [list(range(1, 1 + length)) for length in (3, 30, 17, 58, 59, 75, 16, 33)]
 #: Whatever makes the next token depend on those before it, or ends an output where nobody foresaw it.
@@ -43,21 +42,6 @@ def expected(plain: Engine) -> list[Output]:
     return plain.generate(PROMPTS, mixed())
 
 
-@pytest.fixture
-def load(cramped: EngineConfig, awkward: Path) -> Iterator[Load]:
-    """Engines like `plain`, with an overlap."""
-    engines: list[Engine] = []
-
-    def make(**settings: Any) -> Engine:
-        engines.append(Engine.load(awkward, replace(cramped, overlap=1, **settings)))
-        return engines[-1]
-
-    yield make
-    for one in engines:
-        one.close()
-        assert one.stats().kv_blocks_used == 0
-
-
 def mixed() -> list[SamplingParams]:
     return [SamplingParams(**({"max_tokens": 10, "seed": 7 + i} | each)) for i, each in enumerate(MIXED)]
 
@@ -78,30 +62,30 @@ def scored(outputs: list[Output]) -> list[tuple[int, float]]:
     ]
 
 
-def test_whatever_is_asked_for(load: Load, expected: list[Output]) -> None:
-    found = load().generate(PROMPTS, mixed())
+def test_whatever_is_asked_for(load_cramped: Load, expected: list[Output]) -> None:
+    found = load_cramped(overlap=1).generate(PROMPTS, mixed())
     assert said(found) == said(expected)
     assert scored(found) == scored(expected)
     assert {choice.finish_reason for one in found for choice in one.choices} == {"stop", "length"}
 
 
-def test_bad_words_that_begin_with_a_token_in_flight(load: Load, plain: Engine) -> None:
+def test_bad_words_that_begin_with_a_token_in_flight(load_cramped: Load, plain: Engine) -> None:
     greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     prompts = PROMPTS[:4]
     text = plain.generate([prompts[1]], greedy)[0].text
     word = next(word for word in (text[i : i + 3] for i in range(len(text))) if word.isascii() and word.isprintable())
     params = [replace(greedy, bad_words=(word,) if i % 2 else ()) for i in range(len(prompts))]
-    found = load().generate(prompts, params)
+    found = load_cramped(overlap=1).generate(prompts, params)
     assert said(found) == said(plain.generate(prompts, params))
     assert word not in found[1].text
 
 
 @pytest.mark.parametrize("methods", [("execute", "_launch"), ("collect", "collect")], ids=["launched", "collected"])
 def test_steps_that_fail_change_no_output(
-    load: Load, expected: list[Output], monkeypatch: pytest.MonkeyPatch, methods: tuple[str, str]
+    load_cramped: Load, expected: list[Output], monkeypatch: pytest.MonkeyPatch, methods: tuple[str, str]
 ) -> None:
     """With one in flight before them, or one after: neither the tokens nor what the runner has counted of them."""
-    ahead = load()
+    ahead = load_cramped(overlap=1)
     calls = itertools.count()
 
     def failing(plain: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

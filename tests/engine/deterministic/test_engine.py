@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 from engine import Engine, EngineConfig, EngineError, Event, Output, Request, SamplingParams
 from engine.kernels import select
 from engine.sequence import Sequence
+from tests.engine.conftest import Load, loading
 from tests.engine.deterministic.logits import NATIVE, Bits, recorded
 from tests.engine.guessing import Guesser
 from tests.engine.looping import together
 from tests.engine.random_models import FAMILIES, VARIANTS, write_model
 from tests.exhaustive import few
-
-Load = Callable[..., Engine]
 
 SHARED = [(13 * i) % 301 + 4 for i in range(64)]
 PROMPTS = [
@@ -35,11 +34,11 @@ PROMPTS = [
 MIXED: list[dict[str, Any]] = [
     {"temperature": 0.0, "logprobs": 20},
     {"temperature": 1.0, "n": 3, "logprobs": 1},
-    {"temperature": 1.2, "repetition_penalty": 1.4, "frequency_penalty": 0.7, "presence_penalty": 0.3},
-    {"temperature": 0.0, "repetition_penalty": 1.5, "prompt_logprobs": 3},
+    {"temperature": 1.2, "repetition_penalty": 1.4, "frequency_penalty": 0.7, "logit_bias": {7: 2.0}},
+    {"temperature": 0.0, "repetition_penalty": 1.5, "presence_penalty": 0.3, "prompt_logprobs": 3},
     {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "n": 2, "best_of": 3},
-    {"temperature": 1.0, "typical_p": 0.8, "logprobs": 0},
-    {"temperature": 1.3, "top_p": 0.95, "min_p": 0.01, "n": 2},
+    {"temperature": 1.0, "typical_p": 0.8, "logprobs": 0, "banned_token_ids": [1, 2, 3]},
+    {"temperature": 1.3, "top_p": 0.95, "min_p": 0.01, "n": 2, "allowed_token_ids": list(range(100))},
     {"temperature": 0.7, "max_tokens": 1, "logprobs": 5},
 ]
 PARAMS = [
@@ -70,15 +69,8 @@ def alone(folder: Path) -> Iterator[tuple[list[Output], Bits]]:
 
 @pytest.fixture
 def load(folder: Path) -> Iterator[Load]:
-    engines: list[Engine] = []
-
-    def make(**changes: Any) -> Engine:
-        engines.append(Engine.load(folder, replace(BASE, **changes)))
-        return engines[-1]
-
-    yield make
-    for one in engines:
-        one.close()
+    with loading(folder, BASE) as make:
+        yield make
 
 
 def _right(outputs: list[Output]) -> Callable[[Sequence, list[int]], int]:

@@ -15,7 +15,7 @@ from engine.plan import StepPlan
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.execution.test_loop import overlap, steps
 from tests.engine.execution.test_shrink import scheduler
-from tests.engine.looping import PATIENCE, Listener, Steps, request, waited
+from tests.engine.looping import PATIENCE, Listener, Steps, request, submitted, waited
 
 __all__ = ["overlap", "scheduler", "steps"]
 
@@ -56,9 +56,7 @@ def test_all_unfinished_requests_get_an_event_and_the_thread_ends(
 ) -> None:
     device, all_in = Device(steps), threading.Event()
     loop = StepLoop(scheduler, steps, lambda: waited(all_in), overlap=overlap, check=device.check)
-    heard = [Listener() for _ in range(3)]
-    for i, listener in enumerate(heard):
-        loop.submit(request(str(i), first=100 * i, length=30, max_tokens=20), listener)
+    heard = submitted(loop, 3, length=30, max_tokens=20)
     all_in.set()
     for listener in heard:
         last = listener.wait().events[-1]
@@ -92,9 +90,7 @@ def test_on_lost_gets_the_requests_of_the_step(
     steps.before, all_in = before, threading.Event()
     loop = StepLoop(scheduler, steps, lambda: waited(all_in), overlap=overlap, check=check)
     loop.on_lost = lambda why, suspects: told.append((why, suspects))
-    heard = [Listener() for _ in range(3)]
-    for i, listener in enumerate(heard):
-        loop.submit(request(str(i), first=100 * i), listener)
+    heard = submitted(loop, 3)
     all_in.set()
     loop._thread.join(PATIENCE)
     (why, suspects) = told[0]
@@ -122,9 +118,7 @@ def test_a_row_that_loses_the_device_when_it_runs_alone_is_the_last(
 
     steps.before, all_in = before, threading.Event()
     loop = StepLoop(scheduler, steps, lambda: waited(all_in), overlap=overlap, check=check)
-    heard = [Listener() for _ in range(3)]
-    for i, listener in enumerate(heard):
-        loop.submit(request(str(i), first=100 * i), listener)
+    heard = submitted(loop, 3)
     all_in.set()
     errors = [listener.wait().events[-1].error or "" for listener in heard]
     # Also of the first, whose own failure was never told.

@@ -15,7 +15,7 @@ from engine.memory import release
 from engine.plan import StepPlan
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.execution.test_loop import overlap, steps
-from tests.engine.looping import PATIENCE, Listener, Steps, request, waited
+from tests.engine.looping import PATIENCE, Listener, Steps, request, submitted, waited
 from tests.engine.stepping import made
 
 __all__ = ["overlap", "steps"]
@@ -47,9 +47,7 @@ def room_for(most: int, seen: list[int]) -> object:
 def test_steps_become_as_small_as_there_is_memory_for(loop: StepLoop, steps: Steps, scheduler: Scheduler) -> None:
     seen: list[int] = []
     steps.before = room_for(20, seen)
-    heard = [Listener() for _ in range(4)]
-    for i, listener in enumerate(heard):
-        loop.submit(request(str(i), first=100 * i, length=30, max_tokens=6), listener)
+    heard = submitted(loop, 4, length=30, max_tokens=6)
     for i, listener in enumerate(heard):
         assert listener.wait().tokens == [100 * i + 1 + place for place in range(6)]
     stats = loop.stats()
@@ -63,9 +61,7 @@ def test_steps_become_as_small_as_there_is_memory_for(loop: StepLoop, steps: Ste
 def test_once_is_enough_where_half_a_step_fits(loop: StepLoop, steps: Steps) -> None:
     seen: list[int] = []
     steps.before = room_for(32, seen)
-    heard = [Listener(), Listener()]
-    for i, listener in enumerate(heard):
-        loop.submit(request(str(i), first=100 * i, length=40), listener)
+    heard = submitted(loop, 2, length=40)
     for i, listener in enumerate(heard):
         assert listener.wait().tokens == [100 * i + 1 + place for place in range(4)]
     assert (loop.stats().out_of_memory, loop.stats().shrinks) == (1, 1)
@@ -98,9 +94,7 @@ def test_a_device_without_memory_for_any_sequence_is_lost_if_another_takes_over(
     steps.before = no_memory
     made = StepLoop(scheduler, steps, lambda: waited(all_in), overlap=overlap, release=release)
     made.on_lost = lambda why, suspects: told.append((why, suspects))
-    heard = [Listener() for _ in range(3)]
-    for i, listener in enumerate(heard):
-        made.submit(request(str(i), first=100 * i), listener)
+    heard = submitted(made, 3)
     all_in.set()
     made._thread.join(PATIENCE)
     ((why, suspects),) = told
@@ -113,9 +107,7 @@ def test_a_device_without_memory_for_any_sequence_is_lost_if_another_takes_over(
 
 def test_if_no_other_takes_over_each_sequence_fails_alone_and_the_engine_goes_on(loop: StepLoop, steps: Steps) -> None:
     steps.before = no_memory
-    heard = [Listener() for _ in range(3)]
-    for i, listener in enumerate(heard):
-        loop.submit(request(str(i), first=100 * i), listener)
+    heard = submitted(loop, 3)
     assert all("out of memory" in (listener.wait().events[-1].error or "") for listener in heard)
     steps.before = lambda plan: None
     again = Listener()

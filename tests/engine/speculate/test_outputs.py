@@ -3,7 +3,6 @@ right; on both runners, in step and a step ahead."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,10 @@ import pytest
 
 from engine import Engine, EngineConfig, EngineError, Output, SamplingParams
 from engine.sequence import Sequence
+from tests.engine.conftest import Load
 from tests.engine.guessing import Guesser
 from tests.engine.random_models import write_model
 from tests.engine.test_overlap import MIXED, PROMPTS, said, scored
-
-Load = Callable[..., Engine]
 
 #: Besides: a word that must not be said, and stop strings, found in what is said without.
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -37,23 +35,9 @@ def asked(cramped: EngineConfig, awkward: Path) -> tuple[list[list[int]], list[S
         return prompts, params, outputs, plain.stats().generated_tokens - before
 
 
-@pytest.fixture
-def load(cramped: EngineConfig, awkward: Path) -> Iterator[Load]:
-    engines: list[Engine] = []
-
-    def make(**settings: Any) -> Engine:
-        engines.append(Engine.load(awkward, replace(cramped, **settings)))
-        return engines[-1]
-
-    yield make
-    for one in engines:
-        one.close()
-        assert one.stats().kv_blocks_used == 0
-
-
 @pytest.mark.parametrize(("agreement", "overlap"), [(0.0, 0), (0.5, 1), (1.0, 0)])
 def test_whatever_is_guessed(
-    load: Load, asked: Any, monkeypatch: pytest.MonkeyPatch, agreement: float, overlap: int
+    load_cramped: Load, asked: Any, monkeypatch: pytest.MonkeyPatch, agreement: float, overlap: int
 ) -> None:
     prompts, params, expected, generated = asked
 
@@ -67,7 +51,7 @@ def test_whatever_is_guessed(
     monkeypatch.setattr(
         "engine.execution.placement.Lookup", lambda slots, vocab: Guesser(right, agreement, 300, whole=True)
     )
-    engine = load(speculate="lookup", speculate_tokens=3, speculate_adaptive=False, overlap=overlap)
+    engine = load_cramped(speculate="lookup", speculate_tokens=3, speculate_adaptive=False, overlap=overlap)
     found = engine.generate(prompts, params)
     assert said(found) == said(expected)
     assert scored(found) == scored(expected)
@@ -79,16 +63,16 @@ def test_whatever_is_guessed(
     assert (stats.draft_accepted > 0.1 * stats.drafted) == (agreement > 0)
 
 
-def test_a_draft_model_that_is_the_model_itself_is_always_right(load: Load, asked: Any, awkward: Path) -> None:
+def test_a_draft_model_that_is_the_model_itself_is_always_right(load_cramped: Load, asked: Any, awkward: Path) -> None:
     prompts, params, expected, _ = asked
-    engine = load(speculate="draft", draft_model=str(awkward), speculate_adaptive=False, speculate_tokens=4)
+    engine = load_cramped(speculate="draft", draft_model=str(awkward), speculate_adaptive=False, speculate_tokens=4)
     found = engine.generate(prompts, params)
     assert said(found) == said(expected)
     stats = engine.stats()
     assert stats.draft_accepted == stats.drafted > 40
 
 
-def test_a_draft_model_of_other_tokens_is_refused(load: Load, tmp_path: Path, awkward: Path) -> None:
+def test_a_draft_model_of_other_tokens_is_refused(load_cramped: Load, tmp_path: Path, awkward: Path) -> None:
     other = write_model(tmp_path / "other", vocab_size=290)
     with pytest.raises(EngineError, match="vocabulary of 290 tokens, and the model one of"):
-        load(speculate="draft", draft_model=str(other))
+        load_cramped(speculate="draft", draft_model=str(other))
