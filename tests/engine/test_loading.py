@@ -35,6 +35,8 @@ def test_a_model_without_tokenizer_serves_token_ids(tmp_path: Path, load: Load) 
     assert (len(found.token_ids), found.text) == (12, "")
     with pytest.raises(RequestError, match=r"no tokenizer.json"):
         engine.generate(["text"], GREEDY)
+    with pytest.raises(RequestError, match=r"no tokenizer\.json: bad_words"):
+        engine.generate([[1, 2]], SamplingParams(bad_words=["x"]))
 
 
 def test_the_end_token_ends_also_without_a_tokenizer(tmp_path: Path, load: Load) -> None:

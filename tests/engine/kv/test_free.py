@@ -3,10 +3,7 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-import pytest
-
 from engine.kv import BlockPool
-from engine.kv.free import FreeBlocks
 
 
 def grow(pool: BlockPool, table: list[int], count: int = 1) -> None:
@@ -102,26 +99,3 @@ def test_a_last_run_may_be_shorter():
     assert taken == [0, 4]
     pool.release([4])
     assert pool.allocate(2) == [4, 5]
-
-
-@pytest.mark.parametrize("run", [1, 3, 8])
-def test_after_any_history_each_block_is_free_once_or_taken(run: int):
-    choose = random.Random(run)
-    for _ in range(60):
-        free = FreeBlocks(choose.randint(1, 20), run)
-        blocks, taken = len(free), []
-        for _ in range(80):
-            if taken and choose.random() < 0.45:
-                block = taken.pop(choose.randrange(len(taken)))
-                free.put(block)
-                if choose.random() < 0.5:
-                    free.leave(block)
-            elif len(free):
-                block = free.take(choose.choice([None, *taken]))
-                taken.append(free.take_any() if block is None else block)
-            assert sorted([*free, *taken]) == list(range(blocks))
-            assert len(free) == blocks - len(taken)
-        while len(free):
-            block = free.take(None)
-            taken.append(free.take_any() if block is None else block)
-        assert sorted(taken) == list(range(blocks))

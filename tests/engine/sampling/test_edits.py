@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import RepetitionPenaltyLogitsProcessor
 
 from engine.sampling import SamplingRows, sample
 from engine.sampling.counts import TokenCounts
@@ -97,16 +96,6 @@ def test_a_step_done_again_counts_nothing_twice() -> None:
         first = edited(rows, logits, [one])
         assert torch.equal(edited(rows, logits, [one]), first)
     assert torch.equal((logits - first)[0].nonzero().view(-1), torch.tensor([5, 6]))
-
-
-@pytest.mark.parametrize("penalty", [0.01, 0.9, 1.2, 10.0])
-def test_repetition_is_transformers_own(penalty: float) -> None:
-    logits = random_logits(8, seed=2)
-    prompts = torch.randint(VOCAB, (8, 30), generator=torch.Generator().manual_seed(1))
-    expected = RepetitionPenaltyLogitsProcessor(penalty)(prompts, logits.clone())
-    for row in range(8):
-        found = alone(logits[row : row + 1], prompt=tuple(prompts[row].tolist()), repetition_penalty=penalty)
-        torch.testing.assert_close(found, expected[row])
 
 
 def same_counts(counts: TokenCounts, known: list[Counter[int]]) -> None:
