@@ -143,6 +143,11 @@ class SamplingParams:
         return self.temperature if self.temperature >= COLDEST else 0.0
 
     @property
+    def penalises(self) -> bool:
+        """Whether a penalty changes the logits of tokens that have occurred."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
     def width(self) -> int:
         """The number of choices that are made, of which `n` are returned."""
         return self.best_of or self.n

@@ -60,11 +60,10 @@ class EditRows:
         self._ends[slot] = self._known(sequence.output.ends)
         self._armed_at[slot] = sequence.prompt_len + params.min_tokens
         self._words[slot] = by_last_but_one(sequence.bad_words)
-        penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-        if penalised:
+        if params.penalises:
             self._count(sequence)
         self._flags[slot] = (
-            penalised * _PENALTIES
+            params.penalises * _PENALTIES
             | (len(params.logit_bias) > 0) * _BIAS
             | (len(params.allowed_token_ids) > 0) * _ALLOWED
             | (len(self._banned[slot]) > 0) * _BANNED

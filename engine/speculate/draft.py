@@ -113,7 +113,7 @@ class DraftModel:
         found.computed = min(found.computed, right, len(tokens) - 1)
         found.room = min(row.max_draft, self._context - len(tokens))
         found.guessed = []
-        if _penalised(owner):
+        if owner.request.params.penalises:
             # The sampler counts tokens as they come and never removes any, so it must see a new sequence.
             found.seq = replace(found.seq)
         return found
@@ -167,8 +167,3 @@ class DraftModel:
 
 def _lacking(one: _Shadow) -> int:
     return len(one.seq.tokens) - one.computed
-
-
-def _penalised(seq: Sequence) -> bool:
-    params = seq.request.params
-    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
