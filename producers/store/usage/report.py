@@ -89,9 +89,7 @@ async def report(
 ) -> Report:
     """`tenant`: its usage alone. Raises redis.exceptions.RedisError or OSError."""
     lines: dict[tuple[str, ...], Line] = {} if by else {(): Line()}
-    for start, group, counts in await used(store, since, until):
-        if tenant is not None and group.tenant != tenant:
-            continue
+    for start, group, counts in await used(store, since, until, tenant):
         values = group._asdict() | {"day": datetime.fromtimestamp(start, UTC).date().isoformat()}
         line = lines.setdefault(tuple(values[part] for part in by), Line())
         line.counts = [had + more for had, more in zip(line.counts, counts, strict=True)]
