@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
 from typer.testing import CliRunner
 
 from producers.gateway.settings import GatewaySettings
@@ -112,23 +111,14 @@ def test_the_gateway_is_told_what_was_said(conducted: Conducted, monkeypatch: py
     monkeypatch.setattr("producers.gateway.serve", lambda settings, listener: given.append(settings))
     monkeypatch.setattr("workers.cli.processes.gateway.look_at_servers", lambda broker, store: None)
     origins = ("https://a.example", "http://localhost:3000")
-    said = (
-        "--max-queued",
-        "60",
-        "--max-queued-per-tenant",
-        "6",
-        "--max-queued-in-all",
-        "0",
-        "--max-wait",
-        "9",
-        *(f"--cors-origin={origin}" for origin in origins),
-    )
-    said += ("--proxy-headers", "10.0.0.0/8", "--proxy-headers", "::1")
+    said = ("--max-queued", "60", "--max-queued-per-tenant", "6", "--max-queued-in-all", "0", "--max-wait", "9")
+    said += (*(f"--cors-origin={origin}" for origin in origins), "--proxy-headers", "10.0.0.0/8")
+    said += ("--proxy-headers", "::1")
     system = conducted(*said, "--model", "tiny", "--model", "two=tiny")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         system._listener = listener.dup()
-        program = system._gateway_program()
+        program = system._gateway()
         result = CliRunner().invoke(app, list(program.argv)[len(PENSTOCK) :], env=dict(program.env))
         system._listener.detach()  # the command has closed what it was given
     assert result.exit_code == 0, (result.output, result.exception)
@@ -192,10 +182,7 @@ def test_a_standby_is_kept_where_workers_come_and_go(
     [
         (("--min", "3", "--max", "2"), "--min is 3 and --max is 2; --min must not be larger"),
         (("--min", "1"), "--min 1 needs --max"),
-        (
-            ("--workers", "2", "--max", "4"),
-            "--workers 2 is a fixed number of workers",
-        ),
+        (("--workers", "2", "--max", "4"), "--workers 2 is a fixed number of workers"),
         (("--cool-down", "5"), "--cool-down needs --min or --max"),
         (("--max", "2", "--cool-down", "0"), "--cool-down: cool_down is 0; it must be above 0"),
         (("--standby-idle", "5"), "add --standby"),
@@ -211,14 +198,6 @@ def test_numbers_of_workers_that_make_no_sense_are_refused(said: tuple[str, ...]
 def test_a_port_of_both_is_refused() -> None:
     result = CliRunner().invoke(app, ["up", "--port", "8001", "--health-port", "8000", "--workers", "2"])
     assert "port 8001 is the gateway's" in str(result.exception)
-
-
-def test_what_is_passed_on_is_called_the_same_there() -> None:
-    commands = get_command(app).commands  # type: ignore[attr-defined] # click's group
-    here = {option.name: (option.opts, option.default) for option in commands["up"].params}
-    for command, names in (("worker", up.OF_WORKERS), ("gateway", up.OF_THE_GATEWAY)):
-        there = {option.name: (option.opts, option.default) for option in commands[command].params}
-        assert {name: here[name] for name in names} == {name: there[name] for name in names}
 
 
 def test_each_gpus_worker_has_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -248,7 +227,7 @@ def test_gateway_and_sweeper_have_the_same_folder_for_files(
     system = conducted(*said)
     with socket.socket() as listener:
         system._listener = listener
-        for program in (system._gateway_program(), system._sweeper_program()):
+        for program in (system._gateway(), system._sweeper()):
             argv = list(program.argv)
             assert argv[argv.index("--files-dir") + 1] == str(Path(folder))
 

@@ -6,29 +6,38 @@ import re
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from inspect import Parameter
 from typing import Annotated, Final
 
 import typer
 
 from workers.cli.exits import Failure
 
-#: Limits that may be changed: a number, or `none`.
-Rpm = Annotated[str | None, typer.Option(help="Most tasks that may be submitted in a minute.")]
-Tpm = Annotated[str | None, typer.Option(help="Most tokens that the tasks of a minute may need.")]
-MaxInFlight = Annotated[str | None, typer.Option(help="Most tasks that have not ended.")]
-BudgetTokens = Annotated[str | None, typer.Option(help="Most tokens in a month (UTC).")]
-MaxPrompt = Annotated[str | None, typer.Option(help="Most tokens of a prompt.")]
-MaxOutput = Annotated[str | None, typer.Option(help="Most tokens of a choice's output.")]
-MaxWaiting = Annotated[str | None, typer.Option(help="Most tasks that wait for a worker.")]
-ShortenTo = Annotated[str | None, typer.Option(help="Most tokens of a choice's output under overload, default tier.")]
-BudgetMoney = Annotated[str | None, typer.Option(help="Most that tasks may cost in a month, in the prices' currency.")]
 MONEY: Final = "budget_money"
+#: What limits may be set, and the help of their options.
+LIMITS: Final = {
+    "rpm": "Most tasks that may be submitted in a minute.",
+    "tpm": "Most tokens that the tasks of a minute may need.",
+    "max_in_flight": "Most tasks that have not ended.",
+    "budget_tokens": "Most tokens in a month (UTC).",
+    MONEY: "Most that tasks may cost in a month, in the prices' currency.",
+    "max_prompt": "Most tokens of a prompt.",
+    "max_output": "Most tokens of a choice's output.",
+    "max_waiting": "Most tasks that wait for a worker.",
+    "shorten_to": "Most tokens of a choice's output under overload, default tier.",
+}
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}
 
 
-def limits(asked: Mapping[str, str | None]) -> dict[str, int | str | None]:
-    """The limits among options that were given; `none` unsets one. Raises Failure for what is no number."""
-    given = {name: value for name, value in asked.items() if value is not None}
+def options(kind: type, without: str = "") -> list[Parameter]:
+    """The limits' options, as numbers or, for `limits`, as texts."""
+    kinds = {name: str if name == MONEY else kind for name in LIMITS if name != without}
+    made = {name: Annotated[one | None, typer.Option(help=LIMITS[name])] for name, one in kinds.items()}
+    return [Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=one) for name, one in made.items()]
+
+
+def limits(given: Mapping[str, str]) -> dict[str, int | str | None]:
+    """The limits in options that were given; `none` unsets one. Raises Failure for what is no number."""
     for name, value in given.items():
         if value != "none" and name != MONEY and re.fullmatch(r"[0-9]{1,100}", value) is None:
             raise Failure(f"--{name.replace('_', '-')} is {value!r}; it must be a whole number, or none")

@@ -10,23 +10,9 @@ import typer
 
 from workers.cli.admin.store import DataDir, KeyStore, with_store
 from workers.cli.exits import OPERATOR_STATUS, Command, Failure, add_group
-from workers.cli.keys.asked import (
-    BudgetMoney,
-    BudgetTokens,
-    MaxInFlight,
-    MaxOutput,
-    MaxPrompt,
-    MaxWaiting,
-    Rpm,
-    ShortenTo,
-    Tpm,
-    duration,
-    limits,
-    moment,
-    names,
-    when,
-)
+from workers.cli.keys.asked import duration, limits, moment, names, options, when
 from workers.cli.options import Json
+from workers.cli.options.declared import takes
 from workers.cli.terminal.show import say
 
 if TYPE_CHECKING:
@@ -55,7 +41,9 @@ def add_to(app: typer.Typer) -> None:
     app.command(epilog=f"Example: penstock audit --limit 20\n\n{OPERATOR_STATUS}", rich_help_panel="Operations")(audit)
 
 
+@takes(bounds=options(int))
 def create(
+    *,
     tenant: Annotated[str, typer.Option(help="Whose key it is: what it makes is this tenant's.")],
     name: Annotated[str | None, typer.Option(help="What people call the key. Unset: the tenant.")] = None,
     scopes: Annotated[str | None, typer.Option(help=SCOPES)] = None,
@@ -64,17 +52,7 @@ def create(
     expires: Annotated[
         str | None, typer.Option(help="When it ends: 30d, 12h, or 2027-01-31 (UTC). Unset: never.")
     ] = None,
-    rpm: Annotated[int | None, typer.Option(help="Most tasks that it may submit in a minute.")] = None,
-    tpm: Annotated[int | None, typer.Option(help="Most tokens that the tasks of a minute may need.")] = None,
-    max_in_flight: Annotated[int | None, typer.Option(help="Most of its tasks that have not ended.")] = None,
-    budget_tokens: Annotated[int | None, typer.Option(help="Most tokens in a month (UTC).")] = None,
-    budget_money: BudgetMoney = None,
-    max_prompt: Annotated[int | None, typer.Option(help="Most tokens of a prompt.")] = None,
-    max_output: Annotated[int | None, typer.Option(help="Most tokens of a choice's output.")] = None,
-    max_waiting: Annotated[int | None, typer.Option(help="Most of its tasks that wait for a worker.")] = None,
-    shorten_to: Annotated[
-        int | None, typer.Option(help="Most tokens of a choice's output under overload, of the tier default.")
-    ] = None,
+    bounds: dict[str, Any],
     data_dir: DataDir = None,
     store: KeyStore = None,
     as_json: Json = False,
@@ -87,15 +65,7 @@ def create(
         "models": names(models),
         "tiers": names(tiers),
         "expires_at": moment(expires, "--expires"),
-        "rpm": rpm,
-        "tpm": tpm,
-        "max_in_flight": max_in_flight,
-        "budget_tokens": budget_tokens,
-        "budget_money": budget_money,
-        "max_prompt": max_prompt,
-        "max_output": max_output,
-        "max_waiting": max_waiting,
-        "shorten_to": shorten_to,
+        **bounds,
     }
 
     async def work(client: Redis) -> None:
@@ -145,17 +115,11 @@ def show(key_id: KeyId, data_dir: DataDir = None, store: KeyStore = None, as_jso
     with_store(store, data_dir, work)
 
 
+@takes(bounds=options(str))
 def limit(
     key_id: KeyId,
-    rpm: Rpm = None,
-    tpm: Tpm = None,
-    max_in_flight: MaxInFlight = None,
-    budget_tokens: BudgetTokens = None,
-    budget_money: BudgetMoney = None,
-    max_prompt: MaxPrompt = None,
-    max_output: MaxOutput = None,
-    max_waiting: MaxWaiting = None,
-    shorten_to: ShortenTo = None,
+    *,
+    bounds: dict[str, Any],
     models: Annotated[str | None, typer.Option(help="Models that it may use, between commas; none: all.")] = None,
     tiers: Annotated[str | None, typer.Option(help="Tiers that it may use, between commas; none: all.")] = None,
     expires: Annotated[str | None, typer.Option(help="When it ends, as of `keys create`; none: never.")] = None,
@@ -167,10 +131,7 @@ def limit(
 
     What was counted before stays counted; a key without limits counts nothing.
     """
-    numbers = {"rpm": rpm, "tpm": tpm, "max_in_flight": max_in_flight, "budget_tokens": budget_tokens}
-    numbers["budget_money"] = budget_money
-    sizes = {"max_prompt": max_prompt, "max_output": max_output, "max_waiting": max_waiting, "shorten_to": shorten_to}
-    asked: dict[str, Any] = {**limits({**numbers, **sizes})}
+    asked: dict[str, Any] = {**limits(bounds)}
     for name, text in (("models", models), ("tiers", tiers)):
         if text is not None:
             asked[name] = None if text == "none" else names(text)

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from workers.cli.admin.dlq import with_client
 from workers.cli.admin.store import DataDir, KeyStore, with_store
 from workers.cli.exits import OPERATOR_STATUS, Command, Failure, add_group
-from workers.cli.keys.asked import (
-    BudgetMoney,
-    BudgetTokens,
-    MaxInFlight,
-    MaxOutput,
-    MaxPrompt,
-    MaxWaiting,
-    Rpm,
-    Tpm,
-    limits,
-)
+from workers.cli.keys.asked import limits, options
 from workers.cli.options import AnyBroker, Json, Store
+from workers.cli.options.declared import takes
 from workers.cli.terminal.show import say
 
 if TYPE_CHECKING:
@@ -81,24 +72,17 @@ def weigh(
     with_client(broker, store, work)
 
 
+@takes(bounds=options(str, without="shorten_to"))
 def limit(
     tenant: Annotated[str, typer.Argument(help="The tenant's name, as in its keys or tasks.")],
-    rpm: Rpm = None,
-    tpm: Tpm = None,
-    max_in_flight: MaxInFlight = None,
-    budget_tokens: BudgetTokens = None,
-    budget_money: BudgetMoney = None,
-    max_prompt: MaxPrompt = None,
-    max_output: MaxOutput = None,
-    max_waiting: MaxWaiting = None,
+    *,
+    bounds: dict[str, Any],
     data_dir: DataDir = None,
     store: KeyStore = None,
     as_json: Json = False,
 ) -> None:
     """Change what all of a tenant's keys may use together; `none` unsets a limit. Without options, show its limits."""
-    numbers = {"rpm": rpm, "tpm": tpm, "max_in_flight": max_in_flight, "budget_tokens": budget_tokens}
-    numbers["budget_money"] = budget_money
-    asked = limits({**numbers, "max_prompt": max_prompt, "max_output": max_output, "max_waiting": max_waiting})
+    asked = limits(bounds)
 
     async def work(client: Redis) -> None:
         from producers.admin import tenants

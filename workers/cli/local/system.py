@@ -35,7 +35,7 @@ from workers.cli.local import embedded
 from workers.cli.local.plan import Plan
 from workers.cli.local.pools import LocalPools
 from workers.cli.local.publish import publish_own
-from workers.cli.processes.ports import open_port
+from workers.cli.starting import open_port
 from workers.connect import check_servers
 from workers.errors import Refused
 from workers.library import Found
@@ -71,14 +71,11 @@ class System:
     port: int = field(init=False, default=0)
     _data: embedded.DataDir | None = field(init=False, default=None)
     _listener: socket.socket | None = field(init=False, default=None)
-    _valkey: Child | None = field(init=False, default=None)
-    _gateway: Child | None = field(init=False, default=None)
+    _ones: dict[str, Child] = field(init=False, default_factory=dict)
+    """All children but the workers, by name."""
     _standby: Standby | None = field(init=False, default=None)
     _pools: LocalPools | None = field(init=False, default=None)
     _scaling: asyncio.Task[None] | None = field(init=False, default=None)
-    _sweeper: Child | None = field(init=False, default=None)
-    _webhooks: Child | None = field(init=False, default=None)
-    _sources: Child | None = field(init=False, default=None)
 
     @property
     def url(self) -> str:
@@ -89,69 +86,44 @@ class System:
     @property
     def children(self) -> list[Child]:
         """The children that were started."""
-        workers = self._pools.children if self._pools is not None else []
-        every = (self._valkey, self._gateway, *workers, self._sweeper, self._webhooks, self._sources)
-        return [child for child in every if child is not None]
+        return [*self._ones.values(), *(self._pools.children if self._pools is not None else ())]
 
     async def start(self) -> None:
         """Start all processes and wait until they serve. Raises Failure if one cannot start or dies before that."""
-        plan = self.plan
         # The port first: it is the most frequent obstacle, and nothing runs yet.
-        self._listener = open_port(plan.host, plan.port)
+        self._listener = open_port(self.plan.host, self.plan.port)
         self.port = self._listener.getsockname()[1]
-        self.broker, self.store = plan.broker or "", plan.store or ""
-        if plan.embedded:
-            self._data = await embedded.open_data_dir(plan.data_dir)
-            port = self._data.port()
-            self._data.tell(plan.broker)
-            self.store = f"redis://{HOST}:{port}/0"
-            self._valkey = Child(embedded.valkey(self._data, port), self.say)
-            await self._valkey.start()
-            await embedded.started(self._valkey, self._data, port)
-        self.broker, self.store = self.broker or self.store, self.store or self.broker
-        try:
-            await asyncio.to_thread(check_servers, self.broker, self.store, ())
-        except Refused as refused:
-            raise Failure(str(refused)) from refused
-        COLD_START.mark("store")
+        await self._begin_servers()
         self._standby = await self._begin_standby()
-        self._gateway = Child(self._gateway_program(), self.say)
-        await self._gateway.start()
-        self._pools = LocalPools(plan, self.urls, self.say, self._standby)
+        await self._begin(self._gateway())
+        self._pools = LocalPools(self.plan, self.urls, self.say, self._standby)
         try:
             await self._pools.start()
         except ActuatorError as error:
             raise Failure(str(error), Exit.TASK_FAILED) from error
-        if plan.sources is not None:
-            self._sources = Child(self._sources_program(plan.sources), self.say)
-            await self._sources.start()
+        if self.plan.sources is not None:
+            await self._begin(self._sources(self.plan.sources))
         await self._all_serve()
-        self._sweeper = Child(self._sweeper_program(), self.say)
-        await self._sweeper.start()
-        self._webhooks = Child(self._webhooks_program(), self.say)
-        await self._webhooks.start()
+        await self._begin(self._sweeper())
+        await self._begin(self._webhooks())
         for child in self.children:
             child.restart = True
         self._pools.go_on()
-        if plan.scaled:
+        if self.plan.scaled:
             self._scaling = asyncio.create_task(self._scale(self._pools), name="autoscaler")
 
     async def stop(self) -> None:
         """Stop all processes in order. Running tasks may end; the rest is handed back to the queue."""
         self._stop_listening()
-        if self._gateway is not None:
-            self._gateway.order(signal.SIGTERM)
+        if "gateway" in self._ones:
+            self._ones["gateway"].order(signal.SIGTERM)
         await self._stop_scaling()
         if self._pools is not None:
             await self._pools.stop()
-        if self._sweeper is not None:
-            await self._sweeper.stop(STREAMS_END_S)
-        if self._webhooks is not None:  # the last events of the workers that drained; the rest waits in the outbox
-            await self._webhooks.stop(WEBHOOKS_DRAIN_S + STREAMS_END_S)
-        if self._sources is not None:
-            await self._sources.stop(SOURCES_DRAIN_S + STREAMS_END_S)
-        if self._gateway is not None:
-            await self._gateway.stop(STREAMS_END_S)
+        await self._end("sweeper", STREAMS_END_S)
+        await self._end("webhooks", WEBHOOKS_DRAIN_S + STREAMS_END_S)  # the last events of the workers that drained
+        await self._end("sources", SOURCES_DRAIN_S + STREAMS_END_S)
+        await self._end("gateway", STREAMS_END_S)
         await self._stop_valkey()
 
     def hasten(self) -> None:
@@ -163,9 +135,36 @@ class System:
         """Kill all processes. Running tasks return to the queue at the next start."""
         self._stop_listening()
         await self._stop_scaling()
-        others = [child for child in self.children if child is not self._valkey]
+        others = [child for child in self.children if child is not self._ones.get("valkey")]
         await asyncio.gather(*(child.stop(1.0, signal.SIGKILL) for child in others))
         await self._stop_valkey()
+
+    async def _begin(self, program: Program) -> Child:
+        child = self._ones[program.name] = Child(program, self.say)
+        await child.start()
+        return child
+
+    async def _end(self, name: str, seconds: float) -> None:
+        """Stop a child, if it was started."""
+        if name in self._ones:
+            await self._ones[name].stop(seconds)
+
+    async def _begin_servers(self) -> None:
+        """Start the embedded server, if the plan has one, and check both. Raises Failure."""
+        plan = self.plan
+        self.broker, self.store = plan.broker or "", plan.store or ""
+        if plan.embedded:
+            self._data = await embedded.open_data_dir(plan.data_dir)
+            port = self._data.port()
+            self._data.tell(plan.broker)
+            self.store = f"redis://{HOST}:{port}/0"
+            await embedded.started(await self._begin(embedded.valkey(self._data, port)), self._data, port)
+        self.broker, self.store = self.broker or self.store, self.store or self.broker
+        try:
+            await asyncio.to_thread(check_servers, self.broker, self.store, ())
+        except Refused as refused:
+            raise Failure(str(refused)) from refused
+        COLD_START.mark("store")
 
     async def _all_serve(self) -> None:
         """Wait until the gateway answers and each worker has its lease. Raises Failure if a child dies first."""
@@ -254,7 +253,7 @@ class System:
         if self._standby is not None:
             await self._standby.stop()
 
-    def _gateway_program(self) -> Program:
+    def _gateway(self) -> Program:
         assert self._listener is not None
         fd = self._listener.fileno()
         argv = [*PENSTOCK, "gateway", "--fd", str(fd), "--log-level", self.plan.log_level]
@@ -265,16 +264,16 @@ class System:
             argv += ["--await-model", model.name]
         return Program("gateway", argv, self.urls, pass_fds=(fd,))
 
-    def _sweeper_program(self) -> Program:
+    def _sweeper(self) -> Program:
         argv = [*PENSTOCK, "sweeper", "--log-level", self.plan.log_level, *self.plan.files]
         return Program("sweeper", argv, self.urls)
 
-    def _webhooks_program(self) -> Program:
+    def _webhooks(self) -> Program:
         argv = [*PENSTOCK, "webhooks", "run", "--log-level", self.plan.log_level]
         argv += ["--drain-timeout", str(WEBHOOKS_DRAIN_S), *self.plan.webhooks_options]
         return Program("webhooks", argv, self.urls)
 
-    def _sources_program(self, config: Path) -> Program:
+    def _sources(self, config: Path) -> Program:
         argv = [*PENSTOCK, "sources", "--config", str(config), "--log-level", self.plan.log_level]
         argv += ["--drain-timeout", str(SOURCES_DRAIN_S), *self.plan.files]
         return Program("sources", argv, self.urls)
@@ -290,8 +289,7 @@ class System:
             self._listener = None
 
     async def _stop_valkey(self) -> None:
-        if self._valkey is not None:
-            await self._valkey.stop(VALKEY_STOP_S)
+        await self._end("valkey", VALKEY_STOP_S)
         if self._data is not None:
             self._data.close()
             self._data = None
@@ -323,29 +321,31 @@ async def conduct(system: System, use: Callable[[System], Awaitable[None]]) -> b
     told = asyncio.create_task(came.get())
     await asyncio.wait((work, told), return_when="FIRST_COMPLETED")
     finished = work.done()
-    signals = 0
     if not finished:
-        signals = 2 if told.result() is signal.SIGQUIT else 1
         work.cancel()
         await asyncio.wait((work,))
-        told = asyncio.create_task(came.get())
+    await _stop(system, came, told)
+    if not work.cancelled():
+        work.result()
+    return finished
+
+
+async def _stop(system: System, came: asyncio.Queue[signal.Signals], told: asyncio.Task[signal.Signals]) -> None:
+    """Stop the system. `told`: waits for the next signal that comes, or has it."""
     stopping = asyncio.create_task(system.stop())
-    while True:
+    signals = 0
+    while not stopping.done():
+        if told.done():
+            signals += 2 if signals == 0 and told.result() is signal.SIGQUIT else 1
+            told = asyncio.create_task(came.get())
         if signals == 2:
             system.hasten()
-        await asyncio.wait((stopping, told), return_when="FIRST_COMPLETED")
-        if stopping.done():
-            break
-        signals += 1
-        told = asyncio.create_task(came.get())
-        if signals > 2:
+        elif signals > 2:
             stopping.cancel()
             told.cancel()
             await asyncio.wait((stopping,))
             await system.kill()
             raise Failure("stopped at once; running tasks are back in the queue", Exit.INTERRUPTED)
+        await asyncio.wait((stopping, told), return_when="FIRST_COMPLETED")
     told.cancel()
     stopping.result()
-    if not work.cancelled():
-        work.result()
-    return finished

@@ -10,32 +10,13 @@ import typer
 from producers.connection.local import DATA_DIR
 from workers.cli.exits import PROCESS_STATUS, needs
 from workers.cli.keys import auth as keys_or_none
-from workers.cli.keys.auth import AskFor, Insecure
 from workers.cli.models.references import MODEL, complete_model, find_models
-from workers.cli.options import (
-    DEFAULT_URL,
-    CorsOrigin,
-    FilesDir,
-    FilesRedirect,
-    Gpus,
-    LogLevel,
-    MaxFile,
-    MaxQueued,
-    MaxQueuedInAll,
-    MaxQueuedPerTenant,
-    MaxStepSeconds,
-    MaxWait,
-    MaxWorkerDeaths,
-    NoBreaker,
-    Prices,
-    ProxyHeaders,
-    SpotMetadataUrl,
-    SpotProvider,
-    WebhookAllow,
-)
+from workers.cli.options import DEFAULT_URL, FilesDir, Gpus, LogLevel
 from workers.cli.options.checks import check_spot, finite, health_ports
-from workers.cli.options.declared import ENGINE, takes
+from workers.cli.options.declared import ENGINE, options_of, takes
 from workers.cli.options.names import said_again
+from workers.cli.processes.gateway import gateway as gateway_command
+from workers.cli.processes.worker import worker as worker_command
 
 if TYPE_CHECKING:
     from workers.autoscaler.policy.rules import Rules
@@ -44,24 +25,11 @@ if TYPE_CHECKING:
 
 #: Settings of the workers' engines. Where a model runs is decided with --gpus.
 OF_ENGINES: Final = {name: one for name, one in ENGINE.items() if name != "device"}
-#: Options that `up` passes on unchanged; they have the same names and meanings there.
-OF_WORKERS: Final = (
-    *("max_worker_deaths", "max_step_seconds", "no_breaker", "spot_provider", "spot_metadata_url"),
-    *OF_ENGINES,
-)
+#: Options that `up` passes on unchanged: those of the commands that it starts.
+OF_WORKERS: Final = ("max_worker_deaths", "max_step_seconds", "no_breaker", "spot_provider", "spot_metadata_url")
 OF_THE_GATEWAY: Final = (
-    "auth",
-    "insecure",
-    "max_queued",
-    "max_queued_per_tenant",
-    "max_queued_in_all",
-    "max_wait",
-    "cors_origin",
-    "proxy_headers",
-    "max_file",
-    "files_redirect",
-    "webhook_allow",
-    "prices",
+    *("auth", "insecure", "max_queued", "max_queued_per_tenant", "max_queued_in_all", "max_wait", "cors_origin"),
+    *("proxy_headers", "max_file", "files_redirect", "webhook_allow", "prices"),
 )
 OF_WEBHOOKS: Final = ("webhook_allow",)
 
@@ -72,7 +40,11 @@ def add_to(app: typer.Typer) -> None:
     app.command(epilog=f"{example}\n\n{PROCESS_STATUS}", rich_help_panel="Start here")(up)
 
 
-@takes(engine=OF_ENGINES.values())
+@takes(
+    engine=OF_ENGINES.values(),
+    worker=options_of(worker_command, OF_WORKERS),
+    gateway=options_of(gateway_command, OF_THE_GATEWAY),
+)
 def up(
     context: typer.Context,
     *,
@@ -118,8 +90,7 @@ def up(
     cool_down: Annotated[
         float | None,
         typer.Option(
-            callback=finite,
-            help="Seconds for which fewer workers must have been enough before one ends. Unset: 300.",
+            callback=finite, help="Seconds for which fewer workers must have been enough before one ends. Unset: 300."
         ),
     ] = None,
     standby: Annotated[
@@ -138,9 +109,7 @@ def up(
     ] = None,
     gpus: Gpus = None,
     engine: dict[str, Any],
-    max_worker_deaths: MaxWorkerDeaths = 3,
-    max_step_seconds: MaxStepSeconds = 180.0,
-    no_breaker: NoBreaker = False,
+    worker: dict[str, Any],
     health_port: Annotated[
         int | None,
         typer.Option(
@@ -150,27 +119,13 @@ def up(
             "model by model. Unset: no port.",
         ),
     ] = None,
-    spot_provider: SpotProvider = None,
-    spot_metadata_url: SpotMetadataUrl = None,
-    auth: AskFor = None,
-    insecure: Insecure = False,
-    max_queued: MaxQueued = 50_000,
-    max_queued_per_tenant: MaxQueuedPerTenant = 25_000,
-    max_queued_in_all: MaxQueuedInAll = 100_000,
-    max_wait: MaxWait = 0.0,
-    cors_origin: CorsOrigin = None,
-    proxy_headers: ProxyHeaders = None,
+    gateway: dict[str, Any],
     files_dir: FilesDir = None,
-    files_redirect: FilesRedirect = False,
-    max_file: MaxFile = 2 << 30,
-    webhook_allow: WebhookAllow = None,
-    prices: Prices = None,
     sources: Annotated[
         Path | None, typer.Option(help="Run the event sources of this TOML file, too (docs/sources.md).")
     ] = None,
     drain_timeout: Annotated[
-        float,
-        typer.Option(min=0, callback=finite, help="Seconds that running tasks may go on after Ctrl-C."),
+        float, typer.Option(min=0, callback=finite, help="Seconds that running tasks may go on after Ctrl-C.")
     ] = 30.0,
     log_level: LogLevel = "warning",
 ) -> None:
@@ -194,8 +149,8 @@ def up(
 
     if store is not None and broker is None:
         raise Failure("--store needs --broker; without them the embedded Valkey server is both")
-    check_spot(spot_provider, spot_metadata_url)
-    asks = keys_or_none.decided(auth, insecure, host)
+    check_spot(worker.get("spot_provider"), worker.get("spot_metadata_url"))
+    asks = keys_or_none.decided(gateway.get("auth"), "insecure" in gateway, host)
     level = checked_level(log_level)
     set_up_logging(level, "autoscaler | ")  # what else runs in this process says nothing
 
@@ -230,7 +185,7 @@ def up(
         chosen,
         drain_timeout,
         level,
-        worker_options=tuple(said_again(context, only=OF_WORKERS)),
+        worker_options=tuple(said_again(context, only=(*OF_WORKERS, *OF_ENGINES))),
         gateway_options=tuple(said_again(context, only=OF_THE_GATEWAY)),
         webhooks_options=tuple(said_again(context, only=OF_WEBHOOKS)),
         health_ports=tuple(ports),

@@ -1,4 +1,4 @@
-"""Options made of declared fields: an engine's settings and a request's sampling parameters."""
+"""Groups of options: an engine's settings and a request's sampling parameters, as they are declared, and others."""
 
 from __future__ import annotations
 
@@ -37,10 +37,14 @@ _KINDS: Final[dict[type[Bound], Any]] = {
 }
 
 
-def takes(**groups: Collection[Declared]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command the options of declared fields, in the place of its parameter of a group's name.
+#: A declared field, or an option as typer understands it.
+Option = Declared | inspect.Parameter
 
-    The command gets that parameter as a dict of the fields that were given. Its Failures name options, not fields.
+
+def takes(**groups: Collection[Option]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command a group's options, in the place of its parameter of the group's name.
+
+    The command gets that parameter as a dict of the options that were given. Its Failures name options, not fields.
     """
 
     def taking(command: Callable[..., None]) -> Callable[..., None]:
@@ -69,9 +73,18 @@ def takes(**groups: Collection[Declared]) -> Callable[[Callable[..., None]], Cal
     return taking
 
 
-def _as_written(message: str, groups: Iterable[Collection[Declared]]) -> str:
+def options_of(command: Callable[..., None], names: Iterable[str]) -> list[inspect.Parameter]:
+    """These options of another command, for one that passes them on."""
+    parameters = inspect.signature(command, eval_str=True).parameters
+    return [parameters[name] for name in names]
+
+
+def _as_written(message: str, groups: Iterable[Collection[Option]]) -> str:
     """A message with the options in place of fields' names: words with `_`, or before `=`. Paths stay as they are."""
-    options = {field.name: _option_of(field) for fields in groups for field in fields}
+    fields = [one for group in groups for one in group if isinstance(one, Declared)]
+    options = {field.name: _option_of(field) for field in fields}
+    if not options:
+        return message
     names = "|".join(name if "_" in name else f"{name}(?==)" for name in options)
     return re.sub(rf"(?<![\w/.-])({names})(?![\w/-])(?:=True)?", lambda found: options[found[1]], message)
 
@@ -81,8 +94,10 @@ def _option_of(field: Declared) -> str:
     return field.option.name or f"--{field.name.replace('_', '-')}"
 
 
-def _parameter(field: Declared) -> inspect.Parameter:
+def _parameter(field: Option) -> inspect.Parameter:
     """A declared field as a parameter that typer understands. A value out of bounds raises Failure."""
+    if isinstance(field, inspect.Parameter):
+        return field
     assert field.option is not None
     bound, name = field.bound, _option_of(field)
 
@@ -102,9 +117,10 @@ def _parameter(field: Declared) -> inspect.Parameter:
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _read(field: Declared, value: Any) -> Any:
+def _read(field: Option, value: Any) -> Any:
     """A field's value, from its option's."""
-    return dict(map(_bias, value)) if value is not None and isinstance(field.bound, Biases) else value
+    biases = value is not None and isinstance(field, Declared) and isinstance(field.bound, Biases)
+    return dict(map(_bias, value)) if biases else value
 
 
 def _bias(text: str) -> tuple[int, float]:
