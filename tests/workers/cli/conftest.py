@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
 from tests.producers.conftest import worker
 from tests.producers.gateway.conftest import Door, door, model, open_door
+from tests.workers.http_server import Handler, HttpServer
 from workers.cli import main
 from workers.cli.local.plan import Plan
 from workers.cli.local.pools import LocalPools
@@ -71,7 +71,7 @@ def send(status: int, body: bytes, **headers: str) -> Answer:
     return answer
 
 
-class Scripted:
+class Scripted(HttpServer):
     """An HTTP server that answers each request as the next of `answers` says, and notes the paths."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Scripted:
         self.paths: list[str] = []
         scripted = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Script(Handler):
             def do_GET(self) -> None:
                 scripted.paths.append(self.path)
                 answer = scripted.answers.pop(0) if scripted.answers else None
@@ -88,16 +88,7 @@ class Scripted:
 
             do_POST = do_GET
 
-            def log_message(self, format: str, *args: object) -> None:
-                """Nothing: its requests are in `paths`."""
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        super().__init__(Script)
 
 
 @pytest.fixture

@@ -11,11 +11,12 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from tests.workers.http_server import Handler, HttpServer
 
 COMMIT = "c0ffee" + "0" * 34
 
@@ -63,14 +64,14 @@ class Hub:
 def running_hub(hub: Hub) -> Iterator[Hub]:
     """It listens while this lasts."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Api(Handler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
             path = unquote(urlsplit(self.path).path)
             hub.asked.append((self.command, path, self.headers.get("range"), self.headers.get("authorization")))
             if hub.status is not None:
-                self.answer(hub.status, b'{"error": "the hub is having a bad day"}')
+                self.tell(hub.status, b'{"error": "the hub is having a bad day"}')
             elif match := re.fullmatch(r"/api/models/(.+)/(revision|tree)/([^/]+)", path):
                 self.api(*match.groups())
             elif match := re.fullmatch(r"/(.+)/resolve/([^/]+)/([^/]+)", path):
@@ -100,17 +101,10 @@ def running_hub(hub: Hub) -> Iterator[Hub]:
                 return
             entries = [_entry(repo, file) for file in repo.files]
             if kind == "tree":
-                self.answer(200, json.dumps([{"type": "file", "path": e["rfilename"], **e} for e in entries]).encode())
+                self.tell(200, json.dumps([{"type": "file", "path": e["rfilename"], **e} for e in entries]).encode())
             else:
-                answer = {
-                    "id": name,
-                    "modelId": name,
-                    "sha": repo.commit,
-                    "siblings": entries,
-                    "tags": [],
-                    "private": False,
-                }
-                self.answer(200, json.dumps(answer).encode())
+                answer = {"id": name, "modelId": name, "sha": repo.commit, "siblings": entries, "tags": []}
+                self.tell(200, json.dumps({**answer, "private": False}).encode())
 
         def resolve(self, name: str, revision: str, file: str) -> None:
             repo = self.repo(name, revision)
@@ -120,9 +114,9 @@ def running_hub(hub: Hub) -> Iterator[Hub]:
             headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{entry["oid"]}"'}
             if file in repo.lfs:
                 headers |= {"X-Linked-Etag": f'"{entry["lfs"]["oid"]}"', "X-Linked-Size": str(entry["size"])}
-                self.answer(302, b"", {**headers, "Location": f"{_elsewhere(hub.url)}/storage/{name}/{file}"})
+                self.tell(302, b"", {**headers, "Location": f"{_elsewhere(hub.url)}/storage/{name}/{file}"})
             else:
-                self.answer(200, hub.wrong.get(file, repo.files[file]), headers)
+                self.tell(200, hub.wrong.get(file, repo.files[file]), headers)
 
         def storage(self, name: str, file: str) -> None:
             content = hub.wrong.get(file, hub.repos[name].files[file])
@@ -142,31 +136,14 @@ def running_hub(hub: Hub) -> Iterator[Hub]:
                     hub.held.set()
                     self.rfile.read(1)  # until the client is gone
 
-        def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-            self.send_response(status)
-            for key, value in (headers or {}).items():
-                self.send_header(key, value)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body)
-
         def refuse(self, status: int, code: str, message: str) -> None:
-            self.answer(
+            self.tell(
                 status, json.dumps({"error": message}).encode(), {"X-Error-Code": code, "X-Error-Message": message}
             )
 
-        def log_message(self, format: str, *args: object) -> None:
-            """Nothing: what was asked is in `asked`."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with closing(HttpServer(Api)) as server:
+        hub.url = server.url
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def _elsewhere(url: str) -> str:

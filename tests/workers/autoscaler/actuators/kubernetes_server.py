@@ -6,11 +6,12 @@ import json
 import re
 import threading
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
+
+from tests.workers.http_server import Handler, HttpServer
 
 COST: Final = "controller.kubernetes.io/pod-deletion-cost"
 SCALE: Final = "/apis/apps/v1/namespaces/default/deployments/worker-tiny/scale"
@@ -23,7 +24,7 @@ class Refused(Exception):
     """`args`: status and message."""
 
 
-class Kubernetes:
+class Kubernetes(HttpServer):
     """`room`: pods that find a node. `rights`: what the token's role allows. `silent`: answers nothing while set."""
 
     def __init__(self, folder: Path) -> None:
@@ -40,7 +41,7 @@ class Kubernetes:
         self._numbers = count()
         kubernetes = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Api(Handler):
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
@@ -61,19 +62,10 @@ class Kubernetes:
                     said = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": status}
                     said["message"] = message
                 body = json.dumps(said).encode()
-                self.send_response(status)
-                self.send_header("content-type", "application/json")
-                self.send_header("content-length", str(len(body)))
                 with suppress(OSError):  # the client may have given up
-                    self.end_headers()
-                    self.wfile.write(body)
+                    self.tell(status, body, {"content-type": "application/json"})
 
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        super().__init__(Api)
         self.token_file = folder / "token"
         self.token_file.write_text(self.token)
         self.config = folder / "kubeconfig"
@@ -158,8 +150,7 @@ class Kubernetes:
 
     def close(self) -> None:
         self.answering.set()
-        self._server.shutdown()
-        self._server.server_close()
+        super().close()
 
 
 def pod(name: str, *, scheduled: bool = True) -> dict[str, Any]:

@@ -5,23 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import pytest
 
 from tests.waiting import until
+from tests.workers.http_server import Handler, HttpServer
 from tests.workers.rig import Rig
 from workers.runtime.host import spot
 from workers.runtime.host.spot import SpotNotice, left_of
 
 
-class Metadata:
+class Metadata(HttpServer):
     """As an instance has it (IMDSv2): nothing without a token, which is good for a while. `notice`, and `state`, the
     target of its lifecycle in an Auto Scaling group: None is 404."""
 
@@ -33,7 +31,7 @@ class Metadata:
         self.asked: list[str] = []
         metadata = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Imds(Handler):
             def do_PUT(self) -> None:
                 metadata.asked.append(f"PUT {self.path}")
                 seconds = self.headers.get("X-aws-ec2-metadata-token-ttl-seconds", "")
@@ -57,26 +55,11 @@ class Metadata:
                 }.get(self.path)
                 return self.tell(404, b"Not Found") if said is None else self.tell(200, said)
 
-            def tell(self, status: int, body: bytes) -> None:
-                self.send_response(status)
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        super().__init__(Imds)
 
     def announce(self, seconds: float) -> None:
         at = datetime.now(UTC) + timedelta(seconds=seconds)
         self.notice = json.dumps({"action": "terminate", "time": f"{at:%Y-%m-%dT%H:%M:%SZ}"}).encode()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
 
 @pytest.fixture

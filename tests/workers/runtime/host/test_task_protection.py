@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from tests.waiting import until
+from tests.workers.http_server import Handler, HttpServer
 from tests.workers.rig import Rig
 from workers.runtime.host import task_protection
 from workers.runtime.host.task_protection import TaskProtection
@@ -21,7 +20,7 @@ ON = {"ProtectionEnabled": True, "ExpiresInMinutes": 30}
 OFF = {"ProtectionEnabled": False}
 
 
-class Agent:
+class Agent(HttpServer):
     """As ECS' agent has it. `states`: what was set; `refusal`: status and body of its answer instead."""
 
     def __init__(self) -> None:
@@ -30,7 +29,7 @@ class Agent:
         self.asked = 0
         agent = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class State(Handler):
             def do_PUT(self) -> None:
                 agent.asked += 1
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -40,21 +39,10 @@ class Agent:
                 status, said = agent.refusal or (200, json.dumps({"protection": {"TaskArn": "arn", **body}}).encode())
                 if agent.refusal is None:
                     agent.states.append(body)
-                self.send_response(status)
-                self.send_header("content-length", str(len(said)))
-                self.end_headers()
-                self.wfile.write(said)
+                self.tell(status, said)
 
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.uri = f"http://127.0.0.1:{self._server.server_address[1]}/api/id"
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        super().__init__(State)
+        self.uri = f"{self.url}/api/id"
 
 
 @pytest.fixture
