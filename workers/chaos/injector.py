@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 from producers.connection.connect import connect
-from workers.chaos.checker.at_work import at_work
+from workers.chaos.checker.rest import at_work
 from workers.chaos.journal import Journal
 from workers.chaos.plan import Fault, Plan
 from workers.chaos.pulse import Pulse

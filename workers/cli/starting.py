@@ -1,9 +1,11 @@
-"""What commands share that run a process: its log, a look at its servers, and errors in their URLs."""
+"""What commands share that run a process: its port, its log, a look at its servers, and errors in their URLs."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from errno import EACCES, EADDRINUSE
 
 from workers.cli.exits import Failure
 
@@ -59,3 +61,24 @@ def checked_level(name: str) -> str:
     if name.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         raise Failure(f"--log-level is {name!r}; it must be debug, info, warning or error")
     return name.upper()
+
+
+def open_port(host: str, port: int, *, listens: bool = True) -> socket.socket:
+    """A listening socket. Port 0 takes any free port. Raises Failure if the address cannot be bound.
+
+    `listens`: callers wait from now on. Otherwise they are refused until a server takes it, so that a proxy asks
+    another gateway, and no caller who comes back waits for a start.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        if listens:
+            listener.listen(2048)
+        return listener
+    except OSError as error:
+        listener.close()
+        other = "port with --port (0: any free)" if error.errno in (EADDRINUSE, EACCES) else "address with --host"
+        raise Failure(
+            f"cannot listen on {host} port {port}: {error.strerror or error}; choose another {other}"
+        ) from error

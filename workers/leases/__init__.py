@@ -2,6 +2,6 @@
 
 housekeeper, a thread, goes round: lease renews this worker's own, others sees to dead workers and orphaned queues,
 neighbours sees a killed one before its lease lapses,
-reconcile gives back deliveries that a failover brought back; tasks end at their deadline or go on elsewhere
+lease also gives back deliveries that a failover brought back; tasks end at their deadline or go on elsewhere
 control hears cancels, on a thread of its own, and is heard to be alive
 """

@@ -25,11 +25,10 @@ from workers.flow.deliveries import Deliveries
 from workers.flow.finisher import Finisher
 from workers.flow.publisher import Publisher
 from workers.leases.control import Control
-from workers.leases.lease import Lease
+from workers.leases.lease import Lease, Reconciler
 from workers.leases.neighbours import LOOK_S, Neighbours
 from workers.leases.others import Others
 from workers.leases.peers import Peers
-from workers.leases.reconcile import Reconciler
 from workers.measure.keeper import Keeper
 from workers.state.clock import Clock
 from workers.state.delivery import Delivery

@@ -1,4 +1,7 @@
-"""The worker's lease, on store and broker: taken, renewed, given up; and what a lapsed one leaves is let go."""
+"""The worker's lease, on store and broker: taken, renewed, given up; and what a lapsed one leaves is let go.
+
+So is what a server brings back: see `Reconciler`.
+"""
 
 from __future__ import annotations
 
@@ -142,3 +145,29 @@ def _log_errors(answers: Sequence[Any]) -> None:
     for answer in answers:
         if isinstance(answer, Exception):
             logger.warning("A dropped delivery was not let go, its lease lapsed: %s", answer)
+
+
+@dataclass(slots=True)
+class Reconciler:
+    """Gives back what is in flight under this worker's name and not in its books; asked several times a lease.
+
+    A server that fails over, or is killed with `appendfsync everysec`, forgets the last that it was told: that a task
+    was settled and its message acknowledged, say. Then a live worker owns what it knows nothing of, and nobody else may
+    take it up. So it looks now and then, and what it finds twice it RELEASEs and gives BACK.
+    """
+
+    store: Redis
+    broker: Consumer
+    deliveries: Deliveries
+    _seen: set[str] = field(init=False, default_factory=set)
+
+    def look(self, life: Incarnation) -> None:
+        """Give back what is there for the second time: what is on its way in or out is not. Raises redis errors."""
+        found = self.broker.strays(life.id, sorted(self.deliveries.known()))
+        lasting = {uuid: task_id for uuid, task_id in found.items() if uuid in self._seen}
+        self._seen = found.keys() - lasting.keys()
+        if not lasting:
+            return
+        logger.warning("A failover brought back %d tasks that had left here: they go back to the queue", len(lasting))
+        run_many(self.store, [release(task_id, uuid) for uuid, task_id in lasting.items()])
+        self.broker.put_down([Back(life.id, uuid) for uuid in lasting])

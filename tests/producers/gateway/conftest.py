@@ -25,7 +25,7 @@ from producers.contract import keys
 from producers.gateway import GatewaySettings, create_app
 from producers.gateway.server import configured
 from tests.waiting import until as until
-from workers.cli.processes.ports import open_port
+from workers.cli.starting import open_port
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Reads the leases of idle workers.
+"""Reads the leases of idle workers, and what a worker is at work on.
 
 A lease holds what was true when its renewal began, up to a quarter of a lease ago. So a lease from before the load's
 end proves nothing.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from redis import Redis
+from redis.exceptions import RedisError
 
 #: Figures of a lease that are 0 while its worker has nothing to do.
 WORK: Final = ("tasks", "running", "waiting", "kv_blocks_used")
@@ -20,6 +21,21 @@ LOOKS: Final = 900
 PAUSE_S: Final = 0.1
 #: Leases that are older than this call: the one that is found, and one that was on its way.
 _STALE: Final = 2
+#: Lua: the task ids of the deliveries in all hashes whose key matches ARGV[1], of a broker on Redis or on SQS.
+_FETCHED = """
+local found = {}
+for _, name in ipairs(redis.call('KEYS', 'penstock:inflight:' .. ARGV[1])) do
+  for _, packed in ipairs(redis.call('HVALS', name)) do
+    found[#found + 1] = cmsgpack.unpack(packed)[3]
+  end
+end
+for _, name in ipairs(redis.call('KEYS', 'penstock:sqs:inflight:' .. ARGV[1])) do
+  for _, entry in ipairs(redis.call('HVALS', name)) do
+    found[#found + 1] = cjson.decode(entry).id
+  end
+end
+return found
+"""
 
 
 def held_by(about: dict[str, Any]) -> dict[str, int]:
@@ -55,3 +71,27 @@ def at_rest(broker: Redis, *, looks: int = LOOKS, pause: Callable[[float], None]
         if looks <= 0 or (len(fresh) == len(workers) and not any(map(held_by, fresh))):
             return fresh
         pause(PAUSE_S)
+
+
+def at_work(broker: Redis, store: Redis, process: str, open_tasks: Iterable[str]) -> dict[str, Any]:
+    """The streams that a worker produces -> their lengths, and the seconds left of its lease.
+
+    They include tasks that it has fetched but not claimed, if they have tokens: an earlier worker made those, and their
+    readers wait for more. `open_tasks`: ids of tasks that have not ended. Both clients decode replies.
+    """
+    try:
+        fetched = set(map(str, broker.eval(_FETCHED, 0, f"{process}.*")))
+        pipe, ids = store.pipeline(transaction=False), sorted({*open_tasks, *fetched})
+        for task_id in ids:
+            pipe.hmget(f"penstock:task:{task_id}", "owner", "end")
+            pipe.xlen(f"penstock:stream:{task_id}")
+        answers = pipe.execute()
+        leases = [store.pttl(name) for name in store.scan_iter(f"penstock:lease:{process}.*", count=1000)]
+    except RedisError:
+        return {"stopped": {}}
+    stopped = {
+        task_id: length
+        for task_id, (owner, end), length in zip(ids, answers[::2], answers[1::2], strict=True)
+        if end is None and (str(owner).startswith(f"{process}.") or (task_id in fetched and length))
+    }
+    return {"stopped": stopped, "lease_left": max(leases, default=0) / 1000}

@@ -30,8 +30,7 @@ from workers.cli.options import (
     WebhookAllow,
 )
 from workers.cli.options.checks import finite
-from workers.cli.processes.ports import open_port
-from workers.cli.starting import look_at_files, look_at_servers, refusing_bad_urls, set_up_logging, store_of
+from workers.cli.starting import look_at_files, look_at_servers, open_port, refusing_bad_urls, set_up_logging, store_of
 
 
 def gateway(
@@ -40,8 +39,7 @@ def gateway(
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Port = 8000,
     drain_timeout: Annotated[
-        float,
-        typer.Option(min=0, callback=finite, help="Seconds that open streams may go on after SIGTERM."),
+        float, typer.Option(min=0, callback=finite, help="Seconds that open streams may go on after SIGTERM.")
     ] = 30.0,
     reader_lease: Annotated[
         float,

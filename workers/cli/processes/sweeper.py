@@ -43,13 +43,11 @@ def sweeper(
     results_to_files: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            help="Move results that take so many bytes, compacted, from the store to --files-dir. Unset: none.",
+            min=1, help="Move results that take so many bytes, compacted, from the store to --files-dir. Unset: none."
         ),
     ] = None,
     max_batch_lines: Annotated[
-        int,
-        typer.Option(min=1, help="Lines of one batch that are queued, or wait to be written, at a time."),
+        int, typer.Option(min=1, help="Lines of one batch that are queued, or wait to be written, at a time.")
     ] = 20_000,
     log_level: LogLevel = "info",
 ) -> None:

@@ -46,8 +46,7 @@ def worker(
         ),
     ] = 10.0,
     drain_timeout: Annotated[
-        float,
-        typer.Option(min=0, callback=finite, help="Seconds that running tasks may go on after SIGTERM."),
+        float, typer.Option(min=0, callback=finite, help="Seconds that running tasks may go on after SIGTERM.")
     ] = 30.0,
     max_worker_deaths: MaxWorkerDeaths = 3,
     max_step_seconds: MaxStepSeconds = 180.0,

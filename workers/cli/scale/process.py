@@ -16,7 +16,11 @@ from workers.cli.starting import look_at_servers, refusing_bad_urls, set_up_logg
 from workers.cli.terminal.show import say
 
 if TYPE_CHECKING:
-    from workers.autoscaler.pools import PoolSettings
+    from collections.abc import Sequence
+
+    from workers.autoscaler.autoscaler import AutoscalerSettings
+    from workers.autoscaler.pools import PoolSettings, Scaled
+    from workers.runtime.health import Health
 
 
 def add_to(app: typer.Typer) -> None:
@@ -80,7 +84,6 @@ def autoscaler(
     """Decide how many workers each pool has, and start and end them, until SIGTERM. Any number may run: one leads."""
     import asyncio
 
-    from workers.autoscaler import process
     from workers.autoscaler.autoscaler import AutoscalerSettings
     from workers.autoscaler.config import BadScaling, opened
     from workers.errors import Refused
@@ -106,10 +109,37 @@ def autoscaler(
         raise Failure(str(error)) from error
     with refusing_bad_urls():
         look_at_servers(broker, store)
-        work = process.run(
-            broker, store_of(broker, store), pools, settings, dry_run=dry_run, health=health, show=_shown(dry_run)
-        )
-        asyncio.run(work)
+        asyncio.run(_run(broker, store_of(broker, store), pools, settings, dry_run, health))
+
+
+async def _run(
+    broker: str, store: str, pools: Sequence[Scaled], settings: AutoscalerSettings, dry_run: bool, health: Health | None
+) -> None:
+    """Scale until SIGTERM or SIGINT; then let another lead at once. Workers of local actuators drain before the end."""
+    import asyncio
+    import logging
+    import signal
+    from contextlib import suppress
+
+    from producers.client.aio import AsyncClient
+    from workers.autoscaler.autoscaler import Autoscaler
+    from workers.autoscaler.pools import fixed
+
+    log = logging.getLogger("workers.autoscaler")
+    async with AsyncClient(broker, store) as client:
+        autoscaler = Autoscaler(client, fixed(pools), settings, dry_run=dry_run, show=_shown(dry_run))
+        if health is not None:
+            health.serve(autoscaler)
+            log.info("/livez and /readyz on port %d", health.port)
+        task = asyncio.create_task(autoscaler.run(), name="autoscaler")
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(sig, task.cancel)
+        log.info("pools: %s", ", ".join(f"{one.settings.name} ({one.settings.actuator})" for one in pools))
+        try:
+            with suppress(asyncio.CancelledError):
+                await task
+        finally:
+            await asyncio.gather(*(one.actuator.aclose() for one in pools if one.actuator is not None))
 
 
 def _pools(said: dict[str, Any], rules: list[str], config: Path | None) -> list[PoolSettings]:
