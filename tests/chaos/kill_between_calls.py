@@ -54,12 +54,7 @@ class Tally:
             print(f"FAILED {place}: {outcome.faults}", *outcome.logs, sep="\n", file=sys.stderr, flush=True)
 
     def report(self) -> dict[str, Any]:
-        return {
-            "runs": self.runs,
-            "struck": dict(self.struck),
-            "pairs": len(self.pairs),
-            "faults": self.faults,
-        }
+        return {"runs": self.runs, "struck": dict(self.struck), "pairs": len(self.pairs), "faults": self.faults}
 
 
 class Pairs:

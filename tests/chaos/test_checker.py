@@ -260,17 +260,8 @@ def _other_tenant(case: Case) -> None:
 CORRUPTED = {
     "accepted_tasks_end": (_drop_record, _leave_running, _leave_unsettled, _fail, _cancel_answered),
     "accepted_cancels_win": (_forget_cancel,),
-    "streams_are_whole": (
-        *map(_stream_edit, (_hole, _double, _two_ends)),
-        _grow_later,
-        _lose_stream,
-    ),
-    "outputs_equal_the_quiet_run": (
-        _stream_edit(_other_token),
-        _answer_other,
-        _choice_too_many,
-        _break_quiet_off,
-    ),
+    "streams_are_whole": (*map(_stream_edit, (_hole, _double, _two_ends)), _grow_later, _lose_stream),
+    "outputs_equal_the_quiet_run": (_stream_edit(_other_token), _answer_other, _choice_too_many, _break_quiet_off),
     "usage_is_the_stream": tuple(map(_stream_edit, (_overcharge, _overcharge_prompt))),
     "ledger_is_the_streams": (
         _bill(output="4"),

@@ -114,13 +114,7 @@ def _leases_end(valkey: Redis) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("mode", "kind", "later"), few(STRIKES, ("after", "OUTBOX_TAKE", False)))
 def test_it_may_die_between_any_two_calls(
-    valkey: Redis,
-    valkey_server: ValkeyServer,
-    valkey_url: str,
-    receiver: Receiver,
-    mode: Mode,
-    kind: str,
-    later: bool,
+    valkey: Redis, valkey_server: ValkeyServer, valkey_url: str, receiver: Receiver, mode: Mode, kind: str, later: bool
 ) -> None:
     load(valkey, receiver)
     struck = deliver(valkey, valkey_server, valkey_url, receiver, mode, kind, later)

@@ -33,9 +33,7 @@ def app(served: Rig) -> Iterator[Celery]:
 def generate(app: Celery, seed: int, max_tokens: int = 4, **options: Any) -> Any:
     """A signature of the task."""
     return app.signature(
-        keys.TASK_NAME,
-        kwargs={"prompt": [1, 2, 3], "seed": seed, "max_tokens": max_tokens},
-        **options,
+        keys.TASK_NAME, kwargs={"prompt": [1, 2, 3], "seed": seed, "max_tokens": max_tokens}, **options
     )
 
 

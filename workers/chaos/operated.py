@@ -34,12 +34,7 @@ NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
     "drain": ("drain",),
     "restart": ("kill", "start"),
 }
-_SIGNALS: Final = {
-    "kill": signal.SIGKILL,
-    "pause": signal.SIGSTOP,
-    "resume": signal.SIGCONT,
-    "drain": signal.SIGTERM,
-}
+_SIGNALS: Final = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "resume": signal.SIGCONT, "drain": signal.SIGTERM}
 #: Time limit (s) of an operator's command.
 COMMAND_S: Final = 120.0
 

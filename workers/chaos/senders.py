@@ -99,10 +99,7 @@ class Senders:
         self, method: str, path: str, body: Mapping[str, Any] | None, key: str | None
     ) -> AsyncIterator[tuple[Answer, asyncio.Timeout]]:
         """An answer that is no refusal, and the time limit for reading it."""
-        async with (
-            asyncio.timeout(ANSWER_S) as patience,
-            self._connections[key].request(method, path, body) as answer,
-        ):
+        async with asyncio.timeout(ANSWER_S) as patience, self._connections[key].request(method, path, body) as answer:
             if answer.status >= 300:
                 raise Declined(answer.status, (await answer.whole())[:300].decode(errors="replace"))
             yield answer, patience

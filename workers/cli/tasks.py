@@ -48,8 +48,7 @@ def submit(
     ] = None,
     tenant: Annotated[str | None, typer.Option(help="The tenant that the task belongs to.")] = None,
     order_key: Annotated[
-        str | None,
-        typer.Option(help="With FIFO queues: tasks of one key and tier run one after another, in order."),
+        str | None, typer.Option(help="With FIFO queues: tasks of one key and tier run one after another, in order.")
     ] = None,
     metadata: Annotated[
         list[str] | None, typer.Option(metavar="KEY=TEXT", help="Metadata kept with the task. May be repeated.")

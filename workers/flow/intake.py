@@ -70,10 +70,7 @@ class Intake(threading.Thread):
         self._celery = celery
         capacity = deliveries.ledger.capacity
         self._rules = Rules(
-            capacity,
-            min(PLAIN_TOKENS, capacity[1]),
-            served.settings.ageing,
-            served.settings.max_redeliveries,
+            capacity, min(PLAIN_TOKENS, capacity[1]), served.settings.ageing, served.settings.max_redeliveries
         )
         self._broker = served.connect_broker()
         self._aside = served.aside()

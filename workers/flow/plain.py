@@ -75,7 +75,7 @@ def _with_prompt(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     if len(args) > 1:
         raise InvalidTask(
             f"penstock.generate has {len(args)} positional arguments; it takes one, the prompt. Name the others: "
-            "max_tokens=20, ...",
+            "max_tokens=20, ..."
         )
     if kwargs.get("prompt") is not None:
         raise InvalidTask(

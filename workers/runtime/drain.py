@@ -48,11 +48,7 @@ class Drain:
     """
 
     def __init__(
-        self,
-        engine: Any,
-        deliveries: Deliveries,
-        release: Callable[[Delivery], None],
-        round_trip: Callable[[], float],
+        self, engine: Any, deliveries: Deliveries, release: Callable[[Delivery], None], round_trip: Callable[[], float]
     ) -> None:
         self._engine = engine
         self._deliveries = deliveries

@@ -91,13 +91,7 @@ def test_tiers_have_figures_of_their_own() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("client", "bottleneck"),
-    [
-        (CLIENT, False),
-        (Client(cpu_s=9.0, wall_s=10.0), True),
-    ],
-)
+@pytest.mark.parametrize(("client", "bottleneck"), [(CLIENT, False), (Client(cpu_s=9.0, wall_s=10.0), True)])
 def test_the_client_says_whether_it_was_in_the_way(client: Client, bottleneck: bool) -> None:
     assert summary(TWO, client, Limits())["client"]["bottleneck"] is bottleneck
 

@@ -26,8 +26,7 @@ HASTY: dict[str, Any] = {"lease": 2.0, "timeout": 1.0, "schedule": [0.0, 0.2]}
 
 
 @pytest.mark.parametrize(
-    ("mode", "kind"),
-    few(itertools.product(get_args(Mode), KINDS), ("after", "OUTBOX_TAKE"), ("before", "OUTBOX_END")),
+    ("mode", "kind"), few(itertools.product(get_args(Mode), KINDS), ("after", "OUTBOX_TAKE"), ("before", "OUTBOX_END"))
 )
 def test_no_event_is_lost(valkey_url: str, valkey: Redis, valkey_server: ValkeyServer, mode: Mode, kind: str) -> None:
     with Receiver() as receiver:

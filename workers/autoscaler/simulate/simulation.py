@@ -287,9 +287,6 @@ class Simulation:
             self._push(worker.closes_at, worker, -1)
 
     def _sample(self) -> None:
-        hurried, patient = (
-            sum(map(len, self.queues[: len(HURRIED)])),
-            sum(map(len, self.queues[len(HURRIED) :])),
-        )
+        hurried, patient = (sum(map(len, self.queues[: len(HURRIED)])), sum(map(len, self.queues[len(HURRIED) :])))
         self._out.samples.append(Sample(self.now, hurried, patient, len(self.takers), len(self.workers), self._spent))
         self._note(self.now)

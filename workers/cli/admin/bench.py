@@ -143,13 +143,7 @@ async def _drive(url: str, load: Load, cap: int | None, duration: float | None) 
 
 
 def _figures(
-    load: Load,
-    cap: int | None,
-    url: str,
-    samples: Sequence[Sample],
-    client: Client,
-    limits: Limits,
-    warm_up: int,
+    load: Load, cap: int | None, url: str, samples: Sequence[Sample], client: Client, limits: Limits, warm_up: int
 ) -> dict[str, Any]:
     from dataclasses import asdict
 

@@ -78,8 +78,7 @@ def chaos(
     concurrency: Annotated[int, typer.Option(min=1, help="Tasks to keep under way.")] = 8,
     max_output_tokens: Annotated[int, typer.Option(min=8, help="Longest output in tokens.")] = 300,
     exclusive: Annotated[
-        bool,
-        typer.Option("--exclusive", help="Nobody else uses the system: check leftover keys and idle memory, too."),
+        bool, typer.Option("--exclusive", help="Nobody else uses the system: check leftover keys and idle memory, too.")
     ] = False,
     report_dir: Annotated[
         Path | None, typer.Option(help="Folder for plan, journals and report. Unset: a new temporary folder.")

@@ -14,8 +14,7 @@ from workers.cli.models.references import MODEL, complete_model
 from workers.cli.options import Json
 
 Broker = Annotated[
-    str,
-    typer.Option(envvar="BROKER_URL", help="SQS: sqs://REGION?prefix=pen-, as the processes get it."),
+    str, typer.Option(envvar="BROKER_URL", help="SQS: sqs://REGION?prefix=pen-, as the processes get it.")
 ]
 Store = Annotated[
     str | None,

@@ -113,11 +113,7 @@ def cancel(batch_id: BatchId, as_json: Json = False, url: Url = DEFAULT_URL) -> 
 
 
 def wait(
-    batch_id: BatchId,
-    output: Output = None,
-    errors: Errors = None,
-    timeout: Timeout = None,
-    url: Url = DEFAULT_URL,
+    batch_id: BatchId, output: Output = None, errors: Errors = None, timeout: Timeout = None, url: Url = DEFAULT_URL
 ) -> None:
     """Wait until a batch ends, and write its answers.
 

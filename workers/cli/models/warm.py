@@ -36,8 +36,7 @@ def warm(
         str | None, typer.Option(help="The GPU's architecture, such as sm_90 (H100, H200). Unset: this machine's GPU.")
     ] = None,
     cache_dir: Annotated[
-        Path | None,
-        typer.Option(envvar="TRITON_CACHE_DIR", help="Folder for the kernels. Unset: Triton's own cache."),
+        Path | None, typer.Option(envvar="TRITON_CACHE_DIR", help="Folder for the kernels. Unset: Triton's own cache.")
     ] = None,
     engine: dict[str, Any],
     max_num_seqs: Annotated[int, typer.Option(min=1, max=4096, help="The same as the worker's --max-num-seqs.")] = 64,
@@ -55,11 +54,7 @@ def warm(
     (found,) = find_models([model], lambda line: typer.echo(line, err=True))
     try:
         made = compile_all(
-            found.folder,
-            arch or architecture_here(),
-            cache_dir or default_cache(),
-            max_num_seqs=max_num_seqs,
-            **engine,
+            found.folder, arch or architecture_here(), cache_dir or default_cache(), max_num_seqs=max_num_seqs, **engine
         )
     except EngineError as error:
         raise Failure(f"cannot compile the kernels of {model}: {error}") from error

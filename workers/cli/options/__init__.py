@@ -36,8 +36,7 @@ AnyBroker = Annotated[
 ]
 
 Prices = Annotated[
-    Path | None,
-    typer.Option(dir_okay=False, help="A table of prices (TOML or JSON): usage is shown with its cost."),
+    Path | None, typer.Option(dir_okay=False, help="A table of prices (TOML or JSON): usage is shown with its cost.")
 ]
 
 Store = Annotated[
@@ -79,8 +78,7 @@ MaxStepSeconds = Annotated[
 ]
 
 MaxWorkerDeaths = Annotated[
-    int,
-    typer.Option(min=1, help="Give a task up when this many workers died on it without one new token."),
+    int, typer.Option(min=1, help="Give a task up when this many workers died on it without one new token.")
 ]
 
 NoBreaker = Annotated[

@@ -45,8 +45,7 @@ def run(
     store: Store = None,
     webhook_allow: WebhookAllow = None,
     drain_timeout: Annotated[
-        float,
-        typer.Option(min=0, callback=finite, help="Seconds that running deliveries may go on after SIGTERM."),
+        float, typer.Option(min=0, callback=finite, help="Seconds that running deliveries may go on after SIGTERM.")
     ] = 25.0,
     health_port: HealthPort = None,
     log_level: LogLevel = "info",

@@ -134,10 +134,7 @@ async def test_starts_that_fail_are_counted_and_their_last_words_told_until_one_
     await local.scale(1)
     await until(lambda: local._failures >= 2)
     found = await local.actual()
-    assert (found.up, found.failing) == (
-        1,
-        "w1 exited with status 1: no weights",
-    )
+    assert (found.up, found.failing) == (1, "w1 exited with status 1: no weights")
     ready.touch()
     await until(lambda: serving(local))
     assert await local.actual() == Actual(1, 1)

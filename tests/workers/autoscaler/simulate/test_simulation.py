@@ -190,11 +190,7 @@ def test_an_hpa_on_cpu_keeps_seventy_percent_and_counts_starting_pods_as_idle() 
     scaler = CpuHpa(0, 30)
     assert [
         wanted(scaler, at, 4, *load) for at, load in ((0, (2, 2, 1, 1)), (299, (1, 0, 0, 0)), (301, (1, 0, 0, 0)))
-    ] == [
-        4,
-        4,
-        1,
-    ]
+    ] == [4, 4, 1]
 
 
 # ---- the clairvoyant schedule, and the day in small ----------------------------------------------
