@@ -69,56 +69,65 @@ async def drive(
     Returns the samples and the client's cost. `note` gets each ended sample. A request without data for `silence`
     seconds has failed. When cancelled, this cancels the open tasks.
     """
-    run = _Run(Connections(url), silence, time.perf_counter())
-    slots = asyncio.Semaphore(concurrency) if concurrency is not None else None
-    going: set[asyncio.Task[None]] = set()
-    samples: list[Sample] = []
+    run = _Run(Connections(url), silence, note)
     client, cpu = Client(), time.process_time()
     looking = asyncio.create_task(_look(client))
     try:
-        for ask in asks:
-            if duration is not None and max(ask.due, run.now()) >= duration:
-                break
-            if ask.due > run.now():
-                await asyncio.sleep(ask.due - run.now())
-            if slots is not None:
-                await slots.acquire()
-                if duration is not None and run.now() >= duration:
-                    break
-            sample = Sample(ask.number, str(ask.task["tier"]), ask.due or run.now())
-            samples.append(sample)
-            one = asyncio.create_task(run.one(sample, ask.task, note))
-            going.add(one)
-            one.add_done_callback(going.discard)
-            if slots is not None:
-                one.add_done_callback(lambda _: slots.release())
-        while going:
-            await asyncio.wait(going)
+        await run.send(asks, concurrency, duration)
         client.wall_s, client.cpu_s = run.now(), time.process_time() - cpu
-        await run.look_up(samples)
+        await run.look_up()
     except asyncio.CancelledError:
         with suppress(TimeoutError):
             async with asyncio.timeout(CANCEL_S):
-                await run.cancel([sample for sample in samples if not sample.ended])
+                await run.cancel()
         raise
     finally:
         looking.cancel()
-        for one in going:
+        for one in run.going:
             one.cancel()
         run.connections.close()
-    return samples, client
+    return run.samples, client
 
 
 @dataclass(slots=True)
 class _Run:
     connections: Connections
     silence: float
-    start: float
+    note: Callable[[Sample], None]
+    samples: list[Sample] = field(init=False, default_factory=list)
+    going: set[asyncio.Task[None]] = field(init=False, default_factory=set)
+    _start: float = field(init=False, default_factory=time.perf_counter)
 
     def now(self) -> float:
-        return time.perf_counter() - self.start
+        return time.perf_counter() - self._start
 
-    async def one(self, sample: Sample, task: dict[str, Any], note: Callable[[Sample], None]) -> None:
+    async def send(self, asks: Iterable[Ask], concurrency: int | None, duration: float | None) -> None:
+        """Send each when it is due and there is room, and follow all to their ends."""
+        slots = asyncio.Semaphore(concurrency) if concurrency is not None else None
+        for ask in asks:
+            if duration is not None and max(ask.due, self.now()) >= duration:
+                break
+            if ask.due > self.now():
+                await asyncio.sleep(ask.due - self.now())
+            if slots is not None:
+                await slots.acquire()
+                if duration is not None and self.now() >= duration:
+                    break
+            one = self._begin(ask)
+            if slots is not None:
+                one.add_done_callback(lambda _: slots.release())
+        while self.going:
+            await asyncio.wait(self.going)
+
+    def _begin(self, ask: Ask) -> asyncio.Task[None]:
+        sample = Sample(ask.number, str(ask.task["tier"]), ask.due or self.now())
+        self.samples.append(sample)
+        one = asyncio.create_task(self._one(sample, ask.task))
+        self.going.add(one)
+        one.add_done_callback(self.going.discard)
+        return one
+
+    async def _one(self, sample: Sample, task: dict[str, Any]) -> None:
         sample.sent = self.now()
         try:
             async with asyncio.timeout(self.silence):
@@ -133,7 +142,7 @@ class _Run:
         except (Broken, KeyError, AttributeError, ValueError) as error:
             sample.error = " ".join(str(error).split())[:100] or type(error).__name__
         sample.ended = self.now()
-        note(sample)
+        self.note(sample)
 
     async def _follow(self, sample: Sample) -> None:
         async with (
@@ -157,7 +166,7 @@ class _Run:
                 failure = (told.get("error") or {}).get("code") or told.get("status") or "the stream broke off"
                 raise Broken(str(failure))
 
-    async def look_up(self, samples: list[Sample]) -> None:
+    async def look_up(self) -> None:
         """Set each sample's queue wait. It runs after the load, so that it adds nothing to it."""
         slots = asyncio.Semaphore(16)
 
@@ -171,11 +180,12 @@ class _Run:
                         record = await answer.json()
                         sample.queue_wait = record["started_at"] - record["created_at"]
 
-        await asyncio.gather(*(one(sample) for sample in samples if sample.task_id))
+        await asyncio.gather(*(one(sample) for sample in self.samples if sample.task_id))
 
-    async def cancel(self, samples: list[Sample]) -> None:
-        for sample in samples:
-            if sample.task_id:
+    async def cancel(self) -> None:
+        """Cancel the tasks that have not ended."""
+        for sample in self.samples:
+            if sample.task_id and not sample.ended:
                 with suppress(Broken):
                     async with self.connections.request("POST", f"/v1/tasks/{sample.task_id}/cancel") as answer:
                         await answer.json()

@@ -122,13 +122,18 @@ class Report:
 
     def markdown(self) -> str:
         """The report as a table, below its command."""
+        head = [(f"seed {self.seed}, lease {self.lease:g} s", ""), ("---", "---")]
+        rows = [*head, *self._about_run(), *self._about_gaps(), *(self._about_keys() if self.keys else ())]
+        rows.append(("anything else wrong", str(len(self.violations))))
+        table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+        return f"    {self.command}\n\n{table}\n"
+
+    def _about_run(self) -> list[tuple[str, str]]:
         said = self.json()
         kills = ", ".join(f"{count} {role}" for role, count in sorted(self.kills.items())) or "none"
         others = ", ".join(f"{n} {kind}" for kind, n in sorted(self.faults.items()) if kind != "kill") or "none"
         states = ", ".join(f"{n} {status}" for status, n in self.statuses.most_common())
-        rows = [
-            (f"seed {self.seed}, lease {self.lease:g} s", ""),
-            ("---", "---"),
+        return [
             ("kill -9", f"{sum(self.kills.values())} ({kills}), over {self.seconds:.0f} s"),
             ("other faults", others),
             ("tasks, tokens", f"{self.tasks:,} and {self.tokens:,}"),
@@ -137,6 +142,11 @@ class Report:
             ("streams with a hole or a token twice", str(said["holes_or_doubles"])),
             ("readers given anything else than the stream", str(said["readers_misled"])),
             ("outputs that differ from the run in quiet", f"{said['outputs_different']} of {self.compared:,} choices"),
+        ]
+
+    def _about_gaps(self) -> list[tuple[str, str]]:
+        said = self.json()
+        return [
             (
                 "open streams whose worker was killed",
                 f"{said['streams_stopped']:,}; of {said['struck_again']:,} the next one, too, before it made a token",
@@ -154,11 +164,7 @@ class Report:
                 "the same of all, as readers saw it, who and whose gateway were killed as well",
                 _told(said["gap_seen_s"]),
             ),
-            *(self._about_keys() if self.keys else ()),
-            ("anything else wrong", str(len(self.violations))),
         ]
-        table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-        return f"    {self.command}\n\n{table}\n"
 
 
 def _code(refused: dict[str, Any]) -> str:

@@ -14,6 +14,8 @@ from workers.cli.options import DEFAULT_URL, Url
 from workers.cli.options.declared import SAMPLING, takes
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from workers.bench import Client, Limits, Load, Sample
 
 
@@ -156,43 +158,49 @@ def _figures(
 
 def _report(figures: dict[str, Any]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    requests, goodput, client = figures["requests"], figures["goodput"], figures["client"]
+    requests, client = figures["requests"], figures["client"]
     typer.echo(_title(figures))
-    table = Table(box=None, pad_edge=False)
-    for heading in ("", "mean", "p50", "p95", "p99", "max"):
-        table.add_column(heading, justify="right" if heading else "left")
-    rows = [("TTFT", "ttft"), ("time between tokens", "itl"), ("end to end", "e2e"), ("queue wait", "queue_wait")]
-    for name, key in rows:
-        table.add_row(name, *_milliseconds(figures["latency_s"][key]))
-    if len(figures["tiers"]) > 1:
-        for tier, latencies in figures["tiers"].items():
-            table.add_row(f"TTFT, {tier}", *_milliseconds(latencies["ttft"]))
-    Console().print(table)
-    lines = [
+    Console().print(_table(figures))
+    typer.echo(
         f"requests  {requests['completed']} completed, {requests['failed']} failed in {figures['duration_s']:.2f} s: "
-        f"{_number(figures['completed_per_s'])}/s completed, {_number(figures['offered_per_s'])}/s sent",
+        f"{_number(figures['completed_per_s'])}/s completed, {_number(figures['offered_per_s'])}/s sent\n"
         f"tokens    {figures['prompt_tokens']:,} in, {figures['output_tokens']:,} out: "
-        f"{_number(figures['output_tokens_per_s'])}/s out",
-    ]
-    lines += [f"          {count} x {error}" for error, count in requests["errors"].items()]
-    asked = [
-        f"{name} at most {1000 * value:g} ms"
-        for name, value in (("TTFT", goodput["limits_s"]["ttft"]), ("between tokens", goodput["limits_s"]["itl"]))
-        if value is not None
-    ]
-    if asked:
-        share = 100 * (goodput["share"] or 0.0)
-        lines.append(f"goodput   {_number(goodput['per_s'])}/s, {share:.1f} % of all: {', '.join(asked)}")
-    lines.append(
+        f"{_number(figures['output_tokens_per_s'])}/s out"
+    )
+    for error, count in requests["errors"].items():
+        typer.echo(f"          {count} x {error}")
+    if told := _goodput(figures["goodput"]):
+        typer.echo(told)
+    typer.echo(
         f"client    {100 * client['cpu']:.0f} % of a core; its event loop was late by "
         f"{1000 * client['loop_late_p99_s']:.1f} ms (p99), so times are no finer than that"
     )
     if client["bottleneck"]:
-        lines.append("          too much of a core: these figures measure the client rather than the system")
-    for line in lines:
-        typer.echo(line)
+        typer.echo("          too much of a core: these figures measure the client rather than the system")
+
+
+def _table(figures: dict[str, Any]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "mean", "p50", "p95", "p99", "max"):
+        table.add_column(heading, justify="right" if heading else "left")
+    rows = {"TTFT": "ttft", "time between tokens": "itl", "end to end": "e2e", "queue wait": "queue_wait"}
+    for name, key in rows.items():
+        table.add_row(name, *_milliseconds(figures["latency_s"][key]))
+    if len(figures["tiers"]) > 1:
+        for tier, latencies in figures["tiers"].items():
+            table.add_row(f"TTFT, {tier}", *_milliseconds(latencies["ttft"]))
+    return table
+
+
+def _goodput(goodput: dict[str, Any]) -> str:
+    """The line for it; empty where nothing was asked for."""
+    limits = {"TTFT": goodput["limits_s"]["ttft"], "between tokens": goodput["limits_s"]["itl"]}
+    asked = [f"{name} at most {1000 * value:g} ms" for name, value in limits.items() if value is not None]
+    share = 100 * (goodput["share"] or 0.0)
+    return f"goodput   {_number(goodput['per_s'])}/s, {share:.1f} % of all: {', '.join(asked)}" if asked else ""
 
 
 def _title(figures: dict[str, Any]) -> str:

@@ -10,6 +10,9 @@ from workers.cli.exits import PROCESS_STATUS, needs
 from workers.cli.models.references import ModelOption, find_models
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
     from workers.cli.local.system import System
 
 #: Looks at the workers' leases, 0.1 s apart, until they report all tokens made.
@@ -57,8 +60,6 @@ def demo(
 async def _use(system: System, tasks: int) -> None:
     """Run the load on its own thread and print the report."""
     import asyncio
-    import threading
-    from concurrent.futures import Future
 
     from rich.console import Console
 
@@ -71,21 +72,8 @@ async def _use(system: System, tasks: int) -> None:
     gateway, console, kv = Gateway(system.url), Console(), KvUse()
     (model,) = await asyncio.to_thread(gateway.models)
     load = Load(gateway, model["id"], tasks, console)
-    done: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            load.run()
-        except Exception as error:  # noqa: BLE001 - handed over to who waits
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-
-    # A daemon: after an interrupt, the thread would wait for streams that end only with the gateway.
-    threading.Thread(target=run, name="demo", daemon=True).start()
-    over = asyncio.wrap_future(done)
+    await asyncio.wrap_future(_beside(load.run))
     async with AsyncClient(system.broker, system.store) as client:
-        await over
         made = sum(task.result["usage"]["output_tokens"] for task in load.tasks)
         # A lease's figures are as old as its last renewal.
         for _ in range(LOOKS):
@@ -93,3 +81,22 @@ async def _use(system: System, tasks: int) -> None:
                 break
             await asyncio.sleep(0.1)
     report(console, load.tasks, kv)
+
+
+def _beside(work: Callable[[], None]) -> Future[None]:
+    """Run it on a thread. A daemon: after an interrupt, it would wait for streams that end only with the gateway."""
+    import threading
+    from concurrent.futures import Future
+
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - handed over to who waits
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name="demo", daemon=True).start()
+    return done

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -78,40 +78,48 @@ def _shown(path: Path) -> bool:
 def show(model: Model, as_json: Json = False) -> None:
     """Show a model's architecture, size, context length, chat template and files. Pulls a hub's model first."""
     folder, found = _card(model)
-    from engine.text.config import Config, packed_bits, read_config
+    from engine.text.config import Config, read_config
 
     config = Config.of_model(read_config(folder))
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if _shown(path)}
     shape = {name: config.get(name) for name in SHAPE if name in config}
-    stored = config.get("dtype") or config.get("torch_dtype")
-    section = config.get("quantization_config")
-    bits = packed_bits({"quantization_config": section})
-    quantised = None
-    if isinstance(section, dict):
-        quantised = f"{section.get('quant_method')}, {f'{bits} bits' if bits < 32 else '8-bit floats'}"
+    about = {"dtype": config.get("dtype") or config.get("torch_dtype")}
+    about |= {"quantization": config.get("quantization_config"), "shape": shape, "files": files}
     if as_json:
-        about = {"folder": str(folder), "dtype": stored, "quantization": section, "shape": shape, "files": files}
-        typer.echo(json.dumps({**json.loads(found.to_json()), **about, "tokenizer_files": found.files}))
+        said = {**json.loads(found.to_json()), "folder": str(folder), **about, "tokenizer_files": found.files}
+        typer.echo(json.dumps(said))
         return
-    lines = {
+    lines = _described(found, folder, about)
+    width = max(map(len, lines))
+    for name, value in lines.items():
+        if value is not None:
+            say(f"{name.ljust(width)}  {value}")
+    typer.echo(f"files: {_megabytes(sum(files.values()))}")
+    for name, size in files.items():
+        say(f"  {size:>14,}  {name}")
+
+
+def _described(found: ModelCard, folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
+    """What is shown of a model, by name; it may hold any text from the model's files."""
+    from engine.text.config import packed_bits
+
+    section, quantised = about["quantization"], None
+    if isinstance(section, dict):
+        bits = packed_bits({"quantization_config": section})
+        quantised = f"{section.get('quant_method')}, {f'{bits} bits' if bits < 32 else '8-bit floats'}"
+    return {
         "name": found.name,
         "version": found.version,
         "folder": str(folder),
         "architecture": found.architecture,
         "parameters": f"{found.parameters:,}",
-        "stored as": stored,
+        "stored as": about["dtype"],
         "quantised": quantised,
         "context": f"{found.context_length:,} tokens",
-        **{SHAPE[name]: f"{value:,}" if isinstance(value, int) else value for name, value in shape.items()},
+        **{SHAPE[name]: f"{value:,}" if isinstance(value, int) else value for name, value in about["shape"].items()},
         "chat template": "yes" if "chat" in found.capabilities else "none: the model continues texts only",
         "defaults": ", ".join(f"{name} {value:g}" for name, value in found.defaults.items()) or "none",
     }
-    width = max(map(len, lines))
-    told = [f"{name.ljust(width)}  {value}" for name, value in lines.items() if value is not None]
-    told.append(f"files: {_megabytes(sum(files.values()))}")
-    told += [f"  {size:>14,}  {name}" for name, size in files.items()]
-    for line in told:  # may hold any text from the model's files
-        say(line)
 
 
 def pull(
