@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import selectors
+import signal
 import socket
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
 from tests.chaos.calls import LISTENS, MANNERS, Call, kind
 from tests.chaos.resp import arguments, frame_end
@@ -203,3 +206,23 @@ class Tap:
             if self._pairs.pop(sock, None) is not None:
                 self._selector.unregister(sock)
                 sock.close()
+
+
+class Killer(Tap):
+    """Kills the process whose `pid` it is told. Closed at the end of its context."""
+
+    def __init__(self, port: int, aim: Aim) -> None:
+        self.pid: Future[int] = Future()
+        super().__init__(port, aim, lambda: os.kill(self.pid.result(60), signal.SIGKILL), lambda call: None)
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def at(kind: str, mode: Mode | None) -> Aim:
+    """Strikes at the first call of this kind."""
+    return lambda _, call: mode if call.kind == kind else None

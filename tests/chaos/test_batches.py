@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
-from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -18,7 +15,7 @@ from tests.aws import Aws
 from tests.chaos.batching import BAD, GOOD, Job, Serving
 from tests.chaos.calls import Call
 from tests.chaos.sweeping import Sweeper
-from tests.chaos.tap import Mode, Tap
+from tests.chaos.tap import Aim, Killer, at
 from tests.exhaustive import few
 from tests.processes import Worker
 from tests.producers.store.test_s3 import bucket_of
@@ -37,46 +34,37 @@ def sweeper(url: str, name: str, folder: Path | str, **settings: float) -> Sweep
     return Sweeper(url, name, **{"files_dir": str(folder), "batch_lines": 4, "unsent_after": 0.2} | settings)
 
 
-def strike(
-    valkey: Redis, port: int, url: str, folder: Path | str, aim: Callable[[Call], Mode | None]
-) -> tuple[list[Call], bool]:
+def strike(valkey: Redis, port: int, url: str, folder: Path | str, aim: Aim) -> tuple[list[Call], bool]:
     """One sweeper, killed at a call, then a second one. What the first said, and whether it was struck."""
     valkey.flushall()
-    pid: Future[int] = Future()
-    tap = Tap(port, lambda _, call: aim(call), lambda: os.kill(pid.result(60), signal.SIGKILL), lambda call: None)
-    try:
-        with Serving(valkey):
-            job = Job(valkey, folder, [BAD if number % 5 == 1 else GOOD for number in range(10)])
-            with sweeper(f"redis://127.0.0.1:{tap.port}/0", "first", folder) as first:
-                pid.set_result(first.pid)
-                assert within(lambda: job.ended() or tap.struck), "the first sweeper hangs"
-                struck = tap.struck is not None and tap.hit.wait(60)
-            valkey.delete(keys.SWEEPER)  # as if the time of its lease were over
-            if not job.ended():
-                with sweeper(url, "second", folder):
-                    assert within(job.ended), f"the second sweeper hangs after {tap.struck}: {job.read()}"
-        assert job.read().status == "completed"
-        assert len(job.lines("output")) == 8
-        assert job.faults() == [], tap.struck
-        return list(tap.calls), struck
-    finally:
-        tap.close()
+    with Killer(port, aim) as tap, Serving(valkey):
+        job = Job(valkey, folder, [BAD if number % 5 == 1 else GOOD for number in range(10)])
+        with sweeper(tap.url, "first", folder) as first:
+            tap.pid.set_result(first.pid)
+            assert within(lambda: job.ended() or tap.struck), "the first sweeper hangs"
+            struck = tap.struck is not None and tap.hit.wait(60)
+        valkey.delete(keys.SWEEPER)  # as if the time of its lease were over
+        if not job.ended():
+            with sweeper(url, "second", folder):
+                assert within(job.ended), f"the second sweeper hangs after {tap.struck}: {job.read()}"
+    assert job.read().status == "completed"
+    assert len(job.lines("output")) == 8
+    assert job.faults() == [], tap.struck
+    return list(tap.calls), struck
 
 
 @pytest.mark.parametrize("kind", few(sorted(WRITES), "BATCH_EXPAND", "BATCH_WRITTEN", "BATCH_END"))
 def test_a_sweeper_may_die_after_any_change(
     valkey: Redis, valkey_server: ValkeyServer, valkey_url: str, tmp_path: Path, kind: str
 ) -> None:
-    aim: Callable[[Call], Mode | None] = lambda call: "after" if call.kind == kind else None  # noqa: E731
-    assert strike(valkey, valkey_server.port, valkey_url, tmp_path, aim)[1], "it is never called"
+    assert strike(valkey, valkey_server.port, valkey_url, tmp_path, at(kind, "after"))[1], "it is never called"
 
 
 @pytest.mark.parametrize("kind", few(["BATCH_PART", "BATCH_WRITTEN", "FILE_MADE", "BATCH_END"], "BATCH_WRITTEN"))
 def test_a_sweeper_may_die_with_files_in_a_bucket(
     valkey: Redis, valkey_server: ValkeyServer, valkey_url: str, aws: Aws, kind: str
 ) -> None:
-    aim: Callable[[Call], Mode | None] = lambda call: "after" if call.kind == kind else None  # noqa: E731
-    assert strike(valkey, valkey_server.port, valkey_url, bucket_of(aws), aim)[1], "it is never called"
+    assert strike(valkey, valkey_server.port, valkey_url, bucket_of(aws), at(kind, "after"))[1], "it is never called"
 
 
 @pytest.mark.exhaustive
@@ -84,10 +72,10 @@ def test_a_sweeper_may_die_with_files_in_a_bucket(
 def test_a_sweeper_may_die_at_any_call(
     valkey: Redis, valkey_server: ValkeyServer, valkey_url: str, tmp_path: Path
 ) -> None:
-    calls, _ = strike(valkey, valkey_server.port, valkey_url, tmp_path / "whole", lambda call: None)
+    calls, _ = strike(valkey, valkey_server.port, valkey_url, tmp_path / "whole", lambda *_: None)
     met = 0
     for number in range(1, len(calls)):
-        aim: Callable[[Call], Mode | None] = lambda call, number=number: "before" if call.number == number else None  # noqa: E731
+        aim: Aim = lambda _, call, number=number: "before" if call.number == number else None  # noqa: E731
         met += strike(valkey, valkey_server.port, valkey_url, tmp_path / str(number), aim)[1]
     assert met > len(calls) / 2, "else it was done before most of its strikes"
 

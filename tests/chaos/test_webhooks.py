@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 
 import pytest
 from redis import Redis
@@ -18,7 +15,7 @@ from producers.contract.webhook import Webhook, new_secret
 from producers.store import outbox, protocol
 from producers.store.endpoints import Endpoint, Secrets
 from tests.chaos.calls import Call
-from tests.chaos.tap import MODES, Mode, Tap
+from tests.chaos.tap import MODES, Killer, Mode
 from tests.exhaustive import few
 from tests.receiver import Receiver
 from tests.webhooks_process import WebhooksProcess
@@ -74,7 +71,6 @@ def deliver(
 ) -> bool:
     """One process, struck at its first such call, or at one that comes late; a second if it was killed. Returns whether
     it was struck."""
-    pid: Future[int] = Future()
     seen: list[Call] = []
 
     def aim(_: Call | None, call: Call) -> Mode | None:
@@ -82,10 +78,9 @@ def deliver(
             seen.append(call)
         return mode if call.kind == kind and (not later or due(valkey) <= 1 or len(seen) > 2) else None
 
-    tap = Tap(server.port, aim, lambda: os.kill(pid.result(60), signal.SIGKILL), lambda call: None)
-    try:
-        with WebhooksProcess(f"redis://127.0.0.1:{tap.port}/0", lease=60.0) as first:
-            pid.set_result(first.process.pid)
+    with Killer(server.port, aim) as tap:
+        with WebhooksProcess(tap.url, lease=60.0) as first:
+            tap.pid.set_result(first.process.pid)
             deadline = time.monotonic() + 60
             while due(valkey) and not tap.struck:
                 assert first.process.poll() is None, first.log.read_text()
@@ -101,8 +96,6 @@ def deliver(
         with WebhooksProcess(url, lease=60.0) as second:
             second.until(lambda: not due(valkey))
         return tap.struck is not None
-    finally:
-        tap.close()
 
 
 def _leases_end(valkey: Redis) -> None:
@@ -122,3 +115,5 @@ def test_it_may_die_between_any_two_calls(
     assert ends(valkey) == {"tenants": "delivered", "own": "delivered", "bad": "dead", "gone": "dead"}
     got = {event.headers["webhook-id"] for event in receiver.events if event.path == "/ok"}
     assert len(got) == 2
+    kept = Endpoint.parse(valkey.hget(keys.WEBHOOK_ENDPOINTS, "whe_1"))
+    assert "410" in str(kept.disabled_because)
