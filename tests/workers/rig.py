@@ -190,20 +190,12 @@ def _holds_messages(name: str) -> bool:
 @contextlib.contextmanager
 def rig(**config: Any) -> Iterator[Rig]:
     """A rig on a server of its own."""
-    with valkey(**config) as (url, redis):
-        made = Rig(url, redis)
-        try:
-            yield made
-        finally:
-            made.close()
+    with valkey(**config) as (url, redis), contextlib.closing(Rig(url, redis)) as made:
+        yield made
 
 
 @contextlib.contextmanager
 def two_servers() -> Iterator[Rig]:
     """A rig whose broker and store are two servers."""
-    with valkey() as (url, redis), valkey() as (store_url, store):
-        made = Rig(url, redis, store_url, store)
-        try:
-            yield made
-        finally:
-            made.close()
+    with valkey() as (url, redis), valkey() as servers, contextlib.closing(Rig(url, redis, *servers)) as made:
+        yield made

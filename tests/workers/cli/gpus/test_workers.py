@@ -21,6 +21,7 @@ from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from tests.processes import ROOT, fill
 from tests.waiting import until
+from tests.workers.cli.local.conftest import lives
 from workers.cli.gpus import workers as gpu_workers
 from workers.cli.gpus.workers import supervise
 from workers.processes import supervisor
@@ -246,13 +247,6 @@ class Fleet:
         """Of the processes that have said so far that they serve, once there are so many."""
         found: list[str] = until(lambda: len(f := re.findall(r"serves \(process (\d+)\)", self.out)) >= count and f, 60)
         return list(map(int, found))
-
-
-def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.fixture
