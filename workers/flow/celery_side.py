@@ -1,4 +1,6 @@
-"""Takes what Celery says of a delivery: run it, acknowledge it, reject it, revoke it.
+"""The running batch as Celery's pool, its requests and remote control know it.
+
+They say of a delivery: run it, acknowledge it, reject it, revoke it.
 
 kombu's callbacks -> Request -> EnginePool -> take_job, run -> claimer
                                            -> take_beside -> a thread of the pool's own
@@ -44,6 +46,7 @@ class CelerySide:
     # ---- the pool -------------------------------------------------------------------------------------------------
 
     def take_job(self, uuid: str, job: Job) -> Delivery | None:
+        """Celery wants it run in the engine; None where it is not ours any more."""
         delivery = self.deliveries.held.get(uuid)
         if delivery is not None:
             delivery.job = job
@@ -51,29 +54,35 @@ class CelerySide:
         return delivery
 
     def run(self, delivery: Delivery) -> None:
+        """Celery calls it active: it may begin."""
         self.claimer.submit(delivery)
 
     def take_beside(self, uuid: str) -> Delivery | None:
+        """Celery wants it run on a thread; None where it is not ours any more."""
         delivery = self.deliveries.held.get(uuid)
         if delivery is not None:
             delivery.keeper = Keeper.THREAD
         return delivery
 
     def fail_beside(self, delivery: Delivery, reason: str) -> None:
+        """Celery failed around it on a thread: it is kept as a dead letter."""
         self.deliveries.done(delivery, reason)
 
     @property
     def in_flight(self) -> int:
+        """Deliveries in this worker's hands."""
         return len(self.deliveries)
 
     @property
     def capacity(self) -> int:
+        """The most sequences."""
         most: int = self.served.engine.max_num_seqs
         return most
 
     # ---- remote control -------------------------------------------------------------------------------------------
 
     def scheduled(self, most: int) -> list[bytes]:
+        """Messages that wait for their countdown, the soonest first."""
         return self.broker.scheduled(most)
 
     def breaker(self) -> dict[str, Any]:

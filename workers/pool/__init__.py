@@ -4,6 +4,6 @@ app makes it, with its result backend, the task penstock.generate and its reques
 that beside the model's load
 transport: kombu's for Redis. intake (workers.flow) has fetched the messages, and hands them over in the event loop;
 celery_side (workers.flow) hears of Celery's acknowledge, reject and a closed channel
-consumer -> engine_pool -> batch: celery_side of workers.flow -> claimer; other tasks run on a few threads beside the
-engine
+consumer -> engine_pool -> celery_side of workers.flow, the running batch -> claimer; other tasks run on a few threads
+beside the engine
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from celery import Celery
 from celery.backends.redis import RedisBackend
@@ -16,10 +16,12 @@ from producers.connection.connect import connection_pool, kombu_url
 from producers.connection.trouble import trouble
 from producers.contract import keys
 from workers.flow.finisher import Finisher
-from workers.pool.batch import Batch
 from workers.pool.task import register
 from workers.pool.transport import LINK, SCHEME, Link
 from workers.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from workers.flow.celery_side import CelerySide
 
 #: The name under which Celery finds the result backend.
 BACKEND: Final = "penstock"
@@ -86,7 +88,7 @@ def consume(app: Celery, queues: list[str]) -> None:
     app.amqp.queues = app.conf.task_queues
 
 
-def attach(app: Celery, batch: Batch, link: Link) -> None:
+def attach(app: Celery, batch: CelerySide, link: Link) -> None:
     """The batch for the pool (`batch_of`), and the link for the transport, among its options."""
     app.penstock = batch
     app.conf.broker_transport_options = {LINK: link, "priority_steps": steps()}

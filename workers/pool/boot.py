@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 if TYPE_CHECKING:
     from celery import Celery
 
-    from workers.pool.batch import Batch
+    from workers.flow.celery_side import CelerySide
     from workers.pool.transport import Link
     from workers.settings import WorkerSettings
 
@@ -48,7 +48,7 @@ class Boot:
         consume(app, queues)
         return app
 
-    def worker(self, batch: Batch, link: Link) -> Any:
+    def worker(self, batch: CelerySide, link: Link) -> Any:
         """Celery's worker around the batch, to be started on the main thread."""
         app, worker = self._made.result()
         from celery.exceptions import CPendingDeprecationWarning

@@ -13,7 +13,7 @@ from celery.worker.consumer import Consumer as Stock
 from celery.worker.control import control_command, inspect_command, nok
 
 from producers.contract.message import is_plain
-from workers.pool.batch import batch_of
+from workers.pool.task import batch_of
 
 logger = get_logger(__name__)
 

@@ -14,12 +14,15 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from celery.concurrency.base import BasePool, apply_target
 
-from workers.pool.batch import Batch, batch_of
+from workers.pool.task import batch_of
 from workers.state.delivery import Delivery, Job, forget
+
+if TYPE_CHECKING:
+    from workers.flow.celery_side import CelerySide
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +45,7 @@ class EnginePool(BasePool):
             threading.Thread(target=self._side_thread, name=f"penstock-side-{k}", daemon=True).start()
 
     @property
-    def batch(self) -> Batch:
+    def batch(self) -> CelerySide:
         return batch_of(self.app)
 
     def on_apply(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from celery import Celery, Task
 from celery.worker.request import Request
@@ -11,12 +11,20 @@ from celery.worker.request import Request
 from producers.contract.keys import TASK_NAME
 from producers.errors import TaskFailed
 from workers.flow.finisher import OUTCOME, Fault
-from workers.pool.batch import batch_of
+
+if TYPE_CHECKING:
+    from workers.flow.celery_side import CelerySide
 
 #: Before a task that the engine failed is tried again, seconds; doubled each time.
 RETRY_COUNTDOWN_S = 1.0
 #: One lock for all requests: it is held for microseconds.
 _acknowledging = threading.RLock()
+
+
+def batch_of(app: Celery) -> CelerySide:
+    """The batch that `workers.pool.app.attach` gave the application."""
+    batch: CelerySide = app.penstock
+    return batch
 
 
 class EngineRequest(Request):
