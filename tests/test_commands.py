@@ -69,6 +69,8 @@ ELSEWHERE = {
     "tests.fuzz.on_queue": "fuzz/test_on_queue.py",
     "tests.fuzz.soak": "fuzz/test_soak.py",
 }
+#: A bench may take minutes on a busy machine, to start what it measures.
+BENCH = (pytest.mark.exhaustive, pytest.mark.timeout(600))
 #: Benches of the native kernels.
 NATIVE = {"attention", "products", "quantised", "runs", "compressed_kv"}
 
@@ -153,7 +155,7 @@ def places(tmp_path: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [
-        pytest.param(module, line, marks=pytest.mark.exhaustive if ".bench" in module else ())
+        pytest.param(module, line, marks=BENCH if ".bench" in module else ())
         for module, lines in TINY.items()
         for line in lines
     ],

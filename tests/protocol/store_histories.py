@@ -294,6 +294,15 @@ def keep_the_links(kind: type[StoreMachine]) -> None:
     machine.teardown()
 
 
+def be_buried(kind: type[StoreMachine]) -> None:
+    """A task whose worker gives it back with its message waits for nothing."""
+    machine = kind()
+    machine.begin(begun=(0, 0, 0), alive=(True, True, True))
+    machine.claim("p", "i1", False, False, False)
+    machine.release("p", True, True)
+    machine.teardown()
+
+
 def live_after_all(kind: type[StoreMachine]) -> None:
     """The first of two owners was taken for dead, with progress or without it; somebody else was not."""
     for got_on in (True, False):
@@ -321,6 +330,7 @@ HISTORIES: tuple[Callable[[type[StoreMachine]], None], ...] = (
     end_and_not_settle,
     leave_a_dead_letter_to_another,
     keep_the_letter,
+    be_buried,
     be_deleted,
     cancel_what_the_dead_left,
     cancel_what_dies_then,
