@@ -1,8 +1,9 @@
 """Makes quantised checkpoints from ordinary ones.
 
 text: cuts a calibration text into windows of tokens
-walk: runs the windows through a model layer by layer, and shows the inputs of each matrix
-rounding: rounds a matrix for those inputs; model: rounds all matrices, each layer after the rounded ones before it
+walk: runs all windows through a model, layer by layer
+model: rounds each product's matrices when the walk comes to it, with inputs that the rounded ones before it made
+hessian: adds up these inputs; rounding: rounds a matrix for them
 folder: writes the checkpoint; compare: measures how far the quantised model differs
 """
 

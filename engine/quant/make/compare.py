@@ -13,8 +13,8 @@ from engine.errors import ModelError
 from engine.models.decoder import Decoder
 from engine.quant.make.walk import hidden
 
-#: The number of rows whose logits are held at one time.
-_ROWS = 128
+#: The number of rows whose logits are made together, and of rows that are judged while they are in a processor's cache.
+_ROWS, _TOGETHER = 128, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,33 +42,36 @@ class Comparison:
 @torch.inference_mode()
 def compare(before: Decoder, after: Decoder, windows: Sequence[Sequence[int]]) -> Comparison:
     """Compare two models over windows of token ids. Raises ModelError if a model's logits are not finite."""
-    divergences, losses, agreed = [], [], 0
+    found = []
     for window in windows:
         following = torch.tensor(window[1:], device=before.device)
-        states = hidden(before, [window])[0][:-1], hidden(after, [window])[0][:-1]
-        for rows in range(0, len(following), _ROWS):
-            part = slice(rows, rows + _ROWS)
-            p, q = (
-                _log_probabilities(model, state[part]) for model, state in zip((before, after), states, strict=True)
-            )
-            ids = following[part, None]
-            losses.append(torch.cat((-p.gather(1, ids), -q.gather(1, ids)), 1).double().cpu())
-            divergences.append((p.exp() * (p - q)).sum(1).double().clamp(min=0).cpu())
-            agreed += int((p.argmax(1) == q.argmax(1)).sum())
-    before_loss, loss = torch.cat(losses).mean(0).tolist()
-    divergence = torch.cat(divergences)
+        states = hidden(before, [window])[:-1], hidden(after, [window])[:-1]
+        for parts in zip(*(torch.split(one, _ROWS) for one in (*states, following)), strict=True):
+            logits = _finite(before.logits(parts[0])), _finite(after.logits(parts[1]))
+            shares = zip(*(torch.split(one, _TOGETHER) for one in (*logits, parts[2])), strict=True)
+            found += [_judged(p.log_softmax(-1), q.log_softmax(-1), ids) for p, q, ids in shares]
+    before_loss, loss, divergence, agreement = torch.cat(found).double().cpu().unbind(1)
     return Comparison(
         tokens=len(divergence),
-        perplexity_before=math.exp(before_loss),
-        perplexity=math.exp(loss),
+        perplexity_before=math.exp(before_loss.mean()),
+        perplexity=math.exp(loss.mean()),
         divergence=float(divergence.mean()),
         divergence_p99=float(divergence.quantile(0.99)),
-        agreement=agreed / len(divergence),
+        agreement=float(agreement.mean()),
     )
 
 
-def _log_probabilities(model: Decoder, hidden: Tensor) -> Tensor:
-    logits = model.logits(hidden).float()
-    if not bool(torch.isfinite(logits).all()):
+def _judged(p: Tensor, q: Tensor, following: Tensor) -> Tensor:
+    """Both losses, KL(p || q), and whether the likeliest tokens are the same, [rows, 4]. Overwrites `q`."""
+    ids = following[:, None]
+    losses = -p.gather(1, ids), -q.gather(1, ids)
+    agreed = p.argmax(1, keepdim=True) == q.argmax(1, keepdim=True)
+    divergence = torch.linalg.vecdot(p.exp(), q.neg_().add_(p))[:, None].clamp(min=0)
+    return torch.cat((*losses, divergence, agreed), 1)
+
+
+def _finite(logits: Tensor) -> Tensor:
+    ends = torch.stack(logits.aminmax())
+    if not bool(torch.isfinite(ends).all()):
         raise ModelError("the model's logits are not finite numbers: it cannot be compared")
-    return logits.log_softmax(-1)
+    return logits.float()

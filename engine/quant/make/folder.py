@@ -76,12 +76,10 @@ def packed_tensors(matrix: Matrix) -> dict[str, Tensor]:
     """The matrix's tensors by their name suffixes."""
     each = 32 // matrix.bits
     outputs, inputs = matrix.q.shape
-    padded = torch.nn.functional.pad(matrix.q, (0, -inputs % each)).view(outputs, -1, each)
-    words = torch.zeros(padded.shape[:2], dtype=torch.int64, device=matrix.q.device)
-    for place in range(each):
-        words |= padded[..., place].long() << (matrix.bits * place)
+    padded = torch.nn.functional.pad(matrix.q, (0, -inputs % each))
+    filled = padded if matrix.bits == 8 else padded[:, ::2] | padded[:, 1::2] << 4
     return {
-        "weight_packed": torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32),
+        "weight_packed": filled.contiguous().view(torch.int32),
         "weight_scale": matrix.scales.T,
         "weight_shape": torch.tensor([outputs, inputs]),
     }

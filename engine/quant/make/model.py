@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.kernels import Kernels, PreparedLinear
+from engine.kernels import Kernels, PreparedLinear, select
+from engine.kernels.native import load_library
 from engine.layers import Linear
 from engine.models import load_model
 from engine.models.decoder import Decoder
 from engine.models.loader import Found, locate
 from engine.quant.formats import Matrix
 from engine.quant.make.folder import Writer, packed_tensors, quantization_config
+from engine.quant.make.hessian import hessian
 from engine.quant.make.rounding import Grid, compensated, nearest
 from engine.quant.make.walk import Walk
 from engine.text.config import read_config
@@ -46,11 +46,13 @@ class Recipe:
     with it. None: the head stays as it is."""
 
 
-def plain(folder: Path, device: torch.device) -> Decoder:
-    """Load the model in `folder` with plain torch kernels: in fp32 on a CPU, elsewhere in its own dtype. Raises
-    ModelError."""
+def decoder(folder: Path, device: torch.device) -> Decoder:
+    """Load the model in `folder`, in its own dtype: on a CPU with native kernels, or without them in fp32 with plain
+    torch kernels; elsewhere with plain torch kernels. Raises ModelError."""
 
     def kernels(dtype: torch.dtype) -> Kernels:
+        if device.type == "cpu" and load_library() is not None:
+            return select(device, dtype, "native")
         return Kernels(torch.float32 if device.type == "cpu" else dtype)
 
     model = load_model(folder, "auto", device, kernels)
@@ -76,49 +78,112 @@ def quantise(
     settings = read_config(folder)
     if "quantization_config" in settings or "quantization_config" in settings.get("text_config", {}):
         raise ModelError(f"{folder} is quantised already; quantise the checkpoint that it was made of")
-    model = plain(folder, device)
-    stored = locate(folder)
-    located = {ours: found for name, found in stored.items() if (ours := model.canonical(name)) is not None}
+    model = decoder(folder, device)
+    layers = _layers(model)
+    recipe = _with_group(recipe, [linear for linears in layers for _, linear in linears])
+    making = _Making(folder, model, recipe, Writer(out))
+    walk = Walk(model, windows) if recipe.method == "gptq" else None
+    for i, linears in enumerate(layers):
+        making.round_layer(linears, walk)
+        say(f"layer {i + 1} of {len(layers)}")
+    if recipe.head is not None:
+        making.round_head(recipe.head)
+        say("output head")
+    making.finish(settings)
+    return recipe
+
+
+def _layers(model: Decoder) -> list[list[tuple[str, Linear]]]:
+    """Each layer's products, in the order in which it calls them."""
     layers: dict[str, list[tuple[str, Linear]]] = defaultdict(list)
     for prefix, linear in model.linears():
         if prefix:  # all but the head
             layers[prefix.rpartition(".layers.")[2].partition(".")[0]].append((prefix, linear))
-    recipe = _with_group(recipe, [linear for linears in layers.values() for _, linear in linears])
-    writer = Writer(out)
-    walk = Walk(model, windows if recipe.method == "gptq" else [])
-    done = set()
-    for i, linears in enumerate(layers.values()):
-        seen = _hessians(walk, linears) if recipe.method == "gptq" else {}
+    return list(layers.values())
+
+
+class _Making:
+    """A checkpoint that is being made of a model."""
+
+    def __init__(self, folder: Path, model: Decoder, recipe: Recipe, writer: Writer) -> None:
+        self._model, self._recipe, self._writer = model, recipe, writer
+        self._stored = locate(folder)
+        self._located = {ours: one for name, one in self._stored.items() if (ours := model.canonical(name)) is not None}
+        kernels = model.kernels
+        self._sums = kernels if kernels.compute_dtype == torch.float32 else Kernels(torch.float32)
+        self._done: set[str] = set()
+
+    def round_layer(self, linears: Sequence[tuple[str, Linear]], walk: Walk | None) -> None:
+        """Round a layer's matrices: to nearest, or for the inputs that the step of `walk` brings."""
         for prefix, linear in linears:
-            dense = []
-            for part in linear.parts:
-                found = located[f"{prefix}{part}.weight"]
-                matrix = _round(found, recipe, seen.get(prefix + part), device)
-                for end, tensor in packed_tensors(matrix).items():
-                    writer.put(found.name.removesuffix("weight") + end, tensor)
-                done.add(found.name)
-                dense.append(matrix.dequantise().to(model.kernels.weight_dtype))
-            if recipe.method == "gptq":
-                linear.replace(partial(_of_weight, torch.cat(dense)))
-        walk.step()
-        say(f"layer {i + 1} of {len(layers)}")
-    head = f"{model.head_name}.weight"
-    if recipe.head is not None:
-        found = located[head]
-        matrix = nearest(_finite(found, device), Grid(recipe.head, None, _DTYPES[found.stored.dtype]))
-        for end, tensor in packed_tensors(matrix).items():
-            writer.put(found.name.removesuffix("weight") + end, tensor)
+            if walk is None:
+                self._round(prefix, linear)
+            else:
+                self._round_when_called(prefix, linear)
+        if walk is not None:
+            walk.step()
+
+    def _round_when_called(self, prefix: str, linear: Linear) -> None:
+        """When `linear` is called, round its matrices for its inputs. From then on its product is that of these."""
+
+        def make(run: PreparedLinear) -> PreparedLinear:
+            def first(x: Tensor) -> Tensor:
+                product = self._for_inputs(prefix, linear, x).prepare(self._model.kernels, _bias(run, x))
+                linear.replace(lambda _: product)
+                return product(x)
+
+            return first
+
+        linear.replace(make)
+
+    def _for_inputs(self, prefix: str, linear: Linear, x: Tensor) -> Matrix:
+        total = hessian(x, self._sums)
+        if not bool(torch.isfinite(total).all()):
+            raise ModelError(
+                f"what the calibration text multiplies with {prefix}{','.join(linear.parts)} is not finite: what the "
+                "checkpoint has before it is not, or is too large"
+            )
+        return self._round(prefix, linear, total)
+
+    def _round(self, prefix: str, linear: Linear, total: Tensor | None = None) -> Matrix:
+        """Round the matrices of `linear`, to nearest without a Hessian, and write them. Returns them as one."""
+        found = [self._located[f"{prefix}{part}.weight"] for part in linear.parts]
+        weight = torch.cat([_finite(one, self._model.device) for one in found])
+        grid = Grid(self._recipe.bits, self._recipe.group, _DTYPES[found[0].stored.dtype])
+        matrix = nearest(weight, grid) if total is None else compensated(weight, total, grid)
+        outputs = list(linear.parts.values())
+        for one, q, scales in zip(
+            found, torch.split(matrix.q, outputs), torch.split(matrix.scales, outputs, 1), strict=True
+        ):
+            self._put(one, replace(matrix, q=q, scales=scales))
+        return matrix
+
+    def round_head(self, bits: int) -> None:
+        found = self._located[f"{self._model.head_name}.weight"]
+        self._put(found, nearest(_finite(found, self._model.device), Grid(bits, None, _DTYPES[found.stored.dtype])))
         # Tied checkpoints may also have the table under the head's name.
-        done |= {found.name} | {name for name in stored if model.canonical(name) is None and name.endswith(_HEAD)}
-        say("output head")
-    rest = [found for found in stored.values() if found.name not in done]
-    for found in rest:
-        writer.put(found.name, _read(found, torch.device("cpu")))
-    others = {found.name.removesuffix(".weight") for found in rest if _may_be_matrix(found)}
-    ignored = others if recipe.head is not None else {"lm_head"} | others
-    config = quantization_config(recipe.bits, recipe.group, sorted(ignored), recipe.head)
-    writer.finish(settings | {"quantization_config": config})
-    return recipe
+        self._done |= {name for name in self._stored if self._model.canonical(name) is None and name.endswith(_HEAD)}
+
+    def _put(self, found: Found, matrix: Matrix) -> None:
+        for end, tensor in packed_tensors(matrix).items():
+            self._writer.put(found.name.removesuffix("weight") + end, tensor)
+        self._done.add(found.name)
+
+    def finish(self, settings: dict[str, Any]) -> None:
+        """Write what is not quantised, and config.json: `settings` with the description of what is."""
+        rest = [found for found in self._stored.values() if found.name not in self._done]
+        for found in rest:
+            self._writer.put(found.name, _read(found, torch.device("cpu")))
+        recipe = self._recipe
+        others = {found.name.removesuffix(".weight") for found in rest if _may_be_matrix(found)}
+        ignored = others if recipe.head is not None else {"lm_head"} | others
+        config = quantization_config(recipe.bits, recipe.group, sorted(ignored), recipe.head)
+        self._writer.finish(settings | {"quantization_config": config})
+
+
+def _bias(run: PreparedLinear, x: Tensor) -> Tensor:
+    """The bias of a product, which is what it makes of a row of zeros."""
+    return run(torch.zeros_like(x[:1]))[0]
 
 
 def _with_group(recipe: Recipe, linears: Sequence[Linear]) -> Recipe:
@@ -134,54 +199,6 @@ def _with_group(recipe: Recipe, linears: Sequence[Linear]) -> Recipe:
     if not fitting:
         raise ModelError(f"no group of {GROUPS} divides the inputs of all matrices: {sorted(inputs)}; use 8 bits")
     return replace(recipe, group=fitting[0])
-
-
-def _hessians(walk: Walk, linears: Sequence[tuple[str, Linear]]) -> dict[str, Tensor]:
-    """For each matrix of the next layer, by name, the sum of x x^T over its input rows. Raises ModelError if a sum is
-    not finite."""
-    sums = []
-    for _, linear in linears:
-        total = torch.zeros(linear.inputs, linear.inputs, device=linear.device)
-        sums.append((linear, total, linear.replace(partial(_summing, total))))
-    walk.look()
-    for linear, _, run in sums:
-        linear.replace(partial(_instead, run))
-    for (prefix, linear), (_, total, _) in zip(linears, sums, strict=True):
-        if not bool(torch.isfinite(total).all()):
-            raise ModelError(
-                f"what the calibration text multiplies with {prefix}{','.join(linear.parts)} is not finite: what the "
-                "checkpoint has before it is not, or is too large"
-            )
-    return {
-        prefix + part: total
-        for (prefix, linear), (_, total, _) in zip(linears, sums, strict=True)
-        for part in linear.parts
-    }
-
-
-def _summing(total: Tensor, run: PreparedLinear) -> PreparedLinear:
-    def linear(x: Tensor) -> Tensor:
-        wide = x.float()
-        total.addmm_(wide.T, wide)
-        return run(x)
-
-    return linear
-
-
-def _instead(new: PreparedLinear, run: PreparedLinear) -> PreparedLinear:
-    return new
-
-
-def _of_weight(weight: Tensor, run: PreparedLinear) -> PreparedLinear:
-    """The product with another weight and the same bias, which `run` returns for a row of zeros."""
-    bias = run(torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device))
-    return lambda x: F.linear(x, weight) + bias
-
-
-def _round(found: Found, recipe: Recipe, hessian: Tensor | None, device: torch.device) -> Matrix:
-    weight = _finite(found, device)
-    grid = Grid(recipe.bits, recipe.group, _DTYPES[found.stored.dtype])
-    return nearest(weight, grid) if hessian is None else compensated(weight, hessian, grid)
 
 
 def _finite(found: Found, device: torch.device) -> Tensor:

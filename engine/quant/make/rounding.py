@@ -15,8 +15,8 @@ from engine.quant.formats import Matrix
 _SHRINKS = tuple(1 - step / 50 for step in range(21))
 #: The part of the mean of the Hessian's diagonal that is added to it, so that it can be inverted (arXiv 2210.17323).
 _DAMPING = 0.01
-#: The number of columns between two updates of all later columns.
-_BLOCK = 128
+#: The number of columns that take the errors of all columns before them together.
+_BLOCK = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,32 +37,31 @@ def compensated(weight: Tensor, hessian: Tensor, grid: Grid) -> Matrix:
     """Round `weight` so that its product with the inputs of `hessian` changes least: GPTQ (arXiv 2210.17323).
 
     `hessian`: [inputs, inputs], the sum of x x^T over these inputs. Columns are rounded one after another, the most
-    important first, and all later columns compensate for the error of each. Scales are chosen before, for the groups of
-    adjacent inputs, so that readers need not know the order of rounding.
+    important first, and each compensates for the errors of those before it. Scales are chosen before, for the groups
+    of adjacent inputs, so that readers need not know the order of rounding.
     """
-    weight, hessian = weight.float().clone(), hessian.float()
-    importance = hessian.diagonal().clone()
+    weight, hessian = weight.float(), hessian.float()
+    importance = hessian.diagonal()
     scales = _scales(weight, importance.clamp(min=importance.mean() * 1e-3 + 1e-12), grid)
     order = importance.argsort(descending=True, stable=True)
-    weight = weight[:, order]
-    upper = _inverse_root(hessian[order][:, order])
-    inputs = weight.shape[1]
-    columns = scales.repeat_interleave(inputs // scales.shape[1], 1)[:, order].float()
-    middle = 2 ** (grid.bits - 1)
-    q = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
-    for start in range(0, inputs, _BLOCK):
-        stop = min(start + _BLOCK, inputs)
-        errors = torch.empty(len(weight), stop - start, device=weight.device)
-        block, root = weight[:, start:stop], upper[start:stop, start:stop]
-        for k in range(stop - start):
-            column, scale = block[:, k], columns[:, start + k]
-            rounded = (column / scale).round().clamp(-middle, middle - 1)
-            q[:, start + k] = (rounded + middle).to(torch.uint8)
-            errors[:, k] = (column - rounded * scale) / root[k, k]
-            block[:, k + 1 :] -= errors[:, k, None] * root[k, k + 1 :]
-        weight[:, stop:] -= errors @ upper[start:stop, stop:]
-    straight = torch.empty_like(q).index_copy_(1, order, q)
+    columns = scales.T.float().repeat_interleave(weight.shape[1] // scales.shape[1], 0)[order]
+    q = _in_order(weight.T[order], _feedback(hessian[order][:, order]), columns, 2 ** (grid.bits - 1))
+    straight = torch.empty_like(q).index_copy_(0, order, q).T.contiguous()
     return Matrix(grid.bits, straight, scales.T.contiguous(), None, None)
+
+
+def _in_order(columns: Tensor, feedback: Tensor, scales: Tensor, middle: int) -> Tensor:
+    """Round the columns of a weight in order. All are [inputs, outputs], a column to a row, but `feedback`."""
+    errors, q = torch.empty_like(columns), torch.empty(columns.shape, dtype=torch.uint8, device=columns.device)
+    for start in range(0, len(columns), _BLOCK):
+        block = slice(start, start + _BLOCK)
+        aims = columns[block] + feedback[:start, block].T @ errors[:start]
+        for k, aim in enumerate(aims, start):
+            aim += feedback[start:k, k] @ errors[start:k]
+            rounded = (aim / scales[k]).round_().clamp_(-middle, middle - 1)
+            torch.sub(columns[k], rounded * scales[k], out=errors[k])
+            q[k] = rounded.add_(middle)
+    return q
 
 
 def _scales(weight: Tensor, importance: Tensor, grid: Grid) -> Tensor:
@@ -95,18 +94,19 @@ def _rounded(weight: Tensor, scales: Tensor, grid: Grid) -> Matrix:
     return Matrix(grid.bits, q.to(torch.uint8), scales.T.contiguous(), None, None)
 
 
-def _inverse_root(hessian: Tensor) -> Tensor:
-    """The upper triangular U with U^T U = hessian^-1. The matrix is damped until it has an inverse, because inputs that
-    are always equal, or 0, make it singular."""
-    diagonal = hessian.diagonal()
-    damping = _DAMPING * float(diagonal.mean()) or 1.0
+def _feedback(hessian: Tensor) -> Tensor:
+    """The upper triangular U, with ones on its diagonal, of hessian = U D U^T.
+
+    Column k says how much of the errors of the columns before it column k is to compensate. That is GPTQ's own rule
+    without an inverse (arXiv 2307.13304, theorem 6). The matrix is damped until it can be factored, because inputs
+    that are always equal, or 0, make it singular.
+    """
+    damping = _DAMPING * float(hessian.diagonal().mean()) or 1.0
     while True:
-        damped = hessian.double()
+        damped = hessian.flip(0, 1).double()
         damped.diagonal().add_(damping)
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not int(failed):
-            root, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not int(failed):
-                inverse_root: Tensor = root.float()
-                return inverse_root
+            upper: Tensor = lower.flip(0, 1)
+            return upper.div_(upper.diagonal().clone()).float()
         damping *= 10

@@ -9,79 +9,79 @@ import torch
 from torch import Tensor
 
 from engine.kernels import RaggedBatch
+from engine.kv import KvGroup
 from engine.models.decoder import Decoder
+
+#: The places of a KV block.
+_BLOCK = 16
 
 
 class Walk:
-    """A position between two layers, with the next layer's input for each window. Rows are kept in fp32 or in the
-    model's compute dtype."""
+    """A position between two layers, with the next layer's input for all tokens of all windows.
+
+    A layer runs once for all windows, so each of its products is called once. A product that is replaced when it is
+    called makes the inputs of all later ones.
+    """
 
     def __init__(self, model: Decoder, windows: Sequence[Sequence[int]]) -> None:
-        """`model`: with plain torch kernels. `windows`: token ids of whole sequences, each from its first token."""
+        """`windows`: token ids of whole sequences, each from its first token."""
         self._model = model
-        self._states = [model.enter(torch.tensor(window, device=model.device)) for window in windows]
-        self._long = [
-            None if model.rope_switch is None else torch.full((len(window),), len(window) > model.rope_switch)
-            for window in windows
-        ]
+        lengths = [len(window) for window in windows]
+        positions = torch.cat([torch.arange(length) for length in lengths]).to(model.device)
+        long = None if model.rope_switch is None else _long(lengths, model.rope_switch).to(model.device)
+        self._state = model.enter(torch.tensor([token for window in windows for token in window], device=model.device))
+        self._rotations = model.rotations(positions, long)
+        self._attention = [_batch(lengths, positions, group.window) for group in model.kv_groups]
+        self._caches = [_cache(model, group, sum(map(_blocks, lengths))) for group in model.kv_groups]
         self._next = 0
-        self._caches = [_caches(model, max(map(len, windows)))] if windows else []
 
     @property
-    def hidden(self) -> list[Tensor]:
-        """The current states [tokens, width] of each window. After the last layer, these are the last hidden states."""
-        return [x for x, _ in self._states]
-
-    def look(self) -> None:
-        """Run the next layer without advancing."""
-        for i in range(len(self._states)):
-            self._run(i)
+    def hidden(self) -> Tensor:
+        """The current rows [tokens, width] of all windows. After the last layer, these are the last hidden states."""
+        return self._state[0]
 
     def step(self) -> None:
         """Run the next layer and advance past it."""
-        for i in range(len(self._states)):
-            self._states[i] = self._run(i)
+        self._state = self._model.layer(self._next, *self._state, self._rotations, self._attention, self._caches)
         self._next += 1
 
-    def _run(self, i: int) -> tuple[Tensor, Tensor]:
-        model, (x, residual), long = self._model, self._states[i], self._long[i]
-        attention, positions = _attention(model, len(x))
-        rotations = model.rotations(positions, None if long is None else long.to(model.device))
-        # Layers may overwrite their inputs.
-        return model.layer(self._next, x.clone(), residual.clone(), rotations, attention, self._caches[0])
 
-
-def hidden(model: Decoder, windows: Sequence[Sequence[int]]) -> list[Tensor]:
-    """The last hidden states [tokens, width] of each window."""
+@torch.inference_mode()
+def hidden(model: Decoder, windows: Sequence[Sequence[int]]) -> Tensor:
+    """The last hidden states [tokens, width] of all windows."""
     walk = Walk(model, windows)
     for _ in range(model.depth):
         walk.step()
     return walk.hidden
 
 
-def _caches(model: Decoder, places: int) -> list[Tensor]:
-    """A cache of one block that holds a window. All layers of a group share it, because each is done before the next
-    begins."""
-    return [
-        model.kernels.kv_cache(replace(group, layers=1), 1, places, model.device).expand(group.layers, *[-1] * 5)
-        for group in model.kv_groups
-    ]
+def _long(lengths: Sequence[int], switch: int) -> Tensor:
+    return torch.tensor([length > switch for length in lengths]).repeat_interleave(torch.tensor(lengths))
 
 
-def _attention(model: Decoder, length: int) -> tuple[list[RaggedBatch], Tensor]:
-    positions = torch.arange(length, device=model.device)
-    first = torch.zeros(1, dtype=torch.int32, device=model.device)
-    return [
-        RaggedBatch(
-            slots=positions,
-            query_starts=torch.tensor([0, length], dtype=torch.int32, device=model.device),
-            kv_lens=first + length,
-            tables=first[None],
-            table_rows=first,
-            most_queries=length,
-            most_places=length,
-            window=group.window,
-            positions=positions,
-        )
-        for group in model.kv_groups
-    ], positions
+def _blocks(length: int) -> int:
+    return -(-length // _BLOCK)
+
+
+def _cache(model: Decoder, group: KvGroup, blocks: int) -> Tensor:
+    """A cache of one layer that all layers of the group share, because each is done before the next begins."""
+    cache = model.kernels.kv_cache(replace(group, layers=1), blocks, _BLOCK, model.device)
+    return cache.expand(group.layers, *[-1] * 5)
+
+
+def _batch(lengths: Sequence[int], positions: Tensor, window: int | None) -> RaggedBatch:
+    device, counts = positions.device, torch.tensor(lengths, dtype=torch.int32)
+    blocks = torch.tensor([_blocks(length) for length in lengths])
+    first = blocks.cumsum(0) - blocks
+    slots = torch.cat([start * _BLOCK + torch.arange(length) for start, length in zip(first, lengths, strict=True)])
+    return RaggedBatch(
+        slots=slots.to(device),
+        query_starts=torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32).to(device),
+        kv_lens=counts.to(device),
+        tables=(first[:, None] + torch.arange(int(blocks.max()))).to(torch.int32).to(device),
+        table_rows=torch.arange(len(lengths), dtype=torch.int32, device=device),
+        most_queries=max(lengths),
+        most_places=max(lengths),
+        window=window,
+        positions=positions,
+    )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.kernels import select
 from engine.quant.formats import Matrix
+from engine.quant.make.hessian import hessian
 from engine.quant.make.rounding import Grid, compensated, nearest
 
 GIVEN = torch.Generator().manual_seed(0)
@@ -62,3 +64,14 @@ def test_a_row_of_zeros_stays_one() -> None:
 def test_the_same_is_rounded_the_same() -> None:
     grid = Grid(4, 32, torch.float32)
     assert torch.equal(compensated(WEIGHT, HESSIAN, grid).q, compensated(WEIGHT, HESSIAN, grid).q)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "within"), [("reference", torch.float32, 1e-5), ("auto", torch.bfloat16, 0.01)]
+)
+def test_inputs_are_added_up_in_parts(name: str, dtype: torch.dtype, within: float) -> None:
+    rows = torch.randn(2050, 400, generator=GIVEN)
+    found = hessian(rows, select(torch.device("cpu"), dtype, name))
+    assert torch.equal(found, found.T)
+    wanted = rows.T @ rows
+    assert (found - wanted).norm() < within * wanted.norm()

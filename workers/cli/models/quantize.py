@@ -152,7 +152,7 @@ def _make(
     from engine.engine import device_named
     from engine.execution.threads import threads_for
     from engine.quant.make import compare, quantise, windows
-    from engine.quant.make.model import plain
+    from engine.quant.make.model import decoder
     from engine.text import ModelCard, Tokenizer
     from engine.text.config import Config, read_config
     from workers.library.local_models import write_manifest
@@ -170,7 +170,7 @@ def _make(
     recipe = quantise(folder, work, recipe, learnt, place, _say)
     _copy_rest(folder, work)
     _say("comparing")
-    found = compare(plain(folder, place), plain(work, place), judged)
+    found = compare(decoder(folder, place), decoder(work, place), judged)
     report = _report(folder, work, recipe, texts, sum(map(len, learnt)), found)
     (work / _REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     _say_in_readme(work / "README.md", report)
