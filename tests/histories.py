@@ -48,6 +48,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.hypothesis_seed = SEED
 
 
+def pytest_report_header() -> list[str]:
+    """Tells also of a run that is killed how its histories are drawn again."""
+    return [f"HISTORIES={TIMES} HISTORIES_SEED={SEED}"] if TIMES else []
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Tells how the histories of a run that failed are drawn again."""
     if TIMES and terminalreporter.stats.get("failed"):
