@@ -41,7 +41,10 @@ POOL: Final = 16
 #: TCP options that detect a vanished peer: keepalive probes after 5 s of silence, three times, 2 s apart, and at most
 #: 10 s (in ms) for an acknowledgement. Options that a system lacks are left out.
 TCP: Final = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}
+#: Time (s) by which a timer is late where this process was held up, as by SIGSTOP: it is not the server that is silent.
+HELD_UP_S: Final = 0.5
 MOVED: Final = "the Sentinels name another primary, connecting to that"
+LOST: Final = "another connection had no answer, so this one may be lost, too; connecting again"
 DEMOTED: Final = "the server was demoted to a replica, connecting to its primary"
 
 
@@ -168,23 +171,35 @@ class _AsyncChecked(AsyncAbstractConnection):
 
     def __init__(self, *, silence: Silence, **options: Any) -> None:
         self._silence = silence
-        self._opened = 0.0
+        self._heard = 0.0
+        self._timer: asyncio.TimerHandle | None = None
         super().__init__(**options)
+
+    async def connect(self) -> None:
+        """Called for each use of a pooled connection."""
+        if self.is_connected:
+            if not self._silence.doubts(self._heard):
+                return
+            await self.disconnect(nowait=True)
+        tcp: Any = super()
+        await tcp.connect()
 
     async def connect_check_health(self, *args: Any, **options: Any) -> None:
         if self.is_connected:
             return
-        self._silence.enter(self._host_error())
-        self._opened = began = time.monotonic()
+        entered = self._silence.enter(self._host_error())
+        self._heard = began = time.monotonic()
         try:
             await super().connect_check_health(*args, **options)
         except BaseException:
             self._given_up(time.monotonic() - began)
+            self._silence.tried(entered)
             raise
 
     async def send_packed_command(self, *args: Any, **options: Any) -> None:
-        if self._silence.outlived(self._opened):
+        if self.is_connected and self._silence.doubts(self._heard):  # it may have a WATCH or subscriptions
             await self.disconnect(nowait=True)
+            raise redis.ConnectionError(LOST)
         try:
             await super().send_packed_command(*args, **options)
         except RuntimeError as error:
@@ -193,35 +208,42 @@ class _AsyncChecked(AsyncAbstractConnection):
 
     async def read_response(self, *args: Any, disconnect_on_error: bool = True, **options: Any) -> Any:
         """Close a connection without an answer after SILENT_S; `asyncio.timeout` would cost each answer 7 µs."""
-        loop = asyncio.get_running_loop()
         # A subscription, which lives on where others are closed, may be silent.
-        timer = loop.call_later(SILENT_S, self._abort) if disconnect_on_error else None
+        self._timer = timer = self._later(SILENT_S) if disconnect_on_error else None
         try:
             answer = await super().read_response(*args, disconnect_on_error=disconnect_on_error, **options)
         except ResponseError as error:
-            self._silence.answered()
+            self._heard = self._silence.answered()
             if not isinstance(error, ReadOnlyError):
                 raise
             await self.disconnect(nowait=True)
             raise NotPrimary(DEMOTED) from error
         except BaseException as error:
-            left = 0.0 if timer is None else timer.when() - loop.time()
-            if timer is not None:
-                self._given_up(SILENT_S - left)
-            if timer is None or left > 0 or not isinstance(error, redis.ConnectionError):
+            if timer is None:
+                raise
+            left = timer.when() - asyncio.get_running_loop().time()
+            self._given_up(SILENT_S - left)
+            if left > 0 or not isinstance(error, redis.ConnectionError):
                 raise
             raise TimeoutError(f"no answer for {SILENT_S:g} s") from error
         finally:
-            if timer is not None:
-                timer.cancel()
-        self._silence.answered()
+            if self._timer is not None:
+                self._timer.cancel()
+        self._heard = self._silence.answered()
         return answer
 
     def _given_up(self, waited: float) -> None:
-        self._silence.unanswered(self._host_error(), waited=waited, enough=waited >= ENOUGH * SILENT_S)
+        if ENOUGH * SILENT_S <= waited < SILENT_S + HELD_UP_S:
+            self._silence.unanswered(self._host_error(), waited)
 
-    def _abort(self) -> None:
-        if self._writer is not None:
+    def _later(self, seconds: float) -> asyncio.TimerHandle:
+        loop = asyncio.get_running_loop()
+        return loop.call_later(seconds, self._abort, loop.time() + seconds)
+
+    def _abort(self, due: float) -> None:
+        if asyncio.get_running_loop().time() > due + HELD_UP_S:
+            self._timer = self._later(HELD_UP_S)  # the answer may be there, unread
+        elif self._writer is not None:
             self._writer.transport.abort()
 
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
 from redis.asyncio import Redis
 
+from producers.client.steps import FAILURES
 from producers.connection import connect, silence
 from producers.connection.connect import connect_async
-from producers.connection.silence import Silent
+from producers.connection.silence import PAUSE_S, SILENT_S, Silence, Silent
 from tests.chaos.links import Links
 
 #: Calls that come at once.
 CALLS = 5
+#: The address of a server that is not there.
+WHERE = "server:6379"
 
 
 @pytest.fixture
@@ -68,3 +72,91 @@ async def test_connections_of_before_are_not_trusted(client: Redis, links: Links
     links.make("client", "forget")
     await client.ping()
     assert await asyncio.gather(*(client.echo("all") for _ in range(CALLS))) == [b"all"] * CALLS
+
+
+async def test_a_slow_call_does_not_make_a_server_silent_that_answers_others(
+    valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with connect_async(valkey_url) as client:
+        monkeypatch.setattr(connect, "SILENT_S", 0.2)
+        slow = asyncio.ensure_future(client.blpop(["nobody-pushes"], 0))
+        while not slow.done():
+            await client.ping()
+            await asyncio.wait([slow], timeout=0.01)
+        assert isinstance(slow.exception(), TimeoutError)
+        assert await asyncio.gather(*(client.echo("all") for _ in range(CALLS))) == [b"all"] * CALLS
+
+
+async def test_a_watch_does_not_outlive_its_connection(valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take what changed meanwhile for unchanged."""
+    async with connect_async(valkey_url) as client, client.pipeline() as pipe:
+        await pipe.watch("watched")
+        with monkeypatch.context() as patched:
+            patched.setattr(connect, "SILENT_S", 0.1)
+            patched.setattr(silence, "PAUSE_S", 0.0)
+            with pytest.raises(TimeoutError):
+                await client.blpop(["nobody-pushes"], 0)
+        pipe.multi()
+        pipe.set("watched", "mine")
+        with pytest.raises(FAILURES):
+            await pipe.execute()
+        assert not await client.exists("watched")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The time (s) that Silence sees."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(silence, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+def silent(clock: SimpleNamespace) -> Silence:
+    """A silence that was just found, so that one may try now."""
+    known = Silence()
+    known.unanswered(WHERE, SILENT_S)
+    clock.now += PAUSE_S
+    return known
+
+
+def test_only_the_end_of_the_one_try_lets_another_one_begin(clock: SimpleNamespace) -> None:
+    """Calls of before end meanwhile, too."""
+    known = silent(clock)
+    entered = known.enter(WHERE)
+    known.unanswered(WHERE, SILENT_S)
+    clock.now += 2 * PAUSE_S
+    with pytest.raises(Silent):
+        known.enter(WHERE)
+    known.tried(entered)
+    clock.now += PAUSE_S
+    known.enter(WHERE)
+
+
+def test_a_silence_of_long_ago_is_forgotten(clock: SimpleNamespace) -> None:
+    """The server may be well since, and all calls that come at once would fail but one."""
+    known = silent(clock)
+    clock.now += 2 * SILENT_S
+    known.enter(WHERE)
+    known.enter(WHERE)
+
+
+async def test_what_came_while_the_process_was_held_up_is_read(
+    valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by SIGSTOP, after which timers run before sockets are read: here the timer is late by its clock."""
+    async with connect_async(valkey_url) as client:
+        await client.ping()
+        loop = asyncio.get_running_loop()
+        call = asyncio.ensure_future(client.blpop(["nobody-pushes"], 0.1))
+        await asyncio.sleep(0)
+        monkeypatch.setattr(loop, "time", lambda told=loop.time: told() + SILENT_S + 2 * connect.HELD_UP_S)
+        assert await call is None
+
+
+def test_another_address_may_fall_silent_after_the_first(clock: SimpleNamespace) -> None:
+    """A primary that was replaced keeps what is known of it for itself."""
+    known = silent(clock)
+    known.enter("replica:6379")
+    known.unanswered("replica:6379", SILENT_S)
+    with pytest.raises(Silent):
+        known.enter("replica:6379")

@@ -51,7 +51,7 @@ def test_a_request_waits_once_and_the_next_ones_not_at_all(
     monkeypatch.setattr(callers, "FRESH_S", 0.0)
     monkeypatch.setattr(silence, "PAUSE_S", LONG)
     abort, waits = connect._AsyncChecked._abort, []
-    monkeypatch.setattr(connect._AsyncChecked, "_abort", lambda self: (waits.append(self), abort(self)))
+    monkeypatch.setattr(connect._AsyncChecked, "_abort", lambda self, due: (waits.append(self), abort(self, due)))
     with closing(Links()) as links:
         url = f"redis://127.0.0.1:{links.add('gateway', urlsplit(valkey_url).port or 0)}/0"
         door, token = open_door(auth="keys", broker=url, store=url), make(scopes=("read", "metrics"))
