@@ -1,7 +1,8 @@
 #!lua flags=allow-oom
 -- CLAIM(c, inc, plain, pool) | The first rule that applies:
 -- 1 own lease gone: `lost`. 2 no record: a plain message creates one, a client's message is `done`.
--- 3 claim = c: repeat the answer. 4 settled: `done`, with the reason to keep the message, if SETTLE noted one. 5 owner live: `busy`, also when final or cancelled.
+-- 3 claim = c: repeat the answer. 4 settled: `done`, with the reason to keep the message, if SETTLE noted one.
+-- 5 owner live: `busy`, also when final or cancelled.
 -- 6 final: take the claim, `settle`. 7 neither cancelled nor late, and `elsewhere`: it was sent to another version, or
 -- its stream has an entry and it was started last in another version, or in another pool of which a worker lives.
 -- 8 claim set, owner dead: deaths + 1 and stuck + 1; stuck = 0 if the stream has grown since the last `go`. Then 9
@@ -15,8 +16,8 @@
 -- KEYS: task, stream
 -- ARGV: id, claim, inc, plain 0|1, N, condemned 0|1, the worker's version, its version's queue, its fingerprint, then
 --       for a plain message field, value, ...
--- Answers: {lost} {done} {busy}; {done, reason}; {elsewhere, the queue that its message belongs to}; {settle, status, field,
---          value, ...}; {go, status, field, value, ...} (the whole record)
+-- Answers: {lost} {done} {busy}; {done, reason}; {elsewhere, the queue that its message belongs to};
+--          {settle, status, field, value, ...}; {go, status, field, value, ...} (the whole record)
 -- include: _final.lua
 -- include: _late.lua
 local task, stream = KEYS[1], KEYS[2]

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- SETTLE(c) | final: settled, claim and owner cleared; the TTL of record and stream starts. Else nothing.
--- Called after Celery's tracer, by the winner of FINISH or a worker that CLAIM answered `settle`. A reason, for which the
--- message is to be kept as a dead letter, is noted first: CLAIM tells it whoever gets the message of a settled task.
+-- Called after Celery's tracer, by the winner of FINISH or a worker that CLAIM answered `settle`. A reason to keep the
+-- message as a dead letter is noted in the record: CLAIM repeats it to whoever gets the message of a settled task.
 -- KEYS: task, stream   ARGV: id, default TTL (seconds), reason (or empty)
 -- Answers: 1 settled (also if done before) | 0
 -- include: _final.lua
