@@ -86,10 +86,8 @@ class Foreground:
             self.shortened = {} if entered.to is None else {"shortened_to": entered.to}
         await self._gateway.readers.enter(self.ids)
         self._held = list(self.ids)
-        each = zip(self._tasks, self.ids, strict=True)
-        submits = [admission.admit(self._request, task, name, self._more, self._charge) for task, name in each]
         try:
-            answers = await asyncio.gather(*submits, return_exceptions=True)
+            answers = await self._admitted()
             taken = {name for name, answer in zip(self.ids, answers, strict=True) if isinstance(answer, TaskExists)}
             self.replayed = bool(taken)
             failed = [answer for answer in answers if isinstance(answer, BaseException) and not self._shared(answer)]
@@ -101,6 +99,20 @@ class Foreground:
         for task, name in zip(self._tasks, self.ids, strict=True):
             if name not in taken:
                 metrics.submitted(task.model, task.tier)
+
+    async def _admitted(self) -> list[str | BaseException]:
+        """The answers to the submits. Where they are taken together or not at all, the first one asks whether a month's
+        budget has enough left, before the others: what ends meanwhile has used some of that."""
+        each, charge = [*zip(self._tasks, self.ids, strict=True)], self._charge
+        first: list[str | BaseException] = []
+        if charge is not None and charge.all is not None:
+            first.append(await self._admit(*each.pop(0)))
+            charge.all = None
+        submits = [self._admit(task, name) for task, name in each]
+        return first + await asyncio.gather(*submits, return_exceptions=True)
+
+    async def _admit(self, task: Task, name: str) -> str:
+        return await self._gateway.admission.admit(self._request, task, name, self._more, self._charge)
 
     def _shared(self, answer: BaseException) -> bool:
         """Whether a submit found the task of an earlier request with the same key."""

@@ -74,7 +74,7 @@ class Charge:
     currency: str = ""
     all: tuple[int, int] | None = None
     """Tokens of the prompts, and the least of the outputs, of all tasks of the request, if they are taken together or
-    not at all: what no budget has left for them, no wait brings."""
+    not at all: what no budget has left for them, no wait brings. The first one asks for that."""
     told: list[Any] = field(default_factory=list)
     """ADMIT's answer (`charge` in `scripts/_limits.lua`); of several tasks, the one with the least left."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from redis import Redis
 
 from producers import Client
 from producers.contract import keys
+from producers.gateway.admission.limits import Admission
 from tests.exhaustive import few
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Door, until
@@ -290,6 +292,24 @@ def test_prompts_for_which_the_month_has_too_little_left_are_not_to_be_tried_aga
     assert "the next month's budget begins on 20" in refused.json()["error"]["message"]
     (account,) = valkey.keys(keys.account("*"))
     assert valkey.hget(account, "open") == b"0"
+
+
+def test_what_one_of_several_prompts_has_used_is_not_needed_again(
+    http: httpx.Client, make: Make, model: str, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each ends before the next one is submitted."""
+    admit, turn = Admission.admit, asyncio.Lock()
+
+    async def by_turns(*asked: Any) -> str:
+        async with turn:
+            made = await admit(*asked)
+            await asyncio.to_thread(worker.serve, made, ["a"] * 15)
+        return made
+
+    monkeypatch.setattr(Admission, "admit", by_turns)
+    body = {"model": model, "prompt": [[1, 2]] * 3, "max_tokens": 15}  # 17 tokens each
+    answer = http.post("/v1/completions", json=body, headers=as_caller(make(budget_tokens=60)))
+    assert answer.status_code == 200, answer.text
 
 
 def test_one_task_may_be_too_large(http: httpx.Client, make: Make, model: str, valkey: Redis) -> None:
