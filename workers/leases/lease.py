@@ -51,15 +51,18 @@ class Lease:
     """KV tokens of what it held then, which have to be computed again."""
     _lapsed: deque[tuple[Incarnation, list[Delivery]]] = field(init=False, default_factory=deque)
     _letting_go: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _taking: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     def take(self, life: Incarnation) -> None:
-        """Begin this life."""
+        """Begin this life, unless it was given up meanwhile."""
         notify_lease(life.id)
         about = self.about()
         seconds, micros = self.store.time()
         self.clock.offset_ms = int(seconds * 1000 + micros // 1000 - time.time() * 1000)
-        run(self.store, self._on_store(life, about, take=True))
-        self.broker.take_lease(life.id, about, self.served.settings.lease)
+        with self._taking:
+            if not life.over:
+                run(self.store, self._on_store(life, about, take=True))
+                self.broker.take_lease(life.id, about, self.served.settings.lease)
         life.begun = True
 
     def renew(self, life: Incarnation) -> bool:
@@ -87,7 +90,8 @@ class Lease:
         now: ours may be at work. Where this was the last worker of its queues, their lists hold all that waits again:
         who looks at nothing but their lengths, as a scaler does, must see it. Raises no redis errors.
         """
-        life.over = True
+        with self._taking:
+            life.over = True
         try:
             self.let_lapsed_go()
             with store.pipeline(transaction=False) as pipe:
@@ -118,6 +122,7 @@ class Lease:
                 _log_errors(run_many(self.store, calls))
                 # The last first: each goes to the front of its list.
                 _log_errors(self.broker.put_down([Back(life.id, one.uuid) for one in reversed(dropped)]))
+                self.broker.reap(life.id)  # takes its name out of the books, and returns what our books did not have
                 taken = self._take_counts_back(life, dropped)
                 self._lapsed.popleft()
                 if taken:

@@ -146,11 +146,14 @@ def test_a_step_that_does_not_end_does_not_hold_it_up(rig: Rig) -> None:
     check_gone(rig)
 
 
-def test_with_its_lease_lapsed_it_ends_cleanly(rig: Rig) -> None:
+@pytest.mark.parametrize("noticed", [False, True])
+def test_with_its_lease_lapsed_it_ends_cleanly(rig: Rig, noticed: bool) -> None:
     worker = rig.worker(STUB_STEP_S=0.02, drain=600.0)
     ids = rig.fill(3, max_tokens=2000)
     rig.until(lambda: all(rig.tokens(task_id) > 3 for task_id in ids))
     rig.lapse(worker)
+    if noticed:
+        rig.until(lambda: "beginning anew" in worker.log.read_text())
     assert worker.stop(signal.SIGQUIT) == 0
     assert {rig.status(task_id) for task_id in ids} == {"queued"}
     assert {rig.record(task_id)["deaths"] for task_id in ids} == {"0"}
