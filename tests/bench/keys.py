@@ -1,4 +1,4 @@
-"""What API keys cost a submit over HTTP: `python -m tests.bench.keys`.
+"""Measures what API keys cost a submit over HTTP: `python -m tests.bench.keys`.
 
 Two gateways in one process, on one Valkey, take the same task of one tenant: one asks for keys, one does not. A client
 process sends each a block of tasks by turns, over as many connections as `--connections` says. A figure is the median

@@ -1,4 +1,4 @@
-"""Which files a request goes through, from HTTP to its tokens: `python -m tests.bench.way`.
+"""Lists the files that a request goes through, from HTTP to its tokens: `python -m tests.bench.way`.
 
 A `penstock up` with the bundled model, whose processes count the calls of Penstock's functions (`traced`), and its
 store's MONITOR. After a first request, in turns: a period with one request, and one without that is as long. A function

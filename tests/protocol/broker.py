@@ -66,7 +66,7 @@ class BrokerPair(Calls):
     def open(self) -> None:
         self.server = Server(self.redis, self.mutant)
         self.model = Memory(lambda queue: broker.lists([queue]))
-        #: Of tasks whose record is on this server, too: whether it is settled.
+        #: Whether a task is settled, of those whose record is on this server, too.
         self.records: dict[str, bool] = {}
         self.names = 0
         self.known: dict[str, list[str]] = {inc: [] for inc in INCS}

@@ -227,7 +227,7 @@ def come_late(kind: type[StoreMachine]) -> None:
 
 
 def leave_a_dead_letter_to_another(kind: type[StoreMachine]) -> None:
-    """Who settled it dies before it acknowledges the message."""
+    """The worker that settled it dies before it acknowledges the message."""
     machine = kind()
     machine.begin(begun=(0, 0, 0), alive=(True, True, True))
     machine.claim("p", "i1", True, False, False)

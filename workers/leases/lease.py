@@ -63,7 +63,7 @@ class Lease:
             if not life.over:
                 run(self.store, self._on_store(life, about, take=True))
                 self.broker.take_lease(life.id, about, self.served.settings.lease)
-        life.begun = True
+                life.begun = True
 
     def renew(self, life: Incarnation) -> bool:
         """False where one of the two is gone."""

@@ -1,4 +1,4 @@
-"""What records tell of the tasks of a tenant that came before another one."""
+"""Records tell which tasks of a tenant came before another one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from producers.contract.message import Message
 
 
 async def test_records_tell_how_many_came_before_and_how_large_they_are(valkey: Redis, valkey_url: str) -> None:
-    """Of many, some from all over their order; a record that is gone counts as nothing."""
+    """A sample of many comes from all over their order; a record that is gone counts as nothing."""
     valkey.hset(keys.WAITING_TENANTS, mapping={"a": 750, "b": 5})
     valkey.zadd(keys.tasks("a"), {f"task-{number}": number for number in range(1000)})
     for number in range(1000):

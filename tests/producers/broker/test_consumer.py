@@ -23,7 +23,7 @@ OWN, QUEUE, OTHER = POOL.queues
 
 @pytest.fixture(params=["redis", "memory"])
 def url(request: pytest.FixtureRequest) -> str:
-    """Where what is sent can be fetched at once; for SQS see `tests/producers/broker/sqs`."""
+    """Brokers where what is sent can be fetched at once; for SQS see `tests/producers/broker/sqs`."""
     return url_of(request)
 
 

@@ -68,7 +68,7 @@ async def test_another_may_try_where_the_one_gave_up(client: Redis, links: Links
 
 
 async def test_connections_of_before_are_not_trusted(client: Redis, links: Links) -> None:
-    """What lies on the way may have forgotten them all, while the server is well."""
+    """A proxy on the way may have forgotten them all, while the server is well."""
     links.make("client", "forget")
     await client.ping()
     assert await asyncio.gather(*(client.echo("all") for _ in range(CALLS))) == [b"all"] * CALLS

@@ -7,7 +7,6 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,13 +14,12 @@ import httpx
 import pytest
 from redis import Redis
 
-from producers import Client
 from producers.contract import keys
 from producers.gateway.admission.limits import Admission
 from tests.exhaustive import few
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Door, until
-from tests.producers.gateway.test_keys import as_caller, change, door, make
+from tests.producers.gateway.test_keys import as_caller, door, make
 
 __all__ = ["door", "make"]
 
@@ -346,66 +344,3 @@ def test_the_largest_output_bounds_what_names_none_and_refuses_nothing(
         (record,) = valkey.keys(keys.task("*"))
         task = json.loads(valkey.hget(record, "task") or "{}")
     assert 1 <= task["max_tokens"] <= most
-
-
-LARGE = pytest.mark.parametrize(
-    ("path", "body", "most"),
-    [
-        ("/v1/tasks", {"prompt": [1]}, "max_tokens"),
-        ("/v1/completions", {"prompt": ["x", "y"]}, "max_tokens"),
-        ("/v1/responses", {"input": "x"}, "max_output_tokens"),
-        ("/v1/responses", {"input": "x", "background": True}, "max_output_tokens"),
-    ],
-)
-
-
-@LARGE
-def test_a_lowered_limit_refuses_no_answer_that_was_given_before(
-    open_door: Callable[..., Door],
-    make: Make,
-    model: str,
-    valkey: Redis,
-    path: str,
-    body: dict[str, Any],
-    most: str,
-) -> None:
-    token = make(max_output=20)
-    headers = {**as_caller(token), "idempotency-key": "one"}
-    asked = {"model": model, most: 20, **body} | ({} if path == "/v1/tasks" else {"stream": True})
-
-    def ask() -> tuple[int, str | None]:
-        url = open_door(auth="keys").url
-        with httpx.stream("POST", f"{url}{path}", json=asked, headers=headers, timeout=60) as answer:
-            return answer.status_code, answer.headers.get("idempotent-replayed")
-
-    first = ask()
-    made = valkey.keys(keys.task("*"))
-    change(valkey, token, lambda key: replace(key, limits=replace(key.limits, max_output=19)))
-    assert (first, ask()) == ((first[0], None), (first[0], "true"))
-    assert sorted(valkey.keys(keys.task("*"))) == sorted(made)
-    valkey.delete(made[0])
-    assert ask()[0] == 400, "it would be made anew"
-
-
-@LARGE
-def test_what_is_too_large_for_a_key_takes_no_idempotency_key(
-    http: httpx.Client, make: Make, model: str, path: str, body: dict[str, Any], most: str
-) -> None:
-    headers = {**as_caller(make(max_output=20)), "idempotency-key": "one"}
-    refused = http.post(path, json={"model": model, most: 21, **body}, headers=headers)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, most)
-    smaller = {"model": model, most: 20, **body} | ({} if path == "/v1/tasks" else {"stream": True})
-    with http.stream("POST", path, json=smaller, headers=headers) as answer:
-        assert answer.is_success, answer.read()
-
-
-def test_a_retry_counts_the_tokens_of_a_text_that_no_gateway_has_seen(
-    http: httpx.Client, make: Make, model: str, client: Client, worker: FakeWorker
-) -> None:
-    text = "a text of some more words than three"
-    made = client.submit(model=model, prompt=text, max_tokens=5, tenant="acme").id
-    worker.serve(made, ["a"])
-    again = f"/v1/tasks/{made}/retry"
-    refused = http.post(again, headers=as_caller(make(max_prompt=3)))
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "prompt_too_long")
-    assert http.post(again, headers=as_caller(make(max_prompt=100))).status_code == 202

@@ -38,7 +38,7 @@ def theirs(byte_level):
 @pytest.mark.parametrize("prompt", [False, True])
 @pytest.mark.parametrize("tools", [None, [TOOL]])
 def test_a_template_gives_what_transformers_gives(theirs, prompt, tools):
-    """Of what templates may use, the part that those of well_known.py do not."""
+    """Parts of what templates may use that those of well_known.py do not."""
     right = theirs.apply_chat_template(
         MESSAGES, chat_template=TOOLS, add_generation_prompt=prompt, tools=tools, tokenize=False
     )

@@ -1,4 +1,4 @@
-"""How a task ends is how its request to OpenAI's endpoints does."""
+"""A task's end is told alike by all of OpenAI's endpoints."""
 
 from __future__ import annotations
 
