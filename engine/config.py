@@ -35,16 +35,14 @@ class EngineConfig:
         None,
         Integer(1, _MAX_STEP_TOKENS),
         "Most tokens computed in one engine step.",
-        name="--max-batched-tokens",
         serving=True,
     )
     """At least max_num_seqs, so that every decode can go on."""
-    unhurried_tokens: int | None = declare(
+    max_non_priority_step_tokens: int | None = declare(
         None,
         Integer(1, _MAX_STEP_TOKENS),
         "Most tokens in a step that computes no prompt of the priority tier. A small number lets priority requests "
-        "start sooner. Unset: --max-batched-tokens.",
-        name="--max-non-priority-step-tokens",
+        "start sooner. Unset: --max-num-batched-tokens.",
         serving=True,
     )
     """At least max_num_seqs. A lower value shortens the steps that a priority request may have to wait for. The
@@ -150,7 +148,7 @@ class EngineConfig:
                 f"speculate={self.speculate!r} with draft_model={self.draft_model!r}: a draft model's folder goes with "
                 f"speculate='draft', and with nothing else"
             )
-        for name in ("max_num_batched_tokens", "unhurried_tokens"):
+        for name in ("max_num_batched_tokens", "max_non_priority_step_tokens"):
             tokens = getattr(self, name)
             if tokens is not None and tokens < self.max_num_seqs:
                 raise EngineError(

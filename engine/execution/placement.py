@@ -38,7 +38,9 @@ def place(model: Model, config: EngineConfig, draft: Model | None = None) -> Cap
     length = model.context_length if config.max_model_len is None else config.max_model_len
     if length > model.context_length:
         raise EngineError(f"max_model_len={length} is more than the model's context of {model.context_length} tokens")
-    capacity = Capacity((), config.block_size, config.max_num_seqs, step_tokens, length, config.unhurried_tokens)
+    capacity = Capacity(
+        (), config.block_size, config.max_num_seqs, step_tokens, length, config.max_non_priority_step_tokens
+    )
     return replace(capacity, spaces=_spaces(model, config, capacity, draft))
 
 

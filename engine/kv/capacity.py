@@ -21,13 +21,13 @@ class Capacity:
     """The tokens of a step."""
     max_model_len: int
     """The tokens of prompt and output together."""
-    unhurried_tokens: int | None = None
+    max_non_priority_step_tokens: int | None = None
     """The tokens of a step without a prompt of the best tier. None: as many as of any step."""
 
     @property
     def step_tokens(self) -> int:
         """The tokens of a step without a prompt of the best tier."""
-        return min(self.max_num_batched_tokens, self.unhurried_tokens or self.max_num_batched_tokens)
+        return min(self.max_num_batched_tokens, self.max_non_priority_step_tokens or self.max_num_batched_tokens)
 
     @property
     def tokens_of_one(self) -> int:

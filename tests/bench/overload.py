@@ -236,7 +236,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of the engine")
     parser.add_argument("--rows", type=int, default=16, help="max_num_seqs of the engine")
     parser.add_argument("--batched-tokens", type=int, default=64, help="max_num_batched_tokens of the engine")
-    parser.add_argument("--unhurried-tokens", type=int, help="unhurried_tokens of the engine")
+    parser.add_argument("--max-non-priority-step-tokens", type=int, help="max_non_priority_step_tokens of the engine")
     parser.add_argument("--ageing", type=float, default=30.0, help="seconds of waiting that raise a task by one tier")
     parser.add_argument("--prompt", type=int, default=64, help="tokens, on average")
     parser.add_argument("--output", type=int, default=96, help="tokens, on average")
@@ -247,7 +247,7 @@ def main() -> None:
         "threads": args.threads,
         "max_num_seqs": args.rows,
         "max_num_batched_tokens": args.batched_tokens,
-        "unhurried_tokens": args.unhurried_tokens,
+        "max_non_priority_step_tokens": args.max_non_priority_step_tokens,
         "ageing_s": args.ageing,
     }
     served = {

@@ -43,7 +43,7 @@ class World:
     prompt: int
     """Tokens on average, from half of that to half more; so is `output`."""
     output: int
-    unhurried_tokens: int | None = None
+    max_non_priority_step_tokens: int | None = None
     exclusive: bool = False
     max_queued: int = 100
     stages: bool = True
@@ -90,7 +90,7 @@ class Run:
             max_num_batched_tokens=world.batched_tokens,
             max_model_len=2 * (world.prompt + world.output),
             ageing_s=min(1e9, 37.5 * self.task_s),
-            unhurried_tokens=world.unhurried_tokens,
+            max_non_priority_step_tokens=world.max_non_priority_step_tokens,
             exclusive=world.exclusive,
             seed=1,
         )
@@ -237,7 +237,7 @@ def main() -> None:
     parser.add_argument("--token-ms", type=float, default=3.0, help="that each token adds")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--batched-tokens", type=int, default=64)
-    parser.add_argument("--unhurried-tokens", type=int, help="unhurried_tokens of the engine")
+    parser.add_argument("--max-non-priority-step-tokens", type=int, help="max_non_priority_step_tokens of the engine")
     parser.add_argument("--together", action="store_true", help="as on a GPU: no step is the priority tier's alone")
     parser.add_argument("--without-stages", action="store_true", help="bounds alone, without stages of overload")
     parser.add_argument("--prompt", type=int, default=64, help="tokens, on average")
@@ -252,7 +252,7 @@ def main() -> None:
         args.batched_tokens,
         args.prompt,
         args.output,
-        args.unhurried_tokens,
+        args.max_non_priority_step_tokens,
         exclusive=not args.together,
         stages=not args.without_stages,
     )

@@ -7,10 +7,19 @@ import statistics
 from tests.bench.overload_by_arithmetic import Run, World, p95
 
 
-def measured(unhurried_tokens: int | None = None, exclusive: bool = False) -> tuple[float, float, int]:
+def measured(max_non_priority_step_tokens: int | None = None, exclusive: bool = False) -> tuple[float, float, int]:
     """Mean and p95 of the best tier's TTFT (s), and tokens of tasks that ended in time, in some three minutes of three
     times the capacity. A step of 10 ms and 3 ms a token: a model of 135 million parameters on one core."""
-    world = World(0.01, 0.003, 8, 128, prompt=64, output=128, unhurried_tokens=unhurried_tokens, exclusive=exclusive)
+    world = World(
+        0.01,
+        0.003,
+        8,
+        128,
+        prompt=64,
+        output=128,
+        max_non_priority_step_tokens=max_non_priority_step_tokens,
+        exclusive=exclusive,
+    )
     run = Run(world, "a seed", task_s=7.0)
     run.open_loop(rate=3.4, seconds=170.0)
     return statistics.mean(run.ttfts()), p95(run.ttfts()), run.good()

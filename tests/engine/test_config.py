@@ -27,7 +27,7 @@ def test_the_defaults_are_valid_and_cannot_be_changed():
         ("max_num_seqs", 2.0),
         ("max_num_batched_tokens", 0),
         ("max_num_batched_tokens", 63),
-        ("unhurried_tokens", 63),
+        ("max_non_priority_step_tokens", 63),
         ("kv_cache_bytes", 0),
         ("block_size", 0),
         ("block_size", "16"),

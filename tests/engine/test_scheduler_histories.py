@@ -291,8 +291,8 @@ WORLDS: dict[str, dict[str, Any]] = {
     # Two of them: sequences are longer than what either group holds.
     "windows alone": {"spaces": [KvSpace(6, 9), KvSpace(9, 3)]},
     # For the priority tier alone there are steps, and more than half of the tokens of others.
-    "hurry": {"hurry": {"unhurried_tokens": 4, "exclusive": True}},
-    "hurry, tight": {"hurry": {"unhurried_tokens": 5, "exclusive": True}, "spaces": [KvSpace(10)]},
+    "hurry": {"hurry": {"max_non_priority_step_tokens": 4, "exclusive": True}},
+    "hurry, tight": {"hurry": {"max_non_priority_step_tokens": 5, "exclusive": True}, "spaces": [KvSpace(10)]},
     # Some prompts are longer than the length at which keys change, some sequences grow past it.
     "switch": {"spaces": [KvSpace(14), KvSpace(8, 6)], "switch": 9},
 }

@@ -10,7 +10,6 @@ import typer
 
 from workers.cli.completion import COMPLETE
 from workers.cli.exits import Exit, Failure
-from workers.cli.options.names import todays_name
 from workers.cli.terminal.stdout import guarded
 
 
@@ -23,7 +22,6 @@ def root() -> typer.Typer:
         help="Event-driven, serverless LLM inference on a queue.",
         epilog="Begin with: penstock up -- then, in another terminal: penstock submit tiny 'def fibonacci(n):' "
         "--stream",
-        context_settings={"token_normalize_func": todays_name},
     )
     app.callback()(_root)
     return app

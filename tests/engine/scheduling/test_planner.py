@@ -124,7 +124,7 @@ def test_an_exclusive_step_admits_no_worse_tier_either(exclusive):
 
 @pytest.mark.parametrize("tier", [Tier.DEFAULT, Tier.FLEX])
 def test_an_aged_request_has_no_exclusive_steps(tier):
-    s = beside_decodes(tier=Tier.BATCH, unhurried_tokens=8, exclusive=True)
+    s = beside_decodes(tier=Tier.BATCH, max_non_priority_step_tokens=8, exclusive=True)
     s.add(request("p", 20, tier, arrival=-1000.0, max_tokens=3))
     found = rows(step(s, now=100.0)[0])
     assert found.pop("p") == (0, 6)
@@ -132,7 +132,7 @@ def test_an_aged_request_has_no_exclusive_steps(tier):
 
 
 def test_a_step_without_a_prompt_of_the_best_tier_is_short_and_with_one_may_be_full():
-    s = scheduler(num_blocks=200, max_num_batched_tokens=32, max_model_len=200, unhurried_tokens=8)
+    s = scheduler(num_blocks=200, max_num_batched_tokens=32, max_model_len=200, max_non_priority_step_tokens=8)
     s.add(request("long", 40, Tier.DEFAULT, max_tokens=3))
     assert rows(step(s)[0]) == {"long": (0, 8)}
     s.add(request("p", 28, Tier.PRIORITY, arrival=1.0, max_tokens=3))
@@ -143,7 +143,7 @@ def test_a_step_without_a_prompt_of_the_best_tier_is_short_and_with_one_may_be_f
 
 
 def test_where_memory_made_steps_small_they_are_small_for_all():
-    s = scheduler(max_num_seqs=2, max_num_batched_tokens=16, unhurried_tokens=8)
+    s = scheduler(max_num_seqs=2, max_num_batched_tokens=16, max_non_priority_step_tokens=8)
     s.add(request("a", 20, Tier.DEFAULT, max_tokens=1))
     step(s)
     for _ in range(3):

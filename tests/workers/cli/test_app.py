@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from tests.waiting import until
 from tests.workers.cli.conftest import Run
 from workers.cli import MODULES, app_of
 from workers.cli.exits import Failure, needs
-from workers.cli.options.names import RENAMED
 
 COMMANDS = ["up", "demo", "run", "chat", "models", "bench", "submit", "tail", "result", "cancel"]
 COMMANDS += ["worker", "gateway", "sweeper", "completion"]
@@ -68,19 +66,6 @@ def test_the_version_is_the_distributions(run: Run) -> None:
     from importlib.metadata import version
 
     assert run("--version").out.strip() == version("penstock")
-
-
-@pytest.mark.parametrize(("former", "name"), RENAMED.items())
-def test_a_former_name_of_an_option_still_works_and_no_help_shows_it(run: Run, former: str, name: str) -> None:
-    root = penstock()
-    found = [(one, param) for one in root.commands.values() for param in one.params if f"--{name}" in param.opts]
-    assert found
-    for command, param in found:
-        argv = [f"--{former}"] if param.is_flag else [f"--{former}", "1"]
-        parent = root.make_context("penstock", [command.name])
-        context = command.make_context(command.name, argv, parent=parent, resilient_parsing=True)
-        assert context.get_parameter_source(param.name).name == "COMMANDLINE"
-        assert not re.search(rf"--{former}\s", run(command.name, "--help").out)
 
 
 def test_an_unknown_command_has_status_2(run: Run) -> None:

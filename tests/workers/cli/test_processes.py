@@ -33,7 +33,7 @@ def test_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = told(
         monkeypatch,
         *("--store", "redis://127.0.0.1:2/0", "--name", "w", "--lease", "20", "--drain-timeout", "5"),
-        *("--max-worker-deaths", "7", "--max-num-seqs", "8", "--max-batched-tokens", "64"),
+        *("--max-worker-deaths", "7", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"),
         *("--max-non-priority-step-tokens", "32"),
         *("--kv-cache-bytes", "1000000"),
         *("--memory-share", "0.5"),
@@ -43,7 +43,7 @@ def test_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = {
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
-        "unhurried_tokens": 32,
+        "max_non_priority_step_tokens": 32,
         "kv_cache_bytes": 1_000_000,
         "memory_share": 0.5,
         "dtype": "float32",

@@ -63,7 +63,7 @@ def told(monkeypatch: pytest.MonkeyPatch, program: Program) -> WorkerSettings:
 SAID = (
     *("--max-worker-deaths", "7", "--max-step-seconds", "45", "--no-breaker"),
     *("--spot-provider", "aws", "--spot-metadata-url", "http://imds"),
-    *("--max-num-seqs", "8", "--max-batched-tokens", "64", "--max-non-priority-step-tokens", "32"),
+    *("--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--max-non-priority-step-tokens", "32"),
     *("--kv-cache-bytes", "1000000", "--memory-share", "0.5"),
     *("--dtype", "float32", "--quantization", "none", "--deterministic", "--threads", "3", "--drain-timeout", "5"),
     *("--speculate", "draft", "--draft-model", "tiny-draft", "--speculate-tokens", "3"),
@@ -85,7 +85,7 @@ def test_each_worker_is_told_what_was_said(conducted: Conducted, monkeypatch: py
         assert one.engine == {
             "max_num_seqs": 8,
             "max_num_batched_tokens": 64,
-            "unhurried_tokens": 32,
+            "max_non_priority_step_tokens": 32,
             "kv_cache_bytes": 1_000_000,
             "memory_share": 0.5,
             "dtype": "float32",

@@ -14,7 +14,7 @@ from workers.cli.models.references import MODEL, complete_model, find_models
 from workers.cli.options import DEFAULT_URL, FilesDir, Gpus, LogLevel
 from workers.cli.options.checks import check_spot, finite, health_ports
 from workers.cli.options.declared import ENGINE, options_of, takes
-from workers.cli.options.names import said_again
+from workers.cli.options.said_again import said_again
 from workers.cli.processes.gateway import gateway as gateway_command
 from workers.cli.processes.worker import worker as worker_command
 

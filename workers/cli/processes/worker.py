@@ -24,7 +24,7 @@ from workers.cli.options import (
 )
 from workers.cli.options.checks import check_spot, finite, health_ports, place, process_name
 from workers.cli.options.declared import ENGINE, takes
-from workers.cli.options.names import said_again
+from workers.cli.options.said_again import said_again
 from workers.cli.starting import checked_level, store_of
 from workers.processes import PENSTOCK
 
