@@ -1,6 +1,8 @@
 """Executes step plans on one device.
 
-loop, a thread, takes requests and delivers events; pipeline plans the next step while one runs
+    submit -> loop, a thread -> pipeline: scheduler.schedule -> runner: batch, model, sampler -> scheduler.update
+
+pipeline plans the next step while one runs, on a GPU
 runner executes plans on a CPU, device/ on a GPU; batch turns a plan into tensors
 placement sizes the KV cache and picks the runner when a model is loaded
 shrink makes steps smaller if memory runs out; device_health detects a lost device

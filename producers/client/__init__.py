@@ -1,6 +1,6 @@
 """The client library: submit a task, follow its tokens, fetch its result, cancel it.
 
 submission and operations are written once, without I/O: they yield steps, and blocking and aio carry them out
-reader follows one task's stream and channel; hub shares one pub/sub connection among all readers of a process
+reader reads one task's stream, then follows its channel; hub shares one pub/sub connection among a process's readers
 portal runs the asyncio reader on a thread for the blocking client
 """

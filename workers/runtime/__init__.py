@@ -14,6 +14,6 @@ What claimer finds done or held by others goes to acker at once. Who ends a task
 `workers.state.delivery` has its stages.
 
 worker: serving loads and announces the model -> assembly makes the parts and starts their threads -> Celery's worker
-watchdog and health watch it; stopping and signals hear that it is to end; drain ends it, part by part, in the reverse
+watchdog and health watch it; signals hears that it is to end; drain ends it, part by part, in the reverse
 of the order in which assembly starts them; host/ is the machine around it
 """

@@ -1,1 +1,1 @@
-"""A task's stream: events, the blocks that a compacted stream has, and the result they sum to."""
+"""A task's stream: its events, also as the blocks of a compacted stream, and the result that they sum to."""

@@ -1,1 +1,6 @@
-"""Admission: limits refuses a task that would wait too long with 429, before anything is written."""
+"""Decides which requests become tasks. What is refused has no record.
+
+callers: the API key -> accounts: what a task is charged to -> limits: the key's models and tiers, the stage of overload
+(measured by overload) -> ADMIT, in the store, which counts: bounds on what waits, limits of the key
+destinations: the addresses that webhooks may have
+"""

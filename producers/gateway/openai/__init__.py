@@ -1,7 +1,7 @@
 """OpenAI's endpoints for text. Each request becomes one or more tasks whose caller waits for them.
 
-    body -> parameters (known, offered, within limits) -> messages, template | prompts -> token ids -> Task
-    Foreground: submit all, events as they come; tasks are cancelled when the caller leaves
+    chat, completions, responses: body -> parameters (known, offered, within limits) -> text -> token ids -> Task
+    Foreground (gateway.tasks): submit all, events as they come; tasks are cancelled when the caller leaves
     events -> answer: outputs by choice -> chunks as they come -> usage -> [DONE]
                                            -> whole: JSON by choice, few large ones at once; echo: the prompt, made once
 
