@@ -1,4 +1,4 @@
-"""Publishes tokens as they are made: once per engine step, one scripted call for all sequences.
+"""Publishes tokens as they are made: after a step, one scripted call for all sequences; when behind, for some steps.
 
 The engine's thread only appends to a list. This thread encodes, sends, and acts on the answers; whatever ends a running
 task passes through here, so that its last tokens are out before its FINISH.
