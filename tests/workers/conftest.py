@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from celery import Celery
 
+from tests.producers.conftest import proxy
 from tests.workers.rig import Rig, rig
+
+__all__ = ["proxy"]
 
 
 @pytest.fixture(name="rig")
@@ -22,3 +26,11 @@ def served() -> Iterator[Rig]:
     with rig() as made:
         made.worker(events=True, STUB_STEP_S=0.01, WORKER_PLUGINS="tests.workers.plugins:ordinary_tasks")
         yield made
+
+
+@pytest.fixture
+def app(served: Rig) -> Iterator[Celery]:
+    """A plain Celery application beside that worker."""
+    app = served.sender()
+    yield app
+    app.close()

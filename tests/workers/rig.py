@@ -95,6 +95,12 @@ class Rig:
         """As a client does, into the version's queue."""
         return fill(self.redis, QUEUE, count, **task)
 
+    def begun(self, count: int, *, more_than: int = 0, **task: Any) -> list[str]:
+        """As `fill`, once each has made more than so many tokens."""
+        ids = self.fill(count, **task)
+        self.until(lambda: all(self.tokens(task_id) > more_than for task_id in ids))
+        return ids
+
     def publish_card(self) -> None:
         """As a worker does: clients know a model by it."""
         engine = StubEngine()
@@ -144,11 +150,12 @@ class Rig:
     # ---- what must hold ---------------------------------------------------------------------------------------
 
     def check(self, ids: list[str], status: str = "completed") -> None:
-        """Settled with this status, every token the right one at its place, one terminal entry at the end."""
+        """Wait until they are settled: with this status, every token the right one at its place, and at the end one
+        terminal entry."""
+        self.until_settled(ids)
         for task_id in ids:
             record = Record.parse(task_id, self.record(task_id))
             assert record.fields["status"] == record.fields["end"] == status, record.fields
-            assert "settled" in record.fields
             assert not record.fields.keys() & {"claim", "owner"}
             *tokens, end = self.entries(task_id)
             assert end["end"] == status

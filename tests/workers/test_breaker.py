@@ -68,12 +68,10 @@ def test_a_worker_that_fails_gets_no_tasks_until_a_probe_passes(rig: Rig, tmp_pa
     assert "its engine fails a canary" in said["unready"][0]
     assert said["breaker_open"] == said["breaker_openings"] == 1
     rig.until(lambda: pool.held_back() == {pool.sick.name})
-    rig.until_settled(ids)
     rig.check(ids)
     assert given_back(rig, ids)
     failed = pool.said(pool.sick)["engine_failures"]
     more = rig.fill(20, max_tokens=30)
-    rig.until_settled(more)
     rig.check(more)
     assert pool.state(pool.sick) == "open"
     assert pool.said(pool.sick)["engine_failures"] == failed, "it got none"
@@ -94,7 +92,6 @@ def test_the_last_worker_waits_for_its_own_probe(rig: Rig, tmp_path: Path) -> No
     rig.until(lambda: not pool.said(pool.sick)["tasks"])
     assert {rig.status(task_id) for task_id in ids} == {"queued"}
     pool.mend()
-    rig.until_settled(ids)
     rig.check(ids)
     assert pool.sick.stop() == 0
     rig.check_nothing_left()
@@ -102,12 +99,10 @@ def test_the_last_worker_waits_for_its_own_probe(rig: Rig, tmp_path: Path) -> No
 
 def test_another_pool_goes_on_with_what_the_last_worker_of_its_pool_gave_back(rig: Rig, tmp_path: Path) -> None:
     pool = Pool(rig, tmp_path, well=0)
-    ids = rig.fill(4, max_tokens=200)
-    rig.until(lambda: all(rig.tokens(task_id) > 5 for task_id in ids))
+    ids = rig.begun(4, more_than=5, max_tokens=200)
     pool.make_sick("fail")
     pool.until_state("open")
     rig.worker(times=SOON, STUB_FINGERPRINT="other")
-    rig.until_settled(ids)
     rig.check(ids)
     assert pool.state(pool.sick) == "open"
     assert len(given_back(rig, ids)) >= 2, "the first ones were tried again, as after any fault"
@@ -124,7 +119,6 @@ def test_an_engine_that_fails_every_probe_is_given_up(rig: Rig, tmp_path: Path) 
     assert worker.process.wait() == 70
     assert "its engine failed 5 canaries in a row" in worker.log.read_text()
     rig.worker()
-    rig.until_settled(ids)
     rig.check(ids)
     assert {rig.record(task_id).get("deaths", "0") for task_id in ids} == {"0"}
 
@@ -159,7 +153,6 @@ def test_a_slow_worker_gets_no_tasks_until_it_is_as_fast_as_its_peers(rig: Rig, 
     assert pool.said(pool.sick)["engine_failures"] == 0
     pool.mend()
     rig.until(lambda: not opened() and pool.state(pool.sick) == "closed")
-    rig.until_settled(ids)
     rig.check(ids)
     pool.check_no_tries_spent(ids)
 

@@ -46,7 +46,6 @@ def _killed(rig: Rig) -> None:
     first, ids = with_tasks(rig)
     second = rig.worker(**SOON)
     first.stop(signal.SIGKILL)
-    rig.until_settled(ids)
     rig.check(ids)
     assert deaths(rig, ids) == {"1"}
     assert not rig.redis.exists(*[keys.lease(name) for name in first.incarnations] or ["none"])
@@ -68,7 +67,6 @@ def test_two_killed_at_once_are_found_by_the_third(rig: Rig) -> None:
     others = [another(rig) for _ in range(2)]
     for worker in (first, others[0]):
         worker.stop(signal.SIGKILL)
-    rig.until_settled(ids)
     rig.check(ids)
     assert rig.redis.hkeys(broker_keys.INCARNATIONS) == others[1].incarnations
 
@@ -87,7 +85,6 @@ def test_a_suspended_worker_is_taken_by_nobody_before_its_lease_lapses(rig: Rig)
     rig.until(lambda: looker.log.read_text().count("is dead") == 2)
     assert suspended.incarnations == old
     suspended.process.send_signal(signal.SIGCONT)
-    rig.until_settled(ids)
     rig.check(ids)
     assert deaths(rig, ids) == {"0"}
     assert suspended.incarnations == old
@@ -105,7 +102,6 @@ def test_who_loses_no_more_than_alive_connections_is_taken_by_nobody(rig: Rig) -
     assert [first.incarnations, second.incarnations] == old
     assert {lease["false_takeovers"] for lease in rig.leases()} == {0}
     first.stop(signal.SIGKILL)
-    rig.until_settled(ids)
     rig.check(ids)
     assert deaths(rig, ids) <= {"0", "1"}
     assert not first.incarnations
@@ -121,7 +117,6 @@ def _wronged(rig: Rig) -> None:
     wronged.process.send_signal(signal.SIGCONT)
     rig.until(lambda: wronged.incarnations and wronged.incarnations != [old])
     rig.until(lambda: deaths(rig, ids) == {"0"})
-    rig.until_settled(ids)
     rig.check(ids)
     assert {rig.record(task_id).get("stuck") for task_id in ids} == {"0"}
     assert rig.redis.hgetall(broker_keys.REAPED) == {}
@@ -147,11 +142,9 @@ def test_ordinary_tasks_wait_for_the_lease(rig: Rig) -> None:
     first = rig.worker(**SOON, WORKER_PLUGINS="tests.workers.plugins:ordinary_tasks")
     app.send_task("app.note", ("kept",), {"go": "/nowhere"})
     rig.until(lambda: rig.redis.llen("seen:kept") == 1)
-    ids = rig.fill(3, max_tokens=300)
-    rig.until(lambda: all(rig.tokens(task_id) > 3 for task_id in ids))
+    ids = rig.begun(3, more_than=3, max_tokens=300)
     rig.worker(**SOON, WORKER_PLUGINS="tests.workers.plugins:ordinary_tasks")
     first.stop(signal.SIGKILL)
-    rig.until_settled(ids)
     rig.check(ids)
     assert rig.redis.zcard(broker_keys.delayed(keys.version_queue("stub", "v1"))) == 1
     assert rig.redis.lrange("seen:kept", 0, -1) == ["begun"]
@@ -166,5 +159,4 @@ def test_without_the_right_to_ask_the_lease_decides(rig: Rig) -> None:
     assert "may not call PUBSUB" in second.log.read_text()
     assert {lease.get("listens") for lease in rig.leases()} == {None}
     rig.kill(first)
-    rig.until_settled(ids)
     rig.check(ids)

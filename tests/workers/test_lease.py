@@ -27,8 +27,7 @@ def test_stopped_for_longer_than_its_lease(rig: Rig) -> None:
     Whoever takes a task from a worker that does not answer must count it dead: it cannot know better.
     """
     first = rig.worker(STUB_HOLD_AT=50)
-    ids = rig.fill(8, max_tokens=150)
-    rig.until(lambda: all(rig.tokens(task_id) > 5 for task_id in ids))
+    ids = rig.begun(8, more_than=5, max_tokens=150)
     (old,) = first.incarnations
     first.process.send_signal(signal.SIGSTOP)
     rig.lapse(first)
@@ -36,11 +35,9 @@ def test_stopped_for_longer_than_its_lease(rig: Rig) -> None:
     rig.until(lambda: {rig.record(task_id)["deaths"] for task_id in ids} == {"1"})
     first.process.send_signal(signal.SIGCONT)
     rig.until(lambda: first.incarnations and old not in first.incarnations)
-    rig.until_settled(ids)
     rig.check(ids)
     assert {rig.record(task_id)["deaths"] for task_id in ids} == {"1"}
     late = rig.fill(200)
-    rig.until_settled(late)
     rig.check(late)
     assert first.stop() == second.stop() == 0
     rig.check_nothing_left()
@@ -64,7 +61,6 @@ def _sleeps_and_goes_on(rig: Rig) -> None:
     rig.until(lambda: second.incarnations)
     rig.until(lambda: all(rig.tokens(task_id) > 5 for task_id in ids))
     _sleep(rig, first, second)
-    rig.until_settled(ids + waiting)
     rig.check(ids + waiting)
     assert {rig.record(task_id)["deaths"] for task_id in ids + waiting} == {"0"}
     assert first.stop() == second.stop() == 0
@@ -93,7 +89,6 @@ def test_the_leases_may_lapse_apart() -> None:
             server.delete(keys.lease(old))
             rig.until(lambda old=old: worker.incarnations and old not in worker.incarnations)
             assert not rig.redis.exists(keys.lease(old))
-            rig.until_settled(ids)
             rig.check(ids)
         assert worker.stop() == 0
         rig.check_nothing_left()
@@ -101,27 +96,23 @@ def test_the_leases_may_lapse_apart() -> None:
 
 def test_lapsed_while_it_drains_nothing_is_lost(rig: Rig) -> None:
     worker = rig.worker(STUB_STEP_S=0.01, drain=600.0)
-    ids = rig.fill(6, max_tokens=3000)
-    rig.until(lambda: all(rig.tokens(task_id) > 3 for task_id in ids))
+    ids = rig.begun(6, more_than=3, max_tokens=3000)
     worker.process.send_signal(signal.SIGTERM)
     rig.until(lambda: any(lease["draining"] for lease in rig.leases()))
     rig.lapse(worker)
     assert worker.process.wait(60) == 0
     rig.worker()
-    rig.until_settled(ids)
     rig.check(ids)
 
 
 def test_a_cleared_server_is_served_again(rig: Rig) -> None:
     """FLUSHALL takes leases, books and scripts away; what comes afterwards is run."""
     worker = rig.worker(STUB_STEP_S=0.01)
-    ids = rig.fill(4, max_tokens=2000)
-    rig.until(lambda: all(rig.tokens(task_id) > 3 for task_id in ids))
+    rig.begun(4, more_than=3, max_tokens=2000)
     rig.redis.flushall()
     rig.redis.script_flush()
     rig.until(lambda: worker.incarnations)
     late = rig.fill(10)
-    rig.until_settled(late)
     rig.check(late)
     rig.until(lambda: rig.leases()[0]["running"] == 0)
     assert worker.stop() == 0

@@ -100,7 +100,6 @@ def test_what_cannot_be_read_is_dead_lettered(poisoned: Rig, name: str) -> None:
     poisoned.redis.lpush(QUEUE, raw)
     ids = poisoned.fill(6)
     poisoned.until(lambda: poisoned.redis.llen(broker_keys.DEAD))
-    poisoned.until_settled(ids)
     poisoned.check(ids)
     (letter,) = poisoned.dead()
     assert letter["reason"].startswith(reason)
@@ -170,7 +169,6 @@ def test_a_message_without_its_record_is_dropped(poisoned: Rig, name: str) -> No
     poisoned.redis.delete(broker_keys.DEAD)
     poisoned.redis.lpush(QUEUE, json.dumps(HARMLESS[name]))
     ids = poisoned.fill(6)
-    poisoned.until_settled(ids)
     poisoned.check(ids)
     check_idle(poisoned)
     assert poisoned.dead() == []
@@ -266,7 +264,6 @@ def test_a_record_that_is_broken_harms_its_own_task_alone(poisoned: Rig, name: s
     message = Message(bad, QUEUE, "default", 1, 20).envelope()
     poisoned.redis.lpush(QUEUE, message, message)  # the worker that holds the one answers `busy` to the other
     ids = poisoned.fill(6)
-    poisoned.until_settled(ids)
     poisoned.check(ids)
 
     def over() -> bool:
@@ -302,7 +299,6 @@ def test_callbacks_that_cannot_be_sent_do_not_hold_the_task(poisoned: Rig, name:
     poisoned.redis.delete(broker_keys.DEAD)
     poisoned.redis.lpush(QUEUE, json.dumps(message))
     ids = poisoned.fill(6)
-    poisoned.until_settled([good, *ids])
     poisoned.check([good, *ids])
     check_idle(poisoned)
 

@@ -50,7 +50,6 @@ def test_a_foreign_key_is_left_and_the_worker_serves(rig: Rig) -> None:
     rig.store.set(keys.PROFILES, "somebody's")
     worker = rig.worker()
     ids = rig.fill(3)
-    rig.until_settled(ids)
     rig.check(ids)
     rig.until(lambda: "is not kept" in worker.log.read_text())
     assert worker.stop() == 0

@@ -28,7 +28,6 @@ def test_a_task_that_cannot_be_finished_holds_up_no_other(served: Rig) -> None:
     log = served.workers[0].log
     served.until(lambda: f"Cannot finish task {stuck}" in log.read_text())
     others = served.fill(20)
-    served.until_settled(others)
     served.check(others)
     assert log.read_text().count(f"Cannot finish task {stuck}") == 1
     served.until(lambda: kept(served, stuck))
@@ -39,7 +38,6 @@ def test_a_task_that_cannot_be_claimed_holds_up_no_other(served: Rig) -> None:
     app = served.sender()
     sent = app.send_task(keys.TASK_NAME, kwargs={"prompt": [1]}, task_id="of-another-type")
     others = served.fill(20)
-    served.until_settled(others)
     served.check(others)
     with pytest.raises(TaskFailed, match="its record cannot be used"):
         sent.get(timeout=60)
@@ -77,7 +75,6 @@ def test_who_waits_for_a_message_that_cannot_be_decoded_hears_of_it(served: Rig,
 def test_a_panic_of_the_tokenizer_fails_its_task_alone(served: Rig) -> None:
     (task_id,) = served.fill(1, prompt=PANIC)
     others = served.fill(5)
-    served.until_settled([task_id, *others])
     served.check([task_id], "failed")
     served.check(others)
     assert "a panic of the stub" in served.record(task_id)["error"]

@@ -22,7 +22,6 @@ def test_a_waiting_task_of_a_higher_tier_goes_first(rig: Rig) -> None:
     ids = {tier: rig.fill(4, tier=tier, max_tokens=2) for tier in ("batch", "flex", "default", "priority")}
     rig.worker(STUB_SEQS=1, STUB_STEP_S=0.005)
     every = [task_id for group in ids.values() for task_id in group]
-    rig.until_settled(every)
     rig.check(every)
     order = sorted(every, key=lambda task_id: (started(rig, task_id), int(rig.record(task_id)["finished"])))
     expected = [task_id for tier in keys.TIERS for task_id in ids[tier]]
@@ -50,7 +49,6 @@ def test_a_full_worker_takes_a_higher_task_at_once(rig: Rig, low: str, high: str
     rig.until(lambda: all(rig.status(task_id) == "in_progress" for task_id in running))
     same = rig.fill(2, tier=low)
     urgent = rig.fill(4, tier=high, max_tokens=5)
-    rig.until_settled(urgent)
     rig.check(urgent)
     assert {rig.status(task_id) for task_id in running} == {"in_progress"}
     assert {rig.status(task_id) for task_id in same} == {"queued"}
@@ -69,8 +67,7 @@ def test_a_worker_takes_no_more_of_a_higher_tier_than_it_holds_lower(rig: Rig) -
 def test_choices_and_tokens_count(rig: Rig, tmp_path: Path) -> None:
     """A task of n choices takes n sequences; one that does not fit is left where it is, and what is behind it too."""
     rig.worker(STUB_SEQS=4, STUB_TOKENS=200, STUB_STEP_S=0.005, STUB_HOLD_AT=5, STUB_GO=tmp_path / "go", ageing=3600.0)
-    (first,) = rig.fill(1, n=3, max_tokens=60)
-    rig.until(lambda: rig.tokens(first))
+    (first,) = rig.begun(1, n=3, max_tokens=60)
     (wide,) = rig.fill(1, n=2, max_tokens=2)
     (narrow,) = rig.fill(1, max_tokens=2)
     (urgent,) = rig.fill(1, tier="priority", max_tokens=2)
@@ -79,8 +76,7 @@ def test_choices_and_tokens_count(rig: Rig, tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     rig.until_settled([first, wide, narrow])
     assert started(rig, wide) >= int(rig.record(first)["finished"])
-    (big,) = rig.fill(1, max_tokens=150)
-    rig.until(lambda: rig.tokens(big))
+    (big,) = rig.begun(1, max_tokens=150)
     (other,) = rig.fill(1, max_tokens=50)
     rig.until_settled([big, other])
     assert started(rig, other) >= int(rig.record(big)["finished"])
@@ -90,7 +86,6 @@ def test_choices_and_tokens_count(rig: Rig, tmp_path: Path) -> None:
 def test_a_task_larger_than_the_whole_worker_runs_when_it_is_empty(rig: Rig) -> None:
     rig.worker(STUB_SEQS=2, STUB_TOKENS=100, STUB_STEP_S=0.002)
     small, (large,), late = rig.fill(2), rig.fill(1, n=8, max_tokens=200), rig.fill(2)
-    rig.until_settled([*small, large, *late])
     rig.check([*small, large, *late])
 
 

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
 from celery import Celery
 
 from producers import Client
 from producers.contract import keys
 from tests.producers.contract.test_trace import GOOD, TRACE
 from tests.workers.rig import Rig
-
-
-@pytest.fixture
-def app(served: Rig) -> Iterator[Celery]:
-    app = served.sender()
-    yield app
-    app.close()
 
 
 def test_from_celery(served: Rig, app: Celery) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ from producers.broker.redis import keys as broker_keys
 from producers.connection.script import parsed
 from producers.contract import keys
 from tests.processes import fill
-from tests.producers.proxy import Proxy
 from workers.autoscaler.actuators.base import Actual, ActuatorError
 
 POOL = keys.Pool("tiny", "v1", "cafe")
@@ -96,12 +95,6 @@ class Recorder:
 @pytest.fixture
 def fleet(valkey: Redis) -> Fleet:
     return Fleet(valkey)
-
-
-@pytest.fixture
-def proxy(valkey_url: str) -> Iterator[Proxy]:
-    with Proxy(valkey_url) as proxy:
-        yield proxy
 
 
 @pytest.fixture

@@ -55,6 +55,13 @@ def penstock(run: Run, door: Door, monkeypatch: pytest.MonkeyPatch) -> Run:
     return run
 
 
+@pytest.fixture
+def operate(run: Run, valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """`run`, with the test's Valkey as the broker and the store in the environment."""
+    monkeypatch.setenv("BROKER_URL", valkey_url)
+    return run
+
+
 Answer = Callable[[BaseHTTPRequestHandler], None]
 
 

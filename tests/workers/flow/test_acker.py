@@ -29,12 +29,6 @@ def life(valkey: Redis) -> Incarnation:
 
 
 @pytest.fixture
-def proxy(valkey_url: str) -> Iterator[Proxy]:
-    with Proxy(valkey_url) as proxy:
-        yield proxy
-
-
-@pytest.fixture
 def acker(proxy: Proxy) -> Iterator[Acker]:
     acker = Acker(connect_consumer(proxy.url, [QUEUE], proxy.url), proxy.url)
     acker.start()

@@ -32,8 +32,7 @@ def check_gone(rig: Rig) -> None:
 @pytest.mark.parametrize("how", few([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
 def test_what_ends_in_time_ends_here(rig: Rig, how: signal.Signals) -> None:
     worker = rig.worker(STUB_STEP_S=0.02, drain=30.0)
-    ids = rig.fill(4, max_tokens=50)
-    rig.until(lambda: all(rig.tokens(task_id) for task_id in ids))
+    ids = rig.begun(4, max_tokens=50)
     assert worker.stop(how) == 0
     rig.check(ids)
     check_gone(rig)
@@ -57,7 +56,6 @@ def test_the_rest_goes_back_with_its_tokens(rig: Rig) -> None:
     made = {task_id: rig.tokens(task_id) for task_id in long}
     assert made[long[0]] > 3
     rig.worker(STUB_STEP_S=0.002)
-    rig.until_settled([*long, *waiting])
     rig.check([*long, *waiting])
     assert rig.record(long[0])["claims"] == "2"
     first, second = Record.parse(long[0], rig.record(long[0])).runs.values()
@@ -76,7 +74,6 @@ def test_sigquit_hands_back_at_once_and_keeps_the_order(rig: Rig) -> None:
     waiting = [json.loads(raw)["headers"]["id"] for raw in rig.redis.lrange(QUEUE, 0, -1)]
     assert waiting == ids[::-1], "those that ran are in front, the oldest first"
     rig.worker()
-    rig.until_settled(ids)
     rig.check(ids)
 
 
@@ -98,8 +95,7 @@ def test_a_second_signal_cuts_the_drain_short(rig: Rig, second: signal.Signals) 
 def test_a_third_ends_it_on_the_spot(rig: Rig) -> None:
     """With a store that does not answer, so that handing back is still under way."""
     worker = rig.worker(STUB_STEP_S=0.02, drain=600.0)
-    (task_id,) = rig.fill(1, max_tokens=2000)
-    rig.until(lambda: rig.tokens(task_id))
+    rig.begun(1, max_tokens=2000)
     server = rig.redis.info("server")["process_id"]
     os.kill(server, signal.SIGSTOP)
     try:
@@ -118,8 +114,7 @@ def test_an_event_loop_that_is_stuck_does_not_hold_it_up(rig: Rig) -> None:
     times = TIMES | {"workers.runtime.drain:HAND_BACK_S": 8.0, "workers.runtime.drain:EXIT_S": 10.0}
     sticks = "tests.workers.plugins:event_loop_sticks"
     worker = rig.worker(times=times, STUB_STEP_S=0.02, drain=0.3, WORKER_PLUGINS=sticks)
-    ids = rig.fill(3, max_tokens=2000)
-    rig.until(lambda: all(rig.tokens(task_id) > 3 for task_id in ids))
+    ids = rig.begun(3, more_than=3, max_tokens=2000)
     rig.sender().control.broadcast("stick")
     rig.until(lambda: "stuck" in worker.log.read_text())
     assert worker.stop() == 0
@@ -149,8 +144,7 @@ def test_a_step_that_does_not_end_does_not_hold_it_up(rig: Rig) -> None:
 @pytest.mark.parametrize("noticed", [False, True])
 def test_with_its_lease_lapsed_it_ends_cleanly(rig: Rig, noticed: bool) -> None:
     worker = rig.worker(STUB_STEP_S=0.02, drain=600.0)
-    ids = rig.fill(3, max_tokens=2000)
-    rig.until(lambda: all(rig.tokens(task_id) > 3 for task_id in ids))
+    ids = rig.begun(3, more_than=3, max_tokens=2000)
     rig.lapse(worker)
     if noticed:
         rig.until(lambda: "beginning anew" in worker.log.read_text())
@@ -162,8 +156,7 @@ def test_with_its_lease_lapsed_it_ends_cleanly(rig: Rig, noticed: bool) -> None:
 
 def test_nothing_is_fetched_while_it_drains(rig: Rig) -> None:
     worker = rig.worker(STUB_STEP_S=0.02, drain=600.0)
-    (running,) = rig.fill(1, max_tokens=4000)
-    rig.until(lambda: rig.tokens(running))
+    (running,) = rig.begun(1, max_tokens=4000)
     worker.process.send_signal(signal.SIGTERM)
     rig.until(lambda: any(lease["draining"] for lease in rig.leases()))
     (late,) = rig.fill(1)
@@ -215,5 +208,4 @@ def test_with_a_store_that_hangs_it_ends_in_time_and_nothing_is_lost() -> None:
             os.kill(server, signal.SIGCONT)
         rig.lapse(worker)
         rig.worker()
-        rig.until_settled(ids)
         rig.check(ids)

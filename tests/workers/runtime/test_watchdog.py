@@ -68,7 +68,6 @@ def test_an_engine_that_is_gone_hands_its_tasks_over(rig: Rig, fault: dict[str, 
     made = {task_id: rig.tokens(task_id) for task_id in ids}
     assert all(0 < count < 120 for count in made.values())
     begin(rig)
-    rig.until_settled(ids)
     rig.check(ids)
     assert {rig.record(task_id)["deaths"] for task_id in ids} == {"1"}, "any of them may have been to blame"
     assert {rig.record(task_id)["stuck"] for task_id in ids} == {"0"}, "but they had got on"
@@ -89,7 +88,6 @@ def test_a_task_that_hangs_every_worker_is_given_up_alone(rig: Rig) -> None:
     assert workers == 3
     rig.check([stuck], "failed")
     assert "dead_lettered" in rig.record(stuck)["error"]
-    rig.until_settled(ids)
     rig.check(ids)
 
 
@@ -100,7 +98,6 @@ def left_whole(rig: Rig, ids: list[str]) -> None:
     assert rig.waiting(QUEUE) == len(ids), "they wait where whoever looks at the queue sees them"
     assert all(0 < rig.tokens(task_id) < 120 for task_id in ids)
     begin(rig)
-    rig.until_settled(ids)
     rig.check(ids)
     assert {rig.record(task_id).get("deaths", "0") for task_id in ids} == {"0"}
     rig.check_nothing_left()
@@ -121,7 +118,6 @@ def test_requests_that_give_nan_break_no_model(rig: Rig) -> None:
     worker = begin(rig, times=TIMES | AGAIN)
     spoiled = rig.fill(6, prompt=[SPOILED], n=2)
     ids = rig.fill(4, max_tokens=60)
-    rig.until_settled([*spoiled, *ids])
     rig.check(ids)
     rig.check(spoiled, "failed")
     assert all("not finite" in rig.record(task_id)["error"] for task_id in spoiled)
@@ -143,8 +139,7 @@ def test_memory_that_cannot_be_corrected_is_no_tasks_fault(rig: Rig, tmp_path: P
     told = tmp_path / "ecc"
     told.write_text("7")  # of an earlier process
     worker = begin(rig, ECC_ERRORS=told, STUB_STEP_S=0.1, WORKER_PLUGINS="tests.workers.plugins:gpu_of_a_file")
-    ids = rig.fill(3, max_tokens=120)
-    rig.until(lambda: all(rig.tokens(task_id) > 5 for task_id in ids))
+    ids = rig.begun(3, more_than=5, max_tokens=120)
     told.write_text("8")
     assert "memory has 1 new errors that it could not correct" in given_up(worker)
     left_whole(rig, ids)
@@ -164,7 +159,6 @@ def test_a_worker_that_cannot_publish_fetches_nothing_until_it_can() -> None:
         time.sleep(1.5 * intake.IDLE_S)  # it would have looked
         assert rig.waiting(QUEUE) == 1
         rig.store.client_unpause()
-        rig.until_settled([running, late])
         rig.check([running, late])
         assert "Well again: publisher" in worker.log.read_text()
         assert worker.stop() == 0
@@ -181,7 +175,6 @@ def test_a_task_that_only_waits_is_no_suspect(rig: Rig) -> None:
     assert "1 tasks" in given_up(worker)
     assert rig.status(waiting) == "queued"
     begin(rig)
-    rig.until_settled([running, waiting])
     rig.check([running, waiting])
     assert (rig.record(running)["deaths"], rig.record(waiting)["deaths"]) == ("1", "0")
 
@@ -192,7 +185,6 @@ def test_a_thread_that_dies_takes_no_lease_along(rig: Rig) -> None:
     assert "penstock-claimer died: ZeroDivisionError" in given_up(worker)
     assert rig.leases() == []
     begin(rig)
-    rig.until_settled(ids)
     rig.check(ids)
 
 
@@ -206,7 +198,6 @@ def test_an_event_loop_that_is_stuck_keeps_nothing_to_itself(rig: Rig, tmp_path:
     rig.until(lambda: rig.redis.keys(broker_keys.inflight("*")) == [])
     assert not rig.settled([early])
     (tmp_path / "go").touch()
-    rig.until_settled([early])
     rig.check([early])
     rig.until(lambda: not rig.leases()[0]["unready"])
     assert "Well again: event loop" in worker.log.read_text()
@@ -228,8 +219,7 @@ def test_a_worker_tells_whoever_runs_it_how_it_is(rig: Rig) -> None:
     )
     assert ask(port, "/readyz")[0] == 200
     assert ask(port, "/elsewhere")[0] == 404
-    (task_id,) = rig.fill(1, max_tokens=4000)
-    rig.until(lambda: rig.tokens(task_id))
+    rig.begun(1, max_tokens=4000)
     worker.process.terminate()
     rig.until(lambda: ask(port, "/readyz")[1].get("reasons") == ["it drains"])
     assert ask(port, "/readyz")[0] == 503

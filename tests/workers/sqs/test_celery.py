@@ -33,7 +33,6 @@ def test_links_and_retries_go_by_sqs(sqs: SqsRig) -> None:
     note = app.signature("app.note", args=["linked"], immutable=True)
     plain = app.send_task(keys.TASK_NAME, kwargs={"prompt": [1], "seed": 3, "max_tokens": 20}, link=note)
     (ours,) = sqs.submit(1, max_tokens=20, tier="flex")
-    sqs.until_settled([plain.id, ours])
     sqs.check([plain.id, ours])
     assert {sqs.record(one)["claims"] for one in (plain.id, ours)} == {"2"}
     sqs.until(lambda: sqs.store.lrange("seen:linked", 0, -1) == ["begun", "done"])
@@ -80,6 +79,5 @@ def test_remote_control_goes_by_the_store(sqs: SqsRig) -> None:
     (active,) = (inspect.active() or {}).values()
     assert [one["id"] for one in active] == [sent.id]
     sqs.monitor().control.revoke(sent.id, terminate=True)
-    sqs.until_settled([sent.id])
     sqs.check([sent.id], "cancelled")
     sqs.check_nothing_left()

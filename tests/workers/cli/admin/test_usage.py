@@ -14,12 +14,6 @@ from tests.workers.cli.conftest import Run
 
 
 @pytest.fixture
-def usage(run: Run, valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setenv("BROKER_URL", valkey_url)
-    return lambda *args: run("usage", *args)
-
-
-@pytest.fixture
 def ledger(valkey: Redis) -> None:
     for tenant, output in (("acme", 5), ("acme", 7), ("\x1b[2J", 1)):
         row = dict.fromkeys(COUNTS[4:], 0) | {"prompt": 1000, "output": output, "status": "completed"}
@@ -27,24 +21,24 @@ def ledger(valkey: Redis) -> None:
 
 
 @pytest.mark.usefixtures("ledger")
-def test_usage_is_shown_to_people_and_programs(usage: Run, tmp_path: Path) -> None:
-    shown = usage("--by", "tenant").out
+def test_usage_is_shown_to_people_and_programs(operate: Run, tmp_path: Path) -> None:
+    shown = operate("usage", "--by", "tenant").out
     assert [line.split() for line in shown.splitlines()[::2]] == [
         ["tenant", "tasks", "prompt", "cached", "output", "recomputed", "seconds", "engine", "s"],
         ["acme", "2", "2000", "0", "12", "0", "0.0", "0.0"],
     ]
     assert "\x1b" not in shown
-    (whole,) = map(json.loads, usage("--json").out.splitlines())
+    (whole,) = map(json.loads, operate("usage", "--json").out.splitlines())
     assert (whole["tasks"], whole["output_tokens"]) == (3, 13)
-    assert usage("--csv", "--by", "model", "--by", "tier").out.splitlines()[1].startswith("tiny,flex,3,")
+    assert operate("usage", "--csv", "--by", "model", "--by", "tier").out.splitlines()[1].startswith("tiny,flex,3,")
     (tmp_path / "p.toml").write_text('currency = "EUR"\n["*"."*"]\nprompt = 3\noutput = 0\n')
-    (whole,) = map(json.loads, usage("--json", "--prices", str(tmp_path / "p.toml")).out.splitlines())
+    (whole,) = map(json.loads, operate("usage", "--json", "--prices", str(tmp_path / "p.toml")).out.splitlines())
     assert (whole["cost"], whole["currency"]) == ("0.009", "EUR")
 
 
-def test_what_cannot_be_meant_is_refused(usage: Run, tmp_path: Path) -> None:
-    assert usage().out.split()[-6:] == ["0", "0", "0", "0", "0.0", "0.0"]
-    assert usage("--by", "day").out == "No task ended in this time.\n"
+def test_what_cannot_be_meant_is_refused(operate: Run, tmp_path: Path) -> None:
+    assert operate("usage").out.split()[-6:] == ["0", "0", "0", "0", "0.0", "0.0"]
+    assert operate("usage", "--by", "day").out == "No task ended in this time.\n"
     backwards = ["--since", "2026-11-01T12:30", "--until", "2026-11-01T12:10"]
     for bad in (
         ["--by", "colour"],
@@ -54,4 +48,4 @@ def test_what_cannot_be_meant_is_refused(usage: Run, tmp_path: Path) -> None:
         ["--json", "--csv"],
         ["--prices", str(tmp_path / "none.toml")],
     ):
-        assert usage(*bad).status != 0
+        assert operate("usage", *bad).status != 0

@@ -18,48 +18,42 @@ from tests.workers.cli.conftest import Run
 QUEUE = keys.pool_queue("tiny", "1", "test")
 
 
-@pytest.fixture
-def tenants(run: Run, valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setenv("BROKER_URL", valkey_url)
-    return lambda *args: run("tenants", *args)
-
-
 def send(valkey: Redis, tenant: str, tier: str, count: int) -> None:
     for number in range(count):
         message = Message(f"{tenant}{number}", QUEUE, tier, 1, 10, tenant)
         valkey.lpush(broker_keys.list_of(message), message.envelope())
 
 
-def test_who_waits_is_listed_with_what_waits(tenants: Run, valkey: Redis) -> None:
-    assert tenants("ls").out == "No tenant has waiting tasks.\n"
+def test_who_waits_is_listed_with_what_waits(operate: Run, valkey: Redis) -> None:
+    assert operate("tenants", "ls").out == "No tenant has waiting tasks.\n"
     valkey.hset(keys.POOLS, QUEUE, json.dumps({"model": "tiny", "version": "1"}))
     send(valkey, "acme", "default", 3)
     send(valkey, "", "batch", 2)
-    assert "5 tasks are not sorted" in tenants("ls").out
+    assert "5 tasks are not sorted" in operate("tenants", "ls").out
     valkey.set(keys.lease("w"), "{}")
     none = broker.Credit((0,) * 4, (0,) * 4)
     sizes = {"capacity": (1, 1), "plain_tokens": 1, "ageing_ms": 10**9, "max_redeliveries": 5}
     call(valkey, broker.fetch("w", [QUEUE], ["u"], none, **sizes))
     send(valkey, "acme", "batch", 1)
-    assert tenants("weigh", "acme", "4").status == 0
-    assert tenants("weigh", "idle", "0.5").status == 0
-    assert tenants("ls").out.splitlines() == [
+    assert operate("tenants", "weigh", "acme", "4").status == 0
+    assert operate("tenants", "weigh", "idle", "0.5").status == 0
+    assert operate("tenants", "ls").out.splitlines() == [
         "(no tenant)  weight 1  waiting: 2 batch",
         "acme  weight 4  waiting: 3 default",
         "idle  weight 0.5  waiting: nothing",
         "1 tasks are not sorted by tenant yet: workers sort them",
     ]
-    told = [json.loads(line) for line in tenants("ls", "--json").out.splitlines()]
+    told = [json.loads(line) for line in operate("tenants", "ls", "--json").out.splitlines()]
     assert told[1] == {"tenant": "acme", "weight": 4, "waiting": {"priority": 0, "default": 3, "flex": 0, "batch": 0}}
 
 
-def test_a_weight_of_one_is_none_and_a_senseless_one_is_refused(tenants: Run, valkey: Redis) -> None:
-    tenants("weigh", "acme", "4")
+def test_a_weight_of_one_is_none_and_a_senseless_one_is_refused(operate: Run, valkey: Redis) -> None:
+    operate("tenants", "weigh", "acme", "4")
     assert valkey.hgetall(broker_keys.WEIGHTS) == {b"acme": b"4.0"}
-    refused = tenants("weigh", "acme", "0")
+    refused = operate("tenants", "weigh", "acme", "0")
     assert refused.status
     assert "must be from 0.001 to 1000" in refused.err
-    tenants("weigh", "acme", "1")
+    operate("tenants", "weigh", "acme", "1")
     assert not valkey.exists(broker_keys.WEIGHTS)
 
 
@@ -77,10 +71,15 @@ def test_without_a_broker_it_is_that_of_up_in_this_directory(
     assert run("dlq", "ls").out == "There are no dead letters.\n"
 
 
-def test_a_tenants_limits_are_shown_and_changed(tenants: Run) -> None:
-    assert tenants("limit", "acme").out == "acme: no limits\n"
-    assert tenants("limit", "acme", "--rpm", "60", "--max-output", "100").out == "acme: rpm 60, max_output 100\n"
-    assert json.loads(tenants("limit", "acme", "--rpm", "none", "--json").out)["max_output"] == 100
+def test_a_tenants_limits_are_shown_and_changed(operate: Run) -> None:
+    assert operate("tenants", "limit", "acme").out == "acme: no limits\n"
+    assert (
+        operate("tenants", "limit", "acme", "--rpm", "60", "--max-output", "100").out
+        == "acme: rpm 60, max_output 100\n"
+    )
+    assert json.loads(operate("tenants", "limit", "acme", "--rpm", "none", "--json").out)["max_output"] == 100
     for wrong in (("--tpm", "50"), ("--rpm", "0"), ("--rpm", "x")):
-        assert tenants("limit", "acme", *wrong).status == 2
-    assert tenants("limit", "acme", "--budget-money", "2.50").out == "acme: budget_money 2.5, max_output 100\n"
+        assert operate("tenants", "limit", "acme", *wrong).status == 2
+    assert (
+        operate("tenants", "limit", "acme", "--budget-money", "2.50").out == "acme: budget_money 2.5, max_output 100\n"
+    )

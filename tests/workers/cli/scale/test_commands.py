@@ -26,12 +26,6 @@ def fleet(valkey: Redis) -> Fleet:
 
 
 @pytest.fixture
-def scale(run: Run, valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setenv("BROKER_URL", valkey_url)
-    return lambda *args: run("scale", *args)
-
-
-@pytest.fixture
 def two(fleet: Fleet, valkey_url: str) -> Iterator[dict[str, Process]]:
     with ExitStack() as stack:
         yield {
@@ -43,7 +37,7 @@ def two(fleet: Fleet, valkey_url: str) -> Iterator[dict[str, Process]]:
 
 
 def test_one_leads_and_another_follows_one_that_is_paused_killed_or_ended(
-    fleet: Fleet, two: dict[str, Process], scale: Run
+    fleet: Fleet, two: dict[str, Process], operate: Run
 ) -> None:
     """A paused leader goes on with what it saw: it is refused, and stands by."""
 
@@ -69,11 +63,11 @@ def test_one_leads_and_another_follows_one_that_is_paused_killed_or_ended(
     assert fleet.state()["memory"]["changed_at"] is not None, "it goes on from what was kept"
     assert two[first].stop() == 0
     assert not fleet.valkey.exists(keys.SCALE_LEADER), "it resigned"
-    assert "wanted" in scale("ls").out
+    assert "wanted" in operate("scale", "ls").out
 
 
 def test_explain_tells_what_was_seen_the_formula_and_the_last_changes(
-    fleet: Fleet, valkey_url: str, scale: Run
+    fleet: Fleet, valkey_url: str, operate: Run
 ) -> None:
     fleet.valkey.hset(keys.PROFILES, "tiny@v1", json.dumps({"knee": 5, "cold_start": {"imports": 1.25, "total": 2.5}}))
     fleet.fill(7)
@@ -81,7 +75,7 @@ def test_explain_tells_what_was_seen_the_formula_and_the_last_changes(
     arguments = ("autoscaler", *OPTIONS, "--rule", "step=0.01")
     with Process("workers.cli", *arguments, BROKER_URL=valkey_url) as process:
         process.until(lambda: fleet.state().get("wanted") == 2)
-    ran = scale("explain", "tiny")
+    ran = operate("scale", "explain", "tiny")
     assert ran.status == 0
     for words in (
         "tiny: 2 workers wanted",
@@ -97,38 +91,38 @@ def test_explain_tells_what_was_seen_the_formula_and_the_last_changes(
         "out from 1 to 2: 7 queued and 0 in flight, 4 a worker",
     ):
         assert words in ran.out
-    found = json.loads(scale("explain", "--json", "--history", "1").out)
+    found = json.loads(operate("scale", "explain", "--json", "--history", "1").out)
     assert (found["pool"], found["wanted"], len(found["history"])) == ("tiny", 2, 1)
-    ran = scale("explain", "nobody")
+    ran = operate("scale", "explain", "nobody")
     assert (ran.status, ran.err) == (2, "penstock: nobody scales a pool nobody; there are tiny\n")
 
 
-def test_a_models_name_means_the_pools_of_its_versions(scale: Run, valkey: Redis) -> None:
+def test_a_models_name_means_the_pools_of_its_versions(operate: Run, valkey: Redis) -> None:
     for version in ("v1", "v2"):
         valkey.hset(keys.SCALE_POOLS, f"tiny@{version}", json.dumps({"model": "tiny", "wanted": 1}))
-    out = scale("explain", "tiny").out
+    out = operate("scale", "explain", "tiny").out
     assert "tiny@v1: " in out
     assert "tiny@v2: " in out
-    assert scale("retry", "tiny").out.splitlines() == [
+    assert operate("scale", "retry", "tiny").out.splitlines() == [
         f"tiny@{version}: no autoscaler leads; the next one tries at once" for version in ("v1", "v2")
     ]
     assert sorted(valkey.hkeys(keys.SCALE_RETRIES)) == [b"tiny@v1", b"tiny@v2"]
 
 
-def test_what_nobody_decides_any_more_is_said_and_what_cannot_be_read(scale: Run, valkey: Redis) -> None:
-    assert "No pool is scaled: start `penstock autoscaler`" in scale("ls").out
+def test_what_nobody_decides_any_more_is_said_and_what_cannot_be_read(operate: Run, valkey: Redis) -> None:
+    assert "No pool is scaled: start `penstock autoscaler`" in operate("scale", "ls").out
     valkey.hset(keys.SCALE_POOLS, "tiny", "{")
-    assert "cannot be read" in scale("explain").out
-    assert "cannot be read" in scale("ls").out
-    assert scale("retry", "tiny").status == 0
+    assert "cannot be read" in operate("scale", "explain").out
+    assert "cannot be read" in operate("scale", "ls").out
+    assert operate("scale", "retry", "tiny").status == 0
     valkey.hset(keys.SCALE_POOLS, mapping={"other@1": "{", "other@2": "{"})
-    assert scale("explain", "other").out.splitlines() == [
+    assert operate("scale", "explain", "other").out.splitlines() == [
         f"other@{version}: its kept state cannot be read; the autoscaler that leads writes a new one"
         for version in (1, 2)
     ]
     valkey.xadd(keys.SCALE_DECISIONS, {"of": "another release"})
     valkey.xadd(keys.SCALE_DECISIONS, {"pool": "gone", "decision": '{"at": 1, "wanted": 0, "reason": "0: all gone"}'})
-    assert re.search(r"gone: nobody scales it any more\n.*\n.*0  0: all gone", scale("explain", "gone").out)
+    assert re.search(r"gone: nobody scales it any more\n.*\n.*0  0: all gone", operate("scale", "explain", "gone").out)
     assert float(valkey.hget(keys.SCALE_RETRIES, "tiny") or 0) > 1e9
 
 

@@ -23,12 +23,6 @@ LOCAL = "127.0.0.0/8"
 
 
 @pytest.fixture
-def webhooks(run: Run, valkey_url: str, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setenv("BROKER_URL", valkey_url)
-    return lambda *args: run("webhooks", *args)
-
-
-@pytest.fixture
 def door(open_door: Callable[..., Door], model: str) -> Door:
     return open_door(webhook_allow=(LOCAL,))
 
@@ -66,7 +60,7 @@ def finished(worker: FakeWorker, task_id: str) -> str:
 
 
 def test_a_task_calls_back_and_its_delivery_is_shown_and_replayed(
-    valkey_url: str, door: Door, worker: FakeWorker, process: Process, webhooks: Run
+    valkey_url: str, door: Door, worker: FakeWorker, process: Process, operate: Run
 ) -> None:
     events = ["response.completed", "response.in_progress"]
     with Listener(valkey_url) as listener:
@@ -80,17 +74,20 @@ def test_a_task_calls_back_and_its_delivery_is_shown_and_replayed(
 
         def all_delivered() -> bool:
             """Written down once the receiver has answered, which has told of them before."""
-            told = webhooks("ls", "--state", "delivered", "--endpoint", "own").out
+            told = operate("webhooks", "ls", "--state", "delivered", "--endpoint", "own").out
             return webhook_id in told and other in told
 
         until(all_delivered)
-        assert "  200 " in webhooks("show", webhook_id).out
-        old = webhooks("secret").out
-        assert webhooks("secret", "--rotate").out != old
-        assert "1 deliveries" in webhooks("replay", webhook_id).out
+        assert "  200 " in operate("webhooks", "show", webhook_id).out
+        old = operate("webhooks", "secret").out
+        assert operate("webhooks", "secret", "--rotate").out != old
+        assert "1 deliveries" in operate("webhooks", "replay", webhook_id).out
         assert listener.events(3)[-1]["id"] == webhook_id  # signed with both secrets
         until(all_delivered)
-        assert "2 deliveries" in webhooks("replay", "--all", "--state", "delivered", "--since", "2026-01-01").out
+        assert (
+            "2 deliveries"
+            in operate("webhooks", "replay", "--all", "--state", "delivered", "--since", "2026-01-01").out
+        )
         assert {event["id"] for event in listener.events(5)[-2:]} == {event["id"] for event in first.values()}
         port = process.until(lambda: re.search(r"/readyz on port (\d+)", process.log.read_text()))[1]
         assert httpx.get(f"http://127.0.0.1:{port}/readyz").json() == {"status": "ready"}
@@ -98,7 +95,7 @@ def test_a_task_calls_back_and_its_delivery_is_shown_and_replayed(
 
 
 def test_what_the_page_says_verifies_an_event(
-    door: Door, worker: FakeWorker, process: Process, webhooks: Run, run: Run
+    door: Door, worker: FakeWorker, process: Process, operate: Run, run: Run
 ) -> None:
     (source,) = [one for one in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "unwrap" in one]
     (placeholder,) = re.findall(r"whsec_[A-Za-z0-9+/=]+", source)
@@ -107,20 +104,20 @@ def test_what_the_page_says_verifies_an_event(
         task_id = finished(worker, asked.out.strip())
         event = receiver.event()
     names: dict[str, Any] = {}
-    exec(source.replace(placeholder, webhooks("secret").out.strip()), names)
+    exec(source.replace(placeholder, operate("webhooks", "secret").out.strip()), names)
     assert names["received"](event.body.encode(), event.headers) == f"response.completed {task_id}"
 
 
 def test_an_endpoint_is_tested_by_the_way_that_events_take(
-    valkey_url: str, door: Door, process: Process, webhooks: Run, monkeypatch: pytest.MonkeyPatch
+    valkey_url: str, door: Door, process: Process, operate: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = openai.OpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0)
     types: Any = ["response.completed"]
     with Listener(valkey_url) as listener:  # it has another secret than the endpoint
         one = client.webhooks.create(name="ours", url=listener.url, event_types=types)
         assert client.webhooks.test(one.id, event_type="batch.completed").status_code == 400
-        assert one.id in webhooks("endpoints").out
-        tested = webhooks("test", one.id)
+        assert one.id in operate("webhooks", "endpoints").out
+        tested = operate("webhooks", "test", one.id)
         assert (tested.status, "  last: 400" in tested.out) == (1, True)
     with pytest.raises(openai.APIStatusError) as nobody:
         client.webhooks.test(one.id, event_type="batch.completed")
@@ -132,12 +129,12 @@ def test_an_endpoint_is_tested_by_the_way_that_events_take(
     assert (stopped.value.status_code, stopped.value.code) == (503, "webhooks_stopped")
 
 
-def test_what_cannot_be_done_is_said(webhooks: Run) -> None:
-    assert "no delivery evt_x" in webhooks("show", "evt_x").err
-    assert "not both" in webhooks("replay").err
-    assert "not both" in webhooks("replay", "evt_x", "--all").err
-    assert "no endpoint whe_x" in webhooks("test", "whe_x").err
-    assert "base64" in webhooks("listen", "--secret", "whsec_x").err
+def test_what_cannot_be_done_is_said(operate: Run) -> None:
+    assert "no delivery evt_x" in operate("webhooks", "show", "evt_x").err
+    assert "not both" in operate("webhooks", "replay").err
+    assert "not both" in operate("webhooks", "replay", "evt_x", "--all").err
+    assert "no endpoint whe_x" in operate("webhooks", "test", "whe_x").err
+    assert "base64" in operate("webhooks", "listen", "--secret", "whsec_x").err
     for bad in (("ls", "--state", "x"), ("ls", "--since", "yesterday"), ("run", "--webhook-allow", "10.0.0.1/8")):
-        assert webhooks(*bad).status == 2
-    assert webhooks("ls").out == "There are no such deliveries.\n"
+        assert operate("webhooks", *bad).status == 2
+    assert operate("webhooks", "ls").out == "There are no such deliveries.\n"

@@ -171,8 +171,7 @@ def test_a_worker_drains_in_the_time_that_is_left(metadata: Metadata, rig: Rig) 
         STUB_STEP_S=0.01,
         WORKER_PLUGINS="tests.workers.plugins:looks_often_for_notices",
     )
-    (task_id,) = rig.fill(1, max_tokens=4000)
-    rig.until(lambda: rig.tokens(task_id))
+    (task_id,) = rig.begun(1, max_tokens=4000)
     metadata.announce(7)
     assert worker.process.wait(60) == 0
     assert "A spot notice came: terminate" in worker.log.read_text()
