@@ -7,4 +7,6 @@ REFUSED: Final = 2
 
 
 class Refused(Exception):
-    """A server or a model cannot be used; the message says why and what to use instead."""
+    """A server or a model cannot be used; the message says why and what to use instead. `status`: a command's exit."""
+
+    status: int = REFUSED

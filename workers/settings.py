@@ -38,7 +38,6 @@ class WorkerSettings:
     """Take no tasks while the engine fails them, or is far slower than its peers' (docs/breaker.md)."""
     health_port: int | None = None
     """Port of /livez and /readyz; 0: any free port; None: no port."""
-    health_host: str = "0.0.0.0"  # noqa: S104 - whoever runs it asks from outside
     spot_notice: str | None = None
     """`aws`: ask the instance's metadata service for spot notices, and drain at one."""
     spot_endpoint: str | None = None

@@ -44,15 +44,20 @@ def plot(samples: Sequence[Sample], title: str) -> str:
         Panel("requests under way", "seconds since the start", [("requests", flight)]),
         Panel("output tokens a second", "seconds since the start", [("tokens", list(zip(ticks, tokens, strict=True)))]),
     ]
-    width, height = WIDTH * len(panels), HEIGHT + 28
-    drawn = "".join(
-        f'<g transform="translate({WIDTH * place},28)">{"".join(panel.draw())}</g>'
-        for place, panel in enumerate(panels)
+    return drawn(panels, len(panels), title)
+
+
+def drawn(panels: Sequence[Panel], columns: int, title: str) -> str:
+    """The SVG's text: panels in rows of so many, below a title."""
+    width, height = WIDTH * columns, HEIGHT * -(-len(panels) // columns) + 28
+    charts = "".join(
+        f'<g transform="translate({WIDTH * (k % columns)},{28 + HEIGHT * (k // columns)})">{"".join(panel.draw())}</g>'
+        for k, panel in enumerate(panels)
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
         f'font-size="12"><rect width="{width}" height="{height}" fill="white"/>'
-        f'<text x="{LEFT}" y="24" font-size="15">{escape(title)}</text>{drawn}</svg>\n'
+        f'<text x="{LEFT}" y="24" font-size="15">{escape(title)}</text>{charts}</svg>\n'
     )
 
 

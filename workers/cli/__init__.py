@@ -35,7 +35,7 @@ MODULES: Final = {
     "local.chat": "chat",
     "tasks": "submit tail result cancel explain",
     "listing": "tasks",
-    "batch": "batch",
+    "batch.commands": "batch",
     "models.commands": "models",
     "models.quantize": "quantize",
     "models.warm": "warm",
@@ -85,5 +85,5 @@ def app_of(command: str | None) -> Typer:
     app = root()
     alone = [module for module, commands in MODULES.items() if command in commands.split()]
     for module in alone or MODULES:
-        import_module(f"workers.cli.{module}").add_to(app)
+        app.add_typer(import_module(f"workers.cli.{module}").app)
     return app

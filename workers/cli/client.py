@@ -10,7 +10,6 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Any, Final
 from urllib.parse import quote, urlencode, urlsplit
 
-from workers import errors
 from workers.api_key import API_KEY, authorization
 from workers.cli.exits import Exit, Failure
 from workers.sse import Event, EventStream
@@ -46,15 +45,12 @@ class Refused(Failure):
 class Gateway:
     """A gateway, by its URL. Thread-safe: every call has its own connection.
 
-    `with_key`: requests carry this process's API key, if it has one. Raises Failure for a bad URL or key. The methods
-    raise Unreachable and Refused.
+    `with_key`: requests carry this process's API key, if it has one. Raises workers.errors.Refused for a bad URL or
+    key. The methods raise Unreachable and Refused.
     """
 
     def __init__(self, url: str, *, with_key: bool = True) -> None:
-        try:
-            self._own = authorization() if with_key else {}
-        except errors.Refused as refused:
-            raise Failure(str(refused)) from None
+        self._own = authorization() if with_key else {}
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port

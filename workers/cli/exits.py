@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from workers import errors
-
-if TYPE_CHECKING:
-    from typer import Typer
 
 
 class Exit(IntEnum):
@@ -35,33 +33,30 @@ OPERATOR_STATUS: Final = (
 PROCESS_STATUS: Final = "Exit status: 0 stopped as told, 1 failed, 2 refused to start, 130 stopped at once."
 
 
-#: A command, the example that its --help shows, and its exit statuses where they are not those of its neighbours.
-Command = tuple[Callable[..., None], str] | tuple[Callable[..., None], str, str]
-
-
-def add_commands(app: Typer, status: str, commands: Mapping[str, Command], panel: str | None = None) -> None:
-    """Register commands by their names. `status`: the last line of their --help. `panel`: where --help lists them."""
-    for name, (command, example, *own) in commands.items():
-        app.command(name, epilog=f"Example: {example}\n\n{own[0] if own else status}", rich_help_panel=panel)(command)
-
-
-def add_group(
-    app: Typer, name: str, about: str, status: str, commands: Mapping[str, Command], panel: str = "Operations"
-) -> None:
-    """Register a command with these commands below it."""
-    from typer import Typer
-
-    group = Typer(no_args_is_help=True, help=about)
-    add_commands(group, status, commands)
-    app.add_typer(group, name=name, rich_help_panel=panel)
-
-
-class Failure(Exception):
+class Failure(errors.Refused):
     """Ends the command with a message on standard error. Messages say what to do."""
 
-    def __init__(self, message: str, status: Exit = Exit.REFUSED) -> None:
+    def __init__(self, message: str, status: int = Exit.REFUSED) -> None:
         super().__init__(message)
         self.status = status
+
+
+@contextmanager
+def refusing(*kinds: type[Exception]) -> Iterator[None]:
+    """Within this block, these errors end the command: it is refused, for the reason that they give."""
+    try:
+        yield
+    except kinds as error:
+        raise Failure(str(error)) from error
+
+
+@contextmanager
+def touching(path: Path, doing: str) -> Iterator[None]:
+    """Within this block, an OSError ends the command, which cannot `doing` (read, write, ...) this file."""
+    try:
+        yield
+    except OSError as error:
+        raise Failure(f"cannot {doing} {path}: {error.strerror or error}") from error
 
 
 @contextmanager

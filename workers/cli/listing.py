@@ -10,22 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
-from workers.cli.exits import CALLER_STATUS, Command, add_group
+from workers.cli.commands import Commands
+from workers.cli.exits import CALLER_STATUS
 from workers.cli.options import DEFAULT_URL, Url
 from workers.cli.tasks import Json, TaskId, gateway_at, pair
 from workers.cli.terminal.show import say
 
-
-def add_to(app: typer.Typer) -> None:
-    """Register the commands."""
-    about = "Tasks of all callers: list them, retry them."
-    commands: dict[str, Command] = {
-        "ls": (listed, "penstock tasks ls --status failed --since 3600"),
-        "retry": (retry, "penstock tasks retry 0b7c7c3e-6a51-4d3c-9f0e-8f5f3a1f2f11"),
-    }
-    add_group(app, "tasks", about, CALLER_STATUS, commands, panel="Tasks")
+app = Commands("Tasks", CALLER_STATUS, "tasks", "Tasks of all callers: list them, retry them.")
 
 
+@app.shown("penstock tasks ls --status failed --since 3600", "ls")
 def listed(
     status: Annotated[
         str | None, typer.Option(help="queued, in_progress, completed, failed, cancelled or incomplete.")
@@ -58,6 +52,7 @@ def listed(
         say(json.dumps(task) if as_json else _line(task))
 
 
+@app.shown("penstock tasks retry 0b7c7c3e-6a51-4d3c-9f0e-8f5f3a1f2f11")
 def retry(task_id: TaskId, as_json: Json = False, url: Url = DEFAULT_URL) -> None:
     """Submit a task that has ended once more, as a new task, and print its id."""
     task = gateway_at(url).retry(task_id)

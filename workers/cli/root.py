@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from workers.cli.completion import COMPLETE
-from workers.cli.exits import Exit, Failure
+from workers.cli.exits import Exit
 from workers.cli.terminal.stdout import guarded
+from workers.errors import Refused
 
 
 def root() -> typer.Typer:
@@ -52,8 +53,8 @@ def main(app: typer.Typer) -> None:
     try:
         with guarded():
             app(prog_name="penstock")  # also under python -m workers.cli: shells complete by this name
-    except Failure as failure:
-        typer.echo(f"penstock: {failure}", err=True)
-        sys.exit(failure.status)
+    except Refused as refused:
+        typer.echo(f"penstock: {refused}", err=True)
+        sys.exit(refused.status)
     except KeyboardInterrupt:  # outside any command
         sys.exit(Exit.INTERRUPTED)

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from producers.connection.local import FILES_DIR
-from workers.cli.exits import PROCESS_STATUS, Exit, Failure
+from workers.cli.commands import Commands
+from workers.cli.exits import PROCESS_STATUS, Exit, Failure, refusing
 from workers.cli.options import Broker, FilesDir, HealthPort, LogLevel, Store
 from workers.cli.options.checks import finite
-from workers.cli.starting import look_at_files, look_at_servers, refusing_bad_urls, set_up_logging, store_of
+from workers.cli.starting import look_at_files, look_at_servers, set_up_logging, store_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,12 +21,10 @@ if TYPE_CHECKING:
     from workers.runtime.health import Health
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the command."""
-    example = "Example: penstock sources --broker redis://10.0.0.5:6379/0 --config sources.toml"
-    app.command(epilog=f"{example}\n\n{PROCESS_STATUS}", rich_help_panel="Processes")(sources)
+app = Commands("Processes", PROCESS_STATUS)
 
 
+@app.shown("penstock sources --broker redis://10.0.0.5:6379/0 --config sources.toml")
 def sources(
     broker: Broker,
     config: Annotated[
@@ -47,20 +46,17 @@ def sources(
     import asyncio
 
     from producers.sources.settings import BadSources, parse, read
-    from workers.errors import Refused
     from workers.runtime.health import Health
 
     set_up_logging(log_level)
     folders = {f"folder{number}": str(path) for number, path in enumerate(watch_folder or (), 1)}
     if config is None and not folders:
         raise Failure("there is no source: name a file with --config, or a folder with --watch-folder")
-    try:
+    with refusing(BadSources):
         found = read(config) if config is not None else {}
         found |= {name: parse(name, {"type": "folder", "folder": path}) for name, path in folders.items()}
-        health = None if health_port is None else Health("0.0.0.0", health_port)  # noqa: S104 - asked from outside
-    except (BadSources, Refused) as error:
-        raise Failure(str(error)) from error
-    with refusing_bad_urls():
+    health = Health(health_port)
+    with refusing(ValueError):
         look_at_servers(broker, store)
         files = str(files_dir or FILES_DIR)
         look_at_files(files)
@@ -68,30 +64,27 @@ def sources(
 
 
 async def _run(
-    found: Mapping[str, SourceSettings], broker: str, store: str, files_dir: str, drain_s: float, health: Health | None
+    found: Mapping[str, SourceSettings], broker: str, store: str, files_dir: str, drain_s: float, health: Health
 ) -> None:
     """Run the sources until SIGTERM or SIGINT. Ends the process if they do not end in time."""
     import asyncio
     import logging
     import os
     import secrets
-    import signal
     import socket
 
     from producers.client.aio import AsyncClient
     from producers.sources.runner import Sources
     from producers.sources.source import Context
+    from workers.runtime.signals import when_told
 
     log = logging.getLogger(__name__)
     async with AsyncClient(broker, store) as client:
         context = Context(client, store, f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(3)}", files_dir)
         sources = Sources([settings.source(name, context) for name, settings in found.items()])
-        if health is not None:
-            health.serve(sources)
-            log.info("/livez and /readyz on port %d", health.port)
+        health.serve(sources)
         stop = asyncio.Event()
-        for sig in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(sig, stop.set)
+        when_told(stop.set)
         log.info("sources: %s", ", ".join(f"{name} ({settings.type})" for name, settings in found.items()))
         running = asyncio.create_task(sources.run())
         await stop.wait()

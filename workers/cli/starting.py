@@ -3,49 +3,32 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from errno import EACCES, EADDRINUSE
 
-from workers.cli.exits import Failure
+from workers.cli.exits import Failure, refusing
 
 
 def look_at_servers(broker: str, store: str | None) -> None:
-    """Check broker and store. Raises Failure for an unusable server; waits for one that does not answer."""
+    """Check broker and store. Raises Refused for an unusable server; waits for one that does not answer."""
     from workers.connect import check_servers
-    from workers.errors import Refused
 
-    try:
-        check_servers(broker, store_of(broker, store), must_answer=False)
-    except Refused as error:
-        raise Failure(str(error)) from error
+    check_servers(broker, store_of(broker, store), must_answer=False)
 
 
 def look_at_files(place: str) -> None:
     """Check the place of files. Raises Failure for one that cannot be used; one that does not answer is logged."""
     from producers.store.servers import ServerRefused, check_files
 
-    try:
+    with refusing(ServerRefused):
         check_files(place)
-    except ServerRefused as error:
-        raise Failure(str(error)) from error
 
 
 def store_of(broker: str, store: str | None) -> str:
     """The store's URL. Raises Failure where a broker that is none is given alone."""
     from producers.connection import local
 
-    with refusing_bad_urls():
+    with refusing(ValueError):
         return local.store_of(broker, store)
-
-
-@contextmanager
-def refusing_bad_urls() -> Iterator[None]:
-    """Within it, a bad URL raises Failure."""
-    try:
-        yield
-    except ValueError as error:
-        raise Failure(str(error)) from error
 
 
 def set_up_logging(level: str, prefix: str = "") -> None:

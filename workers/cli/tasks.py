@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from workers.cli.exits import CALLER_STATUS, Command, Exit, Failure, add_commands
+from workers.cli.commands import Commands
+from workers.cli.exits import CALLER_STATUS, Exit, Failure
 from workers.cli.options import DEFAULT_URL, AsChat, Prompt, Url
 from workers.cli.options.declared import SAMPLING, takes
 from workers.cli.terminal.stdin import text_from
@@ -21,19 +22,11 @@ TaskId = Annotated[str, typer.Argument(metavar="ID", help="The task's id, as `pe
 Json = Annotated[bool, typer.Option("--json", help="Print JSON: one object, or one event a line for a stream.")]
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the commands."""
-    an_id = "0b7c7c3e-6a51-4d3c-9f0e-8f5f3a1f2f11"
-    commands: dict[str, Command] = {
-        "submit": (submit, "penstock submit tiny 'def fibonacci(n):' --max-tokens 64 --tier priority --stream"),
-        "tail": (tail, f"penstock tail {an_id} --from 40"),
-        "result": (result, f"penstock result {an_id} --timeout 60 --json"),
-        "cancel": (cancel, f"penstock cancel {an_id}"),
-        "explain": (explain, f"penstock explain {an_id}"),
-    }
-    add_commands(app, CALLER_STATUS, commands, "Tasks")
+_AN_ID = "0b7c7c3e-6a51-4d3c-9f0e-8f5f3a1f2f11"
+app = Commands("Tasks", CALLER_STATUS)
 
 
+@app.shown("penstock submit tiny 'def fibonacci(n):' --max-tokens 64 --tier priority --stream")
 @takes(sampling=SAMPLING.values())
 def submit(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="The name of a served model.")],
@@ -90,6 +83,7 @@ def submit(
         typer.echo(json.dumps(task) if as_json else task["id"])
 
 
+@app.shown(f"penstock tail {_AN_ID} --from 40")
 def tail(
     task_id: TaskId,
     start: Annotated[int, typer.Option("--from", min=0, help="The position of the first token to print.")] = 0,
@@ -101,6 +95,7 @@ def tail(
     _follow(gateway, gateway.task(task_id), start, as_json)
 
 
+@app.shown(f"penstock result {_AN_ID} --timeout 60 --json")
 def result(
     task_id: TaskId,
     timeout: Annotated[
@@ -128,6 +123,7 @@ def result(
     _end(task_id, task["status"], task["error"])
 
 
+@app.shown(f"penstock cancel {_AN_ID}")
 def cancel(task_id: TaskId, as_json: Json = False, url: Url = DEFAULT_URL) -> None:
     """Cancel a task. Prints whether the cancel was accepted.
 
@@ -142,6 +138,7 @@ def cancel(task_id: TaskId, as_json: Json = False, url: Url = DEFAULT_URL) -> No
         raise Failure(f"task {task_id} is {answer['status']} already", Exit.TASK_FAILED)
 
 
+@app.shown(f"penstock explain {_AN_ID}")
 def explain(task_id: TaskId, as_json: Json = False, url: Url = DEFAULT_URL) -> None:
     """Explain where a task is: how many go before it, what keeps it, when it will start and end."""
     said = gateway_at(url).explain(task_id)

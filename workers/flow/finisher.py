@@ -249,10 +249,8 @@ class Finisher(threading.Thread):
             return False
         elif end.status == BACK:
             self._deliveries.give_back(delivery, end.delay)
-        elif end.status == RETRY:
-            self._deliveries.done(delivery, _dead_letter(end))
-        elif answer:
-            self._deliveries.done(delivery, _dead_letter(end), settled=True)
+        elif end.status == RETRY or answer:
+            self._deliveries.done(delivery, _dead_letter(end), settled=end.status != RETRY)
         else:
             logger.warning("A failover lost the end of task %s: it goes back%s", delivery.task_id, delivery.trace)
             self.release(delivery)

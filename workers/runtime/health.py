@@ -8,12 +8,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from workers.errors import Refused
 from workers.runtime.cold_start import COLD_START
+
+logger = logging.getLogger(__name__)
+
+HOST: Final = "0.0.0.0"  # noqa: S104 - whoever runs the process asks from outside
 
 
 class Watched(Protocol):
@@ -30,9 +35,12 @@ class Watched(Protocol):
 class Health:
     """Answers while the model is loaded, too. `serve` once there is a runtime to look at."""
 
-    def __init__(self, host: str, port: int) -> None:
-        """Raises Refused where the port is not to be had."""
+    def __init__(self, port: int | None) -> None:
+        """Listens on this port; 0: any free one; None: nobody asks. Raises Refused where it is not to be had."""
         self._runtime: Watched | None = None
+        self.port = None if port is None else self._listen(port)
+
+    def _listen(self, port: int) -> int:
         health = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -51,15 +59,17 @@ class Health:
                 """Log nothing: a probe comes every few seconds."""
 
         try:
-            self._server = ThreadingHTTPServer((host, port), Handler)
+            server = ThreadingHTTPServer((HOST, port), Handler)
         except (OSError, OverflowError) as error:
-            raise Refused(f"cannot listen on {host} port {port} for /readyz: {error}") from error
-        self._server.daemon_threads = True
-        self.port: int = self._server.server_address[1]
-        threading.Thread(target=self._server.serve_forever, name="health", daemon=True).start()
+            raise Refused(f"cannot listen on {HOST} port {port} for /readyz: {error}") from error
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, name="health", daemon=True).start()
+        return int(server.server_address[1])
 
     def serve(self, runtime: Watched) -> None:
         self._runtime = runtime
+        if self.port is not None:
+            logger.info("/livez and /readyz on port %d", self.port)
 
     def answer(self, path: str) -> tuple[int, dict[str, Any]]:
         """Status and JSON."""

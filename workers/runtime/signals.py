@@ -54,6 +54,12 @@ def coming() -> asyncio.Queue[signal.Signals]:
     return came
 
 
+def when_told(end: Callable[[], object]) -> None:
+    """Call it at each SIGTERM and SIGINT that comes to this process from now on, in the running loop."""
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(sig, end)
+
+
 class Stopping(threading.Thread):
     """Hears the signals that end a worker process. `serve` once there is something to drain; what comes before that
     ends the process, which holds nothing yet.

@@ -49,7 +49,7 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     _log(loglevel)
     stopping = Stopping()
     stopping.install()
-    health = None if settings.health_port is None else Health(settings.health_host, settings.health_port)
+    health = Health(settings.health_port)
     check_servers(settings.broker, settings.store, queues=())
     COLD_START.mark("connect")
     with Boot(settings, loglevel, ("celery.worker.consumer", "workers.runtime.assembly")) as boot:
@@ -64,8 +64,7 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     threading.excepthook = partial(_thread_died, runtime)
     stopping.serve(runtime.stop, settings.drain)
     runtime.start()
-    if health is not None:
-        health.serve(runtime)
+    health.serve(runtime)
     if settings.spot_notice is not None:
         SpotNotice(runtime.notice, settings.spot_endpoint).start()
     TaskProtection.follow(lambda: bool(runtime.deliveries.held))

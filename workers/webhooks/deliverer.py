@@ -58,7 +58,6 @@ class WebhookSettings:
     """Time that tries may go on after SIGTERM; the rest is given back untried."""
     health_port: int | None = None
     """Port of /livez and /readyz; 0: any free port; None: no port."""
-    health_host: str = "0.0.0.0"  # noqa: S104 - whoever runs it asks from outside
 
 
 class Deliverer:

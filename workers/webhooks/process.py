@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
-import signal
 from typing import Final
 
 from producers.client.aio import AsyncClient
 from producers.client.wake import wake
 from workers.runtime.health import Health
+from workers.runtime.signals import when_told
 from workers.webhooks.deliverer import Deliverer, WebhookSettings
 from workers.webhooks.limits import QUICK, SLOW
 
@@ -26,14 +26,11 @@ async def run(settings: WebhookSettings) -> None:
     Raises ValueError for a bad URL or network, and workers.errors.Refused for a port that is taken.
     """
     _allow_files()
-    health = None if settings.health_port is None else Health(settings.health_host, settings.health_port)
+    health = Health(settings.health_port)
     async with AsyncClient(settings.store, settings.store) as client:
         deliverer = Deliverer(client, settings)
-        if health is not None:
-            health.serve(deliverer)
-            log.info("/livez and /readyz on port %d", health.port)
-        for sig in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(sig, deliverer.stop)
+        health.serve(deliverer)
+        when_told(deliverer.stop)
         waking = asyncio.create_task(wake(client.store, deliverer.due), name="wake")
         log.info("delivering webhooks; not public and allowed: %s", ", ".join(settings.allowed) or "nothing")
         try:

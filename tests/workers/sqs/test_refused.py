@@ -73,7 +73,7 @@ def test_a_gateway_is_ready_when_the_queues_are_there(door: Door, aws: Aws) -> N
 def test_a_worker_that_may_not_receive_is_not_ready_until_it_may(faults: tuple[SqsRig, Faults]) -> None:
     rig, coming = faults
     port = free_port()
-    rig.worker(health_port=port, health_host="127.0.0.1")
+    rig.worker(health_port=port)
     ready = asked(port)
     rig.until(lambda: ready()["status"] == "ready")
     coming.put(Fault("denied", "ReceiveMessage"))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from xml.sax.saxutils import escape
 
 from workers.autoscaler.simulate.compare import time_to_first
 from workers.autoscaler.simulate.simulation import SAMPLE, Outcome
-from workers.bench.plot import HEIGHT, LEFT, POINTS, WIDTH, Panel
+from workers.bench.plot import POINTS, Panel, drawn
 
 Points = list[tuple[float, float]]
 
@@ -21,16 +20,7 @@ def plot(outcomes: Mapping[str, Outcome], title: str, price: float) -> str:
         _panel("p95 of the TTFT of priority", "s", outcomes, _ttft),
         _panel("cost", "so far", outcomes, lambda out: _line(out, "worker_s", price / 3600)),
     ]
-    drawn = "".join(
-        f'<g transform="translate({WIDTH * (place % 2)},{28 + HEIGHT * (place // 2)})">{"".join(panel.draw())}</g>'
-        for place, panel in enumerate(panels)
-    )
-    width, height = 2 * WIDTH, 2 * HEIGHT + 28
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-        f'font-size="12"><rect width="{width}" height="{height}" fill="white"/>'
-        f'<text x="{LEFT}" y="24" font-size="15">{escape(title)}</text>{drawn}</svg>\n'
-    )
+    return drawn(panels, 2, title)
 
 
 def _panel(title: str, note: str, outcomes: Mapping[str, Outcome], points: Callable[[Outcome], Points]) -> Panel:

@@ -9,22 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from workers.cli.exits import CALLER_STATUS, Exit, Failure
+from workers.cli.commands import Commands
+from workers.cli.exits import CALLER_STATUS, Exit, Failure, touching
 from workers.cli.options import DEFAULT_URL, Url
 from workers.cli.options.declared import SAMPLING, takes
+from workers.cli.terminal.show import aligned
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from workers.bench import Client, Limits, Load, Sample
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the command."""
-    example = "Example: penstock bench tiny --rate 20 --requests 500 --ttft-limit 0.2 --out bench.json --plot bench.svg"
-    app.command(epilog=f"{example}\n\n{CALLER_STATUS}", rich_help_panel="Operations")(bench)
+app = Commands("Operations", CALLER_STATUS)
 
 
+@app.shown("penstock bench tiny --rate 20 --requests 500 --ttft-limit 0.2 --out bench.json --plot bench.svg")
 @takes(sampling=[SAMPLING["temperature"]])
 def bench(
     model: Annotated[str, typer.Argument(help="A model that the system serves.")],
@@ -157,11 +155,10 @@ def _figures(
 
 
 def _report(figures: dict[str, Any]) -> None:
-    from rich.console import Console
-
     requests, client = figures["requests"], figures["client"]
     typer.echo(_title(figures))
-    Console().print(_table(figures))
+    for line in aligned(_table(figures)):
+        typer.echo(line)
     typer.echo(
         f"requests  {requests['completed']} completed, {requests['failed']} failed in {figures['duration_s']:.2f} s: "
         f"{_number(figures['completed_per_s'])}/s completed, {_number(figures['offered_per_s'])}/s sent\n"
@@ -180,18 +177,14 @@ def _report(figures: dict[str, Any]) -> None:
         typer.echo("          too much of a core: these figures measure the client rather than the system")
 
 
-def _table(figures: dict[str, Any]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for heading in ("", "mean", "p50", "p95", "p99", "max"):
-        table.add_column(heading, justify="right" if heading else "left")
+def _table(figures: dict[str, Any]) -> list[list[str]]:
+    table = [["", "mean", "p50", "p95", "p99", "max"]]
     rows = {"TTFT": "ttft", "time between tokens": "itl", "end to end": "e2e", "queue wait": "queue_wait"}
     for name, key in rows.items():
-        table.add_row(name, *_milliseconds(figures["latency_s"][key]))
+        table.append([name, *_milliseconds(figures["latency_s"][key])])
     if len(figures["tiers"]) > 1:
         for tier, latencies in figures["tiers"].items():
-            table.add_row(f"TTFT, {tier}", *_milliseconds(latencies["ttft"]))
+            table.append([f"TTFT, {tier}", *_milliseconds(latencies["ttft"])])
     return table
 
 
@@ -249,7 +242,5 @@ def weights(text: str, option: str = "--tiers") -> dict[str, float]:
 def check_writable(path: Path | None) -> None:
     """Refuses an unwritable output file before the work, rather than after it. Raises Failure."""
     if path is not None:
-        try:
+        with touching(path, "write"):
             path.open("a").close()
-        except OSError as error:
-            raise Failure(f"cannot write {path}: {error.strerror}") from error

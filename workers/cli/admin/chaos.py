@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from workers.cli.commands import Commands
 from workers.cli.exits import OPERATOR_STATUS, Exit, Failure
 from workers.cli.options import Broker, Store, Url
 from workers.cli.options.checks import finite
+from workers.cli.terminal.show import note
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -25,20 +27,15 @@ if TYPE_CHECKING:
     from workers.cli.client import Gateway
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the command."""
-    example = (
-        "penstock chaos tiny --broker redis://stage:6379/0 --url http://stage:8000 "
-        "--process worker:w1=/run/w1.pid --process worker:w2=/run/w2.pid --faults kill,pause --minutes 10 --confirm"
-    )
-    hooks = (
-        "With Kubernetes: --process worker:penstock-worker-0 --process worker:penstock-worker-1 "
-        "--exec kill='kubectl delete pod {name} --grace-period=0 --force'"
-    )
-    epilog = f"Example: {example}\n\n{hooks}\n\n{OPERATOR_STATUS}"
-    app.command(epilog=epilog, rich_help_panel="Operations")(chaos)
+app = Commands("Operations", OPERATOR_STATUS)
 
 
+@app.shown(
+    "penstock chaos tiny --broker redis://stage:6379/0 --url http://stage:8000 "
+    "--process worker:w1=/run/w1.pid --process worker:w2=/run/w2.pid --faults kill,pause --minutes 10 --confirm\n\n"
+    "With Kubernetes: --process worker:penstock-worker-0 --process worker:penstock-worker-1 "
+    "--exec kill='kubectl delete pod {name} --grace-period=0 --force'"
+)
 def chaos(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="The name of a model that the system serves.")],
     broker: Broker,
@@ -125,8 +122,8 @@ def chaos(
     except (ValueError, OSError) as error:
         raise Failure(str(error)) from error
     servers = " and ".join(dict.fromkeys(shown(one) for one in (broker, store)))
-    _say(f"Faults for the system at {servers} and {url}, under load, within {drawn.seconds:.0f} s:")
-    say_plan(_say, drawn.faults, processes)
+    note(f"Faults for the system at {servers} and {url}, under load, within {drawn.seconds:.0f} s:")
+    say_plan(note, drawn.faults, processes)
     if not confirm:
         raise Failure("nothing was done; if this system may be harmed, say --confirm")
     folder, gateway = _folder(report_dir), Gateway(url)
@@ -135,12 +132,8 @@ def chaos(
     settings = Settings(*("client", str(trial.journals), gateway.url, broker, store, load), open_tasks=concurrency)
     with _telling(servers, folder), contextlib.closing(OneClient(settings, folder)) as client:
         _look_for(model, server, gateway)
-        report = trial.run(system, client, f"penstock {_line()}", _say)
+        report = trial.run(system, client, f"penstock {_line()}", note)
     _tell(report, folder, as_json)
-
-
-def _say(line: str) -> None:
-    typer.echo(line, err=True)
 
 
 def _processes(process: list[str], commands: list[str], broker: str) -> list[Process]:
@@ -204,10 +197,10 @@ def _tell(report: Report, folder: Path, as_json: bool) -> None:
     """Print the report. Raises Failure if a promise was broken."""
     typer.echo(json.dumps(report.json(), indent=1) if as_json else report.markdown())
     for violation in report.violations[:40]:
-        _say(str(violation))
-    _say(f"plan, journals and report: {folder}")
+        note(str(violation))
+    note(f"plan, journals and report: {folder}")
     if report.count("outputs_equal_the_quiet_run"):
-        _say("equal outputs are promised only if all workers have --deterministic and the same fingerprint")
+        note("equal outputs are promised only if all workers have --deterministic and the same fingerprint")
     if not report.fine:
         raise Failure(
             f"{len(report.violations)} promises were broken; to repeat the run: --plan {folder / 'plan.json'}",

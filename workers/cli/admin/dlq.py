@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from workers.cli.exits import OPERATOR_STATUS, Command, Exit, Failure, add_group
+from workers.cli.admin.servers import system
+from workers.cli.commands import Commands
+from workers.cli.exits import OPERATOR_STATUS, Exit, Failure
 from workers.cli.options import AnyBroker, Json, Store
-from workers.cli.terminal.show import say
+from workers.cli.terminal.show import note, say
 
 if TYPE_CHECKING:
     from producers.admin.dead_letters import Letter
@@ -25,18 +27,15 @@ Reason = Annotated[str | None, typer.Option(help="Only dead letters whose reason
 OlderThan = Annotated[float | None, typer.Option(min=0, help="Only dead letters at least this old (s).")]
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the commands."""
-    about = "Dead letters: tasks that were given up and messages that no worker could use."
-    commands: dict[str, Command] = {
-        "ls": (listed, "penstock dlq ls"),
-        "show": (show, "BROKER_URL=redis://10.0.0.5:6379/0 penstock dlq show 3f9a51c07be2"),
-        "replay": (replay, "penstock dlq replay --all --reason 'workers died' --broker redis://10.0.0.5:6379/0"),
-        "purge": (purge, "penstock dlq purge --all --older-than 604800 --yes --broker redis://10.0.0.5:6379/0"),
-    }
-    add_group(app, "dlq", about, OPERATOR_STATUS, commands)
+app = Commands(
+    "Operations",
+    OPERATOR_STATUS,
+    "dlq",
+    "Dead letters: tasks that were given up and messages that no worker could use.",
+)
 
 
+@app.shown("penstock dlq ls", "ls")
 def listed(
     broker: AnyBroker = None,
     store: Store = None,
@@ -45,22 +44,16 @@ def listed(
     as_json: Json = False,
 ) -> None:
     """List the dead letters, oldest first."""
-
-    async def work(client: AsyncClient) -> None:
-        found = await _chosen(client, None, True, reason, older_than)
-        if as_json:
-            for letter in found:
-                typer.echo(json.dumps(_about(letter)))
-            return
-        if not found:
-            typer.echo("There are no such dead letters." if reason or older_than else "There are no dead letters.")
-        for letter in found:
-            task = letter.task_id or "no task id"
-            say(f"{letter.key}  {_when(letter.at_ms)}  {task}  {letter.list_name}  {letter.reason}")
-
-    with_client(broker, store, work)
+    with system(broker, store) as (client, loop):
+        found = loop.run(_chosen(client, None, True, reason, older_than))
+    for letter in found:
+        line = f"{letter.key}  {_when(letter.at_ms)}  {letter.task_id or 'no task id'}  {letter.list_name}"
+        say(json.dumps(_about(letter)) if as_json else f"{line}  {letter.reason}")
+    if not found and not as_json:
+        typer.echo("There are no such dead letters." if reason or older_than else "There are no dead letters.")
 
 
+@app.shown("BROKER_URL=redis://10.0.0.5:6379/0 penstock dlq show 3f9a51c07be2")
 def show(
     keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Dead letters, by key or task id.")],
     broker: AnyBroker = None,
@@ -68,14 +61,13 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show a dead letter: its message, its task's record, and the workers that died on it."""
+    from producers.admin.dead_letters import BrokenRecord, record_of
 
-    async def work(client: AsyncClient) -> None:
-        from producers.admin.dead_letters import BrokenRecord, record_of
-
-        for letter in await _chosen(client, keys, False, None, None):
-            record, broken = None, ""
+    with system(broker, store) as (client, loop):
+        for letter in loop.run(_chosen(client, keys, False, None, None)):
+            record, broken = None, "none, or past its time to live"
             try:
-                record = await record_of(client, letter)
+                record = loop.run(record_of(client, letter))
             except BrokenRecord as error:
                 broken = str(error)
             about = {
@@ -86,21 +78,26 @@ def show(
             }
             if as_json:
                 typer.echo(json.dumps(about))
-                continue
-            for name in ("key", "at", "task_id", "list", "reason"):
-                say(f"{name:<8} {about[name]}")
-            if record is None:
-                say(f"record   {broken or 'none, or past its time to live'}")
             else:
-                say(f"record   {record.fields['status']}, model {record.model}, taken up {_times(record.fields)}")
-                for one in about["lost"]:
-                    say(f"  lost   {one['owner']} at {_when(one['at'])}, {one['entries']} entries in the stream")
-                say(f"  asked  {record.fields.get('task', '')}")
-            say(f"message  {letter.message}")
-
-    with_client(broker, store, work)
+                _describe(about, broken)
 
 
+def _describe(about: dict[str, Any], broken: str) -> None:
+    """Print all of a dead letter. `broken`: why there is no record."""
+    for name in ("key", "at", "task_id", "list", "reason"):
+        say(f"{name:<8} {about[name]}")
+    task = about["task"]
+    if task is None:
+        say(f"record   {broken}")
+    else:
+        say(f"record   {task['status']}, model {task.get('model', '')}, taken up {_times(task)}")
+        for one in about["lost"]:
+            say(f"  lost   {one['owner']} at {_when(one['at'])}, {one['entries']} entries in the stream")
+        say(f"  asked  {task.get('task', '')}")
+    say(f"message  {about['message']}")
+
+
+@app.shown("penstock dlq replay --all --reason 'workers died' --broker redis://10.0.0.5:6379/0")
 def replay(
     broker: AnyBroker = None,
     keys: Keys = None,
@@ -114,20 +111,19 @@ def replay(
 
     The given-up task itself stays failed. Exit status 1: a dead letter could not be replayed.
     """
+    from producers.admin.dead_letters import replay as once_more
+    from producers.errors import PenstockError
 
-    async def work(client: AsyncClient) -> None:
-        from producers.admin.dead_letters import replay as once_more
-        from producers.errors import PenstockError
-
-        failed = 0
-        for letter in await _chosen(client, keys, every, reason, older_than):
+    failed = 0
+    with system(broker, store) as (client, loop):
+        for letter in loop.run(_chosen(client, keys, every, reason, older_than)):
             said: dict[str, Any] = {"key": letter.key, "was": letter.task_id}
             try:
-                done = await once_more(client, letter)
+                done = loop.run(once_more(client, letter))
             except PenstockError as error:
                 failed += 1
                 said |= {"error": str(error)}
-                typer.echo(f"{letter.key} stays: {error}", err=True)
+                note(f"{letter.key} stays: {error}")
             else:
                 said |= {"task_id": done.task_id}
                 if not as_json:
@@ -135,12 +131,11 @@ def replay(
                     say(f"{letter.key} {again}")
             if as_json:
                 typer.echo(json.dumps(said))
-        if failed:
-            raise Failure(f"{failed} could not be replayed", Exit.TASK_FAILED)
-
-    with_client(broker, store, work)
+    if failed:
+        raise Failure(f"{failed} could not be replayed", Exit.TASK_FAILED)
 
 
+@app.shown("penstock dlq purge --all --older-than 604800 --yes --broker redis://10.0.0.5:6379/0")
 def purge(
     broker: AnyBroker = None,
     keys: Keys = None,
@@ -151,19 +146,16 @@ def purge(
     store: Store = None,
 ) -> None:
     """Delete dead letters. Their tasks' records stay until they expire."""
+    from producers.admin.dead_letters import purge as forget
 
-    async def work(client: AsyncClient) -> None:
-        from producers.admin.dead_letters import purge as forget
-
-        found = await _chosen(client, keys, every, reason, older_than)
+    with system(broker, store) as (client, loop):
+        found = loop.run(_chosen(client, keys, every, reason, older_than))
         if not yes:
             if not sys.stdin.isatty():
                 raise Failure(f"this would delete {len(found)} dead letters; say --yes")
             typer.confirm(f"Delete {len(found)} dead letters?", abort=True)
-        gone = [await forget(client, letter) for letter in found]
-        typer.echo(f"{sum(gone)} dead letters deleted")
-
-    with_client(broker, store, work)
+        gone = sum(loop.run(forget(client, letter)) for letter in found)
+    typer.echo(f"{gone} dead letters deleted")
 
 
 async def _chosen(
@@ -187,42 +179,6 @@ async def _chosen(
     if missing:
         raise Failure(f"there is no dead letter {', '.join(sorted(missing))}; penstock dlq ls shows all dead letters")
     return found
-
-
-def with_client(broker: str | None, store: str | None, work: Callable[[AsyncClient], Awaitable[None]]) -> None:
-    """Run `work` with a client. Raises Failure for a bad URL and for a server that does not answer."""
-    import asyncio
-
-    from producers.client.aio import AsyncClient
-    from producers.connection.local import servers
-
-    async def within() -> None:
-        async with AsyncClient(*urls) as client:
-            await client.ping()
-            await work(client)
-
-    try:
-        urls = servers(broker, store)
-        with answering(*urls):
-            asyncio.run(within())
-    except ValueError as error:
-        raise Failure(str(error)) from error
-
-
-@contextmanager
-def answering(*urls: str) -> Iterator[None]:
-    """Within it, a server that does not answer, or refuses, raises Failure."""
-    from producers.client.steps import FAILURES
-    from producers.connection.connect import shown
-    from producers.connection.trouble import Trouble, said, trouble
-
-    try:
-        yield
-    except FAILURES as error:
-        where = " or ".join(dict.fromkeys(shown(url) for url in urls))
-        if trouble(error) is not Trouble.AWAY:
-            raise Failure(f"{where} refused: {said(error)}", Exit.UNREACHABLE) from error
-        raise Failure(f"no answer from {where} ({said(error)})", Exit.UNREACHABLE) from error
 
 
 def _about(letter: Letter) -> dict[str, Any]:

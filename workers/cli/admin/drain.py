@@ -10,6 +10,7 @@ from typing import Annotated, Final
 
 import typer
 
+from workers.cli.commands import Commands
 from workers.cli.exits import Exit, Failure
 from workers.cli.options.checks import finite
 from workers.runtime.host import proc
@@ -17,12 +18,10 @@ from workers.runtime.host import proc
 STATUS: Final = "Exit status: 0 the worker has ended, 2 refused, 4 timed out (it goes on draining), 130 interrupted."
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the command."""
-    example = "Example: penstock drain --timeout 60"
-    app.command(epilog=f"{example}\n\n{STATUS}", rich_help_panel="Operations")(drain)
+app = Commands("Operations", STATUS)
 
 
+@app.shown("penstock drain --timeout 60")
 def drain(
     pid: Annotated[
         int | None, typer.Option(min=1, max=proc.LAST, help="The worker's process id. Unset: the only worker here.")

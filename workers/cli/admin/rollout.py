@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from workers.cli.exits import OPERATOR_STATUS, Exit, Failure
+from workers.cli.commands import Commands
+from workers.cli.exits import OPERATOR_STATUS, Exit, Failure, refusing
 from workers.cli.models.references import MODEL, complete_model, find_models
 from workers.cli.options import AnyBroker, Store
 from workers.cli.options.checks import finite
+from workers.cli.terminal.show import note
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -23,12 +25,10 @@ if TYPE_CHECKING:
     from workers.rollout.begin import New
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the command."""
-    example = "Example: penstock rollout tiny=./tiny-new --broker redis://10.0.0.5:6379/0"
-    app.command(epilog=f"{example}\n\n{OPERATOR_STATUS}", rich_help_panel="Operations")(rollout)
+app = Commands("Operations", OPERATOR_STATUS)
 
 
+@app.shown("penstock rollout tiny=./tiny-new --broker redis://10.0.0.5:6379/0")
 def rollout(
     model: Annotated[
         str | None, typer.Argument(metavar="[NAME=MODEL]", help=MODEL, autocompletion=complete_model)
@@ -93,8 +93,8 @@ def _new(reference: str, urls: tuple[str, str]) -> New:
     from workers.library.verify import described
     from workers.rollout.begin import New
 
-    (found,) = find_models([reference], _say)
-    new = New(found, *described(found, _say))
+    (found,) = find_models([reference])
+    new = New(found, *described(found, note))
     check_queues(*urls, [keys.version_queue(found.name, new.version)], make=True)
     return new
 
@@ -113,12 +113,8 @@ async def _carried(
         fleet = await read_fleet(client.store, client.broker)
         begun = begin(store, new, workers, ready(fleet, new.found.name))
         if begun.phase == "starting":
-            _say(f"{begun.model}: {begun.before} -> {begun.version}")
-        return await Carrier(client, store, new, _say, limit_s, drain_old).run(begun)
-
-
-def _say(line: str) -> None:
-    typer.echo(line, err=True)
+            note(f"{begun.model}: {begun.before} -> {begun.version}")
+        return await Carrier(client, store, new, note, limit_s, drain_old).run(begun)
 
 
 def _shown(store: Redis, model: str | None) -> list[Rollout]:
@@ -160,15 +156,13 @@ def _checked(broker: str | None, store: str | None) -> tuple[str, str]:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Raises Failure for a bad URL, for what is refused, for a server that does not answer, and for Ctrl-C."""
+    """Raises Failure for a bad URL, for a server that does not answer, and for Ctrl-C."""
     from producers.client.steps import FAILURES
     from producers.connection.trouble import said
-    from workers.errors import Refused
 
     try:
-        yield
-    except (ValueError, Refused) as error:
-        raise Failure(str(error)) from error
+        with refusing(ValueError):
+            yield
     except FAILURES as error:
         raise Failure(f"broker or store do not answer ({said(error)}); run this again", Exit.UNREACHABLE) from error
     except KeyboardInterrupt:

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from workers.cli.admin.store import DataDir, KeyStore, with_store
-from workers.cli.exits import OPERATOR_STATUS, Failure
+from workers.cli.admin.servers import DataDir, KeyStore, records
+from workers.cli.commands import Commands
+from workers.cli.exits import OPERATOR_STATUS, Failure, refusing
 from workers.cli.options import Json, Prices
-from workers.cli.terminal.show import say
+from workers.cli.terminal.show import aligned, say
 
 if TYPE_CHECKING:
-    from redis.asyncio import Redis
-
     from producers.store.usage.report import Report
 
 #: The columns that a person sees, and their heads.
@@ -30,12 +29,10 @@ _COLUMNS = {
 }
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the command."""
-    epilog = f"Example: penstock usage --by tenant,model --since 2026-11-01 --prices prices.toml\n\n{OPERATOR_STATUS}"
-    app.command(name="usage", epilog=epilog, rich_help_panel="Operations")(usage)
+app = Commands("Operations", OPERATOR_STATUS)
 
 
+@app.shown("penstock usage --by tenant,model --since 2026-11-01 --prices prices.toml")
 def usage(
     by: Annotated[
         list[str] | None,
@@ -60,23 +57,18 @@ def usage(
 
     if as_json and as_csv:
         raise Failure("--json and --csv exclude each other")
-    try:
+    with refusing(BadSpan, BadPrices):
         parts, span = read_by(by or ()), read_span(since, until)
         table = None if prices is None else Table.read(prices)
-    except (BadSpan, BadPrices) as error:
-        raise Failure(str(error)) from error
-
-    async def work(client: Redis) -> None:
-        found = await report(client, *span, parts, prices=table)
-        if as_csv:
-            typer.echo(found.csv(), nl=False)
-        elif as_json:
-            for row in found.rows():
-                typer.echo(json.dumps(row))
-        else:
-            _show(found)
-
-    with_store(store, data_dir, work)
+    with records(store, data_dir) as (client, loop):
+        found = loop.run(report(client, *span, parts, prices=table))
+    if as_csv:
+        typer.echo(found.csv(), nl=False)
+    elif as_json:
+        for row in found.rows():
+            typer.echo(json.dumps(row))
+    else:
+        _show(found)
 
 
 def _show(found: Report) -> None:
@@ -88,13 +80,8 @@ def _show(found: Report) -> None:
     table = [[_COLUMNS.get(name, name) for name in heads], *([_cell(row[name]) for name in heads] for row in rows)]
     if found.currency:
         table[0][-1] = found.currency
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for line in table:
-        cells = [
-            cell.ljust(width) if k < len(found.by) else cell.rjust(width)
-            for k, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        say("  ".join(cells).rstrip())
+    for line in aligned(table, len(found.by)):
+        say(line)
     if unpriced := sum(row.get("unpriced_tasks", 0) for row in rows):
         typer.echo(f"{unpriced} tasks have no price: they cost nothing here")
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
-
-import typer
 
 from workers.cli.aws.report import telling
 from workers.cli.exits import Failure, needs
 from workers.cli.models.references import find_models
+from workers.errors import Refused
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -58,7 +57,7 @@ def needs_of(
 
     if inbox and bucket is None:
         raise Failure("--inbox needs --bucket: the bucket that tells of files in inbox/")
-    models = versions(model or (), store, lambda line: typer.echo(line, err=True))
+    models = versions(model or (), store)
     if not models and bucket is None:
         raise Failure("nothing to do: give --model, --bucket or both")
     return Needs(
@@ -145,34 +144,30 @@ def _pair(said: str) -> tuple[str, str]:
     return name, value
 
 
-def versions(references: Sequence[str], store: Redis | None, say: Callable[[str], None]) -> list[tuple[str, str]]:
+def versions(references: Sequence[str], store: Redis | None) -> list[tuple[str, str]]:
     """Names and versions of models. Two for one name if another version is served than that on this machine.
 
-    Raises Failure for a model that is found nowhere; redis.exceptions.RedisError.
+    Raises Refused for a model that is found nowhere; redis.exceptions.RedisError.
     """
-    return list(dict.fromkeys(pair for one in references for pair in _of(one, store, say)))
+    return list(dict.fromkeys(pair for one in references for pair in _of(one, store)))
 
 
-def _of(reference: str, store: Redis | None, say: Callable[[str], None]) -> list[tuple[str, str]]:
+def _of(reference: str, store: Redis | None) -> list[tuple[str, str]]:
     if given := _WITH_VERSION.fullmatch(reference):
         return [(given[1], given[2])]
-    from workers.errors import Refused
     from workers.library import name_of
 
-    try:
-        name = name_of(reference)
-    except Refused as refused:
-        raise Failure(str(refused)) from refused
+    name = name_of(reference)
     served = _served(name, store)
     if served and reference.startswith("hf://"):  # no need to download it
         return served
     try:
-        return [*served, *_local(reference, say)]
-    except Failure as failure:
+        return [*served, *_local(reference)]
+    except Refused as refused:
         if served:
             return served
         unserved = "; the store has no card of it" if store is not None else ""
-        raise Failure(f"{failure}{unserved}; or give the version, as NAME@0123456789ab") from failure
+        raise Failure(f"{refused}{unserved}; or give the version, as NAME@0123456789ab") from refused
 
 
 def _served(name: str, store: Redis | None) -> list[tuple[str, str]]:
@@ -183,8 +178,7 @@ def _served(name: str, store: Redis | None) -> list[tuple[str, str]]:
     return [] if card is None else [(name, str(json.loads(card)["version"]))]
 
 
-def _local(reference: str, say: Callable[[str], None]) -> list[tuple[str, str]]:
+def _local(reference: str) -> list[tuple[str, str]]:
     with needs("worker"):
         from engine.text.checkpoint import model_version
-    found = find_models([reference], say)
-    return [(one.name, model_version(one.folder)) for one in found]
+    return [(one.name, model_version(one.folder)) for one in find_models([reference])]

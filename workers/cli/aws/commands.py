@@ -9,7 +9,8 @@ import typer
 
 from workers.cli.aws.asked import arns_of, bucket_of, needs_of, opened
 from workers.cli.aws.report import show, telling
-from workers.cli.exits import OPERATOR_STATUS, Command, Exit, Failure, add_group
+from workers.cli.commands import Commands
+from workers.cli.exits import OPERATOR_STATUS, Exit, Failure
 from workers.cli.models.references import MODEL, complete_model
 from workers.cli.options import Json
 
@@ -49,19 +50,11 @@ Tag = Annotated[list[str] | None, typer.Option(metavar="KEY=TEXT", help="Tag que
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; show what would be done.")]
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the commands."""
-    url = "--broker 'sqs://us-east-1?prefix=pen-'"
-    about = "AWS: queues, bucket and permissions of a system on SQS and S3."
-    commands: dict[str, Command] = {
-        "setup": (setup, f"penstock aws setup {url} --store redis://10.0.0.5:6379/0 --model tiny"),
-        "check": (check, f"penstock aws check {url} --store redis://10.0.0.5:6379/0 --model tiny --role worker"),
-        "policy": (policy, f"penstock aws policy worker {url} --files-dir s3://my-bucket/files"),
-        "template": (template, f"penstock aws template {url} --model tiny --bucket my-bucket --inbox"),
-    }
-    add_group(app, "aws", about, OPERATOR_STATUS, commands)
+_URL = "--broker 'sqs://us-east-1?prefix=pen-'"
+app = Commands("Operations", OPERATOR_STATUS, "aws", "AWS: queues, bucket and permissions of a system on SQS and S3.")
 
 
+@app.shown(f"penstock aws setup {_URL} --store redis://10.0.0.5:6379/0 --model tiny")
 def setup(
     broker: Broker,
     store: Store = None,
@@ -89,6 +82,7 @@ def setup(
         raise typer.Exit(Exit.TASK_FAILED)
 
 
+@app.shown(f"penstock aws check {_URL} --store redis://10.0.0.5:6379/0 --model tiny --role worker")
 def check(
     broker: Broker,
     store: Store = None,
@@ -122,6 +116,7 @@ def check(
         raise typer.Exit(Exit.TASK_FAILED)
 
 
+@app.shown(f"penstock aws policy worker {_URL} --files-dir s3://my-bucket/files")
 def policy(
     role: Annotated[str, typer.Argument(help="producer, gateway, worker, sweeper, sources, autoscaler or setup.")],
     broker: Broker,
@@ -182,6 +177,7 @@ def policy(
     typer.echo(json.dumps(policy_of(role, scope), indent=2))
 
 
+@app.shown(f"penstock aws template {_URL} --model tiny --bucket my-bucket --inbox")
 def template(
     broker: Broker,
     store: Store = None,

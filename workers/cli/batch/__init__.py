@@ -2,7 +2,3 @@
 
 commands (what is typed) -> client (files and batches over HTTP) -> results (waits, and writes what came of a batch)
 """
-
-from workers.cli.batch.commands import add_to
-
-__all__ = ["add_to"]

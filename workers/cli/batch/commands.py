@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final
 
 import typer
 
-from workers.cli.exits import CALLER_STATUS, Command, Exit, Failure, add_group
+from workers.cli.commands import Commands
+from workers.cli.exits import CALLER_STATUS, Exit, Failure, touching
 from workers.cli.options import DEFAULT_URL, Json, Url
 from workers.cli.options.checks import finite
 from workers.cli.terminal.show import say
@@ -29,20 +30,11 @@ Timeout = Annotated[
 ]
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the commands."""
-    an_id = "batch_019a2b3c4d5e6f708192a3b4c5d6e7f8"
-    about = "Batches: a file of requests in, a file of answers out."
-    commands: dict[str, Command] = {
-        "submit": (submit, "penstock batch submit requests.jsonl --wait --output answers.jsonl"),
-        "ls": (listed, "penstock batch ls --limit 5"),
-        "show": (show, f"penstock batch show {an_id}"),
-        "cancel": (cancel, f"penstock batch cancel {an_id}"),
-        "wait": (wait, f"penstock batch wait {an_id} --output answers.jsonl --errors failed.jsonl"),
-    }
-    add_group(app, "batch", about, CALLER_STATUS, commands, panel="Tasks")
+_AN_ID = "batch_019a2b3c4d5e6f708192a3b4c5d6e7f8"
+app = Commands("Tasks", CALLER_STATUS, "batch", "Batches: a file of requests in, a file of answers out.")
 
 
+@app.shown("penstock batch submit requests.jsonl --wait --output answers.jsonl")
 def submit(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The requests: JSON, one a line, as OpenAI's batches.")],
     endpoint: Annotated[
@@ -69,7 +61,9 @@ def submit(
     if not waits and (extra := [name for name, value in given.items() if value is not None]):
         raise Failure(f"{extra[0]} needs --wait")
     gateway = _gateway(url)
-    with _opened(file) as opened:
+    with touching(file, "read"):
+        opened = open(file, "rb")  # noqa: SIM115 - closed below; other errors are not the file's
+    with opened:
         fields: dict[str, Any] = {"endpoint": endpoint or _endpoint(file, opened), "completion_window": window}
         if metadata:
             fields["metadata"] = dict(map(pair, metadata))
@@ -81,6 +75,7 @@ def submit(
         _wait(gateway, batch["id"], output, errors, timeout)
 
 
+@app.shown("penstock batch ls --limit 5", "ls")
 def listed(
     limit: Annotated[int, typer.Option(min=1, help="Most batches to list.")] = 20,
     as_json: Json = False,
@@ -91,11 +86,13 @@ def listed(
         say(json.dumps(batch) if as_json else _row(batch))
 
 
+@app.shown(f"penstock batch show {_AN_ID}")
 def show(batch_id: BatchId, url: Url = DEFAULT_URL) -> None:
     """Print all that is known of a batch, as JSON."""
     typer.echo(json.dumps(_gateway(url).batch(batch_id), indent=2))
 
 
+@app.shown(f"penstock batch cancel {_AN_ID}")
 def cancel(batch_id: BatchId, as_json: Json = False, url: Url = DEFAULT_URL) -> None:
     """Cancel a batch. Requests that have ended are written to its files.
 
@@ -112,6 +109,7 @@ def cancel(batch_id: BatchId, as_json: Json = False, url: Url = DEFAULT_URL) -> 
     typer.echo(json.dumps(batch) if as_json else f"{batch_id} is {batch['status']}")
 
 
+@app.shown(f"penstock batch wait {_AN_ID} --output answers.jsonl --errors failed.jsonl")
 def wait(
     batch_id: BatchId, output: Output = None, errors: Errors = None, timeout: Timeout = None, url: Url = DEFAULT_URL
 ) -> None:
@@ -153,13 +151,6 @@ def _endpoint(path: Path, file: BinaryIO) -> str:
     if not isinstance(url, str):
         raise Failure(f"the first line of {path} has no url; name the endpoint with --endpoint")
     return url
-
-
-def _opened(path: Path) -> BinaryIO:
-    try:
-        return open(path, "rb")
-    except OSError as error:
-        raise Failure(f"cannot read {path}: {error.strerror}") from error
 
 
 def _gateway(url: str) -> BatchGateway:

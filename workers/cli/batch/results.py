@@ -13,7 +13,7 @@ import typer
 
 from workers.cli.batch.client import ENDED, BatchGateway
 from workers.cli.client import PATIENCE_S, Unreachable
-from workers.cli.exits import Exit, Failure
+from workers.cli.exits import Exit, Failure, touching
 from workers.cli.terminal.show import printable
 
 T = TypeVar("T")
@@ -94,10 +94,8 @@ def _save(gateway: BatchGateway, file_id: str, path: Path | None) -> None:
 
 
 def _opened(path: Path) -> BinaryIO:
-    try:
+    with touching(path, "write"):
         return open(path, "wb")
-    except OSError as error:
-        raise Failure(f"cannot write {path}: {error.strerror}") from error
 
 
 def _patiently(call: Callable[[], T]) -> T:

@@ -8,39 +8,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from workers.cli.admin.store import DataDir, KeyStore, with_store
-from workers.cli.exits import OPERATOR_STATUS, Command, Failure, add_group
+from workers.cli.admin.servers import DataDir, KeyStore, records
+from workers.cli.commands import Commands
+from workers.cli.exits import OPERATOR_STATUS, Failure
 from workers.cli.keys.asked import duration, limits, moment, names, options, when
 from workers.cli.options import Json
 from workers.cli.options.declared import takes
 from workers.cli.terminal.show import say
 
 if TYPE_CHECKING:
-    from redis.asyncio import Redis
-
     from producers.store.access.api_keys import Key
 
 KeyId = Annotated[str, typer.Argument(metavar="ID", help="The key's id; `penstock keys ls` shows all.")]
 SCOPES = "What it may do, of submit, read, cancel, metrics and admin, between commas. Unset: submit,read,cancel."
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the commands."""
-    about = "API keys: make, list, rotate, disable and revoke them."
-    commands: dict[str, Command] = {
-        "create": (create, "penstock keys create --tenant acme --scopes submit,read --expires 30d"),
-        "ls": (listed, "penstock keys ls --tenant acme"),
-        "show": (show, "penstock keys show 3k9vq0x7m2c4t8da"),
-        "limit": (limit, "penstock keys limit 3k9vq0x7m2c4t8da --rpm 60 --budget-tokens none"),
-        "rotate": (rotate, "penstock keys rotate 3k9vq0x7m2c4t8da --overlap 1h"),
-        "disable": (disable, "penstock keys disable 3k9vq0x7m2c4t8da"),
-        "enable": (enable, "penstock keys enable 3k9vq0x7m2c4t8da"),
-        "revoke": (revoke, "penstock keys revoke 3k9vq0x7m2c4t8da --store redis://10.0.0.5:6379/0"),
-    }
-    add_group(app, "keys", about, OPERATOR_STATUS, commands)
-    app.command(epilog=f"Example: penstock audit --limit 20\n\n{OPERATOR_STATUS}", rich_help_panel="Operations")(audit)
+group = Commands("Operations", OPERATOR_STATUS, "keys", "API keys: make, list, rotate, disable and revoke them.")
+app = Commands("Operations", OPERATOR_STATUS)
+app.add_typer(group)
 
 
+@group.shown("penstock keys create --tenant acme --scopes submit,read --expires 30d")
 @takes(bounds=options(int))
 def create(
     *,
@@ -67,20 +55,19 @@ def create(
         "expires_at": moment(expires, "--expires"),
         **bounds,
     }
+    from producers.admin import keys
+    from producers.store.access.api_keys import TooManyKeys
+    from producers.store.access.audit import Actor, operator
 
-    async def work(client: Redis) -> None:
-        from producers.admin import keys
-        from producers.store.access.api_keys import TooManyKeys
-        from producers.store.access.audit import Actor, operator
-
+    with records(store, data_dir) as (client, loop):
         try:
-            _shown_once(*await keys.create(client, asked, Actor(operator())), as_json)
+            made = loop.run(keys.create(client, asked, Actor(operator())))
         except TooManyKeys:
             raise Failure("there are 10,000 keys, the most; revoke one first") from None
+    _shown_once(*made, as_json)
 
-    with_store(store, data_dir, work)
 
-
+@group.shown("penstock keys ls --tenant acme", "ls")
 def listed(
     prefix: Annotated[str, typer.Argument(metavar="[PREFIX]", help="The beginning of an id or of a key.")] = "",
     tenant: Annotated[str | None, typer.Option(help="Keys of this tenant.")] = None,
@@ -89,32 +76,28 @@ def listed(
     as_json: Json = False,
 ) -> None:
     """List keys, the newest first: id, state, tenant, scopes, name."""
+    from producers.admin import keys
 
-    async def work(client: Redis) -> None:
-        from producers.admin import keys
-
-        found = [keys.about(one, time.time()) for one in await keys.found(client, prefix, tenant)]
-        for one in found:
-            line = f"{one['id']}  {one['state']:<8}  {one['tenant']}  {','.join(one['scopes'])}  {one['name']}"
-            say(json.dumps(one) if as_json else line)
-        if not found and not as_json:
-            typer.echo("There are no such keys." if prefix or tenant else "There are no keys.")
-
-    with_store(store, data_dir, work)
+    with records(store, data_dir) as (client, loop):
+        found = [keys.about(one, time.time()) for one in loop.run(keys.found(client, prefix, tenant))]
+    for one in found:
+        line = f"{one['id']}  {one['state']:<8}  {one['tenant']}  {','.join(one['scopes'])}  {one['name']}"
+        say(json.dumps(one) if as_json else line)
+    if not found and not as_json:
+        typer.echo("There are no such keys." if prefix or tenant else "There are no keys.")
 
 
+@group.shown("penstock keys show 3k9vq0x7m2c4t8da")
 def show(key_id: KeyId, data_dir: DataDir = None, store: KeyStore = None, as_json: Json = False) -> None:
     """Show a key: its state, tenant, scopes, models, tiers and times."""
+    from producers.store.access import api_keys
 
-    async def work(client: Redis) -> None:
-        from producers.admin import keys
-        from producers.store.access import api_keys
-
-        _described(keys.about(_found(await api_keys.get(client, key_id), key_id), time.time()), as_json)
-
-    with_store(store, data_dir, work)
+    with records(store, data_dir) as (client, loop):
+        key = _found(loop.run(api_keys.get(client, key_id)), key_id)
+    _described(key, as_json)
 
 
+@group.shown("penstock keys limit 3k9vq0x7m2c4t8da --rpm 60 --budget-tokens none")
 @takes(bounds=options(str))
 def limit(
     key_id: KeyId,
@@ -139,17 +122,15 @@ def limit(
         asked["expires_at"] = None if expires == "none" else moment(expires, "--expires")
     if not asked:
         raise Failure("nothing is to change; `penstock keys limit --help` shows what may")
+    from producers.admin import keys
+    from producers.store.access.audit import Actor, operator
 
-    async def work(client: Redis) -> None:
-        from producers.admin import keys
-        from producers.store.access.audit import Actor, operator
-
-        key = _found(await keys.change(client, key_id, asked, Actor(operator())), key_id)
-        _described(keys.about(key, time.time()), as_json)
-
-    with_store(store, data_dir, work)
+    with records(store, data_dir) as (client, loop):
+        key = _found(loop.run(keys.change(client, key_id, asked, Actor(operator()))), key_id)
+    _described(key, as_json)
 
 
+@group.shown("penstock keys rotate 3k9vq0x7m2c4t8da --overlap 1h")
 def rotate(
     key_id: KeyId,
     overlap: Annotated[str, typer.Option(help="Time for which the old secret still works; 0: not at all.")] = "24h",
@@ -158,33 +139,34 @@ def rotate(
     as_json: Json = False,
 ) -> None:
     """Give a key a new secret and print it. The id stays, and the old secret works until the overlap ends."""
+    from producers.admin import keys
+    from producers.store.access.audit import Actor, operator
+
     seconds = duration(overlap, "--overlap")
-
-    async def work(client: Redis) -> None:
-        from producers.admin import keys
-        from producers.store.access.audit import Actor, operator
-
-        made = await keys.rotate(client, key_id, seconds, Actor(operator()))
-        _shown_once(_found(made and made[0], key_id), made[1] if made else "", as_json)
-
-    with_store(store, data_dir, work)
+    with records(store, data_dir) as (client, loop):
+        made = loop.run(keys.rotate(client, key_id, seconds, Actor(operator())))
+    _shown_once(_found(made and made[0], key_id), made[1] if made else "", as_json)
 
 
+@group.shown("penstock keys disable 3k9vq0x7m2c4t8da")
 def disable(key_id: KeyId, data_dir: DataDir = None, store: KeyStore = None, as_json: Json = False) -> None:
     """Let a key in no more, until it is enabled."""
     _turn("disable", key_id, data_dir, store, as_json)
 
 
+@group.shown("penstock keys enable 3k9vq0x7m2c4t8da")
 def enable(key_id: KeyId, data_dir: DataDir = None, store: KeyStore = None, as_json: Json = False) -> None:
     """Let a key in again that was disabled."""
     _turn("enable", key_id, data_dir, store, as_json)
 
 
+@group.shown("penstock keys revoke 3k9vq0x7m2c4t8da --store redis://10.0.0.5:6379/0")
 def revoke(key_id: KeyId, data_dir: DataDir = None, store: KeyStore = None, as_json: Json = False) -> None:
     """End a key for good. Gateways know it within a second."""
     _turn("revoke", key_id, data_dir, store, as_json)
 
 
+@app.shown("penstock audit --limit 20")
 def audit(
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="Most changes to list.")] = 50,
     data_dir: DataDir = None,
@@ -192,29 +174,25 @@ def audit(
     as_json: Json = False,
 ) -> None:
     """List changes of keys, webhook endpoints and models' versions, the latest first, and who made them."""
+    from producers.store.access.audit import latest
 
-    async def work(client: Redis) -> None:
-        from producers.store.access.audit import latest
-
-        for one in await latest(client, limit):
-            whose = f"  tenant {one['tenant']}" if one.get("tenant") else ""
-            place = f" from {one['address']}" if one.get("address") else ""
-            line = f"{when(one['at'] // 1000)}  {one['did']}  {one['what']}{whose}  by {one['by']}{place}"
-            say(json.dumps(one) if as_json else line)
-
-    with_store(store, data_dir, work)
+    with records(store, data_dir) as (client, loop):
+        found = loop.run(latest(client, limit))
+    for one in found:
+        whose = f"  tenant {one['tenant']}" if one.get("tenant") else ""
+        place = f" from {one['address']}" if one.get("address") else ""
+        line = f"{when(one['at'] // 1000)}  {one['did']}  {one['what']}{whose}  by {one['by']}{place}"
+        say(json.dumps(one) if as_json else line)
 
 
 def _turn(verb: str, key_id: str, data_dir: Any, store: str | None, as_json: bool) -> None:
-    async def work(client: Redis) -> None:
-        from producers.admin import keys
-        from producers.store.access.audit import Actor, operator
+    from producers.admin import keys
+    from producers.store.access.audit import Actor, operator
 
-        key = _found(await keys.turn(client, key_id, verb, Actor(operator())), key_id)
-        about = keys.about(key, time.time())
-        typer.echo(json.dumps(about) if as_json else f"{key.id} is {about['state']}")
-
-    with_store(store, data_dir, work)
+    with records(store, data_dir) as (client, loop):
+        key = _found(loop.run(keys.turn(client, key_id, verb, Actor(operator()))), key_id)
+    about = keys.about(key, time.time())
+    typer.echo(json.dumps(about) if as_json else f"{key.id} is {about['state']}")
 
 
 def _found(key: Key | None, key_id: str) -> Key:
@@ -235,7 +213,10 @@ def _shown_once(key: Key, token: str, as_json: bool) -> None:
     typer.echo(token)
 
 
-def _described(about: dict[str, Any], as_json: bool) -> None:
+def _described(key: Key, as_json: bool) -> None:
+    from producers.admin import keys
+
+    about = keys.about(key, time.time())
     if as_json:
         typer.echo(json.dumps(about))
         return

@@ -3,57 +3,44 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from workers.cli.admin.dlq import with_client
-from workers.cli.admin.store import DataDir, KeyStore, with_store
-from workers.cli.exits import OPERATOR_STATUS, Command, Failure, add_group
+from workers.cli.admin.servers import DataDir, KeyStore, records, system
+from workers.cli.commands import Commands
+from workers.cli.exits import OPERATOR_STATUS, Failure
 from workers.cli.keys.asked import limits, options
 from workers.cli.options import AnyBroker, Json, Store
 from workers.cli.options.declared import takes
 from workers.cli.terminal.show import say
 
-if TYPE_CHECKING:
-    from redis.asyncio import Redis
-
-    from producers.client.aio import AsyncClient
-
-
-def add_to(app: typer.Typer) -> None:
-    """Register the commands."""
-    about = "Tenants, the weights by which they share each tier, and their limits."
-    commands: dict[str, Command] = {
-        "ls": (listed, "penstock tenants ls"),
-        "weigh": (weigh, "penstock tenants weigh acme 4 --broker redis://10.0.0.5:6379/0"),
-        "limit": (limit, "penstock tenants limit acme --rpm 600 --budget-tokens none"),
-    }
-    add_group(app, "tenants", about, OPERATOR_STATUS, commands)
+app = Commands(
+    "Operations", OPERATOR_STATUS, "tenants", "Tenants, the weights by which they share each tier, and their limits."
+)
 
 
+@app.shown("penstock tenants ls", "ls")
 def listed(broker: AnyBroker = None, store: Store = None, as_json: Json = False) -> None:
     """List tenants with waiting tasks, by tier, and tenants with a weight."""
+    from producers.admin.tenants import tenants
 
-    async def work(client: AsyncClient) -> None:
-        from producers.admin.tenants import tenants
-
-        found, unsorted = await tenants(client)
-        for one in found:
-            if as_json:
-                typer.echo(json.dumps({"tenant": one.name, "weight": one.weight, "waiting": one.waiting}))
-                continue
-            waiting = ", ".join(f"{count} {tier}" for tier, count in one.waiting.items() if count) or "nothing"
-            name = one.name or "(no tenant)"
-            say(f"{name}  weight {one.weight:g}  waiting: {waiting}")
-        if not as_json and not found:
-            typer.echo("No tenant has waiting tasks.")
-        if not as_json and unsorted:
-            typer.echo(f"{unsorted} tasks are not sorted by tenant yet: workers sort them")
-
-    with_client(broker, store, work)
+    with system(broker, store) as (client, loop):
+        found, unsorted = loop.run(tenants(client))
+    for one in found:
+        if as_json:
+            typer.echo(json.dumps({"tenant": one.name, "weight": one.weight, "waiting": one.waiting}))
+            continue
+        waiting = ", ".join(f"{count} {tier}" for tier, count in one.waiting.items() if count) or "nothing"
+        name = one.name or "(no tenant)"
+        say(f"{name}  weight {one.weight:g}  waiting: {waiting}")
+    if not as_json and not found:
+        typer.echo("No tenant has waiting tasks.")
+    if not as_json and unsorted:
+        typer.echo(f"{unsorted} tasks are not sorted by tenant yet: workers sort them")
 
 
+@app.shown("penstock tenants weigh acme 4 --broker redis://10.0.0.5:6379/0")
 def weigh(
     tenant: Annotated[
         str, typer.Argument(help="The tenant's name as in its tasks; '' stands for all tasks without one.")
@@ -65,13 +52,11 @@ def weigh(
     store: Store = None,
 ) -> None:
     """Set a tenant's weight. It applies from the next fetch on, and within seconds in running engines."""
-
-    async def work(client: AsyncClient) -> None:
-        await client.broker.weigh(tenant, weight)
-
-    with_client(broker, store, work)
+    with system(broker, store) as (client, loop):
+        loop.run(client.broker.weigh(tenant, weight))
 
 
+@app.shown("penstock tenants limit acme --rpm 600 --budget-tokens none")
 @takes(bounds=options(str, without="shorten_to"))
 def limit(
     tenant: Annotated[str, typer.Argument(help="The tenant's name, as in its keys or tasks.")],
@@ -82,19 +67,16 @@ def limit(
     as_json: Json = False,
 ) -> None:
     """Change what all of a tenant's keys may use together; `none` unsets a limit. Without options, show its limits."""
+    from producers.admin import tenants
+    from producers.store.access.audit import Actor, operator
+    from producers.store.access.tenants import TooManyTenants
+
     asked = limits(bounds)
-
-    async def work(client: Redis) -> None:
-        from producers.admin import tenants
-        from producers.store.access.audit import Actor, operator
-        from producers.store.access.tenants import TooManyTenants
-
+    with records(store, data_dir) as (client, loop):
         try:
-            new = await tenants.limit(client, tenant, asked, Actor(operator()))
+            new = loop.run(tenants.limit(client, tenant, asked, Actor(operator())))
         except TooManyTenants:
             raise Failure("10,000 tenants have limits, the most; unset those of one first") from None
-        found = {name: getattr(new, name) for name in tenants.LIMITED}
-        said = ", ".join(f"{name} {most}" for name, most in found.items() if most is not None) or "no limits"
-        say(json.dumps({"tenant": tenant, **found}) if as_json else f"{tenant}: {said}")
-
-    with_store(store, data_dir, work)
+    found = {name: getattr(new, name) for name in tenants.LIMITED}
+    said = ", ".join(f"{name} {most}" for name, most in found.items() if most is not None) or "no limits"
+    say(json.dumps({"tenant": tenant, **found}) if as_json else f"{tenant}: {said}")

@@ -2,6 +2,5 @@
 
 up -> plan -> system (which processes, on which ports) -> workers.processes (keeps children running)
               pools: the workers, as many as the autoscaler says
-              publish: its models' cards
 embedded keeps the data directory and its Valkey; background runs a system beside one command
 """

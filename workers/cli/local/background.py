@@ -16,6 +16,7 @@ from pathlib import Path
 from workers.cli.exits import Exit, Failure
 from workers.cli.local.plan import Plan
 from workers.cli.local.system import System
+from workers.errors import Refused
 from workers.library import Found
 
 #: Last lines of the processes' output shown after a failure.
@@ -23,7 +24,7 @@ SAID = 20
 
 
 @contextmanager
-def running(models: tuple[Found, ...]) -> Iterator[System]:
+def running(models: tuple[Found, ...], *, drain: float = 1.0, worker_options: tuple[str, ...] = ()) -> Iterator[System]:
     """Serve the models with a system in a temporary folder; stop it on leaving, also after an exception.
 
     Raises Failure if the system does not start. The caller's thread stays free for the terminal: Ctrl-C raises
@@ -31,10 +32,11 @@ def running(models: tuple[Found, ...]) -> Iterator[System]:
     caller, and with it the system.
     """
     for sig in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(sig, lambda number, frame: sys.exit(Exit.INTERRUPTED))
+        if signal.getsignal(sig) is not signal.SIG_IGN:
+            signal.signal(sig, lambda *_: sys.exit(Exit.INTERRUPTED))
     said: list[str] = []
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
-        plan = Plan(models, Path(folder), port=0, drain=1.0)
+        plan = Plan(models, Path(folder), port=0, drain=drain, worker_options=worker_options)
         system = System(plan, lambda name, line: said.append(f"{name} | {line}"))
         life = _Life(system)
         thread = threading.Thread(target=lambda: asyncio.run(life.run()), name="penstock-system")
@@ -42,9 +44,9 @@ def running(models: tuple[Found, ...]) -> Iterator[System]:
         try:
             life.up.result()
             yield system
-        except Failure as failure:
+        except Refused as refused:
             last = "".join(f"\n  {line}" for line in said[-SAID:])
-            raise Failure(f"{failure}{last}", failure.status) from failure
+            raise Failure(f"{refused}{last}", refused.status) from refused
         finally:
             life.end()
             thread.join()

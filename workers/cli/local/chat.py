@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from workers.cli.commands import Commands
 from workers.cli.exits import CALLER_STATUS, Exit, Failure, needs
 from workers.cli.models.references import Model, find_models
 from workers.cli.options.declared import SAMPLING, takes
@@ -27,12 +28,10 @@ HELP: Final = """\
 Ctrl-C stops the answer."""
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the command."""
-    example = "Example: penstock chat tiny --system 'Answer in Python.'"
-    app.command(epilog=f"{example}\n\n{CALLER_STATUS}", rich_help_panel="Start here")(chat)
+app = Commands("Start here", CALLER_STATUS)
 
 
+@app.shown("penstock chat tiny --system 'Answer in Python.'")
 @takes(sampling=[SAMPLING[name] for name in ("max_tokens", "temperature", "top_p", "seed", "stop")])
 def chat(
     model: Model,
@@ -66,7 +65,7 @@ def _gateway(model: str, url: str | None) -> Iterator[tuple[Gateway, str]]:
     with needs("gateway", "worker", "webhooks"):
         from workers.cli.local.background import running
     try:
-        models = find_models([model], lambda line: typer.echo(line, err=True))
+        models = find_models([model])
         typer.echo(f"loading {models[0].name} ...", err=True)
         with running(models) as system:
             yield Gateway(system.url), models[0].name

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from producers.connection.local import BROKER, HOST, PORT
-from workers.cli.exits import Exit, Failure
+from workers.cli.exits import Exit, Failure, touching
 from workers.processes.supervisor import Child, Program, ended
 
 #: Time (s) that a server may take to end after its owner was killed.
@@ -38,11 +38,9 @@ class DataDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
-        try:
+        with touching(path, "use the data directory"):
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise Failure(f"cannot use the data directory {path}: {error.strerror}") from error
         try:
             self._take()
         except BaseException:
@@ -68,23 +66,19 @@ class DataDir:
                     probe.bind((HOST, port))
                 except (OSError, OverflowError):
                     continue
-                try:
+                with touching(file, "write"):
                     file.write_text(f"{port}\n")
-                except OSError as error:
-                    raise Failure(f"cannot write {file}: {error.strerror}") from error
                 return port
         raise Failure(f"no port is free on {HOST}")
 
     def tell(self, broker: str | None) -> None:
         """Write for clients where messages go: to this broker; None: to the server, which is both."""
         file = self.path / BROKER
-        try:
+        with touching(file, "write"):
             if broker is None:
                 file.unlink(missing_ok=True)
             else:
                 file.write_text(f"{broker}\n")
-        except OSError as error:
-            raise Failure(f"cannot write {file}: {error.strerror}") from error
 
     def __enter__(self) -> Self:
         return self

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from workers.cli.exits import Exit, Failure, needs
+from workers.cli.commands import Commands
+from workers.cli.exits import Exit, Failure, needs, refusing
 from workers.cli.models.references import Model, find_models
 from workers.cli.options import AsChat, Prompt
 from workers.cli.options.declared import ENGINE_OF_ONE, SAMPLING, takes
@@ -26,12 +27,10 @@ NOT_SHOWN = frozenset({"best_of", "logprobs", "prompt_logprobs"})
 STATUS = "Exit status: 0 done, 1 it failed, 2 refused, 130 interrupted."
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the command."""
-    example = "Example: penstock run tiny 'def fibonacci(n):' --max-tokens 64 --temperature 0"
-    app.command(epilog=f"{example}\n\n{STATUS}", rich_help_panel="Start here")(run)
+app = Commands("Start here", STATUS)
 
 
+@app.shown("penstock run tiny 'def fibonacci(n):' --max-tokens 64 --temperature 0")
 @takes(engine=ENGINE_OF_ONE.values(), sampling=[one for one in SAMPLING.values() if one.name not in NOT_SHOWN])
 def run(
     model: Model,
@@ -50,13 +49,12 @@ def run(
     with needs("worker"):
         from engine import Engine, EngineConfig, EngineError, Request, SamplingParams
         from engine.params import filled
-        from workers.errors import Refused
         from workers.library import verify
-    (found,) = find_models([model], lambda line: typer.echo(line, err=True))
+    (found,) = find_models([model])
     if "draft_model" in engine:
-        (guesser,) = find_models([engine["draft_model"]], lambda line: typer.echo(line, err=True))
+        (guesser,) = find_models([engine["draft_model"]])
         engine["draft_model"] = str(guesser.folder)
-    try:
+    with refusing(EngineError):
         SamplingParams(**sampling)  # refuses bad parameters before the model is loaded for seconds
         config = EngineConfig(**engine | ({"max_num_seqs": sampling["n"]} if "n" in sampling else {}))
         text = text_from(sys.stdin.read) if prompt == "-" else prompt
@@ -66,8 +64,6 @@ def run(
                 raise Failure(f"{found.folder} has no tokenizer.json: it cannot read text")
             params = SamplingParams(**sampling, **filled(sampling, loaded.card.defaults))
             _show(loaded, Request("run", _prompt_ids(loaded, found.folder, text, chat, system), params), as_json)
-    except (EngineError, Refused) as error:
-        raise Failure(str(error)) from error
 
 
 def _prompt_ids(engine: Engine, folder: Path, text: str, chat: bool, system: str | None) -> list[int]:

@@ -34,10 +34,9 @@ from workers.cli.exits import Exit, Failure
 from workers.cli.local import embedded
 from workers.cli.local.plan import Plan
 from workers.cli.local.pools import LocalPools
-from workers.cli.local.publish import publish_own
+from workers.cli.models.publish import publish_own
 from workers.cli.starting import open_port
 from workers.connect import check_servers
-from workers.errors import Refused
 from workers.library import Found
 from workers.processes import PENSTOCK, ahead
 from workers.processes.standby.keeper import IDLE_S, Standby
@@ -160,10 +159,7 @@ class System:
             self.store = f"redis://{HOST}:{port}/0"
             await embedded.started(await self._begin(embedded.valkey(self._data, port)), self._data, port)
         self.broker, self.store = self.broker or self.store, self.store or self.broker
-        try:
-            await asyncio.to_thread(check_servers, self.broker, self.store, ())
-        except Refused as refused:
-            raise Failure(str(refused)) from refused
+        await asyncio.to_thread(check_servers, self.broker, self.store, ())
         COLD_START.mark("store")
 
     async def _all_serve(self) -> None:
@@ -206,11 +202,8 @@ class System:
                     await asyncio.sleep(0.02)
 
     def _publish(self, model: Found) -> None:
-        try:
-            if told := publish_own(self.broker, self.store, model):
-                self.say("up", told)
-        except Refused as refused:
-            raise Failure(str(refused)) from refused
+        if told := publish_own(self.broker, self.store, model):
+            self.say("up", told)
 
     async def _begin_standby(self) -> Standby | None:
         """Keep a standby, if the plan has it, or the one that was begun ahead for the first worker."""

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from producers.connection.local import DATA_DIR
-from workers.cli.exits import PROCESS_STATUS, needs
+from workers.cli.commands import Commands
+from workers.cli.exits import PROCESS_STATUS, Failure, needs
 from workers.cli.keys import auth as keys_or_none
 from workers.cli.models.references import MODEL, complete_model, find_models
 from workers.cli.options import DEFAULT_URL, FilesDir, Gpus, LogLevel
@@ -17,6 +18,7 @@ from workers.cli.options.declared import ENGINE, options_of, takes
 from workers.cli.options.said_again import said_again
 from workers.cli.processes.gateway import gateway as gateway_command
 from workers.cli.processes.worker import worker as worker_command
+from workers.cli.terminal.show import relayed
 
 if TYPE_CHECKING:
     from workers.autoscaler.policy.rules import Rules
@@ -34,12 +36,10 @@ OF_THE_GATEWAY: Final = (
 OF_WEBHOOKS: Final = ("webhook_allow",)
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the command."""
-    example = "Example: penstock up --port 8000 --data-dir ~/penstock --model tiny --min 0 --max 2"
-    app.command(epilog=f"{example}\n\n{PROCESS_STATUS}", rich_help_panel="Start here")(up)
+app = Commands("Start here", PROCESS_STATUS)
 
 
+@app.shown("penstock up --port 8000 --data-dir ~/penstock --model tiny --min 0 --max 2")
 @takes(
     engine=OF_ENGINES.values(),
     worker=options_of(worker_command, OF_WORKERS),
@@ -135,10 +135,8 @@ def up(
     kept for the next start.
     """
     import asyncio
-    from contextlib import suppress
     from functools import partial
 
-    from workers.cli.exits import Failure
     from workers.cli.gpus.choice import choose, gpus_here
     from workers.cli.starting import checked_level, set_up_logging
     from workers.runtime.cold_start import COLD_START
@@ -154,10 +152,6 @@ def up(
     level = checked_level(log_level)
     set_up_logging(level, "autoscaler | ")  # what else runs in this process says nothing
 
-    def say(name: str, line: str) -> None:
-        with suppress(OSError):  # nobody reads the output any more: go on serving
-            typer.echo(f"{name} | {line}", err=True)
-
     chosen = choose(gpus, gpus_here()) if gpus is not None else ()
     names = model or ["tiny"]
     if len(chosen) % len(names):
@@ -169,9 +163,9 @@ def up(
         raise Failure(
             f"port {port} is the gateway's, and --health-port {health_port} would give it to a worker's /readyz too"
         )
-    models = find_models(names, lambda line: say("up", line))
+    models = find_models(names, lambda line: relayed("up", line))
     if "draft_model" in engine:  # downloaded once here, not in each worker
-        find_models([engine["draft_model"]], lambda line: say("up", line))
+        find_models([engine["draft_model"]], lambda line: relayed("up", line))
     plan = Plan(
         models,
         data_dir,
@@ -195,14 +189,14 @@ def up(
 
     COLD_START.mark("imports")
     server = "an embedded Valkey server" if plan.embedded else "the broker that was given"
-    say(
+    relayed(
         "up",
         f"starting {server}, a gateway, a sweeper, a webhooks process, {'event sources, ' if sources else ''}"
         f"{rules.min * len(models)} worker(s) for {', '.join(one.name for one in models)}",
     )
-    finished = asyncio.run(conduct(System(plan, say), partial(_serve, asks=asks)))
+    finished = asyncio.run(conduct(System(plan, relayed), partial(_serve, asks=asks)))
     assert not finished, "it is used until a signal comes"
-    say("up", "stopped; queued tasks are kept for the next start")
+    relayed("up", "stopped; queued tasks are kept for the next start")
 
 
 async def _serve(system: System, asks: keys_or_none.Auth) -> None:
@@ -237,7 +231,6 @@ def _rules(workers: int | None, least: int | None, most: int | None, cool_down: 
     from dataclasses import replace
 
     from workers.autoscaler.policy.rules import Rules
-    from workers.cli.exits import Failure
 
     scaled = least is not None or most is not None
     if workers is not None and scaled:
@@ -264,7 +257,6 @@ def _rules(workers: int | None, least: int | None, most: int | None, cool_down: 
 
 def _standby_s(standby: bool | None, idle: float | None, rules: Rules) -> float | None:
     """The time (s) for which a standby is kept; None: there is none. Raises Failure."""
-    from workers.cli.exits import Failure
     from workers.processes.standby.keeper import IDLE_S
 
     wanted = rules.min < rules.max if standby is None else standby

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from workers.cli.exits import OPERATOR_STATUS, PROCESS_STATUS, Command, Failure, add_group, needs
+from workers.cli.commands import Commands
+from workers.cli.exits import OPERATOR_STATUS, PROCESS_STATUS, Failure, needs
 from workers.cli.models.publish import publish
 from workers.cli.models.references import Model, find_models
 from workers.cli.options import DEFAULT_URL
-from workers.cli.terminal.show import say
+from workers.cli.terminal.show import aligned, note, say
 
 if TYPE_CHECKING:
     from engine.text import ModelCard
@@ -32,19 +33,10 @@ SHAPE: Final = {
 }
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the commands."""
-    about = "List, show, pull and publish models."
-    commands: dict[str, Command] = {
-        "ls": (listed, "penstock models ls --json"),
-        "show": (show, "penstock models show tiny"),
-        "pull": (pull, "penstock models pull hf://Qwen/Qwen3-0.6B@main --name qwen3"),
-        "card": (card, "penstock models card tiny"),
-        "publish": (publish, "penstock models publish tiny --broker redis://10.0.0.5:6379/0", OPERATOR_STATUS),
-    }
-    add_group(app, "models", about, PROCESS_STATUS, commands, panel="Models")
+app = Commands("Models", PROCESS_STATUS, "models", "List, show, pull and publish models.")
 
 
+@app.shown("penstock models ls --json", "ls")
 def listed(
     as_json: Json = False,
     url: Annotated[
@@ -66,15 +58,15 @@ def listed(
         count = "" if row["parameters"] is None else _count(row["parameters"])
         chat = "yes" if "chat" in row["capabilities"] else "no"
         table.append((row["name"], row["where"], row["version"], count, size, str(row["context_length"]), chat))
-    widths = [max(len(line[column]) for line in table) for column in range(len(columns))]
-    for line in table:
-        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    for line in aligned(table, len(columns)):
+        typer.echo(line)
 
 
 def _shown(path: Path) -> bool:
     return path.is_file() and not path.name.startswith(".")
 
 
+@app.shown("penstock models show tiny")
 def show(model: Model, as_json: Json = False) -> None:
     """Show a model's architecture, size, context length, chat template and files. Pulls a hub's model first."""
     folder, found = _card(model)
@@ -89,11 +81,9 @@ def show(model: Model, as_json: Json = False) -> None:
         said = {**json.loads(found.to_json()), "folder": str(folder), **about, "tokenizer_files": found.files}
         typer.echo(json.dumps(said))
         return
-    lines = _described(found, folder, about)
-    width = max(map(len, lines))
-    for name, value in lines.items():
-        if value is not None:
-            say(f"{name.ljust(width)}  {value}")
+    described = _described(found, folder, about)
+    for line in aligned([item for item in described.items() if item[1] is not None], 2):
+        say(line)
     typer.echo(f"files: {_megabytes(sum(files.values()))}")
     for name, size in files.items():
         say(f"  {size:>14,}  {name}")
@@ -122,6 +112,7 @@ def _described(found: ModelCard, folder: Path, about: Mapping[str, Any]) -> dict
     }
 
 
+@app.shown("penstock models pull hf://Qwen/Qwen3-0.6B@main --name qwen3")
 def pull(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="hf://OWNER/NAME[@REVISION], or a folder.")],
     name: Annotated[
@@ -133,30 +124,24 @@ def pull(
 
     The local model folder is PENSTOCK_MODELS, else penstock/models in the user's data folder.
     """
-    from workers.errors import Refused
     from workers.library import LocalModels, find_model
     from workers.library.reference import HUB, bundled, checked_name, name_of
 
-    def say(line: str) -> None:
-        typer.echo(line, err=True)
-
-    try:
-        called = checked_name(name or name_of(source), source)
-        if called in bundled():
-            raise Refused(f"{called!r} is the name of a bundled model; give another with --name")
-        if source.startswith(HUB):
-            with needs("worker"):
-                folder = find_model(f"{called}={source}", say).folder
-        elif Path(source).is_dir():
-            folder = LocalModels.default().copy(called, Path(source)).folder
-        else:
-            raise Refused(f"{source!r} is not a folder; a hub's model is written hf://OWNER/NAME")
-    except Refused as refused:
-        raise Failure(str(refused)) from refused
+    called = checked_name(name or name_of(source), source)
+    if called in bundled():
+        raise Failure(f"{called!r} is the name of a bundled model; give another with --name")
+    if source.startswith(HUB):
+        with needs("worker"):
+            folder = find_model(f"{called}={source}", note).folder
+    elif Path(source).is_dir():
+        folder = LocalModels.default().copy(called, Path(source)).folder
+    else:
+        raise Failure(f"{source!r} is not a folder; a hub's model is written hf://OWNER/NAME")
     pulled = {"name": called, "version": folder.name, "folder": str(folder)}
     typer.echo(json.dumps(pulled) if as_json else f"{called} {folder.name}")
 
 
+@app.shown("penstock models card tiny")
 def card(model: Model) -> None:
     """Print a model's card as JSON: the description that gateways and clients use."""
     typer.echo(_card(model)[1].to_json())
@@ -167,7 +152,7 @@ def _card(model: str) -> tuple[Path, ModelCard]:
 
     with needs("gateway"):
         from engine.text import ModelCard
-    (found,) = find_models([model], lambda line: typer.echo(line, err=True))
+    (found,) = find_models([model])
     try:
         return found.folder, ModelCard.from_folder(found.folder, found.name)
     except ModelError as error:
@@ -233,3 +218,6 @@ def _count(parameters: int) -> str:
         if parameters >= unit:
             return f"{parameters / unit:.2f} {name}"
     return f"{parameters / 1e3:.0f} K"
+
+
+app.shown("penstock models publish tiny --broker redis://10.0.0.5:6379/0", status=OPERATOR_STATUS)(publish)

@@ -1,4 +1,4 @@
-"""`penstock models publish`: lets clients send tasks to models before any worker is up."""
+"""`penstock models publish`, and what `penstock up` publishes: clients may send tasks before any worker is up."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from workers.cli.exits import Exit, Failure, needs
+from workers.cli.exits import Exit, Failure, needs, refusing
 from workers.cli.models.references import MODEL, complete_model, find_models
 from workers.cli.options import AnyBroker, Json, Store
+from workers.cli.terminal.show import note
 
 if TYPE_CHECKING:
     from workers.library import Found
@@ -27,17 +28,14 @@ def publish(
     ends. Workers of other versions take up only what was queued for these. On SQS, missing queues are made.
     """
     from producers.connection.local import servers
-    from workers.errors import Refused
 
-    found = find_models(references, lambda line: typer.echo(line, err=True))
-    try:
+    found = find_models(references)
+    with refusing(ValueError):
         urls = servers(broker, store)
         for one in found:
             told = publish_to(*urls, one)
             before = f", was {told['before']}" if told["before"] not in (None, told["version"]) else ""
             typer.echo(json.dumps(told) if as_json else f"{told['name']} {told['version']}{before}")
-    except (Refused, ValueError) as error:
-        raise Failure(str(error)) from error
 
 
 def publish_to(broker: str, store: str, found: Found, over: str | None = None) -> dict[str, str | None]:
@@ -53,7 +51,7 @@ def publish_to(broker: str, store: str, found: Found, over: str | None = None) -
         from workers.connect import LOST, check_queues, check_servers, connect
         from workers.library.verify import described
 
-    card, files = described(found, lambda line: typer.echo(line, err=True))
+    card, files = described(found, note)
     queues = [keys.version_queue(found.name, card["version"]), keys.model_queue(found.name)]
     check_servers(broker, store, queues=())
     check_queues(broker, store, queues, make=True)  # first: a published model's tasks are sent there
@@ -64,3 +62,31 @@ def publish_to(broker: str, store: str, found: Found, over: str | None = None) -
     except LOST as error:
         raise Failure(f"the store at {shown(store)} does not take it: {said(error)}", Exit.UNREACHABLE) from error
     return {"name": found.name, "version": card["version"], "before": before and before["version"]}
+
+
+def publish_own(broker: str, store: str, found: Found) -> str:
+    """Publish a model of `penstock up`, but for one whose rolling update has switched and drains.
+
+    An `up` that ends in the middle of an update is started again with the folder of before. It must not turn the update
+    back: the new version's tasks would wait for workers that nobody starts. Returns what the operator should know of
+    it, or "". Raises Failure, and Refused.
+    """
+    from engine.text.checkpoint import model_version
+    from producers.connection.trouble import said
+    from producers.store.fleet import cards, rollouts
+    from workers.connect import LOST, connect
+
+    own = model_version(found.folder)
+    try:
+        with connect(store) as client:
+            rollout, card = rollouts.read(client, found.name), cards.read(client, found.name)
+    except LOST as error:
+        raise Failure(f"the store does not answer: {said(error)}", Exit.UNREACHABLE) from error
+    standing = None if card is None else str(card["version"])
+    switched = rollout is not None and rollout.phase in rollouts.UNDER_WAY and rollout.version == standing
+    if rollout is not None and switched and rollout.before == own:
+        return f"new tasks of {found.name} go to version {standing}: its rollout goes on with `penstock rollout`"
+    publish_to(broker, store, found, over=standing)
+    if standing in (None, own):
+        return ""
+    return f"new tasks of {found.name} go to version {own} from now on; until now, they went to version {standing}"

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from workers.cli.commands import Commands
 from workers.cli.exits import Failure, needs
 from workers.cli.models.references import Model, find_models
 from workers.cli.models.unfinished import unfinished
 from workers.cli.options.declared import ENGINE, takes
+from workers.cli.terminal.show import aligned, note
 
 if TYPE_CHECKING:
     from engine.quant.make import Comparison, Recipe
@@ -30,10 +32,7 @@ _METHODS: Final = ("gptq", "nearest")
 _OF_A_FILE: Final = 8000
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the command."""
-    example = "Example: penstock quantize tiny-v2 ./tiny-v2-int4 --bits 4"
-    app.command(epilog=f"{example}\n\n{STATUS}", rich_help_panel="Models")(quantize)
+app = Commands("Models", STATUS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +42,7 @@ class Texts:
     source: str
 
 
+@app.shown("penstock quantize tiny-v2 ./tiny-v2-int4 --bits 4")
 @takes(engine=(ENGINE["device"], ENGINE["threads"]))
 def quantize(
     model: Model,
@@ -91,29 +91,24 @@ def quantize(
         from engine.errors import EngineError
         from engine.quant.make import Recipe
         from engine.quant.make.model import GROUPS
-        from workers.errors import Refused
         from workers.library import verify
     if group_size is not None and group_size not in GROUPS:
         raise Failure(f"--group-size is {group_size}; it must be one of {', '.join(map(str, GROUPS))}")
     if os.path.lexists(out):
         raise Failure(f"{out} exists already; name a new folder")
     texts = _texts(calibration)
-    (found,) = find_models([model], _say)
+    (found,) = find_models([model])
     try:
         verify(found.folder)
         recipe = Recipe(bits, method, group_size, 8 if head_bits == 8 else None)  # type: ignore[arg-type]  # one of _METHODS
-        with unfinished(out, _say) as work:
+        with unfinished(out, note) as work:
             report = _make(found.folder, work, recipe, texts, (calibration_tokens, evaluation_tokens), **engine)
-    except (EngineError, Refused) as error:
+    except EngineError as error:
         raise Failure(str(error)) from error
     except OSError as error:
         raise Failure(f"cannot write {out}: {error}") from error
     report = {"folder": str(out), **report}
     typer.echo(json.dumps(report) if as_json else _told(report))
-
-
-def _say(line: str) -> None:
-    typer.echo(line, err=True)
 
 
 def _texts(calibration: Path | None) -> Texts:
@@ -167,9 +162,9 @@ def _make(
     )
     if not learnt or not judged:
         raise Failure(f"{texts.source} is too short to calibrate and judge with: give a text of some pages")
-    recipe = quantise(folder, work, recipe, learnt, place, _say)
+    recipe = quantise(folder, work, recipe, learnt, place, note)
     _copy_rest(folder, work)
-    _say("comparing")
+    note("comparing")
     found = compare(decoder(folder, place), decoder(work, place), judged)
     report = _report(folder, work, recipe, texts, sum(map(len, learnt)), found)
     (work / _REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -238,6 +233,4 @@ def _lines(report: dict[str, Any]) -> dict[str, str]:
 
 
 def _told(report: dict[str, Any]) -> str:
-    lines = {"folder": report["folder"], **_lines(report)}
-    width = max(map(len, lines))
-    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in lines.items())
+    return "\n".join(aligned([("folder", report["folder"]), *_lines(report).items()], 2))

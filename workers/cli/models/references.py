@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from workers.cli.exits import Failure, needs
+from workers.cli.terminal.show import note
 
 if TYPE_CHECKING:
     from workers.library import Found
@@ -27,21 +28,17 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, autocompletio
 ModelOption = Annotated[str, typer.Option(help=MODEL, autocompletion=complete_model)]
 
 
-def find_models(references: Sequence[str], say: Callable[[str], None]) -> tuple[Found, ...]:
-    """The named models; those on a hub are pulled first. Raises Failure, also for two models of one name.
+def find_models(references: Sequence[str], say: Callable[[str], None] = note) -> tuple[Found, ...]:
+    """The named models; those on a hub are pulled first. Raises Refused, also for two models of one name.
 
     The command does this, not each process that serves a model: a model is downloaded once, with visible progress, and
     Ctrl-C stops the download.
     """
-    from workers.errors import Refused
     from workers.library import find_model, name_of
 
-    try:
-        names = [name_of(reference) for reference in references]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise Refused(f"two models are named {twice!r}: write NAME=MODEL to give one another name")
-        with needs("worker"):
-            return tuple(find_model(reference, say) for reference in references)
-    except Refused as refused:
-        raise Failure(str(refused)) from refused
+    names = [name_of(reference) for reference in references]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise Failure(f"two models are named {twice!r}: write NAME=MODEL to give one another name")
+    with needs("worker"):
+        return tuple(find_model(reference, say) for reference in references)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from workers.cli.commands import Commands
 from workers.cli.exits import PROCESS_STATUS, Exit, Failure, needs
 from workers.cli.models.references import Model, find_models
 from workers.cli.options.declared import ENGINE, takes
@@ -16,18 +17,14 @@ if TYPE_CHECKING:
     from engine.execution.warm import Warmed
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the command."""
-    example = (
-        "Example: penstock warm hf://meta-llama/Llama-3.1-8B-Instruct --arch sm_90 --cache-dir /opt/penstock/triton"
-    )
-    app.command(epilog=f"{example}\n\n{PROCESS_STATUS}", rich_help_panel="Models")(warm)
+app = Commands("Models", PROCESS_STATUS)
 
 
 #: Settings that decide which kernels a model has.
 SETTINGS: Final = ("dtype", "quantization", "kv_cache_dtype", "deterministic")
 
 
+@app.shown("penstock warm hf://meta-llama/Llama-3.1-8B-Instruct --arch sm_90 --cache-dir /opt/penstock/triton")
 @takes(engine=[ENGINE[name] for name in SETTINGS])
 def warm(
     model: Model,
@@ -51,7 +48,7 @@ def warm(
         from engine.errors import EngineError
         from engine.execution.warm import architecture_here, default_cache
         from engine.execution.warm import warm as compile_all
-    (found,) = find_models([model], lambda line: typer.echo(line, err=True))
+    (found,) = find_models([model])
     try:
         made = compile_all(
             found.folder, arch or architecture_here(), cache_dir or default_cache(), max_num_seqs=max_num_seqs, **engine

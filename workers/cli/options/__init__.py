@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from workers.cli.options.checks import finite, networks, origins, place, process_name, provider, proxies
+from workers.cli.options.checks import networks, place, process_name
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -67,60 +67,6 @@ Gpus = Annotated[
     typer.Option(help="Run one worker on each of these GPUs: all, or numbers, GPU-... and MIG-... names, as in 0,1."),
 ]
 
-MaxStepSeconds = Annotated[
-    float,
-    typer.Option(
-        min=0,
-        callback=finite,
-        help="Longest engine step. After that the step counts as hung: the worker hands its tasks back and exits. "
-        "0: no limit.",
-    ),
-]
-
-MaxWorkerDeaths = Annotated[
-    int, typer.Option(min=1, help="Give a task up when this many workers died on it without one new token.")
-]
-
-NoBreaker = Annotated[
-    bool,
-    typer.Option(
-        "--no-breaker", help="Take tasks also while the engine fails them, or is far slower than other workers' are."
-    ),
-]
-
-SpotProvider = Annotated[
-    str | None,
-    typer.Option(
-        callback=provider,
-        help="Drain when this provider announces the end of the instance (spot, Auto Scaling group): aws. Unset: do "
-        "not ask.",
-    ),
-]
-
-SpotMetadataUrl = Annotated[
-    str | None, typer.Option(help="URL of the instance's metadata service. Unset: the provider's own.")
-]
-
-MaxQueued = Annotated[
-    int,
-    typer.Option(
-        min=0, help="Most tasks that may wait for a model. More are refused with 429, lower tiers first. 0: any."
-    ),
-]
-
-MaxQueuedPerTenant = Annotated[int, typer.Option(min=0, help="Most tasks of one tenant that may wait, in all. 0: any.")]
-
-MaxQueuedInAll = Annotated[int, typer.Option(min=0, help="As --max-queued, of all models. 0: any.")]
-
-MaxWait = Annotated[
-    float,
-    typer.Option(
-        min=0,
-        callback=finite,
-        help="Expected wait (s) of the tiers priority and default that counts as full, as --max-queued. 0: any.",
-    ),
-]
-
 FilesDir = Annotated[
     str | None,
     typer.Option(
@@ -129,37 +75,6 @@ FilesDir = Annotated[
         callback=place,
         help="The folder for uploaded files and batches' output, or s3://BUCKET/PREFIX. All gateways and sweepers "
         "share it. Unset: files in the data directory.",
-    ),
-]
-
-FilesRedirect = Annotated[
-    bool,
-    typer.Option(
-        "--files-redirect",
-        help="Send downloads to the bucket of --files-dir, by URLs that open a file for 15 minutes. Unset: files come "
-        "through the gateway.",
-    ),
-]
-
-MaxFile = Annotated[int, typer.Option(min=1, help="Largest uploaded file, in bytes.")]
-
-CorsOrigin = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="ORIGIN",
-        callback=origins,
-        help="Let web pages of this origin call the gateway: https://chat.example.org, or * for all. May be repeated. "
-        "Unset: none.",
-    ),
-]
-
-ProxyHeaders = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="ADDRESS",
-        callback=proxies,
-        help="Believe X-Forwarded-For and X-Forwarded-Proto of the proxy at this address or network (10.0.0.0/8), or * "
-        "for any. May be repeated. Unset: no proxy.",
     ),
 ]
 

@@ -16,6 +16,7 @@ from engine.declared.bounds import Biases, Bound, Flag, Integer, Number, Strings
 from engine.errors import RequestError
 from engine.params import SamplingParams
 from workers.cli.exits import Failure
+from workers.errors import Refused
 
 #: An engine's settings that have an option, by name.
 ENGINE: Final = {name: one for name, one in declared(EngineConfig).items() if one.option is not None}
@@ -63,8 +64,8 @@ def takes(**groups: Collection[Option]) -> Callable[[Callable[..., None]], Calla
                 }
             try:
                 command(**given)
-            except Failure as failure:
-                raise Failure(_as_written(str(failure), groups.values()), failure.status) from failure
+            except Refused as refused:
+                raise Failure(_as_written(str(refused), groups.values()), refused.status) from refused
 
         called.__signature__ = own.replace(parameters=every)  # type: ignore[attr-defined]
         called.__annotations__ = {one.name: one.annotation for one in every}

@@ -9,28 +9,12 @@ from typing import Annotated
 import typer
 
 from producers.connection.local import FILES_DIR
-from workers.cli.exits import needs
+from workers.cli.exits import needs, refusing
 from workers.cli.keys import auth as keys_or_none
 from workers.cli.keys.auth import AskFor, Insecure
-from workers.cli.options import (
-    Broker,
-    CorsOrigin,
-    FilesDir,
-    FilesRedirect,
-    LogLevel,
-    MaxFile,
-    MaxQueued,
-    MaxQueuedInAll,
-    MaxQueuedPerTenant,
-    MaxWait,
-    Port,
-    Prices,
-    ProxyHeaders,
-    Store,
-    WebhookAllow,
-)
-from workers.cli.options.checks import finite
-from workers.cli.starting import look_at_files, look_at_servers, open_port, refusing_bad_urls, set_up_logging, store_of
+from workers.cli.options import Broker, FilesDir, LogLevel, Port, Prices, Store, WebhookAllow
+from workers.cli.options.checks import finite, origins, proxies
+from workers.cli.starting import look_at_files, look_at_servers, open_port, set_up_logging, store_of
 
 
 def gateway(
@@ -49,15 +33,52 @@ def gateway(
     ] = 15.0,
     auth: AskFor = None,
     insecure: Insecure = False,
-    max_queued: MaxQueued = 50_000,
-    max_queued_per_tenant: MaxQueuedPerTenant = 25_000,
-    max_queued_in_all: MaxQueuedInAll = 100_000,
-    max_wait: MaxWait = 0.0,
-    cors_origin: CorsOrigin = None,
-    proxy_headers: ProxyHeaders = None,
+    max_queued: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Most tasks that may wait for a model. More are refused with 429, lower tiers first. 0: any."
+        ),
+    ] = 50_000,
+    max_queued_per_tenant: Annotated[
+        int, typer.Option(min=0, help="Most tasks of one tenant that may wait, in all. 0: any.")
+    ] = 25_000,
+    max_queued_in_all: Annotated[int, typer.Option(min=0, help="As --max-queued, of all models. 0: any.")] = 100_000,
+    max_wait: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            callback=finite,
+            help="Expected wait (s) of the tiers priority and default that counts as full, as --max-queued. 0: any.",
+        ),
+    ] = 0.0,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            callback=origins,
+            help="Let web pages of this origin call the gateway: https://chat.example.org, or * for all. May be "
+            "repeated. Unset: none.",
+        ),
+    ] = None,
+    proxy_headers: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ADDRESS",
+            callback=proxies,
+            help="Believe X-Forwarded-For and X-Forwarded-Proto of the proxy at this address or network (10.0.0.0/8), "
+            "or * for any. May be repeated. Unset: no proxy.",
+        ),
+    ] = None,
     files_dir: FilesDir = None,
-    files_redirect: FilesRedirect = False,
-    max_file: MaxFile = 2 << 30,
+    files_redirect: Annotated[
+        bool,
+        typer.Option(
+            "--files-redirect",
+            help="Send downloads to the bucket of --files-dir, by URLs that open a file for 15 minutes. Unset: files "
+            "come through the gateway.",
+        ),
+    ] = False,
+    max_file: Annotated[int, typer.Option(min=1, help="Largest uploaded file, in bytes.")] = 2 << 30,
     webhook_allow: WebhookAllow = None,
     prices: Prices = None,
     await_model: Annotated[
@@ -98,7 +119,7 @@ def gateway(
         webhook_allow=tuple(webhook_allow or ()),
         prices=None if prices is None else str(prices),
     )
-    with refusing_bad_urls():
+    with refusing(ValueError):
         look_at_servers(broker, store)
         look_at_files(settings.files_dir)
         serve(settings, listener)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from producers.connection.local import FILES_DIR
+from workers.cli.exits import refusing
 from workers.cli.options import Broker, FilesDir, LogLevel, Store, UniqueName
 from workers.cli.options.checks import finite
-from workers.cli.starting import look_at_files, look_at_servers, refusing_bad_urls, set_up_logging, store_of
+from workers.cli.starting import look_at_files, look_at_servers, set_up_logging, store_of
 
 if TYPE_CHECKING:
     from producers.client.aio import AsyncClient
@@ -75,7 +76,7 @@ def sweeper(
     )
     if name is not None:
         settings = replace(settings, name=name)
-    with refusing_bad_urls():
+    with refusing(ValueError):
         look_at_servers(broker, store)
         look_at_files(settings.files_dir)
         asyncio.run(sweep(settings))
@@ -84,17 +85,16 @@ def sweeper(
 async def sweep(settings: SweeperSettings) -> None:
     """Run a sweeper, as leader or in reserve, until SIGTERM or SIGINT."""
     import asyncio
-    import signal
     from contextlib import suppress
 
     from producers.client.aio import AsyncClient
     from producers.sweeper.sweeper import lead
+    from workers.runtime.signals import when_told
 
     async with AsyncClient(settings.broker, settings.store) as client:
         endpoints = _endpoints(client)
         task = asyncio.create_task(lead(client, settings, endpoints))
-        for sig in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(sig, task.cancel)
+        when_told(task.cancel)
         with suppress(asyncio.CancelledError):
             await task
         if endpoints is not None:

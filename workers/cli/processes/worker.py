@@ -9,23 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from workers.cli.exits import Failure, needs
+from workers.cli.exits import Failure, needs, refusing
 from workers.cli.models.references import ModelOption
-from workers.cli.options import (
-    Broker,
-    Gpus,
-    LogLevel,
-    MaxStepSeconds,
-    MaxWorkerDeaths,
-    NoBreaker,
-    SpotMetadataUrl,
-    SpotProvider,
-    Store,
-)
-from workers.cli.options.checks import check_spot, finite, health_ports, place, process_name
+from workers.cli.options import Broker, Gpus, LogLevel, Store
+from workers.cli.options.checks import check_spot, finite, health_ports, place, process_name, provider
 from workers.cli.options.declared import ENGINE, takes
 from workers.cli.options.said_again import said_again
 from workers.cli.starting import checked_level, store_of
+from workers.cli.terminal.show import relayed
 from workers.processes import PENSTOCK
 
 
@@ -48,9 +39,25 @@ def worker(
     drain_timeout: Annotated[
         float, typer.Option(min=0, callback=finite, help="Seconds that running tasks may go on after SIGTERM.")
     ] = 30.0,
-    max_worker_deaths: MaxWorkerDeaths = 3,
-    max_step_seconds: MaxStepSeconds = 180.0,
-    no_breaker: NoBreaker = False,
+    max_worker_deaths: Annotated[
+        int, typer.Option(min=1, help="Give a task up when this many workers died on it without one new token.")
+    ] = 3,
+    max_step_seconds: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            callback=finite,
+            help="Longest engine step. After that the step counts as hung: the worker hands its tasks back and exits. "
+            "0: no limit.",
+        ),
+    ] = 180.0,
+    no_breaker: Annotated[
+        bool,
+        typer.Option(
+            "--no-breaker",
+            help="Take tasks also while the engine fails them, or is far slower than other workers' are.",
+        ),
+    ] = False,
     health_port: Annotated[
         int | None,
         typer.Option(
@@ -60,8 +67,17 @@ def worker(
             "the next one. 0: any free port. Unset: no port.",
         ),
     ] = None,
-    spot_provider: SpotProvider = None,
-    spot_metadata_url: SpotMetadataUrl = None,
+    spot_provider: Annotated[
+        str | None,
+        typer.Option(
+            callback=provider,
+            help="Drain when this provider announces the end of the instance (spot, Auto Scaling group): aws. Unset: "
+            "do not ask.",
+        ),
+    ] = None,
+    spot_metadata_url: Annotated[
+        str | None, typer.Option(help="URL of the instance's metadata service. Unset: the provider's own.")
+    ] = None,
     files_dir: Annotated[
         str | None,
         typer.Option(
@@ -88,7 +104,6 @@ def worker(
     gc.disable()
     with needs("worker"):
         from engine.errors import EngineError
-        from workers.errors import Refused
         from workers.runtime.worker import run_worker
         from workers.settings import WorkerSettings
     settings = WorkerSettings(
@@ -109,10 +124,8 @@ def worker(
     )
     if name is not None:
         settings = replace(settings, name=name)
-    try:
+    with refusing(EngineError):
         status = run_worker(settings, checked_level(log_level))
-    except (Refused, EngineError) as refusal:
-        raise Failure(str(refusal)) from refusal
     raise typer.Exit(status)
 
 
@@ -120,7 +133,6 @@ def _one_for_each(context: typer.Context, asked: str, name: str | None, drain: f
     """Run this command once for each GPU, with the other options unchanged. Returns the exit status."""
     import asyncio
     import os
-    from contextlib import suppress
 
     from engine.execution.threads import threads_of_each
     from workers.cli.gpus.choice import choose, gpus_here
@@ -134,13 +146,8 @@ def _one_for_each(context: typer.Context, asked: str, name: str | None, drain: f
     argv += ["--device", "cuda"]
     if context.params["threads"] is None:
         argv += ["--threads", str(threads_of_each(len(gpus)))]
-
-    def say(name: str, line: str) -> None:
-        with suppress(OSError):  # nobody reads the output any more: go on serving
-            typer.echo(f"{name} | {line}", err=True)
-
     each = programs(gpus, argv, _urls(context), name or f"{socket.gethostname()}.{os.getpid()}", ports)
-    return asyncio.run(supervise(each, say, drain))
+    return asyncio.run(supervise(each, relayed, drain))
 
 
 def _urls(context: typer.Context) -> dict[str, str]:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from workers.cli.admin.dlq import with_client
-from workers.cli.exits import OPERATOR_STATUS, Command, Failure, add_group
+from workers.cli.admin.servers import system
+from workers.cli.commands import Commands
+from workers.cli.exits import OPERATOR_STATUS, Failure
 from workers.cli.options import AnyBroker, Json, Store
 from workers.cli.scale.simulate import EXAMPLE, simulate
 from workers.cli.terminal.show import say
@@ -20,33 +21,23 @@ _LATER = "no autoscaler leads; the next one tries at once"
 Pool = Annotated[str, typer.Argument(help="A pool, or a model with all its pools; penstock scale ls shows all.")]
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the commands."""
-    about = "Scaling: how many workers each pool has, and why."
-    commands: dict[str, Command] = {
-        "ls": (listed, "penstock scale ls"),
-        "explain": (explain, "penstock scale explain tiny --history 20"),
-        "retry": (retry, "penstock scale retry tiny"),
-        "simulate": (simulate, EXAMPLE),
-    }
-    add_group(app, "scale", about, OPERATOR_STATUS, commands)
+app = Commands("Operations", OPERATOR_STATUS, "scale", "Scaling: how many workers each pool has, and why.")
 
 
+@app.shown("penstock scale ls", "ls")
 def listed(broker: AnyBroker = None, store: Store = None, as_json: Json = False) -> None:
     """List the pools that are scaled, with the number of workers that each should have."""
+    from workers.autoscaler.explain import summary
 
-    async def work(client: AsyncClient) -> None:
-        from workers.autoscaler.explain import summary
-
-        now, states = await _states(client)
-        for pool, state in states.items():
-            say(json.dumps({"pool": pool, **state}) if as_json else summary(pool, state, now))
-        if not states and not as_json:
-            say(_nobody())
-
-    with_client(broker, store, work)
+    with system(broker, store) as (client, loop):
+        now, states = loop.run(_states(client))
+    for pool, state in states.items():
+        say(json.dumps({"pool": pool, **state}) if as_json else summary(pool, state, now))
+    if not states and not as_json:
+        say(_nobody())
 
 
+@app.shown("penstock scale explain tiny --history 20")
 def explain(
     pool: Annotated[
         str | None,
@@ -58,14 +49,13 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Tell why a pool has the number of workers that it has: what was seen, the formula, limits, trouble, changes."""
+    from producers.store.fleet.scaling import decisions
+    from workers.autoscaler.explain import explained
 
-    async def work(client: AsyncClient) -> None:
-        from producers.store.fleet.scaling import decisions
-        from workers.autoscaler.explain import explained
-
-        now, states = await _states(client)
+    with system(broker, store) as (client, loop):
+        now, states = loop.run(_states(client))
         for name in _named(pool, states) if pool is not None else list(states):
-            changes = await decisions(client.store, name, history) if history else []
+            changes = loop.run(decisions(client.store, name, history)) if history else []
             state = states.get(name)
             if state is None and not changes:
                 raise Failure(_unknown(name, states))
@@ -74,27 +64,22 @@ def explain(
             else:
                 for line in explained(name, state, changes, now):
                     say(line)
-        if pool is None and not states and not as_json:
-            say(_nobody())
-
-    with_client(broker, store, work)
+    if pool is None and not states and not as_json:
+        say(_nobody())
 
 
+@app.shown("penstock scale retry tiny")
 def retry(pool: Pool, broker: AnyBroker = None, store: Store = None) -> None:
     """Try at once to start workers of a pool whose starts failed. The failures so far are forgotten."""
+    from producers.store.fleet import scaling
 
-    async def work(client: AsyncClient) -> None:
-        from producers.store.fleet import scaling
-        from producers.store.fleet.scaling import is_fresh
-
-        now, states = await _states(client)
+    with system(broker, store) as (client, loop):
+        now, states = loop.run(_states(client))
         for name in _named(pool, states):
             if name not in states:
                 raise Failure(_unknown(name, states))
-            await scaling.retry(client.store, name)
-            say(f"{name}: the next try is now" if is_fresh(states[name].get("at"), now) else f"{name}: {_LATER}")
-
-    with_client(broker, store, work)
+            loop.run(scaling.retry(client.store, name))
+            say(f"{name}: {'the next try is now' if scaling.is_fresh(states[name].get('at'), now) else _LATER}")
 
 
 async def _states(client: AsyncClient) -> tuple[float, dict[str, dict[str, Any]]]:
@@ -116,3 +101,6 @@ def _unknown(pool: str, states: dict[str, Any]) -> str:
 
 def _nobody() -> str:
     return "No pool is scaled: start `penstock autoscaler`, or `penstock up --min 0 --max 2`."
+
+
+app.shown(EXAMPLE)(simulate)

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from workers.cli.exits import PROCESS_STATUS, Failure, needs
+from workers.cli.commands import Commands
+from workers.cli.exits import PROCESS_STATUS, Failure, needs, refusing
 from workers.cli.models.references import MODEL, complete_model
 from workers.cli.options import Broker, HealthPort, LogLevel, Store, UniqueName
 from workers.cli.options.checks import finite
-from workers.cli.starting import look_at_servers, refusing_bad_urls, set_up_logging, store_of
+from workers.cli.starting import look_at_servers, set_up_logging, store_of
 from workers.cli.terminal.show import say
 
 if TYPE_CHECKING:
@@ -23,15 +24,12 @@ if TYPE_CHECKING:
     from workers.runtime.health import Health
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the command."""
-    example = (
-        "Example: penstock autoscaler --broker redis://10.0.0.5:6379/0 --model tiny --max 4 "
-        "--actuator kubernetes://default/worker-tiny"
-    )
-    app.command(epilog=f"{example}\n\n{PROCESS_STATUS}", rich_help_panel="Processes")(autoscaler)
+app = Commands("Processes", PROCESS_STATUS)
 
 
+@app.shown(
+    "penstock autoscaler --broker redis://10.0.0.5:6379/0 --model tiny --max 4 --actuator kubernetes://default/worker-tiny"
+)
 def autoscaler(
     broker: Broker,
     store: Store = None,
@@ -86,7 +84,6 @@ def autoscaler(
 
     from workers.autoscaler.autoscaler import AutoscalerSettings
     from workers.autoscaler.config import BadScaling, opened
-    from workers.errors import Refused
     from workers.runtime.health import Health
 
     set_up_logging(log_level)
@@ -101,39 +98,34 @@ def autoscaler(
     settings = AutoscalerSettings(lease=lease, every=interval)
     if name is not None:
         settings = replace(settings, name=name)
-    try:
-        with needs("aws", "kubernetes"):
-            pools = opened(_looked_at(_pools(said, rule or [], config), interval), broker, store_of(broker, store))
-        health = None if health_port is None else Health("0.0.0.0", health_port)  # noqa: S104 - asked from outside
-    except (BadScaling, Refused) as error:
-        raise Failure(str(error)) from error
-    with refusing_bad_urls():
+    store = store_of(broker, store)
+    with refusing(BadScaling), needs("aws", "kubernetes"):
+        pools = opened(_looked_at(_pools(said, rule or [], config), interval), broker, store)
+    health = Health(health_port)
+    with refusing(ValueError):
         look_at_servers(broker, store)
-        asyncio.run(_run(broker, store_of(broker, store), pools, settings, dry_run, health))
+        asyncio.run(_run(broker, store, pools, settings, dry_run, health))
 
 
 async def _run(
-    broker: str, store: str, pools: Sequence[Scaled], settings: AutoscalerSettings, dry_run: bool, health: Health | None
+    broker: str, store: str, pools: Sequence[Scaled], settings: AutoscalerSettings, dry_run: bool, health: Health
 ) -> None:
     """Scale until SIGTERM or SIGINT; then let another lead at once. Workers of local actuators drain before the end."""
     import asyncio
     import logging
-    import signal
     from contextlib import suppress
 
     from producers.client.aio import AsyncClient
     from workers.autoscaler.autoscaler import Autoscaler
     from workers.autoscaler.pools import fixed
+    from workers.runtime.signals import when_told
 
     log = logging.getLogger("workers.autoscaler")
     async with AsyncClient(broker, store) as client:
         autoscaler = Autoscaler(client, fixed(pools), settings, dry_run=dry_run, show=_shown(dry_run))
-        if health is not None:
-            health.serve(autoscaler)
-            log.info("/livez and /readyz on port %d", health.port)
+        health.serve(autoscaler)
         task = asyncio.create_task(autoscaler.run(), name="autoscaler")
-        for sig in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(sig, task.cancel)
+        when_told(task.cancel)
         log.info("pools: %s", ", ".join(f"{one.settings.name} ({one.settings.actuator})" for one in pools))
         try:
             with suppress(asyncio.CancelledError):

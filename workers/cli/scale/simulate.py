@@ -5,20 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from workers.cli.admin.bench import check_writable, weights
-from workers.cli.admin.dlq import with_client
-from workers.cli.exits import Exit, Failure
+from workers.cli.admin.servers import system
+from workers.cli.exits import Exit, Failure, refusing, touching
 from workers.cli.options import AnyBroker, Store
-
-if TYPE_CHECKING:
-    from producers.client.aio import AsyncClient
-    from workers.autoscaler.policy.rules import Rules
-    from workers.autoscaler.simulate.trace import Arrival
-    from workers.autoscaler.simulate.worker import WorkerModel
 
 EXAMPLE = "penstock scale simulate --synthetic diurnal --max 30 --cool-down 30 --plot day.svg"
 
@@ -106,8 +100,11 @@ def simulate(
 
     The policy is the autoscaler's own code. Exit status 1: the objective was missed, or a kept decision differs.
     """
+    from workers.autoscaler.config import one_pool
     from workers.autoscaler.simulate.compare import Objective, Settings, compared
-    from workers.autoscaler.simulate.trace import write
+    from workers.autoscaler.simulate.synthetic import Synthetic
+    from workers.autoscaler.simulate.trace import read, write
+    from workers.autoscaler.simulate.worker import WorkerModel
     from workers.cli.scale.simulated import progress, report
 
     if sum(one is not None for one in (trace, synthetic, decisions)) != 1:
@@ -120,14 +117,16 @@ def simulate(
     kept = _profile(profile, broker, store) if profile is not None else {}
     asked = {"knee": knee, "tokens_per_s": tokens_per_s, "prompt_cost": prompt_cost, "cold_start": cold_start}
     told = {**kept, **{name: value for name, value in asked.items() if value is not None}}
-    model = _worker(told, slots, drain_timeout)
-    rules = _rules({"min": least, "max": most, "cool_down": cool_down}, rule or [])
-    if trace is not None:
-        arrivals, name = _recorded(trace), str(trace)
-    else:
-        shares = weights(mix, "--mix")
-        drawn = (str(synthetic), tasks, duration, peak, bursts, shares, prompt_tokens, output_tokens, seed)
-        arrivals, name = _drawn(*drawn), f"{synthetic} with seed {seed}"
+    with refusing(ValueError):
+        model = WorkerModel(**told, slots=slots or 2 * told.get("knee", WorkerModel().knee), drain=drain_timeout)
+        rules = one_pool({"model": "simulated", "min": least, "max": most, "cool_down": cool_down}, rule or []).rules
+        if trace is not None:
+            with touching(trace, "read"):
+                arrivals, name = read(trace), str(trace)
+        else:
+            shares = weights(mix, "--mix")
+            drawn = (str(synthetic), tasks, duration, peak, bursts, shares, prompt_tokens, output_tokens, seed)
+            arrivals, name = Synthetic(*drawn).arrivals(), f"{synthetic} with seed {seed}"
     if write_trace is not None:
         write(write_trace, arrivals)
     with progress(arrivals[-1].at) as note:
@@ -138,65 +137,19 @@ def simulate(
         raise Failure(f"the objective was missed: {missed}", Exit.TASK_FAILED)
 
 
-def _worker(told: dict[str, Any], slots: int | None, drain: float) -> WorkerModel:
-    from workers.autoscaler.simulate.worker import WorkerModel
-
-    try:
-        knee = told.get("knee", WorkerModel().knee)
-        return WorkerModel(**told, slots=2 * knee if slots is None else slots, drain=drain)
-    except ValueError as error:
-        raise Failure(str(error)) from error
-
-
-def _rules(said: dict[str, Any], rules: list[str]) -> Rules:
-    from workers.autoscaler.config import BadScaling, one_pool
-
-    try:
-        return one_pool({"model": "simulated", **said}, rules).rules
-    except BadScaling as error:
-        raise Failure(str(error)) from error
-
-
-def _recorded(path: Path) -> list[Arrival]:
-    from workers.autoscaler.simulate.trace import read
-
-    try:
-        return read(path)
-    except OSError as error:
-        raise Failure(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise Failure(str(error)) from error
-
-
-def _drawn(*settings: Any) -> list[Arrival]:
-    from workers.autoscaler.simulate.synthetic import Synthetic
-
-    try:
-        return Synthetic(*settings).arrivals()
-    except ValueError as error:
-        raise Failure(str(error)) from error
-
-
 def _profile(version: str, broker: str | None, store: str | None) -> dict[str, Any]:
     """The measurements of a version's workers. Their tokens a second count prompts like outputs."""
-    kept: list[str] = []
+    from producers.connection.script import text
+    from producers.contract import keys
+    from producers.contract.profile import Profile
 
-    async def work(client: AsyncClient) -> None:
-        from producers.connection.script import text
-        from producers.contract import keys
-
-        said = await client.store.execute_command("HGET", keys.PROFILES, version)
-        if said is not None:
-            kept.append(text(said))
-
-    with_client(broker, store, work)
-    if not kept:
+    with system(broker, store) as (client, loop):
+        kept = loop.run(client.store.execute_command("HGET", keys.PROFILES, version))
+    if kept is None:
         raise Failure(
             f"no profile of {version!r} is kept; it is written as MODEL@VERSION, once a worker has measured it"
         )
-    from producers.contract.profile import Profile
-
-    measured = Profile.from_json(kept[0])
+    measured = Profile.from_json(text(kept))
     start = measured.cold_start.get("total")
     found = {"knee": measured.knee and max(1, round(measured.knee)), "tokens_per_s": measured.tokens_per_s}
     found |= {"cold_start": start, "prompt_cost": 1.0 if measured.tokens_per_s else None}
@@ -206,12 +159,8 @@ def _profile(version: str, broker: str | None, store: str | None) -> dict[str, A
 def _replay(path: Path, as_json: bool) -> None:
     from workers.autoscaler.simulate.replay import replay
 
-    try:
+    with refusing(ValueError), touching(path, "read"):
         found = replay(path)
-    except OSError as error:
-        raise Failure(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise Failure(str(error)) from error
     if as_json:
         typer.echo(json.dumps(asdict(found)))
     else:

@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+
+from workers.cli.terminal.show import aligned
 
 if TYPE_CHECKING:
     from workers.autoscaler.simulate.compare import Compared
 
 
-#: Columns of the table, also where no terminal tells how wide it is.
-WIDE: Final = 110
+HEADS: Final = (
+    *("", "in time", "priority p99", "default p95", "worker-hours", "of clairvoyant", "cost", "most", "turns"),
+)
 
 
 @contextmanager
@@ -56,38 +58,28 @@ def _table(said: dict[str, Any], found: Compared) -> None:
         f"{said['trace']}: {said['tasks']:,} tasks; a worker: knee {model.knee}, {model.tokens_per_s:g} tokens/s, "
         f"cold start {model.cold_start:g} s; {rules.min} to {rules.max} workers, cool-down {rules.cool_down:g} s"
     )
-    table = Table(box=None, pad_edge=False)
-    for heading in (
-        "",
-        "in time",
-        "priority p99",
-        "default p95",
-        "worker-hours",
-        "of clairvoyant",
-        "cost",
-        "most",
-        "turns",
-    ):
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    for scaler, its in said["scalers"].items():
-        ratio = its["of_clairvoyant"]
-        table.add_row(
-            scaler,
-            f"{its['priority_in_time']:.2%}",
-            _seconds(its["ttft_s"], "priority", "p99"),
-            _seconds(its["ttft_s"], "default", "p95"),
-            f"{its['worker_hours']:,.1f}",
-            "-" if ratio is None else f"{ratio:.2f}",
-            f"{its['cost']:,.2f}",
-            str(its["most_workers"]),
-            str(its["turns"]),
-        )
-    Console(width=max(WIDE, Console().width)).print(table)
+    for line in aligned([HEADS, *(_row(scaler, its) for scaler, its in said["scalers"].items())]):
+        typer.echo(line)
     typer.echo(
         f"in time: priority's first token within {settings.objective.ttft:g} s; the objective is "
         f"{settings.objective.share:.0%}. most: with workers that drain."
     )
     typer.echo(f"All work is {said['scalers']['policy']['work_hours']:,.1f} worker-hours: no schedule needs fewer.")
+
+
+def _row(scaler: str, its: dict[str, Any]) -> tuple[object, ...]:
+    ratio = its["of_clairvoyant"]
+    return (
+        scaler,
+        f"{its['priority_in_time']:.2%}",
+        _seconds(its["ttft_s"], "priority", "p99"),
+        _seconds(its["ttft_s"], "default", "p95"),
+        f"{its['worker_hours']:,.1f}",
+        "-" if ratio is None else f"{ratio:.2f}",
+        f"{its['cost']:,.2f}",
+        its["most_workers"],
+        its["turns"],
+    )
 
 
 def _seconds(times: dict[str, Any], tier: str, quantile: str) -> str:

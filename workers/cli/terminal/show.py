@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import typer
@@ -24,6 +25,27 @@ def printable(text: str, terminal: bool) -> str:
 def say(line: str) -> None:
     """Print a line that may hold anybody's text."""
     typer.echo(printable(line, sys.stdout.isatty()))
+
+
+def note(line: str) -> None:
+    """Print a line about the progress, on standard error."""
+    typer.echo(line, err=True)
+
+
+def relayed(name: str, line: str) -> None:
+    """Print a line of a child process. Where nobody reads the output any more, this process goes on serving."""
+    with suppress(OSError):
+        note(f"{name} | {line}")
+
+
+def aligned(rows: Sequence[Sequence[object]], left: int = 1) -> Iterator[str]:
+    """Rows as lines of columns: the first `left` are aligned to the left, the others to the right."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    for row in texts:
+        cells = [cell.ljust(width) for cell, width in zip(row[:left], widths, strict=False)]
+        cells += [cell.rjust(width) for cell, width in zip(row[left:], widths[left:], strict=True)]
+        yield "  ".join(cells).rstrip()
 
 
 def choices(outputs: Sequence[dict[str, Any]]) -> str:

@@ -3,43 +3,31 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from workers.cli.admin.dlq import with_client
-from workers.cli.exits import OPERATOR_STATUS, PROCESS_STATUS, Command, Exit, Failure, add_group, needs
+from workers.cli.admin.servers import system
+from workers.cli.commands import Commands
+from workers.cli.exits import OPERATOR_STATUS, PROCESS_STATUS, Exit, Failure, needs, refusing
 from workers.cli.options import AnyBroker, Broker, HealthPort, Json, LogLevel, Store, WebhookAllow
 from workers.cli.options.checks import finite
-from workers.cli.starting import look_at_servers, refusing_bad_urls, set_up_logging, store_of
+from workers.cli.starting import look_at_servers, set_up_logging, store_of
 from workers.cli.terminal.show import say
 from workers.cli.webhooks import deliveries, listen
 from workers.cli.webhooks.listen import Tenant
-
-if TYPE_CHECKING:
-    from producers.client.aio import AsyncClient
 
 #: Time (s) for which a test waits for a delivery.
 TEST_S = 25.0
 
 
-def add_to(app: typer.Typer) -> None:
-    """Register the commands."""
-    server = "redis://10.0.0.5:6379/0"
-    about = "Webhooks: the process that delivers them, and its deliveries."
-    commands: dict[str, Command] = {
-        "run": (run, f"penstock webhooks run --broker {server} --webhook-allow 10.0.0.0/8", PROCESS_STATUS),
-        "ls": (deliveries.listed, "penstock webhooks ls --state dead"),
-        "show": (deliveries.show, "penstock webhooks show evt_5f0d3c"),
-        "replay": (deliveries.replay, "penstock webhooks replay --endpoint whe_019 --since 2026-11-20T08:00"),
-        "endpoints": (endpoints_listed, "penstock webhooks endpoints"),
-        "test": (send_test, "penstock webhooks test whe_019 --event-type batch.completed"),
-        "secret": (secret, "penstock webhooks secret --tenant acme --rotate"),
-        "listen": (listen.listen, "penstock webhooks listen --port 9000", PROCESS_STATUS),
-    }
-    add_group(app, "webhooks", about, OPERATOR_STATUS, commands)
+_SERVER = "redis://10.0.0.5:6379/0"
+app = Commands(
+    "Operations", OPERATOR_STATUS, "webhooks", "Webhooks: the process that delivers them, and its deliveries."
+)
 
 
+@app.shown(f"penstock webhooks run --broker {_SERVER} --webhook-allow 10.0.0.0/8", status=PROCESS_STATUS)
 def run(
     broker: Broker,
     store: Store = None,
@@ -54,48 +42,43 @@ def run(
     import asyncio
 
     with needs("webhooks"):
-        from workers.errors import Refused
         from workers.webhooks import process
         from workers.webhooks.deliverer import WebhookSettings
     set_up_logging(log_level)
     allowed = tuple(webhook_allow or ())
     settings = WebhookSettings(store_of(broker, store), allowed, drain=drain_timeout, health_port=health_port)
-    with refusing_bad_urls():
+    with refusing(ValueError):
         look_at_servers(settings.store, None)
-        try:
-            asyncio.run(process.run(settings))
-        except Refused as refusal:
-            raise Failure(str(refusal)) from refusal
+        asyncio.run(process.run(settings))
 
 
+@app.shown("penstock webhooks endpoints", "endpoints")
 def endpoints_listed(broker: AnyBroker = None, store: Store = None, as_json: Json = False) -> None:
     """List the endpoints, the newest first."""
+    from producers.store import endpoints
 
-    async def work(client: AsyncClient) -> None:
-        from producers.store import endpoints
-
-        found = await endpoints.every(client.store)
-        for one in found:
-            about = {
-                "id": one.id,
-                "url": one.url,
-                "event_types": list(one.event_types),
-                "tenant": one.tenant,
-                "celery": one.celery,
-                "disabled_because": one.disabled_because,
-            }
-            if as_json:
-                typer.echo(json.dumps(about))
-                continue
-            state = "" if one.enabled else f"  disabled: {one.disabled_because}"
-            whose = "" if one.tenant is None else f"  tenant {one.tenant}"
-            say(f"{one.id}  {one.url}  {', '.join(one.event_types)}{whose}{state}")
-        if not found and not as_json:
-            typer.echo("There are no endpoints; POST /v1/webhook_endpoints makes one.")
-
-    with_client(broker, store, work)
+    with system(broker, store) as (client, loop):
+        found = loop.run(endpoints.every(client.store))
+    for one in found:
+        about = {
+            "id": one.id,
+            "url": one.url,
+            "event_types": list(one.event_types),
+            "tenant": one.tenant,
+            "celery": one.celery,
+            "disabled_because": one.disabled_because,
+        }
+        if as_json:
+            typer.echo(json.dumps(about))
+            continue
+        state = "" if one.enabled else f"  disabled: {one.disabled_because}"
+        whose = "" if one.tenant is None else f"  tenant {one.tenant}"
+        say(f"{one.id}  {one.url}  {', '.join(one.event_types)}{whose}{state}")
+    if not found and not as_json:
+        typer.echo("There are no endpoints; POST /v1/webhook_endpoints makes one.")
 
 
+@app.shown("penstock webhooks test whe_019 --event-type batch.completed", "test")
 def send_test(
     endpoint: Annotated[str, typer.Argument(help="The endpoint's id; penstock webhooks endpoints shows all.")],
     event_type: Annotated[str, typer.Option(help="The type of the made-up event.")] = "response.completed",
@@ -103,26 +86,24 @@ def send_test(
     store: Store = None,
 ) -> None:
     """Deliver a made-up event to an endpoint once, and show what it answers. Exit status 1: it was not delivered."""
+    from producers.contract.webhook import EVENT_TYPES
+    from producers.store import endpoints
 
-    async def work(client: AsyncClient) -> None:
-        from producers.contract.webhook import EVENT_TYPES
-        from producers.store import endpoints
-
+    with system(broker, store) as (client, loop):
         if event_type not in EVENT_TYPES:
             raise Failure(f"--event-type is {event_type!r}; there are {', '.join(EVENT_TYPES)}")
-        one = await endpoints.get(client.store, endpoint)
+        one = loop.run(endpoints.get(client.store, endpoint))
         if one is None:
             raise Failure(f"there is no endpoint {endpoint}; penstock webhooks endpoints shows all")
-        row = await endpoints.tested(client.store, one, event_type, TEST_S)
-        if row is None:
-            raise Failure(f"nobody delivered it within {TEST_S:g} s: start `penstock webhooks run`", Exit.TASK_FAILED)
-        deliveries.tell(deliveries.described(row))
-        if row.state != "delivered":
-            raise typer.Exit(Exit.TASK_FAILED)
-
-    with_client(broker, store, work)
+        row = loop.run(endpoints.tested(client.store, one, event_type, TEST_S))
+    if row is None:
+        raise Failure(f"nobody delivered it within {TEST_S:g} s: start `penstock webhooks run`", Exit.TASK_FAILED)
+    deliveries.tell(deliveries.described(row))
+    if row.state != "delivered":
+        raise typer.Exit(Exit.TASK_FAILED)
 
 
+@app.shown("penstock webhooks secret --tenant acme --rotate")
 def secret(
     tenant: Tenant = None,
     rotate: Annotated[
@@ -135,18 +116,21 @@ def secret(
     store: Store = None,
 ) -> None:
     """Show the secret that signs the webhooks of a tenant's tasks which name none of their own."""
+    from producers.store import endpoints
+    from producers.store.access.audit import Change, operator
 
-    async def work(client: AsyncClient) -> None:
-        from producers.store import endpoints
-        from producers.store.access.audit import Change, operator
-
-        if drop_old and not rotate:
-            raise Failure("--drop-old needs --rotate")
+    if drop_old and not rotate:
+        raise Failure("--drop-old needs --rotate")
+    with system(broker, store) as (client, loop):
         if rotate:
             audit = Change(operator(), "webhook_secret.rotate", tenant or "", tenant)
-            found = await endpoints.rotate_own(client.store, tenant, audit, keep_old=not drop_old)
+            found = loop.run(endpoints.rotate_own(client.store, tenant, audit, keep_old=not drop_old))
         else:
-            found = await endpoints.own_secrets(client.store, tenant)
-        typer.echo(found.secret)
+            found = loop.run(endpoints.own_secrets(client.store, tenant))
+    typer.echo(found.secret)
 
-    with_client(broker, store, work)
+
+app.shown("penstock webhooks ls --state dead", "ls")(deliveries.listed)
+app.shown("penstock webhooks show evt_5f0d3c")(deliveries.show)
+app.shown("penstock webhooks replay --endpoint whe_019 --since 2026-11-20T08:00")(deliveries.replay)
+app.shown("penstock webhooks listen --port 9000", status=PROCESS_STATUS)(listen.listen)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 import typer
 
-from workers.cli.admin.dlq import with_client
+from workers.cli.admin.servers import system
 from workers.cli.exits import Exit, Failure
 from workers.cli.options import AnyBroker, Json, Store
-from workers.cli.terminal.show import say
+from workers.cli.terminal.show import note, say
 
 if TYPE_CHECKING:
     from producers.client.aio import AsyncClient
@@ -67,40 +67,30 @@ def listed(
     as_json: Json = False,
 ) -> None:
     """List deliveries, the last of each state first."""
+    from producers.store import outbox
 
-    async def work(client: AsyncClient) -> None:
-        from producers.store import outbox
-
-        any_found = False
+    any_found = False
+    with system(broker, store) as (client, loop):
         for one in (state,) if state else STATES:
-            found = outbox.rows(client.store, cast("State", one), endpoint=endpoint, since=_s(since), until=_s(until))
-            async for row in _some(found, limit):
+            rows = outbox.rows(client.store, cast("State", one), endpoint=endpoint, since=_s(since), until=_s(until))
+            for row in loop.run(_first(rows, limit)):
                 any_found = True
-                if as_json:
-                    typer.echo(json.dumps(_shown(row)))
-                else:
-                    tell(described(row))
-        if not any_found and not as_json:
-            typer.echo("There are no such deliveries.")
-
-    with_client(broker, store, work)
+                tell(json.dumps(_shown(row)) if as_json else described(row))
+    if not any_found and not as_json:
+        typer.echo("There are no such deliveries.")
 
 
 def show(names: Names, broker: AnyBroker = None, store: Store = None, as_json: Json = False) -> None:
     """Show deliveries with their tries: when, what the receiver answered, and how long that took."""
-
-    async def work(client: AsyncClient) -> None:
-        for name in names:
-            for row in await _named(client, name):
-                if as_json:
-                    typer.echo(json.dumps(_shown(row)))
-                    continue
-                tell(described(row))
-                for one in row.attempts:
-                    what = one.error if one.status is None else f"{one.status} {one.answer}"
-                    tell(f"  {_when(one.at)}  {one.latency_ms} ms  {what}")
-
-    with_client(broker, store, work)
+    with system(broker, store) as (client, loop):
+        for row in (row for name in names for row in loop.run(_named(client, name))):
+            if as_json:
+                typer.echo(json.dumps(_shown(row)))
+                continue
+            tell(described(row))
+            for one in row.attempts:
+                what = one.error if one.status is None else f"{one.status} {one.answer}"
+                tell(f"  {_when(one.at)}  {one.latency_ms} ms  {what}")
 
 
 def replay(
@@ -124,26 +114,22 @@ def replay(
     selected = bool(every or endpoint or since is not None or until is not None)
     if bool(names) == selected:
         raise Failure("name deliveries, or select some with --endpoint, --since, --until or --all; not both")
+    from producers.connection.script import arun, text
+    from producers.store import outbox
 
-    async def work(client: AsyncClient) -> None:
-        from producers.connection.script import arun, text
-        from producers.store import outbox
-
+    with system(broker, store) as (client, loop):
         if names:
-            found = [row.name for name in names for row in await _named(client, name)]
+            found = [row for name in names for row in loop.run(_named(client, name))]
         else:
             rows = outbox.rows(client.store, cast("State", state), endpoint=endpoint, since=_s(since), until=_s(until))
-            found = [row.name async for row in rows]  # all first: a replayed row leaves the list
-        answers = [(name, text(await arun(client.store, outbox.replay(name)))) for name in found]
-        for name, answer in answers:
-            if answer == "held":
-                typer.echo(f"{name} is being tried at this moment", err=True)
-        done = sum(answer == "replayed" for _, answer in answers)
-        typer.echo(f"{done} deliveries are due again")
-        if any(answer == "held" for _, answer in answers):
-            raise typer.Exit(Exit.TASK_FAILED)
-
-    with_client(broker, store, work)
+            found = loop.run(_first(rows, None))  # all: a replayed row leaves the list
+        answers = {row.name: text(loop.run(arun(client.store, outbox.replay(row.name)))) for row in found}
+    held = [name for name, answer in answers.items() if answer == "held"]
+    for name in held:
+        note(f"{name} is being tried at this moment")
+    typer.echo(f"{list(answers.values()).count('replayed')} deliveries are due again")
+    if held:
+        raise typer.Exit(Exit.TASK_FAILED)
 
 
 def described(row: Row) -> str:
@@ -171,12 +157,14 @@ async def _named(client: AsyncClient, name: str) -> list[Row]:
     return found
 
 
-async def _some(rows: AsyncIterator[Row], limit: int) -> AsyncIterator[Row]:
+async def _first(rows: AsyncIterator[Row], most: int | None) -> list[Row]:
+    """The first rows; None: all."""
+    found: list[Row] = []
     async for row in rows:
-        yield row
-        limit -= 1
-        if limit == 0:
-            return
+        found.append(row)
+        if len(found) == most:
+            break
+    return found
 
 
 def _shown(row: Row) -> dict[str, Any]:

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from workers.cli.admin.dlq import with_client
+from workers.cli.admin.servers import system
 from workers.cli.exits import Failure, needs
 from workers.cli.options import AnyBroker, Port, Store
 
 if TYPE_CHECKING:
     from http.server import BaseHTTPRequestHandler
-
-    from producers.client.aio import AsyncClient
 
 Tenant = Annotated[str | None, typer.Option(help="The tenant. Unset: tasks without one.")]
 #: Largest body (bytes) that is read; events are far smaller.
@@ -66,15 +64,10 @@ def listen(
 
 
 def _own(broker: str | None, store: str | None, tenant: str | None) -> str:
-    found: list[str] = []
+    from producers.store import endpoints
 
-    async def work(client: AsyncClient) -> None:
-        from producers.store import endpoints
-
-        found.append((await endpoints.own_secrets(client.store, tenant)).secret)
-
-    with_client(broker, store, work)
-    return found[0]
+    with system(broker, store) as (client, loop):
+        return loop.run(endpoints.own_secrets(client.store, tenant)).secret
 
 
 def _handler(received: Callable[[bytes, dict[str, str]], None]) -> type[BaseHTTPRequestHandler]:

@@ -6,7 +6,7 @@ from redis import Redis
 
 from engine.text import ModelCard
 from producers.store.fleet import cards, rollouts
-from workers.cli.local.publish import publish_own
+from workers.cli.models.publish import publish_own
 from workers.library import find_model
 from workers.library.reference import BUNDLED
 from workers.library.verify import described

@@ -1,0 +1,24 @@
+"""The commands of one module, which the root takes over, and how their --help pages end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from typer import Typer
+from typer.models import CommandFunctionType
+
+
+class Commands(Typer):
+    """Commands that --help lists in a panel. `status`: their exit statuses. `group`: the command that they are below,
+    and `about` its help; None: they stand by themselves."""
+
+    def __init__(self, panel: str, status: str, group: str | None = None, about: str | None = None) -> None:
+        super().__init__(name=group, help=about, no_args_is_help=True, rich_help_panel=panel)
+        self._panel, self._status = None if group else panel, status
+
+    def shown(
+        self, example: str, name: str | None = None, *, status: str | None = None
+    ) -> Callable[[CommandFunctionType], CommandFunctionType]:
+        """Add a command, with the example that its --help shows. `name`: unset, the function's."""
+        epilog = f"Example: {example}\n\n{status or self._status}"
+        return self.command(name, epilog=epilog, rich_help_panel=self._panel)
