@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Final, Self
 
 from redis import Redis
@@ -27,6 +25,7 @@ from producers.contract import keys
 from producers.sweeper.batches.expand import WINDOW
 from tests.aws import REGION, running_aws
 from tests.bench.batches import CARD
+from tests.bench.gateways import cpu_s, rss_mb
 from tests.processes import free_port, valkey
 from workers.cli.batch.client import BatchGateway
 
@@ -54,16 +53,12 @@ class Process:
     @property
     def most_mb(self) -> float:
         """The most memory that it had so far."""
-        for line in Path(f"/proc/{self._process.pid}/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return round(int(line.split()[1]) * 1024 / 1e6, 1)
-        raise RuntimeError("this kernel tells no VmHWM")
+        return round(rss_mb(self._process.pid), 1)
 
     @property
     def cpu_s(self) -> float:
         """Seconds of a processor that it took so far."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return cpu_s(self._process.pid)
 
     def __enter__(self) -> Self:
         return self
