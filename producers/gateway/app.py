@@ -13,8 +13,9 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 
+from producers.client.aio import AsyncClient
 from producers.connection.addresses import networks
-from producers.gateway import batches, docs, files, front, health, keys, metrics, models, openai, usage, webhooks
+from producers.gateway import batches, files, health, keys, metrics, models, openai, pages, usage, webhooks
 from producers.gateway.admission.accounts import Accounts
 from producers.gateway.admission.callers import Callers
 from producers.gateway.admission.destinations import Destinations
@@ -56,6 +57,8 @@ EXPOSED: Final = (
     "x-request-id",
     "x-should-retry",
 )
+#: Modules with a router, beside OpenAI's endpoints and the metrics.
+ROUTED: Final = (pages, tasks, events, explain, files, batches, webhooks, keys, tenants, usage, models, health)
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
@@ -75,55 +78,16 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
         async with client:
-            prompts, templates = Prompts(client.store), Templates(client.store)
-            blobs = open_blobs(settings.files_dir)
-            readers = ReaderLeases(client, settings.reader_lease, settings.patience)
-            callers = Callers(client.store) if settings.auth == "keys" else None
-            bounds = Bounds(settings.max_queued_in_all, settings.max_queued, settings.max_queued_per_tenant)
-            admission = Admission(client, bounds, settings.max_wait)
-            places = Destinations(allowed)
-            large = asyncio.Semaphore(LARGE_RESULTS)
-            awaited = set(settings.awaited)
-            app.state.gateway = Gateway(
-                settings,
-                client,
-                prompts,
-                templates,
-                blobs,
-                Reach(blobs),
-                readers,
-                callers,
-                Accounts(client, prices),
-                admission,
-                places,
-                figures,
-                streams,
-                large,
-                prices,
-                awaited,
-            )
-            keeping = [asyncio.create_task(readers.run(), name="renew reader leases")]
-            if callers is not None:
-                keeping.append(asyncio.create_task(streams.watch(client.store), name="watch keys"))
-            if settings.sweep:
-                sweeping = sweeper.run(client, reader_lease_s=settings.reader_lease)
-                keeping.append(asyncio.create_task(sweeping, name="sweep"))
-            try:
+            gateway = app.state.gateway = _parts(settings, client, prices, Destinations(allowed), streams, figures)
+            async with _running(gateway):
                 yield
-            finally:
-                prompts.close()
-                templates.close()
-                for task in keeping:
-                    task.cancel()
-                await asyncio.wait(keeping)
-                await places.aclose()
 
     app = Documented(
         title="Penstock",
         version=version("penstock"),
         lifespan=lifespan,
         default_response_class=JSONResponse,
-        # FastAPI's own pages load scripts from other servers (`docs` does not).
+        # FastAPI's own pages load scripts from other servers (`pages` do not).
         docs_url=None,
         redoc_url=None,
         responses=views.errors(*views.ANYWHERE),
@@ -141,12 +105,59 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             expose_headers=EXPOSED,
         )
     errors.install(app)
-    for router in (
-        *(part.router for part in (front, docs, tasks, events, explain, files, batches, webhooks, keys, tenants)),
-        *(part.router for part in (usage, models, health)),
-        *openai.ROUTERS,
-    ):
+    for router in (*(part.router for part in ROUTED), *openai.ROUTERS):
         app.include_router(router)
     app.include_router(metrics.router, dependencies=MEASURES)
-    app.mount(docs.ASSETS, docs.assets())
+    app.mount(pages.ASSETS, pages.assets())
     return app
+
+
+def _parts(
+    settings: GatewaySettings,
+    client: AsyncClient,
+    prices: Prices | None,
+    destinations: Destinations,
+    streams: Streams,
+    figures: Metrics,
+) -> Gateway:
+    blobs = open_blobs(settings.files_dir)
+    bounds = Bounds(settings.max_queued_in_all, settings.max_queued, settings.max_queued_per_tenant)
+    return Gateway(
+        settings=settings,
+        client=client,
+        prompts=Prompts(client.store),
+        templates=Templates(client.store),
+        blobs=blobs,
+        reach=Reach(blobs),
+        readers=ReaderLeases(client, settings.reader_lease, settings.patience),
+        callers=Callers(client.store) if settings.auth == "keys" else None,
+        accounts=Accounts(client, prices),
+        admission=Admission(client, bounds, settings.max_wait),
+        destinations=destinations,
+        metrics=figures,
+        streams=streams,
+        large=asyncio.Semaphore(LARGE_RESULTS),
+        prices=prices,
+        awaited=set(settings.awaited),
+    )
+
+
+@asynccontextmanager
+async def _running(gateway: Gateway) -> AsyncGenerator[None]:
+    """Keep running what a gateway does beside its requests; close its parts at the end."""
+    client, settings = gateway.client, gateway.settings
+    keeping = [asyncio.create_task(gateway.readers.run(), name="renew reader leases")]
+    if gateway.callers is not None:
+        keeping.append(asyncio.create_task(gateway.streams.watch(client.store), name="watch keys"))
+    if settings.sweep:
+        sweeping = sweeper.run(client, reader_lease_s=settings.reader_lease)
+        keeping.append(asyncio.create_task(sweeping, name="sweep"))
+    try:
+        yield
+    finally:
+        gateway.prompts.close()
+        gateway.templates.close()
+        for task in keeping:
+            task.cancel()
+        await asyncio.wait(keeping)
+        await gateway.destinations.aclose()

@@ -17,9 +17,8 @@ from producers.contract.batch import (
     is_metadata,
     window_s,
 )
-from producers.errors import shown
 from producers.gateway.files import expiry
-from producers.gateway.http.errors import Problem, wrong
+from producers.gateway.http.errors import check_given, unknown_parameter, wrong
 
 #: The body's JSON schema.
 SCHEMA: Final[dict[str, Any]] = {
@@ -50,13 +49,8 @@ def read(body: Mapping[str, Any]) -> tuple[int, dict[str, str | int]]:
     given = {name: value for name, value in body.items() if value is not None}
     for name in given:
         if name not in SCHEMA["properties"]:
-            known = ", ".join(SCHEMA["properties"])
-            raise Problem(
-                400, f"unknown parameter {shown(name)}; there are {known}", code="unknown_parameter", param=name
-            )
-    for name in SCHEMA["required"]:
-        if name not in given:
-            raise Problem(400, f"{name} is missing", code="missing_required_parameter", param=name)
+            raise unknown_parameter(name, f"there are {', '.join(SCHEMA['properties'])}")
+    check_given(given, *SCHEMA["required"])
     if given["endpoint"] not in ENDPOINTS:
         raise wrong("endpoint", given["endpoint"], f"one of {', '.join(ENDPOINTS)}")
     if not isinstance(given["input_file_id"], str):

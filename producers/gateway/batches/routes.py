@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Final
+from typing import Annotated, Final
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from producers.connection.script import arun, text
 from producers.contract import keys
@@ -17,8 +17,7 @@ from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.files.routes import file_of
 from producers.gateway.http import idempotency, trace
 from producers.gateway.http.caller import CANCELS, PARAMETER, READS, SUBMITS, principal_of, tenant_of
-from producers.gateway.http.errors import Problem, invalid_value
-from producers.gateway.http.request import query
+from producers.gateway.http.errors import ONCE, Problem, gone, invalid_value
 from producers.gateway.http.request.body import read_object
 from producers.gateway.tasks.own import sees
 from producers.gateway.tasks.views import errors
@@ -77,38 +76,20 @@ async def create(request: Request, response: Response) -> BatchView:
 async def _original(gateway: Gateway, entry: Entry) -> Batch:
     batch = await batches.read(gateway.client.store, entry.id)
     if batch is None:
-        raise Problem(
-            404,
-            f"This Idempotency-Key made the batch {entry.id}, which is not kept any more; use another key.",
-            code="batch_not_found",
-            param="Idempotency-Key",
-        )
+        raise gone(f"batch {entry.id}, which is not kept any more; use another key.", code="batch_not_found")
     return batch
 
 
-@router.get(
-    "",
-    dependencies=READS,
-    response_model=BatchList,
-    openapi_extra={
-        "parameters": [
-            query.parameter(
-                "limit", "most batches in the page", type="integer", minimum=1, maximum=MAX_PAGE, default=PAGE
-            ),
-            query.parameter("after", "the id of the batch before the page", type="string", pattern=f"^{ID.pattern}$"),
-            PARAMETER,
-        ]
-    },
-)
-async def listed(request: Request) -> BatchList:
+@router.get("", dependencies=READS, response_model=BatchList, openapi_extra={"parameters": [PARAMETER]})
+async def listed(
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="most batches in the page")] = PAGE,
+    after: Annotated[str, Query(pattern=f"^{ID.pattern}$", description="the id of the batch before the page")] = "",
+) -> BatchList:
     """List the tenant's batches, the newest first, a page at a time."""
-    limit = query.integer(request, "limit", 1, MAX_PAGE, PAGE)
-    after = query.matching(request, "after", ID, "the id of a batch, such as the last one of the page before")
-    owner = tenant_of(request) or ""
-    found = await batches.page(gateway_of(request).client.store, limit + 1, after=after, tenant=owner)
-    page = [BatchView.of(batch) for batch in found[:limit]]
-    first, last = (page[0].id, page[-1].id) if page else (None, None)
-    return BatchList(data=page, first_id=first, last_id=last, has_more=len(found) > limit)
+    store, owner = gateway_of(request).client.store, tenant_of(request) or ""
+    found = await batches.page(store, limit + 1, after=after or None, tenant=owner)
+    return BatchList.of([*map(BatchView.of, found)], limit)
 
 
 @router.get("/{batch_id}", dependencies=READS, response_model=BatchView, responses=errors(404))
@@ -124,12 +105,7 @@ async def cancel(request: Request, batch_id: str) -> BatchView:
     batch = await _batch(request, batch_id)
     accepted, status = await arun(gateway.client.store, batches.cancel(batch.id))
     if not accepted and text(status) != "cancelled":
-        raise Problem(
-            409,
-            f"batch {batch.id} is {text(status)} already",
-            code="batch_ended",
-            headers={"x-should-retry": "false"},
-        )
+        raise Problem(409, f"batch {batch.id} is {text(status)} already", code="batch_ended", headers=ONCE)
     return BatchView.of(await _batch(request, batch_id))
 
 

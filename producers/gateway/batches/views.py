@@ -6,6 +6,7 @@ from typing import Literal, Self, cast
 
 from pydantic import BaseModel, Field
 
+from producers.gateway.tasks.views import Named, Page
 from producers.store.batches import Batch
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
@@ -31,10 +32,9 @@ class Counts(BaseModel):
     failed: int
 
 
-class BatchView(BaseModel):
+class BatchView(Named):
     """A batch. Times are unix seconds."""
 
-    id: str
     object: Literal["batch"] = "batch"
     endpoint: str
     errors: Reasons | None
@@ -87,9 +87,5 @@ class BatchView(BaseModel):
         )
 
 
-class BatchList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[BatchView]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
+class BatchList(Page[BatchView]):
+    pass

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from producers.errors import shown
 from producers.gateway.http.connection import cut
-from producers.gateway.http.errors import RETRY_AFTER, Problem
+from producers.gateway.http.errors import Problem, unavailable
 from producers.store.blobs import BlobNotFound, Blobs
 from producers.store.files import File
 
@@ -97,12 +97,8 @@ def _known(file: File) -> Iterator[None]:
         yield
     except BlobNotFound:
         logger.error("the file %s is known, and not in this gateway's --files-dir", file.id)
-        raise Problem(
-            503,
-            f"The content of {file.id} is not in this gateway's --files-dir, which all gateways and sweepers share.",
-            code="file_unavailable",
-            headers=RETRY_AFTER,
-        ) from None
+        said = f"The content of {file.id} is not in this gateway's --files-dir, which all gateways and sweepers share."
+        raise unavailable(said, code="file_unavailable") from None
 
 
 def _asked(request: Request, file: File) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from typing import Final
 
 from producers.connection.aws import AwsError, AwsNotInstalled
 from producers.connection.log_throttle import warn_throttled
-from producers.gateway.http.errors import RETRY_AFTER, Problem
+from producers.gateway.http.errors import Problem, unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +23,8 @@ def telling() -> Iterator[None]:
     try:
         yield
     except (AwsError, AwsNotInstalled) as error:
-        raise _problem(
-            error, "The bucket for files does not answer, or refuses; the gateway's log says why."
-        ) from error
+        said = "The bucket for files does not answer, or refuses; the gateway's log says why."
+        raise _problem(error, said) from error
     except OSError as error:
         if error.errno is None or isinstance(error, ConnectionError | TimeoutError):  # of the store
             raise
@@ -36,4 +35,4 @@ def telling() -> Iterator[None]:
 
 def _problem(error: Exception, message: str, code: str = "file_unavailable") -> Problem:
     warn_throttled(logger, "--files-dir cannot be used: %s", error)
-    return Problem(503, message, code=code, headers=RETRY_AFTER)
+    return unavailable(message, code=code)

@@ -9,7 +9,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from producers.errors import shown
-from producers.gateway.http.errors import Problem, invalid_value
+from producers.gateway.http.errors import Problem, invalid_value, media_type
 
 #: Longest field (bytes); and most parts of a form.
 MAX_FIELD: Final = 4096
@@ -111,20 +111,12 @@ def form_of(request: Request) -> Form:
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         said = shown(request.headers.get("content-type", ""))
-        raise Problem(
-            415,
-            f"The request must have the content type multipart/form-data, with a boundary; it has {said}.",
-            code="unsupported_media_type",
-            headers={"accept": "multipart/form-data"},
-        )
+        said = f"The request must have the content type multipart/form-data, with a boundary; it has {said}."
+        raise media_type(said, accept="multipart/form-data")
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
-        raise Problem(
-            415,
-            f"The body has the content encoding {shown(coding)}; files are taken without one.",
-            code="unsupported_media_type",
-            headers={"accept-encoding": "identity"},
-        )
+        said = f"The body has the content encoding {shown(coding)}; files are taken without one."
+        raise media_type(said, accept_encoding="identity")
     return Form(options[b"boundary"])
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from producers.connection.script import arun, text
 from producers.contract import keys
@@ -20,12 +20,11 @@ from producers.gateway.files.views import FileDeleted, FileList, FileView
 from producers.gateway.http import idempotency
 from producers.gateway.http.caller import CANCELS, PARAMETER, READS, SUBMITS, tenant_of
 from producers.gateway.http.edge import HEAD
-from producers.gateway.http.errors import RETRY_AFTER, Problem
-from producers.gateway.http.request import query
+from producers.gateway.http.errors import Problem, gone, unavailable
 from producers.gateway.tasks.own import sees
 from producers.gateway.tasks.views import errors
 from producers.store import files
-from producers.store.files import BATCH, BATCH_OUTPUT, File
+from producers.store.files import BATCH, File
 from producers.store.idempotency import Entry
 
 router = APIRouter(prefix="/v1/files", tags=["files"])
@@ -91,55 +90,36 @@ async def _made(gateway: Gateway, upload: Upload, asked: Asked, owner: str | Non
     await asyncio.to_thread(upload.writer.commit, file_id)
     answer = text(await arun(store, files.made(file)))
     if answer == "late":
-        raise Problem(
-            503, "The file was written too slowly; send it again.", code="service_unavailable", headers=RETRY_AFTER
-        )
+        raise unavailable("The file was written too slowly; send it again.", code="service_unavailable")
     return file
 
 
 async def _original(gateway: Gateway, entry: Entry) -> FileView:
     file = await files.get(gateway.client.store, entry.id)
     if file is None:
-        raise Problem(
-            404,
-            f"This Idempotency-Key made the file {entry.id}, which was deleted or has expired; use another key to "
-            "upload it again.",
-            code="file_not_found",
-            param="Idempotency-Key",
-        )
+        said = f"file {entry.id}, which was deleted or has expired; use another key to upload it again."
+        raise gone(said, code="file_not_found")
     return FileView.of(file)
 
 
-@router.get(
-    "",
-    dependencies=READS,
-    response_model=FileList,
-    openapi_extra={
-        "parameters": [
-            query.parameter("purpose", "only files of this purpose", enum=[BATCH, BATCH_OUTPUT]),
-            query.parameter("limit", "most files in the page", type="integer", minimum=1, maximum=MAX_PAGE),
-            query.parameter("after", "the id of the file before the page", type="string", pattern=f"^{ID.pattern}$"),
-            query.parameter("order", "by the time at which they were made", enum=["desc", "asc"]),
-            PARAMETER,
-        ]
-    },
-)
-async def listed(request: Request) -> FileList:
+@router.get("", dependencies=READS, response_model=FileList, openapi_extra={"parameters": [PARAMETER]})
+async def listed(
+    request: Request,
+    purpose: Annotated[Literal["", "batch", "batch_output"], Query(description="only files of this purpose")] = "",
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="most files in the page")] = MAX_PAGE,
+    after: Annotated[str, Query(pattern=f"^{ID.pattern}$", description="the id of the file before the page")] = "",
+    order: Annotated[Literal["desc", "asc"], Query(description="by the time at which they were made")] = "desc",
+) -> FileList:
     """List the tenant's files, a page at a time."""
-    limit = query.integer(request, "limit", 1, MAX_PAGE, MAX_PAGE)
-    purpose = query.choice(request, "purpose", ("", BATCH, BATCH_OUTPUT), "")
-    order = query.choice(request, "order", ("desc", "asc"), "desc")
     found = await files.listed(
         gateway_of(request).client.store,
         tenant=tenant_of(request) or "",
         purpose=purpose or None,
-        after=query.matching(request, "after", ID, "the id of a file, such as the last one of the page before"),
+        after=after or None,
         limit=limit + 1,
         newest_first=order == "desc",
     )
-    page = [FileView.of(file) for file in found[:limit]]
-    first, last = (page[0].id, page[-1].id) if page else (None, None)
-    return FileList(data=page, first_id=first, last_id=last, has_more=len(found) > limit)
+    return FileList.of([*map(FileView.of, found)], limit)
 
 
 @router.get("/{file_id}", dependencies=READS, response_model=FileView, responses=errors(404))

@@ -14,7 +14,7 @@ from producers.errors import shown
 from producers.gateway.files.expiry import expires_after
 from producers.gateway.files.multipart import FILE, Form, form_of
 from producers.gateway.http import idempotency
-from producers.gateway.http.errors import Problem, invalid_value
+from producers.gateway.http.errors import Problem, check_given, invalid_value, unknown_parameter
 from producers.store.blobs import Blobs, BlobWriter
 from producers.store.files import BATCH
 from producers.store.idempotency import digest
@@ -91,16 +91,9 @@ def _checked(form: Form) -> Asked:
         raise Problem(400, "The form ends early: its last boundary is missing.", code="invalid_form")
     for name in form.fields:
         if name not in FIELDS:
-            raise Problem(
-                400,
-                f"unknown field {shown(name)}; there are {FILE}, {', '.join(FIELDS)}",
-                code="unknown_parameter",
-                param=name,
-            )
-    purpose = form.fields.get("purpose")
-    for name, value in ((FILE, form.filename), ("purpose", purpose)):
-        if value is None:
-            raise Problem(400, f"{name} is missing", code="missing_required_parameter", param=name)
+            raise unknown_parameter(name, f"there are {FILE}, {', '.join(FIELDS)}")
+    check_given({*form.fields, *([] if form.filename is None else [FILE])}, FILE, "purpose")
+    purpose = form.fields["purpose"]
     if purpose != BATCH:
         raise invalid_value("purpose", f'purpose is {shown(purpose)}; files are taken for "{BATCH}"')
     filename = form.filename or "upload"

@@ -6,13 +6,13 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, Field
 
+from producers.gateway.tasks.views import Named, Page
 from producers.store.files import File
 
 
-class FileView(BaseModel):
+class FileView(Named):
     """A file. Times are unix seconds."""
 
-    id: str
     object: Literal["file"] = "file"
     bytes: int
     created_at: int
@@ -34,12 +34,8 @@ class FileView(BaseModel):
         )
 
 
-class FileList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[FileView]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
+class FileList(Page[FileView]):
+    pass
 
 
 class FileDeleted(BaseModel):

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Final
 from starlette.types import Message, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from producers.gateway.http.errors import RETRY_AFTER, Problem, body_of
+from producers.gateway.http.errors import Problem, body_of, unavailable
 
 #: The ASGI extension with which a response finds its connection's `cut`.
 CUT: Final = "penstock.cut"
@@ -196,12 +196,8 @@ def limited(receive: float, most: int, refused: Callable[[str], None]) -> type[C
 
 
 def _full(most: int) -> Problem:
-    return Problem(
-        503,
-        f"This gateway has {most} connections open, which is all that it takes; try again in a moment.",
-        code="too_many_connections",
-        headers=RETRY_AFTER,
-    )
+    said = f"This gateway has {most} connections open, which is all that it takes; try again in a moment."
+    return unavailable(said, code="too_many_connections")
 
 
 def _slow(seconds: float) -> Problem:

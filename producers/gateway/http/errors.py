@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from http import HTTPStatus
 
 from fastapi import FastAPI, Request
@@ -38,8 +38,10 @@ logger = logging.getLogger(__name__)
 AWAY = "The store or the broker does not answer; try again in a moment."
 REFUSES = "The store or the broker answers, but refuses; nothing was done."
 FULL = "The memory or disk of the store or the broker is full: nothing new is taken for now; try again later."
-#: Headers of errors that a retry after a second may cure.
+#: Headers of errors that a retry after a second may cure, and of those that none does: OpenAI's clients try again after
+#: 409 and 5xx.
 RETRY_AFTER = {"retry-after": "1"}
+ONCE = {"x-should-retry": "false"}
 
 
 class Problem(Exception):
@@ -70,6 +72,34 @@ def invalid_value(param: str, message: str) -> Problem:
 def wrong(param: str, value: object, wanted: str) -> Problem:
     """The error for a parameter's value, where others are taken."""
     return invalid_value(param, f"{param} is {shown(value)}; it must be {wanted}")
+
+
+def unknown_parameter(param: str, hint: str) -> Problem:
+    """The error for a parameter that there is not. `hint`: what there is."""
+    return Problem(400, f"unknown parameter {shown(param)}; {hint}", code="unknown_parameter", param=param)
+
+
+def check_given(given: Container[str], *needed: str) -> None:
+    """Raise Problem unless all parameters are given that a request needs."""
+    for name in needed:
+        if name not in given:
+            raise Problem(400, f"{name} is missing", code="missing_required_parameter", param=name)
+
+
+def media_type(message: str, **accept: str) -> Problem:
+    """The error for a body of another type or coding than are taken, which a header names."""
+    headers = {name.replace("_", "-"): value for name, value in accept.items()}
+    return Problem(415, message, code="unsupported_media_type", headers=headers)
+
+
+def unavailable(message: str, *, code: str, param: str | None = None) -> Problem:
+    """The error for what is not there for now: a retry may find it."""
+    return Problem(503, message, code=code, param=param, headers=RETRY_AFTER)
+
+
+def gone(message: str, *, code: str) -> Problem:
+    """The error for an Idempotency-Key whose first request made what is not there any more."""
+    return Problem(404, f"This Idempotency-Key made the {message}", code=code, param="Idempotency-Key")
 
 
 def body_of(problem: Problem) -> dict[str, dict[str, str | None]]:
@@ -104,7 +134,7 @@ def problem_of(error: Exception, principal: Principal = LOCAL) -> Problem:
         case LimitReached():
             return Problem(429, str(error), code=error.code, headers=_retry(error.wait_s))
         case TaskNotFinal():
-            return Problem(409, str(error), code="task_not_final", headers={"x-should-retry": "false"})
+            return Problem(409, str(error), code="task_not_final", headers=ONCE)
         case TaskNotFound():
             return Problem(404, str(error), code="task_not_found")
         case BrokenRecord():
@@ -113,42 +143,34 @@ def problem_of(error: Exception, principal: Principal = LOCAL) -> Problem:
         case ResultUnavailable():
             warn_throttled(logger, "%s", error)
             message = "The result is in a file that this gateway cannot read now; its log says why."
-            return Problem(503, message, code="file_unavailable", headers=RETRY_AFTER)
+            return unavailable(message, code="file_unavailable")
         case SubmitFailed():
             warn_throttled(logger, "submit failed: %s", error)
-            return Problem(503, str(error), code=error.code, headers=RETRY_AFTER)
+            return unavailable(str(error), code=error.code)
         case RedisError() | OSError():
             warn_throttled(logger, "store or broker failed: %s: %s", type(error).__name__, error)
             found = trouble(error)
             message = AWAY if found is Trouble.AWAY else FULL if found is Trouble.FULL else REFUSES
-            if found in CODES:
-                return Problem(503, message, code=CODES[found], headers=RETRY_AFTER)
-            return Problem(503, message, code="service_unavailable", headers=RETRY_AFTER)
+            return unavailable(message, code=CODES.get(found, "service_unavailable"))
         case HTTPException(status_code=404):
-            return Problem(
-                404, "There is nothing at this URL; see GET /openapi.json for what there is.", code="not_found"
-            )
+            message = "There is nothing at this URL; see GET /openapi.json for what there is."
+            return Problem(404, message, code="not_found")
         case HTTPException(status_code=405):
             allowed = (error.headers or {}).get("Allow", "other methods")
-            return Problem(
-                405,
-                f"This URL does not take this method; it takes {allowed}.",
-                code="method_not_allowed",
-                headers=error.headers,
-            )
+            message = f"This URL does not take this method; it takes {allowed}."
+            return Problem(405, message, code="method_not_allowed", headers=error.headers)
         case HTTPException():
             code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
             return Problem(error.status_code, str(error.detail), code=code, headers=error.headers)
         case _:
-            return Problem(
-                500, "Something went wrong here; the x-request-id header finds it in our log.", code="internal"
-            )
+            message = "Something went wrong here; the x-request-id header finds it in our log."
+            return Problem(500, message, code="internal")
 
 
 def _retry(wait_s: float | None) -> dict[str, str]:
     """The headers that say when to try again; None: not at all."""
     if wait_s is None:
-        return {"x-should-retry": "false"}
+        return ONCE
     wait = {"retry-after": str(math.ceil(wait_s)), "retry-after-ms": str(int(wait_s * 1000))}
     return wait | {"x-should-retry": "true"}
 
@@ -170,14 +192,6 @@ async def _handle(request: Request, error: Exception) -> JSONResponse:
 
 def install(app: FastAPI) -> None:
     """Register handlers for exceptions that mean something to callers. The edge answers all others."""
-    for kind in (
-        Problem,
-        PenstockError,
-        RequestValidationError,
-        RedisError,
-        AwsError,
-        ConnectionError,
-        TimeoutError,
-        HTTPException,
-    ):
+    ours, servers = (Problem, PenstockError), (RedisError, AwsError, ConnectionError, TimeoutError)
+    for kind in (*ours, *servers, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _handle)

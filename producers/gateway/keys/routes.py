@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Annotated, Final
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from redis.asyncio import Redis
 
 from producers.admin import keys as admin
@@ -13,8 +13,7 @@ from producers.admin.keys import KeyEnded
 from producers.errors import shown
 from producers.gateway.context import gateway_of
 from producers.gateway.http.caller import ADMINISTERS, actor_of
-from producers.gateway.http.errors import Problem, invalid_value
-from producers.gateway.http.request import query
+from producers.gateway.http.errors import ONCE, Problem, invalid_value
 from producers.gateway.http.request.body import read_object
 from producers.gateway.http.request.fields import documented, fields_of
 from producers.gateway.keys.views import CHANGE, CREATE, ROTATE, ChangeList, ChangeView, KeyList, KeyView, KeyWithSecret
@@ -42,23 +41,16 @@ async def create(request: Request) -> KeyWithSecret:
     return KeyWithSecret.of(key, key=token)
 
 
-@router.get(
-    "/keys",
-    response_model=KeyList,
-    openapi_extra={
-        "parameters": [
-            query.parameter("prefix", "the beginning of their ids", type="string"),
-            query.parameter("tenant", "keys of this tenant", type="string"),
-        ]
-    },
-)
-async def listed(request: Request) -> KeyList:
+@router.get("/keys", response_model=KeyList)
+async def listed(
+    request: Request,
+    prefix: Annotated[str, Query(description="the beginning of their ids")] = "",
+    tenant: Annotated[str | None, Query(description="keys of this tenant")] = None,
+) -> KeyList:
     """List all keys, the newest first."""
-    prefix = request.query_params.get("prefix", "")
-    if not BEGINNING.fullmatch(prefix):
-        said = "prefix must be the beginning of a key's id, without its secret"
-        raise invalid_value("prefix", said)
-    found = await admin.found(_store(request), prefix, request.query_params.get("tenant"))
+    if not BEGINNING.fullmatch(prefix):  # what was sent instead may be a secret, which no answer repeats
+        raise invalid_value("prefix", "prefix must be the beginning of a key's id, without its secret")
+    found = await admin.found(_store(request), prefix, tenant)
     return KeyList(data=[KeyView.of(one) for one in found])
 
 
@@ -116,20 +108,12 @@ async def revoke(request: Request, key_id: str) -> KeyView:
     return await _turned(request, key_id, "revoke")
 
 
-@router.get(
-    "/audit",
-    response_model=ChangeList,
-    openapi_extra={
-        "parameters": [
-            query.parameter(
-                "limit", "most changes to answer with", type="integer", minimum=1, maximum=MAX_PAGE, default=PAGE
-            )
-        ]
-    },
-)
-async def changes(request: Request) -> ChangeList:
+@router.get("/audit", response_model=ChangeList)
+async def changes(
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="most changes to answer with")] = PAGE,
+) -> ChangeList:
     """List who made, changed or removed keys, webhook endpoints and secrets, models' versions: the latest first."""
-    limit = query.integer(request, "limit", 1, MAX_PAGE, PAGE)
     return ChangeList(data=[ChangeView(**one) for one in await audit.latest(_store(request), limit)])
 
 
@@ -155,4 +139,4 @@ def _missing(key_id: str) -> Problem:
 
 
 def _ended(error: KeyEnded) -> Problem:
-    return Problem(409, str(error), code="key_ended", headers={"x-should-retry": "false"})
+    return Problem(409, str(error), code="key_ended", headers=ONCE)

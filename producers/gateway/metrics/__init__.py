@@ -2,7 +2,7 @@
 
     GET /metrics ─▶ read_fleet ─▶ own: requests of this gateway
                                   pools: queues, sweepers     workers: their leases     scaling: decisions, profiles
-                    PRESSURE   ─▶ waiting: the store's counts of what waits, and the overload that follows
+                    PRESSURE   ─▶ pools: the store's counts of what waits, and the overload that follows
 
 Labels are bounded: routes by their templates, models and pools by what is deployed, workers by those alive. Every
 gateway reports the same for the pools: take `max by (pool)` over gateways, not the sum.

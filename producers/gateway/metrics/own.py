@@ -10,7 +10,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from producers.admin.fleet import Fleet
-from producers.gateway.metrics import pools, scaling, waiting, workers
+from producers.gateway.metrics import pools, scaling, workers
 from producers.store.waiting import Pressure
 
 #: Latency buckets (s), fine in the range that an interactive caller notices.
@@ -82,7 +82,7 @@ class _FleetCollector(Collector):
         up = GaugeMetricFamily("penstock_up", "Whether the store and the broker could be read.")
         up.add_metric((), fleet is not None)
         yield up
-        yield from waiting.described(self._metrics.waiting, self._metrics.overload)
+        yield from pools.waiting(self._metrics.waiting, self._metrics.overload)
         if fleet is not None:
             yield from pools.described(fleet)
             yield from workers.described(fleet)

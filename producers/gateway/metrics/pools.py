@@ -1,12 +1,43 @@
-"""The figures of queues, and of what sweepers and webhooks do."""
+"""The figures of queues, of the overload that follows, and of what sweepers and webhooks do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 
-from producers.admin.fleet import Fleet
+from producers.admin.fleet import Fleet, Pool
+from producers.gateway.metrics.family import POOL, family
+from producers.store.waiting import Pressure, model_of
+
+TIER: Final = (*POOL, "tier")
+#: (name, help, figure of the fleet).
+FLEET: Final[tuple[tuple[str, str, Callable[[Fleet], float]], ...]] = (
+    ("sweeper_leads", "Whether a sweeper leads.", lambda fleet: fleet.sweeper_leads),
+    ("dead_letters", "Messages that no worker could use.", lambda fleet: fleet.dead_letters),
+    (
+        "webhook_oldest_due_seconds",
+        "For how long the oldest delivery has been due that nobody took.",
+        lambda fleet: fleet.webhooks.oldest_due_s,
+    ),
+)
+#: (name, help, figure of a pool).
+POOLS: Final[tuple[tuple[str, str, Callable[[Pool], float]], ...]] = (
+    ("delayed", "Tasks to be offered again later.", lambda pool: pool.delayed),
+    ("in_flight", "Tasks that workers have taken.", lambda pool: pool.in_flight),
+    ("workers", "Workers with a live lease.", lambda pool: len(pool.workers)),
+)
+#: (name, help, figure of a pool's tier; None: nobody knows).
+TIERS: Final[tuple[tuple[str, str, Callable[[Pool, str], float | None]], ...]] = (
+    ("queued", "Tasks waiting for a worker.", lambda pool, tier: pool.queued[tier]),
+    ("queued_tenants", "Tenants whose tasks wait for their turn.", lambda pool, tier: pool.tenants[tier]),
+    (
+        "queued_oldest_seconds",
+        "Since the task that waits longest was submitted; not for plain Celery tasks.",
+        lambda pool, tier: pool.oldest_s.get(tier, None if pool.queued[tier] else 0.0),
+    ),
+)
 
 
 def described(fleet: Fleet) -> Iterator[Metric]:
@@ -17,40 +48,37 @@ def described(fleet: Fleet) -> Iterator[Metric]:
     ):
         yield GaugeMetricFamily(f"penstock_{name}", f"{text}.", left.count)
         yield GaugeMetricFamily(f"penstock_{name}_oldest_seconds", f"{text}: since when the first is.", left.oldest_s)
-    yield GaugeMetricFamily("penstock_sweeper_leads", "Whether a sweeper leads.", fleet.sweeper_leads)
-    swept = CounterMetricFamily("penstock_swept", "What sweepers did.", labels=("what",))
-    for what, count in sorted(fleet.swept.items()):
-        swept.add_metric((what,), count)
-    yield swept
-    yield GaugeMetricFamily("penstock_dead_letters", "Messages that no worker could use.", fleet.dead_letters)
-    rows = GaugeMetricFamily("penstock_webhook_rows", "Deliveries of events to webhooks.", labels=("state",))
-    for state, count in fleet.webhooks.rows.items():
-        rows.add_metric((state,), count)
-    yield rows
-    yield GaugeMetricFamily(
-        "penstock_webhook_oldest_due_seconds",
-        "For how long the oldest delivery has been due that nobody took.",
-        fleet.webhooks.oldest_due_s,
+    for name, text, told in FLEET:
+        yield GaugeMetricFamily(f"penstock_{name}", text, told(fleet))
+    swept = (((what,), count) for what, count in sorted(fleet.swept.items()))
+    yield family("swept", "What sweepers did.", ("what",), swept, grows=True)
+    rows = (((state,), count) for state, count in fleet.webhooks.rows.items())
+    yield family("webhook_rows", "Deliveries of events to webhooks.", ("state",), rows)
+    for name, text, figure in POOLS:
+        yield family(name, text, POOL, [((pool.model, pool.name), figure(pool)) for pool in fleet.pools])
+    tiers = [((pool.model, pool.name, tier), pool) for pool in fleet.pools for tier in pool.queued]
+    for name, text, of in TIERS:
+        found = ((labels, of(pool, labels[2])) for labels, pool in tiers)
+        yield family(name, text, TIER, [(labels, value) for labels, value in found if value is not None])
+
+
+def waiting(counts: Mapping[str, Mapping[str, int]], overload: Mapping[str, Pressure]) -> Iterator[Metric]:
+    """What waits, by the store's counts. `counts`: queue -> kind -> tasks; under the empty name, in all."""
+    yield family(
+        "waiting_tasks",
+        "Tasks that count against the bounds on what waits; `line`: lines of batches, which do not.",
+        ("model", "kind"),
+        (((model_of(queue), kind), n) for queue, kinds in counts.items() if queue for kind, n in kinds.items()),
     )
-    queued = GaugeMetricFamily("penstock_queued", "Tasks waiting for a worker.", labels=("model", "pool", "tier"))
-    tenants = GaugeMetricFamily(
-        "penstock_queued_tenants", "Tenants whose tasks wait for their turn.", labels=("model", "pool", "tier")
+    yield family(
+        "overload_stage",
+        "0: normal; 1: batch and flex are refused; 2: and outputs shortened; 3: and all but priority refused.",
+        ("model",),
+        (((model_of(queue),), found.stage) for queue, found in overload.items()),
     )
-    oldest = GaugeMetricFamily(
-        "penstock_queued_oldest_seconds",
-        "Since the task that waits longest was submitted; not for plain Celery tasks.",
-        labels=("model", "pool", "tier"),
+    yield family(
+        "overload_pressure_ratio",
+        "What waits, as a share of the bound that is nearest.",
+        ("model",),
+        (((model_of(queue),), found.share) for queue, found in overload.items()),
     )
-    delayed = GaugeMetricFamily("penstock_delayed", "Tasks to be offered again later.", labels=("model", "pool"))
-    in_flight = GaugeMetricFamily("penstock_in_flight", "Tasks that workers have taken.", labels=("model", "pool"))
-    workers = GaugeMetricFamily("penstock_workers", "Workers with a live lease.", labels=("model", "pool"))
-    for pool in fleet.pools:
-        for tier, waiting in pool.queued.items():
-            queued.add_metric((pool.model, pool.name, tier), waiting)
-            tenants.add_metric((pool.model, pool.name, tier), pool.tenants[tier])
-            if not waiting or tier in pool.oldest_s:
-                oldest.add_metric((pool.model, pool.name, tier), pool.oldest_s.get(tier, 0.0))
-        delayed.add_metric((pool.model, pool.name), pool.delayed)
-        in_flight.add_metric((pool.model, pool.name), pool.in_flight)
-        workers.add_metric((pool.model, pool.name), len(pool.workers))
-    yield from (queued, tenants, oldest, delayed, in_flight, workers)

@@ -9,6 +9,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from producers.admin.fleet import Fleet
 from producers.contract.profile import Profile, sane
+from producers.gateway.metrics.family import POOL, family
 from producers.store.fleet.profiles import field
 from producers.store.fleet.scaling import is_fresh
 
@@ -20,52 +21,32 @@ FIGURES: Final = (
 
 
 def described(fleet: Fleet) -> Iterator[Metric]:
-    scaling = fleet.scaling
-    yield GaugeMetricFamily("penstock_autoscaler_leads", "Whether an autoscaler leads.", bool(scaling.leads))
-    desired = GaugeMetricFamily(
-        "penstock_desired_workers",
-        "Workers that the autoscaler wants; absent once its last decision is old.",
-        labels=("model", "pool"),
-    )
-    failures = GaugeMetricFamily(
-        "penstock_worker_start_failures", "Starts of workers in a row that failed.", labels=("model", "pool")
-    )
-    for pool, state in sorted(scaling.states.items()):
+    yield GaugeMetricFamily("penstock_autoscaler_leads", "Whether an autoscaler leads.", bool(fleet.scaling.leads))
+    desired, failures = [], []
+    for pool, state in sorted(fleet.scaling.states.items()):
         wanted, starts = sane(state.get("wanted")), state.get("starts")
         if wanted is None or not is_fresh(state.get("at"), fleet.at):
             continue
         labels = str(state.get("model", pool)), pool
-        desired.add_metric(labels, wanted)
-        failures.add_metric(labels, (sane(starts.get("failures")) if isinstance(starts, dict) else None) or 0)
-    yield from (desired, failures)
+        desired.append((labels, wanted))
+        failures.append((labels, (sane(starts.get("failures")) if isinstance(starts, dict) else None) or 0))
+    text = "Workers that the autoscaler wants; absent once its last decision is old."
+    yield family("desired_workers", text, POOL, desired)
+    yield family("worker_start_failures", "Starts of workers in a row that failed.", POOL, failures)
     yield from _profiles(fleet)
 
 
 def _profiles(fleet: Fleet) -> Iterator[Metric]:
-    profiles = sorted(fleet.scaling.profiles.items())
+    profiles = [(_labels(version), profile) for version, profile in sorted(fleet.scaling.profiles.items())]
     for name, text, figure in FIGURES:
-        family = GaugeMetricFamily(f"penstock_pool_{name}", text, labels=("model", "pool"))
-        for version, profile in profiles:
-            if (value := getattr(profile, figure)) is not None:
-                family.add_metric((_model(version), version), value)
-        yield family
-    starts = GaugeMetricFamily(
-        "penstock_pool_cold_start_seconds",
-        "Time that the last start of a worker took, by phase.",
-        labels=("model", "pool", "phase"),
-    )
-    for version, profile in profiles:
-        for phase, seconds in profile.cold_start.items():
-            starts.add_metric((_model(version), version, phase), seconds)
-    yield starts
-    ttft = GaugeMetricFamily(
-        "penstock_pool_ttft_p95_seconds",
-        "95th percentile of the time to the first token, from the claim; the worst of the version's workers.",
-        labels=("model", "pool"),
-    )
-    for version, seconds in sorted(_worst_ttft(fleet).items()):
-        ttft.add_metric((_model(version), version), seconds)
-    yield ttft
+        told = ((labels, getattr(profile, figure)) for labels, profile in profiles)
+        yield family(f"pool_{name}", text, POOL, [(labels, value) for labels, value in told if value is not None])
+    phases = (((*labels, phase), s) for labels, profile in profiles for phase, s in profile.cold_start.items())
+    text = "Time that the last start of a worker took, by phase."
+    yield family("pool_cold_start_seconds", text, (*POOL, "phase"), phases)
+    text = "95th percentile of the time to the first token, from the claim; the worst of the version's workers."
+    worst = ((_labels(version), seconds) for version, seconds in sorted(_worst_ttft(fleet).items()))
+    yield family("pool_ttft_p95_seconds", text, POOL, worst)
 
 
 def _worst_ttft(fleet: Fleet) -> dict[str, float]:
@@ -80,5 +61,5 @@ def _worst_ttft(fleet: Fleet) -> dict[str, float]:
     return worst
 
 
-def _model(version: str) -> str:
-    return version.rpartition("@")[0]
+def _labels(version: str) -> tuple[str, str]:
+    return version.rpartition("@")[0], version

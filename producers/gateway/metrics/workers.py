@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from producers.admin.fleet import Fleet
 from producers.contract.profile import sane
+from producers.gateway.metrics.family import POOL, family
 
 #: (name, help, key in the worker's lease, whether it is a counter).
 WORKER_FIGURES: Final = (
@@ -58,33 +59,23 @@ GPU_FIGURES: Final = (
 
 
 def described(fleet: Fleet) -> Iterator[Metric]:
+    worker_labels, gpu_labels = (*POOL, "worker"), (*POOL, "worker", "gpu")
     leases = [
         ((pool.model, pool.name, str(worker["worker"])), worker) for pool in fleet.pools for worker in pool.workers
     ]
-    yield from _figures("worker", WORKER_FIGURES, ("model", "pool", "worker"), leases)
-    ready = GaugeMetricFamily(
-        "penstock_worker_ready",
-        "0 while a worker drains or says that something is wrong with it.",
-        labels=("model", "pool", "worker"),
-    )
-    for whose, worker in leases:
-        ready.add_metric(whose, not (worker.get("draining") or worker.get("unready")))
-    yield ready
+    yield from _figures("worker", WORKER_FIGURES, worker_labels, leases)
+    text = "0 while a worker drains or says that something is wrong with it."
+    ready = ((whose, not (worker.get("draining") or worker.get("unready"))) for whose, worker in leases)
+    yield family("worker_ready", text, worker_labels, ready)
     gpus = [
         ((*whose, str(gpu.get("uuid", ""))), gpu)
         for whose, worker in leases
         if isinstance(gpu := worker.get("gpu"), dict)
     ]
-    yield from _figures("worker_gpu", GPU_FIGURES, ("model", "pool", "worker", "gpu"), gpus)
-    slowed = GaugeMetricFamily(
-        "penstock_worker_gpu_slowed",
-        "1 for each reason that keeps the clocks of a worker's GPU down.",
-        labels=("model", "pool", "worker", "gpu", "reason"),
-    )
-    for which, gpu in gpus:
-        for reason in gpu.get("slowed_by", ()):
-            slowed.add_metric((*which, str(reason)), 1)
-    yield slowed
+    yield from _figures("worker_gpu", GPU_FIGURES, gpu_labels, gpus)
+    text = "1 for each reason that keeps the clocks of a worker's GPU down."
+    slowed = (((*which, str(reason)), 1) for which, gpu in gpus for reason in gpu.get("slowed_by", ()))
+    yield family("worker_gpu_slowed", text, (*gpu_labels, "reason"), slowed)
 
 
 def _figures(
@@ -95,8 +86,6 @@ def _figures(
 ) -> Iterator[Metric]:
     """A family for each figure. `found`: labels' values, and what was told with them; another version may lack some."""
     for name, text, key, grows in figures:
-        family = (CounterMetricFamily if grows else GaugeMetricFamily)(f"penstock_{what}_{name}", text, labels=labels)
-        for whose, said in found:
-            if (value := sane(said.get(key))) is not None:
-                family.add_metric(whose, value)
-        yield family
+        told = ((whose, sane(said.get(key))) for whose, said in found)
+        rows = [(whose, value) for whose, value in told if value is not None]
+        yield family(f"{what}_{name}", text, labels, rows, grows=grows)

@@ -18,7 +18,7 @@ from producers.contract.task import Task, likely
 from producers.errors import InvalidTask, UnknownModel, shown
 from producers.gateway.http import idempotency
 from producers.gateway.http.caller import PARAMETER
-from producers.gateway.http.errors import Problem, invalid_value
+from producers.gateway.http.errors import Problem, check_given, invalid_value, unknown_parameter
 from producers.gateway.tasks.views import errors
 
 #: Time (s) for which a foreground request's task is kept, for inspection.
@@ -199,15 +199,16 @@ def read(
     known = {"model", "stream", "stream_options", "service_tier", "seed", *same, *HINTS, *not_offered, *own, *renamed}
     for name, value in given.items():
         if name not in known:
-            raise _unknown(name, known)
+            near = likely(name, known)
+            raise unknown_parameter(
+                name, f"did you mean {shown(near)}?" if near else "see docs/http.md for what is taken"
+            )
         if name in not_offered and not any(_same(value, nothing) for nothing in not_offered[name]):
             raise refused(name, value, not_offered[name])
         if name in HINTS and not isinstance(value, HINTS[name]):
             kind = "a string" if HINTS[name] is str else "an object"
             raise refusal(name, value, f"{kind} (it is not used here)", code="invalid_type")
-    for name in ("model", required):
-        if name not in given:
-            raise Problem(400, f"{name} is missing", code="missing_required_parameter", param=name)
+    check_given(given, "model", required)
     if not isinstance(given["model"], str) or not given["model"]:
         raise refusal("model", given["model"], "the name of a model", code="invalid_type")
     tier = given.get("service_tier", "auto")
@@ -294,12 +295,7 @@ def _stream_options(given: Mapping[str, Any], stream: bool, known: Sequence[str]
     for name, value in options.items():
         place = f"stream_options.{name}"
         if name not in known:
-            raise Problem(
-                400,
-                f"unknown parameter {shown(place)}; there is {', '.join(known)}",
-                code="unknown_parameter",
-                param=place,
-            )
+            raise unknown_parameter(place, f"there is {', '.join(known)}")
         if not isinstance(value, bool):
             raise refusal(place, value, "true or false", code="invalid_type")
     if options.get(OBFUSCATION):
@@ -309,12 +305,6 @@ def _stream_options(given: Mapping[str, Any], stream: bool, known: Sequence[str]
 
 def _same(value: Any, nothing: Any) -> bool:
     return type(value) is type(nothing) and bool(value == nothing)
-
-
-def _unknown(name: str, known: set[str]) -> Problem:
-    near = likely(name, known)
-    hint = f"; did you mean {shown(near)}?" if near else "; see docs/http.md for what is taken"
-    return Problem(400, f"unknown parameter {shown(name)}{hint}", code="unknown_parameter", param=name)
 
 
 def refused(name: str, value: Any, nothing: Sequence[Any]) -> Problem:

@@ -23,7 +23,7 @@ from producers.errors import PenstockError, TaskExists, TaskNotFound
 from producers.gateway.context import Gateway
 from producers.gateway.http import idempotency
 from producers.gateway.http.caller import charge_of, marks
-from producers.gateway.http.errors import RETRY_AFTER, Problem
+from producers.gateway.http.errors import ONCE, Problem, unavailable
 from producers.gateway.http.sse import watch
 from producers.gateway.http.streams import why_stopped
 from producers.store.idempotency import KEPT_S, Entry, ids
@@ -38,8 +38,6 @@ CLIENT_LEFT: Final = 499
 FAULTS: Final = {"engine_error": 500, "dead_lettered": 500, "failed": 500, "expired": 504}
 #: Codes for which a retry is useless: it would wait as long, or kill as many workers.
 FINAL: Final = ("dead_lettered", "expired")
-#: Headers that stop OpenAI's clients from retrying, as they do after 409 and 5xx.
-ONCE: Final = {"x-should-retry": "false"}
 
 
 class Foreground:
@@ -210,9 +208,7 @@ async def answered(request: Request, gateway: Gateway, waiting: Callable[[], Awa
 
 def stopping() -> Problem:
     """The error for callers that still wait when the gateway stops."""
-    return Problem(
-        503, "This gateway is stopping, and the request with it; send it again.", code="stopping", headers=RETRY_AFTER
-    )
+    return unavailable("This gateway is stopping, and the request with it; send it again.", code="stopping")
 
 
 async def merged(streams: Sequence[AsyncGenerator[list[Event]]]) -> AsyncGenerator[list[tuple[int, Event]]]:

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from producers.gateway.context import Gateway
 from producers.gateway.http.connection import cut
-from producers.gateway.http.errors import RETRY_AFTER, Problem
+from producers.gateway.http.errors import unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +36,8 @@ async def turn(gateway: Gateway, patience: float, hint: str = "try again in a mo
         async with asyncio.timeout(patience):
             await gateway.large.acquire()
     except TimeoutError:
-        raise Problem(
-            503,
-            f"As many large results as this gateway keeps in memory are being read; {hint}.",
-            code="too_many_large_results",
-            headers=RETRY_AFTER,
-        ) from None
+        said = f"As many large results as this gateway keeps in memory are being read; {hint}."
+        raise unavailable(said, code="too_many_large_results") from None
     return gateway.large.release
 
 

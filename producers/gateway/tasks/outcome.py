@@ -27,22 +27,23 @@ from producers.gateway.tasks.views import TaskView
 
 async def answer(gateway: Gateway, handle: AsyncHandle, record: Record, **more: bool) -> Response:
     """The response for a final record, with the fields `more` added. Raises as `collected`."""
-    return await collected(gateway, handle, Outcome(record, more))
+    outcome = Outcome(record, more)
+    return await collected(gateway, handle, outcome, outcome.pieces)
 
 
 class Collecting(Protocol):
-    """A JSON answer that is built from all events of a task. `size`: bytes so far."""
+    """Builds a JSON answer from all events of a task. `size`: bytes so far."""
 
     @property
     def size(self) -> int: ...
 
     def take(self, events: Sequence[Event]) -> None: ...
 
-    def pieces(self) -> Iterator[bytes | bytearray]: ...
 
-
-async def collected(gateway: Gateway, handle: AsyncHandle, outcome: Collecting) -> Response:
-    """The response of an answer that is collected from an ended task's stream.
+async def collected(
+    gateway: Gateway, handle: AsyncHandle, outcome: Collecting, pieces: Callable[[], Iterator[bytes | bytearray]]
+) -> Response:
+    """The response of an answer that is collected from an ended task's stream. `pieces`: its JSON then.
 
     Raises TaskNotFound, Problem, redis.exceptions.RedisError or OSError.
     """
@@ -56,7 +57,7 @@ async def collected(gateway: Gateway, handle: AsyncHandle, outcome: Collecting) 
                     outcome.take(events)
                 if release is None and outcome.size > large.LARGE:
                     release = await large.turn(gateway, gateway.settings.patience)
-        return large.Sent(outcome.pieces(), gateway.settings.stall, release)
+        return large.Sent(pieces(), gateway.settings.stall, release)
     except BaseException:
         if release is not None:
             release()

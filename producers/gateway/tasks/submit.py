@@ -19,7 +19,7 @@ from producers.errors import TaskExists, TaskNotFound
 from producers.gateway.context import Gateway
 from producers.gateway.http import idempotency
 from producers.gateway.http.caller import charge_of, marks
-from producers.gateway.http.errors import Problem
+from producers.gateway.http.errors import gone
 from producers.gateway.tasks.views import TaskView, WebhookView
 
 
@@ -100,10 +100,5 @@ async def original(gateway: Gateway, task_id: str) -> Record:
     try:
         return await gateway.client.get(task_id).status()
     except TaskNotFound:
-        raise Problem(
-            404,
-            f"This Idempotency-Key made the task {task_id}, which was deleted or is past its time to live; "
-            "use another key to submit it again.",
-            code="task_not_found",
-            param="Idempotency-Key",
-        ) from None
+        said = f"task {task_id}, which was deleted or is past its time to live; use another key to submit it again."
+        raise gone(said, code="task_not_found") from None

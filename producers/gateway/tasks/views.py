@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal, Self, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Generic, Literal, Self, TypeVar, cast
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -12,6 +12,32 @@ from producers.contract.trace import trace_id
 from producers.errors import BrokenRecord
 
 Status = Literal["queued", "in_progress", "completed", "failed", "cancelled", "incomplete"]
+
+
+class Named(BaseModel):
+    """What has an id."""
+
+    id: str
+
+
+N = TypeVar("N", bound=Named)
+
+
+class Page(BaseModel, Generic[N]):
+    """A page of a list, as OpenAI has them."""
+
+    object: Literal["list"] = "list"
+    data: list[N]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+    @classmethod
+    def of(cls, found: Sequence[N], limit: int) -> Self:
+        """The first `limit` of what was found; one more was asked for, which says whether there is more."""
+        data = [*found[:limit]]
+        ids: list[str | None] = [one.id for one in data] or [None]
+        return cls(data=data, first_id=ids[0], last_id=ids[-1], has_more=len(found) > limit)
 
 
 class TopLogprob(BaseModel):

@@ -10,7 +10,7 @@ from typing import Any, Final
 from redis.asyncio import Redis
 
 from producers.errors import shown
-from producers.gateway.http.errors import RETRY_AFTER, Problem
+from producers.gateway.http.errors import Problem, unavailable
 from producers.store.fleet import model_files
 
 logger = logging.getLogger(__name__)
@@ -29,9 +29,7 @@ async def read_blobs(store: Redis, card: Mapping[str, Any], names: tuple[str, ..
             continue
         data = await model_files.get(store, digest)
         if data is None:
-            raise unavailable(
-                f"{name} of model {shown(card['name'])} is not in the store; start a worker of it, which stores it."
-            )
+            raise _lacking(name, card["name"], "is not in the store; start a worker of it, which stores it.")
         if hashlib.sha256(data).hexdigest() != digest:
             logger.error("%s of %s (%s) does not match its hash", name, card["name"], digest)
             raise broken(card["name"], name)
@@ -40,10 +38,8 @@ async def read_blobs(store: Redis, card: Mapping[str, Any], names: tuple[str, ..
 
 
 def broken(model: str, name: str) -> Problem:
-    return unavailable(
-        f"{name} of model {shown(model)} in the store is damaged; restart a worker of the model, which stores it again."
-    )
+    return _lacking(name, model, "in the store is damaged; restart a worker of the model, which stores it again.")
 
 
-def unavailable(message: str) -> Problem:
-    return Problem(503, message, code="model_unavailable", param="model", headers=RETRY_AFTER)
+def _lacking(name: str, model: str, why: str) -> Problem:
+    return unavailable(f"{name} of model {shown(model)} {why}", code="model_unavailable", param="model")

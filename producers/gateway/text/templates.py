@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from engine.text import ConfinedTemplate, ModelError, RequestError, TemplateSource
 from producers.errors import InvalidTask
-from producers.gateway.http.errors import RETRY_AFTER, Problem
+from producers.gateway.http.errors import ONCE, RETRY_AFTER, Problem
 from producers.gateway.lru_cache import LruCache
 from producers.gateway.text.blobs import TEMPLATE, broken, read_blobs
 from producers.gateway.text.executor import Executor, ExecutorBusy, ExecutorClosed
@@ -91,7 +91,7 @@ class _Renderer:
 def _unusable(model: str, error: ModelError) -> Problem:
     """The model's own files are at fault; trying again does not help."""
     logger.error("the chat template of %s cannot be used: %s", model, error)
-    return Problem(500, str(error), code="model_broken", param="model", headers={"x-should-retry": "false"})
+    return Problem(500, str(error), code="model_broken", param="model", headers=ONCE)
 
 
 def _busy(why: str) -> Problem:

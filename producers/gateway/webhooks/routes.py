@@ -5,17 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from producers.contract.webhook import EVENT_TYPES, Destination, checked_events, checked_url
 from producers.errors import shown
 from producers.gateway.context import gateway_of
 from producers.gateway.http import idempotency
 from producers.gateway.http.caller import CANCELS, READS, SUBMITS, actor_of, principal_of, same
-from producers.gateway.http.errors import Problem, invalid_value
-from producers.gateway.http.request import query
+from producers.gateway.http.errors import ONCE, Problem
 from producers.gateway.http.request.fields import documented, fields_of
 from producers.gateway.tasks.views import errors
 from producers.gateway.webhooks.views import (
@@ -91,27 +90,16 @@ def _many(tenant: str | None) -> str:
     return f"{whose} {MAX_OF_A_TENANT} endpoints{' without a tenant' if tenant is None else ''}"
 
 
-@router.get(
-    "/webhook_endpoints",
-    dependencies=READS,
-    response_model=EndpointList,
-    openapi_extra={
-        "parameters": [
-            query.parameter(
-                "limit", "most endpoints to answer with", type="integer", minimum=1, maximum=MAX_PAGE, default=PAGE
-            ),
-            query.parameter("after", "the last endpoint of the page before", type="string"),
-        ]
-    },
-)
-async def listed(request: Request) -> EndpointList:
+@router.get("/webhook_endpoints", dependencies=READS, response_model=EndpointList)
+async def listed(
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="most endpoints to answer with")] = PAGE,
+    after: Annotated[str, Query(description="the last endpoint of the page before")] = "",
+) -> EndpointList:
     """List the endpoints, the newest first."""
-    limit, after = _limit(request), request.query_params.get("after")
     found = await endpoints.every(gateway_of(request).client.store)
     found = [one for one in found if principal_of(request).sees(one.tenant) and (not after or one.id < after)]
-    page = [EndpointView.of(one) for one in found[:limit]]
-    first, last = (page[0].id, page[-1].id) if page else (None, None)
-    return EndpointList(data=page, first_id=first, last_id=last, has_more=len(found) > limit)
+    return EndpointList.of([*map(EndpointView.of, found)], limit)
 
 
 @router.get("/webhook_endpoints/{endpoint_id}", dependencies=READS, response_model=EndpointView, responses=errors(404))
@@ -193,12 +181,8 @@ async def test(request: Request, endpoint_id: str) -> EndpointTested:
     one = await _own(request, endpoint_id)
     row = await endpoints.tested(gateway.client.store, one, event_type, TEST_S)
     if row is None:
-        raise Problem(
-            503,
-            f"Nobody delivered the test event within {TEST_S:g} s: start `penstock webhooks run`.",
-            code="webhooks_stopped",
-            headers={"x-should-retry": "false"},
-        )
+        said = f"Nobody delivered the test event within {TEST_S:g} s: start `penstock webhooks run`."
+        raise Problem(503, said, code="webhooks_stopped", headers=ONCE)
     tried = row.attempts[-1]
     if tried.status is None:
         raise Problem(424, f"There was no answer from {one.url}: {tried.error}", code="webhook_failed", param="url")
@@ -221,13 +205,6 @@ def _found(one: Endpoint | None, endpoint_id: str) -> Endpoint:
 
 def _missing(endpoint_id: str) -> Problem:
     return Problem(404, f"There is no webhook endpoint {shown(endpoint_id)}.", code="endpoint_not_found")
-
-
-def _limit(request: Request) -> int:
-    given = request.query_params.get("limit", str(PAGE))
-    if not given.isdecimal() or not given.isascii() or not 1 <= int(given[:9]) <= MAX_PAGE:
-        raise invalid_value("limit", f"limit is {shown(given)}; it must be from 1 to {MAX_PAGE}")
-    return int(given[:9])
 
 
 async def _fields(request: Request, schema: Mapping[str, Any], *, optional: bool = False) -> dict[str, Any]:

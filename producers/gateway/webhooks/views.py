@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, Field
 
 from producers.contract.webhook import EVENT_TYPES, MAX_URL, hint
+from producers.gateway.tasks.views import Named, Page
 from producers.store.endpoints import Endpoint
 
 MAX_NAME = 256
@@ -48,10 +49,9 @@ TEST: dict[str, Any] = {
 }
 
 
-class EndpointView(BaseModel):
+class EndpointView(Named):
     """A webhook endpoint. Its secret is shown once, when it is made or rotated; `signing_secret_hint` is its end."""
 
-    id: str
     object: Literal["webhook_endpoint"] = "webhook_endpoint"
     url: str
     name: str
@@ -86,12 +86,8 @@ class EndpointWithSecret(EndpointView):
     signing_secret: str
 
 
-class EndpointList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[EndpointView]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
+class EndpointList(Page[EndpointView]):
+    pass
 
 
 class EndpointDeleted(BaseModel):

@@ -3,10 +3,7 @@ local ENDED = { completed = true, failed = true, expired = true, cancelled = tru
 
 -- include: _outbox.lua
 -- include: _result.lua
-local function now_ms()
-  local t = redis.call('TIME')
-  return t[1] * 1000 + math.floor(t[2] / 1000)
-end
+-- include: producers.connection/_now.lua
 
 -- A batch's end is an event.
 local function tell(batch, id, status)

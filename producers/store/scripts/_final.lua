@@ -5,14 +5,10 @@
 -- include: _limits.lua
 -- include: _outbox.lua
 -- include: _waiting.lua
+-- include: producers.connection/_now.lua
 local FINAL = { completed = true, failed = true, cancelled = true, incomplete = true }
 
 local EXPIRED = '{"code":"expired","message":"The deadline passed before the task was finished."}'
-
-local function now_ms()
-  local t = redis.call('TIME')
-  return t[1] * 1000 + math.floor(t[2] / 1000)
-end
 
 -- The prompt tokens in the usage of a task that ends without a worker's FINISH: its prompt, once it was started.
 local function prompt_used(task)

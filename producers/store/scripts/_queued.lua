@@ -1,4 +1,5 @@
 -- Shared by QUEUED and BATCH_QUEUED.
+-- include: producers.connection/_now.lua
 local function queued(task, submitting, id)
   local status = redis.call('HGET', task, 'status')
   redis.call('ZREM', submitting, id)
@@ -8,7 +9,6 @@ local function queued(task, submitting, id)
   if status ~= 'submitting' then
     return status
   end
-  local t = redis.call('TIME')
-  redis.call('HSET', task, 'status', 'queued', 'queued', t[1] * 1000 + math.floor(t[2] / 1000))
+  redis.call('HSET', task, 'status', 'queued', 'queued', now_ms())
   return 'queued'
 end

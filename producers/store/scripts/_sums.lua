@@ -1,5 +1,6 @@
 -- Shared by FOLD and ROLL. It adds counts to the sum of a group in a bucket, an hour or a day. A sum is its counts in
 -- the order of `producers.store.usage.ledger.COUNTS`, with spaces between; they are exact up to 2^53.
+-- include: producers.connection/_now.lua
 local function add(bucket, start, group, counts)
   local key = 'penstock:usage:' .. bucket
   local had, sum, k = redis.call('HGET', key, group), {}, 0
@@ -12,9 +13,4 @@ local function add(bucket, start, group, counts)
   end
   redis.call('HSET', key, group, table.concat(sum, ' '))
   redis.call('ZADD', 'penstock:usage', start, bucket)
-end
-
-local function now_ms()
-  local t = redis.call('TIME')
-  return t[1] * 1000 + math.floor(t[2] / 1000)
 end

@@ -8,14 +8,14 @@
 --       (JSON, `charge` in _limits.lua), bounds (JSON, `waiting_full`; empty: none), field, value, ...
 -- Answers: new | mine (the same request was admitted before, and its reply was lost) | exists | late;
 --          with accounts, in place of `new`, what `charge` answers (_limits.lua); what `waiting_full` answers
+-- include: producers.connection/_now.lua
 -- include: _limits.lua
 -- include: _bounds.lua
 -- include: _admit.lua
 -- include: _made.lua
 local task, submitting = KEYS[1], KEYS[2]
 local id, nonce, asked, window = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-local t = redis.call('TIME')
-local now = t[1] * 1000 + math.floor(t[2] / 1000)
+local now = now_ms()
 local known = redis.call('HMGET', task, 'nonce', 'status')
 if known[2] then
   return known[1] == nonce and 'mine' or 'exists'

@@ -9,6 +9,7 @@
 --       candidates that are not among its choices), prompt (its length in tokens, 0: no news), run (_run.lua), count,
 --       entry * count (stream entries, JSON arrays)
 -- Answers: for each sequence: ok | other | cancel | resend | error, and a number: the choice's next index
+-- include: producers.connection/_now.lua
 -- include: _run.lua
 local out, a = {}, 1
 local now
@@ -40,10 +41,7 @@ local function append(task, stream, id, claim, choice, i, scored, discarded, pro
   end
   next = next + last - first + 1
   if not r[5] then
-    if not now then
-      local t = redis.call('TIME')
-      now = t[1] * 1000 + math.floor(t[2] / 1000)
-    end
+    now = now or now_ms()
     redis.call('HSET', task, field, next, 'first', now)
   else
     redis.call('HSET', task, field, next)

@@ -4,6 +4,7 @@
 -- script (ADMIT), or calls MADE afterwards.
 -- KEYS: entry   ARGV: digest, id, ttl (seconds)
 -- Answers: {new | known | made, id, time of the first call (ms)} | {conflict} (the key stands for another digest)
+-- include: producers.connection/_now.lua
 local entry = KEYS[1]
 local known = redis.call('HMGET', entry, 'digest', 'id', 'at', 'made')
 if known[1] then
@@ -12,8 +13,7 @@ if known[1] then
   end
   return { known[4] and 'made' or 'known', known[2], known[3] }
 end
-local t = redis.call('TIME')
-local now = t[1] * 1000 + math.floor(t[2] / 1000)
+local now = now_ms()
 redis.call('HSET', entry, 'digest', ARGV[1], 'id', ARGV[2], 'at', now)
 redis.call('EXPIRE', entry, ARGV[3])
 return { 'new', ARGV[2], tostring(now) }

@@ -3,8 +3,8 @@
 -- `done`: tasks that the caller has CANCELled; UNREAD does both in one call.
 -- KEYS: readers   ARGV: limit, id, ...
 -- Answers: id, end of its lease (ms), ...; oldest first, at most `limit` of them
-local t = redis.call('TIME')
-local now = t[1] * 1000 + math.floor(t[2] / 1000)
+-- include: producers.connection/_now.lua
+local now = now_ms()
 for i = 2, #ARGV do
   local over = redis.call('ZSCORE', KEYS[1], ARGV[i])
   if over and tonumber(over) <= now then

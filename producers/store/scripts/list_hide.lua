@@ -3,8 +3,8 @@
 -- nothing.
 -- KEYS: hidden (zset)   ARGV: ms, id, ...
 -- Answers: the number of messages
-local t = redis.call('TIME')
-local now = t[1] * 1000 + math.floor(t[2] / 1000)
+-- include: producers.connection/_now.lua
+local now = now_ms()
 local found = 0
 for i = 2, #ARGV do
   if redis.call('ZSCORE', KEYS[1], ARGV[i]) then

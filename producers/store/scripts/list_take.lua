@@ -3,8 +3,8 @@
 -- is hidden from others for `hidden` ms; one from the list gets an id of its own.
 -- KEYS: list, taken (hash), hidden (zset)   ARGV: hidden (ms), a fresh id for each message that may be taken
 -- Answers: {id, body, ...}
-local t = redis.call('TIME')
-local now = t[1] * 1000 + math.floor(t[2] / 1000)
+-- include: producers.connection/_now.lua
+local now = now_ms()
 local out = {}
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', now, 'LIMIT', 0, #ARGV - 1)) do
   local body = redis.call('HGET', KEYS[2], id)

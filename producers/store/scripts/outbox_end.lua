@@ -3,15 +3,15 @@
 -- holder stays, so that a call that is sent again is answered alike.
 -- KEYS: row, due, delivered or dead   ARGV: name, holder, delivered | dead, attempts (JSON array)
 -- Answers: 1 done (also if done before) | 0 another holder has it, or it is gone
+-- include: producers.connection/_now.lua
 local r = redis.call('HMGET', KEYS[1], 'state', 'holder')
 if r[2] ~= ARGV[2] then
   return 0
 end
 if r[1] == 'due' then
-  local t = redis.call('TIME')
   redis.call('ZREM', KEYS[2], ARGV[1])
   redis.call('HSET', KEYS[1], 'state', ARGV[3], 'attempts', ARGV[4])
   redis.call('HINCRBY', KEYS[1], 'tries', 1)
-  redis.call('ZADD', KEYS[3], t[1] * 1000 + math.floor(t[2] / 1000), ARGV[1])
+  redis.call('ZADD', KEYS[3], now_ms(), ARGV[1])
 end
 return redis.call('HGET', KEYS[1], 'state') == ARGV[3] and 1 or 0

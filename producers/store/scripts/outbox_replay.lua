@@ -3,13 +3,13 @@
 -- process that tries it now: nothing. Name and webhook id stay.
 -- KEYS: row, due (of webhooks), delivered, dead   ARGV: name
 -- Answers: replayed | held | gone
+-- include: producers.connection/_now.lua
 local r = redis.call('HMGET', KEYS[1], 'state', 'holder', 'source')
 local waiting = r[3] and 'penstock:replies:' .. r[3] or KEYS[2]
 if not r[1] then
   return 'gone'
 end
-local t = redis.call('TIME')
-local now = t[1] * 1000 + math.floor(t[2] / 1000)
+local now = now_ms()
 local due = r[1] == 'due'
 if due and r[2] and tonumber(redis.call('ZSCORE', waiting, ARGV[1]) or '0') > now then
   return 'held'

@@ -3,6 +3,7 @@
 -- attempts (a process that stops gives back what it has not tried) no try is counted.
 -- KEYS: row, due   ARGV: name, holder, delay (ms), attempts (JSON array) or nothing
 -- Answers: 1 done | 0 another holder has it, it was done before, or the row is gone
+-- include: producers.connection/_now.lua
 local r = redis.call('HMGET', KEYS[1], 'state', 'holder')
 if r[1] ~= 'due' or r[2] ~= ARGV[2] then
   return 0
@@ -12,8 +13,7 @@ if ARGV[4] ~= '' then
   redis.call('HSET', KEYS[1], 'attempts', ARGV[4])
   redis.call('HINCRBY', KEYS[1], 'tries', 1)
 end
-local t = redis.call('TIME')
-redis.call('ZADD', KEYS[2], t[1] * 1000 + math.floor(t[2] / 1000) + ARGV[3], ARGV[1])
+redis.call('ZADD', KEYS[2], now_ms() + ARGV[3], ARGV[1])
 if tonumber(ARGV[3]) == 0 then
   redis.call('PUBLISH', 'penstock:webhooks:wake', redis.call('HGET', KEYS[1], 'source') or '')
 end

@@ -3,8 +3,8 @@
 -- again.
 -- KEYS: due   ARGV: holder (a fresh id for each call), lease (ms), n
 -- Answers: {ms until the next row is due (-1: there is none), row's name, {field, value, ...}, ...}; oldest first
-local t = redis.call('TIME')
-local now = t[1] * 1000 + math.floor(t[2] / 1000)
+-- include: producers.connection/_now.lua
+local now = now_ms()
 local out = { -1 }
 for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, ARGV[3])) do
   local row = 'penstock:webhooks:row:' .. name

@@ -3,8 +3,8 @@
 -- beyond `most`; at most `limit` in a call.
 -- KEYS: delivered or dead   ARGV: age (ms), most, limit
 -- Answers: the number of rows removed
-local t = redis.call('TIME')
-local before = t[1] * 1000 + math.floor(t[2] / 1000) - ARGV[1]
+-- include: producers.connection/_now.lua
+local before = now_ms() - ARGV[1]
 local names = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', before, 'LIMIT', 0, ARGV[3])
 if #names == 0 then
   local over = math.min(redis.call('ZCARD', KEYS[1]) - ARGV[2], tonumber(ARGV[3]))

@@ -5,6 +5,7 @@
 -- that, and removing the message would leave a task that no worker finishes.
 -- KEYS: in flight of inc, reaped, dead, task   ARGV: uuid, reason (or empty), tokens used, settled 0|1
 -- Answers: 1 removed | 0 | -1 not settled here
+-- include: producers.connection/_now.lua
 -- include: _fair.lua
 local packed = redis.call('HGET', KEYS[1], ARGV[1])
 if not packed then
@@ -21,8 +22,7 @@ redis.call('HDEL', KEYS[1], ARGV[1])
 redis.call('HDEL', KEYS[2], e[3])
 correct(e, math.max(1, tonumber(ARGV[3]))) -- nothing is for nothing
 if ARGV[2] ~= '' then
-  local t = redis.call('TIME')
-  redis.call('RPUSH', KEYS[3], cjson.encode({
-    reason = ARGV[2], list = e[2], at = t[1] * 1000 + math.floor(t[2] / 1000), message = e[4] }))
+  local letter = { reason = ARGV[2], list = e[2], at = now_ms(), message = e[4] }
+  redis.call('RPUSH', KEYS[3], cjson.encode(letter))
 end
 return 1

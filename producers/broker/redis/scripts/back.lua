@@ -3,6 +3,7 @@
 -- queue, to be sorted to its former place among its tenant's messages; the tenant's charge is refunded. Else nothing.
 -- KEYS: in flight of inc, delayed, returned   ARGV: uuid, delay (ms); for another queue its lists of the tiers 0 to 3
 -- Answers: 1 returned | 0
+-- include: producers.connection/_now.lua
 -- include: _fair.lua
 local packed = redis.call('HGET', KEYS[1], ARGV[1])
 if not packed then
@@ -12,9 +13,7 @@ local e = cmsgpack.unpack(packed)
 redis.call('HDEL', KEYS[1], ARGV[1])
 local delay = tonumber(ARGV[2])
 if delay > 0 then
-  local t = redis.call('TIME')
-  local due = t[1] * 1000 + math.floor(t[2] / 1000) + delay
-  redis.call('ZADD', KEYS[2], due, cmsgpack.pack({ e[2], e[4], ARGV[1] }))
+  redis.call('ZADD', KEYS[2], now_ms() + delay, cmsgpack.pack({ e[2], e[4], ARGV[1] }))
 else
   redis.call('RPUSH', ARGV[3 + e[5]] or e[2], e[4])
 end

@@ -3,8 +3,8 @@
 -- due to the very front.
 -- KEYS: delayed
 -- Answers: the number of moved messages
-local t = redis.call('TIME')
-local now = t[1] * 1000 + math.floor(t[2] / 1000)
+-- include: producers.connection/_now.lua
+local now = now_ms()
 local held = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, 1000)
 for i = #held, 1, -1 do
   local e = cmsgpack.unpack(held[i])

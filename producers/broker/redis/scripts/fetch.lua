@@ -17,6 +17,7 @@
 -- Answers: {lost}; else for each message: uuid, list, message, redeliveries. At N of them it says `condemned`: its
 -- workers died of it before they could claim, so that it must be claimed by its id before anyone decodes it.
 -- Last, for each message that was dead-lettered: nothing, list, message, reason.
+-- include: producers.connection/_now.lua
 -- include: _fair.lua
 local lease, inflight, delayed, dead, reaped, unserved = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
 local returned, arrivals, weights, before = KEYS[7], KEYS[8], KEYS[9], 9
@@ -24,8 +25,7 @@ local nlists = #KEYS - before
 if redis.call('EXISTS', lease) == 0 then
   return { 'lost' }
 end
-local t = redis.call('TIME')
-local now = t[1] * 1000 + math.floor(t[2] / 1000)
+local now = now_ms()
 local ageing, limit = tonumber(ARGV[1]), tonumber(ARGV[2])
 local cap_seqs, cap_tokens, plain_tokens, bite = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6]
 local seqs, tokens = {}, {}

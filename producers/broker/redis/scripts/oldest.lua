@@ -3,6 +3,7 @@
 -- and the first of what was sorted say it; reads only. What does not say when (a plain Celery message) does not count.
 -- KEYS: list, sorted, ...
 -- Answers: ms, ... (by the clock of this server); -1 where nothing says it
+-- include: producers.connection/_now.lua
 local function submitted(raw)
   local fine, m = pcall(cjson.decode, raw)
   local headers = fine and type(m) == 'table' and m.headers
@@ -11,8 +12,7 @@ local function submitted(raw)
   return type(at) == 'number' and at > 0 and at or math.huge
 end
 
-local t = redis.call('TIME')
-local now = t[1] * 1000 + math.floor(t[2] / 1000)
+local now = now_ms()
 local out = {}
 for k = 1, #KEYS, 2 do
   local raw, packed = redis.call('LINDEX', KEYS[k], -1), redis.call('ZRANGE', KEYS[k + 1], 0, 0)[1]

@@ -5,6 +5,7 @@
 -- is noted for RETRACT. Ordinary Celery tasks, which nothing fences, are delayed until the lease would have lapsed.
 -- KEYS: lease, in flight of inc, incarnations, reaped, returned, delayed   ARGV: inc, looker (or empty)
 -- Answers: entries returned, or -1 while the lease is alive
+-- include: producers.connection/_now.lua
 -- include: _fair.lua
 -- include: producers.connection/_alive.lua
 local left = redis.call('PTTL', KEYS[1])
@@ -16,7 +17,7 @@ if early then
   redis.call('DEL', KEYS[1])
   note_taken(ARGV[1], '')
 end
-local entries, flying, t = {}, redis.call('HGETALL', KEYS[2]), redis.call('TIME')
+local entries, flying = {}, redis.call('HGETALL', KEYS[2])
 for k = 1, #flying, 2 do
   local e = cmsgpack.unpack(flying[k + 1])
   e.uuid = flying[k]
@@ -25,8 +26,7 @@ end
 table.sort(entries, function(a, b) return a[1] > b[1] end)
 for _, e in ipairs(entries) do
   if early and e[6] == 0 then
-    local due = t[1] * 1000 + math.floor(t[2] / 1000) + left
-    redis.call('ZADD', KEYS[6], due, cmsgpack.pack({ e[2], e[4], e.uuid }))
+    redis.call('ZADD', KEYS[6], now_ms() + left, cmsgpack.pack({ e[2], e[4], e.uuid }))
   else
     redis.call('RPUSH', e[2], e[4])
   end

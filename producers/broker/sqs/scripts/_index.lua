@@ -3,11 +3,7 @@
 --                           now: it is delayed until then
 --   penstock:sqs:tenants:L  hash, tenant (the empty name: of those that name none) -> its entries
 -- Every script that changes it does so by `enter` and `leave`.
-local function clock()
-  local t = redis.call('TIME')
-  return t[1] * 1000 + math.floor(t[2] / 1000)
-end
-
+-- include: producers.connection/_now.lua
 local function tenant_of(member)
   return string.match(member, '^%S+ %S+ %S+ (.*)$') or ''
 end

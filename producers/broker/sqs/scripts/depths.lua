@@ -5,7 +5,7 @@
 --          `delayed` }, then for each list { waiting, delayed, tenants, ms for which the oldest has waited (-1: none
 --          waits) }
 -- include: _index.lua
-local workers, delayed, now = {}, {}, clock()
+local workers, delayed, now = {}, {}, now_ms()
 for k, said in ipairs(redis.call('HGETALL', KEYS[1])) do
   workers[#workers + 1] = said
   if k % 2 == 0 then

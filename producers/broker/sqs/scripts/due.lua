@@ -4,11 +4,11 @@
 -- KEYS: delayed of a queue   ARGV: most messages, ms for which they are the caller's, every 0|1: also what is not due,
 --                                  what was sent ...
 -- Answers: message (JSON {list, body}) ...
+-- include: producers.connection/_now.lua
 for k = 4, #ARGV do
   redis.call('ZREM', KEYS[1], ARGV[k])
 end
-local t = redis.call('TIME')
-local now = t[1] * 1000 + math.floor(t[2] / 1000)
+local now = now_ms()
 local last = ARGV[3] == '1' and '+inf' or now
 local due = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', last, 'LIMIT', 0, ARGV[1])
 for _, entry in ipairs(due) do

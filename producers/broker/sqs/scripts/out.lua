@@ -15,7 +15,7 @@ local packed = redis.call('HGET', KEYS[1], ARGV[1])
 if not packed then
   return 0
 end
-local e, way, now = cjson.decode(packed), ARGV[2], clock()
+local e, way, now = cjson.decode(packed), ARGV[2], now_ms()
 if e.out then
   return e.out == way and 1 or 0
 end

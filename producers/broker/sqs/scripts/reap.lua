@@ -9,7 +9,7 @@
 --          ... of all that are in flight. Without any, the incarnation is forgotten.
 -- include: _index.lua
 -- include: producers.connection/_alive.lua
-local now, out, flying = clock(), { 0 }, redis.call('HGETALL', KEYS[2])
+local now, out, flying = now_ms(), { 0 }, redis.call('HGETALL', KEYS[2])
 local early = redis.call('EXISTS', KEYS[1]) == 1
 if early then
   local takes = ARGV[2] ~= '' and silent(ARGV[1], ARGV[2])

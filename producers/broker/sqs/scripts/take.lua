@@ -8,7 +8,7 @@
 if redis.call('EXISTS', KEYS[1]) == 0 then
   return { -1 }
 end
-local now, nlists, taken, tokens = clock(), tonumber(ARGV[1]), 0, 0
+local now, nlists, taken, tokens = now_ms(), tonumber(ARGV[1]), 0, 0
 for k = nlists + 2, #ARGV, 5 do
   if redis.call('HDEL', KEYS[2], ARGV[k]) == 1 then
     taken, tokens = taken + 1, tokens + tonumber(ARGV[k + 3])

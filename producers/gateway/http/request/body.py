@@ -13,7 +13,7 @@ from fastapi import Request
 
 from producers.contract.task import Task, read_json
 from producers.errors import InvalidTask, shown
-from producers.gateway.http.errors import Problem
+from producers.gateway.http.errors import Problem, media_type
 from producers.gateway.http.idempotency import note_body
 
 T = TypeVar("T")
@@ -42,12 +42,7 @@ async def _parsed(request: Request, limit: int, parse: Callable[[bytes], T]) -> 
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         said = f"it has {shown(kind)}" if kind else "it has none"
-        raise Problem(
-            415,
-            f"The request must have the content type application/json; {said}.",
-            code="unsupported_media_type",
-            headers={"accept": "application/json"},
-        )
+        raise media_type(f"The request must have the content type application/json; {said}.", accept="application/json")
     unpack = _unpacking(request)
     body = await _read(request, limit)
     if unpack is not None:
@@ -62,12 +57,8 @@ def _unpacking(request: Request) -> Callable[[bytes, int], bytes] | None:
     """The function that unpacks the body's Content-Encoding, or None. Raises Problem for an unknown one."""
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in CODINGS:
-        raise Problem(
-            415,
-            f"The body has the content encoding {shown(coding)}; gzip is taken, or none.",
-            code="unsupported_media_type",
-            headers={"accept-encoding": "gzip"},
-        )
+        said = f"The body has the content encoding {shown(coding)}; gzip is taken, or none."
+        raise media_type(said, accept_encoding="gzip")
     return CODINGS[coding]
 
 

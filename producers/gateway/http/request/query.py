@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import Request
 
 from producers.errors import shown
-from producers.gateway.http.errors import Problem, invalid_value, wrong
+from producers.gateway.http.errors import invalid_value, unknown_parameter, wrong
 
 
 def given(request: Request, names: Collection[str], pairs: str = "") -> dict[str, str]:
@@ -18,8 +18,7 @@ def given(request: Request, names: Collection[str], pairs: str = "") -> dict[str
     for name, value in request.query_params.multi_items():
         if name not in names and not (pairs and re.fullmatch(rf"{pairs}\[.+\]", name, re.DOTALL)):
             there = ", ".join(names) + (f" and {pairs}[name]" if pairs else "")
-            said = f"There is no parameter {shown(name)}; there are {there}."
-            raise Problem(400, said, code="unknown_parameter", param=name)
+            raise unknown_parameter(name, f"there are {there}")
         if name in found:
             raise invalid_value(name, f"{shown(name)} is given twice.")
         found[name] = value
@@ -41,14 +40,6 @@ def choice(request: Request, name: str, choices: Collection[str], default: str) 
     value = request.query_params.get(name, default)
     if value not in choices:
         raise wrong(name, value, f"one of {', '.join(choices)}")
-    return value
-
-
-def matching(request: Request, name: str, pattern: re.Pattern[str], wanted: str) -> str | None:
-    """A text of some form; None where it is not given. Raises Problem."""
-    value = request.query_params.get(name)
-    if value is not None and not pattern.fullmatch(value):
-        raise wrong(name, value, wanted)
     return value
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
 from contextlib import aclosing
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from producers.client.aio import AsyncHandle
 from producers.contract.record import Record
-from producers.contract.stream.events import Event
 from producers.errors import UnknownModel
 from producers.gateway.context import Gateway
 from producers.gateway.openai.logprobs import ChatLogprobs
@@ -20,31 +19,12 @@ from producers.gateway.tasks import outcome
 from producers.gateway.tasks.foreground import Foreground, answered
 
 
-class _Ended:
-    """An ended response's JSON, as `outcome.collected` builds it."""
-
-    def __init__(self, about: About, record: Record, output: Output) -> None:
-        self._about = about
-        self._record = record
-        self._output = output
-
-    @property
-    def size(self) -> int:
-        return self._output.size
-
-    def take(self, events: Sequence[Event]) -> None:
-        self._output.take(events)
-
-    def pieces(self) -> Iterator[bytes | bytearray]:
-        return self._output.pieces(self._about, self._record)
-
-
 async def answer(gateway: Gateway, handle: AsyncHandle, record: Record, about: About) -> Response:
     """The response as its record stands. Raises as `outcome.collected`."""
     if not record.final:
         return opened(about, record.status)
-    scorer = await scorer_of(gateway, record)
-    return await outcome.collected(gateway, handle, _Ended(about, record, Output(scorer)))
+    output = Output(await scorer_of(gateway, record))
+    return await outcome.collected(gateway, handle, output, partial(output.pieces, about, record))
 
 
 def opened(about: About, status: str) -> Response:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from producers.contract.task import Task
-from producers.errors import shown
-from producers.gateway.http.errors import Problem, invalid_value
+from producers.gateway.http.errors import invalid_value, unknown_parameter
 from producers.gateway.openai.parameters import KEPT_S, SAME, Asked, count, flag, read, refusal, refused
 from producers.gateway.openai.responses.items import INPUT, Item, read_input
 from producers.store.protocol import DEFAULT_TTL_S
@@ -203,12 +202,7 @@ def _text(own: Mapping[str, Any]) -> dict[str, Any]:
     usual: dict[str, Any] = {"format": {"type": "text"}, "verbosity": "medium"}
     for name, part in value.items():
         if name not in usual:
-            raise Problem(
-                400,
-                f"unknown parameter {shown(f'text.{name}')}; there is {', '.join(usual)}",
-                code="unknown_parameter",
-                param=f"text.{name}",
-            )
+            raise unknown_parameter(f"text.{name}", f"there is {', '.join(usual)}")
         if part is not None and part != usual[name]:
             raise refused(f"text.{name}", part, (usual[name],))
     return usual

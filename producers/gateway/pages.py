@@ -1,0 +1,70 @@
+"""Pages for people with a browser: `/` says what the gateway is, `/docs` shows its OpenAPI document, to be tried.
+
+Neither needs another server.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+import fastapi_offline
+from fastapi import APIRouter
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import HTMLResponse
+from fastapi.staticfiles import StaticFiles
+
+router = APIRouter(tags=["health"])
+
+#: The route of Swagger UI's files, to be mounted by the application.
+ASSETS: Final = "/docs/assets"
+#: Browsers refuse to load anything from another host for this page. Its script is in the page itself.
+POLICY: Final = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; img-src 'self' data:"
+)
+#: All URLs are relative to /docs, so that the page also works below a proxy's prefix.
+DOCS: Final = get_swagger_ui_html(
+    openapi_url="openapi.json",
+    title="Penstock",
+    swagger_js_url="docs/assets/swagger-ui-bundle.js",
+    swagger_css_url="docs/assets/swagger-ui.css",
+    swagger_favicon_url="docs/assets/favicon.png",
+    # Without a validator: it is another server, to which Swagger UI would send the document's URL.
+    swagger_ui_parameters={"validatorUrl": None, "docExpansion": "list", "defaultModelsExpandDepth": 0},
+)
+#: The front page; it loads nothing from other servers.
+FRONT: Final = f"""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>Penstock</title>
+<style>body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 40em; margin: 3em auto; padding: 0 1em }}</style>
+<h1>Penstock {version("penstock")}</h1>
+<p>Language models behind a queue. This is its gateway: it takes tasks over HTTP, and workers run them.</p>
+<ul>
+<li><a href="/v1/models">/v1/models</a>: the models that there are
+<li><code>POST /v1/chat/completions</code>, <code>POST /v1/completions</code>: as OpenAI's
+<li><code>POST /v1/tasks</code>: submit, leave, come back
+<li><a href="/docs">/docs</a>: all of it, to read and to try; <a href="/openapi.json">/openapi.json</a>: for tools
+<li><a href="/readyz">/readyz</a>, <a href="/livez">/livez</a>, <a href="/metrics">/metrics</a>: for machines
+</ul>
+</html>
+"""
+
+
+@router.get("/", response_class=HTMLResponse)
+async def front() -> HTMLResponse:
+    """A page that says what this server is and links to its endpoints."""
+    return HTMLResponse(FRONT)
+
+
+def assets() -> StaticFiles:
+    """Swagger UI's files, from the package that ships them."""
+    return StaticFiles(directory=Path(fastapi_offline.__file__).parent / "static")
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs() -> HTMLResponse:
+    """The OpenAPI document by Swagger UI."""
+    return HTMLResponse(DOCS.body, headers={"content-security-policy": POLICY})
