@@ -97,22 +97,11 @@ class Row:
         A row that is broken, or of another version, is read as far as it goes: it must not hold up those taken with it.
         """
         said = {text(k): text(v) for k, v in zip(raw[::2], raw[1::2], strict=True)}
+        told: dict[str, Any] = {field: said.get(field, "") for field in ("webhook_id", "type", "object", "url")}
+        told |= {field: said.get(field) for field in ("endpoint", "secret", "tenant", "model", "source", "reply")}
+        told |= {field: int(said.get(field, 0)) for field in ("at", "tries")}
         return cls(
-            name=name,
-            webhook_id=said.get("webhook_id", ""),
-            type=said.get("type", ""),
-            object=said.get("object", ""),
-            at=int(said.get("at", 0)),
-            url=said.get("url", ""),
-            state=cast(State, said.get("state", "due")),
-            endpoint=said.get("endpoint"),
-            secret=said.get("secret"),
-            tenant=said.get("tenant"),
-            model=said.get("model"),
-            source=said.get("source"),
-            reply=said.get("reply"),
-            tries=int(said.get("tries", 0)),
-            attempts=_attempts(said.get("attempts", "[]")),
+            name, **told, state=cast(State, said.get("state", "due")), attempts=_attempts(said.get("attempts", "[]"))
         )
 
     @property

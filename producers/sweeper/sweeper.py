@@ -67,6 +67,7 @@ SELDOM_S: Final = 60.0
 LIMIT_S: Final = 60.0
 
 Counts = dict[str, int]
+Duty = Callable[[], Awaitable[Counts]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,15 +183,13 @@ async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: End
         if endpoints is not None:
             batches = Batches(client, blobs, endpoints, partial(_count, client), window=settings.batch_lines)
             group.create_task(batches.run(min(BATCHES_EVERY_S, settings.every)))
-        group.create_task(_repeat(client, tell, settings.every))
-        group.create_task(_repeat(client, pack, settings.every))
-        group.create_task(_repeat(client, returned, settings.every))
-        group.create_task(_repeat(client, partial(_named, "removed", pools.sweep), settings.seldom))
-        group.create_task(_repeat(client, partial(_named, "removed", stale.sweep), settings.seldom))
-        group.create_task(_repeat(client, trim, settings.seldom))
-        group.create_task(_repeat(client, add_up, settings.every))
+        often: tuple[Duty, ...] = (tell, pack, returned, add_up)
         expired_files = partial(_named, "files", partial(remove_files, client.store, blobs))
-        group.create_task(_repeat(client, expired_files, settings.seldom))
+        removals = (partial(_named, "removed", pools.sweep), partial(_named, "removed", stale.sweep))
+        seldom: tuple[Duty, ...] = (*removals, trim, expired_files)
+        for duties, every_s in ((often, settings.every), (seldom, settings.seldom)):
+            for duty in duties:
+                group.create_task(_repeat(client, duty, every_s))
 
 
 async def _steps(client: AsyncClient, what: str, sweep: Callable[[], Steps[int]]) -> Counts:
@@ -202,7 +201,7 @@ async def _named(what: str, sweep: Callable[[], Awaitable[Any]]) -> Counts:
     return {f"{what}_{name}": count for name, count in asdict(await sweep()).items()}
 
 
-async def _repeat(client: AsyncClient, work: Callable[[], Awaitable[Counts]], every_s: float) -> None:
+async def _repeat(client: AsyncClient, work: Duty, every_s: float) -> None:
     while True:
         try:
             async with asyncio.timeout(LIMIT_S):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self, cast
+from typing import Any, Literal, Self, cast
 
 from pydantic import BaseModel, Field
 
@@ -61,6 +61,7 @@ class BatchView(Named):
             time = batch.time(name)
             return None if time is None else time // 1000
 
+        times: dict[str, Any] = {name: at(name) for name in cls.model_fields if name.endswith("_at")}
         reasons = batch.json("reasons")
         return cls(
             id=batch.id,
@@ -71,15 +72,7 @@ class BatchView(Named):
             status=cast(Status, batch.status),
             output_file_id=batch.fields.get("output_file"),
             error_file_id=batch.fields.get("error_file"),
-            created_at=at("created") or 0,
-            in_progress_at=at("in_progress_at"),
-            expires_at=at("deadline") or 0,
-            finalizing_at=at("finalizing_at"),
-            completed_at=at("completed_at"),
-            failed_at=at("failed_at"),
-            expired_at=at("expired_at"),
-            cancelling_at=at("cancelling_at"),
-            cancelled_at=at("cancelled_at"),
+            **times | {"created_at": at("created") or 0, "expires_at": at("deadline") or 0},
             request_counts=Counts(
                 total=batch.total or 0, completed=batch.count("completed"), failed=batch.count("failed")
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Literal, Self
 
 from pydantic import BaseModel, Field
@@ -24,14 +25,7 @@ class FileView(Named):
 
     @classmethod
     def of(cls, file: File) -> Self:
-        return cls(
-            id=file.id,
-            bytes=file.size,
-            created_at=file.created_at,
-            expires_at=file.expires_at,
-            filename=file.filename,
-            purpose=file.purpose,
-        )
+        return cls(**asdict(file) | {"bytes": file.size, "status": "processed"})
 
 
 class FileList(Page[FileView]):

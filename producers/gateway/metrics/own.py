@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -30,28 +30,14 @@ class Metrics:
         self.overload: Mapping[str, Pressure] = {}
         """Queue -> kind -> tasks that wait there; queue -> its pressure."""
         ProcessCollector(registry=self.registry)
-        self._requests = Counter(
-            "penstock_gateway_requests", "Requests answered.", ("method", "route", "status"), registry=self.registry
-        )
-        self._latency = Histogram(
-            "penstock_gateway_request_seconds",
-            "From a request's arrival to the first byte of its answer.",
-            ("route",),
-            buckets=BUCKETS,
-            registry=self.registry,
-        )
-        self._submitted = Counter(
-            "penstock_gateway_tasks_submitted", "Tasks queued.", ("model", "tier"), registry=self.registry
-        )
-        self._refused = Counter(
-            "penstock_gateway_requests_refused",
-            "Requests refused with 429 or 503: no room, or a server that fails. The reason is the error's code.",
-            ("reason", "tier"),
-            registry=self.registry,
-        )
-        streams = Gauge(
-            "penstock_gateway_open_streams", "Streams being read, and answers being waited for.", registry=self.registry
-        )
+        own: dict[str, Any] = {"namespace": "penstock", "subsystem": "gateway", "registry": self.registry}
+        self._requests = Counter("requests", "Requests answered.", ("method", "route", "status"), **own)
+        text = "From a request's arrival to the first byte of its answer."
+        self._latency = Histogram("request_seconds", text, ("route",), buckets=BUCKETS, **own)
+        self._submitted = Counter("tasks_submitted", "Tasks queued.", ("model", "tier"), **own)
+        text = "Requests refused with 429 or 503: no room, or a server that fails. The reason is the error's code."
+        self._refused = Counter("requests_refused", text, ("reason", "tier"), **own)
+        streams = Gauge("open_streams", "Streams being read, and answers being waited for.", **own)
         streams.set_function(open_streams)
         self.registry.register(_FleetCollector(self))
 

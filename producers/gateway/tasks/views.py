@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Generic, Literal, Self, TypeVar, cast
 
 from pydantic import BaseModel, Field, ValidationError
@@ -12,6 +12,16 @@ from producers.contract.trace import trace_id
 from producers.errors import BrokenRecord
 
 Status = Literal["queued", "in_progress", "completed", "failed", "cancelled", "incomplete"]
+
+
+#: A time of a task as it is shown -> as its record has it.
+TIMES: Final = {
+    "queued": "queued",
+    "started": "started",
+    "first_token": "first",
+    "finished": "finished",
+    "settled": "settled",
+}
 
 
 class Named(BaseModel):
@@ -117,17 +127,16 @@ class TaskView(BaseModel):
     def of(cls, record: Record) -> Self:
         """The view of a record, without outputs; `outcome` adds those to the JSON of a final one. Raises
         BrokenRecord."""
-
-        def at(time: int | None) -> float | None:
-            return None if time is None else time / 1000
-
         try:
-            return cls._of(record, at)
+            return cls._of(record)
         except ValidationError as error:
             raise BrokenRecord(record.id, str(error.errors()[0]["loc"][0])) from error
 
     @classmethod
-    def _of(cls, record: Record, at: Callable[[int | None], float | None]) -> Self:
+    def _of(cls, record: Record) -> Self:
+        times = {f"{its}_at": record.time(name) for its, name in TIMES.items()}
+        times |= {"first_step_at": record.first_step, "last_token_at": record.last_token}
+        shown: dict[str, Any] = {name: None if ms is None else ms / 1000 for name, ms in times.items()}
         return cls(
             id=record.id,
             status=cast(Status, record.status),
@@ -137,13 +146,7 @@ class TaskView(BaseModel):
             order_key=record.fields.get("order_key"),
             n=record.n,
             created_at=record.count("created", None) / 1000,
-            queued_at=at(record.time("queued")),
-            started_at=at(record.time("started")),
-            first_step_at=at(record.first_step),
-            first_token_at=at(record.time("first")),
-            last_token_at=at(record.last_token),
-            finished_at=at(record.time("finished")),
-            settled_at=at(record.time("settled")),
+            **shown,
             metadata=record.metadata,
             webhook=record.json("webhook"),
             retried_from=record.fields.get("retried_from"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field
@@ -66,20 +67,8 @@ class EndpointView(Named):
 
     @classmethod
     def of(cls, one: Endpoint, **more: Any) -> Self:
-        return cls(
-            id=one.id,
-            url=one.url,
-            name=one.name,
-            event_types=list(one.event_types),
-            tenant=one.tenant,
-            celery=one.celery,
-            enabled=one.enabled,
-            disabled_because=one.disabled_because,
-            created_at=one.created_at,
-            updated_at=one.updated_at,
-            signing_secret_hint=hint(one.secrets.secret),
-            **more,
-        )
+        shown = {name: value for name, value in asdict(one).items() if name != "secrets"}
+        return cls(**shown, signing_secret_hint=hint(one.secrets.secret), **more)
 
 
 class EndpointWithSecret(EndpointView):
