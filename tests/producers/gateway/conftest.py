@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -67,6 +68,11 @@ class Door:
         self._loop = asyncio.get_running_loop()
         await self._server.serve([listener])
 
+    @cached_property
+    def http(self) -> httpx.Client:
+        """A client of its own, closed with it."""
+        return httpx.Client(base_url=self.url, timeout=60)
+
     @property
     def thread_id(self) -> int | None:
         """The event loop's thread."""
@@ -104,6 +110,7 @@ class Door:
         self._loop.call_soon_threadsafe(self._server.told.set)
 
     def close(self) -> None:
+        self.http.close()
         with suppress(RuntimeError):  # it has drained, and its loop is closed
             self.end_streams()
             self._stop()
@@ -120,6 +127,13 @@ def publish(valkey: Redis) -> str:
     return CARD.name
 
 
+#: Functions of fixtures: they give a gateway by its settings, an answer, the id of a task, a key or what else is made.
+Open = Callable[..., Door]
+Ask = Callable[..., httpx.Response]
+Submit = Callable[..., str]
+Make = Callable[..., str]
+
+
 @pytest.fixture
 def model(valkey: Redis) -> str:
     """`tiny`, published."""
@@ -127,7 +141,7 @@ def model(valkey: Redis) -> str:
 
 
 @pytest.fixture
-def open_door(valkey_url: str, tmp_path: Path) -> Iterator[Callable[..., Door]]:
+def open_door(valkey_url: str, tmp_path: Path) -> Iterator[Open]:
     """Starts gateways; settings by name."""
     doors: list[Door] = []
 
@@ -142,7 +156,7 @@ def open_door(valkey_url: str, tmp_path: Path) -> Iterator[Callable[..., Door]]:
 
 
 @pytest.fixture
-def door(open_door: Callable[..., Door], model: str) -> Door:
+def door(open_door: Open, model: str) -> Door:
     return open_door()
 
 
@@ -168,13 +182,12 @@ def shared_door(valkey_server: ValkeyServer, files_dir: Path, shared_settings: d
 
 
 @pytest.fixture
-def http(door: Door) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=door.url, timeout=60) as client:
-        yield client
+def http(door: Door) -> httpx.Client:
+    return door.http
 
 
 @pytest.fixture
-def submit(http: httpx.Client, model: str) -> Callable[..., str]:
+def submit(http: httpx.Client, model: str) -> Submit:
     """Submits a task and gives its id."""
 
     def send(**fields: Any) -> str:

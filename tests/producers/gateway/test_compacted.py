@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -15,6 +14,7 @@ from producers.contract.stream.events import BLOCK
 from producers.store.blobs import open_blobs
 from producers.sweeper.compact import Moving
 from tests.producers.fake_worker import FakeWorker
+from tests.producers.gateway.conftest import Submit
 from tests.producers.sweeper.test_compact import squeeze
 
 
@@ -22,7 +22,7 @@ from tests.producers.sweeper.test_compact import squeeze
 @pytest.mark.parametrize("count", [3, BLOCK + 5])
 def test_the_same_bytes_are_answered(
     http: httpx.Client,
-    submit: Callable[..., str],
+    submit: Submit,
     worker: FakeWorker,
     valkey: Redis,
     valkey_url: str,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
 import httpx
 import pytest
@@ -14,7 +13,7 @@ from producers.contract import keys
 from producers.gateway import health
 from producers.store.fleet.cards import publish
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import CARD, Door
+from tests.producers.gateway.conftest import CARD, Open
 from tests.producers.gateway.http.test_sse import follow
 from tests.producers.proxy import Proxy
 
@@ -45,25 +44,25 @@ def test_workers_that_do_not_come_up_are_said_by_a_gateway_that_is_ready(http: h
 
 
 def test_a_gateway_that_waits_for_models_is_ready_once_each_is_published_or_was_served(
-    open_door: Callable[..., Door], valkey: Redis, model: str
+    open_door: Open, valkey: Redis, model: str
 ) -> None:
     """A card of a worker that ended does not count; and a worker that ends later is waited for by tasks alone."""
     door = open_door(awaited=(model, "other", "published"))
-    with httpx.Client(base_url=door.url, timeout=60) as http:
-        error = http.get("/readyz").json()["error"]
-        assert error["code"] == "not_ready"
-        assert error["message"].startswith("other, published, tiny: not published, and served by no worker yet; ")
-        publish(valkey, {**json.loads(CARD.to_json()), "name": "published"}, {})
-        serve(valkey, model, "w1")
-        answer = http.get("/readyz")
-        assert (answer.status_code, answer.json()["checks"]["models"]) == (
-            503,
-            "other: not published, and served by no worker yet",
-        )
-        serve(valkey, "other", "w2")
-        assert http.get("/readyz").status_code == 200
-        valkey.flushall()
-        assert http.get("/readyz").status_code == 200
+    http = door.http
+    error = http.get("/readyz").json()["error"]
+    assert error["code"] == "not_ready"
+    assert error["message"].startswith("other, published, tiny: not published, and served by no worker yet; ")
+    publish(valkey, {**json.loads(CARD.to_json()), "name": "published"}, {})
+    serve(valkey, model, "w1")
+    answer = http.get("/readyz")
+    assert (answer.status_code, answer.json()["checks"]["models"]) == (
+        503,
+        "other: not published, and served by no worker yet",
+    )
+    serve(valkey, "other", "w2")
+    assert http.get("/readyz").status_code == 200
+    valkey.flushall()
+    assert http.get("/readyz").status_code == 200
 
 
 def serve(valkey: Redis, model: str, worker: str) -> None:
@@ -75,13 +74,11 @@ def serve(valkey: Redis, model: str, worker: str) -> None:
 
 
 @pytest.mark.parametrize("away", [{"store"}, {"broker"}, {"store", "broker"}])
-def test_a_gateway_without_one_is_alive_not_ready_and_says_which(
-    open_door: Callable[..., Door], away: set[str]
-) -> None:
+def test_a_gateway_without_one_is_alive_not_ready_and_says_which(open_door: Open, away: set[str]) -> None:
     door = open_door(**dict.fromkeys(away, NOWHERE))
-    with httpx.Client(base_url=door.url, timeout=60) as http:
-        assert http.get("/livez").status_code == 200
-        answer = http.get("/readyz")
+    http = door.http
+    assert http.get("/livez").status_code == 200
+    answer = http.get("/readyz")
     assert answer.status_code == 503
     assert answer.headers["retry-after"] == "1"
     checks = answer.json()["checks"]
@@ -100,39 +97,37 @@ def test_a_gateway_without_one_is_alive_not_ready_and_says_which(
         ("GET", "/v1/models/tiny"),
     ],
 )
-def test_without_a_store_callers_are_told_to_come_back(open_door: Callable[..., Door], method: str, path: str) -> None:
+def test_without_a_store_callers_are_told_to_come_back(open_door: Open, method: str, path: str) -> None:
     door = open_door(store=NOWHERE, patience=0.1)
-    with httpx.Client(base_url=door.url, timeout=60) as http:
-        answer = http.request(method, path, json={"model": "tiny", "prompt": "x"} if path == "/v1/tasks" else None)
+    http = door.http
+    answer = http.request(method, path, json={"model": "tiny", "prompt": "x"} if path == "/v1/tasks" else None)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     error = answer.json()["error"]
     assert (error["type"], error["code"]) == ("server_error", "service_unavailable")
     assert "127.0.0.1" not in error["message"]
 
 
-def test_without_a_broker_a_task_is_recorded_and_the_caller_told_so(
-    open_door: Callable[..., Door], model: str, valkey: Redis
-) -> None:
+def test_without_a_broker_a_task_is_recorded_and_the_caller_told_so(open_door: Open, model: str, valkey: Redis) -> None:
     door = open_door(broker=NOWHERE, patience=0.1)
-    with httpx.Client(base_url=door.url, timeout=60) as http:
-        answer = http.post("/v1/tasks", json={"model": model, "prompt": "x"})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "submit_failed")
-        assert "sweeper" in answer.json()["error"]["message"]
+    http = door.http
+    answer = http.post("/v1/tasks", json={"model": model, "prompt": "x"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "submit_failed")
+    assert "sweeper" in answer.json()["error"]["message"]
     assert valkey.zcard("penstock:submitting") == 1
 
 
 def test_streams_and_requests_survive_connections_that_break(
-    proxy: Proxy, open_door: Callable[..., Door], model: str, worker: FakeWorker
+    proxy: Proxy, open_door: Open, model: str, worker: FakeWorker
 ) -> None:
     door = open_door(store=proxy.url, broker=proxy.url, patience=10)
-    with httpx.Client(base_url=door.url, timeout=60) as http:
-        task_id = http.post("/v1/tasks", json={"model": model, "prompt": "x"}).json()["id"]
-        worker.claim(task_id)
-        with follow(http, task_id) as events:
-            for index in range(6):
-                proxy.cut()
-                worker.append(task_id, index, ["x"])
-                assert next(events)["data"]["position"] == index
-                assert http.get(f"/v1/tasks/{task_id}").status_code == 200
-            worker.finish(task_id, [6])
-            assert [event["event"] for event in events] == ["end"]
+    http = door.http
+    task_id = http.post("/v1/tasks", json={"model": model, "prompt": "x"}).json()["id"]
+    worker.claim(task_id)
+    with follow(http, task_id) as events:
+        for index in range(6):
+            proxy.cut()
+            worker.append(task_id, index, ["x"])
+            assert next(events)["data"]["position"] == index
+            assert http.get(f"/v1/tasks/{task_id}").status_code == 200
+        worker.finish(task_id, [6])
+        assert [event["event"] for event in events] == ["end"]

@@ -7,16 +7,14 @@ import json
 import re
 import socket
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import Door, until
+from tests.producers.gateway.conftest import Door, Open, Submit, until
 
-Open = Callable[..., Door]
 PAGE = "https://chat.example.org"
 #: What a browser asks before a page's request.
 ASKED = {"origin": PAGE, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
@@ -36,7 +34,7 @@ def old_answer(door: Door, request: str) -> tuple[str, bytes]:
 
 class TestHttp10:
     def test_a_stream_ends_with_its_connection_and_has_no_chunks(
-        self, door: Door, submit: Callable[..., str], worker: FakeWorker
+        self, door: Door, submit: Submit, worker: FakeWorker
     ) -> None:
         task_id = submit()
         worker.claim(task_id)
@@ -70,9 +68,7 @@ class TestHead:
         if path != "/metrics":  # they count
             assert head.headers["content-length"] == whole.headers["content-length"]
 
-    def test_that_of_a_stream_does_not_wait_for_it(
-        self, door: Door, http: httpx.Client, submit: Callable[..., str]
-    ) -> None:
+    def test_that_of_a_stream_does_not_wait_for_it(self, door: Door, http: httpx.Client, submit: Submit) -> None:
         answer = http.head(f"/v1/tasks/{submit()}/events")
         assert (answer.status_code, answer.content) == (200, b"")
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -144,31 +140,31 @@ class TestWebPages:
         def broken() -> None:
             raise RuntimeError
 
-        with httpx.Client(base_url=door.url, timeout=60) as http:
-            before = http.options("/v1/chat/completions", headers=ASKED)
-            assert before.status_code == 200
-            assert before.headers["access-control-allow-origin"] == PAGE
-            assert "authorization" in before.headers["access-control-allow-headers"]
-            monkeypatch.setattr(door.app.state.gateway.client, "models", broken)
-            for path, status in (("/v1/models/tiny", 200), ("/v1/tasks/x", 404), ("/v1/models", 500)):
-                answer = http.get(path, headers={"origin": PAGE})
-                assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, PAGE)
-            assert "x-request-id" in answer.headers["access-control-expose-headers"]
+        http = door.http
+        before = http.options("/v1/chat/completions", headers=ASKED)
+        assert before.status_code == 200
+        assert before.headers["access-control-allow-origin"] == PAGE
+        assert "authorization" in before.headers["access-control-allow-headers"]
+        monkeypatch.setattr(door.app.state.gateway.client, "models", broken)
+        for path, status in (("/v1/models/tiny", 200), ("/v1/tasks/x", 404), ("/v1/models", 500)):
+            answer = http.get(path, headers={"origin": PAGE})
+            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, PAGE)
+        assert "x-request-id" in answer.headers["access-control-expose-headers"]
 
     def test_a_page_may_delete_send_a_key_and_read_what_tells_of_retries(self, open_door: Open, model: str) -> None:
         asked = {"access-control-request-method": "DELETE", "access-control-request-headers": "idempotency-key"}
-        with httpx.Client(base_url=open_door(cors_origins=(PAGE,)).url, timeout=60) as http:
-            before = http.options("/v1/tasks/x", headers=ASKED | asked)
-            assert "DELETE" in before.headers["access-control-allow-methods"]
-            assert "idempotency-key" in before.headers["access-control-allow-headers"]
-            exposed = http.get("/livez", headers={"origin": PAGE}).headers["access-control-expose-headers"]
-            assert {"retry-after-ms", "x-should-retry", "idempotent-replayed", "location"} <= set(exposed.split(", "))
+        http = open_door(cors_origins=(PAGE,)).http
+        before = http.options("/v1/tasks/x", headers=ASKED | asked)
+        assert "DELETE" in before.headers["access-control-allow-methods"]
+        assert "idempotency-key" in before.headers["access-control-allow-headers"]
+        exposed = http.get("/livez", headers={"origin": PAGE}).headers["access-control-expose-headers"]
+        assert {"retry-after-ms", "x-should-retry", "idempotent-replayed", "location"} <= set(exposed.split(", "))
 
     def test_others_may_not(self, open_door: Open, model: str) -> None:
-        with httpx.Client(base_url=open_door(cors_origins=(PAGE,)).url, timeout=60) as http:
-            other = {"origin": "https://evil.example"}
-            assert http.options("/v1/models", headers=ASKED | other).status_code == 400
-            assert "access-control-allow-origin" not in http.get("/v1/models", headers=other).headers
+        http = open_door(cors_origins=(PAGE,)).http
+        other = {"origin": "https://evil.example"}
+        assert http.options("/v1/models", headers=ASKED | other).status_code == 400
+        assert "access-control-allow-origin" not in http.get("/v1/models", headers=other).headers
 
 
 class TestProxies:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from urllib.parse import urlsplit
 
@@ -20,7 +20,7 @@ from producers.store.waiting import Bounds, Pressure
 from producers.sweeper import reader_leases as readers
 from producers.sweeper.reader_leases import ReaderLeases
 from tests.chaos.links import Links
-from tests.producers.gateway.conftest import Door
+from tests.producers.gateway.conftest import Make, Open
 from tests.producers.gateway.test_keys import as_caller
 from tests.producers.gateway.test_keys import make as make
 from tests.producers.gateway.test_metrics import figures
@@ -36,16 +36,14 @@ def hung() -> Iterator[str]:
         yield f"redis://127.0.0.1:{listening.getsockname()[1]}/0"
 
 
-def test_the_gateways_own_figures_are_still_told(
-    open_door: Callable[..., Door], hung: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gateways_own_figures_are_still_told(open_door: Open, hung: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "SILENT_S", 0.1)
     with httpx.Client(base_url=open_door(store=hung).url, timeout=LONG) as http:
         assert figures(http)["penstock_up",] == 0
 
 
 def test_a_request_waits_once_and_the_next_ones_not_at_all(
-    open_door: Callable[..., Door], make: Callable[..., str], valkey_url: str, monkeypatch: pytest.MonkeyPatch
+    open_door: Open, make: Make, valkey_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many calls it makes: the key is looked up, then the task."""
     monkeypatch.setattr(callers, "FRESH_S", 0.0)

@@ -18,13 +18,12 @@ from producers.contract import keys
 from producers.gateway.admission.limits import Admission
 from tests.exhaustive import few
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import Door, until
+from tests.producers.gateway.conftest import Make, Open, until
 from tests.producers.gateway.test_keys import as_caller, door, make
 
 __all__ = ["door", "make"]
 
 T = TypeVar("T")
-Make = Callable[..., str]
 CALLERS, EACH = 32, 5
 
 
@@ -56,7 +55,7 @@ def within_a_minute(valkey: Redis, ask: Callable[[], T]) -> T:
     ),
 )
 def test_two_gateways_and_32_clients_get_all_of_a_limit_and_no_more(
-    open_door: Callable[..., Door], model: str, make: Make, valkey: Redis, limit: str, most: int, fits: int, whose: str
+    open_door: Open, model: str, make: Make, valkey: Redis, limit: str, most: int, fits: int, whose: str
 ) -> None:
     doors = [open_door(auth="keys") for _ in range(2)]
     shared = whose == "tenant"  # by two keys
@@ -80,9 +79,7 @@ def test_two_gateways_and_32_clients_get_all_of_a_limit_and_no_more(
     assert int(valkey.hget(account, "open") or 0) == found[202] == valkey.zcard(keys.TASKS)
 
 
-def test_a_tenants_limits_hold_beside_those_of_its_keys(
-    open_door: Callable[..., Door], make: Make, model: str, valkey: Redis
-) -> None:
+def test_a_tenants_limits_hold_beside_those_of_its_keys(open_door: Open, make: Make, model: str, valkey: Redis) -> None:
     door = open_door(auth="keys")
     admin, path = as_caller(make("ops", ("admin",))), f"{door.url}/v1/tenants/acme/limits"
 
@@ -180,7 +177,7 @@ def test_a_budget_counts_what_was_used_and_ends_for_the_month(
 
 @pytest.mark.parametrize("more", [{}, {"max_output": 500}])
 def test_what_names_no_output_is_shortened_so_that_no_budget_is_overrun(
-    open_door: Callable[..., Door], model: str, make: Make, valkey: Redis, worker: FakeWorker, more: dict[str, int]
+    open_door: Open, model: str, make: Make, valkey: Redis, worker: FakeWorker, more: dict[str, int]
 ) -> None:
     doors = [open_door(auth="keys") for _ in range(2)]
     headers, budget = as_caller(make(budget_tokens=700, **more)), 700
@@ -215,7 +212,7 @@ output = 2000
 
 @pytest.mark.parametrize("whose", ["key", "tenant"])
 def test_a_budget_in_money_counts_what_tasks_cost(
-    open_door: Callable[..., Door],
+    open_door: Open,
     make: Make,
     model: str,
     valkey: Redis,

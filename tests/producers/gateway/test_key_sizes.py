@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +12,11 @@ from redis import Redis
 from producers import Client
 from producers.contract import keys
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import Door
+from tests.producers.gateway.conftest import Make, Open
 from tests.producers.gateway.test_keys import as_caller, change, door, make
 
 __all__ = ["door", "make"]
 
-Make = Callable[..., str]
 
 LARGE = pytest.mark.parametrize(
     ("path", "body", "most"),
@@ -33,7 +31,7 @@ LARGE = pytest.mark.parametrize(
 
 @LARGE
 def test_a_lowered_limit_refuses_no_answer_that_was_given_before(
-    open_door: Callable[..., Door],
+    open_door: Open,
     make: Make,
     model: str,
     valkey: Redis,

@@ -22,7 +22,7 @@ from producers.store.access.api_keys import Key
 from producers.store.access.audit import Change
 from producers.store.access.principal import SCOPES, Limits
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import Door, until
+from tests.producers.gateway.conftest import Door, Make, Open, until
 
 #: The documented paths that are open to all.
 OPEN = {"/", "/livez", "/readyz"}
@@ -30,12 +30,12 @@ BARE = str.maketrans("", "", "{}")
 
 
 @pytest.fixture
-def door(open_door: Callable[..., Door], model: str) -> Door:
+def door(open_door: Open, model: str) -> Door:
     return open_door(auth="keys")
 
 
 @pytest.fixture
-def make(valkey_url: str, valkey: Redis) -> Callable[..., str]:
+def make(valkey_url: str, valkey: Redis) -> Make:
     """Makes a key and gives its text; fields and limits by name."""
 
     def made(tenant: str = "acme", scopes: tuple[str, ...] = ("submit", "read", "cancel"), **more: Any) -> str:
@@ -83,7 +83,7 @@ def scope_of(method: str, path: str) -> str:
     return "read" if method == "get" else "submit"
 
 
-def test_a_key_opens_what_its_scopes_say_and_nothing_else(http: httpx.Client, make: Callable[..., str]) -> None:
+def test_a_key_opens_what_its_scopes_say_and_nothing_else(http: httpx.Client, make: Make) -> None:
     paths = http.get("/openapi.json").json()["paths"]
     asked = [(method, path) for path in paths if path not in OPEN for method in paths[path]]
     for scope in SCOPES:
@@ -96,7 +96,7 @@ def test_a_key_opens_what_its_scopes_say_and_nothing_else(http: httpx.Client, ma
 
 
 def test_nobody_is_let_in_by_the_body_the_url_a_trailer_or_several_keys(
-    door: Door, http: httpx.Client, make: Callable[..., str]
+    door: Door, http: httpx.Client, make: Make
 ) -> None:
     """A body is not waited for either: who has no key cannot have one read."""
     good, other = make(), make("other")
@@ -126,7 +126,7 @@ def status(door: Door, head: str) -> int:
         return int(connection.recv(1 << 16).split()[1])
 
 
-def test_a_key_is_asked_for_by_each_request_of_a_connection(door: Door, make: Callable[..., str]) -> None:
+def test_a_key_is_asked_for_by_each_request_of_a_connection(door: Door, make: Make) -> None:
     requests = f"GET /v1/files HTTP/1.1\r\nHost: x\r\nauthorization: Bearer {make()}\r\n\r\n"
     requests += "GET /v1/files HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     with socket.create_connection(("127.0.0.1", door.port), timeout=60) as connection:
@@ -146,7 +146,7 @@ def test_who_guesses_is_one_address_whatever_headers_say(http: httpx.Client, doo
 
 
 def test_who_may_cancel_and_not_read_is_shown_no_output(
-    http: httpx.Client, make: Callable[..., str], worker: FakeWorker, model: str
+    http: httpx.Client, make: Make, worker: FakeWorker, model: str
 ) -> None:
     cancels = as_caller(make(scopes=("cancel",)))
     for path, body in (("/v1/tasks", {"prompt": "x"}), ("/v1/responses", {"input": "x", "background": True})):
@@ -159,7 +159,7 @@ def test_who_may_cancel_and_not_read_is_shown_no_output(
         assert whole.get("choices") or whole.get("output")
 
 
-def test_keys_that_do_not_work_are_answered_alike(http: httpx.Client, make: Callable[..., str], valkey: Redis) -> None:
+def test_keys_that_do_not_work_are_answered_alike(http: httpx.Client, make: Make, valkey: Redis) -> None:
     good = make()
     last = "A" if good[-1] != "A" else "B"
     wrong = [
@@ -182,7 +182,7 @@ def test_keys_that_do_not_work_are_answered_alike(http: httpx.Client, make: Call
 
 
 def test_after_a_rotation_both_secrets_work_until_the_overlap_ends(
-    http: httpx.Client, make: Callable[..., str], valkey: Redis
+    http: httpx.Client, make: Make, valkey: Redis
 ) -> None:
     old, new = make(), []
 
@@ -198,7 +198,7 @@ def test_after_a_rotation_both_secrets_work_until_the_overlap_ends(
     assert http.get("/v1/models", headers=as_caller(new[0])).status_code == 200
 
 
-def test_a_key_is_for_its_models_and_tiers(http: httpx.Client, make: Callable[..., str], model: str) -> None:
+def test_a_key_is_for_its_models_and_tiers(http: httpx.Client, make: Make, model: str) -> None:
     def code(token: str, **more: Any) -> str:
         answer = http.post("/v1/tasks", json={"model": model, "prompt": "def f", **more}, headers=as_caller(token))
         return "" if answer.status_code == 202 else str(answer.json()["error"]["code"])
@@ -209,7 +209,7 @@ def test_a_key_is_for_its_models_and_tiers(http: httpx.Client, make: Callable[..
     assert (code(flex), code(flex, tier="flex")) == ("tier_not_allowed", "")
 
 
-def test_a_key_names_no_tenant_but_its_own(http: httpx.Client, make: Callable[..., str], model: str) -> None:
+def test_a_key_names_no_tenant_but_its_own(http: httpx.Client, make: Make, model: str) -> None:
     task, headers = {"model": model, "prompt": "def f"}, as_caller(make())
     assert http.post("/v1/tasks", json={**task, "tenant": "acme"}, headers=headers).status_code == 202
     other = http.post("/v1/tasks", json={**task, "tenant": "other"}, headers=headers)

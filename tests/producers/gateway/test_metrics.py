@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -13,10 +12,9 @@ from redis import Redis
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import POOL, QUEUE, Door, until
+from tests.producers.gateway.conftest import POOL, QUEUE, Open, Submit, until
 from tests.producers.gateway.test_health import NOWHERE
 
-Submit = Callable[..., str]
 POOL_NAME = POOL.queue.removeprefix("penstock:queue:")
 VERSION = QUEUE.removeprefix("penstock:queue:")
 LEASE = {
@@ -157,9 +155,7 @@ def refused(http: httpx.Client) -> dict[tuple[str, ...], float]:
     return {n[1:]: value for n, value in figures(http).items() if n[0] == "penstock_gateway_requests_refused_total"}
 
 
-def test_what_is_refused_is_counted_by_reason_and_tier(
-    open_door: Callable[..., Door], model: str, valkey: Redis
-) -> None:
+def test_what_is_refused_is_counted_by_reason_and_tier(open_door: Open, model: str, valkey: Redis) -> None:
     door = open_door(max_queued=2)
 
     def post(path: str, **fields: Any) -> int:
@@ -173,8 +169,8 @@ def test_what_is_refused_is_counted_by_reason_and_tier(
     # What is wrong with the request itself is no refusal of this kind.
     assert post("tasks", prompt=[1], tier="first") == 400
     assert post("tasks", prompt=[1], model="no") == 404
-    with httpx.Client(base_url=door.url, timeout=60) as http:
-        assert refused(http) == {("queue_full", "priority"): 3, ("queue_full", "default"): 1, ("queue_full", "flex"): 1}
+    http = door.http
+    assert refused(http) == {("queue_full", "priority"): 3, ("queue_full", "default"): 1, ("queue_full", "flex"): 1}
 
     door = open_door(max_queued_per_tenant=1)
     valkey.hset(keys.WAITING_TENANTS, "greedy", 1)
@@ -184,11 +180,11 @@ def test_what_is_refused_is_counted_by_reason_and_tier(
         assert post("tasks", prompt=[1], tier="batch") == 503
     finally:
         valkey.config_set("maxmemory", "0")
-    with httpx.Client(base_url=door.url, timeout=60) as http:
-        assert refused(http) == {("tenant_queue_full", "flex"): 1, ("storage_full", "batch"): 1}
+    http = door.http
+    assert refused(http) == {("tenant_queue_full", "flex"): 1, ("storage_full", "batch"): 1}
 
 
-def test_who_comes_while_the_store_is_away_or_without_a_connection_is_counted(open_door: Callable[..., Door]) -> None:
+def test_who_comes_while_the_store_is_away_or_without_a_connection_is_counted(open_door: Open) -> None:
     door = open_door(store=NOWHERE, connections=1, patience=0.2)
     lasting = httpx.Limits(keepalive_expiry=None)
     with httpx.Client(base_url=door.url, timeout=60, limits=lasting) as http:
@@ -210,10 +206,10 @@ def test_open_streams_are_counted(http: httpx.Client, submit: Submit, worker: Fa
     until(lambda: figures(http)["penstock_gateway_open_streams",] == 0)
 
 
-def test_without_a_store_the_gateways_own_figures_are_still_told(open_door: Callable[..., Door]) -> None:
+def test_without_a_store_the_gateways_own_figures_are_still_told(open_door: Open) -> None:
     door = open_door(store=NOWHERE)
-    with httpx.Client(base_url=door.url, timeout=60) as http:
-        got = figures(http)
+    http = door.http
+    got = figures(http)
     assert got["penstock_up",] == 0
     assert ("penstock_gateway_open_streams",) in got
     assert not any(name.startswith("penstock_queued") for name, *_ in got)

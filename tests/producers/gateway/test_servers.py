@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import httpx
@@ -13,10 +13,8 @@ from producers.client import aio, hub, reader
 from producers.contract import keys
 from tests.chaos.links import Links
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import QUEUE, Door, until
+from tests.producers.gateway.conftest import QUEUE, Open, until
 from tests.producers.gateway.http.test_sse import follow
-
-Open = Callable[..., Door]
 
 
 @pytest.fixture
@@ -43,22 +41,22 @@ def test_a_stream_goes_on_though_its_connections_were_forgotten(
     monkeypatch.setattr(reader, "SILENCE_S", 60.0)  # the reader is to hear of the end, not to look for it
     url = f"redis://127.0.0.1:{links.add('gateway', urlsplit(valkey_url).port or 0)}/0"
     door = open_door(broker=url, store=url, patience=10)
-    with httpx.Client(base_url=door.url, timeout=60) as http:
-        task_id = http.post("/v1/tasks", json={"model": model, "prompt": "x", "max_tokens": 4}).json()["id"]
-        assert worker.take(QUEUE) == task_id
-        worker.claim(task_id)
-        with follow(http, task_id) as events:
-            worker.append(task_id, 0, ["a"])
-            assert next(events)["data"]["text"] == "a"
-            newest = max(int(one["id"]) for one in valkey.client_list())
-            links.make("gateway", "silence")
-            until(lambda: any(int(one["id"]) > newest for one in valkey.client_list()))
-            links.make("gateway", "forget")
-            worker.append(task_id, 1, ["b", "c"])
-            worker.append(task_id, 3, ["d"], finish_reason="length")
-            worker.finish(task_id, [4])
-            assert [event["data"].get("text") for event in events] == ["b", "c", "d", None]
-        assert http.post("/v1/tasks", json={"model": model, "prompt": "x"}).status_code == 202
+    http = door.http
+    task_id = http.post("/v1/tasks", json={"model": model, "prompt": "x", "max_tokens": 4}).json()["id"]
+    assert worker.take(QUEUE) == task_id
+    worker.claim(task_id)
+    with follow(http, task_id) as events:
+        worker.append(task_id, 0, ["a"])
+        assert next(events)["data"]["text"] == "a"
+        newest = max(int(one["id"]) for one in valkey.client_list())
+        links.make("gateway", "silence")
+        until(lambda: any(int(one["id"]) > newest for one in valkey.client_list()))
+        links.make("gateway", "forget")
+        worker.append(task_id, 1, ["b", "c"])
+        worker.append(task_id, 3, ["d"], finish_reason="length")
+        worker.finish(task_id, [4])
+        assert [event["data"].get("text") for event in events] == ["b", "c", "d", None]
+    assert http.post("/v1/tasks", json={"model": model, "prompt": "x"}).status_code == 202
 
 
 @pytest.mark.parametrize("path", ["/v1/tasks", "/v1/completions"])

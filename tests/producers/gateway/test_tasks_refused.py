@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -12,9 +11,7 @@ import pytest
 from redis import Redis
 
 from producers.contract import keys
-from tests.producers.gateway.conftest import CARD, Door, until
-
-Submit = Callable[..., str]
+from tests.producers.gateway.conftest import CARD, Door, Submit, until
 
 
 def bad(**fields: Any) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from redis import Redis
 
 from producers.contract import keys
 from producers.store.usage.ledger import COUNTS
-from tests.producers.gateway.conftest import Door
+from tests.producers.gateway.conftest import Door, Make, Open
 from tests.producers.gateway.test_keys import as_caller, make
 
 __all__ = ["make"]
@@ -34,7 +34,7 @@ PROMPT, CACHED, OUTPUT = 1_000_003, 3, 7
 
 
 @pytest.fixture
-def door(open_door: Callable[..., Door], model: str, tmp_path: Path) -> Door:
+def door(open_door: Open, model: str, tmp_path: Path) -> Door:
     (tmp_path / "prices.toml").write_text(PRICES)
     return open_door(auth="keys", prices=str(tmp_path / "prices.toml"))
 
@@ -59,7 +59,7 @@ ALL = {"since": "2026-11-01"}
 
 
 @pytest.mark.usefixtures("ledger")
-def test_a_tenant_sees_its_own_and_an_admin_all(http: httpx.Client, make: Callable[..., str]) -> None:
+def test_a_tenant_sees_its_own_and_an_admin_all(http: httpx.Client, make: Make) -> None:
     def tasks(token: str, **asked: str) -> dict[str, int]:
         answer = http.get("/v1/usage", params=ALL | asked, headers=as_caller(token)).json()
         return {line["tenant"]: line["tasks"] for line in answer["data"]}
@@ -70,7 +70,7 @@ def test_a_tenant_sees_its_own_and_an_admin_all(http: httpx.Client, make: Callab
 
 
 @pytest.mark.usefixtures("ledger")
-def test_lines_are_grouped_and_cost_what_the_table_says(http: httpx.Client, make: Callable[..., str]) -> None:
+def test_lines_are_grouped_and_cost_what_the_table_says(http: httpx.Client, make: Make) -> None:
     headers = as_caller(make())
 
     def lines(**asked: str) -> list[dict[str, Any]]:
@@ -95,9 +95,7 @@ def test_lines_are_grouped_and_cost_what_the_table_says(http: httpx.Client, make
 
 @pytest.mark.usefixtures("ledger")
 @pytest.mark.parametrize(("params", "headers"), [({"format": "csv"}, {}), ({}, {"accept": "text/csv"})])
-def test_it_comes_as_csv(
-    http: httpx.Client, make: Callable[..., str], params: dict[str, str], headers: dict[str, str]
-) -> None:
+def test_it_comes_as_csv(http: httpx.Client, make: Make, params: dict[str, str], headers: dict[str, str]) -> None:
     answer = http.get("/v1/usage", params=ALL | {"by": "tier"} | params, headers=as_caller(make()) | headers)
     assert answer.headers["content-type"] == "text/csv; charset=utf-8"
     found = list(csv.DictReader(io.StringIO(answer.text)))
@@ -119,8 +117,6 @@ def test_it_comes_as_csv(
         ({"tenant": "other"}, "tenant"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(
-    http: httpx.Client, make: Callable[..., str], params: dict[str, str], param: str
-) -> None:
+def test_what_cannot_be_asked_is_refused(http: httpx.Client, make: Make, params: dict[str, str], param: str) -> None:
     answer = http.get("/v1/usage", params=params, headers=as_caller(make()))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,12 +14,12 @@ from producers.connection.script import run
 from producers.contract import keys
 from producers.gateway.admission.overload import LONGEST_S, SHORTEST_S
 from producers.store import protocol
-from tests.producers.gateway.conftest import POOL, QUEUE, Door, until
+from tests.producers.gateway.conftest import POOL, QUEUE, Ask, Door, Make, Open, until
 from tests.producers.gateway.test_keys import make as make  # the fixture
 
 
 @pytest.fixture
-def post(open_door: Callable[..., Door], model: str) -> Callable[..., httpx.Response]:
+def post(open_door: Open, model: str) -> Ask:
     doors: dict[Any, Door] = {}
 
     def send(bounds: dict[str, int], **fields: Any) -> httpx.Response:
@@ -31,9 +30,7 @@ def post(open_door: Callable[..., Door], model: str) -> Callable[..., httpx.Resp
     return send
 
 
-def test_lower_tiers_are_refused_first_and_nothing_of_them_is_written(
-    post: Callable[..., httpx.Response], valkey: Redis
-) -> None:
+def test_lower_tiers_are_refused_first_and_nothing_of_them_is_written(post: Ask, valkey: Redis) -> None:
     bound = {"max_queued": 20}
     taken = {}
     for tier in ("batch", "flex", "default", "priority"):
@@ -45,9 +42,7 @@ def test_lower_tiers_are_refused_first_and_nothing_of_them_is_written(
 
 
 @pytest.mark.parametrize("tier", keys.TIERS)
-def test_however_small_the_bound_one_may_wait_where_nothing_does(
-    post: Callable[..., httpx.Response], tier: str
-) -> None:
+def test_however_small_the_bound_one_may_wait_where_nothing_does(post: Ask, tier: str) -> None:
     assert [post({"max_queued": 1}, tier=tier).status_code for _ in range(2)] == [202, 429]
 
 
@@ -58,7 +53,7 @@ def be_served(valkey: Redis, rate: float = 2_500.0) -> None:
     valkey.hset(keys.drain(QUEUE), mapping={"taken": 1000 * rate, "took": 1000})
 
 
-def test_who_is_refused_is_told_when_to_come_again(post: Callable[..., httpx.Response], valkey: Redis) -> None:
+def test_who_is_refused_is_told_when_to_come_again(post: Ask, valkey: Redis) -> None:
     bound = {"max_queued": 1}
     first = post(bound, tier="priority").json()["id"]
     refused = post(bound, tier="priority")
@@ -72,9 +67,7 @@ def test_who_is_refused_is_told_when_to_come_again(post: Callable[..., httpx.Res
     assert post(bound, tier="priority").status_code == 202
 
 
-def test_who_has_reached_a_bound_of_its_own_waits_in_no_line(
-    post: Callable[..., httpx.Response], valkey: Redis
-) -> None:
+def test_who_has_reached_a_bound_of_its_own_waits_in_no_line(post: Ask, valkey: Redis) -> None:
     """Also where a gateway has no other bound."""
     be_served(valkey)
     bound = {"max_queued": 0, "max_queued_in_all": 0, "max_queued_per_tenant": 1}
@@ -83,7 +76,7 @@ def test_who_has_reached_a_bound_of_its_own_waits_in_no_line(
     assert max(told) <= 1250 * SHORTEST_S
 
 
-def test_a_tenant_has_a_bound_of_its_own(post: Callable[..., httpx.Response], valkey: Redis) -> None:
+def test_a_tenant_has_a_bound_of_its_own(post: Ask, valkey: Redis) -> None:
     bound = {"max_queued_per_tenant": 3}
     made = [post(bound, tenant="greedy").json()["id"] for _ in range(3)]
     refused = post(bound, tenant="greedy")
@@ -96,7 +89,7 @@ def test_a_tenant_has_a_bound_of_its_own(post: Callable[..., httpx.Response], va
     assert post(bound, tenant="greedy").status_code == 202
 
 
-def test_all_models_together_have_a_bound(post: Callable[..., httpx.Response], valkey: Redis) -> None:
+def test_all_models_together_have_a_bound(post: Ask, valkey: Redis) -> None:
     valkey.hset(keys.WAITING, mapping={"default": 18, "default penstock:queue:other@1": 18, "line": 1_000})
     bound = {"max_queued_in_all": 20}
     assert [post(bound).status_code for _ in range(2)] == [202, 429]
@@ -105,7 +98,7 @@ def test_all_models_together_have_a_bound(post: Callable[..., httpx.Response], v
     assert post(bound, tier="priority").status_code == 202, "it waits for no other tier"
 
 
-def test_two_gateways_together_let_in_what_one_may(open_door: Callable[..., Door], model: str, valkey: Redis) -> None:
+def test_two_gateways_together_let_in_what_one_may(open_door: Open, model: str, valkey: Redis) -> None:
     doors = [open_door(max_queued=20, max_queued_per_tenant=15) for _ in range(2)]
 
     def send(number: int) -> int:
@@ -119,7 +112,7 @@ def test_two_gateways_together_let_in_what_one_may(open_door: Callable[..., Door
     assert max(map(int, valkey.hvals(keys.WAITING_TENANTS))) <= 15
 
 
-def test_openai_endpoints_are_bounded_too(open_door: Callable[..., Door], model: str, valkey: Redis) -> None:
+def test_openai_endpoints_are_bounded_too(open_door: Open, model: str, valkey: Redis) -> None:
     door = open_door(max_queued=1)
     valkey.hset(keys.WAITING, f"default {QUEUE}", 1)
     answer = httpx.post(f"{door.url}/v1/completions", json={"model": model, "prompt": "x"}, timeout=60)
@@ -130,7 +123,7 @@ def test_openai_endpoints_are_bounded_too(open_door: Callable[..., Door], model:
 
 @pytest.mark.parametrize("bound", [{"max_queued": 2}, {"max_queued_per_tenant": 2}])
 def test_more_prompts_than_may_ever_wait_are_the_callers_fault(
-    open_door: Callable[..., Door], model: str, valkey: Redis, bound: dict[str, int]
+    open_door: Open, model: str, valkey: Redis, bound: dict[str, int]
 ) -> None:
     body = {"model": model, "prompt": ["x", "y", "z"], "service_tier": "priority"}
     answer = httpx.post(f"{open_door(**bound).url}/v1/completions", json=body, timeout=60)
@@ -141,7 +134,7 @@ def test_more_prompts_than_may_ever_wait_are_the_callers_fault(
     assert not valkey.keys(keys.task("*"))
 
 
-def test_of_prompts_that_fit_in_part_none_stays(open_door: Callable[..., Door], model: str, valkey: Redis) -> None:
+def test_of_prompts_that_fit_in_part_none_stays(open_door: Open, model: str, valkey: Redis) -> None:
     valkey.hset(keys.WAITING, f"priority {QUEUE}", 3)
     body = {"model": model, "prompt": ["x", "y"], "service_tier": "priority"}
     answer = httpx.post(f"{open_door(max_queued=4).url}/v1/completions", json=body, timeout=60)
@@ -149,9 +142,7 @@ def test_of_prompts_that_fit_in_part_none_stays(open_door: Callable[..., Door], 
     until(lambda: int(valkey.hget(keys.WAITING, f"priority {QUEUE}") or 0) == 3)
 
 
-def test_a_burst_on_an_idle_system_is_told_of_seconds_and_not_of_half_a_minute(
-    post: Callable[..., httpx.Response], valkey: Redis
-) -> None:
+def test_a_burst_on_an_idle_system_is_told_of_seconds_and_not_of_half_a_minute(post: Ask, valkey: Redis) -> None:
     """Nothing was seen of its workers yet; each who is refused is told of the places of those before, too."""
     be_served(valkey)
     bound = {"max_queued": 20}
@@ -163,7 +154,7 @@ def test_a_burst_on_an_idle_system_is_told_of_seconds_and_not_of_half_a_minute(
 
 
 @pytest.mark.parametrize("rate", [50.0, 200.0])
-def test_the_wait_is_that_of_the_queued_tokens(post: Callable[..., httpx.Response], valkey: Redis, rate: float) -> None:
+def test_the_wait_is_that_of_the_queued_tokens(post: Ask, valkey: Redis, rate: float) -> None:
     """By the size of what waits, not of what is refused; at the speed at which workers started it."""
     bound = {"max_queued": 1}
     be_served(valkey, rate)
@@ -173,9 +164,7 @@ def test_the_wait_is_that_of_the_queued_tokens(post: Callable[..., httpx.Respons
     assert 1000 / rate * 0.99 <= int(refused.headers["retry-after-ms"]) / 1000 <= 1.25 * 1000 / rate * 1.01
 
 
-def test_a_key_has_a_bound_of_its_own(
-    open_door: Callable[..., Door], make: Callable[..., str], model: str, valkey: Redis
-) -> None:
+def test_a_key_has_a_bound_of_its_own(open_door: Open, make: Make, model: str, valkey: Redis) -> None:
     url, key = open_door(auth="keys").url, make("acme", max_waiting=2)
 
     def send(token: str) -> httpx.Response:
@@ -187,9 +176,7 @@ def test_a_key_has_a_bound_of_its_own(
     assert send(make("acme")).status_code == 202
 
 
-def test_a_tenants_own_bound_goes_before_that_of_all_tenants(
-    post: Callable[..., httpx.Response], valkey: Redis
-) -> None:
+def test_a_tenants_own_bound_goes_before_that_of_all_tenants(post: Ask, valkey: Redis) -> None:
     bound = {"max_queued_per_tenant": 1}
     valkey.hset(keys.TENANT_LIMITS, "large", json.dumps({"max_waiting": 2}))
     assert [post(bound, tenant="large").status_code for _ in range(3)] == [202, 202, 429]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -16,7 +15,7 @@ from producers import AsyncClient
 from producers.contract import keys
 from producers.store.waiting import Bounds, Pressure, pressure
 from tests.producers.gateway.admission.test_limits import be_served
-from tests.producers.gateway.conftest import QUEUE, Door, until
+from tests.producers.gateway.conftest import QUEUE, Door, Make, Open, until
 from tests.producers.gateway.test_keys import as_caller
 from tests.producers.gateway.test_keys import make as make  # the fixture
 from tests.producers.gateway.test_metrics import figures
@@ -33,7 +32,7 @@ NUMBERS = {stage: number for number, (stage, _) in enumerate(STAGES.values())}
 
 
 @pytest.fixture
-def door(open_door: Callable[..., Door], model: str) -> Door:
+def door(open_door: Open, model: str) -> Door:
     return open_door(max_queued=100, auth="keys")
 
 
@@ -51,7 +50,7 @@ def submit(door: Door, key: str, path: str = "tasks", **fields: Any) -> httpx.Re
 
 @pytest.mark.parametrize("waiting", STAGES)
 def test_each_stage_refuses_what_it_says_and_is_seen_everywhere(
-    door: Door, make: Callable[..., str], valkey: Redis, waiting: int, caplog: pytest.LogCaptureFixture
+    door: Door, make: Make, valkey: Redis, waiting: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     (stage, refused), key = STAGES[waiting], make()
     with caplog.at_level(logging.WARNING):
@@ -72,9 +71,7 @@ def test_each_stage_refuses_what_it_says_and_is_seen_everywhere(
     assert (f"overload of {QUEUE}: from normal to {stage}" in caplog.text) == (stage != "normal")
 
 
-def test_a_stage_is_left_at_less_pressure_than_it_was_entered_at(
-    door: Door, make: Callable[..., str], valkey: Redis
-) -> None:
+def test_a_stage_is_left_at_less_pressure_than_it_was_entered_at(door: Door, make: Make, valkey: Redis) -> None:
     key, seen = make(), []
     for waiting in (97, 90, 75, 69, 63, 61, 50, 70):
         let_wait(valkey, waiting)
@@ -83,9 +80,7 @@ def test_a_stage_is_left_at_less_pressure_than_it_was_entered_at(
     assert seen == ["priority", "priority", "shorten", "shorten", "shed", "shed", "normal", "normal"]
 
 
-def test_another_gateway_is_in_the_same_stage(
-    open_door: Callable[..., Door], door: Door, make: Callable[..., str], valkey: Redis
-) -> None:
+def test_another_gateway_is_in_the_same_stage(open_door: Open, door: Door, make: Make, valkey: Redis) -> None:
     let_wait(valkey, 97)
     assert submit(door, make()).status_code == 429
     let_wait(valkey, 85)  # alone this would be `shed`
@@ -95,7 +90,7 @@ def test_another_gateway_is_in_the_same_stage(
 
 @pytest.mark.parametrize(("asked", "left"), [(None, 16), (500, 16), (16, None), (9, None)])
 def test_outputs_of_keys_that_say_so_are_shortened(
-    door: Door, make: Callable[..., str], valkey: Redis, asked: int | None, left: int | None
+    door: Door, make: Make, valkey: Redis, asked: int | None, left: int | None
 ) -> None:
     let_wait(valkey, 92)
     asked_for = {} if asked is None else {"max_tokens": asked}
@@ -110,9 +105,7 @@ def test_outputs_of_keys_that_say_so_are_shortened(
         assert "shortened_to" not in spared.json()
 
 
-def test_a_chat_completion_says_that_it_was_shortened(
-    door: Door, make: Callable[..., str], valkey: Redis, worker: Any
-) -> None:
+def test_a_chat_completion_says_that_it_was_shortened(door: Door, make: Make, valkey: Redis, worker: Any) -> None:
     let_wait(valkey, 92)
     body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "stream": True}
     with httpx.stream(
@@ -125,9 +118,7 @@ def test_a_chat_completion_says_that_it_was_shortened(
     assert json.loads(first[6:])["shortened_to"] == 16
 
 
-def test_a_retry_asks_for_what_was_asked_for_at_first(
-    door: Door, make: Callable[..., str], valkey: Redis, worker: Any
-) -> None:
+def test_a_retry_asks_for_what_was_asked_for_at_first(door: Door, make: Make, valkey: Redis, worker: Any) -> None:
     let_wait(valkey, 92)
     key = make(shorten_to=16)
     task_id = submit(door, key, max_tokens=500).json()["id"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -19,6 +18,7 @@ from producers.store.access.api_keys import Key
 from producers.store.access.principal import Limits
 from producers.sweeper.batches.endpoint import Answer, Planned
 from tests.producers.contract.test_trace import GOOD
+from tests.producers.gateway.conftest import Ask
 from tests.producers.gateway.openai.conftest import client as client  # the fixture
 
 DAY = 24 * 3600
@@ -83,7 +83,7 @@ class TestOpenaisClient:
 
 
 @pytest.fixture
-def send(http: httpx.Client, file_id: str) -> Callable[..., httpx.Response]:
+def send(http: httpx.Client, file_id: str) -> Ask:
     def send(headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
         body = {"input_file_id": file_id, "endpoint": CHATS, "completion_window": "24h"} | fields
         return http.post("/v1/batches", json=body, headers=headers)
@@ -117,22 +117,18 @@ def send(http: httpx.Client, file_id: str) -> Callable[..., httpx.Response]:
         ("model", "tiny", 400),
     ],
 )
-def test_bad_input_is_named_and_nothing_is_made(
-    send: Callable[..., httpx.Response], valkey: Redis, field: str, value: Any, status: int
-) -> None:
+def test_bad_input_is_named_and_nothing_is_made(send: Ask, valkey: Redis, field: str, value: Any, status: int) -> None:
     answer = send(**{field: value})
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, field)
     assert valkey.keys("penstock:batch*") == []
 
 
-def test_a_file_that_a_batch_wrote_is_no_input(
-    send: Callable[..., httpx.Response], file_id: str, valkey: Redis
-) -> None:
+def test_a_file_that_a_batch_wrote_is_no_input(send: Ask, file_id: str, valkey: Redis) -> None:
     valkey.hset(keys.file(file_id), "purpose", "batch_output")
     assert send().json()["error"]["param"] == "input_file_id"
 
 
-def test_a_key_makes_one_batch(send: Callable[..., httpx.Response], valkey: Redis) -> None:
+def test_a_key_makes_one_batch(send: Ask, valkey: Redis) -> None:
     key = {"idempotency-key": "k"}
     first, again = send(key), send(key)
     assert (first.status_code, again.json()) == (200, first.json())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import httpx
 import openai
 import pytest
@@ -15,7 +13,7 @@ from producers.gateway.settings import GatewaySettings
 from producers.store.blobs import open_blobs
 from tests.aws import Aws
 from tests.processes import free_port
-from tests.producers.gateway.conftest import Door
+from tests.producers.gateway.conftest import Open
 from tests.producers.gateway.files.test_files import DATA, FILE, PURPOSE, form
 from tests.producers.store.test_s3 import bucket_of
 from workers.cli.batch.client import BatchGateway
@@ -27,9 +25,7 @@ def place(aws: Aws) -> str:
 
 
 @pytest.mark.parametrize("redirect", [False, True])
-def test_openais_client_uploads_reads_and_deletes(
-    open_door: Callable[..., Door], model: str, place: str, redirect: bool
-) -> None:
+def test_openais_client_uploads_reads_and_deletes(open_door: Open, model: str, place: str, redirect: bool) -> None:
     door = open_door(files_dir=place, files_redirect=redirect)
     data = DATA * 10  # more than a part
     with openai.OpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0) as client:
@@ -41,25 +37,21 @@ def test_openais_client_uploads_reads_and_deletes(
     assert open_blobs(place).clean(-60) == 0
 
 
-def test_a_download_goes_to_the_bucket_by_a_url_of_its_own(
-    open_door: Callable[..., Door], model: str, place: str, aws: Aws
-) -> None:
+def test_a_download_goes_to_the_bucket_by_a_url_of_its_own(open_door: Open, model: str, place: str, aws: Aws) -> None:
     door = open_door(files_dir=place, files_redirect=True)
-    with httpx.Client(base_url=door.url) as http:
-        file_id = http.post("/v1/files", **form(PURPOSE, FILE)).json()["id"]
-        path = f"/v1/files/{file_id}/content"
-        answer = http.get(path)
-        assert (answer.status_code, answer.headers["cache-control"]) == (307, "no-store")
-        assert answer.headers["location"].startswith(f"{aws.url}/files/pen/stock/{file_id}?")
-        assert http.head(path).headers["content-length"] == "2", "a URL that is signed for GET opens no HEAD"
-        assert b"".join(BatchGateway(door.url).content(file_id, 1)) == b"}"
-        open_blobs(place).delete(file_id)
-        assert http.get(path).json()["error"]["code"] == "file_unavailable"
+    http = door.http
+    file_id = http.post("/v1/files", **form(PURPOSE, FILE)).json()["id"]
+    path = f"/v1/files/{file_id}/content"
+    answer = http.get(path)
+    assert (answer.status_code, answer.headers["cache-control"]) == (307, "no-store")
+    assert answer.headers["location"].startswith(f"{aws.url}/files/pen/stock/{file_id}?")
+    assert http.head(path).headers["content-length"] == "2", "a URL that is signed for GET opens no HEAD"
+    assert b"".join(BatchGateway(door.url).content(file_id, 1)) == b"}"
+    open_blobs(place).delete(file_id)
+    assert http.get(path).json()["error"]["code"] == "file_unavailable"
 
 
-def test_a_retry_with_its_key_keeps_one_blob(
-    open_door: Callable[..., Door], model: str, place: str, valkey: Redis, aws: Aws
-) -> None:
+def test_a_retry_with_its_key_keeps_one_blob(open_door: Open, model: str, place: str, valkey: Redis, aws: Aws) -> None:
     """The first try died before FILE_MADE: the second one's bytes get the first one's id."""
     door = open_door(files_dir=place)
     body = form(PURPOSE, FILE[:-2] + DATA * 10)
@@ -74,20 +66,18 @@ def test_a_retry_with_its_key_keeps_one_blob(
     assert [one["Key"] for one in found] == [f"pen/stock/{first}"]
 
 
-def test_a_bucket_that_is_away_or_missing_is_said(
-    open_door: Callable[..., Door], model: str, place: str, aws: Aws
-) -> None:
+def test_a_bucket_that_is_away_or_missing_is_said(open_door: Open, model: str, place: str, aws: Aws) -> None:
     missing, away = (
         "s3://none" + place.removeprefix("s3://files"),
         f"s3://files?endpoint_url=http://127.0.0.1:{free_port()}",
     )
     for files_dir, ready in ((missing, 503), (away + "&region=r", 200)):
-        with httpx.Client(base_url=open_door(files_dir=files_dir).url, timeout=60) as http:
-            answer = http.post("/v1/files", **form(PURPOSE, FILE))
-            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "file_unavailable")
-            answer = http.get("/readyz")
-            assert answer.status_code == ready, answer.text
-            assert "s3://" in answer.json()["checks"]["files"]
+        http = open_door(files_dir=files_dir).http
+        answer = http.post("/v1/files", **form(PURPOSE, FILE))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "file_unavailable")
+        answer = http.get("/readyz")
+        assert answer.status_code == ready, answer.text
+        assert "s3://" in answer.json()["checks"]["files"]
 
 
 def test_a_redirect_without_a_bucket_is_refused(valkey_url: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from producers.contract import keys
 from producers.gateway.files.multipart import MAX_PARTS
 from producers.store.blobs import FolderBlobs
 from tests.conformance.conftest import gateway
-from tests.producers.gateway.conftest import Door, until
+from tests.producers.gateway.conftest import Ask, Door, Open, until
 from tests.producers.gateway.openai.conftest import client as client  # the fixture
 
 DATA = b'{"custom_id": "a"}\n' * 50_000
@@ -76,11 +76,8 @@ class TestOpenaisClient:
             assert [file.id async for file in client.files.list()] == [made.id]
 
 
-Send = Callable[..., httpx.Response]
-
-
 @pytest.fixture
-def send(http: httpx.Client) -> Send:
+def send(http: httpx.Client) -> Ask:
     def send(data: dict[str, Any] | None = None, name: str | None = "in.jsonl", **more: Any) -> httpx.Response:
         fields = {"purpose": "batch"} if data is None else data
         return http.post("/v1/files", data=fields, files={"file": (name, DATA)} if name else None, **more)
@@ -117,7 +114,7 @@ class TestBadUploads:
         ],
     )
     def test_a_bad_field_is_named_and_nothing_is_left(
-        self, send: Send, folder: Path, valkey: Redis, fields: dict[str, str], param: str
+        self, send: Ask, folder: Path, valkey: Redis, fields: dict[str, str], param: str
     ) -> None:
         answer = send(fields)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
@@ -150,24 +147,22 @@ class TestBadUploads:
         assert (answer.status_code, says in answer.json()["error"]["message"]) == (status, True), answer.text
         assert there(folder) == []
 
-    def test_a_packed_upload_is_refused(self, send: Send) -> None:
+    def test_a_packed_upload_is_refused(self, send: Ask) -> None:
         assert send(headers={"content-encoding": "gzip"}).status_code == 415
 
     @pytest.mark.parametrize("declared", [True, False])
-    def test_a_file_that_is_too_large_is_refused(
-        self, open_door: Callable[..., Door], folder: Path, declared: bool
-    ) -> None:
+    def test_a_file_that_is_too_large_is_refused(self, open_door: Open, folder: Path, declared: bool) -> None:
         door = open_door(max_file=len(DATA) - 1)
-        with httpx.Client(base_url=door.url, timeout=60) as http:
-            asked = http.build_request("POST", "/v1/files", data={"purpose": "batch"}, files={"file": DATA})
-            body = asked.read()
-            answer = http.post(
-                "/v1/files",
-                content=body if declared else iter([body[:1000], body[1000:]]),
-                headers={"content-type": asked.headers["content-type"]},
-            )
-            assert (answer.status_code, answer.json()["error"]["code"]) == (413, "file_too_large")
-            assert there(folder) == []
+        http = door.http
+        asked = http.build_request("POST", "/v1/files", data={"purpose": "batch"}, files={"file": DATA})
+        body = asked.read()
+        answer = http.post(
+            "/v1/files",
+            content=body if declared else iter([body[:1000], body[1000:]]),
+            headers={"content-type": asked.headers["content-type"]},
+        )
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "file_too_large")
+        assert there(folder) == []
 
     @pytest.mark.parametrize(
         "query", ["limit=0", "limit=10001", "limit=x", "order=up", "purpose=user_data", "after=file-1", "after="]
@@ -181,16 +176,14 @@ class TestBadUploads:
         for method, path in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
             assert http.request(method, f"/v1/files/{file_id}{path}").status_code in (404, 405)
 
-    def test_a_folder_that_cannot_be_written_to_is_a_503(
-        self, open_door: Callable[..., Door], tmp_path: Path, folder: Path
-    ) -> None:
+    def test_a_folder_that_cannot_be_written_to_is_a_503(self, open_door: Open, tmp_path: Path, folder: Path) -> None:
         folder.write_text("a file, not a folder")
-        with httpx.Client(base_url=open_door().url, timeout=60) as http:
-            answer = http.post("/v1/files", data={"purpose": "batch"}, files={"file": DATA})
-            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "file_unavailable")
+        http = open_door().http
+        answer = http.post("/v1/files", data={"purpose": "batch"}, files={"file": DATA})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "file_unavailable")
 
 
-def test_ranges_of_a_file_are_given(http: httpx.Client, send: Send) -> None:
+def test_ranges_of_a_file_are_given(http: httpx.Client, send: Ask) -> None:
     file_id = send().json()["id"]
 
     def get(**headers: str) -> tuple[int, bytes, str | None]:
@@ -221,7 +214,7 @@ def test_a_reader_whose_file_is_deleted_meanwhile_is_cut_off(door: Door, http: h
                 pass
 
 
-def test_a_key_makes_one_file(send: Send, folder: Path, valkey: Redis) -> None:
+def test_a_key_makes_one_file(send: Ask, folder: Path, valkey: Redis) -> None:
     key = {"headers": {"idempotency-key": "k"}}
     first, again = send(**key), send(**key)
     assert (first.status_code, again.json()) == (200, first.json())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,9 +13,8 @@ import httpx
 import pytest
 
 from producers.gateway.http.connection import MAX_HEAD
-from tests.producers.gateway.conftest import Door, until
+from tests.producers.gateway.conftest import Door, Open, until
 
-Open = Callable[..., Door]
 #: What may come in at once, or never will (s).
 MOMENT = 0.2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,9 +20,7 @@ from producers.contract.stream.events import End, Prompt, Token
 from producers.gateway.http.sse import encode
 from tests.producers.conftest import subscribers
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import Door, until
-
-Submit = Callable[..., str]
+from tests.producers.gateway.conftest import Door, Open, Submit, until
 
 
 @contextmanager
@@ -158,18 +156,18 @@ class TestRunningTask:
             assert [event["data"].get("text") for event in events] == ["d", "e", None]
 
     def test_is_kept_alive_while_there_is_nothing_to_say(
-        self, open_door: Callable[..., Door], model: str, worker: FakeWorker, valkey: Redis
+        self, open_door: Open, model: str, worker: FakeWorker, valkey: Redis
     ) -> None:
         door = open_door(heartbeat=0.05)
-        with httpx.Client(base_url=door.url, timeout=60) as http:
-            task_id = http.post("/v1/tasks", json={"model": model, "prompt": [5]}).json()["id"]
-            with http.stream("GET", f"/v1/tasks/{task_id}/events") as answer:
-                lines = answer.iter_lines()
-                for _ in range(3):
-                    while not next(lines).startswith(":"):
-                        pass
-                worker.serve(task_id, ["a"])
-                assert [event["event"] for event in blocks(lines)] == ["token", "end"]
+        http = door.http
+        task_id = http.post("/v1/tasks", json={"model": model, "prompt": [5]}).json()["id"]
+        with http.stream("GET", f"/v1/tasks/{task_id}/events") as answer:
+            lines = answer.iter_lines()
+            for _ in range(3):
+                while not next(lines).startswith(":"):
+                    pass
+            worker.serve(task_id, ["a"])
+            assert [event["event"] for event in blocks(lines)] == ["token", "end"]
 
 
 class TestReader:
@@ -212,7 +210,7 @@ class TestReader:
         assert [int(line[4:]) for line in lines if line.startswith("id: ")] == list(range(count + 1))
 
     def test_that_takes_nothing_for_long_is_dropped(
-        self, open_door: Callable[..., Door], model: str, worker: FakeWorker, valkey: Redis
+        self, open_door: Open, model: str, worker: FakeWorker, valkey: Redis
     ) -> None:
         door = open_door(stall=0.2)
         with httpx.Client(base_url=door.url, timeout=60) as http, socket.socket() as stalled:
@@ -231,7 +229,7 @@ class TestReader:
                 until(lambda: not stalled.recv(1 << 20))
 
     def test_is_let_go_when_the_gateway_stops_and_resumes_elsewhere(
-        self, open_door: Callable[..., Door], model: str, worker: FakeWorker
+        self, open_door: Open, model: str, worker: FakeWorker
     ) -> None:
         first, second = open_door(), open_door()
         one, other = (httpx.Client(base_url=door.url, timeout=60) for door in (first, second))

@@ -18,7 +18,7 @@ from producers.store import files
 from producers.store.blobs import open_blobs
 from producers.store.files import File
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import Door
+from tests.producers.gateway.conftest import Door, Make
 from tests.producers.gateway.test_keys import as_caller
 from tests.producers.gateway.test_keys import make as make  # the fixture
 from tests.producers.store.test_s3 import put
@@ -39,7 +39,7 @@ def door(shared_door: Door, model: str) -> Door:
 
 
 @pytest.fixture
-def caller(door: Door, make: Callable[..., str]) -> Iterator[Callable[..., httpx.Client]]:
+def caller(door: Door, make: Make) -> Iterator[Callable[..., httpx.Client]]:
     """A client with a new key of a tenant."""
     clients: list[httpx.Client] = []
 

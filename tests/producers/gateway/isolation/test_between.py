@@ -11,7 +11,7 @@ from redis import Redis
 
 from producers.contract import keys
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import Door
+from tests.producers.gateway.conftest import Make, Open
 from tests.producers.gateway.isolation.conftest import ENDPOINT, TASK, Made, batch, posted, upload
 from tests.producers.gateway.openai.conftest import Answering
 from tests.producers.gateway.openai.conftest import answering as answering  # the fixture
@@ -97,7 +97,7 @@ def test_an_endpoint_of_all_tenants_is_an_operators(
 
 
 def test_what_others_have_waiting_is_not_counted_and_not_told(
-    open_door: Callable[..., Door], make: Callable[..., str], model: str, valkey: Redis
+    open_door: Open, make: Make, model: str, valkey: Redis
 ) -> None:
     door = open_door(auth="keys", max_queued_per_tenant=2)
 
@@ -119,7 +119,7 @@ def test_a_request_id_of_others_opens_nothing(acme: httpx.Client, other: httpx.C
     assert (answer.status_code, answer.headers["x-request-id"]) == (404, seen)
 
 
-def test_anothers_api_key_is_as_an_unknown_one(other: httpx.Client, make: Callable[..., str], valkey: Redis) -> None:
+def test_anothers_api_key_is_as_an_unknown_one(other: httpx.Client, make: Make, valkey: Redis) -> None:
     key_id = make("acme").split("_")[1]
     before = valkey.dump(keys.API_KEYS)
     for path in ("", "/rotate", "/revoke", "/disable", "/enable"):

@@ -15,7 +15,7 @@ from redis import Redis
 from websockets.exceptions import InvalidStatus
 
 from tests.aws import Aws
-from tests.producers.gateway.conftest import Door
+from tests.producers.gateway.conftest import Door, Make, Open
 from tests.producers.gateway.isolation.conftest import ENDPOINT, Made, upload
 from tests.producers.gateway.tasks.test_websocket import opened
 from tests.producers.gateway.test_keys import as_caller
@@ -180,9 +180,7 @@ def test_a_response_goes_on_with_ones_own_items_alone(other: httpx.Client, their
 
 
 @pytest.mark.parametrize("path", ["", "/content"])
-def test_a_bucket_signs_no_url_of_a_foreign_file(
-    open_door: Callable[..., Door], make: Callable[..., str], model: str, aws: Aws, path: str
-) -> None:
+def test_a_bucket_signs_no_url_of_a_foreign_file(open_door: Open, make: Make, model: str, aws: Aws, path: str) -> None:
     url = open_door(auth="keys", files_dir=bucket_of(aws), files_redirect=True).url
     with httpx.Client(base_url=url, headers=as_caller(make("acme")), timeout=60) as acme:
         theirs = upload(acme)

@@ -17,7 +17,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 from producers.store.access.api_keys import Key
-from tests.producers.gateway.conftest import Door, until
+from tests.producers.gateway.conftest import Door, Make, until
 from tests.producers.gateway.test_keys import as_caller, change
 
 ENDS: dict[str, Callable[[Key], Key]] = {
@@ -82,7 +82,7 @@ def open_streams(door: Door, count: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("how", ENDS)
 def test_a_stream_ends_with_its_key_and_others_go_on(
-    door: Door, make: Callable[..., str], valkey: Redis, model: str, how: str
+    door: Door, make: Make, valkey: Redis, model: str, how: str
 ) -> None:
     ends, stays = make(), make()
     with ThreadPoolExecutor(4) as pool:
@@ -98,7 +98,7 @@ def test_a_stream_ends_with_its_key_and_others_go_on(
         assert "event: end" in others.result(60)[1]
 
 
-def test_whatever_waits_ends_with_its_key(door: Door, make: Callable[..., str], valkey: Redis, model: str) -> None:
+def test_whatever_waits_ends_with_its_key(door: Door, make: Make, valkey: Redis, model: str) -> None:
     token = make()
     with ThreadPoolExecutor(8) as pool:
         caller = Callers(door, token, pool)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -12,10 +11,8 @@ import pytest
 from redis import Redis
 
 from producers.contract import keys
-from tests.producers.gateway.conftest import Door, until
+from tests.producers.gateway.conftest import Door, Make, Open, until
 from tests.producers.gateway.test_keys import as_caller
-
-Make = Callable[..., str]
 
 
 @pytest.fixture
@@ -90,7 +87,7 @@ def test_a_bad_key_is_refused_and_nothing_is_written(
 
 
 def test_a_keys_limits_are_changed_on_every_gateway_and_what_it_used_counts(
-    admin: httpx.Client, open_door: Callable[..., Door], model: str
+    admin: httpx.Client, open_door: Open, model: str
 ) -> None:
     key = admin.post("/v1/keys", json={"tenant": "acme", "max_in_flight": 1, "tpm": 100, "models": [model]}).json()
     other, body = open_door(auth="keys"), {"model": model, "prompt": [1], "max_tokens": 1}
@@ -179,9 +176,7 @@ def test_changes_of_webhook_endpoints_are_in_the_audit_log(door: Door, make: Mak
     assert "hush" not in json.dumps(told)
 
 
-def test_a_key_that_is_revoked_at_one_gateway_ends_at_another(
-    admin: httpx.Client, open_door: Callable[..., Door]
-) -> None:
+def test_a_key_that_is_revoked_at_one_gateway_ends_at_another(admin: httpx.Client, open_door: Open) -> None:
     made, other = admin.post("/v1/keys", json={"tenant": "acme"}).json(), open_door(auth="keys")
     assert works(other, made["key"])
     admin.post(f"/v1/keys/{made['id']}/revoke")

@@ -15,7 +15,7 @@ from typer.main import get_command
 from producers.contract import keys
 from producers.store.access import api_keys
 from tests.producers.contract.test_trace import GOOD
-from tests.producers.gateway.conftest import Door
+from tests.producers.gateway.conftest import Door, Make
 from tests.producers.gateway.test_keys import as_caller
 from workers.cli.app import app
 
@@ -43,7 +43,7 @@ def options(command: click.Command) -> Iterator[str]:
 
 
 def test_no_secret_is_anywhere_but_in_the_answer_that_made_it(
-    door: Door, make: Callable[..., str], valkey: Redis, model: str, caplog: pytest.LogCaptureFixture
+    door: Door, make: Make, valkey: Redis, model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     owner = make("ops", ("admin",))

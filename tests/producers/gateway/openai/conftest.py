@@ -15,7 +15,7 @@ from redis import Redis
 from producers.contract import keys
 from producers.contract.record import Record
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import QUEUE, Door
+from tests.producers.gateway.conftest import QUEUE, Ask, Door
 
 Script = Callable[[FakeWorker, Record], None]
 MESSAGES = [{"role": "user", "content": "Write f."}]
@@ -81,13 +81,13 @@ def send(http: httpx.Client, path: str, body: dict[str, Any]) -> httpx.Response:
 
 
 @pytest.fixture
-def chat(http: httpx.Client, model: str) -> Callable[..., httpx.Response]:
+def chat(http: httpx.Client, model: str) -> Ask:
     """Asks for a chat completion."""
     return lambda **fields: send(http, "/v1/chat/completions", {"model": model, "messages": MESSAGES, **fields})
 
 
 @pytest.fixture
-def complete(http: httpx.Client, model: str) -> Callable[..., httpx.Response]:
+def complete(http: httpx.Client, model: str) -> Ask:
     """Asks for a completion."""
     return lambda **fields: send(http, "/v1/completions", {"model": model, "prompt": "def f", **fields})
 

@@ -15,10 +15,8 @@ from openai import OpenAI
 from engine.text import ChatTemplate, Tokenizer
 from producers.contract.record import Record
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import CARD, TINY
+from tests.producers.gateway.conftest import CARD, TINY, Ask
 from tests.producers.gateway.openai.conftest import MESSAGES, Answering, chunks, ends, says
-
-Ask = Callable[..., httpx.Response]
 
 TOKENIZER = Tokenizer.from_folder(TINY)
 TEMPLATE = ChatTemplate.from_folder(TINY)

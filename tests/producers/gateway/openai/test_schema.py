@@ -29,7 +29,7 @@ from producers.gateway.http.openapi import EXAMPLES as EXAMPLES_TO_TRY
 from producers.store.access.principal import SCOPES
 from tests.exhaustive import few
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import Door
+from tests.producers.gateway.conftest import Make, Open
 from tests.producers.gateway.openai.conftest import MESSAGES, Answering, says
 from tests.producers.gateway.test_keys import OPEN, as_caller
 from tests.producers.gateway.test_keys import make as make  # the fixture
@@ -93,12 +93,12 @@ def made(http: httpx.Client, path: str) -> dict[str, str]:
 
 @pytest.mark.parametrize(("mode", "method", "path"), OPERATIONS)
 def test_every_answer_is_described(
-    open_door: Callable[..., Door], model: str, answering: Answering, mode: GenerationMode, method: str, path: str
+    open_door: Open, model: str, answering: Answering, mode: GenerationMode, method: str, path: str
 ) -> None:
     answering.scripts = [answer]
     door = open_door(webhook_allow=("127.0.0.0/8",))
-    with httpx.Client(base_url=door.url, timeout=60) as http:
-        there = made(http, path)
+    http = door.http
+    there = made(http, path)
 
     @settings(max_examples=EXAMPLES, database=None, phases=[Phase.generate])
     @given(SCHEMA[path][method].as_strategy(mode), st.booleans())
@@ -122,10 +122,10 @@ def test_every_answer_is_described(
     ),
 )
 def test_every_answer_to_a_key_and_to_none_is_described(
-    open_door: Callable[..., Door],
+    open_door: Open,
     model: str,
     answering: Answering,
-    make: Callable[..., str],
+    make: Make,
     mode: GenerationMode,
     method: str,
     path: str,
@@ -147,16 +147,14 @@ def test_every_answer_to_a_key_and_to_none_is_described(
     holds()
 
 
-def test_something_is_made_for_every_parameter_of_a_path(open_door: Callable[..., Door], model: str) -> None:
-    with httpx.Client(base_url=open_door(webhook_allow=("127.0.0.0/8",)).url, timeout=60) as http:
-        for path in DOCUMENT["paths"]:
-            assert made(http, path).keys() == set(re.findall("{([^}:]+)", path)), path
+def test_something_is_made_for_every_parameter_of_a_path(open_door: Open, model: str) -> None:
+    http = open_door(webhook_allow=("127.0.0.0/8",)).http
+    for path in DOCUMENT["paths"]:
+        assert made(http, path).keys() == set(re.findall("{([^}:]+)", path)), path
 
 
 @pytest.mark.parametrize("path", EXAMPLES_TO_TRY)
-def test_what_is_shown_to_be_tried_is_taken(
-    open_door: Callable[..., Door], model: str, answering: Answering, path: str
-) -> None:
+def test_what_is_shown_to_be_tried_is_taken(open_door: Open, model: str, answering: Answering, path: str) -> None:
     body = EXAMPLES_TO_TRY[path]
     content = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]
     assert content["example"] == body

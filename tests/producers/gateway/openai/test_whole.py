@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -13,11 +12,10 @@ import pytest
 from producers.gateway import app
 from producers.gateway.openai import whole
 from producers.gateway.tasks import large
-from tests.producers.gateway.conftest import Door, until
+from tests.producers.gateway.conftest import Door, Open, until
 from tests.producers.gateway.openai.conftest import MESSAGES, Answering, says
 from tests.producers.gateway.openai.test_echo import scores
 
-Ask = Callable[..., httpx.Response]
 PATHS = ["/v1/chat/completions", "/v1/completions"]
 #: 40 tokens with their log probabilities are some kilobytes.
 LONG = says(*"Sphinx of black quartz, judge my vow. 123", n=2, logprobs=[(-0.5, ((5, -0.25), (6, -1.5)))])
@@ -30,7 +28,7 @@ def asked(path: str, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def door(open_door: Callable[..., Door], model: str, monkeypatch: pytest.MonkeyPatch) -> Door:
+def door(open_door: Open, model: str, monkeypatch: pytest.MonkeyPatch) -> Door:
     """One large answer at a time."""
     monkeypatch.setattr(large, "LARGE", 1000)
     monkeypatch.setattr(app, "LARGE_RESULTS", 1)

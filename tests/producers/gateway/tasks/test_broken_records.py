@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from contextlib import suppress
 
 import httpx
@@ -23,6 +22,7 @@ from producers.errors import BrokenRecord
 from producers.gateway.tasks.explain import ExplanationView
 from producers.gateway.tasks.views import TaskView
 from tests.fuzz.messages import FIELD_BYTES, FIELDS
+from tests.producers.gateway.conftest import Submit
 
 GOOD = {
     "status": b"in_progress",
@@ -70,7 +70,7 @@ def test_a_record_is_answered_or_its_field_is_named(damage: dict[str, bytes | No
     ],
 )
 def test_the_answer_names_the_field(
-    submit: Callable[..., str], http: httpx.Client, valkey: Redis, field: str, value: bytes | None, explained: int
+    submit: Submit, http: httpx.Client, valkey: Redis, field: str, value: bytes | None, explained: int
 ) -> None:
     task_id = submit()
     if value is None:

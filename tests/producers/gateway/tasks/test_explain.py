@@ -23,7 +23,7 @@ from producers.contract.run import Run
 from producers.store import protocol
 from tests.producers.broker.conftest import RULES
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import POOL, QUEUE
+from tests.producers.gateway.conftest import POOL, QUEUE, Submit
 
 NAME = QUEUE.removeprefix(keys.model_queue(""))
 #: Of a worker that makes 10 tasks a second.
@@ -73,7 +73,7 @@ def scaled(valkey: Redis, **state: Any) -> None:
     valkey.hset(keys.PROFILES, NAME, MEASURED.to_json())
 
 
-def test_without_a_worker_and_without_one_that_starts_any(submit: Callable[..., str], explain: Explain) -> None:
+def test_without_a_worker_and_without_one_that_starts_any(submit: Submit, explain: Explain) -> None:
     said = explain(submit())
     assert names(said) == ["no_worker", "not_scaled"]
     assert (said["ahead"], said["ahead_is_exact"], said["waiting"]) == (0, True, 1)
@@ -90,7 +90,7 @@ def test_without_a_worker_and_without_one_that_starts_any(submit: Callable[..., 
     ],
 )
 def test_an_autoscalers_state_is_told(
-    submit: Callable[..., str], explain: Explain, valkey: Redis, state: dict[str, Any], reason: str, words: str
+    submit: Submit, explain: Explain, valkey: Redis, state: dict[str, Any], reason: str, words: str
 ) -> None:
     task_id = submit()
     scaled(valkey, **state)
@@ -103,9 +103,7 @@ def test_an_autoscalers_state_is_told(
         assert said["estimate"] == {"starts_in_s": None, "ends_in_s": None}, "nobody knows"
 
 
-def test_a_worker_that_takes_no_tasks(
-    submit: Callable[..., str], explain: Explain, valkey: Redis, valkey_url: str
-) -> None:
+def test_a_worker_that_takes_no_tasks(submit: Submit, explain: Explain, valkey: Redis, valkey_url: str) -> None:
     task_id = submit()
     lease(valkey_url, unready=["its GPU is lost"])
     assert names(explain(task_id)) == ["worker_not_ready", "not_scaled"]
@@ -113,7 +111,7 @@ def test_a_worker_that_takes_no_tasks(
 
 
 def test_workers_that_are_held_back_beside_others(
-    submit: Callable[..., str], explain: Explain, valkey: Redis, valkey_url: str
+    submit: Submit, explain: Explain, valkey: Redis, valkey_url: str
 ) -> None:
     task_id = submit()
     lease(valkey_url)
@@ -124,9 +122,7 @@ def test_workers_that_are_held_back_beside_others(
     assert "its breaker is open" in reason["message"]
 
 
-def test_who_goes_first_and_when_it_starts(
-    submit: Callable[..., str], explain: Explain, valkey: Redis, valkey_url: str
-) -> None:
+def test_who_goes_first_and_when_it_starts(submit: Submit, explain: Explain, valkey: Redis, valkey_url: str) -> None:
     valkey.hset(keys.PROFILES, NAME, MEASURED.to_json())
     for tier in ("priority", "default", "default", "flex", "batch"):
         submit(tier=tier)
@@ -141,7 +137,7 @@ def test_who_goes_first_and_when_it_starts(
     assert "turns" in names(explain(submit(tier="default", tenant="greedy")))
 
 
-def test_workers_without_room(submit: Callable[..., str], explain: Explain, valkey: Redis, valkey_url: str) -> None:
+def test_workers_without_room(submit: Submit, explain: Explain, valkey: Redis, valkey_url: str) -> None:
     valkey.hset(keys.PROFILES, NAME, MEASURED.to_json())
     task_id = submit(max_tokens=600)
     lease(valkey_url, running=3, waiting=1)
@@ -155,7 +151,7 @@ def test_workers_without_room(submit: Callable[..., str], explain: Explain, valk
 
 
 def test_what_was_given_back_for_later_or_was_not_sent_yet(
-    submit: Callable[..., str], explain: Explain, valkey: Redis, valkey_url: str
+    submit: Submit, explain: Explain, valkey: Redis, valkey_url: str
 ) -> None:
     task_id = submit()
     consumer = connect_consumer(valkey_url, [QUEUE], valkey_url)
@@ -170,7 +166,7 @@ def test_what_was_given_back_for_later_or_was_not_sent_yet(
 
 @pytest.mark.parametrize(("field", "value"), [("tier", "gold"), ("tokens", "many"), ("task", "null"), ("task", "[")])
 def test_a_record_that_makes_no_message(
-    submit: Callable[..., str], explain: Explain, valkey: Redis, field: str, value: str
+    submit: Submit, explain: Explain, valkey: Redis, field: str, value: str
 ) -> None:
     task_id = submit()
     valkey.hset(keys.task(task_id), field, value)
@@ -179,7 +175,7 @@ def test_a_record_that_makes_no_message(
 
 
 def test_a_task_that_runs_lost_a_worker_and_ends(
-    submit: Callable[..., str], explain: Explain, valkey: Redis, worker: FakeWorker
+    submit: Submit, explain: Explain, valkey: Redis, worker: FakeWorker
 ) -> None:
     task_id = submit(max_tokens=2)
     first = FakeWorker(valkey, "first")
@@ -210,7 +206,7 @@ def test_a_task_that_runs_lost_a_worker_and_ends(
 
 
 def test_a_worker_tells_what_its_engine_does_with_a_task(
-    submit: Callable[..., str], explain: Explain, http: httpx.Client, valkey: Redis, valkey_url: str, worker: FakeWorker
+    submit: Submit, explain: Explain, http: httpx.Client, valkey: Redis, valkey_url: str, worker: FakeWorker
 ) -> None:
     task_id = submit(max_tokens=600)
     valkey.hset(keys.PROFILES, NAME, MEASURED.to_json())
@@ -251,7 +247,7 @@ def test_a_worker_tells_what_its_engine_does_with_a_task(
 
 
 def test_what_was_begun_is_found_in_its_own_pools_queue(
-    submit: Callable[..., str], explain: Explain, valkey: Redis, valkey_url: str, worker: FakeWorker
+    submit: Submit, explain: Explain, valkey: Redis, valkey_url: str, worker: FakeWorker
 ) -> None:
     task_id = submit()
     assert worker.take(QUEUE) == task_id
@@ -266,7 +262,7 @@ def test_what_was_begun_is_found_in_its_own_pools_queue(
 
 
 def test_a_small_task_is_not_said_to_take_as_long_as_others(
-    submit: Callable[..., str], explain: Explain, valkey: Redis, valkey_url: str, worker: FakeWorker
+    submit: Submit, explain: Explain, valkey: Redis, valkey_url: str, worker: FakeWorker
 ) -> None:
     task_id = submit(max_tokens=7)
     valkey.hset(keys.PROFILES, NAME, MEASURED.to_json())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -15,7 +14,7 @@ from redis import Redis
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import QUEUE, Door, until
+from tests.producers.gateway.conftest import QUEUE, Door, Open, until
 
 PATHS = ["/v1/chat/completions", "/v1/completions"]
 
@@ -88,7 +87,7 @@ def test_who_leaves_cancels_every_task_of_the_request(door: Door, valkey: Redis,
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_gateway_that_stops_says_so_to_those_who_wait(
-    open_door: Callable[..., Door], model: str, valkey: Redis, worker: FakeWorker, path: str
+    open_door: Open, model: str, valkey: Redis, worker: FakeWorker, path: str
 ) -> None:
     door, answers = open_door(), list[httpx.Response]()
 
@@ -112,9 +111,7 @@ def test_a_gateway_that_stops_says_so_to_those_who_wait(
         until(lambda task_id=task_id: valkey.hexists(keys.task(task_id), "cancel"))
 
 
-def test_a_task_that_cannot_be_queued_leaves_none_behind(
-    open_door: Callable[..., Door], valkey: Redis, model: str
-) -> None:
+def test_a_task_that_cannot_be_queued_leaves_none_behind(open_door: Open, valkey: Redis, model: str) -> None:
     door = open_door(broker="redis://127.0.0.1:1", patience=0.2)
     answer = httpx.post(f"{door.url}/v1/completions", json=body("/v1/completions", prompt=["a", "b"]), timeout=60)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "submit_failed")
@@ -124,7 +121,7 @@ def test_a_task_that_cannot_be_queued_leaves_none_behind(
     assert held(valkey) == 0
 
 
-def test_a_lapsed_lease_is_swept_by_the_gateway(open_door: Callable[..., Door], valkey: Redis, model: str) -> None:
+def test_a_lapsed_lease_is_swept_by_the_gateway(open_door: Open, valkey: Redis, model: str) -> None:
     open_door(sweep=True, reader_lease=0.3)
     door = open_door(reader_lease=3600.0)
     client = leave(door, "/v1/completions")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,7 +16,7 @@ from producers.connection.script import run
 from producers.contract import keys
 from producers.store import idempotency, protocol
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import QUEUE, Door
+from tests.producers.gateway.conftest import QUEUE, Ask, Open
 
 KEY = {"idempotency-key": "order-7"}
 
@@ -27,16 +26,14 @@ def queued(valkey: Redis) -> int:
 
 
 @pytest.fixture
-def post(http: httpx.Client, model: str) -> Callable[..., httpx.Response]:
+def post(http: httpx.Client, model: str) -> Ask:
     def send(headers: dict[str, str] = KEY, **fields: Any) -> httpx.Response:
         return http.post("/v1/tasks", json={"model": model, "prompt": "def f", **fields}, headers=headers)
 
     return send
 
 
-def test_the_same_body_gets_the_same_task_as_it_is_now(
-    post: Callable[..., httpx.Response], valkey: Redis, worker: FakeWorker
-) -> None:
+def test_the_same_body_gets_the_same_task_as_it_is_now(post: Ask, valkey: Redis, worker: FakeWorker) -> None:
     first = post()
     worker.serve(first.json()["id"], ["x"])
     again = post()
@@ -49,9 +46,7 @@ def test_the_same_body_gets_the_same_task_as_it_is_now(
     assert 23 * 3600 < valkey.ttl(entry) <= idempotency.KEPT_S
 
 
-def test_another_body_is_refused_and_another_key_or_tenant_is_not(
-    post: Callable[..., httpx.Response], valkey: Redis
-) -> None:
+def test_another_body_is_refused_and_another_key_or_tenant_is_not(post: Ask, valkey: Redis) -> None:
     post()
     other = post(prompt="def g")
     error = other.json()["error"]
@@ -71,39 +66,35 @@ def test_a_packed_body_is_the_same_body(http: httpx.Client, model: str) -> None:
     assert len({answer.json()["id"] for answer in (*packed, http.post("/v1/tasks", content=body, headers=head))}) == 1
 
 
-def test_a_key_that_was_refused_is_free_for_a_better_body(post: Callable[..., httpx.Response]) -> None:
+def test_a_key_that_was_refused_is_free_for_a_better_body(post: Ask) -> None:
     assert post(prompt=[5] * 2000).status_code == 400
     assert post(prompt=[5]).status_code == 202
 
 
-def test_what_was_begun_and_not_made_is_made_with_its_first_id(
-    open_door: Callable[..., Door], model: str, valkey: Redis
-) -> None:
+def test_what_was_begun_and_not_made_is_made_with_its_first_id(open_door: Open, model: str, valkey: Redis) -> None:
     """As after a gateway that was killed in between: here the first request found the queue full."""
     door = open_door(max_queued=1)
     body = {"model": model, "prompt": "def f"}
-    with httpx.Client(base_url=door.url, timeout=60) as http:
-        first = http.post("/v1/tasks", json=body).json()["id"]
-        assert http.post("/v1/tasks", json=body, headers=KEY).status_code == 429
-        (entry,) = valkey.keys("penstock:idempotency:*")
-        chosen = valkey.hget(entry, "id").decode()
-        run(valkey, protocol.cancel(first))
-        valkey.delete(broker_keys.tier_list(QUEUE, "default"))
-        while (answer := http.post("/v1/tasks", json=body, headers=KEY)).status_code == 429:
-            pass
+    http = door.http
+    first = http.post("/v1/tasks", json=body).json()["id"]
+    assert http.post("/v1/tasks", json=body, headers=KEY).status_code == 429
+    (entry,) = valkey.keys("penstock:idempotency:*")
+    chosen = valkey.hget(entry, "id").decode()
+    run(valkey, protocol.cancel(first))
+    valkey.delete(broker_keys.tier_list(QUEUE, "default"))
+    while (answer := http.post("/v1/tasks", json=body, headers=KEY)).status_code == 429:
+        pass
     assert (answer.status_code, answer.json()["id"], queued(valkey)) == (202, chosen, 1)
     assert valkey.hget(entry, "made") == b"1"
 
 
-def test_a_task_that_is_gone_is_not_made_again(post: Callable[..., httpx.Response], valkey: Redis) -> None:
+def test_a_task_that_is_gone_is_not_made_again(post: Ask, valkey: Redis) -> None:
     valkey.delete(keys.task(post().json()["id"]))
     answer = post()
     assert (answer.status_code, answer.json()["error"]["code"], queued(valkey)) == (404, "task_not_found", 1)
 
 
-def test_equal_requests_to_two_gateways_at_once_make_one_task(
-    open_door: Callable[..., Door], model: str, valkey: Redis
-) -> None:
+def test_equal_requests_to_two_gateways_at_once_make_one_task(open_door: Open, model: str, valkey: Redis) -> None:
     urls = [open_door().url, open_door().url]
     body = {"model": model, "prompt": "def f"}
 
@@ -119,7 +110,7 @@ def test_equal_requests_to_two_gateways_at_once_make_one_task(
 
 
 @pytest.mark.parametrize("key", ["", "a b", "x" * 256, "é", "a\tb"])
-def test_a_bad_key_is_refused_and_leaves_nothing(post: Callable[..., httpx.Response], valkey: Redis, key: str) -> None:
+def test_a_bad_key_is_refused_and_leaves_nothing(post: Ask, valkey: Redis, key: str) -> None:
     before = valkey.dbsize()
     answer = post({"idempotency-key": key.encode()})  # type: ignore[dict-item]  # httpx takes bytes, too
     error = answer.json()["error"]

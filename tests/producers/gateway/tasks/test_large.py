@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -13,13 +13,11 @@ from producers.gateway import app
 from producers.gateway.tasks import large
 from producers.gateway.tasks.outcome import Outcome
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import Door, until
+from tests.producers.gateway.conftest import Door, Open, Submit, until
 
 
 @pytest.fixture
-def door(
-    open_door: Callable[..., Door], model: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> Door:
+def door(open_door: Open, model: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Door:
     """One large result at a time. Readers are given as long as is said, or all of a test's time."""
     monkeypatch.setattr(large, "LARGE", 1000)
     monkeypatch.setattr(large, "SLOWEST", 8 << 20 if hasattr(request, "param") else 1 << 10)
@@ -28,14 +26,14 @@ def door(
 
 
 @pytest.fixture
-def small(submit: Callable[..., str], worker: FakeWorker) -> str:
+def small(submit: Submit, worker: FakeWorker) -> str:
     task_id = submit(prompt=[5])
     worker.serve(task_id)
     return task_id
 
 
 @pytest.fixture
-def huge(submit: Callable[..., str], worker: FakeWorker) -> str:
+def huge(submit: Submit, worker: FakeWorker) -> str:
     """More (16 MB) than sockets hold."""
     task_id = submit(prompt=[5])
     worker.serve(task_id, ["x" * 100_000] * 160)
@@ -91,9 +89,7 @@ def test_a_reader_that_is_too_slow_on_the_whole_is_cut_off(door: Door, reader: s
     until(lambda: not door.app.state.gateway.large.locked())
 
 
-def test_text_alone_may_be_large(
-    door: Door, http: httpx.Client, submit: Callable[..., str], worker: FakeWorker
-) -> None:
+def test_text_alone_may_be_large(door: Door, http: httpx.Client, submit: Submit, worker: FakeWorker) -> None:
     for text in ("", "x" * 1000):  # many tokens, or few of much text
         task_id = submit(prompt=[5])
         worker.serve(task_id, [text] * (10 if text else 400))
@@ -104,7 +100,7 @@ def test_text_alone_may_be_large(
 
 
 def test_a_turn_is_over_when_its_answer_cannot_be_made(
-    http: httpx.Client, submit: Callable[..., str], worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+    http: httpx.Client, submit: Submit, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task_id = submit(prompt=[5], logprobs=0)
     worker.claim(task_id)

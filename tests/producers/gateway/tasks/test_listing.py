@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -15,8 +14,7 @@ from producers.connection.script import run
 from producers.contract import keys
 from producers.store import protocol
 from tests.producers.fake_worker import FakeWorker
-
-Submit = Callable[..., str]
+from tests.producers.gateway.conftest import Submit
 
 
 def ids(http: httpx.Client, **query: Any) -> list[str]:

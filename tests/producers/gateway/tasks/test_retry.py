@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -13,9 +12,7 @@ from redis import Redis
 
 from producers.contract import keys
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import QUEUE, Door, until
-
-Submit = Callable[..., str]
+from tests.producers.gateway.conftest import QUEUE, Open, Submit, until
 
 
 def fields(valkey: Redis, task_id: str) -> dict[str, str]:
@@ -90,7 +87,7 @@ def test_an_answer_that_has_waited_shows_the_task_as_it_is(
         assert answer.headers.get("preference-applied") == applied
 
 
-def test_a_gateway_that_stops_answers_who_waits(open_door: Callable[..., Door], model: str) -> None:
+def test_a_gateway_that_stops_answers_who_waits(open_door: Open, model: str) -> None:
     door, answers = open_door(), list[Any]()
 
     def ask() -> None:

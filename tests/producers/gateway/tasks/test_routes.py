@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -20,9 +19,7 @@ from producers.contract.record import Record
 from producers.gateway.tasks import own
 from producers.store import protocol
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import CARD, QUEUE, TINY
-
-Submit = Callable[..., str]
+from tests.producers.gateway.conftest import CARD, QUEUE, TINY, Submit
 
 
 def record_of(valkey: Redis, task_id: str) -> Record:

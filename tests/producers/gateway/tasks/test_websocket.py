@@ -6,7 +6,6 @@ import json
 import os
 import socket
 from base64 import b64encode
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -16,9 +15,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from producers.client.reader import MAX_POSITION
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import Door, until
-
-Submit = Callable[..., str]
+from tests.producers.gateway.conftest import Door, Open, Submit, until
 
 
 def opened(door: Door, path: str, **options: Any) -> ClientConnection:
@@ -58,7 +55,7 @@ def test_the_messages_are_the_events_of_the_stream(
 
 
 def test_a_reader_of_a_gateway_that_stops_goes_on_at_another_one(
-    open_door: Callable[..., Door], model: str, submit: Submit, worker: FakeWorker
+    open_door: Open, model: str, submit: Submit, worker: FakeWorker
 ) -> None:
     task_id, first = submit(), open_door()
     worker.claim(task_id)
@@ -107,9 +104,7 @@ def test_what_is_refused_gets_an_error_in_place_of_the_handshake(
     assert not caplog.records, "nothing for an operator to see"
 
 
-def test_pages_of_its_own_and_of_allowed_origins_may_read(
-    open_door: Callable[..., Door], submit: Submit, worker: FakeWorker
-) -> None:
+def test_pages_of_its_own_and_of_allowed_origins_may_read(open_door: Open, submit: Submit, worker: FakeWorker) -> None:
     task_id = submit()
     worker.serve(task_id, ["a"])
     door = open_door(cors_origins=("https://chat.example",))
@@ -126,7 +121,7 @@ def test_a_client_that_says_something_is_closed(door: Door, submit: Submit, mess
     until(lambda: not len(door.app.state.streams))
 
 
-def test_it_counts_as_a_connection(open_door: Callable[..., Door], submit: Submit, model: str) -> None:
+def test_it_counts_as_a_connection(open_door: Open, submit: Submit, model: str) -> None:
     task_id, door = submit(), open_door(connections=1)
     with opened(door, f"/v1/tasks/{task_id}/events"):
         assert httpx.get(f"{door.url}/livez", timeout=60).json()["error"]["code"] == "too_many_connections"
@@ -159,7 +154,7 @@ def rest(raw: socket.socket) -> bytes:
         data += part
 
 
-def test_a_client_that_answers_no_ping_is_closed(open_door: Callable[..., Door], submit: Submit) -> None:
+def test_a_client_that_answers_no_ping_is_closed(open_door: Open, submit: Submit) -> None:
     door = open_door(heartbeat=0.05, stall=0.1)
     with handshake(door, f"/v1/tasks/{submit()}/events") as raw:
         data = rest(raw)
@@ -169,9 +164,7 @@ def test_a_client_that_answers_no_ping_is_closed(open_door: Callable[..., Door],
     until(lambda: not len(door.app.state.streams))
 
 
-def test_a_reader_that_takes_nothing_is_cut_off(
-    open_door: Callable[..., Door], submit: Submit, worker: FakeWorker
-) -> None:
+def test_a_reader_that_takes_nothing_is_cut_off(open_door: Open, submit: Submit, worker: FakeWorker) -> None:
     task_id, door = submit(), open_door(stall=0.2)
     worker.claim(task_id)
     worker.append(task_id, 0, ["x" * (1 << 20)] * 16)

@@ -112,11 +112,11 @@ def test_a_tasks_webhook_that_may_not_be_called_is_refused_before_anything_is_wr
 
 def test_the_allow_list_opens_private_addresses(open_door: Any, model: str) -> None:
     door = open_door(webhook_allow=("127.0.0.0/8",))
-    with httpx.Client(base_url=door.url, timeout=60) as http:
-        task = {"model": model, "prompt": "def", "webhook": {"url": "http://127.0.0.1:9/hook"}}
-        assert http.post("/v1/tasks", json=task).status_code == 202
-        task["webhook"] = {"url": "http://10.0.0.1/"}
-        assert http.post("/v1/tasks", json=task).status_code == 400
+    http = door.http
+    task = {"model": model, "prompt": "def", "webhook": {"url": "http://127.0.0.1:9/hook"}}
+    assert http.post("/v1/tasks", json=task).status_code == 202
+    task["webhook"] = {"url": "http://10.0.0.1/"}
+    assert http.post("/v1/tasks", json=task).status_code == 400
 
 
 def test_there_is_a_most_of_endpoints(http: httpx.Client, valkey: Redis) -> None:

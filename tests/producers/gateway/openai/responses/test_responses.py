@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -16,7 +15,7 @@ from producers.contract import keys
 from producers.contract.record import Record
 from producers.store.protocol import DEFAULT_TTL_S
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import QUEUE, Door, until
+from tests.producers.gateway.conftest import QUEUE, Door, Open, Submit, until
 from tests.producers.gateway.openai.conftest import Answering, says
 
 ASKED: dict[str, Any] = {"model": "tiny", "input": "Write f."}
@@ -194,7 +193,7 @@ class TestKeeping:
             client.responses.retrieve(unstored.id)
         assert caught.value.code == "response_not_found"
 
-    def test_a_task_is_no_response(self, http: httpx.Client, submit: Callable[..., str]) -> None:
+    def test_a_task_is_no_response(self, http: httpx.Client, submit: Submit) -> None:
         name = submit()
         assert http.get(f"/v1/responses/resp_{name}").status_code == 404
         assert http.delete(f"/v1/responses/resp_{name}").status_code == 404
@@ -285,7 +284,7 @@ class TestEnding:
 
 
 def test_a_webhook_says_what_the_response_says(
-    open_door: Callable[..., Door], model: str, answering: Answering, valkey: Redis
+    open_door: Open, model: str, answering: Answering, valkey: Redis
 ) -> None:
     """Of a background response: one whose output was cut is incomplete."""
     door = open_door(webhook_allow=("127.0.0.0/8",))
@@ -301,7 +300,7 @@ def test_a_webhook_says_what_the_response_says(
 
 
 def test_a_gateway_that_stops_says_where_to_go_on(
-    open_door: Callable[..., Door], model: str, valkey: Redis, worker: FakeWorker
+    open_door: Open, model: str, valkey: Redis, worker: FakeWorker
 ) -> None:
     door, other = open_door(), open_door()
     with httpx.stream("POST", f"{door.url}/v1/responses", json={**ASKED, "background": True, "stream": True}) as answer:
