@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Self
 
 from redis.asyncio import Redis
 
-from producers.connection.script import Call, arun, ask, script, text
+from producers.connection.script import Call, arun, ask, script, seconds, text
 from producers.contract import keys
 from producers.contract.ids import timed_id
 from producers.store.blobs import Blobs
@@ -36,6 +36,8 @@ BATCH: Final = "batch"
 BATCH_OUTPUT: Final = "batch_output"
 #: Time (s) for which a batch's output is kept, unless the batch says otherwise.
 OUTPUT_KEPT_S: Final = 30 * 24 * 3600
+#: Pause (s) before a file is made again whose maker seemed dead to the sweeper.
+LATE_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,21 @@ def made(file: File) -> Call:
     return Call(
         script(PACKAGE, "file_made"), _keys(file.id, file.tenant, file.purpose), (file.id, file.expires_at or 0, *pairs)
     )
+
+
+async def make(store: Redis, about: File, write: Callable[[], int], kept_s: int | None = None) -> None:
+    """Make the file, whose blob `write` makes: it blocks, may be called again, and returns the size.
+
+    `kept_s`: the time for which the file is kept once it is there, else until `about` says.
+    """
+    while True:
+        await note(store, about.id)
+        file = replace(about, size=await asyncio.to_thread(write))
+        if kept_s is not None:
+            file = replace(file, expires_at=int(seconds(await store.time())) + kept_s)
+        if text(await arun(store, made(file))) != "late":
+            return
+        await asyncio.sleep(LATE_S)
 
 
 async def get(store: Redis, file_id: str) -> File | None:

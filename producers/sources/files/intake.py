@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any, Final
 
 from redis.asyncio import Redis
 
-from producers.connection.script import arun, text
+from producers.connection.script import arun
 from producers.contract.batch import ENDPOINTS, TEXT, window_s
 from producers.errors import shown
 from producers.sources.files.place import Place
@@ -28,8 +29,6 @@ from producers.sweeper.batches.validate import is_blank
 
 #: Lines, blank ones not counted, among which the first one with a known `url` is looked for.
 LOOKED_AT: Final = 100
-#: Pause (s) before a file is made again whose maker seemed dead to the sweeper.
-LATE_S: Final = 1.0
 
 
 class Intake:
@@ -57,14 +56,9 @@ class Intake:
     async def _make_file(self, entry: Entry, file_id: str, stopped: Callable[[], bool]) -> None:
         kept_s = self._window_s + batches.MARGIN_S + batches.KEPT_S
         end = (entry.at // 1000) + kept_s
-        while True:
-            await files.note(self._store, file_id)
-            size = await asyncio.to_thread(self._place.copy, entry.found, self._blobs, file_id, stopped)
-            name = entry.found.name.rpartition("/")[2]
-            made = files.File(file_id, size, name, files.BATCH, entry.at // 1000, end, self._settings.tenant or "")
-            if text(await arun(self._store, files.made(made))) != "late":
-                return
-            await asyncio.sleep(LATE_S)
+        name = entry.found.name.rpartition("/")[2]
+        about = files.File(file_id, 0, name, files.BATCH, entry.at // 1000, end, self._settings.tenant or "")
+        await files.make(self._store, about, partial(self._place.copy, entry.found, self._blobs, file_id, stopped))
 
     async def _refuse(self, entry: Entry) -> None:
         """Make a batch that has failed, in one transaction: no sweeper sees it before it has."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 from redis.asyncio import Redis
 
 from producers.client.aio import AsyncClient
-from producers.connection.script import arun, ms, text
+from producers.connection.script import arun, text
 from producers.contract import keys
 from producers.store import batches, files, protocol
 from producers.store.batches import Batch
@@ -52,21 +53,10 @@ class Finisher:
             return None
         at = batch.time("created") or 0
         file_id = files.new_id(at, f"{batch.id}:{kind}")
-        while True:
-            await files.note(self._store, file_id)
-            size = await asyncio.to_thread(self._blobs.join, file_id, parts)
-            made = files.File(
-                file_id,
-                size,
-                f"{batch.id}_{kind}.jsonl",
-                files.BATCH_OUTPUT,
-                at // 1000,
-                (await self._now_ms()) // 1000 + batch.output_kept_s,
-                batch.tenant,
-            )
-            if text(await arun(self._store, files.made(made))) != "late":
-                return file_id
-            await asyncio.sleep(1)  # the sweeper removes the blob of a maker that seemed dead
+        name = f"{batch.id}_{kind}.jsonl"
+        about = files.File(file_id, 0, name, files.BATCH_OUTPUT, at // 1000, tenant=batch.tenant)
+        await files.make(self._store, about, partial(self._blobs.join, file_id, parts), batch.output_kept_s)
+        return file_id
 
     async def tidy(self, batch: Batch) -> None:
         """Remove what a batch that has ended leaves: parts, and the tasks of lines that nobody wrote."""
@@ -83,9 +73,6 @@ class Finisher:
         ids = unwritten(batch)
         for start in range(0, len(ids), PAGE):
             await cancel(self._store, ids[start : start + PAGE])
-
-    async def _now_ms(self) -> int:
-        return ms(await self._store.time())
 
 
 def unwritten(batch: Batch) -> list[str]:

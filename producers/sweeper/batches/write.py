@@ -11,17 +11,18 @@ that no part names: they are removed at the batch's end. So each line is in the 
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from itertools import chain, starmap
 from typing import Any, Final
 
 from producers.client.aio import AsyncClient
+from producers.client.reader import read_block, read_entries
 from producers.connection.script import arun, ask, text
 from producers.contract import keys
 from producers.contract.record import Record
-from producers.contract.stream.events import Event, decode, stream_position, unpack
+from producers.contract.stream.events import Event
 from producers.store import batches
 from producers.store.batches import Batch, Written
 from producers.store.blobs import Ahead, BlobNotFound, Blobs
@@ -178,8 +179,8 @@ class Writer:
                 blocks = [self._blobs.read(moved.name, *place) for place in moved.blocks]
             except BlobNotFound:
                 return None
-            return _events(stream, dict(enumerate(blocks)))
-        return _events(stream, {int(number): block for number, block in result.items()})
+            return _events(stream, enumerate(blocks))
+        return _events(stream, sorted((int(number), block) for number, block in result.items()))
 
 
 def closing(batch: Batch) -> bool:
@@ -211,9 +212,6 @@ def _weight(record: Record) -> int:
     return int(used.get("output_tokens", 0)) + PROMPT_PIECE * int(record.fields.get("prompt", 0))
 
 
-def _events(stream: Sequence[Any], blocks: Mapping[int, bytes]) -> list[Event] | None:
-    if stream:
-        entries = ((stream_position(name), json.loads(fields[b"e"])) for name, fields in stream)
-    else:
-        entries = (entry for number, block in sorted(blocks.items()) for entry in unpack(number, block))
-    return [event for position, entry in entries if (event := decode(position, entry)) is not None] or None
+def _events(stream: Sequence[Any], blocks: Iterable[tuple[int, bytes]]) -> list[Event] | None:
+    entries = read_entries(stream) if stream else chain.from_iterable(starmap(read_block, blocks))
+    return [event for _, event in entries if event is not None] or None

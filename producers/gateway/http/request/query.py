@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import Request
 
 from producers.errors import shown
-from producers.gateway.http.errors import invalid_value, unknown_parameter, wrong
+from producers.gateway.http.errors import invalid_value, unknown_parameter
 
 
 def given(request: Request, names: Collection[str], pairs: str = "") -> dict[str, str]:
@@ -23,24 +23,6 @@ def given(request: Request, names: Collection[str], pairs: str = "") -> dict[str
             raise invalid_value(name, f"{shown(name)} is given twice.")
         found[name] = value
     return found
-
-
-def integer(request: Request, name: str, least: int, most: int, default: int) -> int:
-    """An integer within its limits. Raises Problem."""
-    value = request.query_params.get(name)
-    if value is None:
-        return default
-    if not re.fullmatch("-?[0-9]{1,9}", value) or not least <= int(value) <= most:
-        raise wrong(name, value, f"an integer from {least} to {most}")
-    return int(value)
-
-
-def choice(request: Request, name: str, choices: Collection[str], default: str) -> str:
-    """One of some words. Raises Problem."""
-    value = request.query_params.get(name, default)
-    if value not in choices:
-        raise wrong(name, value, f"one of {', '.join(choices)}")
-    return value
 
 
 def parameter(name: str, description: str, **schema: Any) -> dict[str, Any]:

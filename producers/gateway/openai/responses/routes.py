@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
@@ -72,16 +72,14 @@ async def create(request: Request) -> Response:
 
 @router.get(
     "/{response_id}",
-    dependencies=READS,
+    dependencies=[*READS, Depends(query.include)],
     response_class=JSONResponse,
     response_model=None,
     responses={**_BOTH, **errors(404)},
-    openapi_extra={"parameters": query.RETRIEVE},
 )
-async def retrieve(request: Request, response_id: str) -> Response:
+async def retrieve(request: Request, response_id: str, after: Annotated[int | None, Depends(query.after)]) -> Response:
     """Get a response; as a stream, all of its events, or those after one of them."""
     gateway = gateway_of(request)
-    after = query.starting_after(request)
     handle, record, about = await _found(request, response_id)
     if after is None:
         return await answer(gateway, handle, record, about)
@@ -119,16 +117,21 @@ async def delete(request: Request, response_id: str) -> Response:
 
 @router.get(
     "/{response_id}/input_items",
-    dependencies=READS,
+    dependencies=[*READS, Depends(query.include)],
     response_class=JSONResponse,
     response_model=None,
     responses={200: {"content": {"application/json": {"schema": {"type": "object"}}}}, **errors(404)},
-    openapi_extra={"parameters": query.ITEMS},
 )
-async def input_items(request: Request, response_id: str) -> Response:
+async def input_items(
+    request: Request,
+    response_id: str,
+    order: Annotated[Literal["asc", "desc"], Query(description="the last first, unless told otherwise")] = "desc",
+    after: Annotated[str | None, Query(description="an item's id: the page begins behind it")] = None,
+    limit: Annotated[int, Query(ge=1, le=query.MAX_PAGE, description="most items")] = query.PAGE,
+) -> Response:
     """The items that a response was made from: those of the responses before it, and its own."""
     _, _, about = await _found(request, response_id)
-    return JSONResponse(query.page(request, about.items))
+    return JSONResponse(query.page(about.items, order, after, limit))
 
 
 async def _found(request: Request, response_id: str) -> tuple[AsyncHandle, Record, About]:
