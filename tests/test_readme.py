@@ -20,7 +20,7 @@ from engine.text.checkpoint import count_parameters
 from producers.contract import keys
 from producers.gateway import GatewaySettings, create_app
 from producers.gateway.openai import parameters
-from producers.gateway.openai.completions import OWN, RENAMED
+from producers.gateway.openai.prompts import PARAMETERS
 from tests.engine.text.well_known import KNOWN
 from tests.test_commands import PAGES
 from workers.cli.app import app
@@ -64,7 +64,7 @@ def test_the_parameters_are_those_of_the_engine() -> None:
 
 
 def test_what_openai_clients_may_send_is_taken() -> None:
-    taken = {*parameters.SAME, *OWN, *RENAMED, "service_tier"}
+    taken = {*parameters.SAME, *PARAMETERS.own, *PARAMETERS.renamed, "service_tier"}
     assert {name for name in code(row("OpenAI")) if name not in ("openai", "lm-eval")} <= taken
 
 

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import inspect
 import json
 import struct
@@ -33,7 +32,8 @@ from producers.contract.message import is_plain
 from producers.contract.task import Task, read_json
 from producers.errors import InvalidTask
 from producers.gateway.http.errors import Problem, body_of, problem_of
-from producers.gateway.openai import parameters
+from producers.gateway.openai.chat import PARAMETERS as CHAT
+from producers.gateway.openai.prompts import PARAMETERS as COMPLETIONS
 from tests.fuzz.drawing import drawn
 from tests.fuzz.messages import messages, tasks
 from tests.fuzz.requests import body_for
@@ -100,10 +100,6 @@ def _template(data: bytes) -> None:
         _names(error, "template" if "template" in str(error) else "tokenizer_config.json")
 
 
-#: The modules, which the package hides behind their routers of the same name.
-_CHAT, _COMPLETIONS = (importlib.import_module(f"producers.gateway.openai.{name}") for name in ("chat", "completions"))
-
-
 @cache
 def _tiny() -> Tokenizer:
     return Tokenizer.from_folder(TINY)
@@ -125,11 +121,11 @@ def _task(data: bytes) -> None:
 
 
 def _openai(data: bytes) -> None:
-    for endpoint, required in ((_CHAT, "messages"), (_COMPLETIONS, "prompt")):
+    for parameters in (CHAT, COMPLETIONS):
         try:
             body = read_json(data)
             if isinstance(body, dict):
-                parameters.read(body, {}, own=endpoint.OWN, renamed=endpoint.RENAMED, required=required)
+                parameters.read(body, None)
         except (InvalidTask, Problem) as error:
             json.dumps(body_of(problem_of(error))).encode()
 

@@ -23,27 +23,29 @@ from producers.gateway.http.request.body import read_object
 from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, News, head, made, news, respond
 from producers.gateway.openai.arrays import joined
 from producers.gateway.openai.logprobs import CHAT, ChatLogprobs, ScoredPrompt
-from producers.gateway.openai.parameters import RESPONSES, Asked, check_chats, count, flag, read, refusal, request_body
+from producers.gateway.openai.parameters import RESPONSES, Asked, Parameters, check_chats, count, flag, refusal
 from producers.gateway.openai.whole import Choice, Whole, whole_answer
 from producers.gateway.tasks.foreground import Foreground, keyed
 
 router = APIRouter(prefix="/v1/chat", tags=["openai"])
 
 MAX_TOP_LOGPROBS: Final = 20
-#: The endpoint's own parameters, with their JSON schemas.
-OWN: Final[dict[str, dict[str, Any]]] = {
-    "messages": {"type": "array", "minItems": 1, "items": MESSAGE},
-    "logprobs": {"type": "boolean"},
-    "top_logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_TOP_LOGPROBS},
-    "add_generation_prompt": {"type": "boolean"},
-    "continue_final_message": {"type": "boolean"},
-    "chat_template_kwargs": {"type": "object"},
-}
-RENAMED: Final = {
-    "max_completion_tokens": "max_tokens",
-    "max_tokens": "max_tokens",
-    "prompt_logprobs": "prompt_logprobs",
-}
+PARAMETERS: Final = Parameters(
+    own={
+        "messages": {"type": "array", "minItems": 1, "items": MESSAGE},
+        "logprobs": {"type": "boolean"},
+        "top_logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_TOP_LOGPROBS},
+        "add_generation_prompt": {"type": "boolean"},
+        "continue_final_message": {"type": "boolean"},
+        "chat_template_kwargs": {"type": "object"},
+    },
+    renamed={
+        "max_completion_tokens": "max_tokens",
+        "max_tokens": "max_tokens",
+        "prompt_logprobs": "prompt_logprobs",
+    },
+    required="messages",
+)
 #: Template variables that `chat_template_kwargs` may not set: other parameters do.
 TAKEN: Final = ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
 
@@ -68,7 +70,7 @@ class _Chat:
     response_class=JSONResponse,
     response_model=None,
     responses=RESPONSES,
-    openapi_extra=request_body(OWN, RENAMED, required="messages"),
+    openapi_extra=PARAMETERS.openapi(),
 )
 async def create(request: Request) -> Response:
     """OpenAI's chat completions; docs/http.md says which parameters are taken."""
@@ -99,7 +101,7 @@ async def create(request: Request) -> Response:
 
 def read_chat(body: Mapping[str, Any], tenant: str | None) -> _Chat:
     """The chat request in a body. Raises Problem and InvalidTask."""
-    asked = read(body, tenant, own=OWN, renamed=RENAMED, required="messages")
+    asked = PARAMETERS.read(body, tenant)
     own = asked.own
     wanted, top = flag(own, "logprobs"), count(own, "top_logprobs", 0, MAX_TOP_LOGPROBS)
     if top and not wanted:

@@ -22,8 +22,8 @@ from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, 
 from producers.gateway.openai.arrays import joined
 from producers.gateway.openai.echo import Echo, echoed
 from producers.gateway.openai.logprobs import COMPLETION, CompletionLogprobs
-from producers.gateway.openai.parameters import RESPONSES, request_body
-from producers.gateway.openai.prompts import OWN, RENAMED, Completion, read_completion
+from producers.gateway.openai.parameters import RESPONSES
+from producers.gateway.openai.prompts import PARAMETERS, Completion, read_completion
 from producers.gateway.openai.whole import Choice, Whole, whole_answer
 from producers.gateway.tasks.foreground import Foreground, keyed
 
@@ -36,7 +36,7 @@ router = APIRouter(prefix="/v1", tags=["openai"])
     response_class=JSONResponse,
     response_model=None,
     responses=RESPONSES,
-    openapi_extra=request_body(OWN, RENAMED, required="prompt"),
+    openapi_extra=PARAMETERS.openapi(),
 )
 async def create(request: Request) -> Response:
     """OpenAI's completions; docs/http.md says which parameters are taken."""

@@ -7,9 +7,9 @@ here, is refused by name. Values that a `Task` has too are checked there; a refu
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from engine.declared import declared
@@ -133,111 +133,104 @@ def worded(names: Mapping[str, str], message: str, param: str | None) -> tuple[s
     return message, names.get(param or "", param)
 
 
-def request_body(
-    own: Mapping[str, Any],
-    renamed: dict[str, str],
-    *,
-    required: str,
-    same: Sequence[str] = SAME,
-    not_offered: Mapping[str, tuple[Any, ...]] = NOT_OFFERED,
-    stream_options: Sequence[str] = STREAM_OPTIONS,
-) -> dict[str, Any]:
-    """The JSON schema of an endpoint's body, for OpenAPI: all accepted parameters, with a task's limits."""
-    task = Task.model_json_schema()["properties"]
-    properties = {
-        "model": task["model"],
-        **{name: {"type": _KINDS[kind], "description": "taken, and not used"} for name, kind in HINTS.items()},
-        **{name: {"enum": [None, *nothing]} for name, nothing in not_offered.items()},
-        **own,
-        **{name: task[name] for name in same},
-        **{name: task[field] for name, field in (OTHER_NAMES | renamed).items()},
-        "seed": {"type": "integer", "minimum": MIN_SEED, "maximum": MAX_SEED},
-        "service_tier": {"enum": list(SERVICE_TIERS)},
-        "stream": {"type": "boolean"},
-        "stream_options": {
-            "type": "object",
-            "properties": {name: {"type": "boolean"} for name in stream_options if name != OBFUSCATION},
-        },
-    }
-    schema = {
-        "type": "object",
-        "required": ["model", required],
-        "properties": properties,
-        "additionalProperties": False,
-    }
-    if alike := [names for field in set(renamed.values()) if len(names := _called(renamed, field)) > 1]:
-        schema["not"] = {"anyOf": [{"required": names} for names in alike]}
-    return {
-        "parameters": [PARAMETER, idempotency.PARAMETER],
-        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
-    }
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """The parameters of an endpoint; a null one counts as missing.
 
-
-def _called(renamed: Mapping[str, str], field: str) -> list[str]:
-    return [name for name, ours in renamed.items() if ours == field]
-
-
-def read(
-    body: Mapping[str, Any],
-    tenant: str | None,
-    *,
-    own: Collection[str],
-    renamed: dict[str, str],
-    required: str,
-    same: Sequence[str] = SAME,
-    not_offered: Mapping[str, tuple[Any, ...]] = NOT_OFFERED,
-    stream_options: Sequence[str] = STREAM_OPTIONS,
-) -> Asked:
-    """The request in a body. Raises Problem.
-
-    `tenant`: the caller's. `own`: the endpoint's own parameters. `renamed`: the endpoint's parameter -> a task's field.
-    `required`: the parameter that must be given. `same`, `not_offered`, `stream_options`: its tables, where it has
-    others. A null parameter counts as missing.
+    `own`: the endpoint's own, with their JSON schemas. `renamed`: its parameter -> a task's field. `required`: the one
+    that must be given, beside the model.
     """
-    given = {name: value for name, value in body.items() if value is not None}
-    renamed = OTHER_NAMES | renamed
-    known = {"model", "stream", "stream_options", "service_tier", "seed", *same, *HINTS, *not_offered, *own, *renamed}
-    for name, value in given.items():
-        if name not in known:
-            near = likely(name, known)
-            raise unknown_parameter(
-                name, f"did you mean {shown(near)}?" if near else "see docs/http.md for what is taken"
-            )
-        if name in not_offered and not any(_same(value, nothing) for nothing in not_offered[name]):
-            raise refused(name, value, not_offered[name])
-        if name in HINTS and not isinstance(value, HINTS[name]):
-            kind = "a string" if HINTS[name] is str else "an object"
-            raise refusal(name, value, f"{kind} (it is not used here)", code="invalid_type")
-    check_given(given, "model", required)
-    if not isinstance(given["model"], str) or not given["model"]:
-        raise refusal("model", given["model"], "the name of a model", code="invalid_type")
-    tier = given.get("service_tier", "auto")
-    if not isinstance(tier, str) or tier not in SERVICE_TIERS:
-        raise refusal("service_tier", tier, f"one of {', '.join(SERVICE_TIERS)}")
-    ours, echoed = SERVICE_TIERS[tier]
-    stream = flag(given, "stream")
-    theirs: dict[str, str] = {}
-    for name in (name for name in renamed if name in given):
-        other = theirs.setdefault(renamed[name], name)
-        if other != name:
-            raise invalid_value(name, f"{other} and {name} mean the same; give one of them")
-    fields = {name: given[name] for name in same if name in given}
-    fields |= {renamed[name]: given[name] for name in renamed if name in given}
-    fields |= _seed(given) | _top_k(given)
-    fields |= {} if tenant is None else {"tenant": tenant}
-    options = _stream_options(given, stream, stream_options)
-    include_usage = options.get("include_usage", False)
-    return Asked(
-        model=given["model"],
-        own={name: given[name] for name in own if name in given},
-        fields=fields | {"tier": ours},
-        names={"prompt": required, "prompt_ids": required} | theirs,
-        stream=stream,
-        include_usage=include_usage,
-        continuous_usage=include_usage and options.get("continuous_usage_stats", False),
-        service_tier=echoed,
-        tier_given="service_tier" in given,
-    )
+
+    own: Mapping[str, Mapping[str, Any]]
+    renamed: dict[str, str]
+    required: str
+    same: Sequence[str] = SAME
+    not_offered: Mapping[str, tuple[Any, ...]] = field(default_factory=NOT_OFFERED.copy)
+    stream_options: Sequence[str] = STREAM_OPTIONS
+
+    def openapi(self) -> dict[str, Any]:
+        """OpenAPI's part of the endpoint: the schema of its body, with all accepted parameters and a task's limits."""
+        task = Task.model_json_schema()["properties"]
+        properties = {
+            "model": task["model"],
+            **{name: {"type": _KINDS[kind], "description": "taken, and not used"} for name, kind in HINTS.items()},
+            **{name: {"enum": [None, *nothing]} for name, nothing in self.not_offered.items()},
+            **self.own,
+            **{name: task[name] for name in self.same},
+            **{name: task[ours] for name, ours in (OTHER_NAMES | self.renamed).items()},
+            "seed": {"type": "integer", "minimum": MIN_SEED, "maximum": MAX_SEED},
+            "service_tier": {"enum": list(SERVICE_TIERS)},
+            "stream": {"type": "boolean"},
+            "stream_options": {
+                "type": "object",
+                "properties": {name: {"type": "boolean"} for name in self.stream_options if name != OBFUSCATION},
+            },
+        }
+        schema = {
+            "type": "object",
+            "required": ["model", self.required],
+            "properties": properties,
+            "additionalProperties": False,
+        }
+        called = ([name for name, ours in self.renamed.items() if ours == one] for one in set(self.renamed.values()))
+        if alike := [names for names in called if len(names) > 1]:
+            schema["not"] = {"anyOf": [{"required": names} for names in alike]}
+        return {
+            "parameters": [PARAMETER, idempotency.PARAMETER],
+            "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+        }
+
+    def read(self, body: Mapping[str, Any], tenant: str | None) -> Asked:
+        """The request in a body. `tenant`: the caller's. Raises Problem."""
+        given = {name: value for name, value in body.items() if value is not None}
+        renamed = OTHER_NAMES | self.renamed
+        self._check_known(given, renamed)
+        check_given(given, "model", self.required)
+        if not isinstance(given["model"], str) or not given["model"]:
+            raise refusal("model", given["model"], "the name of a model", code="invalid_type")
+        tier = given.get("service_tier", "auto")
+        if not isinstance(tier, str) or tier not in SERVICE_TIERS:
+            raise refusal("service_tier", tier, f"one of {', '.join(SERVICE_TIERS)}")
+        ours, echoed = SERVICE_TIERS[tier]
+        stream = flag(given, "stream")
+        theirs: dict[str, str] = {}
+        for name in (name for name in renamed if name in given):
+            other = theirs.setdefault(renamed[name], name)
+            if other != name:
+                raise invalid_value(name, f"{other} and {name} mean the same; give one of them")
+        fields = {name: given[name] for name in self.same if name in given}
+        fields |= {renamed[name]: given[name] for name in renamed if name in given}
+        fields |= _seed(given) | _top_k(given)
+        fields |= {} if tenant is None else {"tenant": tenant}
+        options = _stream_options(given, stream, self.stream_options)
+        include_usage = options.get("include_usage", False)
+        return Asked(
+            model=given["model"],
+            own={name: given[name] for name in self.own if name in given},
+            fields=fields | {"tier": ours},
+            names=dict.fromkeys(("prompt", "prompt_ids"), self.required) | theirs,
+            stream=stream,
+            include_usage=include_usage,
+            continuous_usage=include_usage and options.get("continuous_usage_stats", False),
+            service_tier=echoed,
+            tier_given="service_tier" in given,
+        )
+
+    def _check_known(self, given: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
+        taken = {"model", "stream", "stream_options", "service_tier", "seed", *self.same, *self.own, *renamed}
+        known = {*taken, *HINTS, *self.not_offered}
+        for name, value in given.items():
+            if name not in known:
+                near = likely(name, known)
+                raise unknown_parameter(
+                    name, f"did you mean {shown(near)}?" if near else "see docs/http.md for what is taken"
+                )
+            nothing = self.not_offered.get(name)
+            if nothing is not None and not any(_same(value, one) for one in nothing):
+                raise refused(name, value, nothing)
+            if name in HINTS and not isinstance(value, HINTS[name]):
+                kind = "a string" if HINTS[name] is str else "an object"
+                raise refusal(name, value, f"{kind} (it is not used here)", code="invalid_type")
 
 
 def check_chats(card: Mapping[str, Any]) -> None:

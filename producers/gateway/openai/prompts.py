@@ -12,7 +12,7 @@ from producers.contract.task import MAX_LOGPROBS, MAX_PROMPT_BYTES, MAX_PROMPT_T
 from producers.errors import InvalidTask, shown
 from producers.gateway.context import Gateway
 from producers.gateway.http.errors import Problem, invalid_value
-from producers.gateway.openai.parameters import Asked, flag, read
+from producers.gateway.openai.parameters import Asked, Parameters, flag
 from producers.gateway.text.prompts import InvalidPrompt
 
 P = TypeVar("P")
@@ -27,20 +27,22 @@ _IDS: Final = {
     "maxItems": MAX_PROMPT_TOKENS,
     "items": {"type": "integer", "minimum": 0, "maximum": MAX_INT32},
 }
-#: The endpoint's own parameters, with their JSON schemas.
-OWN: Final[dict[str, dict[str, Any]]] = {
-    "prompt": {
-        "description": "text, a list of texts, token ids, or a list of lists of token ids",
-        "anyOf": [
-            _TEXT,
-            _IDS,
-            {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": {"anyOf": [_TEXT, _IDS]}},
-        ],
+PARAMETERS: Final = Parameters(
+    own={
+        "prompt": {
+            "description": "text, a list of texts, token ids, or a list of lists of token ids",
+            "anyOf": [
+                _TEXT,
+                _IDS,
+                {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": {"anyOf": [_TEXT, _IDS]}},
+            ],
+        },
+        "echo": {"type": "boolean"},
+        "add_special_tokens": {"type": "boolean"},
     },
-    "echo": {"type": "boolean"},
-    "add_special_tokens": {"type": "boolean"},
-}
-RENAMED: Final = {name: name for name in ("max_tokens", "best_of", "logprobs")}
+    renamed={name: name for name in ("max_tokens", "best_of", "logprobs")},
+    required="prompt",
+)
 #: OpenAI's default of max_tokens.
 MAX_TOKENS: Final = 16
 #: Most output tokens of a complete answer, over all choices and prompts: some tens of megabytes.
@@ -150,7 +152,7 @@ class Completion:
 
 def read_completion(body: Mapping[str, Any], tenant: str | None) -> Completion:
     """The completions request in a body. Raises Problem."""
-    asked = read(body, tenant, own=OWN, renamed=RENAMED, required="prompt")
+    asked = PARAMETERS.read(body, tenant)
     n, best_of = asked.fields.get("n", 1), asked.fields.get("best_of")
     if asked.stream and best_of is not None and best_of != n:
         raise invalid_value(

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from producers.contract.task import Task
 from producers.gateway.http.errors import invalid_value, unknown_parameter
-from producers.gateway.openai.parameters import KEPT_S, SAME, Asked, count, flag, read, refusal, refused
+from producers.gateway.openai.parameters import KEPT_S, SAME, Asked, Parameters, count, flag, refusal, refused
 from producers.gateway.openai.responses.items import INPUT, Item, read_input
 from producers.store.protocol import DEFAULT_TTL_S
 
@@ -29,40 +29,40 @@ INCLUDABLE: Final = (
     "code_interpreter_call.outputs",
 )
 TRUNCATIONS: Final = ("auto", "disabled")
-#: The endpoint's own parameters, with their JSON schemas.
-OWN: Final[dict[str, dict[str, Any]]] = {
-    "input": INPUT,
-    "instructions": {"type": "string"},
-    "previous_response_id": {"type": "string"},
-    "background": {"type": "boolean"},
-    "store": {"type": "boolean"},
-    "truncation": {"enum": list(TRUNCATIONS)},
-    "include": {"type": "array", "items": {"enum": list(INCLUDABLE)}},
-    "top_logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_TOP_LOGPROBS},
-    "text": {
-        "type": "object",
-        "properties": {"format": {"enum": [None, {"type": "text"}]}, "verbosity": {"enum": [None, "medium"]}},
-        "additionalProperties": False,
+PARAMETERS: Final = Parameters(
+    own={
+        "input": INPUT,
+        "instructions": {"type": "string"},
+        "previous_response_id": {"type": "string"},
+        "background": {"type": "boolean"},
+        "store": {"type": "boolean"},
+        "truncation": {"enum": list(TRUNCATIONS)},
+        "include": {"type": "array", "items": {"enum": list(INCLUDABLE)}},
+        "top_logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_TOP_LOGPROBS},
+        "text": {
+            "type": "object",
+            "properties": {"format": {"enum": [None, {"type": "text"}]}, "verbosity": {"enum": [None, "medium"]}},
+            "additionalProperties": False,
+        },
     },
-}
-RENAMED: Final = {"max_output_tokens": "max_tokens", "ttl": "ttl", "webhook": "webhook"}
-#: Parameters with the same name and meaning as in a task; a response has one output.
-ALIKE: Final = tuple(name for name in SAME if name != "n")
-#: Unsupported parameter -> its values that request nothing, which are accepted.
-UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "max_tool_calls": (),
-    "reasoning": ({}, {"effort": "none"}),
-    "prompt": (),
-    "conversation": (),
-    "context_management": ([],),
-    "moderation": (),
-    "access_programs": (),
-    "image": (),
-}
-STREAM_OPTIONS: Final = ("include_obfuscation",)
+    renamed={"max_output_tokens": "max_tokens", "ttl": "ttl", "webhook": "webhook"},
+    required="input",
+    same=tuple(name for name in SAME if name != "n"),  # a response has one output
+    not_offered={
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
+        "max_tool_calls": (),
+        "reasoning": ({}, {"effort": "none"}),
+        "prompt": (),
+        "conversation": (),
+        "context_management": ([],),
+        "moderation": (),
+        "access_programs": (),
+        "image": (),
+    },
+    stream_options=("include_obfuscation",),
+)
 #: A task's field -> the name that a response has for it, where they differ.
 NAMES: Final = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs", "prompt": "input", "prompt_ids": "input"}
 #: Parameters that the response shows as they came.
@@ -113,16 +113,7 @@ class Wanted:
 
 def read_response(body: Mapping[str, Any], tenant: str | None) -> Wanted:
     """The request in a body. Raises Problem and InvalidTask."""
-    asked = read(
-        body,
-        tenant,
-        own=OWN,
-        renamed=RENAMED,
-        required="input",
-        same=ALIKE,
-        not_offered=UNSUPPORTED,
-        stream_options=STREAM_OPTIONS,
-    )
+    asked = PARAMETERS.read(body, tenant)
     own = asked.own
     background, store = flag(own, "background"), flag(own, "store", True)
     if background and not store:

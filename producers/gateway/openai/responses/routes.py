@@ -16,18 +16,10 @@ from producers.gateway.context import gateway_of
 from producers.gateway.http.caller import CANCELS, READS, SUBMITS, principal_of, tenant_of
 from producers.gateway.http.errors import Problem
 from producers.gateway.http.request.body import read_object
-from producers.gateway.openai.parameters import request_body
 from producers.gateway.openai.responses import conversation, query
 from producers.gateway.openai.responses.answer import answer, scorer_of
 from producers.gateway.openai.responses.making import make
-from producers.gateway.openai.responses.request import (
-    ALIKE,
-    OWN,
-    RENAMED,
-    STREAM_OPTIONS,
-    UNSUPPORTED,
-    read_response,
-)
+from producers.gateway.openai.responses.request import PARAMETERS, read_response
 from producers.gateway.openai.responses.story import Story
 from producers.gateway.openai.responses.stream import ResponseStream
 from producers.gateway.openai.responses.view import PREFIX, About, Output
@@ -59,9 +51,7 @@ _ONE: Final = {200: {"content": _JSON}, **errors(404)}
     response_class=JSONResponse,
     response_model=None,
     responses={**_BOTH, **errors(404, 409, 413, 415, 422, 429, 504)},
-    openapi_extra=request_body(
-        OWN, RENAMED, required="input", same=ALIKE, not_offered=UNSUPPORTED, stream_options=STREAM_OPTIONS
-    ),
+    openapi_extra=PARAMETERS.openapi(),
 )
 async def create(request: Request) -> Response:
     """OpenAI's Responses; docs/responses.md says which parameters are taken."""

@@ -9,15 +9,14 @@ import pytest
 from producers.contract.task import Task
 from producers.gateway import GatewaySettings, create_app
 from producers.gateway.openai import parameters
-from producers.gateway.openai.chat import OWN as CHAT
-from producers.gateway.openai.chat import RENAMED as CHAT_RENAMED
-from producers.gateway.openai.completions import OWN as COMPLETIONS
-from producers.gateway.openai.completions import RENAMED as COMPLETIONS_RENAMED
+from producers.gateway.openai.chat import PARAMETERS as CHAT
+from producers.gateway.openai.prompts import PARAMETERS as COMPLETIONS
 from producers.gateway.openai.responses import request
 
 DOCS = Path(__file__).parents[4] / "docs"
 PAGE = (DOCS / "http.md").read_text()
 RESPONSES = (DOCS / "responses.md").read_text()
+TAKEN = request.PARAMETERS
 
 
 @pytest.mark.parametrize("name", parameters.SAME)
@@ -26,7 +25,7 @@ def test_limits_are_those_of_a_task(name: str) -> None:
 
 
 NAMED = [
-    *(*CHAT, *CHAT_RENAMED, *COMPLETIONS, *COMPLETIONS_RENAMED),
+    *(name for one in (CHAT, COMPLETIONS) for name in (*one.own, *one.renamed)),
     *(*parameters.HINTS, *parameters.NOT_OFFERED, *parameters.SERVICE_TIERS, "seed"),
     *(f"stream_options.{name}" for name in parameters.STREAM_OPTIONS if name != "include_obfuscation"),
 ]
@@ -37,7 +36,7 @@ def test_every_parameter_is_named(name: str) -> None:
     assert f"`{name}`" in PAGE
 
 
-@pytest.mark.parametrize("name", [*request.OWN, *request.RENAMED, *request.UNSUPPORTED])
+@pytest.mark.parametrize("name", [*TAKEN.own, *TAKEN.renamed, *TAKEN.not_offered])
 def test_every_parameter_of_responses_is_named(name: str) -> None:
     assert f"`{name}`" in RESPONSES
 
@@ -47,7 +46,7 @@ def test_openapi_has_the_parameters_of_the_page(path: str) -> None:
     pages = PAGE + RESPONSES if path.endswith("responses") else PAGE
     app = create_app(GatewaySettings("redis://127.0.0.1:1", "redis://127.0.0.1:1"))
     schema = app.openapi()["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert {"model", *request.ALIKE} < schema["properties"].keys()
+    assert {"model", *TAKEN.same} < schema["properties"].keys()
     for name, about in schema["properties"].items():
         assert f"`{name}" in pages
         assert about
