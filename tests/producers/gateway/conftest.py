@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import openai
 import pytest
 import uvicorn
 import uvloop
@@ -73,6 +74,11 @@ class Door:
         """A client of its own, closed with it."""
         return httpx.Client(base_url=self.url, timeout=60)
 
+    @cached_property
+    def openai(self) -> openai.OpenAI:
+        """OpenAI's own, closed with it."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=60, max_retries=0)
+
     @property
     def thread_id(self) -> int | None:
         """The event loop's thread."""
@@ -110,7 +116,8 @@ class Door:
         self._loop.call_soon_threadsafe(self._server.told.set)
 
     def close(self) -> None:
-        self.http.close()
+        for name in {"http", "openai"} & vars(self).keys():
+            getattr(self, name).close()
         with suppress(RuntimeError):  # it has drained, and its loop is closed
             self.end_streams()
             self._stop()
@@ -184,6 +191,11 @@ def shared_door(valkey_server: ValkeyServer, files_dir: Path, shared_settings: d
 @pytest.fixture
 def http(door: Door) -> httpx.Client:
     return door.http
+
+
+@pytest.fixture
+def client(door: Door) -> openai.OpenAI:
+    return door.openai
 
 
 @pytest.fixture

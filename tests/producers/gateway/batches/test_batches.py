@@ -19,7 +19,6 @@ from producers.store.access.principal import Limits
 from producers.sweeper.batches.endpoint import Answer, Planned
 from tests.producers.contract.test_trace import GOOD
 from tests.producers.gateway.conftest import Ask
-from tests.producers.gateway.openai.conftest import client as client  # the fixture
 
 DAY = 24 * 3600
 CHATS = "/v1/chat/completions"

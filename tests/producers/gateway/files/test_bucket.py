@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import httpx
-import openai
 import pytest
 from redis import Redis
 
@@ -26,14 +25,13 @@ def place(aws: Aws) -> str:
 
 @pytest.mark.parametrize("redirect", [False, True])
 def test_openais_client_uploads_reads_and_deletes(open_door: Open, model: str, place: str, redirect: bool) -> None:
-    door = open_door(files_dir=place, files_redirect=redirect)
+    client = open_door(files_dir=place, files_redirect=redirect).openai
     data = DATA * 10  # more than a part
-    with openai.OpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0) as client:
-        made = client.files.create(file=("in.jsonl", data), purpose="batch")
-        assert client.files.content(made.id).content == data
-        with client.files.with_streaming_response.content(made.id, extra_headers={"range": "bytes=5-9"}) as answer:
-            assert (answer.status_code, answer.read()) == (206, data[5:10])
-        client.files.delete(made.id)
+    made = client.files.create(file=("in.jsonl", data), purpose="batch")
+    assert client.files.content(made.id).content == data
+    with client.files.with_streaming_response.content(made.id, extra_headers={"range": "bytes=5-9"}) as answer:
+        assert (answer.status_code, answer.read()) == (206, data[5:10])
+    client.files.delete(made.id)
     assert open_blobs(place).clean(-60) == 0
 
 

@@ -19,7 +19,6 @@ from producers.gateway.files.multipart import MAX_PARTS
 from producers.store.blobs import FolderBlobs
 from tests.conformance.conftest import gateway
 from tests.producers.gateway.conftest import Ask, Door, Open, until
-from tests.producers.gateway.openai.conftest import client as client  # the fixture
 
 DATA = b'{"custom_id": "a"}\n' * 50_000
 MINUTE = {"anchor": "created_at", "seconds": 3600}

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from redis import Redis
 
@@ -117,10 +116,3 @@ def _of_a_task(name: str) -> bool:
 def ends(**how: Any) -> Script:
     """A worker's part: the task ends without a token."""
     return lambda worker, record: worker.finish(record.id, [0], **how) and None
-
-
-@pytest.fixture
-def client(door: Door) -> Iterator[openai.OpenAI]:
-    """OpenAI's own."""
-    with openai.OpenAI(base_url=f"{door.url}/v1", api_key="none", timeout=60, max_retries=0) as client:
-        yield client

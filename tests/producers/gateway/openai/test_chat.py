@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from openai import OpenAI
@@ -222,14 +220,13 @@ class TestStream:
         assert usage["usage"]["total_tokens"] == 10
 
     def test_usage_so_far_is_in_every_chunk_where_asked_for(
-        self, http: httpx.Client, model: str, answering: Answering
+        self, client: OpenAI, model: str, answering: Answering
     ) -> None:
         answering.scripts = [says("a", "", "b", n=2)]
         options: Any = {"include_usage": True, "continuous_usage_stats": True}
-        with OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client:
-            *said, _ = client.chat.completions.create(
-                model=model, messages=MESSAGES, n=2, stream=True, stream_options=options
-            )
+        *said, _ = client.chat.completions.create(
+            model=model, messages=MESSAGES, n=2, stream=True, stream_options=options
+        )
         for index in range(2):
             mine = [chunk for chunk in said if chunk.choices[0].index == index]
             used = [chunk.usage for chunk in mine if chunk.usage]
@@ -324,16 +321,15 @@ class TestPromptLogprobs:
         assert answering.records[0].task["prompt_logprobs"] == 2
 
 
-@pytest.mark.parametrize("path", ["chat", "completions"])
-def test_an_overflow_is_told_in_the_words_that_clients_know(http: httpx.Client, model: str, path: str) -> None:
-    long = "x " * 3000
-    with OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client:
-        asks: dict[str, Callable[[], Any]] = {
-            "chat": lambda: client.chat.completions.create(model=model, messages=[{"role": "user", "content": long}]),
-            "completions": lambda: client.completions.create(model=model, prompt=long),
-        }
-        with pytest.raises(openai.BadRequestError) as caught:
-            asks[path]()
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [("chat/completions", {"messages": [USER | {"content": "x " * 3000}]}), ("completions", {"prompt": "x " * 3000})],
+)
+def test_an_overflow_is_told_in_the_words_that_clients_know(
+    client: OpenAI, model: str, path: str, asked: dict[str, Any]
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.post(f"/{path}", body={"model": model, **asked}, cast_to=object)
     assert caught.value.code == "context_length_exceeded"
     body: Any = caught.value.body
     assert re.match(

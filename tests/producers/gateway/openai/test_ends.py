@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from openai import OpenAI
@@ -43,11 +42,11 @@ def test_how_a_task_ends_is_how_its_request_does(
     ],
 )
 def test_what_would_end_the_same_way_is_not_sent_again(
-    http: httpx.Client, model: str, answering: Answering, end: dict[str, Any], kind: type[openai.APIStatusError]
+    client: OpenAI, model: str, answering: Answering, end: dict[str, Any], kind: type[openai.APIStatusError]
 ) -> None:
     answering.scripts = [ends(reasons=[], **end)]
-    with OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=2) as client, pytest.raises(kind):
-        client.chat.completions.create(model=model, messages=MESSAGES)
+    with pytest.raises(kind):
+        client.with_options(max_retries=2).chat.completions.create(model=model, messages=MESSAGES)
     assert len(answering.records) == 1
 
 

@@ -13,11 +13,10 @@ from tests.producers.gateway.openai.conftest import MESSAGES, Answering, nothing
 ASKS = [("/v1/chat/completions", {"messages": MESSAGES}), ("/v1/completions", {"prompt": "def f"})]
 
 
-def test_the_openai_client_names_its_tenant_in_a_header(http: httpx.Client, model: str, answering: Answering) -> None:
-    headers = {"Penstock-Tenant": "acme"}
-    with OpenAI(base_url=f"{http.base_url}/v1", api_key="none", default_headers=headers, max_retries=0) as client:
-        client.chat.completions.create(model=model, messages=[{"role": "user", "content": "hi"}])
-        client.completions.create(model=model, prompt="def f", user="somebody")
+def test_the_openai_client_names_its_tenant_in_a_header(client: OpenAI, model: str, answering: Answering) -> None:
+    client = client.with_options(default_headers={"Penstock-Tenant": "acme"})
+    client.chat.completions.create(model=model, messages=[{"role": "user", "content": "hi"}])
+    client.completions.create(model=model, prompt="def f", user="somebody")
     assert [record.fields["tenant"] for record in answering.records] == ["acme", "acme"]
 
 

@@ -12,14 +12,8 @@ from redis import Redis
 from producers.contract import keys
 from producers.contract.webhook import EVENT_TYPES
 from producers.store.endpoints import MAX_ENDPOINTS, MAX_OF_A_TENANT
-from tests.producers.gateway.conftest import Door
 
 URL = "https://1.1.1.1/hook"
-
-
-@pytest.fixture
-def client(door: Door) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0)
 
 
 def test_endpoints_are_made_listed_changed_and_deleted(client: openai.OpenAI) -> None:

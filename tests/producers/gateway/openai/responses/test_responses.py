@@ -287,8 +287,7 @@ def test_a_webhook_says_what_the_response_says(
     open_door: Open, model: str, answering: Answering, valkey: Redis
 ) -> None:
     """Of a background response: one whose output was cut is incomplete."""
-    door = open_door(webhook_allow=("127.0.0.0/8",))
-    client = OpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0)
+    client = open_door(webhook_allow=("127.0.0.0/8",)).openai
     answering.scripts = [says("cut", reason="length")]
     hook = {"webhook": {"url": "http://127.0.0.1:1/hook"}}
     made = client.responses.create(**ASKED, background=True, extra_body=hook)
@@ -316,7 +315,6 @@ def test_a_gateway_that_stops_says_where_to_go_on(
     assert (last["type"], last["code"]) == ("error", "stopping")
     worker.append(name, 1, ["b"])
     worker.finish(name, [2])
-    client = OpenAI(base_url=f"{other.url}/v1", api_key="none", max_retries=0)
-    rest = list(client.responses.retrieve(made["id"], stream=True, starting_after=last["sequence_number"]))
+    rest = list(other.openai.responses.retrieve(made["id"], stream=True, starting_after=last["sequence_number"]))
     assert [event.sequence_number for event in rest] == list(range(6, 11))
     assert rest[0].delta == "b"
