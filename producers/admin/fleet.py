@@ -106,7 +106,26 @@ async def read_fleet(store: Redis, broker: Broker) -> Fleet:
     models, about, leads, swept, now, *rest = await ask(store, commands)
     at = seconds(now)
     scaling, left = _scaling(*rest[:5]), rest[5:]
-    served = _served(models, about)
+    pools, dead_letters = await _pools(store, broker, _served(models, about))
+    submitting, unsettled, to_compact = (_left(*one, at) for one in zip(left[::2], left[1::2], strict=True))
+    done = {text(what): int(count) for what, count in swept.items()}
+    return Fleet(
+        pools,
+        dead_letters,
+        submitting,
+        unsettled,
+        to_compact,
+        bool(leads),
+        done,
+        await backlog(store),
+        at,
+        {model: version for model, version in _versions(models).items() if version},
+        scaling,
+    )
+
+
+async def _pools(store: Redis, broker: Broker, served: Mapping[str, str]) -> tuple[list[Pool], int]:
+    """The pools, with their workers, and the number of dead letters. `served`: the queues, by their models."""
     depths = await broker.depths(list(served))
     pools = {
         queue: Pool(
@@ -125,21 +144,7 @@ async def read_fleet(store: Redis, broker: Broker) -> Fleet:
     for (name, pool), lease in zip(taking, leases, strict=True):
         if lease is not None:
             pool.workers.append({"worker": name, **parsed(lease)})
-    submitting, unsettled, to_compact = (_left(*one, at) for one in zip(left[::2], left[1::2], strict=True))
-    done = {text(what): int(count) for what, count in swept.items()}
-    return Fleet(
-        list(pools.values()),
-        depths.dead_letters,
-        submitting,
-        unsettled,
-        to_compact,
-        bool(leads),
-        done,
-        await backlog(store),
-        at,
-        {model: version for model, version in _versions(models).items() if version},
-        scaling,
-    )
+    return list(pools.values()), depths.dead_letters
 
 
 def _scaling(leader: Any, states: Any, retries: Any, measured: Any, rollouts: Any) -> Scaling:

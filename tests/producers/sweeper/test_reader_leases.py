@@ -12,6 +12,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from producers import AsyncClient
+from producers.client.aio import AsyncHandle
 from producers.client.steps import Step, drive
 from producers.connection.script import run
 from producers.contract import keys
@@ -66,6 +67,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 @pytest.fixture
+async def task(aclient: AsyncClient, valkey: Redis) -> AsyncHandle:
+    """Its reader's lease is over."""
+    task = await aclient.submit(model="tiny", prompt=[1])
+    lapse(valkey, task.id)
+    return task
+
+
+@pytest.fixture
 def looks(clock: SimpleNamespace, aclient: AsyncClient) -> Looks:
     return Looks(clock, aclient)
 
@@ -110,20 +119,16 @@ class TestSweep:
         assert await looks.look() == 0
 
     async def test_looks_that_come_faster_cancel_no_sooner(
-        self, looks: Looks, aclient: AsyncClient, valkey: Redis
+        self, looks: Looks, task: AsyncHandle, valkey: Redis
     ) -> None:
         """A living reader's next renewal may be a third of its lease away, and need a second try."""
-        task = await aclient.submit(model="tiny", prompt=[1])
-        lapse(valkey, task.id)
         assert [await looks.look(after=1.0) for _ in range(6)] == [0] * 6
         assert (await task.status()).status == "queued"
         assert await looks.look(after=1.0) == 1
 
     async def test_an_outage_begins_everybodys_time_anew(
-        self, looks: Looks, proxy: Proxy, clock: SimpleNamespace, aclient: AsyncClient, valkey: Redis, model: str
+        self, looks: Looks, proxy: Proxy, clock: SimpleNamespace, task: AsyncHandle, valkey: Redis, model: str
     ) -> None:
-        task = await aclient.submit(model="tiny", prompt=[1])
-        lapse(valkey, task.id)
         async with AsyncClient(proxy.url) as client:
             behind = Looks(clock, client)
             assert await behind.look() == 0
@@ -133,11 +138,9 @@ class TestSweep:
             assert [await behind.look(after=0.1), await behind.look()] == [0, 1]
 
     async def test_a_reader_that_came_back_in_between_is_left_alone(
-        self, looks: Looks, aclient: AsyncClient, valkey: Redis
+        self, looks: Looks, task: AsyncHandle, valkey: Redis
     ) -> None:
         """After an outage of the store all leases are over."""
-        task = await aclient.submit(model="tiny", prompt=[1])
-        lapse(valkey, task.id)
         await looks.look()
         run(valkey, hold([task.id], 60_000))
         assert await looks.look() == 0
@@ -146,10 +149,8 @@ class TestSweep:
         assert (await task.status()).status == "queued"
 
     async def test_one_that_comes_back_between_the_look_and_the_cancel_is_left_alone(
-        self, looks: Looks, aclient: AsyncClient, valkey: Redis, clock: SimpleNamespace
+        self, looks: Looks, task: AsyncHandle, valkey: Redis, clock: SimpleNamespace
     ) -> None:
-        task = await aclient.submit(model="tiny", prompt=[1])
-        lapse(valkey, task.id)
         await looks.look()
         clock.now += renewed_within(protocol.READER_LEASE_S)
 
@@ -177,10 +178,8 @@ class TestSweep:
             assert (await task.status()).status == "completed"
 
     async def test_what_one_sweeper_has_cancelled_another_leaves(
-        self, looks: Looks, clock: SimpleNamespace, aclient: AsyncClient, valkey: Redis
+        self, looks: Looks, clock: SimpleNamespace, aclient: AsyncClient, task: AsyncHandle, valkey: Redis
     ) -> None:
-        task = await aclient.submit(model="tiny", prompt=[1])
-        lapse(valkey, task.id)
         other = Looks(clock, aclient)
         assert [await looks.look(), await other.look(), await other.look(), await looks.look(0.0)] == [0, 0, 1, 0]
 
