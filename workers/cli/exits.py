@@ -1,4 +1,4 @@
-"""Exit statuses that scripts can rely on and --help shows, the exception that carries one, a guard for imports."""
+"""Exit statuses that scripts can rely on and --help shows, the exception that carries one, and guards that raise it."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.producers.conftest import worker
 from tests.producers.gateway.conftest import Door, door, model, open_door
@@ -16,6 +17,7 @@ from workers.cli import main
 from workers.cli.local.plan import Plan
 from workers.cli.local.pools import LocalPools
 from workers.processes.supervisor import Program
+from workers.settings import WorkerSettings
 
 __all__ = ["door", "model", "open_door", "worker"]
 
@@ -103,6 +105,17 @@ def scripted() -> Iterator[Scripted]:
     server = Scripted()
     yield server
     server.close()
+
+
+def told(monkeypatch: pytest.MonkeyPatch, *argv: str, env: Mapping[str, str] | None = None) -> WorkerSettings:
+    """The settings that this `penstock worker` would run with."""
+    from workers.cli.app import app
+
+    given: list[WorkerSettings] = []
+    monkeypatch.setattr("workers.runtime.worker.run_worker", lambda settings, level: given.append(settings) or 0)
+    result = CliRunner().invoke(app, argv, env=env)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return given[0]
 
 
 def worker_programs(plan: Plan, env: Mapping[str, str]) -> list[Program]:

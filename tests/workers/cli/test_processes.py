@@ -8,30 +8,19 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.aws import Aws
+from tests.workers.cli.conftest import told
 from workers.cli.app import app
 from workers.cli.exits import Failure
 from workers.settings import WorkerSettings
 
 URL = "redis://127.0.0.1:1/0"
-
-
-def told(monkeypatch: pytest.MonkeyPatch, *options: str) -> WorkerSettings:
-    """The settings that `penstock worker` would run with."""
-    given: list[WorkerSettings] = []
-
-    def run_worker(settings: WorkerSettings, log_level: str) -> int:
-        given.append(settings)
-        return 0
-
-    monkeypatch.setattr("workers.runtime.worker.run_worker", run_worker)
-    result = CliRunner().invoke(app, ["worker", "--broker", URL, "--model", "tiny", *options])
-    assert result.exit_code == 0, result.output
-    return given[0]
+WORKER = ("worker", "--broker", URL, "--model", "tiny")
 
 
 def test_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = told(
         monkeypatch,
+        *WORKER,
         *("--store", "redis://127.0.0.1:2/0", "--name", "w", "--lease", "20", "--drain-timeout", "5"),
         *("--max-worker-deaths", "7", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"),
         *("--max-non-priority-step-tokens", "32"),
@@ -61,7 +50,7 @@ def test_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_not_said_is_the_settings_own_default(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = WorkerSettings(URL, URL, "tiny", "w")
-    assert dataclasses.replace(told(monkeypatch), name="w") == usual
+    assert dataclasses.replace(told(monkeypatch, *WORKER), name="w") == usual
 
 
 @pytest.mark.parametrize("option", ["--drain-timeout", "--reader-lease"])

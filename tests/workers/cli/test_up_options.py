@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from producers.gateway.settings import GatewaySettings
-from tests.workers.cli.conftest import worker_programs
+from tests.workers.cli.conftest import told, worker_programs
 from workers.autoscaler.policy.rules import Rules
 from workers.cli.app import app
 from workers.cli.exits import Failure
@@ -49,15 +49,11 @@ def conducted(monkeypatch: pytest.MonkeyPatch) -> Conducted:
     return run
 
 
-def told(monkeypatch: pytest.MonkeyPatch, program: Program) -> WorkerSettings:
+def of(monkeypatch: pytest.MonkeyPatch, program: Program) -> WorkerSettings:
     """The settings that this worker would run with."""
-    given: list[WorkerSettings] = []
-    monkeypatch.setattr("workers.runtime.worker.run_worker", lambda settings, level: given.append(settings) or 0)
-    argv = list(program.argv)
-    assert tuple(argv[: len(PENSTOCK)]) == PENSTOCK
-    result = CliRunner().invoke(app, argv[len(PENSTOCK) :], env=dict(program.env))
-    assert result.exit_code == 0, (result.output, result.exception)
-    return given[0]
+    argv = tuple(program.argv)
+    assert argv[: len(PENSTOCK)] == PENSTOCK
+    return told(monkeypatch, *argv[len(PENSTOCK) :], env=program.env)
 
 
 SAID = (
@@ -72,7 +68,7 @@ SAID = (
 
 def test_each_worker_is_told_what_was_said(conducted: Conducted, monkeypatch: pytest.MonkeyPatch) -> None:
     system = conducted("--model", "tiny", "--model", "two=tiny", "--workers", "2", "--health-port", "9100", *SAID)
-    workers = [told(monkeypatch, program) for program in worker_programs(system.plan, system.urls)]
+    workers = [of(monkeypatch, program) for program in worker_programs(system.plan, system.urls)]
     assert [(one.model.partition("=")[0], one.health_port) for one in workers] == [
         ("tiny", 9100),
         ("tiny", 9101),
@@ -101,7 +97,7 @@ def test_each_worker_is_told_what_was_said(conducted: Conducted, monkeypatch: py
 def test_what_was_not_said_is_left_to_the_worker(conducted: Conducted, monkeypatch: pytest.MonkeyPatch) -> None:
     system = conducted()
     (program,) = worker_programs(system.plan, system.urls)
-    settings = told(monkeypatch, program)
+    settings = of(monkeypatch, program)
     assert settings.files_dir is not None, "up's own, for all its processes"
     assert settings == WorkerSettings(URL, URL, settings.model, settings.name, drain=30.0, files_dir=settings.files_dir)
 
@@ -187,17 +183,13 @@ def test_a_standby_is_kept_where_workers_come_and_go(
         (("--max", "2", "--cool-down", "0"), "--cool-down: cool_down is 0; it must be above 0"),
         (("--standby-idle", "5"), "add --standby"),
         (("--max", "2", "--no-standby", "--standby-idle", "5"), "add --standby"),
+        (("--port", "8001", "--health-port", "8000", "--workers", "2"), "port 8001 is the gateway's"),
     ],
 )
-def test_numbers_of_workers_that_make_no_sense_are_refused(said: tuple[str, ...], why: str) -> None:
+def test_options_that_make_no_sense_together_are_refused(said: tuple[str, ...], why: str) -> None:
     result = CliRunner().invoke(app, ["up", *said])
     assert isinstance(result.exception, Failure)
     assert why in str(result.exception)
-
-
-def test_a_port_of_both_is_refused() -> None:
-    result = CliRunner().invoke(app, ["up", "--port", "8001", "--health-port", "8000", "--workers", "2"])
-    assert "port 8001 is the gateway's" in str(result.exception)
 
 
 def test_each_gpus_worker_has_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -215,7 +207,7 @@ def test_each_gpus_worker_has_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch,
         asked.clear()
         result = CliRunner().invoke(app, [*said, "--health-port", port])
         assert result.exit_code == 0, (result.output, result.exception)
-        workers = [told(monkeypatch, program) for program in asked]
+        workers = [of(monkeypatch, program) for program in asked]
         assert [(one.name, one.health_port) for one in workers] == [("node.gpu0", each[0]), ("node.gpu1", each[1])]
         assert [one.broker for one in workers] == [URL, URL]
 

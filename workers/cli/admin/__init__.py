@@ -1,1 +1,1 @@
-"""Commands for whoever operates a system: dlq, drain, chaos, bench."""
+"""Commands for whoever operates a system: dlq, drain, rollout, usage, chaos, bench. servers opens what they ask."""
