@@ -12,23 +12,8 @@
 
 #include "walk.h"
 
-// The most rows of a piece, unless a single query has more.
-constexpr int kPieceRows = 48;
 // The number of rows whose computing takes as long as reading the keys and values: an estimate, for cutting tasks.
 constexpr int kReading = 8;
-
-INLINE void merge_states(State& all, const State& part, int64_t rows, int64_t dim) {
-    for (int64_t r = 0; r < rows; r++) {
-        if (part.weight[r] == 0) continue;
-        float most = all.weight[r] == 0 || part.most[r] > all.most[r] ? part.most[r] : all.most[r];
-        float before = all.weight[r] == 0 ? 0 : std::exp2(all.most[r] - most), now = std::exp2(part.most[r] - most);
-        all.most[r] = most;
-        all.weight[r] = all.weight[r] * before + part.weight[r] * now;
-        float *to = all.sum + r * dim, *from = part.sum + r * dim;
-        for (int64_t i = 0; i < dim; i += 8)
-            store<8>(to + i, load<8>(to + i) * before + load<8>(from + i) * now);
-    }
-}
 
 // Groups consecutive pieces into about `most` tasks of similar work. Returns where each begins, and the end.
 INLINE std::vector<int> tasks_of(const Attention& a, const std::vector<Piece>& pieces, int most) {
@@ -50,8 +35,9 @@ INLINE std::vector<int> tasks_of(const Attention& a, const std::vector<Piece>& p
     return ends;
 }
 
-template <int W> static void attend(Pool& pool, const Attention& a) {
-    int share = (int)(a.heads / a.kv_heads), most = std::max(1, kPieceRows / share), rows = 0;
+// `Walk`: see walk.h.
+template <class Walk> static void attend(Pool& pool, const Attention& a) {
+    int share = (int)(a.heads / a.kv_heads), most = std::max(1, Walk::kPieceRows / share), rows = 0;
     std::vector<Piece> pieces;
     int partials = 0;
     // Backwards, because long prefill chunks come last in a step and should be started first.
@@ -67,19 +53,19 @@ template <int W> static void attend(Pool& pool, const Attention& a) {
             rows = std::max(rows, count * share);
         }
     }
-    int64_t walk = Walk<W>::floats(rows, a.head_dim), state = State::floats(rows, a.head_dim);
+    int64_t walk = Walk::floats(rows, a.head_dim), state = State::floats(Walk::state_rows(rows), a.head_dim);
     if (partials == (int)pieces.size() || (int)pieces.size() >= 4 * pool.threads() || pool.threads() == 1) {
         std::vector<int> ends = tasks_of(a, pieces, 16 * pool.threads());
         pool.run((int)ends.size() - 1, [&](int task, int thread) {
             float* memory = pool.own[thread].take(walk + state);
             for (int i = ends[task]; i < ends[task + 1]; i++) {
                 const Piece &p = pieces[i], *after = i + 1 < ends[task + 1] ? &pieces[i + 1] : nullptr;
-                Walk<W> one(a, p, memory);
+                Walk one(a, p, memory);
                 State all(memory + walk, one.rows()), part(memory + walk - state, one.rows());
                 for (int c = p.chunk; c < p.chunk + p.chunks; c++) {
                     bool last = c + 1 == p.chunk + p.chunks;
                     one.chunk(c, c == p.chunk ? all : part, last ? after : &p, last && after ? after->chunk : c + 1);
-                    if (c > p.chunk) merge_states(all, part, one.rows(), a.head_dim);
+                    if (c > p.chunk) one.merge(all, part);
                 }
                 one.finish(all);
             }
@@ -92,16 +78,16 @@ template <int W> static void attend(Pool& pool, const Attention& a) {
         for (int c = 0; c < pieces[i].chunks; c++) tasks.emplace_back(i, c);
     pool.run((int)tasks.size(), [&](int task, int thread) {
         const Piece& p = pieces[tasks[task].first];
-        Walk<W> one(a, p, pool.own[thread].take(walk));
+        Walk one(a, p, pool.own[thread].take(walk));
         int chunk = tasks[task].second;
         one.chunk(p.chunk + chunk, State(memory + (p.partial + chunk) * state, one.rows()), nullptr, 0);
     });
     pool.run((int)pieces.size(), [&](int task, int thread) {
         const Piece& p = pieces[task];
-        Walk<W> one(a, p, pool.own[thread].take(walk));
+        Walk one(a, p, pool.own[thread].take(walk));
         State all(memory + p.partial * state, one.rows());
         for (int c = 1; c < p.chunks; c++)
-            merge_states(all, State(memory + (p.partial + c) * state, one.rows()), one.rows(), a.head_dim);
+            one.merge(all, State(memory + (p.partial + c) * state, one.rows()));
         one.finish(all);
     });
 }

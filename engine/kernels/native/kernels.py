@@ -4,7 +4,6 @@ bits."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -16,12 +15,11 @@ from engine.kernels.native.layers import BF16, FP32, NativeLayers, PackedProduct
 from engine.kernels.native.library import VERSION, Library, Pool
 from engine.kernels.native.pages import Pages
 from engine.kernels.native.quantised import kept_bytes, quantised_product
+from engine.kernels.native.storage import Storage
 from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.ragged import RaggedBatch
 from engine.kernels.reference import Reference
 
-#: The storage kinds of a cache's numbers, as in stored.h.
-_KINDS: Final = {"float32": 0, "bfloat16": 1, "int8": 2, "fp8": 3}
 #: Attention needs a head size that is a multiple of this.
 _HEAD_MULTIPLE = 8
 #: The most candidates of a sampled row. More are that close to each other only if logits are huge.
@@ -51,7 +49,7 @@ class Native(Reference):
         self.weight_dtype = self.cache_dtype = torch.bfloat16 if self._half else torch.float32
         if self._compressed:
             self.cache_dtype = torch.uint8
-        self._kind = _KINDS[self._compressed or str(self.cache_dtype).removeprefix("torch.")]
+        self._storage = Storage(library, self._compressed or str(self.cache_dtype).removeprefix("torch."))
         self.rounds_rows = self._half and library.rounds
         self._library = library
         self._threads = Pool(library, threads or torch.get_num_threads())
@@ -118,7 +116,7 @@ class Native(Reference):
     def prepare_layers(self, layers: Sequence[LayerParts], norm: Tensor) -> PreparedLayers | None:
         if not fit(layers, _HEAD_MULTIPLE):
             return None
-        return NativeLayers(self._library, self._threads, layers, norm, self._kind, self.report_time)
+        return NativeLayers(self._library, self._threads, layers, norm, self._storage, self.report_time)
 
     def peaks(self, head: PreparedLinear, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
         return head.peaks(hidden) if isinstance(head, PackedProduct) else None
@@ -203,7 +201,7 @@ class Native(Reference):
             sin.data_ptr(),
             keys.data_ptr(),
             values.data_ptr(),
-            self._kind,
+            self._storage.kind(cache),
             batch.slots.data_ptr(),
             tokens,
             count,
@@ -233,7 +231,7 @@ class Native(Reference):
             query.stride(0),
             keys.data_ptr(),
             values.data_ptr(),
-            self._kind,
+            self._storage.kind(cache),
             batch.query_starts.data_ptr(),
             batch.kv_lens.data_ptr(),
             before.data_ptr(),

@@ -6,6 +6,9 @@
 
 #include "attention.h"
 #include "gemm.h"
+#ifdef TILES
+#include "attention_amx.h"
+#endif
 #include "quantised.h"
 #include "rows.h"
 
@@ -34,7 +37,7 @@ struct Layer {
 
 // A step of one KV group.
 struct Group {
-    void* cache;  // [layers, 2, blocks, block, kv_heads, bytes of a stored head]
+    void* cache;  // [layers, 2, blocks, block, kv_heads, bytes of a stored head], or as paired.h says
     int64_t layer_bytes, half_bytes;  // the distance from one layer to the next, and from keys to values
     int64_t kind, block;
     const int64_t* slots;
@@ -107,13 +110,19 @@ INLINE void norm_heads(Pool& pool, float* heads, const float* query_weight, cons
 }
 
 INLINE void turn_and_write(Pool& pool, const Rotation& r, int64_t kind) {
+#ifdef TILES
+    if (kind == kPaired) return rotate_and_write<Paired>(pool, r);
+#endif
     of_kind(kind, [&](auto stored) { rotate_and_write<decltype(stored)>(pool, r); });
 }
 
 INLINE void attend(Pool& pool, const Attention& a) {
+#ifdef TILES
+    if (a.kind == kPaired) return attend<PairedWalk>(pool, a);
+#endif
     // A head size that is a multiple of 8 but not of a wider vector.
-    if (a.head_dim % LANES) attend<8>(pool, a);
-    else attend<LANES>(pool, a);
+    if (a.head_dim % LANES) attend<Walk<8>>(pool, a);
+    else attend<Walk<LANES>>(pool, a);
 }
 
 INLINE void activate(Pool& pool, const float* x, float* out, bool gelu, int64_t rows, int64_t width) {

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.kernels.layer import LayerParts, ReportTime
 from engine.kernels.native.library import Library, Pool
+from engine.kernels.native.storage import Storage
 from engine.kernels.ragged import RaggedBatch
 
 #: The kinds of a product's weight, as in layers.h: numbers in fp32 or bf16, or the table of quantised.h.
@@ -87,15 +88,14 @@ class NativeLayers:
         pool: Pool,
         layers: Sequence[LayerParts],
         norm: Tensor,
-        kind: int,
+        storage: Storage,
         report_time: ReportTime | None,
     ) -> None:
-        """`layers`: layers that `fit`. `kind`: the storage kind of the cache, as in stored.h. `report_time`: receives
-        each call's times by kernel class."""
+        """`layers`: layers that `fit`. `report_time`: receives each call's times by kernel class."""
         self._run, self._pool = library.layers, pool
         self._kept = (list(layers), norm)
         self._table = (_Layer * len(layers))(*map(_entry, layers))
-        self._norm, self._kind, self._report_time = norm.data_ptr(), kind, report_time
+        self._norm, self._storage, self._report_time = norm.data_ptr(), storage, report_time
 
     def __call__(
         self,
@@ -110,7 +110,7 @@ class NativeLayers:
         turned = [(cos.contiguous(), sin.contiguous()) for cos, sin in rotations]
         before = [leads(one) for one in attention]
         seen = zip(attention, before, caches, strict=True)
-        groups = (_Group * len(attention))(*(_group(*one, self._kind) for one in seen))
+        groups = (_Group * len(attention))(*(_group(*one, self._storage) for one in seen))
         turns = (_Turn * len(turned))(*(_Turn(cos.data_ptr(), sin.data_ptr(), cos.shape[-1]) for cos, sin in turned))
         spent = None if self._report_time is None else (c_int64 * len(_CLASSES))()
         step = _Step(
@@ -191,13 +191,13 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _group(batch: RaggedBatch, before: Tensor, cache: Tensor, kind: int) -> _Group:
+def _group(batch: RaggedBatch, before: Tensor, cache: Tensor, storage: Storage) -> _Group:
     size = cache.element_size()
     return _Group(
         cache.data_ptr(),
         cache.stride(0) * size,
         cache.stride(1) * size,
-        kind,
+        storage.kind(cache),
         cache.shape[3],
         batch.slots.data_ptr(),
         batch.query_starts.data_ptr(),

@@ -21,7 +21,7 @@ logger = logging.getLogger("penstock.engine")
 
 _FOLDER = Path(__file__).parent
 #: The penstock_version() that this file expects.
-VERSION = 15
+VERSION = 16
 
 
 def _has_bf16() -> bool:
@@ -85,6 +85,8 @@ class Library:
         """Whether products with bf16 weights round the rows to bf16 too."""
         self.fours = bool(found.penstock_fours())
         """Whether weights of 4 and 8 bits are packed by fours of inputs, as quantised_amx.h says."""
+        self.paired = bool(found.penstock_paired())
+        """Whether caches in bf16 may be paired, as paired.h says; storage.py has which."""
         self.pool = found.penstock_pool
         self.pool.argtypes, self.pool.restype = [_I, _I], c_void_p
         for name, arguments in _SIGNATURES.items():

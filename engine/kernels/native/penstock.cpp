@@ -9,7 +9,7 @@
 extern "C" {
 
 // Increased with every change of the functions below.
-int penstock_version() { return 15; }
+int penstock_version() { return 16; }
 // Returns 0 if the system lets this process use the build's instructions, else errno.
 int penstock_refused() {
 #ifdef TILES
@@ -30,6 +30,15 @@ int penstock_rounds() {
 
 // Whether weights of 4 and 8 bits are packed as quantised_amx.h says, else as quantised_pairs.h does.
 int penstock_fours() {
+#ifdef TILES
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+// Whether a cache may be of the kind kPaired (paired.h).
+int penstock_paired() {
 #ifdef TILES
     return 1;
 #else

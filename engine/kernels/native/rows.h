@@ -62,23 +62,29 @@ INLINE void rotate(float* x, const float* cos, const float* sin, int64_t half) {
 struct Rotation {
     float* heads;  // [tokens, heads + 2 * kv_heads, head_dim]
     const float *cos, *sin;  // [tokens, turning]
-    void *keys, *values;  // [slots, kv_heads, bytes of a stored head]
+    void *keys, *values;  // [slots, kv_heads, bytes of a stored head], or as paired.h says
     const int64_t* slots;  // [tokens]; -1: not written
     int64_t tokens, all_heads, kv_heads, head_dim, turning;
 };
 
+// Writes a token's key and value of one KV head.
+template <class T>
+INLINE void write_head(const Rotation& r, int64_t slot, int64_t head, const float* key, const float* value) {
+    int64_t to = (slot * r.kv_heads + head) * Stored<T>::bytes(r.head_dim);
+    Stored<T>::write((char*)r.keys + to, key, r.head_dim);
+    Stored<T>::write((char*)r.values + to, value, r.head_dim);
+}
+
 template <class T> static void rotate_and_write(Pool& pool, const Rotation& r) {
-    int64_t width = r.all_heads * r.head_dim, stored = Stored<T>::bytes(r.head_dim);
+    int64_t width = r.all_heads * r.head_dim;
     each_row(pool, r.tokens, width, [&](int64_t token) {
         float* heads = r.heads + token * width;
         const float *cos = r.cos + token * r.turning, *sin = r.sin + token * r.turning;
         for (int64_t h = 0; h < r.all_heads - r.kv_heads; h++) rotate(heads + h * r.head_dim, cos, sin, r.turning / 2);
         if (r.slots[token] < 0) return;
         for (int64_t h = 0; h < r.kv_heads; h++) {
-            int64_t to = (r.slots[token] * r.kv_heads + h) * stored;
             const float* key = heads + width - (2 * r.kv_heads - h) * r.head_dim;
-            Stored<T>::write((char*)r.keys + to, key, r.head_dim);
-            Stored<T>::write((char*)r.values + to, key + r.kv_heads * r.head_dim, r.head_dim);
+            write_head<T>(r, r.slots[token], h, key, key + r.kv_heads * r.head_dim);
         }
     });
 }

@@ -125,8 +125,8 @@ template <> struct Stored<int8_t> {
     }
 };
 
-// The kinds of a cache, as in the ABI and kernels.py.
-enum { kFp32, kBf16, kInt8, kFp8 };
+// The kinds of a cache, as in the ABI and storage.py. kPaired is bf16 as paired.h says, for a build with TILES.
+enum { kFp32, kBf16, kInt8, kFp8, kPaired };
 
 // Calls call(T{}) with the storage type T of a cache of that kind.
 template <class Call> INLINE void of_kind(int64_t kind, Call&& call) {

@@ -20,6 +20,19 @@ struct alignas(64) TileSizes {
 };
 static_assert(sizeof(TileSizes) == 64, "a register of the CPU");
 
+// The rounding of TDPBF16PS while this object lives: to nearest, ties to even; numbers below 2^-126 are 0 where they
+// come in and where they go out. The CPU's own flags do that exactly.
+class TileRounding {
+  public:
+    TileRounding() { set(0x9fc0); }  // FTZ, DAZ, all exceptions masked
+    ~TileRounding() { set(before_); }
+
+  private:
+    // No load or store passes this, nor does arithmetic between them.
+    static void set(unsigned flags) { asm volatile("ldmxcsr %0" : : "m"(flags) : "memory"); }
+    unsigned before_ = _mm_getcsr();
+};
+
 #ifdef PENSTOCK_EMULATED_TILES
 #include "tiles_emulated.h"
 #else

@@ -55,19 +55,6 @@ template <int C, int A, int B, class Add> INLINE void each_row_of_tile(Add&& add
         add(emulated.data[C][m], emulated.data[A][m], emulated.data[B], sizes.rows[B]);
 }
 
-// The rounding of TDPBF16PS while this object lives: to nearest, ties to even; numbers below 2^-126 are 0 where they
-// come in and where they go out. The CPU's own flags do that exactly.
-class TileRounding {
-  public:
-    TileRounding() { set(0x9fc0); }  // FTZ, DAZ, all exceptions masked
-    ~TileRounding() { set(before_); }
-
-  private:
-    // No load or store passes this, nor does arithmetic between them.
-    static void set(unsigned flags) { asm volatile("ldmxcsr %0" : : "m"(flags) : "memory"); }
-    unsigned before_ = _mm_getcsr();
-};
-
 // Each sum gets two chains of fused multiply-adds, which start from 0 and go over the words of A's row in order: one
 // over the lower halves of words, one over the upper halves. The chains are added to each other, and then to the sum.
 template <int C, int A, int B> static __attribute__((noinline)) void tdpbf16ps() {

@@ -23,7 +23,7 @@ constexpr float kNothing = -std::numeric_limits<float>::infinity();
 struct Attention {
     const float* query;  // [tokens, heads, head_dim], tokens `query_stride` apart
     int64_t query_stride;
-    const void *keys, *values;  // [blocks, block, kv_heads, bytes of a stored head]
+    const void *keys, *values;  // [blocks, block, kv_heads, bytes of a stored head], or as paired.h says
     const int32_t* starts;  // [sequences + 1]
     const int32_t* lengths;  // [sequences]
     // [sequences]: the places of a sequence before its table begins. Chunks are counted from its first place.
@@ -50,14 +50,14 @@ struct Piece {
     }
 };
 
-// The places of a chunk that a piece sees.
+// The places of a chunk that a piece sees, from the beginning of a tile of `tile` places.
 struct Span {
     int from, to;
-    Span(const Attention& a, const Piece& p, int chunk) {
+    Span(const Attention& a, const Piece& p, int chunk, int tile = kTile) {
         int place = p.place(a);
         from = chunk * kChunk;
         to = std::min(from + kChunk, place + p.queries);
-        if (a.window) from = std::max(from, std::max<int>(0, place - (int)a.window + 1) / kTile * kTile);
+        if (a.window) from = std::max(from, std::max<int>(0, place - (int)a.window + 1) / tile * tile);
     }
 };
 
@@ -93,8 +93,25 @@ struct State {
     static int64_t floats(int64_t rows, int64_t dim) { return rows * (dim + 2); }
 };
 
+INLINE void merge_states(State& all, const State& part, int64_t rows, int64_t dim) {
+    for (int64_t r = 0; r < rows; r++) {
+        if (part.weight[r] == 0) continue;
+        float most = all.weight[r] == 0 || part.most[r] > all.most[r] ? part.most[r] : all.most[r];
+        float before = all.weight[r] == 0 ? 0 : std::exp2(all.most[r] - most), now = std::exp2(part.most[r] - most);
+        all.most[r] = most;
+        all.weight[r] = all.weight[r] * before + part.weight[r] * now;
+        float *to = all.sum + r * dim, *from = part.sum + r * dim;
+        for (int64_t i = 0; i < dim; i += 8)
+            store<8>(to + i, load<8>(to + i) * before + load<8>(from + i) * now);
+    }
+}
+
 template <int W> class Walk {
   public:
+    // The most rows of a piece, unless a single query has more.
+    static constexpr int kPieceRows = 48;
+    // The rows of the state of a piece of `rows` rows.
+    static int64_t state_rows(int64_t rows) { return rows; }
     static int64_t floats(int64_t rows, int64_t dim) {
         return rows * kTile + 2 * kTile * dim + State::floats(rows, dim) + rows * 4;
     }
@@ -125,6 +142,9 @@ template <int W> class Walk {
         std::fill_n(state.sum, rows_ * dim_, 0.0f);
         of_kind(a_.kind, [&](auto stored) { over<decltype(stored)>({a_, p_, chunk}, state, next, then); });
     }
+
+    // Adds a later chunk's state.
+    INLINE_MEMBER void merge(State& all, const State& part) const { merge_states(all, part, rows_, dim_); }
 
     void finish(const State& state) {
         for (int r = 0; r < rows_; r++) {

@@ -17,6 +17,9 @@ from engine.kernels.native.library import Library
 
 SOURCE = Path(engine.kernels.native.__file__).parent / "penstock.cpp"
 
+#: The parts of a build with AMX that use its tiles. They compile in seconds.
+TILES = Path(__file__).parent / "tiles.cpp"
+
 #: (dtype of the weights, threads, other settings) -> a kernel set
 Make = Callable[..., Native]
 
@@ -50,6 +53,17 @@ def wide_library(tmp_path_factory: pytest.TempPathFactory) -> Library:
 def dots_library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     """With products of pairs of bf16, which are emulated: the packing and rounding of CPUs that have them."""
     return Library(compiled(tmp_path_factory, "dots", "-DPENSTOCK_EMULATED_DOTS"), "dots")
+
+
+@pytest.fixture(scope="module", params=["emulated", "own"])
+def tiles_build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What tiles.cpp has, or more: with AMX's tiles emulated, and by the CPU itself."""
+    if request.param == "emulated":
+        return compiled(tmp_path_factory, "tile_parts", "-DPENSTOCK_EMULATED_TILES", source=TILES)
+    built = load_library()
+    if built is None or built.isa != "avx512amx":
+        pytest.skip("AMX's kernels are not built for this CPU")
+    return SOURCE.parent / "_avx512amx.so"
 
 
 @pytest.fixture(scope="session")

@@ -76,7 +76,11 @@ def test_attention_is_the_references(make: Make, shape: Shape, threads: int, sof
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [replace(shape, dtype=torch.bfloat16) for shape in SHAPES], ids=str)
+#: Blocks of 8 at most: larger ones in bf16 may be paired, which test_paired.py tests.
+NOT_PAIRED = [replace(shape, dtype=torch.bfloat16, block=min(shape.block, 8)) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("shape", NOT_PAIRED, ids=str)
 def test_a_cache_in_bf16_is_attended_to_in_fp32(make: Make, shape: Shape) -> None:
     case = widened(ragged_case(shape, LENGTHS))
     found = make(torch.bfloat16, 2).paged_attention(case.query, case.cache, case.batch, case.scale)
@@ -86,7 +90,7 @@ def test_a_cache_in_bf16_is_attended_to_in_fp32(make: Make, shape: Shape) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_of_a_row_is_the_same_in_any_batch_and_on_any_threads(make: Make, dtype: torch.dtype) -> None:
-    case = widened(ragged_case(Shape(heads=6, kv_heads=2, head_dim=64, dtype=dtype), [(64, 900), (1, 70)]))
+    case = widened(ragged_case(Shape(heads=6, kv_heads=2, head_dim=64, block=8, dtype=dtype), [(64, 900), (1, 70)]))
     whole = make(dtype, 1).paged_attention(case.query, case.cache, case.batch, case.scale)
     for threads in (2, 16):
         again = make(dtype, threads).paged_attention(case.query, case.cache, case.batch, case.scale)
@@ -139,7 +143,7 @@ def test_heads_are_turned_and_written_where_slots_say(
     tokens, heads, kv_heads = 40, 3, 2
     x, angles = noise(tokens, heads + 2 * kv_heads, head_dim), noise(tokens, 1, turning // 2, seed=1)
     cos, sin = (torch.cat(pair, -1) for pair in ((angles.cos(), angles.cos()), (-angles.sin(), angles.sin())))
-    case = ragged_case(Shape(heads, kv_heads, head_dim), [(tokens - 2, 100)], spare_rows=2)
+    case = ragged_case(Shape(heads, kv_heads, head_dim, block=8), [(tokens - 2, 100)], spare_rows=2)
     expected = case.cache.clone()
     turned = REFERENCE.rope_and_write(x.clone(), cos, sin, expected, case.batch)
     cache = case.cache.to(dtype)

@@ -79,6 +79,7 @@ def test_each_file_is_of_its_own_build(isa: str, columns: int, rounds: int) -> N
         pytest.skip("needs a C++ compiler that knows the instructions")
     found = ctypes.CDLL(str(path))
     assert (found.penstock_columns(), found.penstock_rounds()) == (columns, rounds)
+    assert bool(found.penstock_paired()) == (isa == "avx512amx")
 
 
 @BUILT

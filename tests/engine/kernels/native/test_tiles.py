@@ -18,12 +18,11 @@ from engine.kernels.native.layers import PackedProduct
 from engine.kernels.native.library import _SIGNATURES, Library, Pool
 from engine.kernels.native.pages import Pages
 from engine.kernels.native.quantised import quantised_product
-from tests.engine.kernels.native.conftest import compiled
+from tests.engine.kernels.native.conftest import TILES, compiled
 from tests.engine.kernels.native.test_kernels import noise
 from tests.engine.kernels.native.test_peaks import expected
 from tests.engine.kernels.native.test_quantised import WEIGHTS, Weight
 
-SOURCE = Path(__file__).parent / "tiles.cpp"
 Floats = NDArray[np.float32]
 #: Inputs and outputs: whole steps of 32 and panels of 48, and not.
 SHAPES = [(576, 96), (64, 48), (95, 145), (33, 47), (1, 1), (256, 100)]
@@ -75,24 +74,14 @@ class Products:
         return places, finite
 
 
-@pytest.fixture(scope="module", params=["emulated", "own"])
-def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if request.param == "emulated":
-        return compiled(tmp_path_factory, "tile_products", "-DPENSTOCK_EMULATED_TILES", source=SOURCE)
-    built = load_library()
-    if built is None or built.isa != "avx512amx":
-        pytest.skip("AMX's kernels are not built for this CPU")
-    return Path(library.__file__).parent / "_avx512amx.so"
-
-
 @pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize("shape", [(100, 192), (96, 256), (7, 96)], ids=str)
 def test_quantised_products_have_the_bits_of_builds_without_tiles(
-    path: Path, kind: str, shape: tuple[int, int]
+    tiles_build: Path, kind: str, shape: tuple[int, int]
 ) -> None:
     weight, bias = WEIGHTS[kind](noise(*shape)), noise(shape[0])
     plain = Native(torch.bfloat16, Library(Path(library.__file__).parent / "_avx2.so", "avx2"), 1)
-    wanted, products = plain.prepare_quantised(weight, bias), Products(path, 2)
+    wanted, products = plain.prepare_quantised(weight, bias), Products(tiles_build, 2)
     got = products.quantised(weight, bias)
     for rows in (1, 15, 16, 33, 130):
         x = noise(rows, shape[1]) * torch.logspace(-2, 2, shape[1])
@@ -132,37 +121,37 @@ def by_the_manual(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 @pytest.mark.parametrize("scale", [1.0, 2.0**-64])
-def test_products_are_the_manuals_to_the_bit(path: Path, inputs: int, outputs: int, scale: float) -> None:
+def test_products_are_the_manuals_to_the_bit(tiles_build: Path, inputs: int, outputs: int, scale: float) -> None:
     """The small scale makes most products and sums numbers below 2^-126, and some inputs."""
     sizes = torch.logspace(-2, 2, inputs) * scale
     x, weight = noise(35, inputs) * scale, (noise(outputs, inputs, seed=1) * sizes).bfloat16()
     x[::3] *= 2.0**-64
     bias = noise(outputs, seed=2) * scale * scale
-    assert same(Products(path, 2).linear(x, weight, bias), by_the_manual(x, weight, bias))
+    assert same(Products(tiles_build, 2).linear(x, weight, bias), by_the_manual(x, weight, bias))
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [*SHAPES, (1103, 100)])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_row_has_the_same_bits_beside_any_others(path: Path, inputs: int, outputs: int, threads: int) -> None:
+def test_a_row_has_the_same_bits_beside_any_others(tiles_build: Path, inputs: int, outputs: int, threads: int) -> None:
     x, weight = noise(520, inputs), noise(outputs, inputs, seed=1).bfloat16()
-    bias, products = noise(outputs, seed=2), Products(path, threads)
+    bias, products = noise(outputs, seed=2), Products(tiles_build, threads)
     whole = products.linear(x, weight, bias)
     for rows in (1, 2, 7, 15, 16, 17, 31, 32, 33, 48, 100, 128, 129, 160, 256, 257, 300):
         assert same(products.linear(x[:rows], weight, bias), whole[:rows]), rows
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 2000), (41, 25)])
-def test_the_largest_are_where_the_product_has_them(path: Path, inputs: int, outputs: int) -> None:
-    weight, products = noise(outputs, inputs, seed=1).bfloat16(), Products(path, 3)
+def test_the_largest_are_where_the_product_has_them(tiles_build: Path, inputs: int, outputs: int) -> None:
+    weight, products = noise(outputs, inputs, seed=1).bfloat16(), Products(tiles_build, 3)
     for rows in (1, 15, 16, 40, 300):
         x = noise(rows, inputs, seed=rows)
         assert all(map(torch.equal, products.peaks(x, weight), expected(products.linear(x, weight))))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_in_its_row_and_its_output(path: Path, value: float) -> None:
+def test_what_is_not_finite_stays_in_its_row_and_its_output(tiles_build: Path, value: float) -> None:
     """Also where a step is filled up: behind it lie the next panel's weights."""
-    products = Products(path, 1)
+    products = Products(tiles_build, 1)
     for inputs in (40, 41):
         x, weight = noise(20, inputs), noise(100, inputs, seed=1).bfloat16()
         before = products.linear(x, weight)
@@ -179,7 +168,7 @@ def test_instructions_are_encoded_as_the_manual_says(tmp_path_factory: pytest.Te
     """A CPU without AMX cannot run them, but its assembler encodes them. Intel 64 SDM, volume 2, each instruction's
     page: the target is in ModRM.reg, A in ModRM.rm, B in VEX.vvvv, inverted."""
     flags = ("-O1", "-fomit-frame-pointer", "-fcf-protection=none", "-DPENSTOCK_TILES")
-    found = ctypes.CDLL(str(compiled(tmp_path_factory, "tile_instructions", *flags, source=SOURCE)))
+    found = ctypes.CDLL(str(compiled(tmp_path_factory, "tile_instructions", *flags, source=TILES)))
     encodings = {
         "configure": "c4 e2 78 49 07",  # ldtilecfg [rdi]
         "release": "c4 e2 78 49 c0",  # tilerelease

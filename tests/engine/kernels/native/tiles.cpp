@@ -1,5 +1,6 @@
-// The products of a build with AMX, by the names of penstock.cpp. They compile in a second, the whole library does
-// not.
+// The products of a build with AMX, and its attention over a paired cache, by the names of penstock.cpp. They compile
+// in seconds, the whole library does not.
+#include "attention_amx.h"
 #include "peaks.h"
 
 extern "C" {
@@ -23,6 +24,23 @@ void penstock_peaks(void* pool, const float* x, const void* weight, const float*
     Gemm g{x, weight, bias, nullptr, rows, inputs, outputs};
     if (kind == 2) quantised_peaks(*(Pool*)pool, g, places, finite);
     else peaks<bf16>(*(Pool*)pool, g, places, finite);
+}
+
+void penstock_rope_and_write(void* pool, float* heads, const float* cos, const float* sin, void* keys, void* values, int,
+                             const int64_t* slots, int64_t tokens, int64_t all_heads, int64_t kv_heads,
+                             int64_t head_dim, int64_t turning) {
+    rotate_and_write<Paired>(
+        *(Pool*)pool, {heads, cos, sin, keys, values, slots, tokens, all_heads, kv_heads, head_dim, turning});
+}
+
+void penstock_attention(void* pool, const float* query, int64_t query_stride, const void* keys, const void* values,
+                        int kind, const int32_t* starts, const int32_t* lengths, const int32_t* leads, const int32_t* tables,
+                        int64_t table_stride, const int32_t* table_rows, int64_t sequences, int64_t heads,
+                        int64_t kv_heads, int64_t head_dim, int64_t block, int64_t window, float scale, float cap,
+                        float* out) {
+    attend<PairedWalk>(*(Pool*)pool,
+                       {query, query_stride, keys, values, starts, lengths, leads, tables, table_stride, table_rows,
+                        sequences, heads, kv_heads, head_dim, block, kind, window, scale, cap, out});
 }
 
 // Each instruction alone. On every CPU it can be read, on one with AMX run.
