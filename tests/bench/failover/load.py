@@ -87,14 +87,22 @@ class Load:
             right = [token for _, token in stream.came] == self._right[stream.variant]
             if stream.faults or stream.end != "completed" or not right:
                 self.faults.append(f"{stream.id} ({stream.end}, as it should be: {right}): {stream.faults[:3]}")
+                print(self.faults[-1], flush=True)
             self.done.append(stream)
 
     async def _whole(self, variant: int) -> Stream:
         async with asyncio.timeout(PATIENCE_S):
             stream = Stream(await self._submit(variant), variant)
         self.open.add(stream)
-        async with asyncio.timeout(PATIENCE_S):
-            await self._read(stream)
+        reading, came = asyncio.create_task(self._read(stream)), -1
+        while not reading.done() and len(stream.came) > came:
+            came = len(stream.came)
+            await asyncio.wait([reading], timeout=PATIENCE_S)
+        if reading.done():
+            reading.result()
+        else:
+            stream.faults.append(f"no token came within {PATIENCE_S} s after {came}")
+            reading.cancel()
         self.open.discard(stream)
         return stream
 
