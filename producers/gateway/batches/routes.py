@@ -84,11 +84,13 @@ async def _original(gateway: Gateway, entry: Entry) -> Batch:
 async def listed(
     request: Request,
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="most batches in the page")] = PAGE,
-    after: Annotated[str, Query(pattern=f"^{ID.pattern}$", description="the id of the batch before the page")] = "",
+    after: Annotated[
+        str | None, Query(pattern=f"^{ID.pattern}$", description="the id of the batch before the page")
+    ] = None,
 ) -> BatchList:
     """List the tenant's batches, the newest first, a page at a time."""
     store, owner = gateway_of(request).client.store, tenant_of(request) or ""
-    found = await batches.page(store, limit + 1, after=after or None, tenant=owner)
+    found = await batches.page(store, limit + 1, after=after, tenant=owner)
     return BatchList.of([*map(BatchView.of, found)], limit)
 
 

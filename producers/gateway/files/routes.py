@@ -107,7 +107,9 @@ async def listed(
     request: Request,
     purpose: Annotated[Literal["", "batch", "batch_output"], Query(description="only files of this purpose")] = "",
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="most files in the page")] = MAX_PAGE,
-    after: Annotated[str, Query(pattern=f"^{ID.pattern}$", description="the id of the file before the page")] = "",
+    after: Annotated[
+        str | None, Query(pattern=f"^{ID.pattern}$", description="the id of the file before the page")
+    ] = None,
     order: Annotated[Literal["desc", "asc"], Query(description="by the time at which they were made")] = "desc",
 ) -> FileList:
     """List the tenant's files, a page at a time."""
@@ -115,7 +117,7 @@ async def listed(
         gateway_of(request).client.store,
         tenant=tenant_of(request) or "",
         purpose=purpose or None,
-        after=after or None,
+        after=after,
         limit=limit + 1,
         newest_first=order == "desc",
     )

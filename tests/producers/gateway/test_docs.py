@@ -30,6 +30,27 @@ def test_the_page_and_what_it_loads_are_here(http: httpx.Client) -> None:
     assert http.get("/docs/assets/none.js").json()["error"]["code"] == "not_found"
 
 
+def test_lists_take_the_defaults_that_the_document_has(http: httpx.Client) -> None:
+    """Clients that are made from it may send them."""
+    defaults = {
+        path: {
+            one["name"]: one["schema"]["default"] for one in known.get("parameters", ()) if "default" in one["schema"]
+        }
+        for path, methods in http.get("/openapi.json").json()["paths"].items()
+        if "{" not in path and (known := methods.get("get"))
+    }
+    assert defaults["/v1/files"]["order"] == "desc"
+    answers = {path: http.get(path, params=sent).status_code for path, sent in defaults.items() if sent}
+    assert answers == dict.fromkeys(answers, 200)
+
+
+def test_the_document_says_what_a_response_takes_of_a_switch(http: httpx.Client) -> None:
+    known = http.get("/openapi.json").json()["paths"]["/v1/responses/{response_id}"]["get"]["parameters"]
+    schemas = {one["name"]: one["schema"] for one in known}
+    assert schemas["stream"]["type"] == "boolean"
+    assert schemas["include_obfuscation"]["enum"] == ["false"]
+
+
 def test_a_browser_shows_every_operation_and_asks_no_other_host(door: Door, http: httpx.Client, tmp_path: Path) -> None:
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:

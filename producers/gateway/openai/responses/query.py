@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import Query
+from pydantic import WithJsonSchema
 
 from producers.gateway.http.errors import invalid_value
 from producers.gateway.openai.parameters import refusal, refused
@@ -15,7 +16,9 @@ from producers.gateway.openai.responses.request import INCLUDABLE, included
 MAX_PAGE, PAGE = 100, 20
 #: Largest sequence number that is taken.
 MAX_NUMBER: Final = 999_999_999
-Switch = Literal["true", "false"]
+Stream = Annotated[Literal["true", "false"] | None, WithJsonSchema({"type": "boolean"})]
+#: `true` is refused with words of its own.
+Obfuscation = Annotated[Literal["true", "false"], WithJsonSchema({"enum": ["false"]})]
 _INCLUDE: Final = Query(
     alias="include[]",
     description="log probabilities are there if they were made; of the others there is nothing here",
@@ -33,12 +36,12 @@ def include(
 
 
 def after(
-    stream: Annotated[Switch, Query(description="whether to send events, from the beginning")] = "false",
+    stream: Annotated[Stream, Query(description="whether to send events, from the beginning")] = None,
     starting_after: Annotated[
         int,
         Query(ge=-1, le=MAX_NUMBER, description="of a stream: the last `sequence_number` that was read; -1: none"),
     ] = -1,
-    include_obfuscation: Annotated[Switch, Query(description="not offered")] = "false",
+    include_obfuscation: Annotated[Obfuscation, Query(description="not offered")] = "false",
 ) -> int | None:
     """The sequence number after which the stream begins, -1 for all of it; None if no stream is asked for."""
     if include_obfuscation == "true":
