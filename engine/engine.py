@@ -70,7 +70,7 @@ class Engine(StepLoop):
             check_same_tokens(self.tokenizer, model, Path(str(config.draft_model)), draft)
         self._model = model
         self._ids = itertools.count()
-        self.fingerprint = _fingerprint(model)
+        self.fingerprint = _fingerprint(model, config.block_size)
         capacity = place(model, config, draft)
         self._publish(capacity)
         _log_choices(folder.name, model, config)
@@ -287,8 +287,11 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _fingerprint(model: Model) -> str:
-    """8 hex digits that differ between engines on which the same model and seed may give other tokens."""
+def _fingerprint(model: Model, block_size: int) -> str:
+    """8 hex digits that differ between engines on which the same model and seed may give other tokens.
+
+    `block_size`: the tokens of a KV block, by which kernels choose the layout of the cache and the order of sums.
+    """
     if model.device.type == "cuda":
         capability = ".".join(map(str, torch.cuda.get_device_capability(model.device)))
     else:
@@ -299,6 +302,7 @@ def _fingerprint(model: Model) -> str:
         _name(kernels.compute_dtype),
         model.device.type,
         kernels.identity,
+        str(block_size),
         torch.__version__,
         capability,
     )

@@ -48,10 +48,11 @@ def test_the_end_token_ends_also_without_a_tokenizer(tmp_path: Path, load: Load)
         assert found.finish_reason == "stop"
 
 
-def test_the_fingerprint_tells_dtypes_apart_and_is_stable(load: Load) -> None:
-    first, again, other = load(), load(), load(dtype="bfloat16")
+def test_the_fingerprint_tells_dtypes_and_sizes_of_blocks_apart_and_is_stable(load: Load) -> None:
+    first, again, others = load(), load(), (load(dtype="bfloat16"), load(block_size=8))
     assert re.fullmatch("[0-9a-f]{8}", first.fingerprint)
-    assert first.fingerprint == again.fingerprint != other.fingerprint
+    assert first.fingerprint == again.fingerprint
+    assert len({one.fingerprint for one in (first, *others)}) == 3
 
 
 def test_settings_that_do_not_fit_are_refused(load: Load, tmp_path: Path) -> None:
