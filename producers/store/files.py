@@ -6,8 +6,9 @@
 
 The notes (`penstock:files:notes`) name blobs that no file stands for: one that is about to be written, by the time of
 the note, or one to be deleted, by 0. So whatever dies between two calls, a sweeper finds the blob: it deletes what is
-noted by 0, or was noted NOTED_S ago. FILE_MADE then answers `late`: the maker begins again. A blob that is kept for a
-time without a file (a result, a message's body) has a note by that time less NOTED_S.
+noted by 0, or was noted NOTED_S ago. FILE_MADE then answers `late`: the maker begins again. Where there is a file, only
+the note goes: it is of one who made the file once more, after a kill. A blob that is kept for a time without a file (a
+result, a message's body) has a note by that time less NOTED_S.
 
 Ids sort by the time at which they were made, so a list's cursor need not be there any more. Every call may raise
 redis.exceptions.RedisError or OSError, and may be called again.

@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
 -- FILE_REMOVED(file) | the file is gone; a note says that its blob is to be deleted. With a time: only if the blob was
--- noted by then, else nothing: somebody has made a file of it meanwhile, or noted it anew.
+-- noted by then, else nothing: somebody has noted it anew. Nor if there is a file: the note is of one who made it again
+-- after a kill, and goes.
 -- Also for a file that was never made: its note said that a blob was being written, and now says the same.
 -- KEYS: file, its tenant's files, those of its purpose, expiring, notes
 -- ARGV: id, noted by (unix s; empty: in any case)
@@ -8,6 +9,10 @@
 if ARGV[2] ~= '' then
   local noted = tonumber(redis.call('ZSCORE', KEYS[5], ARGV[1]))
   if not noted or noted > tonumber(ARGV[2]) then
+    return -1
+  end
+  if redis.call('EXISTS', KEYS[1]) == 1 then
+    redis.call('ZREM', KEYS[5], ARGV[1])
     return -1
   end
 end

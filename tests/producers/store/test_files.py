@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,4 +87,46 @@ async def test_a_blob_whose_maker_died_is_removed_and_one_who_only_slept_begins_
     assert await files.left_behind(aclient.store, 9) == [file.id]
     await files.remove(aclient.store, blobs, file.id)
     assert await _make(aclient, blobs, file) == "made"
+    assert await files.left_behind(aclient.store, 9) == []
+
+
+async def test_who_makes_a_file_writes_again_what_the_sweeper_took_meanwhile(
+    aclient: AsyncClient, blobs: Blobs, valkey: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "LATE_S", 0.0)
+    about = File(files.new_id(1, "slow"), 0, "out.jsonl", "batch_output", 1, tenant="acme")
+    sizes: list[int] = []
+
+    def write() -> int:
+        put(blobs, about.id, b"lines")
+        sizes.append(blobs.size(about.id))
+        if len(sizes) == 1:
+            valkey.zadd(keys.FILE_NOTES, {about.id: int(time.time()) - files.NOTED_S})
+            run(valkey, files.removed(about.id, "", "", int(time.time())))
+            blobs.delete(about.id)
+            valkey.zrem(keys.FILE_NOTES, about.id)
+        return sizes[-1]
+
+    before = int(time.time())
+    await files.make(aclient.store, about, write, kept_s=600)
+    file = await files.get(aclient.store, about.id)
+    assert file is not None
+    assert file.expires_at is not None
+    assert before + 600 <= file.expires_at <= int(time.time()) + 600
+    assert replace(file, size=0, expires_at=None) == about
+    assert (file.size, blobs.size(about.id), len(sizes)) == (5, 5, 2)
+    assert await files.left_behind(aclient.store, 9) == []
+
+
+async def test_a_file_that_is_made_again_after_a_kill_outlives_the_note_of_it(
+    aclient: AsyncClient, blobs: Blobs, valkey: Redis
+) -> None:
+    file = File(files.new_id(1, "batch_1:output"), 0, "out.jsonl", "batch_output", 1)
+    assert await _make(aclient, blobs, file) == "made"  # and the maker dies before it tells anybody
+    assert await _make(aclient, blobs, file) == "exists"
+    await files.note(aclient.store, file.id)  # a third one dies here
+    valkey.zadd(keys.FILE_NOTES, {file.id: int(time.time()) - files.NOTED_S})
+    for name in await files.left_behind(aclient.store, 9):
+        assert not await files.remove_left_behind(aclient.store, blobs, name)
+    assert (await files.get(aclient.store, file.id), blobs.size(file.id)) == (file, 0)
     assert await files.left_behind(aclient.store, 9) == []
