@@ -14,6 +14,7 @@ class Commands(Typer):
 
     def __init__(self, panel: str, status: str, group: str | None = None, about: str | None = None) -> None:
         super().__init__(name=group, help=about, no_args_is_help=True, rich_help_panel=panel)
+        self.info.rich_help_panel = panel  # the root reads it there, and Typer does not put it there
         self._panel, self._status = None if group else panel, status
 
     def shown(

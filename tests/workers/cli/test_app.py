@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,6 +38,11 @@ def test_each_commands_help_has_an_example_and_its_exit_statuses(run: Run, comma
 def test_the_help_names_all_commands(run: Run) -> None:
     said = run("--help").out
     assert [command for command in COMMANDS if f" {command} " not in said] == []
+
+
+def test_the_help_lists_every_command_in_a_panel_and_those_to_start_with_first(run: Run) -> None:
+    panels = re.findall("╭─ (.+?) ─", run("--help").out)
+    assert panels == ["Options", "Start here", "Tasks", "Models", "Processes", "Operations", "Shell"]
 
 
 def test_there_is_one_way_to_completion(run: Run) -> None:

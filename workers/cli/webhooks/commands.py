@@ -52,6 +52,11 @@ def run(
         asyncio.run(process.run(settings))
 
 
+app.shown("penstock webhooks ls --state dead", "ls")(deliveries.listed)
+app.shown("penstock webhooks show evt_5f0d3c")(deliveries.show)
+app.shown("penstock webhooks replay --endpoint whe_019 --since 2026-11-20T08:00")(deliveries.replay)
+
+
 @app.shown("penstock webhooks endpoints", "endpoints")
 def endpoints_listed(broker: AnyBroker = None, store: Store = None, as_json: Json = False) -> None:
     """List the endpoints, the newest first."""
@@ -130,7 +135,4 @@ def secret(
     typer.echo(found.secret)
 
 
-app.shown("penstock webhooks ls --state dead", "ls")(deliveries.listed)
-app.shown("penstock webhooks show evt_5f0d3c")(deliveries.show)
-app.shown("penstock webhooks replay --endpoint whe_019 --since 2026-11-20T08:00")(deliveries.replay)
 app.shown("penstock webhooks listen --port 9000", status=PROCESS_STATUS)(listen.listen)

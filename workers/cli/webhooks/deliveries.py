@@ -119,11 +119,12 @@ def replay(
 
     with system(broker, store) as (client, loop):
         if names:
-            found = [row for name in names for row in loop.run(_named(client, name))]
+            rows = [row for name in names for row in loop.run(_named(client, name))]
         else:
-            rows = outbox.rows(client.store, cast("State", state), endpoint=endpoint, since=_s(since), until=_s(until))
-            found = loop.run(_first(rows, None))  # all: a replayed row leaves the list
-        answers = {row.name: text(loop.run(arun(client.store, outbox.replay(row.name)))) for row in found}
+            found = outbox.rows(client.store, cast("State", state), endpoint=endpoint, since=_s(since), until=_s(until))
+            rows = loop.run(_first(found, None))  # all: a replayed row leaves the list
+        once = dict.fromkeys(row.name for row in rows)
+        answers = {name: text(loop.run(arun(client.store, outbox.replay(name)))) for name in once}
     held = [name for name, answer in answers.items() if answer == "held"]
     for name in held:
         note(f"{name} is being tried at this moment")
