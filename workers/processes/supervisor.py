@@ -64,7 +64,6 @@ class Process(Protocol):
     @property
     def returncode(self) -> int | None: ...
     async def wait(self) -> int: ...
-    def send_signal(self, sig: int) -> None: ...
 
 
 class Warm(Protocol):
@@ -273,8 +272,9 @@ class Child:
 
     def _send(self, sig: signal.Signals) -> None:
         if self.process is not None and self.process.returncode is None:
-            with suppress(ProcessLookupError):  # it has just exited
-                self.process.send_signal(sig)
+            # asyncio's send_signal may reap one that has just exited (CPython before 3.13): its status would be lost.
+            with suppress(ProcessLookupError):
+                os.kill(self.process.pid, sig)
 
     async def _relay(self, pipe: int) -> None:
         """Relay output from our own pipe: `Process.wait` would wait until grandchildren close asyncio's pipe, too."""

@@ -41,7 +41,7 @@ def demo(
             _use(system, tasks)
     except Refused as refused:
         raise Failure(f"the demo failed: {refused}", refused.status) from refused
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         raise Failure("interrupted; everything was stopped", Exit.INTERRUPTED) from None
     typer.echo("Everything was stopped. To keep it running for use: penstock up")
 

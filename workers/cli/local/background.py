@@ -7,9 +7,9 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,11 +29,9 @@ def running(models: tuple[Found, ...], *, drain: float = 1.0, worker_options: tu
 
     Raises Failure if the system does not start. The caller's thread stays free for the terminal: Ctrl-C raises
     KeyboardInterrupt there and does not reach the system's processes. SIGTERM and SIGHUP (a closed terminal) exit the
-    caller, and with it the system.
+    caller, and with it the system. Signals that come while the system stops hasten it.
     """
-    for sig in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(sig) is not signal.SIG_IGN:
-            signal.signal(sig, lambda *_: sys.exit(Exit.INTERRUPTED))
+    _hear((signal.SIGTERM, signal.SIGHUP), lambda: sys.exit(Exit.INTERRUPTED))
     said: list[str] = []
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         plan = Plan(models, Path(folder), port=0, drain=drain, worker_options=worker_options)
@@ -48,8 +46,18 @@ def running(models: tuple[Found, ...], *, drain: float = 1.0, worker_options: tu
             last = "".join(f"\n  {line}" for line in said[-SAID:])
             raise Failure(f"{refused}{last}", refused.status) from refused
         finally:
-            life.end()
-            thread.join()
+            try:
+                _hear((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), life.hasten)
+            finally:  # also where one more signal came before that
+                life.end()
+                thread.join()
+
+
+def _hear(signals: Iterable[signal.Signals], act: Callable[[], None]) -> None:
+    """Call this at each of these signals from now on. What is ignored stays so, as SIGHUP under nohup."""
+    for sig in signals:
+        if signal.getsignal(sig) is not signal.SIG_IGN:
+            signal.signal(sig, lambda *_: act())
 
 
 @dataclass(slots=True)
@@ -85,5 +93,13 @@ class _Life:
     def end(self) -> None:
         """Stop the system. Callable from any thread, at any time."""
         self._over.set()
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._ended.set)
+        self._call(self._ended.set)
+
+    def hasten(self) -> None:
+        """Make the workers hand back their running tasks now. Callable like `end`."""
+        self._call(self.system.hasten)
+
+    def _call(self, what: Callable[[], None]) -> None:
+        if self._loop is not None:
+            with suppress(RuntimeError):  # it is closed
+                self._loop.call_soon_threadsafe(what)

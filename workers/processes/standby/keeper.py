@@ -237,10 +237,6 @@ class Begun:
         assert self._process.returncode is not None
         return self._process.returncode
 
-    def send_signal(self, sig: int) -> None:
-        """Send it a signal. Raises ProcessLookupError if it has just ended."""
-        self._process.send_signal(sig)
-
     def _reap(self, loop: asyncio.AbstractEventLoop) -> None:
         self._process.wait()
         with suppress(RuntimeError):  # nobody waits any more: the loop is closed
