@@ -28,7 +28,7 @@ constexpr int kRows = LANES == 16 ? 8 : 4;
 // task's rows that are read again for each panel, small enough for the core's own cache. CPUs with AVX-512 mostly have
 // 1 MiB or more of that, and read a panel from there as fast as they multiply. So tiles go through all inputs, and sums
 // stay in registers.
-#if LANES == 16 && !defined(DOTS)
+#if LANES == 16
 constexpr int kPiece = 147456, kStay = 1048576;
 #else
 constexpr int kPiece = 12288, kStay = 262144;
