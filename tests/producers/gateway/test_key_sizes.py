@@ -70,10 +70,11 @@ def test_what_is_too_large_for_a_key_takes_no_idempotency_key(
 
 
 def test_a_retry_counts_the_tokens_of_a_text_that_no_gateway_has_seen(
-    http: httpx.Client, make: Make, model: str, client: Client, worker: FakeWorker
+    http: httpx.Client, make: Make, model: str, valkey_url: str, worker: FakeWorker
 ) -> None:
-    text = "a text of some more words than three"
-    made = client.submit(model=model, prompt=text, max_tokens=5, tenant="acme").id
+    with Client(valkey_url) as client:
+        text = "a text of some more words than three"
+        made = client.submit(model=model, prompt=text, max_tokens=5, tenant="acme").id
     worker.serve(made, ["a"])
     again = f"/v1/tasks/{made}/retry"
     refused = http.post(again, headers=as_caller(make(max_prompt=3)))

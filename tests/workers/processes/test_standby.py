@@ -44,6 +44,9 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "warm_module.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    for name in ("COLUMNS", "LINES"):  # readline, which pytest may import, gives them to children alone
+        monkeypatch.delenv(name, raising=False)
+        os.unsetenv(name)
     return tmp_path
 
 
