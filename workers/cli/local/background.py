@@ -21,6 +21,7 @@ from workers.library import Found
 
 #: Last lines of the processes' output shown after a failure.
 SAID = 20
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
@@ -31,12 +32,17 @@ def running(models: tuple[Found, ...], *, drain: float = 1.0, worker_options: tu
     KeyboardInterrupt there and does not reach the system's processes. SIGTERM and SIGHUP (a closed terminal) exit the
     caller, and with it the system. Signals that come while the system stops hasten it.
     """
-    _hear((signal.SIGTERM, signal.SIGHUP), lambda: sys.exit(Exit.INTERRUPTED))
     said: list[str] = []
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         plan = Plan(models, Path(folder), port=0, drain=drain, worker_options=worker_options)
         system = System(plan, lambda name, line: said.append(f"{name} | {line}"))
         life = _Life(system)
+
+        def leave() -> None:
+            _hear(SIGNALS, life.hasten)  # a second exception might come between a lock and its release
+            sys.exit(Exit.INTERRUPTED)
+
+        _hear((signal.SIGTERM, signal.SIGHUP), leave)
         thread = threading.Thread(target=lambda: asyncio.run(life.run()), name="penstock-system")
         thread.start()
         try:
@@ -47,7 +53,7 @@ def running(models: tuple[Found, ...], *, drain: float = 1.0, worker_options: tu
             raise Failure(f"{refused}{last}", refused.status) from refused
         finally:
             try:
-                _hear((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), life.hasten)
+                _hear(SIGNALS, life.hasten)
             finally:  # also where one more signal came before that
                 life.end()
                 thread.join()
