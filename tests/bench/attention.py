@@ -1,4 +1,4 @@
-"""What attention takes in native kernels, against another build or, on a CPU with AMX, against a cache without pairs.
+"""Time of attention in native kernels, against another build or, on a CPU with AMX, against a cache without pairs.
 
     python -m tests.bench.attention                      # paired against not paired, on a CPU with AMX
     python -m tests.bench.attention --against OTHER.so   # this build against another one

@@ -63,7 +63,7 @@ def described(fleet: Fleet) -> Iterator[Metric]:
 
 
 def waiting(counts: Mapping[str, Mapping[str, int]], overload: Mapping[str, Pressure]) -> Iterator[Metric]:
-    """What waits, by the store's counts. `counts`: queue -> kind -> tasks; under the empty name, in all."""
+    """Families of waiting tasks. `counts`: queue -> kind -> tasks; under the empty name, in all."""
     yield family(
         "waiting_tasks",
         "Tasks that count against the bounds on what waits; `line`: lines of batches, which do not.",

@@ -25,7 +25,7 @@ TIMES: Final = {
 
 
 class Named(BaseModel):
-    """What has an id."""
+    """A record with an id."""
 
     id: str
 

@@ -57,7 +57,7 @@ def dots_library(tmp_path_factory: pytest.TempPathFactory) -> Library:
 
 @pytest.fixture(scope="module", params=["emulated", "own"])
 def tiles_build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What tiles.cpp has, or more: with AMX's tiles emulated, and by the CPU itself."""
+    """The functions of tiles.cpp, or more: with AMX's tiles emulated, and by the CPU itself."""
     if request.param == "emulated":
         return compiled(tmp_path_factory, "tile_parts", "-DPENSTOCK_EMULATED_TILES", source=TILES)
     built = load_library()
