@@ -142,6 +142,7 @@ def test_the_quick_start(terminal: Terminal, aws: Aws) -> None:
         assert waiting(aws, url) == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_several_machines_and_each_process_with_its_own_policy(terminal: Terminal, aws: Aws, valkey_url: str) -> None:
     scope = Scope(read("sqs://us-east-1"), ACCOUNT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -10,11 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 
+from tests.conformance.conftest import System, gateway, sweeping
 from tests.conformance.javascript import run_source
 from tests.processes import free_port
-from tests.workers.cli.local.test_up import Up
+from tests.waiting import until
+from tests.warm import Forked
+from tests.webhooks_process import WebhooksProcess
 from workers.processes import PENSTOCK
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -44,10 +49,12 @@ SAYS = {
 
 @dataclass(frozen=True)
 class Running:
-    """A `penstock up` in a folder of its own."""
+    """The system with a sweeper, and with webhooks that may go to this machine."""
 
     folder: Path
     url: str
+    env: dict[str, str]
+    """Names the server that a `penstock up` in the folder would have."""
 
     def run(self, language: str, source: str) -> subprocess.CompletedProcess[str]:
         """Run an example as if this system had the usual port."""
@@ -57,18 +64,18 @@ class Running:
         if language == "bash" and shutil.which("curl") is None:
             pytest.skip("no curl on this machine")
         command = ["bash", "-euc"] if language == "bash" else [sys.executable, "-c"]
-        return subprocess.run([*command, source], cwd=self.folder, capture_output=True, text=True, timeout=120)
+        env = {**os.environ, **self.env}
+        return subprocess.run([*command, source], cwd=self.folder, env=env, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("examples")
-    up = Up(folder / ".penstock", "--webhook-allow", "127.0.0.0/8")
-    try:
-        yield Running(folder, up.wait_ready().url)
-    finally:
-        up.process.terminate()
-        up.process.wait(60)
+def running(system: System, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder, allowed = tmp_path_factory.mktemp("examples"), ("127.0.0.0/8",)
+    own = gateway(system.store_url, files_dir=system.files_dir, webhook_allow=allowed)
+    with own as (url, _), sweeping(system, folder), WebhooksProcess(system.store_url):
+        yield Running(folder, url, {"BROKER_URL": system.store_url})
+        for one in httpx.get(f"{url}/v1/webhook_endpoints").json()["data"]:
+            httpx.delete(f"{url}/v1/webhook_endpoints/{one['id']}").raise_for_status()
 
 
 @pytest.mark.parametrize(("section", "language", "source"), EXAMPLES)
@@ -84,17 +91,17 @@ def test_the_readmes_response_calls_back(running: Running) -> None:
     (source,) = re.findall(r"^```python\n([^`]*\"webhook\".*?)^```$", text, re.M | re.S)
     assert len(source.splitlines()) == 10, "ten lines, it says"
     port = free_port()
-    listen = [*PENSTOCK, "webhooks", "listen", "--port", str(port)]
-    with subprocess.Popen(listen, cwd=running.folder, stdout=-1, stderr=-1, text=True) as listening:
-        try:
-            assert "listening" in listening.stderr.readline()  # type: ignore[union-attr]
-            ran = running.run("python", source.replace("9000", str(port)))
-            response_id, status = ran.stdout.split()
-            assert (ran.returncode, status) == (0, "queued")
-            told = listening.stdout.readline()  # type: ignore[union-attr]
-            assert re.match(rf"response\.\w+  {response_id}  evt_\w+  verified\n", told), told
-        finally:
-            listening.kill()
+    log = running.folder / "listening.log"
+    listening = Forked([*PENSTOCK, "webhooks", "listen", "--port", str(port)], running.env, log)
+    try:
+        until(lambda: log.exists() and "listening" in log.read_text())
+        ran = running.run("python", source.replace("9000", str(port)))
+        response_id, status = ran.stdout.split()
+        assert (ran.returncode, status) == (0, "queued")
+        told = rf"^response\.\w+  {response_id}  evt_\w+  verified\n"
+        until(lambda: re.search(told, log.read_text(), re.M))
+    finally:
+        listening.kill()
 
 
 def test_the_python_of_the_page_on_tasks_runs(running: Running) -> None:

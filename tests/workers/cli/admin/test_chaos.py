@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tests.chaos.stage import Shape, Stage
 from tests.waiting import until
 from tests.workers.cli.conftest import Run, Scripted, send
 from workers.chaos.injector import Gone
+from workers.chaos.load import Load
 from workers.chaos.operated import Process
 from workers.runtime.host.proc import argv_of
 
@@ -182,20 +184,11 @@ def test_a_pid_file_that_means_many_processes_harms_none(said: str, tmp_path: Pa
         process.resume()
 
 
-#: What `kubectl delete pod` would do: a process is found by the name that it was given.
-KILL = """
-import contextlib, os, pathlib, sys
-for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
-    with contextlib.suppress(OSError):
-        if f"--name\\0{sys.argv[1]}\\0".encode() in path.read_bytes():
-            os.kill(int(path.parent.name), 9)
-"""
-
-
 @pytest.fixture
 def system(tmp_path: Path) -> Iterator[Stage]:
     """Whoever runs it starts a worker anew under another name."""
-    stage = Stage(Shape(engine="bundled", servers=1, hasty=True, keys=True), 1, tmp_path / "system")
+    shape = Shape(servers=1, hasty=True, keys=True, forked=True, longest=60, step=0.02)
+    stage = Stage(shape, 1, tmp_path / "system")
     try:
         stage.up()
         yield stage
@@ -208,15 +201,20 @@ def system(tmp_path: Path) -> Iterator[Stage]:
 def test_a_system_that_keeps_its_promises_is_told_so(
     run: Run, system: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("workers.chaos.load.Load", partial(Load, ids=600))  # its engine has no tokenizer
     monkeypatch.setenv("PENSTOCK_API_KEY", system.holders[-1].token)
-    (tmp_path / "kill.py").write_text(KILL)
+    # What `kubectl delete pod` would do: a process is found by the name that it was given.
+    kill = f"sh -c 'kill -9 $(cat {tmp_path}/{{name}})'"
+    for name in ("worker-1", "worker-2"):
+        slot = system.slots[name]
+        (tmp_path / slot.process).write_text(str(slot._popen.pid))
     folder = tmp_path / "trial"
     # Of what was before, nothing is its fault.
     connect(system.broker.url).lpush(broker_keys.DEAD, json.dumps({"reason": "long ago", "message": "{}"}))
     ran = run(
-        *("chaos", "tiny", "--broker", system.broker.url, "--url", f"http://127.0.0.1:{system.gateways[0]}"),
+        *("chaos", "stub", "--broker", system.broker.url, "--url", f"http://127.0.0.1:{system.gateways[0]}"),
         *("--process", "worker:worker-1.g1", "--process", "worker:worker-2.g1", "--faults", "kill", "--min-kills", "1"),
-        *("--exec", f"kill={sys.executable} {tmp_path / 'kill.py'} {{name}}", "--max-interval", "1.5", "--lease", "2"),
+        *("--exec", f"kill={kill}", "--max-interval", "1.5", "--lease", "2"),
         *("--max-output-tokens", "60", "--concurrency", "6", "--report-dir", str(folder), "--confirm", "--json"),
         "--exclusive",
     )

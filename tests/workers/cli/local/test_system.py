@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,6 +62,16 @@ class Slow(Empty):
 
     async def kill(self) -> None:
         self.told.append("kill")
+
+
+async def test_a_port_that_is_taken_is_said_before_anything_is_made(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        system = System(Plan((), tmp_path / "data", port=port), lambda name, line: None)
+        with pytest.raises(Failure, match=f"cannot listen on 127.0.0.1 port {port}") as failure:
+            await system.start()
+    assert failure.value.status == 2
+    assert not (tmp_path / "data").exists()
 
 
 async def _until_told(system: System) -> None:

@@ -57,13 +57,13 @@ def born(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
-def test_what_is_in_the_way_is_said_what_dies_is_started_again_and_nothing_outlives_it(
-    up: Callable[..., Up], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_dies_is_started_again_the_next_start_finds_the_queue_and_a_second_signal_hastens(
+    up: Callable[..., Up], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It asks for keys, which hold when anything dies."""
     for name in ("PENSTOCK_API_KEY", "BROKER_URL", "STORE_URL"):
         monkeypatch.delenv(name, raising=False)
-    system = up("--auth", "keys")
+    system = up("--auth", "keys", "--drain-timeout", "0")
     url = system.wait_ready().url
     until(lambda: "stops it." in system.out)
     gateway = with_its_key(system, url, monkeypatch)
@@ -72,46 +72,18 @@ def test_what_is_in_the_way_is_said_what_dies_is_started_again_and_nothing_outli
     first = [born(system.children()[kind]) for kind in ("worker", "valkey")]
     assert first[0] < first[1], "it begins before its supervisor's imports"
 
-    port = gateway.url.rpartition(":")[2]
-    taken, in_use = up("--port", port, data_dir=tmp_path / "other"), up()
-    for one, says in ((taken, f"cannot listen on 127.0.0.1 port {port}"), (in_use, "is in use by process")):
-        assert one.ended() == 2
-        assert says in one.out
-    assert not (tmp_path / "other").exists()
-
     for victim in ("worker", "gateway", "valkey"):
-        ids = [gateway.submit(task(max_tokens=100, seed=seed))["id"] for seed in range(3)]
-        before = system.children()[victim]
-        os.kill(before, signal.SIGKILL)
-        until(lambda: system.children().get(victim, before) != before, PATIENCE_S)  # noqa: B023 - called at once
-        until(gateway.ready, PATIENCE_S)
-        for task_id in ids:
-            found = final(gateway, task_id)
-            assert (found["status"], found["tenant"], found["usage"]["output_tokens"]) == ("completed", "acme", 100)
-            assert [index for index, _ in whole(gateway, task_id)] == list(range(100))
-        until(lambda: f"{victim} | was ended by SIGKILL; starting it again" in system.out)  # noqa: B023 - called at once
+        _dies(system, gateway, victim)
 
-    # As `penstock drain` does, and a worker by itself for a spot notice.
-    os.kill(system.children()["worker"], signal.SIGTERM)
-    said = "worker | exited with status 0; told to stop by another process; it stays stopped"
-    until(lambda: said in system.out, PATIENCE_S)
-
-    assert system.stop(signal.SIGKILL) == -signal.SIGKILL
-    assert system.nothing_left()
-    assert os.environ["PENSTOCK_API_KEY"].strip()[21:] not in system.out, "a secret is in its log"
-
-
-def test_ctrl_c_drains_the_next_start_finds_the_queue_and_a_second_ctrl_c_hastens(up: Callable[..., Up]) -> None:
-    system = up("--drain-timeout", "0")
-    gateway = system.wait_ready()
     # Far more than ends before the stop: some are handed back in the middle, some never began.
     ids = [gateway.submit(task(max_tokens=300, seed=seed, n=2))["id"] for seed in range(16)]
     until(lambda: gateway.task(ids[0])["status"] != "queued")
     assert system.stop(signal.SIGTERM) == 0
     assert "stopped; queued tasks are kept for the next start" in system.out
     assert system.nothing_left()
+    assert os.environ["PENSTOCK_API_KEY"].strip()[21:] not in system.out, "a secret is in its log"
 
-    system = up("--drain-timeout", "100")
+    system = up("--auth", "keys", "--drain-timeout", "100")
     gateway = system.wait_ready()
     assert {gateway.task(task_id)["status"] for task_id in ids} != {"completed"}, "all had ended: nothing was shown"
     for task_id in ids[1:-1]:
@@ -121,6 +93,25 @@ def test_ctrl_c_drains_the_next_start_finds_the_queue_and_a_second_ctrl_c_hasten
         assert found["status"] == "completed"
         assert [len(choice["token_ids"]) for choice in found["choices"]] == [300] * 2
         assert len(whole(gateway, task_id)) == 600
+    _hastened(system, gateway)
+
+
+def _dies(system: Up, gateway: Gateway, victim: str) -> None:
+    """It is started again, and no task or token is lost."""
+    ids = [gateway.submit(task(max_tokens=100, seed=seed))["id"] for seed in range(3)]
+    before = system.children()[victim]
+    os.kill(before, signal.SIGKILL)
+    until(lambda: system.children().get(victim, before) != before, PATIENCE_S)
+    until(gateway.ready, PATIENCE_S)
+    for task_id in ids:
+        found = final(gateway, task_id)
+        assert (found["status"], found["tenant"], found["usage"]["output_tokens"]) == ("completed", "acme", 100)
+        assert [index for index, _ in whole(gateway, task_id)] == list(range(100))
+    until(lambda: f"{victim} | was ended by SIGKILL; starting it again" in system.out)
+
+
+def _hastened(system: Up, gateway: Gateway) -> None:
+    """Ctrl-C lets a stream come to its end; what is left is handed back at a second signal."""
     streamed: list[dict[str, Any]] = []
     short = gateway.submit(task(max_tokens=200, n=2))["id"]
     reader = threading.Thread(target=lambda: streamed.extend(gateway.events(short, patience=0.0)), daemon=True)
@@ -222,6 +213,7 @@ def test_the_demo_shows_streams_results_and_a_summary_and_leaves_nothing(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.exhaustive
 def test_the_demo_ends_quietly_at_a_signal_and_leaves_nothing(tmp_path: Path) -> None:
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
