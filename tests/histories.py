@@ -30,6 +30,11 @@ settings.register_profile(
 settings.load_profile("penstock")
 
 
+def examples(few: int, many: int) -> int:
+    """How many a test draws: `few` in `make test`, `many` where HISTORIES is set."""
+    return many if TIMES else few
+
+
 def histories(examples: int, steps: int, **more: Any) -> settings:
     """Settings for a state machine: `examples` histories of up to `steps` calls, HISTORIES times as many where set."""
     number = examples * max(TIMES, 1)

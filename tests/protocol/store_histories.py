@@ -74,7 +74,9 @@ def go_on_after_the_end(kind: type[StoreMachine]) -> None:
     machine.begin(begun=(0, 0, 0), alive=(True, True, True))
     machine.claim("p", "i1", False, False, False)
     machine.append([("p", False, True, 0, 0, 1)])
+    machine.finish("p", True, "completed", 0)  # by another index than the last, which is refused
     machine.finish("p", True, "completed", 9)
+    machine.queued("p", False)
     machine.append([("p", False, True, 0, 0, 1)])
     machine.finish("p", True, "failed", 9)
     machine.teardown()

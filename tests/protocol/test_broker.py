@@ -20,6 +20,7 @@ from producers.broker.redis import keys as broker_keys
 from producers.broker.values import Credit
 from producers.connection import alive
 from producers.contract import keys
+from tests.histories import examples
 from tests.protocol.broker import AGEING_MS, BITE, CAPACITY, INCS, LIMIT, LISTS, PLAIN_TOKENS, QUEUES, RULES, BrokerPair
 from tests.protocol.broker_histories import run_histories
 from tests.protocol.messages import SEQS, TOKENS, good, messages
@@ -338,4 +339,4 @@ def check_broker(redis: Redis, mutant: Mutant | None = None, **options: Any) -> 
 
 @pytest.mark.usefixtures("valkey_url")
 def test_scripts_and_the_broker_in_memory_agree(valkey: Redis) -> None:
-    check_broker(valkey, examples=60, steps=40)
+    check_broker(valkey, examples=examples(25, 60), steps=40)

@@ -16,6 +16,7 @@ from producers.contract import keys
 from producers.contract.stream.events import encode_prompt, encode_token
 from producers.store import protocol
 from tests.exhaustive import one_of_each
+from tests.histories import examples
 from tests.protocol.model import ALL, scripts
 from tests.protocol.server import Mutant, notices, run_machine
 from tests.protocol.store import DEADLINES, INCS, LIMIT, POOL, TASKS, Pair, begun, sent_to
@@ -139,21 +140,21 @@ class PromptMachine(Pair):
 
 
 MUTANTS = {
+    "PROMPT does not see a cancel": ("prompt", "if r[3] then", "if false then"),
     "PROMPT asks for no claim": ("prompt", "r[1] ~= ARGV[2] or r[2]", "r[2]"),
     "PROMPT writes after the end": ("prompt", "r[1] ~= ARGV[2] or r[2]", "r[1] ~= ARGV[2]"),
-    "PROMPT does not see a cancel": ("prompt", "if r[3] then", "if false then"),
     "PROMPT writes twice": ("prompt", "if r[4] then", "if false then"),
     "PROMPT keeps silent about it": ("prompt", "redis.call('HSET', task, 'prompt', #ARGV - 2)", ""),
     "PROMPT is published elsewhere": ("prompt", "(at + k - 3)", "(at + k - 2)"),
-    "APPEND goes on without the prompt": ("append", "(scored == '1' and not r[6])", "false"),
     "APPEND forgets what was discarded": ("append", "discarded ~= '0'", "false"),
+    "APPEND goes on without the prompt": ("append", "(scored == '1' and not r[6])", "false"),
     "APPEND takes the prompt for a token": ("append", "if not r[5] then", "if at == 0 then"),
     "APPEND asks for no claim": ("append", "r[1] ~= claim or r[2]", "r[2]"),
     "APPEND does not count the prompt": ("append", "prompt ~= '0'", "false"),
     "APPEND counts the prompt again": ("append", "'HSETNX'", "'HSET'"),
     "APPEND takes no prompt for one of none": ("append", "prompt ~= '0'", "true"),
-    "FINISH goes on without the prompt": ("finish", "ARGV[8] == '0' or r[4]", "true"),
     "the end forgets what was discarded": ("finish", "tonumber(r[2] or '0')", "0"),
+    "FINISH goes on without the prompt": ("finish", "ARGV[8] == '0' or r[4]", "true"),
 }
 
 
@@ -173,7 +174,7 @@ def check(redis: Redis, mutant: Mutant | None = None, **options: Any) -> None:
 
 @pytest.mark.usefixtures("valkey_url")
 def test_scripts_and_model_agree(valkey: Redis) -> None:
-    check(valkey, examples=40, steps=25)
+    check(valkey, examples=examples(15, 40), steps=25)
 
 
 @pytest.mark.parametrize("broken", one_of_each(itemgetter(0), MUTANTS))

@@ -16,6 +16,7 @@ from producers.connection.script import text
 from producers.contract import keys
 from producers.contract.stream.events import encode_token
 from producers.store import protocol
+from tests.histories import examples
 from tests.protocol.model import ALL, scripts
 from tests.protocol.model.scripts import FINAL
 from tests.protocol.server import Mutant, run_machine
@@ -398,4 +399,4 @@ def check_store(redis: Redis, mutant: Mutant | None = None, **options: Any) -> N
 
 @pytest.mark.usefixtures("valkey_url")
 def test_scripts_and_model_agree(valkey: Redis) -> None:
-    check_store(valkey, examples=60, steps=40)
+    check_store(valkey, examples=examples(25, 60), steps=40)

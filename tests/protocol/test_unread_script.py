@@ -16,6 +16,7 @@ from producers.contract import keys
 from producers.store import protocol
 from producers.sweeper.reader_leases import hold
 from tests.exhaustive import one_of_each
+from tests.histories import examples
 from tests.protocol.model import ALL, scripts
 from tests.protocol.model.scripts import FINAL
 from tests.protocol.server import Mutant, notices, run_machine
@@ -122,7 +123,7 @@ def check(redis: Redis, mutant: Mutant | None = None, **options: Any) -> None:
 
 @pytest.mark.usefixtures("valkey_url")
 def test_script_and_model_agree(valkey: Redis) -> None:
-    check(valkey, examples=25, steps=10)
+    check(valkey, examples=examples(12, 25), steps=10)
 
 
 @pytest.mark.parametrize("broken", one_of_each(itemgetter(0), MUTANTS))
