@@ -15,6 +15,7 @@ from engine.kernels import RaggedBatch, select
 from engine.kernels.reference import Ragged
 from engine.models import load_model
 from tests.engine.random_models import FAMILIES, VARIANTS, write_model
+from tests.exhaustive import few
 
 pytest.importorskip("triton")
 
@@ -75,7 +76,7 @@ def hidden(folder: Path, kernels: Any, dtype: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gqa", "qwen3", "phi3-longrope", "gemma2"])
+@pytest.mark.parametrize("name", few(["gqa", "qwen3", "phi3-longrope", "gemma2"], "phi3-longrope", "gemma2"))
 @torch.inference_mode()
 def test_a_model_computes_what_it_does_in_plain_torch(tmp_path: Path, name: str) -> None:
     changes = (VARIANTS | FAMILIES)[name] | {"num_hidden_layers": 1}

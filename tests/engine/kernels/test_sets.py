@@ -197,8 +197,7 @@ def test_attention_over_blocks_is_plain_attention(
     torch.testing.assert_close(paged.attend(kernels, device).double(), paged.expected(), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("window", [None, 1, 4, 10])
-@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize(("window", "softcap"), [(None, 0.7), (1, None), (4, 0.7), (10, None)])
 def test_windows_and_caps_are_their_formulas(
     kernels: Kernels, device: torch.device, window: int | None, softcap: float | None
 ) -> None:

@@ -17,6 +17,7 @@ from engine.models import load_model
 from tests.engine.deterministic.logits import SLOTS, Steps
 from tests.engine.kernels.native.conftest import Make
 from tests.engine.random_models import FAMILIES, VARIANTS, write_model
+from tests.exhaustive import few
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="native kernels are not built for this CPU")
 
@@ -28,12 +29,20 @@ class Apart(Native):
         return None
 
 
+CASES = [
+    *((name, dtype, "auto") for name in sorted(VARIANTS | FAMILIES) for dtype in ("float32", "bfloat16")),
+    *((name, "bfloat16", cache) for name in sorted(FAMILIES) for cache in ("int8", "fp8")),
+]
+EVERY_FAMILY = [(name, "bfloat16", "auto") for name in sorted(VARIANTS | FAMILIES)]
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "cache"),
-    [
-        *((name, dtype, "auto") for name in sorted(VARIANTS | FAMILIES) for dtype in ("float32", "bfloat16")),
-        *((name, "bfloat16", cache) for name in sorted(FAMILIES) for cache in ("int8", "fp8")),
-    ],
+    few(
+        CASES,
+        *EVERY_FAMILY,
+        *[("gemma3", "float32", "auto"), ("mistral-window", "bfloat16", "int8"), ("gemma2", "bfloat16", "fp8")],
+    ),
 )
 def test_as_the_operations_one_by_one(name: str, dtype: str, cache: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path / name, seed=3, **(VARIANTS | FAMILIES)[name])

@@ -168,7 +168,8 @@ def test_instructions_are_encoded_as_the_manual_says(tmp_path_factory: pytest.Te
     """A CPU without AMX cannot run them, but its assembler encodes them. Intel 64 SDM, volume 2, each instruction's
     page: the target is in ModRM.reg, A in ModRM.rm, B in VEX.vvvv, inverted."""
     flags = ("-O1", "-fomit-frame-pointer", "-fcf-protection=none", "-DPENSTOCK_TILES")
-    found = ctypes.CDLL(str(compiled(tmp_path_factory, "tile_instructions", *flags, source=TILES)))
+    source = TILES.with_name("instructions.cpp")
+    found = ctypes.CDLL(str(compiled(tmp_path_factory, "tile_instructions", *flags, source=source)))
     encodings = {
         "configure": "c4 e2 78 49 07",  # ldtilecfg [rdi]
         "release": "c4 e2 78 49 c0",  # tilerelease

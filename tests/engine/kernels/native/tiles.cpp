@@ -42,16 +42,4 @@ void penstock_attention(void* pool, const float* query, int64_t query_stride, co
                        {query, query_stride, keys, values, starts, lengths, leads, tables, table_stride, table_rows,
                         sequences, heads, kv_heads, head_dim, block, kind, window, scale, cap, out});
 }
-
-// Each instruction alone. On every CPU it can be read, on one with AMX run.
-#ifndef PENSTOCK_EMULATED_TILES
-void configure(const TileSizes* sizes) { ldtilecfg(*sizes); }
-void release() { tilerelease(); }
-void zero() { tilezero<5>(); }
-void load_tile(const void* from, int64_t stride) { tileloadd<4>(from, stride); }
-void store_tile(void* to, int64_t stride) { tilestored<4>(to, stride); }
-void add_bf16() { tdpbf16ps<1, 2, 3>(); }
-void add_signed() { tdpbssd<1, 2, 3>(); }
-void add_unsigned() { tdpbusd<1, 2, 3>(); }
-#endif
 }

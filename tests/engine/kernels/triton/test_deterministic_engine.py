@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from engine import Engine, EngineConfig, SamplingParams
 from tests.engine.random_models import FAMILIES, write_model
 
-PROMPTS = [[(7 * i + k) % 310 + 3 for i in range(length)] for k, length in enumerate((4, 21))]
+PROMPTS = [[(7 * i + k) % 310 + 3 for i in range(length)] for k, length in enumerate((4, 12))]
 PARAMS = SamplingParams(max_tokens=2, temperature=0.0, logprobs=20, ignore_eos=True)
 
 
@@ -21,7 +21,7 @@ PARAMS = SamplingParams(max_tokens=2, temperature=0.0, logprobs=20, ignore_eos=T
 @pytest.mark.usefixtures("in_order")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if torch.cuda.is_available() else ["bfloat16"])
 def test_together_in_chunks_as_alone(where: torch.device, tmp_path: Path, dtype: str) -> None:
-    folder = write_model(tmp_path, seed=3, **FAMILIES["gemma2"] | {"num_hidden_layers": 2})
+    folder = write_model(tmp_path, seed=3, **FAMILIES["gemma2"] | {"num_hidden_layers": 2, "sliding_window": 9})
     found = []
     for batched, cached in ((64, False), (9, True)):
         config = EngineConfig(

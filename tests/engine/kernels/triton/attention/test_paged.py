@@ -15,6 +15,7 @@ from engine.errors import EngineError
 from engine.kernels.ragged import ragged_attention
 from tests.engine.kernels.ragged_cases import Case, Lengths, Shape, ragged_case
 from tests.exhaustive import few
+from tests.histories import examples
 
 pytest.importorskip("triton")
 
@@ -48,19 +49,19 @@ def test_ragged_steps_in_every_dtype(where: torch.device, dtype: torch.dtype, le
     check(ragged_case(Shape(heads=4, kv_heads=1, head_dim=128, dtype=dtype), lengths), where)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), few([(3, 3), (6, 2), (7, 1), (8, 1), (20, 1)], (3, 3), (20, 1)))
+@pytest.mark.parametrize(("heads", "kv_heads"), few([(3, 3), (6, 2), (7, 1), (8, 1), (20, 1)], (6, 2)))
 def test_any_number_of_heads_shares_a_kv_head(where: torch.device, heads: int, kv_heads: int) -> None:
     lengths = [(1, 70), (12, 30), (50, 60)]
     check(ragged_case(Shape(heads, kv_heads, head_dim=32), lengths), where)
 
 
-@pytest.mark.parametrize("head_dim", few([8, 64, 80, 96, 256], 8, 80, 256))
+@pytest.mark.parametrize("head_dim", few([8, 64, 80, 96, 256], 80))
 @pytest.mark.parametrize("dtype", few([torch.float32, torch.bfloat16], torch.bfloat16), ids=["fp32", "bf16"])
 def test_head_dims_that_fill_no_tile(where: torch.device, head_dim: int, dtype: torch.dtype) -> None:
     check(ragged_case(Shape(2, 1, head_dim, dtype=dtype), [(1, 50), (20, 200)]), where)
 
 
-@pytest.mark.parametrize("block", few([1, 7, 16, 32, 48, 130], 1, 7, 130))
+@pytest.mark.parametrize("block", few([1, 7, 16, 32, 48, 130], 7, 130))
 def test_block_sizes_that_divide_no_tile(where: torch.device, block: int) -> None:
     # Full pages, one place more, one less.
     lengths = [(1, 2 * block), (1, block + 1), (9, 4 * block + 5), (min(block, 30), block)]
@@ -68,7 +69,7 @@ def test_block_sizes_that_divide_no_tile(where: torch.device, block: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("window", "softcap"), few(itertools.product((1, 5, 64, 100, 1000), (None, 0.8)), (1, None), (5, 0.8), (100, None))
+    ("window", "softcap"), few(itertools.product((1, 5, 64, 100, 1000), (None, 0.8)), (5, 0.8), (100, None))
 )
 def test_windows_and_caps(where: torch.device, window: int, softcap: float | None) -> None:
     check(ragged_case(Shape(2, 1, 128, window=window), [(1, 150), (1, 7), (70, 300), (130, 130)]), where, softcap)
@@ -144,7 +145,7 @@ def test_a_head_dim_without_tiles_is_refused(where: torch.device) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(4, 10), deadline=None)
 def test_any_small_step(where: torch.device, data: st.DataObject) -> None:
     share, kv_heads = data.draw(st.sampled_from([(1, 1), (2, 2), (3, 1), (5, 1)]))
     shape = Shape(

@@ -11,6 +11,8 @@ from torch import Tensor
 from engine.kernels.ragged import RaggedBatch
 from engine.kernels.reference import Reference
 from tests.engine.kernels.triton.conftest import noise
+from tests.exhaustive import few
+from tests.histories import examples
 
 pytest.importorskip("triton")
 
@@ -46,7 +48,10 @@ def check(
 
 @pytest.mark.parametrize(
     ("queries", "kv_heads", "head_dim", "rotary_dim"),
-    [(4, 2, 16, 16), (32, 8, 128, 128), (7, 1, 80, 80), (6, 3, 32, 8), (3, 1, 96, 72), (8, 4, 256, 256)],
+    few(
+        [(4, 2, 16, 16), (32, 8, 128, 128), (7, 1, 80, 80), (6, 3, 32, 8), (3, 1, 96, 72), (8, 4, 256, 256)],
+        *[(7, 1, 80, 80), (3, 1, 96, 72)],
+    ),
 )
 def test_queries_turn_and_keys_and_values_are_cached(
     where: torch.device, dtype: torch.dtype, queries: int, kv_heads: int, head_dim: int, rotary_dim: int
@@ -55,7 +60,7 @@ def test_queries_turn_and_keys_and_values_are_cached(
     check(heads, rotary_dim, kv_heads, [0, 11, 3, 5, 7], 3, where)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(6, 20), deadline=None)
 @given(
     slots=st.lists(st.integers(0, 27), max_size=6, unique=True),
     padding=st.integers(0, 3),
