@@ -34,7 +34,7 @@ FILES = {
 #: Perplexity on the windows below, here; what it is on the whole held-out text stands in each README.
 BOUNDS = {"tiny": 40, "tiny-v2": 40, "tiny-draft": 90}
 WINDOW = 512
-WINDOWS = 12
+WINDOWS = 8
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,9 +46,15 @@ def _one_thread():
 
 
 @pytest.fixture(scope="module")
-def models():
-    """By name, as transformers loads them."""
-    return {name: AutoModelForCausalLM.from_pretrained(MODELS / name, dtype=torch.float32).eval() for name in NAMES}
+def loaded():
+    """By name, the model as transformers loads it, and what it tells of that."""
+    options = {"dtype": torch.float32, "output_loading_info": True}
+    return {name: AutoModelForCausalLM.from_pretrained(MODELS / name, **options) for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def models(loaded):
+    return {name: model.eval() for name, (model, _) in loaded.items()}
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +82,12 @@ def held_out_windows(library, tokenizer) -> torch.Tensor:
             if len(ids) >= WINDOW:
                 windows.append(ids[:WINDOW])
     return torch.tensor(windows[:WINDOWS])
+
+
+@pytest.fixture(scope="module")
+def losses(models, held_out_windows) -> dict[str, float]:
+    """By name, on these windows."""
+    return {name: mean_loss(model, held_out_windows) for name, model in models.items()}
 
 
 def mean_loss(model: torch.nn.Module, windows: torch.Tensor) -> float:
@@ -115,8 +127,8 @@ def test_weights_are_bf16_and_finite(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_transformers_takes_every_tensor_and_misses_none(name):
-    _, info = AutoModelForCausalLM.from_pretrained(MODELS / name, output_loading_info=True)
+def test_transformers_takes_every_tensor_and_misses_none(loaded, name):
+    _, info = loaded[name]
     assert not info["unexpected_keys"]
     assert set(info["missing_keys"]) <= {"lm_head.weight"}
     assert not info["mismatched_keys"]
@@ -132,9 +144,9 @@ def test_transformers_computes_what_was_trained(models, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_held_out_perplexity_is_far_below_uniform_and_unigram(models, name, held_out_windows):
+def test_held_out_perplexity_is_far_below_uniform_and_unigram(models, losses, name, held_out_windows):
     assert len(held_out_windows) >= 8
-    loss = mean_loss(models[name], held_out_windows)
+    loss = losses[name]
     counts = Counter(held_out_windows.flatten().tolist())
     # The entropy of these very tokens: no unigram model, however it was fitted, can do better on them.
     best_unigram = -sum(n * math.log(n / counts.total()) for n in counts.values()) / counts.total()
@@ -143,8 +155,7 @@ def test_held_out_perplexity_is_far_below_uniform_and_unigram(models, name, held
     assert math.exp(loss) < BOUNDS[name]
 
 
-def test_a_larger_or_longer_trained_model_is_clearly_better(models, held_out_windows):
-    losses = {name: mean_loss(model, held_out_windows) for name, model in models.items()}
+def test_a_larger_or_longer_trained_model_is_clearly_better(losses):
     assert losses["tiny"] < losses["tiny-draft"] - 0.4
     assert losses["tiny-v2"] < losses["tiny"] - 0.1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import cache
 from typing import Any
 
 from hypothesis import given, settings
@@ -42,13 +43,18 @@ def control() -> Control:
     return Control(Scaled(SETTINGS, acting.actuator), acting)
 
 
-def kept() -> dict[str, Any]:
+@cache
+def written() -> str:
     state = control().decide(fleet(AT), AT, "one")
     assert state is not None
-    return parsed(json.dumps(state))
+    return json.dumps(state)
 
 
-@settings(max_examples=50)
+def kept() -> dict[str, Any]:
+    return parsed(written())
+
+
+@settings(max_examples=30)
 @given(st.data(), JSON)
 def test_a_state_with_anything_in_it_makes_no_harm(data: st.DataObject, odd: Any) -> None:
     state = kept()

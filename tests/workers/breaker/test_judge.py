@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.plan import StepWork
@@ -29,6 +29,7 @@ def run(loads: list[tuple[int, int]], cost: tuple[float, float, float], times: f
     return window.figures(steps=1)
 
 
+@settings(max_examples=40)
 @given(
     st.lists(st.lists(st.tuples(st.integers(1, 64), st.integers(1, 4000)), min_size=1, max_size=20), min_size=3),
     st.tuples(COST, COST, st.floats(0.0, 1e-5)),

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from tests.producers.conftest import worker
 from tests.producers.gateway.conftest import Door, door, model, open_door
 from tests.workers.http_server import Handler, HttpServer
-from workers.cli import main
+from workers.cli import app_of, main
 from workers.cli.local.plan import Plan
 from workers.cli.local.pools import LocalPools
 from workers.processes.supervisor import Program
@@ -107,13 +107,16 @@ def scripted() -> Iterator[Scripted]:
     server.close()
 
 
+def invoke(*argv: str, env: Mapping[str, str] | None = None) -> Result:
+    """What a command does within this process. Of all commands only this one is made, which spares 0.1 s."""
+    return CliRunner().invoke(app_of(argv[0]), argv, env=env)
+
+
 def told(monkeypatch: pytest.MonkeyPatch, *argv: str, env: Mapping[str, str] | None = None) -> WorkerSettings:
     """The settings that this `penstock worker` would run with."""
-    from workers.cli.app import app
-
     given: list[WorkerSettings] = []
     monkeypatch.setattr("workers.runtime.worker.run_worker", lambda settings, level: given.append(settings) or 0)
-    result = CliRunner().invoke(app, argv, env=env)
+    result = invoke(*argv, env=env)
     assert result.exit_code == 0, (result.output, result.exception)
     return given[0]
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from typer.testing import CliRunner
 
 from tests.aws import Aws
-from tests.workers.cli.conftest import told
-from workers.cli.app import app
+from tests.workers.cli.conftest import invoke, told
 from workers.cli.exits import Failure
 from workers.settings import WorkerSettings
 
@@ -56,7 +54,7 @@ def test_what_is_not_said_is_the_settings_own_default(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("option", ["--drain-timeout", "--reader-lease"])
 @pytest.mark.parametrize("seconds", ["inf", "nan", "1e300"])
 def test_what_is_no_number_of_seconds_is_misuse(option: str, seconds: str) -> None:
-    result = CliRunner().invoke(app, ["gateway", "--broker", URL, option, seconds])
+    result = invoke("gateway", "--broker", URL, option, seconds)
     assert result.exit_code == 2
     assert option in result.output
 
@@ -64,7 +62,7 @@ def test_what_is_no_number_of_seconds_is_misuse(option: str, seconds: str) -> No
 @pytest.mark.parametrize("command", ["worker", "sweeper"])
 @pytest.mark.parametrize("name", ["", "a b", "a\n", "wörker", "a" * 513])
 def test_a_name_that_logs_and_leases_cannot_show_is_misuse(command: str, name: str) -> None:
-    result = CliRunner().invoke(app, [command, "--broker", URL, "--name", name])
+    result = invoke(command, "--broker", URL, "--name", name)
     assert result.exit_code == 2
     assert "--name" in result.output
     assert "without spaces" in result.output
@@ -74,6 +72,6 @@ def test_a_name_that_logs_and_leases_cannot_show_is_misuse(command: str, name: s
 def test_a_bucket_that_is_missing_is_refused_at_the_start(command: str, valkey_url: str, aws: Aws) -> None:
     place = f"s3://nowhere?region=us-east-1&endpoint_url={aws.url}"
     port = ["--port", "0"] if command == "gateway" else []
-    result = CliRunner().invoke(app, [command, "--broker", valkey_url, "--files-dir", place, *port])
+    result = invoke(command, "--broker", valkey_url, "--files-dir", place, *port)
     assert isinstance(result.exception, Failure)
     assert "there is no bucket nowhere" in str(result.exception)

@@ -9,12 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from producers.gateway.settings import GatewaySettings
-from tests.workers.cli.conftest import told, worker_programs
+from tests.workers.cli.conftest import invoke, told, worker_programs
 from workers.autoscaler.policy.rules import Rules
-from workers.cli.app import app
 from workers.cli.exits import Failure
 from workers.cli.gpus import workers as gpu_workers
 from workers.cli.gpus.choice import Chosen
@@ -41,7 +39,7 @@ def conducted(monkeypatch: pytest.MonkeyPatch) -> Conducted:
             return False
 
         monkeypatch.setattr("workers.cli.local.system.conduct", conduct)
-        result = CliRunner().invoke(app, ["up", *options])
+        result = invoke("up", *options)
         assert result.exit_code == 0, (result.output, result.exception)
         made[0].broker = made[0].store = URL
         return made[0]
@@ -115,7 +113,7 @@ def test_the_gateway_is_told_what_was_said(conducted: Conducted, monkeypatch: py
         listener.bind(("127.0.0.1", 0))
         system._listener = listener.dup()
         program = system._gateway()
-        result = CliRunner().invoke(app, list(program.argv)[len(PENSTOCK) :], env=dict(program.env))
+        result = invoke(*program.argv[len(PENSTOCK) :], env=program.env)
         system._listener.detach()  # the command has closed what it was given
     assert result.exit_code == 0, (result.output, result.exception)
     assert (given[0].max_queued, given[0].max_queued_per_tenant) == (60, 6)
@@ -139,7 +137,7 @@ def test_the_gateway_is_told_what_was_said(conducted: Conducted, monkeypatch: py
     ],
 )
 def test_what_no_process_would_take_is_refused_before_any_is_started(said: tuple[str, ...], why: str) -> None:
-    result = CliRunner().invoke(app, ["up", *said])
+    result = invoke("up", *said)
     assert result.exit_code == 2
     assert why in " ".join(result.output.replace("│", " ").split())  # as if it stood on one line
 
@@ -187,7 +185,7 @@ def test_a_standby_is_kept_where_workers_come_and_go(
     ],
 )
 def test_options_that_make_no_sense_together_are_refused(said: tuple[str, ...], why: str) -> None:
-    result = CliRunner().invoke(app, ["up", *said])
+    result = invoke("up", *said)
     assert isinstance(result.exception, Failure)
     assert why in str(result.exception)
 
@@ -205,7 +203,7 @@ def test_each_gpus_worker_has_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch,
     said = ["worker", "--broker", URL, "--model", "tiny", "--gpus", "all", "--name", "node"]
     for port, each in (("9100", [9100, 9101]), ("0", [0, 0])):
         asked.clear()
-        result = CliRunner().invoke(app, [*said, "--health-port", port])
+        result = invoke(*said, "--health-port", port)
         assert result.exit_code == 0, (result.output, result.exception)
         workers = [of(monkeypatch, program) for program in asked]
         assert [(one.name, one.health_port) for one in workers] == [("node.gpu0", each[0]), ("node.gpu1", each[1])]
@@ -243,7 +241,7 @@ def test_how_to_end_it_is_said_where_ctrl_c_is_not_heard() -> None:
 )
 def test_a_setting_out_of_bounds_is_refused_before_anything_starts(option: str, value: str, wanted: str) -> None:
     for command in (["up"], ["worker", "--broker", URL, "--model", "tiny"]):
-        refused = CliRunner().invoke(app, [*command, option, value]).exception
+        refused = invoke(*command, option, value).exception
         assert isinstance(refused, Failure)
         assert str(refused).startswith(f"{option} is ")
         assert str(refused).endswith(f"; it must be {wanted}")

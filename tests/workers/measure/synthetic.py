@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from math import ceil
 
 from engine.plan import StepWork
@@ -65,6 +66,7 @@ def throughput(machine: Machine, shape: Shape, at_once: int) -> float:
     return sum(work.prompt_tokens + work.generated for work in works) / sum(work.seconds for work in works)
 
 
+@cache
 def true_knee(machine: Machine, shape: Shape, most: int) -> tuple[int, float]:
     """(sequences, tokens a second), by trying."""
     sizes = sorted({*range(1, min(most, 12) + 1), *(round(most * share / 24) for share in range(2, 25))})

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 
 from engine.plan import StepWork
+from tests.exhaustive import few
 from tests.workers.measure.synthetic import BUDGET, Machine, Shape, noisy, steps, true_knee
 from workers.measure.steps import Knee, Mix, StepTimes
 
@@ -35,7 +36,11 @@ def measured(machine: Machine, shape: Shape, sizes: list[int], *, kv_tokens: flo
 
 
 @pytest.mark.parametrize(
-    ("machine", "shape"), [*product((CPU, GPU, SERIAL), (CHAT, LONG_PROMPTS, LONG_ANSWERS)), (GPU, SHORT)]
+    ("machine", "shape"),
+    few(
+        [*product((CPU, GPU, SERIAL), (CHAT, LONG_PROMPTS, LONG_ANSWERS)), (GPU, SHORT)],
+        *((CPU, CHAT), (GPU, LONG_ANSWERS), (SERIAL, LONG_PROMPTS), (GPU, SHORT)),
+    ),
 )
 def test_under_full_load_it_is_the_true_one(machine: Machine, shape: Shape) -> None:
     sequences, tokens_per_s = true_knee(machine, shape, SEQS)

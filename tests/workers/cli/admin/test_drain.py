@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
+from tests.workers.cli.conftest import invoke
 from workers.cli.admin import drain
-from workers.cli.app import app
 from workers.cli.exits import Exit, Failure
 from workers.runtime.host import proc
 
@@ -47,7 +47,7 @@ def worker() -> Iterator[subprocess.Popen[str]]:
 
 
 def run(*argv: str) -> Result:
-    return CliRunner().invoke(app, ["drain", *argv])
+    return invoke("drain", *argv)
 
 
 def refused(*argv: str) -> Failure:

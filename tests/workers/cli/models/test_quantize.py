@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from engine.text import ModelCard
 from tests.engine.random_models import write_model
 from tests.exhaustive import few
-from workers.cli.app import app
+from tests.workers.cli.conftest import invoke
 from workers.cli.exits import Failure
 from workers.errors import Refused
 from workers.library import verify
@@ -30,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def quantize(*arguments: str | Path) -> str:
     """What it prints. Raises Failure."""
-    result = CliRunner().invoke(app, ["quantize", *map(str, arguments)])
+    result = invoke("quantize", *map(str, arguments))
     if isinstance(result.exception, Failure):
         raise result.exception
     assert result.exit_code == 0, result.output
@@ -79,9 +78,9 @@ def test_the_card_counts_the_numbers_that_weights_stand_for(folder: Path, tmp_pa
     given = ("--bits", "4", "--head-bits", "8", "--method", "nearest", "--calibration", folder.parent / "text.py")
     quantize(folder, tmp_path / "out", *given)
     assert ModelCard.from_folder(tmp_path / "out").parameters == ModelCard.from_folder(folder).parameters
-    shown = CliRunner().invoke(app, ["models", "show", str(tmp_path / "out")])
+    shown = invoke("models", "show", str(tmp_path / "out"))
     assert "4 bits" in shown.stdout
-    answer = CliRunner().invoke(app, ["run", str(tmp_path / "out"), "def f", "--max-tokens", "4", "--threads", "1"])
+    answer = invoke("run", str(tmp_path / "out"), "def f", "--max-tokens", "4", "--threads", "1")
     assert answer.exit_code == 0, answer.output
 
 
