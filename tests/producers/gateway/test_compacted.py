@@ -14,8 +14,14 @@ from producers.contract.stream.events import BLOCK
 from producers.store.blobs import open_blobs
 from producers.sweeper.compact import Moving
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import Submit
+from tests.producers.gateway.conftest import Door, Open, Submit
 from tests.producers.sweeper.test_compact import squeeze
+
+
+@pytest.fixture
+def door(open_door: Open, model: str) -> Door:
+    """One whose files the test loses."""
+    return open_door()
 
 
 @pytest.mark.parametrize("to_files", [False, True])

@@ -79,7 +79,8 @@ class TestHead:
         answer = http.head("/v1/completions")
         assert (answer.status_code, answer.headers["allow"], answer.content) == (405, "POST", b"")
 
-    def test_it_is_counted_as_what_it_is(self, http: httpx.Client) -> None:
+    def test_it_is_counted_as_what_it_is(self, open_door: Open) -> None:
+        http = open_door().http
         http.head("/livez")
         counted = 'penstock_gateway_requests_total{method="HEAD",route="/livez",status="200"} 1.0'
         assert counted in http.get("/metrics").text

@@ -6,13 +6,14 @@ import json
 from typing import Any
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from redis import Redis
 
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import POOL, QUEUE, Open, Submit, until
+from tests.producers.gateway.conftest import POOL, QUEUE, Door, Open, Submit, until
 from tests.producers.gateway.test_health import NOWHERE
 
 POOL_NAME = POOL.queue.removeprefix("penstock:queue:")
@@ -29,6 +30,12 @@ LEASE = {
     "generated_tokens": 70,
     "preemptions": 2,
 }
+
+
+@pytest.fixture
+def door(open_door: Open, model: str) -> Door:
+    """One that has counted nothing yet."""
+    return open_door()
 
 
 def figures(http: httpx.Client) -> dict[tuple[str, ...], float]:

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tests.producers.conftest import worker
-from tests.producers.gateway.conftest import Door, door, model, open_door
+from tests.producers.gateway.conftest import Door, Open, model, open_door
 from tests.workers.http_server import Handler, HttpServer
 from workers.cli import app_of, main
 from workers.cli.local.plan import Plan
@@ -19,7 +19,7 @@ from workers.cli.local.pools import LocalPools
 from workers.processes.supervisor import Program
 from workers.settings import WorkerSettings
 
-__all__ = ["door", "model", "open_door", "worker"]
+__all__ = ["model", "open_door", "worker"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,11 @@ class Ran:
 
 
 Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def door(open_door: Open, model: str) -> Door:
+    return open_door()
 
 
 @pytest.fixture

@@ -25,8 +25,11 @@ MINUTE = {"anchor": "created_at", "seconds": 3600}
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "files"
+def folder(files_dir: Path) -> Path:
+    """The gateway's, without what other tests left."""
+    for name in there(files_dir):
+        (files_dir / name).unlink()
+    return files_dir
 
 
 def there(folder: Path) -> list[str]:
@@ -151,7 +154,7 @@ class TestBadUploads:
 
     @pytest.mark.parametrize("declared", [True, False])
     def test_a_file_that_is_too_large_is_refused(self, open_door: Open, folder: Path, declared: bool) -> None:
-        door = open_door(max_file=len(DATA) - 1)
+        door = open_door(max_file=len(DATA) - 1, files_dir=str(folder))
         http = door.http
         asked = http.build_request("POST", "/v1/files", data={"purpose": "batch"}, files={"file": DATA})
         body = asked.read()
@@ -175,8 +178,8 @@ class TestBadUploads:
         for method, path in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
             assert http.request(method, f"/v1/files/{file_id}{path}").status_code in (404, 405)
 
-    def test_a_folder_that_cannot_be_written_to_is_a_503(self, open_door: Open, tmp_path: Path, folder: Path) -> None:
-        folder.write_text("a file, not a folder")
+    def test_a_folder_that_cannot_be_written_to_is_a_503(self, open_door: Open, tmp_path: Path) -> None:
+        (tmp_path / "files").write_text("a file, not a folder")
         http = open_door().http
         answer = http.post("/v1/files", data={"purpose": "batch"}, files={"file": DATA})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "file_unavailable")

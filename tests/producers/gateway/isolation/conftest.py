@@ -34,11 +34,6 @@ def shared_settings() -> dict[str, Any]:
 
 
 @pytest.fixture
-def door(shared_door: Door, model: str) -> Door:
-    return shared_door
-
-
-@pytest.fixture
 def caller(door: Door, make: Make) -> Iterator[Callable[..., httpx.Client]]:
     """A client with a new key of a tenant."""
     clients: list[httpx.Client] = []

@@ -6,15 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.producers.gateway.conftest import Door
 from tests.producers.gateway.test_keys import make as make  # the fixture
 
 
 @pytest.fixture(scope="module")
 def shared_settings() -> dict[str, Any]:
     return {"auth": "keys"}
-
-
-@pytest.fixture
-def door(shared_door: Door, model: str) -> Door:
-    return shared_door

@@ -11,10 +11,11 @@ import httpx
 import pytest
 from redis import Redis
 
+from producers.broker.redis.keys import tier_list
 from producers.contract import keys
 from producers.contract.record import Record
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import QUEUE, Ask, Door
+from tests.producers.gateway.conftest import QUEUE, Ask
 
 Script = Callable[[FakeWorker, Record], None]
 MESSAGES = [{"role": "user", "content": "Write f."}]
@@ -48,7 +49,7 @@ class Answering:
     def _run(self) -> None:
         while not self._stop.is_set():
             task_id = self.worker.take(self.queue, 0.05)
-            if task_id is None:
+            if task_id is None or self._stop.is_set():
                 continue
             answer = self.worker.claim(task_id)
             if answer.record is None or answer.answer != "go":
@@ -59,12 +60,8 @@ class Answering:
 
     def close(self) -> None:
         self._stop.set()
+        self.worker.redis.lpush(tier_list(self.queue, "default"), '{"headers": {"id": "wakes the thread"}}')
         self._thread.join(60)
-
-
-@pytest.fixture
-def door(shared_door: Door, model: str) -> Door:
-    return shared_door
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import threading
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from tests.producers.gateway.conftest import CARD
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 Publish = Callable[..., str]
+#: A model of its own for each test: the gateway remembers their templates.
+NUMBERS = itertools.count()
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +37,8 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 def publish(valkey: Redis, model: str) -> Publish:
     """Publishes a model like `tiny`, with another template."""
 
-    def make(template: Any, name: str = "hostile", stored: bool = True) -> str:
+    def make(template: Any, name: str | None = None, stored: bool = True) -> str:
+        name = name or f"hostile-{next(NUMBERS)}"
         data = json.dumps({"chat_template": template}).encode()
         digest = hashlib.sha256(data).hexdigest()
         if stored:
@@ -74,11 +78,12 @@ def test_the_caller_is_told(
 
 
 def test_a_file_that_is_not_there_yet_may_come(http: httpx.Client, publish: Publish) -> None:
-    answer = ask(http, publish("{{ raise_exception('it came') }}", stored=False))
+    model = publish("{{ raise_exception('it came') }}", stored=False)
+    answer = ask(http, model)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_unavailable")
     assert "retry-after" in answer.headers
-    publish("{{ raise_exception('it came') }}")
-    assert "it came" in ask(http, "hostile").json()["error"]["message"]
+    publish("{{ raise_exception('it came') }}", model)
+    assert "it came" in ask(http, model).json()["error"]["message"]
 
 
 def test_a_model_without_a_template_is_refused(http: httpx.Client, valkey: Redis, model: str) -> None:
@@ -102,11 +107,11 @@ def test_other_models_callers_do_not_wait_for_a_hostile_template(
         return render(self, *args, **options)
 
     monkeypatch.setattr(confined.ConfinedTemplate, "render", held_up)
-    publish(ENDLESS)
+    hostile_model = publish(ENDLESS)
     publish("{{ raise_exception('prompt and pleasant') }}", name="kind")
     assert ask(http, "kind").status_code == 400  # its process has started
     with ThreadPoolExecutor(2) as threads:
-        hostile = [threads.submit(ask, http, "hostile", str(k)) for k in range(2)]
+        hostile = [threads.submit(ask, http, hostile_model, str(k)) for k in range(2)]
         for _ in range(20):
             assert "pleasant" in ask(http, "kind").json()["error"]["message"]
             assert http.get("/livez").status_code == 200
