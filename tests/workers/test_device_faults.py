@@ -9,16 +9,16 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from redis import Redis
 
 from producers import Client
 from producers.broker.redis import keys as broker_keys
 from producers.contract.stream.events import Token
+from tests.exhaustive import few
 from tests.processes import ROOT, Worker, valkey
 from tests.workers.rig import Rig
 from workers.processes.supervisor import Child, Program
@@ -78,21 +78,6 @@ def supervised(rig: Rig, fault: Path) -> Iterator[Supervised]:
         worker.stop()
 
 
-def _stand_still(worker: Worker, broker: Redis) -> None:
-    """Until no word of it is on its way: a FETCH that the broker has yet to read would take what comes next."""
-    worker.process.send_signal(signal.SIGSTOP)
-    tasks = Path(f"/proc/{worker.process.pid}/task")
-
-    def still() -> bool:
-        with suppress(OSError):  # a thread that ends just now
-            return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in tasks.glob("*/stat"))
-        return False
-
-    worker.wait_until(still)
-    for _ in range(2):  # it reads what all have said before it answers for the second time
-        broker.ping()
-
-
 def _ask(client: Client, seeds: range) -> list[str]:
     asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": LENGTH, "temperature": 0.8, "ignore_eos": True}
     return [client.submit(seed=seed, **asked).id for seed in seeds]
@@ -102,52 +87,42 @@ def _tokens(client: Client, task_id: str) -> list[int]:
     return [event.token_id for event in client.get(task_id).stream() if isinstance(event, Token)]
 
 
+#: Fault -> what is said of it: lost at once, and for each call that comes after; memory for nobody.
+FATAL = {
+    "lost": "Giving this worker up: the device is lost: DeviceLostError: cuda:0 does nothing more",
+    "room 0": "has no memory for the step of a single sequence",
+}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_device_that_fails_costs_no_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fatal", few(FATAL, "lost"))
+def test_a_device_that_fails_costs_no_token(tmp_path: Path, fatal: str) -> None:
     fault = tmp_path / "fault"
     with valkey() as (url, redis), Client(url) as client, supervised(rig := Rig(url, redis), fault) as failing:
-
-        def ended(ids: list[str]) -> None:
-            """Completed, with one worker lost; that they got on absolves them."""
-            rig.until_settled(ids, 120)
-            assert {(r["status"], r["deaths"], r["stuck"]) for r in map(rig.record, ids)} == {("completed", "1", "0")}
-
         # Memory for less than there was: steps become smaller, nobody is harmed, and the process goes on.
-        first = _ask(client, range(4))
-        rig.until(lambda: all(rig.tokens(task_id) > 5 for task_id in first), 120)
-        before = sum(map(rig.tokens, first))
+        ids = _ask(client, range(4))
+        rig.until(lambda: all(rig.tokens(task_id) > 5 for task_id in ids), 120)
+        before = sum(map(rig.tokens, ids))
         fault.write_text("room 2")
-        rig.until(lambda: sum(map(rig.tokens, first)) > before + 20, 120)
+        rig.until(lambda: sum(map(rig.tokens, ids)) > before + 20, 120)
         fault.write_text("hold")
         rig.until(lambda: failing.said("the device has no memory for a step"))
         assert not failing.ends
         with Worker(url, model="tiny", name="healthy", lease=LEASE, engine=OPTIONS, **REAL) as healthy:
             healthy.wait_ready(120)
-            # For nobody: that is not the requests' fault.
-            fault.write_text("room 0")
+            fault.write_text(fatal)
             rig.until(lambda: failing.ends, 120)
             fault.write_text("")
             assert f"exited with status {os.EX_SOFTWARE}" in failing.ends[0]
-            rig.until(lambda: failing.said("has no memory for the step of a single sequence"))
-            ended(first)
+            rig.until(lambda: failing.said(FATAL[fatal]))
+            rig.until_settled(ids, 120)
+            # That is not the requests' fault: that they got on absolves them of the worker that was lost.
+            assert {(r["status"], r["deaths"], r["stuck"]) for r in map(rig.record, ids)} == {("completed", "1", "0")}
             rig.until(lambda: len(rig.leases()) == 2, 120)
-            # Lost: at once, and for each call that comes after.
-            _stand_still(healthy, redis)
-            second = _ask(client, range(4, 8))
-            rig.until(lambda: all(rig.tokens(task_id) > 5 for task_id in second), 120)
-            fault.write_text("lost")
-            healthy.process.send_signal(signal.SIGCONT)
-            rig.until(lambda: len(failing.ends) == 2, 120)
-            fault.write_text("")
-            assert f"exited with status {os.EX_SOFTWARE}" in failing.ends[1]
-            lost = "Giving this worker up: the device is lost: DeviceLostError: cuda:0 does nothing more"
-            rig.until(lambda: failing.said(lost))
-            ended(second)
-            quiet = _ask(client, range(8))
+            quiet = _ask(client, range(4))
             rig.until_settled(quiet, 120)
-        for interrupted, whole in zip([*first, *second], quiet, strict=True):
-            assert _tokens(client, interrupted) == _tokens(client, whole)
+        assert [_tokens(client, one) for one in ids] == [_tokens(client, one) for one in quiet]
         assert redis.llen(broker_keys.DEAD) == 0
         rig.check_nothing_left()
 
