@@ -29,7 +29,7 @@ from tests.engine.guessing import Guesser
 from tests.engine.paged_model import EOS, MAX_MODEL_LEN, VOCAB, PagedModel, choose, computed_plainly, expected
 from tests.engine.stepping import made
 from tests.exhaustive import few
-from tests.histories import histories
+from tests.histories import examples, histories
 
 
 @dataclass
@@ -298,11 +298,11 @@ WORLDS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_in(world: str, machine: type[Histories], examples: int) -> None:
+def run_in(world: str, machine: type[Histories], count: int) -> None:
     """Run random histories of a machine with the settings of one of WORLDS."""
-    run_state_machine_as_test(type(machine.__name__, (machine,), WORLDS[world]), settings=histories(examples, 30))
+    run_state_machine_as_test(type(machine.__name__, (machine,), WORLDS[world]), settings=histories(count, 30))
 
 
 @pytest.mark.parametrize("world", few(WORLDS, "runs", "tight", "windows alone", "hurry", "switch"))
 def test_every_history_gives_the_tokens_of_an_undisturbed_run(world):
-    run_in(world, Histories, 60)
+    run_in(world, Histories, examples(20, 60))

@@ -86,7 +86,7 @@ MIXED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("variant", ["gqa", "gemma3", "phi3-longrope"])
+@pytest.mark.parametrize("variant", few(["gqa", "gemma3", "phi3-longrope"], "gemma3", "phi3-longrope"))
 @pytest.mark.parametrize(("tokens", "every"), few([(16, 4), (256, None)], (16, 4)))
 def test_whatever_is_asked_for(compare: Callable[..., None], model: Model, tokens: int, every: int | None) -> None:
     prompts = prompts_of([3, 50, 31, 16, 20, 64, 12, 33], model.vocab_size, seed=1)

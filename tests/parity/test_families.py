@@ -33,8 +33,7 @@ EITHER = pytest.mark.parametrize(
     ("variant", "kernels"),
     few(
         product(VARIANTS | FAMILIES, ["auto", "ragged"]),
-        *(("gqa", "auto"), ("mistral-window", "auto"), ("gemma3", "auto")),
-        *(("phi3-longrope", "ragged"), ("gemma3", "ragged")),
+        *(("gqa", "auto"), ("mistral-window", "auto"), ("phi3-longrope", "ragged"), ("gemma3", "ragged")),
     ),
 )
 

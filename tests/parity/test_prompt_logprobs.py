@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from engine.models import Model
 from engine.params import SamplingParams
 from engine.request import Event
 from engine.sampling import logprobs as logprobs_module
+from tests.exhaustive import few
 from tests.parity.conftest import Truth
 from tests.parity.driver import Driver, prompts_of
 
@@ -59,8 +62,7 @@ def check(truth: Truth, prompt: list[int], events: list[Event], top: int = TOP) 
             assert value == pytest.approx(float(expected[token_id]), abs=2e-4)
 
 
-@pytest.mark.parametrize("tokens", [16, 512])
-@pytest.mark.parametrize("every", [None, 1, 3])
+@pytest.mark.parametrize(("tokens", "every"), few(product([16, 512], [None, 1, 3]), (16, 1), (512, 3)))
 def test_chunks_and_preemption_change_nothing(
     model: Model, prompts: list[list[int]], truth: Truth, tokens: int, every: int | None
 ) -> None:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 
 from tests.engine.speculate.machine import Machine, best
+from tests.exhaustive import few
 
 Step = Callable[[int], float]
 
@@ -35,11 +37,15 @@ def busy(source: random.Random) -> float:
     return source.lognormvariate(0.0, 0.2) + (2.0 if source.random() < 0.15 else 0.0)
 
 
-@pytest.mark.parametrize("name", MACHINES)
-@pytest.mark.parametrize("agreement", [0.8, 0.5])
-@pytest.mark.parametrize(("held", "part"), [(quiet, 0.93), (busy, 0.8)])
+@pytest.mark.parametrize(
+    ("name", "agreement", "held"),
+    few(
+        product(MACHINES, (0.8, 0.5), (quiet, busy)),
+        *zip(MACHINES, (0.8, 0.5, 0.8, 0.5), (quiet, busy, busy, quiet), strict=True),
+    ),
+)
 def test_one_sequence_goes_nearly_as_fast_as_with_the_best_length(
-    name: str, agreement: float, held: Callable[[random.Random], float], part: float
+    name: str, agreement: float, held: Callable[[random.Random], float]
 ) -> None:
     length, most = best(MACHINES[name], 0.1, agreement, 1, 5)
     machine = Machine(MACHINES[name], lambda rows: 0.1, catching_up=0.3, held=held)
@@ -47,7 +53,7 @@ def test_one_sequence_goes_nearly_as_fast_as_with_the_best_length(
         machine.serve([agreement])
     # From the second request on it begins with what the others have shown.
     later = [machine.serve([agreement]) for _ in range(8)]
-    assert sum(later) / 8 > part * most
+    assert sum(later) / 8 > {quiet: 0.93, busy: 0.8}[held] * most
     assert length > 0
 
 
@@ -63,13 +69,16 @@ def test_the_second_request_begins_right() -> None:
     assert all(3 <= length <= 5 for length in first)
 
 
-@pytest.mark.parametrize("count", [1, 8, 32])
+READING, TILES = MACHINES["reading weights is all"], MACHINES["by tiles of four"]
+
+
 @pytest.mark.parametrize(
-    "step",
-    [MACHINES["reading weights is all"], MACHINES["by tiles of four"], computing],
-    ids=["reading", "tiles", "computing"],
+    ("count", "step", "catching_up"),
+    few(
+        product((1, 8, 32), (READING, TILES, computing), (0.1, 3.0)),
+        *((1, READING, 3.0), (8, TILES, 0.1), (32, computing, 3.0), (1, computing, 0.1)),
+    ),
 )
-@pytest.mark.parametrize("catching_up", [0.1, 3.0])
 def test_guesses_that_are_never_right_cost_little_from_the_first_request_on(
     count: int, step: Step, catching_up: float
 ) -> None:
@@ -82,8 +91,7 @@ def test_guesses_that_are_never_right_cost_little_from_the_first_request_on(
     assert min(later) > 0.95
 
 
-@pytest.mark.parametrize("agreement", [0.8, 0.5])
-@pytest.mark.parametrize("count", [1, 8, 32])
+@pytest.mark.parametrize(("count", "agreement"), few(product((1, 8, 32), (0.8, 0.5)), (1, 0.8), (32, 0.5)))
 def test_where_computing_is_all_guesses_cost_little_though_they_are_right(count: int, agreement: float) -> None:
     machine = Machine(computing, lambda rows: 0.1, catching_up=0.3)
     assert machine.serve([agreement] * count) > 0.95

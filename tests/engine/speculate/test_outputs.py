@@ -15,6 +15,7 @@ from tests.engine.conftest import Load
 from tests.engine.guessing import Guesser
 from tests.engine.random_models import write_model
 from tests.engine.test_overlap import MIXED, PROMPTS, said, scored
+from tests.exhaustive import few
 
 #: Besides: a word that must not be said, and stop strings, found in what is said without.
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -35,7 +36,7 @@ def asked(cramped: EngineConfig, awkward: Path) -> tuple[list[list[int]], list[S
         return prompts, params, outputs, plain.stats().generated_tokens - before
 
 
-@pytest.mark.parametrize(("agreement", "overlap"), [(0.0, 0), (0.5, 1), (1.0, 0)])
+@pytest.mark.parametrize(("agreement", "overlap"), few([(0.0, 0), (0.5, 1), (1.0, 0)], (0.5, 1)))
 def test_whatever_is_guessed(
     load_cramped: Load, asked: Any, monkeypatch: pytest.MonkeyPatch, agreement: float, overlap: int
 ) -> None:

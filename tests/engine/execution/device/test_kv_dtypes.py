@@ -18,6 +18,8 @@ from engine.models import load_model
 from engine.plan import StepPlan
 from tests.engine.deterministic.logits import NATIVE
 from tests.engine.execution.device.test_runner import BLOCK, PROMPT, SETTINGS, plan, scheduled, seq, told
+from tests.engine.random_models import write_model
+from tests.exhaustive import few
 
 SPACES = [KvSpace(24)]
 
@@ -34,11 +36,12 @@ def history() -> list[StepPlan]:
 
 
 @NATIVE
-@pytest.mark.parametrize("kind", get_args(KvCacheDType))
-def test_the_device_says_what_the_plain_runner_says(model_folder: Path, device: torch.device, kind: str) -> None:
+@pytest.mark.parametrize("kind", few(get_args(KvCacheDType), "int8", "fp8"))
+def test_the_device_says_what_the_plain_runner_says(tmp_path: Path, device: torch.device, kind: str) -> None:
     """Over two heads of keys; in Triton's interpreter where there is no GPU."""
-    plain = load_model(model_folder, "float32", torch.device("cpu"), "native", kv_cache_dtype=kind)
-    model = load_model(model_folder, "float32", device, "triton", kv_cache_dtype=kind)
+    folder = write_model(tmp_path, num_hidden_layers=1)
+    plain = load_model(folder, "float32", torch.device("cpu"), "native", kv_cache_dtype=kind)
+    model = load_model(folder, "float32", device, "triton", kv_cache_dtype=kind)
     expected = Runner(plain, spaces=SPACES, block_size=BLOCK, max_num_seqs=4)
     found = DeviceRunner(model, spaces=SPACES, **SETTINGS)
     for ours, theirs in zip(history(), history(), strict=True):
