@@ -36,6 +36,7 @@ def test_the_template_in_the_repository_is_that_of_the_command(run: Run) -> None
     assert run("aws", "template", *options.split()).out == CHECKED_IN.read_text("utf-8")
 
 
+@pytest.mark.exhaustive
 def test_the_linter_finds_nothing(tmp_path: Path) -> None:
     templates = {
         "all": Template(read("sqs://us-east-1?celery=1"), TINY, Bucket("penstock-example", "files"), inbox=True),

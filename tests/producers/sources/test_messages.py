@@ -19,6 +19,7 @@ from producers.store import outbox
 from tests.aws import Aws
 from tests.aws_faults import Fault, faulty
 from tests.chaos.sourcing import SourcesProcess
+from tests.exhaustive import few
 from tests.producers.sources.conftest import Serving, Sqs, send_unsent
 
 TASK = {"model": "tiny", "prompt": "def main():", "max_tokens": 3}
@@ -258,11 +259,20 @@ class TestSqs:
         assert "not JSON" in said["penstock-reason"]
         assert records() == {}
 
+    @pytest.mark.parametrize("count", few([12, 40], 12))
     def test_whatever_sqs_does_each_message_is_one_task_and_is_answered(
-        self, aws: Aws, orders: Sqs, answers: Sqs, valkey_url: str, serving: Serving, records: Any, tmp_path: Path
+        self,
+        aws: Aws,
+        orders: Sqs,
+        answers: Sqs,
+        valkey_url: str,
+        serving: Serving,
+        records: Any,
+        tmp_path: Path,
+        count: int,
     ) -> None:
         """The first process is killed while all that it receives stays visible; then faults of each kind come."""
-        for number in range(40):
+        for number in range(count):
             orders.send(TASK | {"metadata": {"number": str(number)}})
         config = answered(orders, answers.url) + "visibility = 10\n"
         with faulty(aws, 7) as (hurt, faults):
@@ -277,10 +287,10 @@ class TestSqs:
             faults.put(*(Fault(kind, chance=chance) for kind, chance in chances.items()))
             faults.put(*(Fault("lost", action, 0.2) for action in ("SendMessage", "DeleteMessage")))
             with SourcesProcess(valkey_url, tmp_path, config, **env) as process:
-                process.until(lambda: len(records()) == 40 and len(answers) >= 40)
+                process.until(lambda: len(records()) == count and len(answers) >= count)
         numbers = [json.loads(fields["metadata"])["number"] for fields in records().values()]
-        assert sorted(map(int, numbers)) == list(range(40))
-        assert len(set(serving.served)) == 40
+        assert sorted(map(int, numbers)) == list(range(count))
+        assert len(set(serving.served)) == count
 
     def test_without_a_place_for_bad_messages_or_a_queue_it_is_not_ready_and_says_why(
         self, aws: Aws, valkey_url: str, tmp_path: Path

@@ -22,6 +22,7 @@ from producers.store.references import Reference
 from producers.sweeper.compact import Compacted, Moving, compact
 from producers.sweeper.files import remove_files
 from tests.aws import Aws
+from tests.exhaustive import few
 from tests.processes import free_port
 from tests.processes import valkey as own_valkey
 from tests.producers.faces import Face
@@ -55,7 +56,9 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if path.is_file()}
 
 
-@pytest.mark.parametrize(("count", "n"), [(5, 2), (BLOCK - 1, 1), (2 * BLOCK + 7, 1)])
+@pytest.mark.parametrize(
+    ("count", "n"), few([(5, 2), (BLOCK - 1, 1), (BLOCK + 7, 1), (2 * BLOCK + 7, 1)], (5, 2), (BLOCK + 7, 1))
+)
 def test_every_client_reads_it_from_every_position(
     client: Face, worker: FakeWorker, valkey: Redis, valkey_url: str, place: str, count: int, n: int
 ) -> None:

@@ -205,7 +205,7 @@ def test_ranges_of_a_file_are_given(http: httpx.Client, send: Ask) -> None:
 
 
 def test_a_reader_whose_file_is_deleted_meanwhile_is_cut_off(door: Door, http: httpx.Client) -> None:
-    large = b"x" * (64 << 20)
+    large = b"x" * (32 << 20)
     file_id = http.post("/v1/files", data={"purpose": "batch"}, files={"file": large}).json()["id"]
     with http.stream("GET", f"/v1/files/{file_id}/content") as answer:
         parts = answer.iter_raw()

