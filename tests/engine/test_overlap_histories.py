@@ -18,6 +18,7 @@ from engine.sequence import UNKNOWN, Sequence
 from tests.engine.paged_model import PagedModel
 from tests.engine.test_scheduler_histories import WORLDS, Histories, run_in
 from tests.exhaustive import few
+from tests.histories import examples
 
 CLOCK = SimpleNamespace(now=0.0, monotonic=lambda: CLOCK.now)
 
@@ -218,4 +219,4 @@ AHEAD = [(Overlapping, world) for world in WORLDS if "hurry" not in world]
 )
 def test_every_history_gives_the_tokens_of_an_undisturbed_run(machine, world, monkeypatch):
     monkeypatch.setattr("engine.execution.pipeline.time", CLOCK)
-    run_in(world, machine, 30)
+    run_in(world, machine, examples(10, 30))

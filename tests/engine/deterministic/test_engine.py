@@ -22,6 +22,7 @@ from tests.engine.guessing import Guesser
 from tests.engine.looping import together
 from tests.engine.random_models import FAMILIES, VARIANTS, write_model
 from tests.exhaustive import few
+from tests.histories import examples
 
 SHARED = [(13 * i) % 301 + 4 for i in range(64)]
 PROMPTS = [
@@ -170,7 +171,7 @@ def busy(folder: Path) -> Iterator[Engine]:
         yield engine
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(4, 8), deadline=None)
 @given(chosen=st.lists(st.integers(0, len(PROMPTS) - 1), min_size=1, max_size=14), more=st.integers(0, 6))
 def test_any_mixture_of_requests(busy: Engine, alone: tuple[list[Output], Bits], chosen: list[int], more: int) -> None:
     others = [[5 + more] * (20 * i + 3) for i in range(more)]

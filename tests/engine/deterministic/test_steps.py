@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from engine.models import load_model
 from tests.engine.deterministic.logits import LONGEST, MODELS, NATIVE, SLOTS, Steps, deterministic
 from tests.engine.random_models import FAMILIES, VARIANTS, write_model
+from tests.histories import examples
 
 LONG = [(7 * i + i * i // 11) % 300 + 5 for i in range(LONGEST)]
 
@@ -77,7 +78,7 @@ def test_every_number_of_others(some: Steps) -> None:
         assert torch.equal(some.step(*beside, (own, 39, 40))[-1], alone), count
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(5, 15), deadline=None)
 @given(data=st.data())
 def test_any_cuts_beside_any_others(some: Steps, data: st.DataObject) -> None:
     length = data.draw(st.integers(2, LONGEST))

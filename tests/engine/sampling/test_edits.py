@@ -17,6 +17,7 @@ from engine.sampling.counts import TokenCounts
 from engine.sampling.edits import edit
 from engine.sequence import Sequence
 from tests.engine.sampling.sequences import run, sequence
+from tests.histories import examples
 
 VOCAB = 60
 
@@ -62,7 +63,7 @@ PENALTIES: list[dict[str, Any]] = [
 
 
 @given(st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(6, 20), deadline=None)
 def test_penalties_follow_the_tokens_through_steps_and_slots(data: st.DataObject) -> None:
     """Sequences grow, leave, come back after a preemption, and take over each other's rows."""
     rows = SamplingRows(len(PENALTIES), VOCAB, torch.device("cpu"))
@@ -107,7 +108,7 @@ def same_counts(counts: TokenCounts, known: list[Counter[int]]) -> None:
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(12, 40), deadline=None)
 def test_counts_stay_right_as_lists_outgrow_their_places_and_slots_begin_anew(data: st.DataObject) -> None:
     vocabulary, slots = 1000, 5
     counts, known = TokenCounts(slots, vocabulary), [Counter[int]() for _ in range(slots)]

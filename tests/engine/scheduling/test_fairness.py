@@ -14,6 +14,7 @@ from engine.scheduling.fairness import Shares
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Status
 from tests.engine.stepping import request, rows, scheduler, step
+from tests.histories import examples
 
 ROWS = 4
 LONGEST = 24
@@ -93,7 +94,7 @@ bursts = st.lists(
 
 
 @given(bursts, st.sampled_from([(1.0, 1.0, 1.0), (4.0, 1.0, 2.0)]))
-@settings(max_examples=15, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=examples(5, 15), deadline=None, derandomize=True, phases=[Phase.generate])
 def test_the_service_of_waiting_tenants_differs_by_a_bound_and_none_starves(bursts, weights):
     served = Served(dict(zip("abc", weights, strict=True)))
     for tenant, count, prompt, output, steps in bursts:

@@ -15,6 +15,7 @@ from engine.text.detokenizer import (
     WindowDetokenizer,
     detokenizer_factory,
 )
+from tests.histories import examples
 
 MAKES = {
     "byte_level": ByteLevelDetokenizer,
@@ -59,7 +60,7 @@ def test_encoded_text_comes_back_as_the_library_gives_it(tokenizer, text):
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(30, 100), deadline=None)
 @given(data=st.data())
 def test_any_tokens_whatever_decode_as_in_the_library(byte_level, byte_fallback, data):
     for tokenizer in (byte_level, byte_fallback):
@@ -68,7 +69,7 @@ def test_any_tokens_whatever_decode_as_in_the_library(byte_level, byte_fallback,
         assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(30, 100), deadline=None)
 @given(data=st.data())
 def test_any_bytes_decode_as_in_the_library(byte_level, byte_fallback, data):
     """One token a byte, mostly of broken UTF-8."""
@@ -94,7 +95,7 @@ def byte_token(byte: int) -> str:
     return chr(byte) if byte in alphabet else chr(256 + [b for b in range(256) if b not in alphabet].index(byte))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(30, 100))
 @given(data=st.data())
 def test_any_words_decode_as_in_the_library(metaspace, word_piece, data):
     for tokenizer in (metaspace, word_piece):

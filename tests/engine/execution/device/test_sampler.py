@@ -18,6 +18,7 @@ from engine.sequence import Sequence
 from tests.engine.conftest import DEVICES
 from tests.engine.execution.device.choosing import assert_agree, expected, new_sampler, running, step
 from tests.engine.sampling.sequences import sequence
+from tests.histories import examples
 
 VOCAB, SLOTS = 97, 4
 
@@ -28,7 +29,7 @@ def random_logits(rows: int, seed: int, vocab: int = VOCAB) -> torch.Tensor:
 
 @pytest.mark.parametrize("where", DEVICES)
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(8, 25), deadline=None)
 def test_it_chooses_what_engine_sampling_chooses_through_steps_and_slots(data: st.DataObject, where: str) -> None:
     """Sequences grow, leave, come back after a preemption, and take over each other's rows; some steps are done
     again."""

@@ -13,6 +13,7 @@ from tests.engine.kernels.triton.conftest import assert_same, noise
 pytest.importorskip("triton")
 
 from engine.kernels.triton.norm import add_rms_norm, norm_heads, rms_norm
+from tests.histories import examples
 
 REFERENCE = Reference(torch.float32)
 EPS = 1e-5
@@ -63,7 +64,7 @@ def test_heads_may_be_a_part_of_a_packed_product(where: torch.device, dtype: tor
     assert torch.equal(packed, before)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(6, 20), deadline=None)
 @given(
     tokens=st.integers(0, 5),
     kv_heads=st.integers(1, 3),

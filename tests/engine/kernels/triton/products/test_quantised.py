@@ -12,6 +12,7 @@ from engine.kernels.layer import PreparedLinear
 from engine.kernels.packed import Int4Weight, Int8Weight
 from tests.engine.kernels.triton.conftest import noise
 from tests.exhaustive import few
+from tests.histories import examples
 
 pytest.importorskip("triton")
 
@@ -60,7 +61,7 @@ def test_8_bit_products_are_those_of_the_weights(
     check(Int8Weight.quantise(noise(72, 640, dtype=dtype), group), rows, dtype, rows == 17, where)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(6, 20), deadline=None)
 @given(
     rows=st.integers(0, 5),
     outputs=st.integers(1, 140),
