@@ -30,6 +30,10 @@ def step(sampler: DeviceSampler, logits: torch.Tensor, sequences: list[Sequence]
     return sampler.collect(sampler.fetch(rows, sequences))
 
 
+def random_logits(rows: int, vocab: int, seed: int, spread: float = 3.0) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
+
+
 def new_sampler(slots: int, vocab: int, device: torch.device | str, choose: Choose) -> DeviceSampler:
     return DeviceSampler(slots, vocab, torch.device(device), choose)
 
@@ -50,6 +54,62 @@ def assert_agree(logits: torch.Tensor, sequences: list[Sequence], found: list[Sa
             noisy = noisy_logits(logits[row : row + 1].cpu(), sequences[row])
             a, b = float(noisy[ours.token_id]), float(noisy[theirs.token_id])
             assert abs(a - b) <= 1e-5 * max(abs(a), abs(b)), (row, ours.token_id, theirs.token_id, a, b)
+
+
+def check_steps_and_slots(
+    data: st.DataObject, sampler: DeviceSampler, slots: int, vocab: int, steps: int, times: int
+) -> None:
+    """Sequences grow, leave, come back after a preemption, and take over each other's rows; each step is done so many
+    times. The sampler has two slots more, for padding."""
+    present: dict[int, Sequence] = {}
+    for number in range(steps):
+        for slot in range(slots):
+            if slot not in present or data.draw(st.integers(0, 4)) == 0:
+                present[slot] = data.draw(running(slot, vocab))
+        batch = [present[slot] for slot in data.draw(st.permutations(range(slots)))[: data.draw(st.integers(1, slots))]]
+        logits = random_logits(len(batch), vocab, number).to(sampler.state.table.device)
+        for _ in range(times):
+            found = step(sampler, logits, batch, padding=data.draw(st.integers(0, 2)))
+            assert_agree(logits, batch, found)
+        for one, result in zip(batch, found, strict=True):
+            assert int(sampler.state.last_tokens[one.slot]) == result.token_id
+            one.tokens.append(result.token_id)
+
+
+def check_penalties_of_what_is_not_known(sampler: DeviceSampler, steps: list[torch.Tensor]) -> None:
+    """All steps are launched before the first is collected; a placeholder stands for what is not known."""
+    params: dict[str, Any] = {"seed": 3, "frequency_penalty": 2.0, "repetition_penalty": 1.5, "temperature": 0.7}
+    ahead, behind = [sequence(1, prompt=(5, 6, 7), **params) for _ in range(2)]
+    drawn = []
+    for logits in steps:
+        features, own = sampler.admit([ahead]), logits.clone()
+        slots, positions = (torch.tensor([n], device=logits.device) for n in (1, len(ahead.tokens) - 1))
+        sampler.launch(own, slots, positions, features)
+        drawn.append(sampler.fetch(own, [ahead]))
+        ahead.tokens.append(-1)
+    for logits, one in zip(steps, drawn, strict=True):
+        found = sampler.collect(one)
+        assert_agree(logits, [behind], found)
+        behind.tokens.append(found[0].token_id)
+    edits = sampler.state.edits
+    assert edits is not None
+    assert int((edits.counts[1] >> 1).sum()) == len(steps)
+    assert [int(edits.counts[1, token]) & 1 for token in (5, 6, 7, 8)] == [1, 1, 1, 0]
+    assert not edits.counts[0].any()
+
+
+def check_faults_of_one_row_alone(sampler: DeviceSampler, logits: torch.Tensor) -> None:
+    """Of seven rows, of which four get numbers that are not finite, and one may say nothing."""
+    logits[1, 150] = logits[6, 199] = torch.nan
+    logits[4, 7], logits[5, 0] = torch.inf, -torch.inf
+    rows = [sequence(i, seed=i, top_p=0.9) for i in range(3)]
+    rows += [sequence(3, allowed_token_ids=[7], eos=(7,), min_tokens=3)]
+    rows += [sequence(i, temperature=0.0) for i in range(4, 7)]
+    found = step(sampler, logits, rows)
+    assert_agree(logits, rows, found)
+    assert [one.error is None for one in found] == [True, False, True, False, False, False, False]
+    assert [one.refused for one in found] == [False, False, False, True, False, False, False]
+    assert all(0 <= token < logits.shape[1] for token in sampler.state.last_tokens.tolist())
 
 
 def noisy_logits(logits: torch.Tensor, one: Sequence) -> torch.Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -14,61 +12,38 @@ from engine.execution.device.plain_sampling import choose_plainly
 from engine.execution.device.sampler import needs_host_token
 from engine.kernels.sampling_state import Features
 from engine.sampling.noise import choice_state, position_keys, row_keys
-from engine.sequence import Sequence
 from tests.engine.conftest import DEVICES
-from tests.engine.execution.device.choosing import assert_agree, expected, new_sampler, running, step
+from tests.engine.execution.device.choosing import (
+    check_faults_of_one_row_alone,
+    check_penalties_of_what_is_not_known,
+    check_steps_and_slots,
+    expected,
+    new_sampler,
+    random_logits,
+    step,
+)
 from tests.engine.sampling.sequences import sequence
 from tests.histories import examples
 
 VOCAB, SLOTS = 97, 4
 
 
-def random_logits(rows: int, seed: int, vocab: int = VOCAB) -> torch.Tensor:
-    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
-
-
 @pytest.mark.parametrize("where", DEVICES)
 @given(data=st.data())
 @settings(max_examples=examples(8, 25), deadline=None)
 def test_it_chooses_what_engine_sampling_chooses_through_steps_and_slots(data: st.DataObject, where: str) -> None:
-    """Sequences grow, leave, come back after a preemption, and take over each other's rows; some steps are done
-    again."""
-    sampler = new_sampler(SLOTS, VOCAB, where, choose_plainly)
-    present: dict[int, Sequence] = {}
-    for number in range(data.draw(st.integers(1, 5))):
-        for slot in range(SLOTS):
-            if slot not in present or data.draw(st.integers(0, 4)) == 0:
-                present[slot] = data.draw(running(slot, VOCAB))
-        batch = [present[slot] for slot in data.draw(st.permutations(range(SLOTS)))[: data.draw(st.integers(1, SLOTS))]]
-        logits = random_logits(len(batch), number).to(where)
-        for _ in range(data.draw(st.integers(1, 2))):
-            found = step(sampler, logits, batch, padding=data.draw(st.integers(0, 1)) if len(batch) < SLOTS else 0)
-            assert_agree(logits, batch, found)
-        for one, result in zip(batch, found, strict=True):
-            assert int(sampler.state.last_tokens[one.slot]) == result.token_id
-            one.tokens.append(result.token_id)
+    sampler = new_sampler(SLOTS + 2, VOCAB, where, choose_plainly)
+    steps, times = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 2))
+    check_steps_and_slots(data, sampler, SLOTS, VOCAB, steps, times)
 
 
 def test_penalties_count_what_the_host_has_not_seen() -> None:
-    """Three steps are launched before the first is collected; a placeholder stands for what is not known."""
-    params: dict[str, Any] = {"seed": 3, "frequency_penalty": 2.0, "repetition_penalty": 1.5, "temperature": 0.7}
-    ahead, behind = [sequence(0, prompt=(5, 6, 7), **params) for _ in range(2)]
-    sampler = new_sampler(1, VOCAB, "cpu", choose_plainly)
-    drawn = []
-    for number in range(3):
-        logits = random_logits(1, number) * 0.2
-        features = sampler.admit([ahead])
-        sampler.launch(logits, torch.tensor([0]), torch.tensor([len(ahead.tokens) - 1]), features)
-        drawn.append(sampler.fetch(logits, [ahead]))
-        ahead.tokens.append(-1)
-    for number, one in enumerate(drawn):
-        (theirs,) = expected(random_logits(1, number) * 0.2, [behind])
-        assert sampler.collect(one)[0].token_id == theirs.token_id
-        behind.tokens.append(theirs.token_id)
+    steps = [random_logits(1, VOCAB, number, 0.2) for number in range(4)]
+    check_penalties_of_what_is_not_known(new_sampler(2, VOCAB, "cpu", choose_plainly), steps)
 
 
 def test_log_probabilities_are_those_of_engine_sampling() -> None:
-    logits = random_logits(4, 2).bfloat16()
+    logits = random_logits(4, VOCAB, 2).bfloat16()
     rows = [
         sequence(0, temperature=0.0, logprobs=3),
         sequence(1, temperature=0.0),
@@ -84,7 +59,7 @@ def test_log_probabilities_are_those_of_engine_sampling() -> None:
 
 def test_results_stay_when_the_next_step_is_launched_before_they_are_collected() -> None:
     sampler = new_sampler(2, VOCAB, "cpu", choose_plainly)
-    one, logits = sequence(1, temperature=0.0, logprobs=1), random_logits(2, 1)
+    one, logits = sequence(1, temperature=0.0, logprobs=1), random_logits(2, VOCAB, 1)
     for row in range(2):
         sampler.launch(logits[row : row + 1], torch.tensor([1]), torch.tensor([2]), sampler.admit([one]))
         if row == 0:
@@ -118,18 +93,8 @@ def test_nothing_is_sent_for_a_row_that_goes_on() -> None:
     assert int(sampler.state.table[0, 0]) != 77
 
 
-@pytest.mark.parametrize("rubbish", [float("nan"), float("inf"), float("-inf")])
-def test_faults_are_of_one_row_alone(rubbish: float) -> None:
-    logits = random_logits(4, 0)
-    logits[1, 20] = rubbish
-    rows = [sequence(i, seed=i, top_p=0.9) for i in range(3)] + [
-        sequence(3, allowed_token_ids=[7], eos=(7,), min_tokens=3)
-    ]
-    found = step(new_sampler(4, VOCAB, "cpu", choose_plainly), logits, rows)
-    assert_agree(logits, rows, found)
-    assert [one.error is None for one in found] == [True, False, True, False]
-    assert [one.refused for one in found] == [False, False, False, True]
-    assert all(0 <= one.token_id < VOCAB for one in found)
+def test_faults_are_of_one_row_alone() -> None:
+    check_faults_of_one_row_alone(new_sampler(7, 200, "cpu", choose_plainly), random_logits(7, 200, 0))
 
 
 def test_keys_made_on_the_device_are_the_hosts() -> None:

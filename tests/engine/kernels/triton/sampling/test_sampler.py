@@ -12,7 +12,15 @@ from torch import Tensor
 
 from engine.execution.device.sampler import DeviceSampler
 from engine.sequence import Sequence
-from tests.engine.execution.device.choosing import assert_agree, new_sampler, running, step
+from tests.engine.execution.device import choosing
+from tests.engine.execution.device.choosing import (
+    assert_agree,
+    check_faults_of_one_row_alone,
+    check_penalties_of_what_is_not_known,
+    check_steps_and_slots,
+    new_sampler,
+    step,
+)
 from tests.engine.sampling.sequences import sequence
 from tests.engine.sampling.test_distributions import CASES, LEAST, OUTPUT, PROMPT, p_value, probabilities
 from tests.exhaustive import few
@@ -39,28 +47,14 @@ def sampler_of(slots: int, vocab: int, tiles: Tiles | None = SMALL) -> DeviceSam
 
 
 def random_logits(rows: int, vocab: int, seed: int, spread: float = 3.0) -> Tensor:
-    return (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread).to(WHERE)
+    return choosing.random_logits(rows, vocab, seed, spread).to(WHERE)
 
 
 # Hypothesis explains and shrinks with a tracer on, in which an interpreted kernel takes minutes.
 @given(st.data())
 @settings(max_examples=30 if WHERE.type == "cuda" else examples(2, 4), deadline=None, phases=[Phase.generate])
 def test_any_mix_of_parameters_through_steps_and_slots(data: st.DataObject) -> None:
-    """Sequences grow, and take over each other's rows; some steps are done again."""
-    vocab, slots = 97, 3
-    sampler = sampler_of(slots, vocab)
-    present: dict[int, Sequence] = {}
-    for number in range(2):
-        for slot in range(slots):
-            if slot not in present or data.draw(st.integers(0, 4)) == 0:
-                present[slot] = data.draw(running(slot, vocab))
-        batch = [present[slot] for slot in data.draw(st.permutations(range(slots)))[: data.draw(st.integers(1, slots))]]
-        logits = random_logits(len(batch), vocab, number)
-        found = step(sampler, logits, batch, padding=data.draw(st.integers(0, 2)))
-        assert_agree(logits, batch, found)
-        for one, result in zip(batch, found, strict=True):
-            assert int(sampler.state.last_tokens[one.slot]) == result.token_id
-            one.tokens.append(result.token_id)
+    check_steps_and_slots(data, sampler_of(3, 97), 3, 97, steps=2, times=1)
 
 
 MIXED: list[dict[str, Any]] = [
@@ -105,19 +99,7 @@ def test_of_equal_logits_the_lowest_token_is_taken() -> None:
 
 
 def test_faults_are_of_one_row_alone() -> None:
-    logits = random_logits(7, 200, 0)
-    logits[1, 150], logits[4, 7], logits[5, 0], logits[6, 199] = torch.tensor(
-        [torch.nan, torch.inf, -torch.inf, torch.nan]
-    )
-    rows = [sequence(i, seed=i, top_p=0.9) for i in range(3)]
-    rows += [sequence(3, allowed_token_ids=[7], eos=(7,), min_tokens=3)]
-    rows += [sequence(i, temperature=0.0) for i in range(4, 7)]
-    sampler = sampler_of(7, 200)
-    found = step(sampler, logits, rows)
-    assert_agree(logits, rows, found)
-    assert [one.error is None for one in found] == [True, False, True, False, False, False, False]
-    assert [one.refused for one in found] == [False, False, False, True, False, False, False]
-    assert all(0 <= token < 200 for token in sampler.state.last_tokens.tolist())
+    check_faults_of_one_row_alone(sampler_of(7, 200), random_logits(7, 200, 0))
 
 
 def test_rows_of_nothing_but_rubbish_end() -> None:
@@ -128,25 +110,7 @@ def test_rows_of_nothing_but_rubbish_end() -> None:
 
 
 def test_penalties_count_what_the_host_has_not_seen() -> None:
-    params: dict[str, Any] = {"seed": 3, "frequency_penalty": 2.0, "repetition_penalty": 1.5, "temperature": 0.7}
-    ahead, behind = [sequence(1, prompt=(5, 6, 7), **params) for _ in range(2)]
-    sampler, drawn = sampler_of(2, 97), []
-    slots = torch.tensor([1], device=WHERE)
-    for number in range(4):
-        logits = random_logits(1, 97, number, 0.2)
-        features = sampler.admit([ahead])
-        sampler.launch(logits, slots, torch.tensor([len(ahead.tokens) - 1], device=WHERE), features)
-        drawn.append(sampler.fetch(logits, [ahead]))
-        ahead.tokens.append(-1)
-    for number, one in enumerate(drawn):
-        found = sampler.collect(one)
-        assert_agree(random_logits(1, 97, number, 0.2), [behind], found)
-        behind.tokens.append(found[0].token_id)
-    edits = sampler.state.edits
-    assert edits is not None
-    assert int((edits.counts[1] >> 1).sum()) == 4
-    assert [int(edits.counts[1, token]) & 1 for token in (5, 6, 7, 8)] == [1, 1, 1, 0]
-    assert not edits.counts[0].any()
+    check_penalties_of_what_is_not_known(sampler_of(2, 97), [random_logits(1, 97, number, 0.2) for number in range(4)])
 
 
 @pytest.mark.parametrize("params", CASES if WHERE.type == "cuda" else CASES[:1], ids=lambda params: "-".join(params))
