@@ -8,11 +8,12 @@ import pytest
 
 from tests.fuzz.drawing import drawn
 from tests.fuzz.parsers import CORPUS, TARGETS, corpus
+from tests.histories import examples
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_what_is_nearly_right_is_read_or_refused(name: str) -> None:
-    for data in drawn(TARGETS[name].good, 60, 11):
+    for data in drawn(TARGETS[name].good, examples(25, 60), 11):
         TARGETS[name].read(data)
 
 

@@ -15,9 +15,9 @@ from engine.request import Tier
 
 
 def test_arrivals_are_as_often_as_is_asked_and_the_same_again() -> None:
-    found = arrivals("chat", 4.0, 4000, 500, 7)
-    assert found == arrivals("chat", 4.0, 4000, 500, 7)
-    assert found[-1].at == pytest.approx(1000, rel=0.05)
+    found = arrivals("chat", 4.0, 1000, 500, 7)
+    assert found == arrivals("chat", 4.0, 1000, 500, 7)
+    assert found[-1].at == pytest.approx(250, rel=0.05)
     gaps = [b.at - a.at for a, b in pairwise(found)]
     # Exponential: as many below the mean as a Poisson process has.
     assert sum(gap < 0.25 for gap in gaps) / len(gaps) == pytest.approx(0.632, abs=0.03)
