@@ -61,8 +61,9 @@ class Endpoints(Protocol):
     Its methods may raise redis.exceptions.RedisError or OSError; then nothing is lost, and they are called again.
     """
 
-    spent: Answer
-    """The answer to a request for which a budget has not enough left."""
+    @property
+    def spent(self) -> Answer:
+        """The answer to a request for which a budget has not enough left."""
 
     async def tasks(
         self,
