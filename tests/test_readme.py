@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -22,6 +20,7 @@ from producers.gateway import GatewaySettings, create_app
 from producers.gateway.openai import parameters
 from producers.gateway.openai.prompts import PARAMETERS
 from tests.engine.text.well_known import KNOWN
+from tests.in_process import unchanged
 from tests.test_commands import PAGES
 from workers.cli.app import app
 from workers.library.reference import bundled
@@ -102,12 +101,16 @@ def test_what_an_example_imports_is_there(source: str) -> None:
             assert [name.name for name in node.names if not hasattr(module, name.name)] == []
 
 
-@pytest.mark.slow
-def test_the_engines_example_runs_in_any_directory(tmp_path: Path) -> None:
+def test_the_engines_example_runs_in_any_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (example,) = [source for source in blocks("python") if "Engine.load" in source]
-    ran = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True)
-    assert (ran.returncode, ran.stderr) == (0, "")
-    assert ran.stdout.count(" length\n") == 2
+    monkeypatch.chdir(tmp_path)
+    with unchanged():
+        exec(example, {})
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.count(" length\n") == 2
 
 
 def test_every_command_is_on_its_page() -> None:

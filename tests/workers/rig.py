@@ -145,7 +145,15 @@ class Rig:
         return all(self.store.hexists(keys.task(task_id), "settled") for task_id in ids)
 
     def until_settled(self, ids: list[str], seconds: float = 60) -> None:
-        self.until(lambda: self.settled(ids), seconds)
+        """Wait for each; one that was seen to be settled is not asked for again."""
+        left = ids[::-1]
+
+        def over() -> bool:
+            while left and self.settled(left[-1:]):
+                left.pop()
+            return not left
+
+        self.until(over, seconds)
 
     # ---- what must hold ---------------------------------------------------------------------------------------
 

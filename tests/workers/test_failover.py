@@ -130,7 +130,7 @@ def test_a_living_worker_that_is_taken_loses_nothing_and_takes_the_counts_back(r
     _wronged(rig)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_so_it_does_where_broker_and_store_are_two_servers() -> None:
     with two_servers() as rig:
         _wronged(rig)

@@ -76,8 +76,10 @@ def test_away_for_longer_than_the_lease(durable: tuple[Rig, ValkeyServer]) -> No
     rig.check_nothing_left()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_connections_that_break_all_the_time(rig: Rig) -> None:
+    """`make test` breaks them once (`test_broker_and_store_apart`), and links of a whole system (tests/chaos)."""
     worker = rig.worker(STUB_STEP_S=0.005, STUB_SEQS=32, WORKER_PLUGINS=ORDINARY)
     app = rig.sender()
     stop = threading.Event()
