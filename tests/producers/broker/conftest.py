@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import pytest
 
 from producers.broker.base import Broker, Consumer
 from producers.broker.connect import connect_broker, connect_consumer
 from producers.broker.sqs.address import is_sqs, read
-from producers.broker.sqs.names import lists
-from producers.broker.sqs.queues.setup import make_missing
+from producers.broker.sqs.names import lists, sqs_name
 from producers.broker.values import Rules
+from tests.aws import Aws
 
 #: Queues that there are on SQS: of a model version, and one that looks like a pool's.
 QUEUES = ("penstock:queue:m@1", "penstock:queue:m@1.x")
@@ -33,10 +33,18 @@ def url_of(request: pytest.FixtureRequest) -> str:
     request.getfixturevalue("valkey")
     if request.param == "sqs":
         found: str = request.getfixturevalue("aws").broker()
-        make_missing(read(found), [name for queue in QUEUES for name, _ in lists(queue)])
+        make_queues(request.getfixturevalue("aws"), found, QUEUES)
         return found
     found = request.getfixturevalue("valkey_url")
     return found
+
+
+def make_queues(aws: Aws, url: str, queues: Sequence[str]) -> None:
+    """All lists of these queues, each in one request: without the queues for dead letters, which no broker needs."""
+    sqs = aws.client("sqs")
+    for name in (name for queue in queues for name, _ in lists(queue)):
+        called = sqs_name(read(url), name)
+        sqs.create_queue(QueueName=called, Attributes={"FifoQueue": "true"} if called.endswith(".fifo") else {})
 
 
 @pytest.fixture

@@ -46,14 +46,14 @@ def test_a_blob_is_read_by_ranges_and_deleted(blobs: Blobs) -> None:
             call()
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", ".parts", "a\0", "x" * 129])
-def test_no_name_leads_out_of_the_folder(blobs: Blobs, name: str) -> None:
-    with pytest.raises(ValueError, match="no name of a blob"):
-        blobs.read(name, 0, 1)
-    with pytest.raises(ValueError, match="no name of a blob"):
-        blobs.writer(name)
-    with pytest.raises(ValueError, match="no name of a blob"), blobs.writer("a") as writer:
-        writer.commit(name or ".")
+def test_no_name_leads_out_of_the_folder(blobs: Blobs) -> None:
+    for name in ("", ".", "..", "../x", "a/b", ".parts", "a\0", "x" * 129):
+        with pytest.raises(ValueError, match="no name of a blob"):
+            blobs.read(name, 0, 1)
+        with pytest.raises(ValueError, match="no name of a blob"):
+            blobs.writer(name)
+        with pytest.raises(ValueError, match="no name of a blob"), blobs.writer("a") as writer:
+            writer.commit(name or ".")
 
 
 @pytest.mark.parametrize("size", [3, 2 * PART + 5])

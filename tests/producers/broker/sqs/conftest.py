@@ -8,12 +8,10 @@ import pytest
 from redis import Redis
 
 from producers.broker.connect import connect_broker
-from producers.broker.sqs.address import read
-from producers.broker.sqs.names import lists
 from producers.broker.sqs.operator import SqsBroker
-from producers.broker.sqs.queues.setup import make_missing
 from tests.aws import Aws
 from tests.aws_faults import Faults, faulty
+from tests.producers.broker.conftest import make_queues
 from tests.producers.broker.sqs.place import QUEUE, Place, placed
 
 
@@ -32,9 +30,8 @@ def fifo(aws: Aws, valkey: Redis, valkey_url: str) -> Iterator[Place]:
 
 @pytest.fixture
 def seen(aws: Aws) -> Iterator[tuple[Aws, Faults]]:
-    """SQS with standard and FIFO queues, and the faults of the proxy before it."""
-    for kind in ("0", "1"):
-        make_missing(read(aws.broker(fifo=kind)), [name for name, _ in lists(QUEUE)])
+    """SQS with standard queues, and the faults of the proxy before it."""
+    make_queues(aws, aws.broker(), [QUEUE])
     with faulty(aws) as found:
         yield found
 

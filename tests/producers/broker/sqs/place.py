@@ -16,12 +16,12 @@ from producers.broker.connect import connect_consumer, connect_sender
 from producers.broker.sqs import keys
 from producers.broker.sqs.address import Address, read
 from producers.broker.sqs.consumer import SqsConsumer
-from producers.broker.sqs.names import lists, sqs_name
+from producers.broker.sqs.names import sqs_name
 from producers.broker.values import Credit, Fetched, Rules
 from producers.contract.keys import Pool
 from producers.contract.message import Message
 from tests.aws import Aws
-from tests.producers.broker.conftest import INC, RULES
+from tests.producers.broker.conftest import INC, RULES, make_queues
 from tests.waiting import until as until
 
 POOL: Final = Pool("m", "1", "x")
@@ -104,10 +104,7 @@ def placed(aws: Aws, store_url: str, redis: Redis, server: Aws | None = None, **
     """`server`: where the queues are made, if `aws` is a proxy before it."""
     url = aws.broker(**options)
     sqs = (server or aws).client("sqs")
-    made = [*lists(QUEUE), *(lists(CELERY) if options.get("celery") else [])]
-    for name, _ in made:
-        fifo = {"FifoQueue": "true"} if sqs_name(read(url), name).endswith(".fifo") else {}
-        sqs.create_queue(QueueName=sqs_name(read(url), name), Attributes=fifo)
+    make_queues(server or aws, url, [QUEUE, *([CELERY] if options.get("celery") else [])])
     consumer = connect_consumer(url, POOL.queues, store_url, home=QUEUE)
     assert isinstance(consumer, SqsConsumer)
     try:

@@ -26,6 +26,7 @@ from producers.contract.message import Message
 from producers.store.aside import MessageBlobs
 from tests.aws import Aws
 from tests.aws_faults import Fault, Faults
+from tests.producers.broker.conftest import make_queues
 from tests.producers.broker.sqs.place import QUEUE
 
 DEFAULT, BATCH = f"{QUEUE}#default", f"{QUEUE}#batch"
@@ -88,6 +89,7 @@ def test_tenants_are_groups_of_a_fair_queue(seen: tuple[Aws, Faults], valkey_url
 def test_a_fifo_queue_orders_by_key_within_a_tenant_and_takes_what_is_sent_again(
     seen: tuple[Aws, Faults], valkey_url: str
 ) -> None:
+    make_queues(seen[0], seen[0].broker(fifo="1"), [QUEUE])
     with sender(seen[0], valkey_url, fifo="1") as broker:
         assert broker.capabilities.order_per_key
         for one in (
