@@ -19,7 +19,7 @@ from tests.histories import SEED
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("messages", few([100, 300], 100))
+@pytest.mark.parametrize("messages", few([200, 300], 200))
 def test_every_fuzzed_message_ends_and_good_tasks_come_out_right(messages: int) -> None:
     findings = on_queue.run(messages, "stub", 7 + SEED)
     assert findings.faults == []
