@@ -61,9 +61,8 @@ class Endpoints(Protocol):
     Its methods may raise redis.exceptions.RedisError or OSError; then nothing is lost, and they are called again.
     """
 
-    @property
-    def spent(self) -> Answer:
-        """The answer to a request for which a budget has not enough left."""
+    spent: Answer
+    """The answer to a request for which a budget has not enough left."""
 
     async def tasks(
         self,

@@ -15,8 +15,8 @@ from workers.cli.starting import look_at_files, look_at_servers, set_up_logging,
 
 if TYPE_CHECKING:
     from producers.client.aio import AsyncClient
+    from producers.gateway.batches.endpoints import LineEndpoints
     from producers.sweeper.sweeper import SweeperSettings
-    from workers.cli.processes.late_endpoints import LateEndpoints
 
 
 def sweeper(
@@ -101,15 +101,14 @@ async def sweep(settings: SweeperSettings) -> None:
             endpoints.close()
 
 
-def _endpoints(client: AsyncClient) -> LateEndpoints | None:
+def _endpoints(client: AsyncClient) -> LineEndpoints | None:
     """The endpoints that batches are for; None where the gateway is not installed."""
     import logging
-    from importlib.util import find_spec
 
-    if find_spec("fastapi") is None:
+    try:
+        from producers.gateway.batches.endpoints import LineEndpoints
+    except ModuleNotFoundError as error:
         log = logging.getLogger(__name__)
-        log.warning("batches are left to another sweeper: they need fastapi (pip install 'penstock[gateway]')")
+        log.warning("batches are left to another sweeper: they need %s (pip install 'penstock[gateway]')", error.name)
         return None
-    from workers.cli.processes.late_endpoints import LateEndpoints
-
-    return LateEndpoints(client)
+    return LineEndpoints(client)
