@@ -33,7 +33,7 @@ FIRST = (
     *("protocol/test_mutants", "workers/cli/models/test_warm", "fuzz/test_soak", "chaos/test_suite"),
     *("workers/cli/local/test_up", "workers/test_device_faults", "workers/cli/local/test_up_scaling"),
     *("test_aws_quick_start", "workers/runtime/test_watchdog", "workers/test_failover", "workers/cli/admin/test_chaos"),
-    *("protocol/test_model", "producers/gateway/openai/test_schema", "fuzz/test_on_http", "fuzz/test_on_queue"),
+    *("protocol/test_model", "fuzz/test_on_http", "fuzz/test_on_queue"),
 )
 _ORDER = {f"tests/{name}.py": place for place, name in enumerate(FIRST)}
 

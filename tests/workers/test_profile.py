@@ -19,9 +19,13 @@ def kept(rig: Rig) -> Profile:
 
 def test_a_worker_tells_what_it_measured_and_leaves_it_behind(rig: Rig) -> None:
     worker = rig.worker(times=TIMES | {"workers.leases.housekeeper:KEEP_S": 0.5}, STUB_STEP_S=0.001)
-    ids = rig.fill(60, max_tokens=40)
-    rig.until_settled(ids)
-    rig.until(lambda: rig.leases()[0]["profile"].get("knee"))
+
+    def knows() -> bool:
+        """Steps of one load may take too irregular a time, where others have the processors."""
+        rig.until_settled(rig.fill(60, max_tokens=40))
+        return rig.leases()[0]["profile"].get("knee") is not None
+
+    rig.until(knows)
     said = rig.leases()[0]["profile"]
     assert 1 <= said["knee"] <= 64
     assert said["tokens_per_s"] > 0
