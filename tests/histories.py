@@ -31,7 +31,7 @@ settings.load_profile("penstock")
 
 
 def examples(few: int, many: int) -> int:
-    """How many a test draws: `few` in `make test`, `many` where HISTORIES is set."""
+    """The number that a test draws: `few` in `make test`, `many` where HISTORIES is set."""
     return many if TIMES else few
 
 

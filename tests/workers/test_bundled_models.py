@@ -47,7 +47,7 @@ def _one_thread():
 
 @pytest.fixture(scope="module")
 def loaded():
-    """By name, the model as transformers loads it, and what it tells of that."""
+    """Each name's model as transformers loads it, and its report of that."""
     options = {"dtype": torch.float32, "output_loading_info": True}
     return {name: AutoModelForCausalLM.from_pretrained(MODELS / name, **options) for name in NAMES}
 
@@ -86,7 +86,7 @@ def held_out_windows(library, tokenizer) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def losses(models, held_out_windows) -> dict[str, float]:
-    """By name, on these windows."""
+    """Each name's mean loss on these windows."""
     return {name: mean_loss(model, held_out_windows) for name, model in models.items()}
 
 

@@ -19,7 +19,7 @@ from producers.client.reader import Cursor, Entries, read_entries, read_messages
 from producers.connection.connect import POOL
 from producers.contract import keys
 from producers.contract.stream.events import decode, encode_token
-from tests.histories import TIMES
+from tests.histories import examples
 from tests.producers.conftest import QUEUE, subscribers
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.proxy import Proxy
@@ -45,7 +45,7 @@ def entry(event: Event) -> str:
     return json.dumps({"end": event.status, "reasons": event.reasons, "usage": event.usage, "error": None})
 
 
-@settings(max_examples=100 if TIMES else 25, deadline=None)
+@settings(max_examples=examples(25, 100), deadline=None)
 @given(st.data())
 def test_whatever_comes_on_the_two_ways_each_event_is_given_once_in_order(data: st.DataObject) -> None:
     events = whole(data.draw(st.integers(0, 12)))

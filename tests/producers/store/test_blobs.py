@@ -17,7 +17,7 @@ from producers.store.blobs import Ahead, BlobNotFound, Blobs, FolderBlobs, lines
 from producers.store.blobs.base import LEAST_PART, PIECE
 from producers.store.blobs.multipart import PART
 from tests.aws import Aws
-from tests.histories import TIMES
+from tests.histories import examples
 from tests.producers.store.test_s3 import bucket_of, put
 
 
@@ -127,7 +127,7 @@ def _files(folder: Path) -> int:
     return sum(len(files) for _, _, files in os.walk(folder))
 
 
-@settings(max_examples=60 if TIMES else 20, deadline=None)
+@settings(max_examples=examples(20, 60), deadline=None)
 @given(
     texts=st.lists(st.tuples(st.integers(0, 12), st.sampled_from([b"\n", b"\r\n"]))),
     last=st.integers(0, 12),

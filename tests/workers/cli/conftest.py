@@ -113,7 +113,7 @@ def scripted() -> Iterator[Scripted]:
 
 
 def invoke(*argv: str, env: Mapping[str, str] | None = None) -> Result:
-    """What a command does within this process. Of all commands only this one is made, which spares 0.1 s."""
+    """Runs a command within this process. No other command is made, which spares 0.1 s."""
     return CliRunner().invoke(app_of(argv[0]), argv, env=env)
 
 

@@ -30,7 +30,7 @@ from producers.gateway import GatewaySettings, create_app
 from producers.gateway.http.openapi import EXAMPLES as EXAMPLES_TO_TRY
 from producers.store.access.principal import SCOPES
 from tests.exhaustive import few
-from tests.histories import TIMES
+from tests.histories import examples
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Door, Make
 from tests.producers.gateway.openai.conftest import MESSAGES, Answering, says
@@ -38,7 +38,7 @@ from tests.producers.gateway.test_keys import OPEN, as_caller
 from tests.producers.gateway.test_keys import make as make  # the fixture
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-EXAMPLES = 6 if TIMES else 3
+EXAMPLES = examples(3, 6)
 ALLOWED: dict[str, Any] = {"webhook_allow": ("127.0.0.0/8",)}
 #: What the model and the other fields have no say in.
 ALONE = {"temperature", "top_p", "min_p", "n", "stop", "stream", "service_tier", "tier", "echo", "logprobs"} | {

@@ -203,7 +203,7 @@ def test_a_system_that_keeps_its_promises_is_told_so(
 ) -> None:
     monkeypatch.setattr("workers.chaos.load.Load", partial(Load, ids=600))  # its engine has no tokenizer
     monkeypatch.setenv("PENSTOCK_API_KEY", system.holders[-1].token)
-    # What `kubectl delete pod` would do: a process is found by the name that it was given.
+    # Kills by the name that a process was given, as `kubectl delete pod` does.
     kill = f"sh -c 'kill -9 $(cat {tmp_path}/{{name}})'"
     for name in ("worker-1", "worker-2"):
         slot = system.slots[name]
