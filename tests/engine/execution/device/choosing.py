@@ -99,7 +99,7 @@ def check_penalties_of_what_is_not_known(sampler: DeviceSampler, steps: list[tor
 
 
 def check_faults_of_one_row_alone(sampler: DeviceSampler, logits: torch.Tensor) -> None:
-    """Checks that a fault harms its own row alone: four of seven have logits that are not finite, one no choice left."""
+    """Checks that a fault harms its own row alone: four of seven have logits not finite, one has no choice left."""
     logits[1, 150] = logits[6, 199] = torch.nan
     logits[4, 7], logits[5, 0] = torch.inf, -torch.inf
     rows = [sequence(i, seed=i, top_p=0.9) for i in range(3)]
