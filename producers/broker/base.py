@@ -83,6 +83,10 @@ class Consumer(ABC):
         """
 
     @abstractmethod
+    def survived(self, task_ids: Sequence[str]) -> None:
+        """Forget the redeliveries that count against these tasks: each has a new token since. Repeatable."""
+
+    @abstractmethod
     def strays(self, incarnation: str, held: Sequence[str]) -> dict[str, str]:
         """UUID -> task id of the incarnation's deliveries in flight that are not `held`: a failover restored them."""
 

@@ -55,14 +55,15 @@ class Rules:
 class Fetched:
     """One delivery. `uuid`: chosen by the caller. `rank`: its tier's rank. `raw`: the message (JSON).
 
-    `condemned`: its workers died before they claimed its task; claim it by its id, without decoding it. `buried`: a
-    reason, if the broker made the message a dead letter instead of a delivery.
+    `returned`: workers that had it died, and it counts; `condemned`: too many of them, before they claimed its task;
+    claim it by its id, without decoding it. `buried`: a reason, if the broker made the message a dead letter instead.
     """
 
     uuid: str
     queue: str
     rank: int
     raw: bytes
+    returned: bool = False
     condemned: bool = False
     buried: str = ""
 

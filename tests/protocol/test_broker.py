@@ -203,6 +203,13 @@ class BrokerMachine(BrokerPair):
 
         self.do(lambda: self._agree(broker.reap(inc, looker, QUEUES[0]), expected))
 
+    @rule(task=st.sampled_from("abc"))
+    @precondition(lambda self: self.model.reaped)
+    def survived(self, task: str) -> None:
+        """It got on: FETCH finds no suspect in it."""
+        self.server.redis.hdel(broker_keys.REAPED, task)
+        self.model.reaped.pop(task, None)
+
     @rule(inc=incs)
     @precondition(lambda self: self.raised)
     def retract(self, inc: str) -> None:

@@ -86,6 +86,20 @@ def test_a_task_that_kills_its_workers_is_given_up_and_its_neighbours_are_not(ri
     assert rig.redis.hgetall(broker_keys.REAPED) == {}
 
 
+def test_tasks_that_got_on_are_no_suspects(rig: Rig) -> None:
+    """A message that came back so often would be handed out alone: one after the other, each to its end."""
+    first = rig.worker(STUB_HOLD_AT=20)
+    ids = rig.begun(6, more_than=5, max_tokens=60)
+    rig.kill(first)
+    second = rig.worker(STUB_HOLD_AT=40, max_redeliveries=2)
+    rig.until(lambda: all(rig.tokens(task_id) > 20 for task_id in ids))
+    rig.until(lambda: rig.redis.hgetall(broker_keys.REAPED) == {})
+    rig.kill(second)
+    rig.worker(max_redeliveries=2)
+    rig.check(ids)
+    assert {rig.record(task_id)["claims"] for task_id in ids} == {"3"}
+
+
 def test_a_suspect_that_is_innocent_runs_alone_and_ends_well(rig: Rig) -> None:
     """Afterwards the worker fetches again."""
     ids = rig.fill(4, max_tokens=60)

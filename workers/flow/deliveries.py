@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
@@ -40,6 +41,8 @@ class Deliveries:
         self.held: dict[str, Delivery] = {}
         self.running: dict[str, Delivery] = {}
         """Those of stage RUNNING, which the engine computes."""
+        self.survived: deque[str] = deque()
+        """Tasks whose redeliveries the broker is to forget before the next FETCH."""
         self.asked: list[str] = []
         """UUIDs that the next FETCH names: it may have come, and its answer been lost."""
         self.draining = False
@@ -78,6 +81,15 @@ class Deliveries:
             self.ledger.hold(delivery.uuid, size)
             self.held[delivery.uuid] = delivery
             return True
+
+    def got_on(self, delivery: Delivery) -> None:
+        """A token of it is published. Deaths before that count against its message no more, as in its record.
+
+        Else a long task that outlived several workers would be a suspect to FETCH, and hold up its tenant."""
+        if delivery.returned:
+            delivery.returned = False
+            self.survived.append(delivery.task_id)
+            self.ledger.on_room()
 
     def run(self, delivery: Delivery) -> bool:
         """The engine is about to have it; False where it is too late for that."""

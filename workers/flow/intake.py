@@ -193,6 +193,10 @@ class Intake(threading.Thread):
         asked, credit = books.asked[:room], books.ledger.credit()
         if self._unanswered and room < BATCH:
             asked, credit = books.asked, NO_CREDIT
+        if survived := list(books.survived):
+            self._broker.survived(survived)
+            for _ in survived:
+                books.survived.popleft()
         self._unanswered = True
         fetched = self._broker.fetch(life.id, asked, credit, self._rules)
         self._unanswered = False
@@ -208,7 +212,7 @@ class Intake(threading.Thread):
             self._acker.back(life, one.uuid, delay)
             return
         properties |= {"delivery_tag": one.uuid, "priority": _priority(properties.get("priority"), one.rank)}
-        delivery = Delivery(one.uuid, headers["id"], life, condemned=one.condemned)
+        delivery = Delivery(one.uuid, headers["id"], life, one.returned, one.condemned)
         if not self._deliveries.enter(delivery, self._size(headers, one.rank)):
             return
         pass_on = partial(self._pass_on, Arrival(life, one, payload))

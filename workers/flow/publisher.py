@@ -209,13 +209,18 @@ class Publisher(threading.Thread):
                 if delivery is None:
                     continue
                 if answer == "ok":
-                    if delivery.claimed_at is not None and one.entries:
-                        self._measured.on_first_token(delivery.claimed_at)
-                        delivery.claimed_at = None
+                    if one.entries:
+                        self._progress(delivery)
                     continue
                 if answer != "resend" or not self._resend(delivery, one.choice, next_index, again, ends):
                     self._not_ok(delivery, answer, ends)
             batch = again + rest
+
+    def _progress(self, delivery: Delivery) -> None:
+        self._deliveries.got_on(delivery)
+        if delivery.claimed_at is not None:
+            self._measured.on_first_token(delivery.claimed_at)
+            delivery.claimed_at = None
 
     def _resend(
         self, delivery: Delivery, choice: int, next_index: int, again: list[Append], ends: dict[str, Conclusion]

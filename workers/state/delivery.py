@@ -84,6 +84,8 @@ class Delivery:
     uuid: str
     task_id: str
     incarnation: Incarnation
+    returned: bool = False
+    """Workers that had its message died, and the broker counts that against it."""
     condemned: bool = False
     """Its workers died before they could claim it, too often."""
     stage: Stage = Stage.HELD

@@ -41,6 +41,11 @@ class MemoryConsumer(Consumer):
             return self._server.ack(one.incarnation, one.uuid, one.reason, one.used)
         return self._server.back(one.incarnation, self.home, one.uuid, one.delay * 1000, one.to)
 
+    def survived(self, task_ids: Sequence[str]) -> None:
+        with self._server.lock:
+            for task_id in task_ids:
+                self._server.reaped.pop(task_id, None)
+
     def strays(self, incarnation: str, held: Sequence[str]) -> dict[str, str]:
         with self._server.lock:
             flying = self._server.inflight[incarnation].items()

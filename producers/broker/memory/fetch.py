@@ -57,8 +57,8 @@ class Fetch:
         for rank in range(d.rank, 4):
             self.seqs[rank] -= d.seqs
             self.tokens[rank] -= d.tokens
-        condemned = self.server.reaped.get(d.id, 0) >= self.rules.max_redeliveries
-        return Fetched(uuid, *self.lists[d.list], d.raw, condemned)
+        returns = self.server.reaped.get(d.id, 0)
+        return Fetched(uuid, *self.lists[d.list], d.raw, returns > 0, 0 < returns >= self.rules.max_redeliveries)
 
     def _sort(self, name: str, bite: int) -> list[Fetched]:
         """So many from the front of a list; what cannot be used is dead-lettered, and answered."""

@@ -84,8 +84,8 @@ def read_fetch(answer: Sequence[Any], places: Mapping[str, tuple[str, int]]) -> 
     for uuid, list_name, raw, said in zip(
         answer[::4], answer[1::4], answer[2::4], map(text, answer[3::4]), strict=True
     ):
-        condemned, buried = said == "condemned", "" if uuid else said
-        found.append(Fetched(text(uuid), *places[text(list_name)], raw, condemned, buried))
+        at, buried = places[text(list_name)], "" if uuid else said
+        found.append(Fetched(text(uuid), *at, raw, not buried and said != "0", said == "condemned", buried))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Workers' leases on Redis or Valkey, wherever a broker has its messages."""
+"""Workers' leases, and the deaths that count, on Redis or Valkey, wherever a broker has its messages."""
 
 from __future__ import annotations
 
@@ -35,6 +35,9 @@ class Leases(Consumer):
             for name in listed:
                 pipe.pttl(contract_keys.lease(text(name)))
             return read_listed(listed, pipe.execute())
+
+    def survived(self, task_ids: Sequence[str]) -> None:
+        self._redis.hdel(keys.REAPED, *task_ids)
 
     def look(self, looker: str, others: Sequence[str]) -> dict[str, alive.Seen] | None:
         return alive.seen(self._redis, looker, others)

@@ -55,6 +55,10 @@ class SqsConsumer(Leases):
     def put_down(self, what: Sequence[Ack | Back]) -> list[PutDown | Exception]:
         return self._hold.put_down(what, self._timeout)
 
+    def survived(self, task_ids: Sequence[str]) -> None:
+        super().survived(task_ids)
+        self._hold.survived(task_ids)
+
     def strays(self, incarnation: str, held: Sequence[str]) -> dict[str, str]:
         said = self._redis.hgetall(keys.inflight(incarnation))
         flying = [reaping.read_flying(text(field), raw) for field, raw in said.items()]

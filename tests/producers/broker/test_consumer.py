@@ -114,6 +114,23 @@ def test_what_is_held_back_is_scheduled_and_counted(consumer: Consumer, sender: 
     assert consumer.waiting(QUEUE) == 2
 
 
+def test_messages_at_their_last_chance_come_one_at_a_time_until_their_tasks_got_on(
+    consumer: Consumer, sender: Sender
+) -> None:
+    for name in "ab":
+        send(sender, name)
+    for uuid in "1234":
+        assert [one.returned for one in take(consumer, f"{uuid}a", f"{uuid}b")] == [uuid != "1"] * 2
+        consumer.end_lease(INC)
+        consumer.reap(INC)
+        consumer.take_lease(INC, "{}", 60.0)
+    assert ids(take(consumer, "5", "6")) == ["a"]
+    consumer.survived(["a"])
+    consumer.survived(["a"])
+    (first, other) = take(consumer, "5", "6")
+    assert (ids([first, other]), first.returned, other.returned) == (["a", "b"], False, True)
+
+
 def test_workers_are_listed_until_they_are_reaped(consumer: Consumer, sender: Sender) -> None:
     send(sender, "a")
     take(consumer, "1")

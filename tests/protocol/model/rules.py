@@ -92,6 +92,9 @@ RULES: dict[str, Rule] = {
     "condemned_first": Rule("killer", "a condemned message is claimed by its id before anyone decodes it"),
     "condemned_fails": Rule("killer", "CLAIM(condemned) fails a record that nobody ever lived to take up"),
     "suspect_alone": Rule("innocent", "FETCH gives an incarnation one message at its last chance at a time"),
+    "survived_got_on": Rule(
+        "innocent", "returns are forgotten only once the task got on: who dies with it must find it a suspect"
+    ),
     "ack_settled": Rule(
         "undone", "ACK of a settled task takes nothing where its record is not settled: a failover lost that"
     ),

@@ -94,7 +94,7 @@ _LIST = [
     _world("killer-copies", killer=5, limit=2, dup=1, length=1),  # each copy is counted anew once another was acked
     _world("killer-plain", plain=True, killer=7, limit=3, lost=1, length=1),
     _world("turned", killer=4, limit=2, turn=1, drain=1, crash=1, length=1),
-    _world("turned-cancel", killer=4, limit=2, turn=1, cancel=1, expire=1, length=1),
+    _world("turned-cancel", killer=5, limit=2, turn=1, cancel=1, expire=1, length=1),
     _world("innocent", tasks=2, workers=(0, 0), killer=2, limit=2, length=1),
     _world("innocent-both", tasks=2, workers=(0, 0, 1), killer=2, limit=2, length=1),
     _world("reader", reader=True, drop=1, crash=1, expire=1, cancel=1),

@@ -108,7 +108,16 @@ def slot_steps(s: State, i: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
         yield from _go_on(s, p, i, cfg, rules)
 
 
+def _survived(s: State, p: Slot, cfg: Cfg, rules: Rules) -> Iterator[Step]:
+    """Whenever it comes, and if it comes at all."""
+    t = p.msg[0]
+    if cfg.counting and s.reaped[t] and (s.ghosts[t].idle == 0 or "survived_got_on" not in rules):
+        yield f"forget the returns of task {t}", p, s._replace(reaped=put(s.reaped, t, 0))
+
+
 def _go_on(s: State, p: Slot, i: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
+    if p.pc in ("score", "run"):
+        yield from _survived(s, p, cfg, rules)
     if p.pc == "score":
         yield _prompt(s, p, rules)
     elif p.pc == "run" and len(p.prefix) < cfg.length:

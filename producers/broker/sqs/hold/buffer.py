@@ -78,10 +78,6 @@ class Buffer:
             tokens[held.rank] += held.tokens
         return seqs, tokens
 
-    def counts(self, held: Held) -> bool:
-        """Whether workers have died that had it."""
-        return held.id in self.server.reaped
-
     def drop(self, held: Held, used: int | None = None) -> list[Held]:
         """It is put down: done with, for so many KV tokens, or goes back (None). Returns what goes back with it."""
         if self._waiting.pop(held.number, None) is not None:

@@ -217,11 +217,22 @@ class Hold:
         held.leaving = True
         one = Errand(steps, held=held)
         self.courier.add(one)
-        if held.uuid and self._buffer.counts(held):  # messages whose workers died come one at a time: the next may
-            for line in self.lines.values():
-                line.blocked = None if line.blocked and line.blocked.passed else line.blocked
+        if held.uuid:
+            self._forget_returns(held.id)
         self.give_back(self._buffer.drop(held, used))
         return one
+
+    def survived(self, task_ids: Sequence[str]) -> None:
+        """As `producers.broker.base.Consumer.survived`, of what this process has received."""
+        with self.changed:
+            for task_id in task_ids:
+                self._forget_returns(task_id)
+
+    def _forget_returns(self, task_id: str) -> None:
+        """Messages whose workers died come one at a time: the next may."""
+        if self._buffer.server.reaped.pop(task_id, None):
+            for line in self.lines.values():
+                line.blocked = None if line.blocked and line.blocked.passed else line.blocked
 
     def give_back(self, some: Sequence[Held]) -> None:
         for one in some:

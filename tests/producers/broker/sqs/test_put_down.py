@@ -17,7 +17,7 @@ from producers.connection.script import run
 from producers.contract import keys as contract_keys
 from producers.contract.message import Message
 from tests.processes import guarded
-from tests.producers.broker.sqs.place import INC, QUEUE, Place, ids, until
+from tests.producers.broker.sqs.place import INC, QUEUE, RULES, Place, ids, until
 
 
 def test_put_down_is_said_once(place: Place) -> None:
@@ -175,6 +175,17 @@ def test_what_is_over_is_deleted_for_a_dead_worker_and_its_redeliveries_forgotte
     place.consumer.reap(INC)
     until(lambda: place.flying() == {})
     assert (place.counts(), place.redis.hlen(shared.REAPED)) == ((0, 0), 0)
+
+
+def test_messages_at_their_last_chance_come_one_at_a_time_until_their_tasks_got_on(place: Place) -> None:
+    place.redis.hset(shared.REAPED, mapping={"a": RULES.max_redeliveries - 1, "b": RULES.max_redeliveries - 1})
+    place.send("a", "b")
+    (first,) = place.take(1)
+    until(lambda: place.redis.hlen(keys.inflight(INC)) == 2)
+    assert (first.returned, place.fetch(["other"], 64, 10**6, RULES)) == (True, [])
+    place.consumer.survived([ids([first])[0]])
+    assert place.redis.hlen(shared.REAPED) == 1
+    assert len(place.take(1)) == 1
 
 
 def test_what_sqs_does_not_have_any_more_is_sent_anew(place: Place) -> None:
