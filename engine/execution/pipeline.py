@@ -36,6 +36,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -193,8 +194,7 @@ class Pipeline:
         except Exception as error:
             logger.exception("a step of %d sequences could not be launched", len(flight.plan.rows))
             self._check()
-            # Drop the traceback, whose frames hold the step's tensors.
-            flight.error = error.with_traceback(None)
+            flight.error = _bare(error)
             return False
         self._flights.append(flight)
         return True
@@ -207,7 +207,7 @@ class Pipeline:
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(flight.plan.rows))
             self._check()
-            flight.error = error.with_traceback(None)
+            flight.error = _bare(error)
             return None
         self._shrink.went_well()
         return found
@@ -274,7 +274,7 @@ class Pipeline:
                     waiting += [rows[len(rows) // 2 :], rows[: len(rows) // 2]]
                     continue
                 logger.exception("request %r failed alone", rows[0].seq.request.id)
-                failures += self._fail_alone(rows[0].seq, plan, error)
+                failures += self._fail_alone(rows[0].seq, plan, _bare(error))
                 continue
             self._shrink.had_memory()
             found |= zip((id(row) for row in rows if row.samples), sampled, strict=True)
@@ -291,3 +291,9 @@ class Pipeline:
             ) from None
         with self._state:
             return self._scheduler.fail(seq, f"the model failed on this request: {brief(error)}")
+
+
+def _bare(error: Exception) -> Exception:
+    """The error without its traceback, whose frames hold the step's tensors; who logged it may keep these frames."""
+    traceback.clear_frames(error.__traceback__)
+    return error.with_traceback(None)

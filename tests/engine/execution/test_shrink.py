@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -157,6 +158,25 @@ def test_whatever_lacks_memory_when_all_tokens_are_right(loop: StepLoop, steps: 
     for i, listener in enumerate(heard):
         assert listener.wait().tokens == [100 * i + 1 + place for place in range(9)]
     assert loop.stats().shrinks > 0
+
+
+def test_who_keeps_a_steps_error_keeps_none_of_its_tensors(
+    loop: StepLoop, steps: Steps, caplog: pytest.LogCaptureFixture
+) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def before(plan: StepPlan) -> None:
+        tensor = torch.empty(1)
+        made.append(weakref.ref(tensor))
+        if len(made) < 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    steps.before = before
+    heard = Listener()
+    loop.submit(request("a"), heard)
+    heard.wait()
+    assert any(record.exc_info for record in caplog.records)
+    assert [one() for one in made] == [None] * len(made)
 
 
 def test_another_fault_makes_nothing_smaller(loop: StepLoop, steps: Steps) -> None:
