@@ -25,20 +25,23 @@ from engine.kernels.triton.attention.paged_kernels import owner, rows_of
 
 _LOG2_E: Final = math.log2(math.e)
 SPLIT: Final = 512
-#: The rows of a tile: queries times query heads of a KV head. A warpgroup multiplies this many at once.
-_ROWS: Final = 64
+#: The most query heads of a KV head.
+_MOST_SHARE: Final = 64
 #: The rows of partial sums in the scratch memory.
 _SCRATCH_ROWS: Final = 1 << 17
 #: The number of programs from which parts do not get programs of their own.
 _ENOUGH: Final = 264
-#: (places of a tile, warps, stages), by (bytes of an element, padded head_dim).
+#: (rows of a tile: queries times query heads of a KV head; its places; warps; stages), by (bytes of an element, padded
+#: head_dim). A warpgroup multiplies 64 rows at once. In tiles of 64 rows and 16 places in fp32, Triton 3.6 lets it read
+#: shared memory behind the values (seen on an H200: wrong sums, or an illegal access). For other tiles of 64 rows, wide
+#: heads lack registers. So they have fewer rows, which no warpgroup multiplies.
 _TILES: Final = {
-    (2, 64): (64, 4, 3),
-    (2, 128): (64, 4, 3),
-    (2, 256): (32, 8, 2),
-    (4, 64): (32, 8, 2),
-    (4, 128): (16, 8, 2),
-    (4, 256): (16, 8, 1),
+    (2, 64): (64, 64, 4, 3),
+    (2, 128): (64, 64, 4, 3),
+    (2, 256): (32, 32, 8, 2),
+    (4, 64): (64, 32, 8, 2),
+    (4, 128): (16, 32, 4, 2),
+    (4, 256): (16, 16, 8, 1),
 }
 
 
@@ -253,10 +256,10 @@ class FixedAttention:
         share = heads // kv_heads
         dims = max(triton.next_power_of_2(head_dim), 16)
         kind = (query.element_size(), max(dims, 64))
-        if kind not in _TILES or share > _ROWS:
+        if kind not in _TILES or share > _MOST_SHARE:
             raise EngineError(
                 f"there are no deterministic attention kernels for a head_dim of {head_dim} with {share} query heads "
-                f"of one KV head: 256 and {_ROWS} are the most"
+                f"of one KV head: 256 and {_MOST_SHARE} are the most"
             )
         if query.stride()[1:] != (head_dim, 1):
             query = query.contiguous()
@@ -267,20 +270,21 @@ class FixedAttention:
         if self._scratch is None:
             self._scratch = torch.empty(size + 2 * _SCRATCH_ROWS, dtype=torch.float32, device=query.device)
         sums, states = self._scratch[:size], self._scratch[size:]
-        places, warps, stages = _TILES[kind]
-        queries, sequences = _ROWS // share, len(batch.kv_lens)
+        rows, places, warps, stages = _TILES[kind]
+        rows = max(rows, triton.next_power_of_2(share))
+        queries, sequences = rows // share, len(batch.kv_lens)
         count = tokens // queries + sequences + 1
         seen = batch.most_places if batch.window is None else min(batch.most_places, batch.window + queries)
         # A table may begin within a part.
         parts = -(-seen // SPLIT) + (batch.window is not None)
-        apart = 1 < parts <= _SCRATCH_ROWS // (_ROWS * count * kv_heads) and count * kv_heads < self._enough
+        apart = 1 < parts <= _SCRATCH_ROWS // (rows * count * kv_heads) and count * kv_heads < self._enough
         scales = (scale * _LOG2_E, 0.0) if softcap is None else (2 * _LOG2_E * scale / softcap, softcap * _LOG2_E)
         shape = {
             "SHARE": share,
             "KV_HEADS": kv_heads,
             "HEAD_DIM": head_dim,
             "DIMS": dims,
-            "ROWS": _ROWS,
+            "ROWS": rows,
             "SPLIT": SPLIT,
             "WINDOWED": batch.window is not None,
         }

@@ -104,13 +104,15 @@ def test_weights_are_dequantised_in_registers_while_others_are_on_their_way() ->
             assert kernel["copies left on their way"] >= 4, (name, kernel)
 
 
-def test_deterministic_kernels_spill_nothing_and_multiply_by_warpgroups() -> None:
+def test_deterministic_kernels_spill_nothing_and_multiply_by_warpgroups_but_for_wide_heads() -> None:
     for name, kernels in built("sm_90:fixed").items():
         assert len(kernels) >= 3, name
         for kernel in kernels:
             assert kernel["stack"] == 0, (name, kernel)
             assert kernel["shared"] <= MOST_SHARED, (name, kernel)
-            assert kernel["wgmma"] == (kernel["kernel"] in ("attend_fixed", "product_kernel")), (name, kernel)
+            wide_heads = name == "gemma-2-9b"
+            wanted = kernel["kernel"] in ("attend_fixed", "product_kernel") and not wide_heads
+            assert kernel["wgmma"] == wanted, (name, kernel)
 
 
 def test_a_gpu_with_less_shared_memory_has_kernels_too() -> None:

@@ -20,7 +20,7 @@ from engine.kernels.triton.attention import fixed as fixed_attention
 from engine.kernels.triton.attention.fixed import FixedAttention
 
 MIXED = [(1, 20), (40, 40), (3, 33), (37, 170), (1, 129)]
-SHAPES = [Shape(4, 1, 64), Shape(6, 2, 16, window=30), Shape(3, 3, 80, block=7)]
+SHAPES = [Shape(4, 1, 64), Shape(6, 2, 16, window=30), Shape(3, 3, 80, block=7), Shape(4, 2, 256)]
 
 
 def placed(case: Case, skipped: int = 0) -> Case:
