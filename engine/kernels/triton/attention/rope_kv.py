@@ -145,5 +145,6 @@ def rope_and_write(heads: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots
             WIDTH=cache.shape[4],
             KIND=kind,
             num_warps=max(1, half * together // _WARP_PAIRS),
+            enable_fp_fusion=False,
         )
     return heads[:, :queries]

@@ -123,9 +123,10 @@ def test_draws_are_distributed_as_defined(params: dict[str, Any]) -> None:
     present = [sequence(slot, prompt=PROMPT, seed=5, **params) for slot in range(rows)]
     for one in present:
         one.tokens += OUTPUT
-    features = sampler.admit(present)
     expected, observed = probabilities(logits.tolist(), params), [0] * vocab
     for start in range(0, draws, rows):
+        sampler.forget()  # penalties count what was drawn before
+        features = sampler.admit(present)
         # Every draw gets the noise of a position of its own.
         positions = torch.arange(start, start + rows, device=WHERE)
         chosen = sampler.launch(logits.expand(rows, -1), torch.arange(rows, device=WHERE), positions, features)
