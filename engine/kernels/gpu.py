@@ -1,8 +1,9 @@
-"""The kernel set for CUDA: Triton kernels (triton/), and cuBLAS for dense products."""
+"""The kernel set for CUDA: Triton kernels (triton/), and cuBLAS for dense products of more than one row."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
@@ -20,6 +21,7 @@ from engine.kernels.triton.attention.rope_kv import rope_and_write
 from engine.kernels.triton.gated import gelu_tanh_mul, silu_mul
 from engine.kernels.triton.norm import WIDEST, add_rms_norm, norm_heads, rms_norm
 from engine.kernels.triton.products.fp8 import quantise_rows
+from engine.kernels.triton.products.one_row import one_row_product
 from engine.kernels.triton.products.quantised import int4_linear, int8_linear
 
 
@@ -63,6 +65,17 @@ class Gpu(Reference):
         # decoding, whose time goes into reading weights. The setting applies to the whole process.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+    def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
+        self.keeps(weight.shape, weight.nbytes)
+
+        def linear(x: Tensor) -> Tensor:
+            # On a CPU, the interpreter would take seconds.
+            if len(x) == 1 and x.device.type != "cpu":
+                return one_row_product(x, weight, bias)
+            return F.linear(x, weight, bias)
+
+        return linear
 
     def prepare_quantised(self, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> PreparedLinear:
         """Like `prepare_linear`, for a packed weight."""
