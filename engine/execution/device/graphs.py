@@ -205,4 +205,8 @@ def _garbage_collection_paused() -> Iterator[None]:
 
 
 def _reserved(device: torch.device) -> int:
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+    """Bytes of the device that torch holds and uses. What it keeps unused is given back, as by every recording."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device)
