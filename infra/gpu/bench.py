@@ -6,12 +6,13 @@ python infra/gpu/bench.py OUT.json --shape llama-8b --measures decode:1,decode:6
    prefill     prompt tokens a second, with prompts of 1,024 tokens
    offline     256 requests at once of 1,000 prompt and 1,000 output tokens each
    short       256 requests at once of 1,000 and 250 tokens, as for transformers (peer.py)
-   profile     the device's time in a step of 64 sequences, by kernels
-   host        the host's time in such a step; run it last, because its timers stay in the engine
+   profile:N   the device's time in a step of N sequences (without a number: 64), by kernels
+   host:N      the host's time in such a step; run it last, because its timers stay in the engine
 
 On a GPU, kernels are compiled first, as by `penstock warm`, and kernels compiled after that are reported. A short
 run goes before each measure, so that graphs are recorded. With `--tiny`, everything is so small that a CPU runs it
-in seconds, to test the bench itself. If the KV cache does not hold 256 such requests, `offline` and `short` make as
+in seconds, to test the bench itself. With `--quantization`, `--kv-cache-dtype` or `--deterministic` the engine computes
+in that way, and no limits are given. If the KV cache does not hold 256 such requests, `offline` and `short` make as
 many as it holds.
 """
 
@@ -39,7 +40,7 @@ from infra.gpu.compiled import count_compiled
 from infra.gpu.limits import Speed, Work, speed_of
 from infra.gpu.random_engine import random_engine
 from infra.gpu.shapes import SHAPES
-from infra.gpu.step_parts import profiled
+from infra.gpu.step_parts import load_profiler, profiled
 from infra.gpu.steps import Steps
 
 #: The wanted shares of the limit.
@@ -49,15 +50,16 @@ GOALS = {"decode:1": 0.80, "decode:16": 0.75, "decode:64": 0.72, "decode:256": 0
 class Bench:
     """Takes figures of one engine. `measure` adds to `figures` and writes them."""
 
-    def __init__(self, out: Path, shape: str, device: torch.device, *, tiny: bool) -> None:
-        self._out, self._shape, self._device, self._tiny = out, shape, device, tiny
+    def __init__(self, out: Path, shape: str, device: torch.device, mode: dict[str, Any], *, tiny: bool) -> None:
+        """`mode`: the options of EngineConfig that change the arithmetic, and with it the limits: none are given."""
+        self._out, self._shape, self._device, self._mode, self._tiny = out, shape, device, mode, tiny
         self._config = SHAPES[shape]
         self._work = Work(self._config)
         self._speed: Speed | None = None
-        self.figures: dict[str, Any] = {"shape": shape, "device": str(device), "measures": {}}
+        self.figures: dict[str, Any] = {"shape": shape, "device": str(device), "measures": {}} | mode
         if device.type == "cuda":
             self.figures["gpu"] = torch.cuda.get_device_name(device)
-            self._speed = speed_of(self.figures["gpu"])
+            self._speed = None if mode else speed_of(self.figures["gpu"])
         self._ids = random.Random(1234)  # noqa: S311  # data, not secrets
         self.sequences, self.length = (8, 160) if tiny else (256, 2304)
         self.context, self.outputs = (64, 24) if tiny else (1024, 192)
@@ -70,7 +72,7 @@ class Bench:
 
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(self._config))
-            made = warm(Path(folder), architecture_here(), default_cache(), max_num_seqs=self.sequences)
+            made = warm(Path(folder), architecture_here(), default_cache(), max_num_seqs=self.sequences, **self._mode)
         built = sum(not one.cached for one in made.builds)
         self.figures["warm"] = {
             "kernels": len(made.builds),
@@ -88,6 +90,7 @@ class Bench:
             enable_prefix_caching=False,
             # A CPU's profiler only sees torch's operations. There, this only tests the bench itself.
             kernels="auto" if self._device.type == "cuda" else "cpu",
+            **self._mode,
         )
         engine = random_engine(self._shape, config, self._device)
         stats = engine.stats()
@@ -175,15 +178,15 @@ class Bench:
             found |= {"limit_tokens_per_s": limit, "share": run["output_tokens_per_s"] / limit}
         return found
 
-    def _host(self, engine: Engine) -> dict[str, Any]:
-        batch, meter = min(64, self.sequences), Meter()
+    def _host(self, engine: Engine, batch: int = 64) -> dict[str, Any]:
+        batch, meter = min(batch, self.sequences), Meter()
         prompt = self.context - self.outputs // 2
         meter.watch(engine)
         run_jobs(engine, self._jobs(batch, prompt, self.outputs))
         return {"batch": batch, **meter.report()["decode"]}
 
-    def _profile(self, engine: Engine) -> dict[str, Any]:
-        batch = min(64, self.sequences)
+    def _profile(self, engine: Engine, batch: int = 64) -> dict[str, Any]:
+        batch = min(batch, self.sequences)
         prompt = self.context - self.outputs // 2
         steps = Steps(engine, batch, self.outputs)
         with profiled(steps, count=min(20, self.outputs // 4)) as found:
@@ -202,12 +205,18 @@ def main() -> int:
     parser.add_argument("--shape", choices=list(SHAPES), required=True)
     parser.add_argument("--measures", required=True, help="separated by commas")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--quantization", choices=["fp8"])
+    parser.add_argument("--kv-cache-dtype", choices=["int8", "fp8"])
+    parser.add_argument("--deterministic", action="store_true", default=None)
     args = parser.parse_args()
+    modes = {name: getattr(args, name) for name in ("quantization", "kv_cache_dtype", "deterministic")}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(1)
-    bench = Bench(args.out, args.shape, device, tiny=args.tiny)
+    mode = {name: value for name, value in modes.items() if value is not None}
+    bench = Bench(args.out, args.shape, device, mode, tiny=args.tiny)
     bench.save()
+    load_profiler()
     bench.warm()
     with count_compiled() as compiled, bench.load() as engine:
         for name in args.measures.split(","):

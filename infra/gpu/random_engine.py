@@ -23,7 +23,8 @@ def random_engine(shape: str, config: EngineConfig, device: torch.device) -> Eng
     """An engine without a tokenizer, with random bf16 weights (held in fp32 if a CPU has no bf16)."""
     settings = SHAPES[shape]
     dtype = torch.bfloat16
-    model = Llama(Config.of_model(settings), select(device, dtype, config.kernels), dtype, device)
+    kernels = select(device, dtype, config.kernels, config.quantization, config.deterministic, config.kv_cache_dtype)
+    model = Llama(Config.of_model(settings), kernels, dtype, device)
     torch.manual_seed(1234)
     for name, place in model.weights().items():
         place.fill_(1.0) if "norm" in name else place.normal_(0.0, _SPREAD)

@@ -21,7 +21,7 @@ PARTS = {
     "rope and cache": r"rope|index_copy|roll",
     "activation": r"gated|silu|gelu",
     "sampling": r"sampling|argmax|topk|sort|softmax",
-    "dense": r"gemm|gemv|cutlass|cublas|nvjet|xmma|splitk|addmm|aten::mm|matmul|linear|int4|int8|^sum_kernel|quantise",
+    "dense": r"gemm|gemv|cutlass|cublas|nvjet|xmma|one_row|addmm|aten::mm|matmul|linear|int[48]|^sum_kernel|quantise",
     "inputs": r"^fill$",
     "copies": r"memcpy|memset|copy|fill",
 }
@@ -32,18 +32,26 @@ def part_of(name: str) -> str:
     return next((part for part, pattern in PARTS.items() if re.search(pattern, low)), "other")
 
 
+def _activity() -> ProfilerActivity:
+    return ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
+
+
+def load_profiler() -> None:
+    """Use the profiler once, before there is an engine: its library must first be used by the thread that loaded it,
+    and not while another thread records a CUDA graph."""
+    with profile(activities=[_activity()]):
+        pass
+
+
 @contextmanager
 def profiled(steps: Steps, count: int) -> Iterator[dict[str, Any]]:
     """A context that yields a dict and fills it with the milliseconds a step of each part, over `count` pure decode
-    steps.
+    steps. Call `load_profiler` before.
 
     The profiler is started and stopped on the engine's thread, because on a CPU it only sees that thread's operations.
     """
     cuda = torch.cuda.is_available()
-    activities = [ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]
-    with profile(activities=activities):  # its library must first be used by the thread that loaded it
-        pass
-    profiler = profile(activities=activities)
+    profiler = profile(activities=[_activity()])
     state = {"seen": 0, "began": 0.0, "took": 0.0}
 
     def on_step() -> None:
