@@ -2,7 +2,8 @@
 
 A weight is rounded once, when it is prepared, with one scale for each output. Activations are rounded at every product,
 with one scale for each row. The tensor cores sum the products, which are then scaled in fp32. Compared to weights in
-bfloat16 this reads half the memory, and multiplies twice as fast.
+bfloat16 this reads half the memory, and multiplies twice as fast. A single row only needs the first, so its activations
+are not rounded where there is a kernel for it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ _MULTIPLE = 16
 
 #: A function from [rows, width] to e4m3 [rows, width padded with zeros to a multiple of 16] and fp32 scales [rows, 1].
 QuantiseRows = Callable[[Tensor], tuple[Tensor, Tensor]]
+#: The product of one row on a GPU: x [1, inputs], e4m3 [outputs, inputs or more], bias, fp32 scales [outputs, 1].
+OneRow = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,16 +57,24 @@ def multiplies_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
 
 
-def fp8_linear(weight: Tensor, bias: Tensor | None, quantise: QuantiseRows = quantise_rows) -> PreparedLinear:
+def fp8_linear(
+    weight: Tensor, bias: Tensor | None, quantise: QuantiseRows = quantise_rows, one_row: OneRow | None = None
+) -> PreparedLinear:
     """A product x [rows, inputs] -> bfloat16 [rows, outputs].
 
-    `weight`: [outputs, inputs]. `bias`: [outputs], bfloat16. `quantise`: rounds the activations.
+    `weight`: [outputs, inputs]. `bias`: [outputs], bfloat16. `quantise`: rounds the activations. `one_row`: multiplies
+    a single row of them, without rounding it.
     """
-    return fp8_product(len(weight), *quantise_rows(weight), bias, quantise)
+    return fp8_product(len(weight), *quantise_rows(weight), bias, quantise, one_row)
 
 
 def fp8_product(
-    outputs: int, values: Tensor, scales: Tensor, bias: Tensor | None, quantise: QuantiseRows = quantise_rows
+    outputs: int,
+    values: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    quantise: QuantiseRows = quantise_rows,
+    one_row: OneRow | None = None,
 ) -> PreparedLinear:
     """Like fp8_linear, for a weight that is already rounded, in the form of QuantiseRows."""
     missing = -outputs % _MULTIPLE
@@ -77,6 +88,8 @@ def fp8_product(
     def linear(x: Tensor) -> Tensor:
         if not len(x):
             return x.new_empty((0, outputs), dtype=torch.bfloat16)
+        if one_row is not None and len(x) == 1 and x.device.type != "cpu":
+            return one_row(x, values[:outputs], bias, scales)
         rows, row_scales = quantise(x)
         out = torch._scaled_mm(
             rows,

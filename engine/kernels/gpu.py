@@ -86,7 +86,7 @@ class Gpu(Reference):
         if self.compute_dtype != torch.bfloat16 or not _multiplies_fp8(values.device):
             return super().prepare_fp8(values, scales, bias)
         self.keeps(values.shape, values.nbytes + scales.nbytes)
-        return fp8_product(len(values), padded(values), scales, bias, quantise_rows)
+        return fp8_product(len(values), padded(values), scales, bias, quantise_rows, one_row_product)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps) if x.shape[-1] <= WIDEST else super().rms_norm(x, weight, eps)
@@ -133,7 +133,7 @@ class Fp8Gpu(Gpu):
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
         self.keeps(weight.shape, fp8_bytes(weight))
-        return fp8_linear(weight, bias, quantise_rows)
+        return fp8_linear(weight, bias, quantise_rows, one_row_product)
 
     def prepare_head(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
         return super().prepare_linear(weight, bias)

@@ -102,6 +102,7 @@ def products(outputs: int, inputs: int, kind: str, steps: tuple[int, ...]) -> di
     from engine.kernels.fp8 import fp8_linear
     from engine.kernels.gpu import Gpu
     from engine.kernels.triton.products.fp8 import quantise_rows
+    from engine.kernels.triton.products.one_row import one_row_product
 
     gpu = Gpu(torch.bfloat16)
     weight = noise(outputs, inputs)
@@ -112,7 +113,7 @@ def products(outputs: int, inputs: int, kind: str, steps: tuple[int, ...]) -> di
         if kind == "bf16":
             linears.append(gpu.prepare_linear(weight.clone(), None))
         elif kind == "fp8":
-            linears.append(fp8_linear(weight, None, quantise_rows))
+            linears.append(fp8_linear(weight, None, quantise_rows, one_row_product))
         else:
             linears.append(gpu.prepare_quantised(replace(packed, packed=packed.packed.clone()), None))
     found = {}

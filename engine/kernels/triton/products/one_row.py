@@ -11,16 +11,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: The inputs of a round, and the warps that read them: 16 bytes of bf16 for each thread. Of 24 sizes measured on an
-#: H200, the best for Llama 3.1 8B (docs/notes/gpu-limits.md).
-ROUND, WARPS = 2048, 8
+#: The bytes of weights in a round, and the warps that read them: 16 bytes for each thread. Of 24 sizes measured on an
+#: H200 in bf16, the best for Llama 3.1 8B (docs/notes/gpu-limits.md).
+ROUND_BYTES, WARPS = 4096, 8
 
 
 @triton.jit
-def one_row_kernel(x_ptr, weight_ptr, bias_ptr, out_ptr, INPUTS: tl.constexpr, BIAS: tl.constexpr, ROUND: tl.constexpr):
+def one_row_kernel(
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    INPUTS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROUND: tl.constexpr,
+):
     output = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, ROUND)
-    weight_ptr += output * INPUTS
+    weight_ptr += output * STRIDE
     sums = tl.zeros([ROUND], tl.float32)
     for at in tl.range(0, INPUTS, ROUND):
         if INPUTS % ROUND == 0:
@@ -31,24 +42,30 @@ def one_row_kernel(x_ptr, weight_ptr, bias_ptr, out_ptr, INPUTS: tl.constexpr, B
             weight = tl.load(weight_ptr + at + column, inside, other=0.0)
         sums += weight.to(tl.float32) * x.to(tl.float32)
     total = tl.sum(sums, 0)
+    if SCALED:
+        total *= tl.load(scale_ptr + output)
     if BIAS:
         total += tl.load(bias_ptr + output).to(tl.float32)
     tl.store(out_ptr + output, total.to(out_ptr.dtype.element_ty))
 
 
-def one_row_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`x`: [1, inputs], dense; `weight`: [outputs, inputs], contiguous; `bias`: [outputs]. Returns [1, outputs]. Sums
-    are fp32."""
-    outputs, inputs = weight.shape
+def one_row_product(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> Tensor:
+    """`x`: [1, inputs], dense. `weight`: [outputs, inputs] with dense rows, which may be wider and in e4m3. `bias`:
+    [outputs]. `scales`: fp32 [outputs, 1], for the weights of each output. Returns [1, outputs], as `x`; sums are fp32.
+    """
+    outputs = len(weight)
     out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
     one_row_kernel[(outputs,)](
         x,
         weight,
-        weight if bias is None else bias,
+        x if scales is None else scales,
+        x if bias is None else bias,
         out,
-        INPUTS=inputs,
+        INPUTS=x.shape[1],
+        STRIDE=weight.stride(0),
+        SCALED=scales is not None,
         BIAS=bias is not None,
-        ROUND=ROUND,
+        ROUND=ROUND_BYTES // weight.element_size(),
         num_warps=WARPS,
     )
     return out

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from engine.kernels.fp8 import multiplies_fp8, quantise_rows
 from engine.kernels.gpu import Gpu
 from tests.engine.kernels.triton.conftest import assert_same, noise
 
@@ -22,6 +23,17 @@ def test_it_is_the_product(where: torch.device, dtype: torch.dtype, outputs: int
     expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(dtype)
     found = one_row_product(x.to(where), weight.to(where), None if bias is None else bias.to(where))
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(7, 4096), (5, 1000)])
+def test_8_bit_floats_are_widened_and_scaled(where: torch.device, outputs: int, inputs: int) -> None:
+    if where.type == "cuda" and not multiplies_fp8(where):
+        pytest.skip("no 8-bit floats")
+    x, bias = noise(1, inputs, dtype=torch.bfloat16), noise(outputs, dtype=torch.bfloat16, seed=2)
+    values, scales = quantise_rows(noise(outputs, inputs, seed=1))
+    expected = x.double() @ (values.double()[:, :inputs] * scales).T + bias.double()
+    found = one_row_product(x.to(where), values.to(where), bias.to(where), scales.to(where))
+    assert_same(found, expected.bfloat16())
 
 
 @pytest.mark.cuda
