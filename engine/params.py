@@ -157,6 +157,12 @@ class SamplingParams:
         """Whether more choices are made than returned."""
         return self.width > self.n
 
+    @property
+    def listed(self) -> int:
+        """The number of most likely tokens wanted beside each chosen one; -1 if no log probabilities are. Choices among
+        which the best are returned are ranked by theirs."""
+        return self.logprobs if self.logprobs is not None else 0 if self.selects else -1
+
 
 #: The parameters for which a model may have defaults of its own, with the defaults where it has none.
 DEFAULTS: Final[Mapping[str, float]] = {

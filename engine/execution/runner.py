@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence as Sequence_
 from itertools import islice
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from engine.execution.batch import BatchBuilder
-from engine.kernels.upload import upload
+from engine.execution.copies import copy_blocks
 from engine.kv import KvSpace
 from engine.models import Model
 from engine.plan import Sampled, StepPlan, accepted
@@ -105,9 +104,4 @@ class Runner:
     @torch.inference_mode()
     def copy_blocks(self, copies: list[tuple[int, int, int]]) -> None:
         """Copy whole blocks: (KV group, source, destination) of a plan."""
-        for group in {group for group, _, _ in copies}:
-            pairs = [(source, destination) for of, source, destination in copies if of == group]
-            columns = [np.array(column, np.int64) for column in zip(*pairs, strict=True)]
-            sources, destinations = upload(columns, self._model.device)
-            cache = self._caches[group]
-            cache[:, :, destinations] = cache[:, :, sources]
+        copy_blocks(self._caches, copies)

@@ -77,8 +77,7 @@ class SamplingRows:
         self._seed[slot] = sequence.seed
         self._choice[slot] = sequence.choice
         self._edits.admit(sequence)
-        # best_of ranks candidates by log probabilities.
-        self._logprobs[slot] = params.logprobs if params.logprobs is not None else 0 if params.selects else -1
+        self._logprobs[slot] = params.listed
 
     def gather(self, sequences: list[Sequence], drafts: Drafts | None = None) -> SamplingBatch:
         """The parameters for sampling the next tokens of `sequences`, in the order of the logits' rows.

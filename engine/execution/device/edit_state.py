@@ -82,10 +82,9 @@ class EditWriter:
     @staticmethod
     def _flags_of(one: Sequence) -> int:
         params = one.request.params
-        penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         ends = params.min_tokens > 0 and len(one.output.ends) > 0
         masked = ends or params.allowed_token_ids or params.banned_token_ids or one.bad_words
-        return PENALISED * penalised | BIASED * bool(params.logit_bias) | MASKED * bool(masked)
+        return PENALISED * params.penalises | BIASED * bool(params.logit_bias) | MASKED * bool(masked)
 
     def _count(self, counts: Tensor, sequences: list[Sequence]) -> None:
         """Count the tokens of these sequences again from the start."""

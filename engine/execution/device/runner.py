@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.execution.copies import copy_blocks
 from engine.execution.device.graphs import DecodeGraphs, Record, recorder
 from engine.execution.device.inputs import InputMaker, Shape, shape_of
 from engine.execution.device.ring import PinnedRing
@@ -21,9 +22,6 @@ from engine.models import Model
 from engine.plan import Sampled, ScheduledSeq, StepPlan, accepted
 from engine.sampling import score_prompts
 from engine.sequence import Sequence
-
-#: The bytes of blocks copied at one time.
-_COPIED = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,12 +271,4 @@ class DeviceRunner:
     @torch.inference_mode()
     def copy_blocks(self, copies: list[tuple[int, int, int]]) -> None:
         """Copy whole blocks: (KV group, source, destination) of a plan."""
-        for group in {group for group, _, _ in copies}:
-            pairs = [(source, destination) for of, source, destination in copies if of == group]
-            columns = [np.array(column, np.int64) for column in zip(*pairs, strict=True)]
-            sources, destinations = upload(columns, self._model.device)
-            cache = self._caches[group]
-            # Copy a few at a time, because a copy needs memory beside the cache.
-            size = max(1, _COPIED * len(cache[0, 0]) // cache.nbytes)
-            for some in range(0, len(pairs), size):
-                cache[:, :, destinations[some : some + size]] = cache[:, :, sources[some : some + size]]
+        copy_blocks(self._caches, copies)

@@ -109,8 +109,7 @@ class DeviceSamplingRows:
         filtered = table[:, FLAGS] & FILTERED
         self._features[slots] = np.where(flags > 0, Features.EDITS, 0) | np.where(filtered > 0, Features.FILTERS, 0)
         table[:, FLAGS] |= flags
-        # best_of ranks candidates by log probabilities.
-        self.logprobs[slots] = [p.logprobs if p.logprobs is not None else 0 if p.selects else -1 for p in params]
+        self.logprobs[slots] = [p.listed for p in params]
         sent = upload([slots, table, last], self._device)
         self.state.table.index_copy_(0, sent[0], sent[1])
         self.state.last_tokens.index_copy_(0, sent[0], sent[2])
