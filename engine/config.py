@@ -29,8 +29,10 @@ class EngineConfig:
     an `Option` is one of `penstock worker`, `up`, `run` and others; its text is the one of `--help`.
     """
 
-    max_num_seqs: int = declare(64, Integer(1, 4096), "Most sequences in one batch. Unset: 64.", serving=True)
-    """A request with n choices makes n sequences."""
+    max_num_seqs: int | None = declare(
+        None, Integer(1, 4096), "Most sequences in one batch. Unset: 64, on a GPU 256.", serving=True
+    )
+    """A request with n choices makes n sequences. None is fewer where the other limits of a step are lower."""
     max_num_batched_tokens: int | None = declare(
         None,
         Integer(1, _MAX_STEP_TOKENS),
@@ -150,7 +152,7 @@ class EngineConfig:
             )
         for name in ("max_num_batched_tokens", "max_non_priority_step_tokens"):
             tokens = getattr(self, name)
-            if tokens is not None and tokens < self.max_num_seqs:
+            if tokens is not None and self.max_num_seqs is not None and tokens < self.max_num_seqs:
                 raise EngineError(
                     f"{name}={tokens} is less than max_num_seqs={self.max_num_seqs}: a step must hold one token of "
                     f"every sequence; raise the first or lower the second"

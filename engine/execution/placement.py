@@ -15,6 +15,8 @@ from engine.models import Model
 from engine.speculate import Lookup, Proposer, Speculation
 from engine.speculate.draft import DraftModel
 
+#: The default of max_num_seqs. An H200 decodes 1.8 times as many tokens a second at 256 sequences of 8B as at 64.
+_SEQUENCES = {"cpu": 64, "cuda": 256}
 #: The default of max_num_batched_tokens: enough for full use of the device, and few enough that sequences that decode
 #: beside a long prompt go on smoothly.
 _STEP_TOKENS = {"cpu": 512, "cuda": 4096}
@@ -34,13 +36,13 @@ def place(model: Model, config: EngineConfig, draft: Model | None = None) -> Cap
     `draft`: a draft model whose KV cache takes part of the memory. Raises EngineError if the memory does not hold a
     single sequence.
     """
-    step_tokens = config.max_num_batched_tokens or max(_STEP_TOKENS[model.device.type], config.max_num_seqs)
+    limits = (_SEQUENCES[model.device.type], config.max_num_batched_tokens, config.max_non_priority_step_tokens)
+    sequences = config.max_num_seqs or min(limit for limit in limits if limit is not None)
+    step_tokens = config.max_num_batched_tokens or max(_STEP_TOKENS[model.device.type], sequences)
     length = model.context_length if config.max_model_len is None else config.max_model_len
     if length > model.context_length:
         raise EngineError(f"max_model_len={length} is more than the model's context of {model.context_length} tokens")
-    capacity = Capacity(
-        (), config.block_size, config.max_num_seqs, step_tokens, length, config.max_non_priority_step_tokens
-    )
+    capacity = Capacity((), config.block_size, sequences, step_tokens, length, config.max_non_priority_step_tokens)
     return replace(capacity, spaces=_spaces(model, config, capacity, draft))
 
 
@@ -97,7 +99,7 @@ def speculation_for(
         return None
     proposer: Proposer
     if config.speculate == "lookup":
-        proposer = Lookup(config.max_num_seqs, model.vocab_size)
+        proposer = Lookup(capacity.max_num_seqs, model.vocab_size)
     elif draft is None:
         raise EngineError("speculate='draft' is without its model: it comes with Engine.load")
     else:
@@ -138,12 +140,14 @@ def runner_for(model: Model, config: EngineConfig, capacity: Capacity) -> Runner
     """Make the runner that suits the model's kernels. Raises EngineError if there is no memory for the KV cache."""
     try:
         if not model.kernels.ragged:
-            return Runner(model, spaces=capacity.spaces, block_size=config.block_size, max_num_seqs=config.max_num_seqs)
+            return Runner(
+                model, spaces=capacity.spaces, block_size=config.block_size, max_num_seqs=capacity.max_num_seqs
+            )
         runner = DeviceRunner(
             model,
             spaces=capacity.spaces,
             block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=capacity.max_num_seqs,
             max_num_batched_tokens=capacity.max_num_batched_tokens,
             max_model_len=capacity.max_model_len,
             graphs=config.graphs,

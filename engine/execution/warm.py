@@ -59,7 +59,7 @@ def warm(
     quantization: str = "none",
     kv_cache_dtype: str = "auto",
     deterministic: bool = False,
-    max_num_seqs: int = 64,
+    max_num_seqs: int = 256,
     block_size: int = 16,
 ) -> Warmed:
     """Compile into `cache` all kernels for serving the model in `folder` on a GPU of `arch`.

@@ -10,7 +10,7 @@ from engine.errors import EngineError
 
 def test_the_defaults_are_valid_and_cannot_be_changed():
     config = EngineConfig()
-    assert (config.dtype, config.device, config.max_num_seqs, config.block_size) == ("auto", "auto", 64, 16)
+    assert (config.dtype, config.device, config.max_num_seqs, config.block_size) == ("auto", "auto", None, 16)
     with pytest.raises(AttributeError):
         config.block_size = 8
 
@@ -26,8 +26,7 @@ def test_the_defaults_are_valid_and_cannot_be_changed():
         ("max_num_seqs", True),
         ("max_num_seqs", 2.0),
         ("max_num_batched_tokens", 0),
-        ("max_num_batched_tokens", 63),
-        ("max_non_priority_step_tokens", 63),
+        ("max_non_priority_step_tokens", 0),
         ("kv_cache_bytes", 0),
         ("block_size", 0),
         ("block_size", "16"),
@@ -57,6 +56,12 @@ def test_a_bad_setting_is_refused_by_name_and_value(name, value):
     with pytest.raises(EngineError, match=name) as caught:
         EngineConfig(**{name: value})
     assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["max_num_batched_tokens", "max_non_priority_step_tokens"])
+def test_a_step_holds_a_token_of_each_sequence_that_was_asked_for(name):
+    with pytest.raises(EngineError, match=f"{name}=63 is less than max_num_seqs=64"):
+        EngineConfig(max_num_seqs=64, **{name: 63})
 
 
 def test_a_draft_model_is_for_speculation_and_said_alone_means_it():

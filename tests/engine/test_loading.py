@@ -55,6 +55,12 @@ def test_the_fingerprint_tells_dtypes_and_sizes_of_blocks_apart_and_is_stable(lo
     assert len({one.fingerprint for one in (first, *others)}) == 3
 
 
+def test_a_step_of_few_tokens_has_few_sequences_where_nobody_said_how_many(load: Load) -> None:
+    limits: list[dict[str, int]] = [{}, {"max_num_batched_tokens": 8}, {"max_non_priority_step_tokens": 9}]
+    found = [load(max_num_seqs=None, device="cpu", **limit).max_num_seqs for limit in limits]
+    assert found == [64, 8, 9]
+
+
 def test_settings_that_do_not_fit_are_refused(load: Load, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="max_model_len=513 is more than the model's context of 512"):
         load(max_model_len=513)
