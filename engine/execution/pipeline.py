@@ -207,7 +207,7 @@ class Pipeline:
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(flight.plan.rows))
             self._check()
-            flight.error = _bare(error)
+            flight.error, flight.launched = _bare(error), None
             return None
         self._shrink.went_well()
         return found
@@ -295,5 +295,8 @@ class Pipeline:
 
 def _bare(error: Exception) -> Exception:
     """The error without its traceback, whose frames hold the step's tensors; who logged it may keep these frames."""
-    traceback.clear_frames(error.__traceback__)
+    one: BaseException | None = error
+    while one is not None:
+        traceback.clear_frames(one.__traceback__)
+        one = one.__cause__ or one.__context__
     return error.with_traceback(None)

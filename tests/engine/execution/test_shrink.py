@@ -161,17 +161,28 @@ def test_whatever_lacks_memory_when_all_tokens_are_right(loop: StepLoop, steps: 
 
 
 def test_who_keeps_a_steps_error_keeps_none_of_its_tensors(
-    loop: StepLoop, steps: Steps, caplog: pytest.LogCaptureFixture
+    loop: StepLoop, steps: Steps, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[weakref.ref[torch.Tensor]] = []
+    launch, collect, failures = steps.launch, steps.collect, iter(range(4))
+
+    def tensor() -> torch.Tensor:
+        found = torch.empty(1)
+        made.append(weakref.ref(found))
+        return found
 
     def before(plan: StepPlan) -> None:
-        tensor = torch.empty(1)
-        made.append(weakref.ref(tensor))
-        if len(made) < 4:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+        held = tensor()
+        if next(failures, None) is not None:
+            try:
+                raise ValueError(f"of {held.nbytes} bytes")
+            except ValueError:
+                raise torch.OutOfMemoryError("CUDA out of memory")  # noqa: B904
 
     steps.before = before
+    # What a launch gives is held until it is collected.
+    monkeypatch.setattr(steps, "launch", lambda plan: (tensor(), launch(plan)))
+    monkeypatch.setattr(steps, "collect", lambda launched: collect(launched[1]))
     heard = Listener()
     loop.submit(request("a"), heard)
     heard.wait()
