@@ -84,7 +84,8 @@ class Consumer(ABC):
 
     @abstractmethod
     def survived(self, task_ids: Sequence[str]) -> None:
-        """Forget the redeliveries that count against these tasks: each has a new token since. Repeatable."""
+        """Forget the redeliveries that count against these tasks, which have got a new token in the caller's hands.
+        Repeatable."""
 
     @abstractmethod
     def strays(self, incarnation: str, held: Sequence[str]) -> dict[str, str]:

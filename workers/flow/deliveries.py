@@ -86,7 +86,7 @@ class Deliveries:
         """A token of it is published. Deaths before that count against its message no more, as in its record.
 
         Else a long task that outlived several workers would be a suspect to FETCH, and hold up its tenant."""
-        if delivery.returned:
+        if delivery.returned and not delivery.incarnation.over:
             delivery.returned = False
             self.survived.append(delivery.task_id)
             self.ledger.on_room()

@@ -167,6 +167,7 @@ class Intake(threading.Thread):
             self._broker.passed = frozenset() if self._served.takes_plain else self._plain
             if life is not books.life:
                 life, books.asked = books.life, _fresh(BATCH)
+                books.survived.clear()  # others may have them, and have died since
             room = BATCH if books.most is None else max(0, books.most - len(books))
             if self._paused or not self._attached or not life.begun or not (room or self._unanswered):
                 self._wake.wait(IDLE_S)
