@@ -24,6 +24,9 @@ from engine.kernels.triton.products.fp8 import quantise_rows
 from engine.kernels.triton.products.one_row import one_row_product
 from engine.kernels.triton.products.quantised import int4_linear, int8_linear
 
+#: Raised by whatever gives other bits for the same weights and tokens.
+_VERSION = 2
+
 
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on a CPU."""
@@ -65,6 +68,10 @@ class Gpu(Reference):
         # less than 1%. The setting applies to the whole process.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+    @property
+    def identity(self) -> str:
+        return f"{self.name}-{_VERSION}"
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
         self.keeps(weight.shape, weight.nbytes)

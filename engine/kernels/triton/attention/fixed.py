@@ -25,8 +25,6 @@ from engine.kernels.triton.attention.paged_kernels import owner, rows_of
 
 _LOG2_E: Final = math.log2(math.e)
 SPLIT: Final = 512
-#: The most query heads of a KV head.
-_MOST_SHARE: Final = 64
 #: The rows of partial sums in the scratch memory.
 _SCRATCH_ROWS: Final = 1 << 17
 #: The number of programs from which parts do not get programs of their own.
@@ -256,10 +254,10 @@ class FixedAttention:
         share = heads // kv_heads
         dims = max(triton.next_power_of_2(head_dim), 16)
         kind = (query.element_size(), max(dims, 64))
-        if kind not in _TILES or share > _MOST_SHARE:
+        if kind not in _TILES or share > max(_TILES[kind][0], 32):
             raise EngineError(
                 f"there are no deterministic attention kernels for a head_dim of {head_dim} with {share} query heads "
-                f"of one KV head: 256 and {_MOST_SHARE} are the most"
+                f"of one KV head: 256 and 64 are the most, and 32 for heads of over 128, in fp32 of over 64"
             )
         if query.stride()[1:] != (head_dim, 1):
             query = query.contiguous()

@@ -23,6 +23,7 @@ from engine.kernels.triton.ahead import Build, compiling_for
 from engine.kernels.triton.attention.compressed_kv import INT8, KINDS, PLAIN
 from engine.kernels.triton.attention.fixed import FixedAttention
 from engine.kernels.triton.attention.paged import PagedAttention
+from engine.kernels.triton.products.one_row import one_row_product
 from engine.kernels.triton.products.product import product
 from tests.engine.kernels.triton.launches import LAYERS, PRODUCTS, empty
 
@@ -90,6 +91,22 @@ FIXED = {
     "gemma-2-9b": _attention(16, 8, 256, window=4096, softcap=50.0, kind=FixedAttention),
     "products": _fixed_products(4096, 4096),
 }
+
+
+def _one_row(inputs: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[], None]:
+    def launch() -> None:
+        scales = None if dtype == torch.bfloat16 else empty(4096, 1, dtype=torch.float32)
+        one_row_product(empty(1, inputs), empty(4096, inputs, dtype=dtype), None, scales)
+
+    return launch
+
+
+ONE_ROW = {
+    "bf16": _one_row(4096),
+    "bf16, masked": _one_row(14336 + 8),
+    "fp8": _one_row(4096, torch.float8_e4m3fn),
+    "fp8, masked": _one_row(14336, torch.float8_e4m3fn),
+}
 #: Over a cache of 8 bits; those of prompts take long to compile.
 EIGHT_BITS = {kind: _attention(32, 8, 128, kv_cache_dtype=kind) for kind in ("int8", "fp8")}
 DECODES = {kind: _attention(32, 8, 128, kv_cache_dtype=kind, only_decodes=True) for kind in EIGHT_BITS}
@@ -100,6 +117,7 @@ GROUPS = {
     "decodes, 8 bits": DECODES,
     "attention, 8b": {"llama-3.1-8b": LAUNCHES["llama-3.1-8b"]},
     "layers": LAYERS,
+    "one row": ONE_ROW,
     "products": PRODUCTS,
 }
 

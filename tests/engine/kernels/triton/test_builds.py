@@ -104,6 +104,12 @@ def test_weights_are_dequantised_in_registers_while_others_are_on_their_way() ->
             assert kernel["copies left on their way"] >= 4, (name, kernel)
 
 
+def test_a_single_rows_product_reads_16_bytes_at_a_time() -> None:
+    for name, (kernel,) in built("sm_90:one row").items():
+        assert kernel["stack"] == 0, (name, kernel)
+        assert kernel["accesses of 16 bytes"] >= 2, (name, kernel)
+
+
 def test_deterministic_kernels_spill_nothing_and_multiply_by_warpgroups_but_for_wide_heads() -> None:
     for name, kernels in built("sm_90:fixed").items():
         assert len(kernels) >= 3, name

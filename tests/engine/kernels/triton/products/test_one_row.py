@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from engine.kernels.fp8 import multiplies_fp8, quantise_rows
-from engine.kernels.gpu import Gpu
 from tests.engine.kernels.triton.conftest import assert_same, noise
 
 pytest.importorskip("triton")
 
+from engine.kernels.gpu import Gpu
 from engine.kernels.triton.products.one_row import one_row_product
 
 
