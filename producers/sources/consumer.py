@@ -20,6 +20,7 @@ from producers.connection.log_throttle import warn_throttled
 from producers.connection.trouble import Trouble, said, trouble
 from producers.errors import SubmitFailed, shown
 from producers.sources.inbox import BadMessage, Inbox, Received
+from producers.sources.source import ended
 
 log = logging.getLogger(__name__)
 
@@ -72,10 +73,7 @@ class Consumer:
                 else:
                     places.release()
         finally:
-            for task in working:
-                task.cancel()
-            if working:
-                await asyncio.wait(working)
+            await ended(working)
 
     async def _received(self) -> list[Received]:
         """The next messages. A call that waits at the server goes on when this is cancelled: what it brings is given

@@ -13,7 +13,7 @@ from typing import Final
 from producers.client.steps import FAILURES
 from producers.connection.trouble import said
 from producers.errors import PenstockError
-from producers.sources.source import Source
+from producers.sources.source import Source, ended
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +81,4 @@ class Sources:
             await asyncio.gather(*tasks)
         finally:
             self._stopping = True
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            await ended(tasks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,11 +75,24 @@ async def together(*parts: Coroutine[Any, Any, None]) -> None:
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        await ended(tasks)
     for task in done:
         task.result()
+
+
+async def ended(tasks: Collection[asyncio.Task[None]]) -> None:
+    """Cancel tasks, and wait until all have given back what they took. Whoever is cancelled meanwhile waits as well:
+    the process may end right after."""
+    for task in tasks:
+        task.cancel()
+    told: asyncio.CancelledError | None = None
+    while left := [task for task in tasks if not task.done()]:
+        try:
+            await asyncio.wait(left)
+        except asyncio.CancelledError as cancelled:
+            told = cancelled
+    if told is not None:
+        raise told
 
 
 def as_tuple(value: Any) -> Any:

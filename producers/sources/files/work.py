@@ -26,7 +26,7 @@ from producers.sources.files.delivery import Delivery
 from producers.sources.files.intake import Intake, input_file
 from producers.sources.files.place import Place, Replaced, Stopped
 from producers.sources.files.settings import InboxSettings
-from producers.sources.source import Context
+from producers.sources.source import Context, ended
 from producers.store import batches, files, inbox
 from producers.store.blobs import BlobNotFound, Blobs
 from producers.store.inbox import Entry, Found
@@ -91,16 +91,12 @@ class Work:
                     waits = status is not None and status not in batches.ENDED
                     if not waits and entry.id not in running and self._is_due(entry):
                         task = running[entry.id] = asyncio.create_task(self._one(entry, stopped.is_set), name=entry.id)
-                        task.add_done_callback(lambda ended: running.pop(ended.get_name()))
+                        task.add_done_callback(lambda over: running.pop(over.get_name()))
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._news.wait(), every_s)
         finally:
             stopped.set()  # threads go on when their tasks are cancelled
-            left = list(running.values())
-            for task in left:
-                task.cancel()
-            if left:
-                await asyncio.wait(left)
+            await ended(list(running.values()))
 
     def _forget_all_but(self, open_now: set[str]) -> None:
         """Another process has finished the others."""

@@ -82,6 +82,32 @@ async def fine(_: Received) -> None:
     """It is done."""
 
 
+async def test_told_to_stop_while_it_ends_by_a_fault_it_gives_back_what_it_holds() -> None:
+    """As where the store is full: neither a submit nor a receive succeeds."""
+    shelf, gives_back, may = Shelf("a"), asyncio.Event(), asyncio.Event()
+    hide = shelf.hide
+
+    async def slowly(messages: Sequence[Received], seconds: float) -> None:
+        gives_back.set()
+        await may.wait()
+        await hide(messages, seconds)
+
+    async def never(_: Received) -> None:
+        shelf.hide = slowly  # type: ignore[method-assign]
+        shelf.fails.append(SubmitFailed("full", Trouble.FULL))
+        await asyncio.Event().wait()
+
+    shelf.hidden_s = 60.0
+    running = Running(shelf, never)
+    await gives_back.wait()
+    running.task.cancel()
+    await asyncio.sleep(0)
+    may.set()
+    with suppress(asyncio.CancelledError):
+        await running.task
+    assert shelf.hidden == [("a", 0)]
+
+
 async def test_what_is_done_is_removed_and_what_is_bad_is_buried_with_its_reason() -> None:
     async def handle(message: Received) -> None:
         if message.id == "bad":
