@@ -176,11 +176,11 @@ def test_who_keeps_a_steps_error_keeps_none_of_its_tensors(
         if next(failures, None) is not None:
             try:
                 raise ValueError(f"of {held.nbytes} bytes")
-            except ValueError:
-                raise torch.OutOfMemoryError("CUDA out of memory")  # noqa: B904
+            except ValueError as cause:
+                raise torch.OutOfMemoryError("CUDA out of memory") from cause
 
     steps.before = before
-    # What a launch gives is held until it is collected.
+    # Launches give a tensor, which is held until they are collected.
     monkeypatch.setattr(steps, "launch", lambda plan: (tensor(), launch(plan)))
     monkeypatch.setattr(steps, "collect", lambda launched: collect(launched[1]))
     heard = Listener()

@@ -82,7 +82,9 @@ async def fine(_: Received) -> None:
     """It is done."""
 
 
-async def test_told_to_stop_while_it_ends_by_a_fault_it_gives_back_what_it_holds() -> None:
+async def test_told_to_stop_while_it_ends_by_a_fault_it_gives_back_what_it_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As where the store is full: neither a submit nor a receive succeeds."""
     shelf, gives_back, may = Shelf("a"), asyncio.Event(), asyncio.Event()
     hide = shelf.hide
@@ -93,7 +95,7 @@ async def test_told_to_stop_while_it_ends_by_a_fault_it_gives_back_what_it_holds
         await hide(messages, seconds)
 
     async def never(_: Received) -> None:
-        shelf.hide = slowly  # type: ignore[method-assign]
+        monkeypatch.setattr(shelf, "hide", slowly)
         shelf.fails.append(SubmitFailed("full", Trouble.FULL))
         await asyncio.Event().wait()
 

@@ -107,7 +107,8 @@ def test_where_a_windowed_table_begins_changes_nothing(where: torch.device, monk
         assert torch.equal(attended(placed(later, 16 * dropped), where), whole)
 
 
-def test_heads_that_no_tile_holds_are_refused(where: torch.device) -> None:
-    case = placed(ragged_case(Shape(2, 1, 512), [(1, 3)]))
-    with pytest.raises(EngineError, match="head_dim of 512"):
+@pytest.mark.parametrize(("heads", "head_dim"), [(2, 512), (33, 256)])
+def test_heads_that_no_tile_holds_are_refused(where: torch.device, heads: int, head_dim: int) -> None:
+    case = placed(ragged_case(Shape(heads, 1, head_dim), [(1, 3)]))
+    with pytest.raises(EngineError, match=f"head_dim of {head_dim} with {heads} query heads"):
         attended(case, where)
