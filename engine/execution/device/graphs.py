@@ -159,6 +159,8 @@ class DecodeGraphs:
             recording.replay()
 
     def _recorded(self, shape: Shape, step: Callable[[Shape], None]) -> Recording | None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # as each recording does: what that gives back must not count
         before = _reserved(self._device)
         try:
             with _garbage_collection_paused():
@@ -205,8 +207,4 @@ def _garbage_collection_paused() -> Iterator[None]:
 
 
 def _reserved(device: torch.device) -> int:
-    """Bytes of the device that torch holds and uses. What it keeps unused is given back, as by every recording."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved(device)
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
