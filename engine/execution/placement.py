@@ -16,7 +16,7 @@ from engine.speculate import Lookup, Proposer, Speculation
 from engine.speculate.draft import DraftModel
 
 #: The default of max_num_seqs. An H200 decodes 1.8 times as many tokens a second at 256 sequences of 8B as at 64.
-_SEQUENCES = {"cpu": 64, "cuda": 256}
+SEQUENCES = {"cpu": 64, "cuda": 256}
 #: The default of max_num_batched_tokens: enough for full use of the device, and few enough that sequences that decode
 #: beside a long prompt go on smoothly.
 _STEP_TOKENS = {"cpu": 512, "cuda": 4096}
@@ -36,7 +36,7 @@ def place(model: Model, config: EngineConfig, draft: Model | None = None) -> Cap
     `draft`: a draft model whose KV cache takes part of the memory. Raises EngineError if the memory does not hold a
     single sequence.
     """
-    limits = (_SEQUENCES[model.device.type], config.max_num_batched_tokens, config.max_non_priority_step_tokens)
+    limits = (SEQUENCES[model.device.type], config.max_num_batched_tokens, config.max_non_priority_step_tokens)
     sequences = config.max_num_seqs or min(limit for limit in limits if limit is not None)
     step_tokens = config.max_num_batched_tokens or max(_STEP_TOKENS[model.device.type], sequences)
     length = model.context_length if config.max_model_len is None else config.max_model_len

@@ -21,6 +21,7 @@ import torch
 from engine.errors import EngineError
 from engine.execution.device import DeviceRunner, rehearse
 from engine.execution.device.rehearsal import CONTEXTS, PROMPTS
+from engine.execution.placement import SEQUENCES
 from engine.kernels.fp8 import CAPABILITY
 from engine.kv import KvSpace
 from engine.models import Model, shape_of
@@ -59,7 +60,7 @@ def warm(
     quantization: str = "none",
     kv_cache_dtype: str = "auto",
     deterministic: bool = False,
-    max_num_seqs: int = 256,
+    max_num_seqs: int | None = None,
     block_size: int = 16,
 ) -> Warmed:
     """Compile into `cache` all kernels for serving the model in `folder` on a GPU of `arch`.
@@ -79,17 +80,17 @@ def warm(
     least = 10 * CAPABILITY[0] + CAPABILITY[1]
     if "fp8" in (quantization, kv_cache_dtype) and target_of(arch).arch < least:
         raise EngineError(f"{arch} has no 8-bit floats: quantization='fp8' and kv_cache_dtype='fp8' need sm_{least}")
-    began = time.perf_counter()
+    began, slots = time.perf_counter(), max_num_seqs or SEQUENCES["cuda"]
     sets: tuple[type[Gpu], type[Gpu]] = (DeterministicGpu, DeterministicFp8Gpu) if deterministic else (Gpu, Fp8Gpu)
     chosen = sets[quantization == "fp8"]
     kernels = chosen if deterministic else partial(chosen, kv_cache_dtype=kv_cache_dtype)
     with compiling_for(arch, cache) as builds:
         model = shape_of(folder, dtype, kernels, quantization)
-        _launch_all(model, max_num_seqs, block_size)
+        _launch_all(model, slots, block_size)
     seconds = time.perf_counter() - began
     # Triton remembers what it compiled for this target object. For a new target object it asks the cache.
     with compiling_for(arch, cache) as again:
-        _launch_all(model, max_num_seqs, block_size)
+        _launch_all(model, slots, block_size)
     verified = all(one.cached for one in again) and {one.key for one in again} == {one.key for one in builds}
     return Warmed(arch, cache.resolve(), str(model.dtype).removeprefix("torch."), builds, seconds, verified)
 

@@ -24,7 +24,7 @@ from engine.kernels.triton.products.fp8 import quantise_rows
 from engine.kernels.triton.products.one_row import one_row_product
 from engine.kernels.triton.products.quantised import int4_linear, int8_linear
 
-#: Raised by whatever gives other bits for the same weights and tokens.
+#: The version of what these kernels compute. A change that gives other bits raises it.
 _VERSION = 2
 
 

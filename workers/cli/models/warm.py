@@ -36,7 +36,9 @@ def warm(
         Path | None, typer.Option(envvar="TRITON_CACHE_DIR", help="Folder for the kernels. Unset: Triton's own cache.")
     ] = None,
     engine: dict[str, Any],
-    max_num_seqs: Annotated[int, typer.Option(min=1, max=4096, help="The same as the worker's --max-num-seqs.")] = 256,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="The same as the worker's --max-num-seqs.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compile a model's GPU kernels ahead of time, so that a worker starts without compiling.
