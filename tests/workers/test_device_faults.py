@@ -117,8 +117,11 @@ def test_a_device_that_fails_costs_no_token(tmp_path: Path, fatal: str) -> None:
             assert f"exited with status {os.EX_SOFTWARE}" in failing.ends[0]
             rig.until(lambda: failing.said(FATAL[fatal]))
             rig.until_settled(ids, 120)
-            # That is not the requests' fault: that they got on absolves them of the worker that was lost.
-            assert {(r["status"], r["deaths"], r["stuck"]) for r in map(rig.record, ids)} == {("completed", "1", "0")}
+            # That is not the requests' fault: that they got on absolves them of the worker that was lost. Those that
+            # lacked memory at the time, and were in no step, were handed back before it was lost: no death counts.
+            found = [(r["status"], r["stuck"], r.get("deaths", "0")) for r in map(rig.record, ids)]
+            assert ("completed", "0", "1") in found
+            assert {*found} <= {("completed", "0", "0"), ("completed", "0", "1")}
             rig.until(lambda: len(rig.leases()) == 2, 120)
             quiet = _ask(client, range(4))
             rig.until_settled(quiet, 120)
