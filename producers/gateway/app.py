@@ -20,6 +20,7 @@ from producers.gateway.admission.accounts import Accounts
 from producers.gateway.admission.callers import Callers
 from producers.gateway.admission.destinations import Destinations
 from producers.gateway.admission.limits import Admission
+from producers.gateway.awaited import Awaited
 from producers.gateway.context import Gateway
 from producers.gateway.http import errors
 from producers.gateway.http.caller import MEASURES
@@ -121,12 +122,13 @@ def _parts(
     figures: Metrics,
 ) -> Gateway:
     blobs = open_blobs(settings.files_dir)
+    prompts, templates = Prompts(client.store), Templates(client.store)
     bounds = Bounds(settings.max_queued_in_all, settings.max_queued, settings.max_queued_per_tenant)
     return Gateway(
         settings=settings,
         client=client,
-        prompts=Prompts(client.store),
-        templates=Templates(client.store),
+        prompts=prompts,
+        templates=templates,
         blobs=blobs,
         reach=Reach(blobs),
         readers=ReaderLeases(client, settings.reader_lease, settings.patience),
@@ -138,7 +140,7 @@ def _parts(
         streams=streams,
         large=asyncio.Semaphore(LARGE_RESULTS),
         prices=prices,
-        awaited=set(settings.awaited),
+        awaited=Awaited(client, prompts, templates, settings.awaited),
     )
 
 
@@ -146,7 +148,10 @@ def _parts(
 async def _running(gateway: Gateway) -> AsyncGenerator[None]:
     """Keep running what a gateway does beside its requests; close its parts at the end."""
     client, settings = gateway.client, gateway.settings
-    keeping = [asyncio.create_task(gateway.readers.run(), name="renew reader leases")]
+    keeping = [
+        asyncio.create_task(gateway.readers.run(), name="renew reader leases"),
+        asyncio.create_task(gateway.awaited.run(), name="load awaited models"),
+    ]
     if gateway.callers is not None:
         keeping.append(asyncio.create_task(gateway.streams.watch(client.store), name="watch keys"))
     if settings.sweep:

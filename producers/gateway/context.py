@@ -12,6 +12,7 @@ from producers.gateway.admission.accounts import Accounts
 from producers.gateway.admission.callers import Callers
 from producers.gateway.admission.destinations import Destinations
 from producers.gateway.admission.limits import Admission
+from producers.gateway.awaited import Awaited
 from producers.gateway.http.streams import Streams
 from producers.gateway.metrics import Metrics
 from producers.gateway.reach import Reach
@@ -46,8 +47,7 @@ class Gateway:
     """Permits for large results in memory."""
     prices: Prices | None
     """What tokens cost; None where that is not said."""
-    awaited: set[str]
-    """Models that must be served before the gateway is ready, and that no worker has served yet."""
+    awaited: Awaited
 
 
 def gateway_of(request: HTTPConnection) -> Gateway:

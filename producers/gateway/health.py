@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from producers.admin.fleet import read_fleet
 from producers.client.steps import FAILURES
 from producers.connection.aws import AwsError
 from producers.gateway.context import Gateway, gateway_of
@@ -37,7 +36,7 @@ async def livez() -> JSONResponse:
     responses={503: {"model": ErrorView, "description": "The gateway cannot take tasks now; the error says why."}},
 )
 async def readyz(request: Request) -> JSONResponse:
-    """Store and broker answer, files' bucket lets us in, and each awaited model is published or served.
+    """Store and broker answer, files' bucket lets us in, and each awaited model is published or served, and loaded.
 
     `degraded`: whether overload refuses or shortens tasks; `checks.overload` says how, model by model.
     """
@@ -54,9 +53,12 @@ async def readyz(request: Request) -> JSONResponse:
         checks["files"] = str(error)
         if lasts(error):
             return _not_ready("The place of files cannot be used.", checks)
-    if missing := await _unserved(gateway):
+    if missing := await gateway.awaited.unserved():
         checks["models"] = f"{', '.join(missing)}: not published, and served by no worker yet"
         return _not_ready(f"{checks['models']}; `penstock models publish` lets tasks wait for a worker.", checks)
+    if unread := gateway.awaited.unread:
+        checks["models"] = f"{', '.join(unread)}: tokenizer and chat template are being loaded"
+        return _not_ready(f"{checks['models']}.", checks)
     checks |= await _starts(gateway)
     stages = {queue: STAGES[one.stage] for queue, one in (await gateway.admission.overload.all()).items() if one.stage}
     if stages:  # it is ready all the same: what it refuses, others would refuse, too
@@ -80,20 +82,6 @@ async def _starts(gateway: Gateway) -> dict[str, str]:
 def _not_ready(why: str, checks: dict[str, str]) -> JSONResponse:
     problem = Problem(503, why, code="not_ready")
     return JSONResponse({**body_of(problem), "checks": checks}, 503, RETRY_AFTER)
-
-
-async def _unserved(gateway: Gateway) -> list[str]:
-    """The awaited models that nobody has published, and no worker has served yet.
-
-    A model without workers takes tasks, which wait in its queue, also one that lost its workers later.
-    """
-    if gateway.awaited:
-        cards = await gateway.client.models()
-        gateway.awaited.difference_update(card["name"] for card in cards if "published" in card)
-    if gateway.awaited:
-        fleet = await read_fleet(gateway.client.store, gateway.client.broker)
-        gateway.awaited.difference_update(pool.model for pool in fleet.pools if pool.workers)
-    return sorted(gateway.awaited)
 
 
 async def _fault(ping: Callable[[], Awaitable[object]]) -> str:

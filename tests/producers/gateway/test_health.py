@@ -16,6 +16,7 @@ from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import CARD, Open
 from tests.producers.gateway.http.test_sse import follow
 from tests.producers.proxy import Proxy
+from tests.waiting import until
 
 #: Nothing listens there.
 NOWHERE = "redis://127.0.0.1:1/0"
@@ -53,6 +54,7 @@ def test_a_gateway_that_waits_for_models_is_ready_once_each_is_published_or_was_
     assert error["code"] == "not_ready"
     assert error["message"].startswith("other, published, tiny: not published, and served by no worker yet; ")
     publish(valkey, {**json.loads(CARD.to_json()), "name": "published"}, {})
+    valkey.hset(keys.MODELS, "other", json.dumps({**json.loads(CARD.to_json()), "name": "other"}))
     serve(valkey, model, "w1")
     answer = http.get("/readyz")
     assert (answer.status_code, answer.json()["checks"]["models"]) == (
@@ -60,9 +62,28 @@ def test_a_gateway_that_waits_for_models_is_ready_once_each_is_published_or_was_
         "other: not published, and served by no worker yet",
     )
     serve(valkey, "other", "w2")
-    assert http.get("/readyz").status_code == 200
+    until(lambda: http.get("/readyz").status_code == 200)
     valkey.flushall()
     assert http.get("/readyz").status_code == 200
+
+
+def test_a_gateway_that_is_ready_has_loaded_what_an_awaited_model_needs(
+    open_door: Open, valkey: Redis, model: str
+) -> None:
+    """And one whose files are damaged keeps it from nothing: its requests say what is wrong."""
+    damaged = {**json.loads(CARD.to_json()), "name": "damaged"}
+    damaged["files"] = dict.fromkeys(damaged["files"], "0" * 64)
+    valkey.hset(keys.MODELS, "damaged", json.dumps(damaged))
+    door = open_door(awaited=(model, "damaged"))
+    serve(valkey, model, "w1")
+    serve(valkey, "damaged", "w2")
+    until(lambda: door.http.get("/readyz").status_code == 200)
+    valkey.delete(*map(keys.blob, CARD.files.values()))
+    asked = {"messages": [{"role": "user", "content": "Hello"}]}
+    codes = {
+        name: door.http.post("/v1/tasks", json={"model": name, **asked}).status_code for name in (model, "damaged")
+    }
+    assert codes == {model: 202, "damaged": 503}
 
 
 def serve(valkey: Redis, model: str, worker: str) -> None:

@@ -84,7 +84,8 @@ def gateway(
     await_model: Annotated[
         list[str] | None,
         typer.Option(
-            help="Answer /readyz with 503 until this model is published or a worker serves it. May be repeated."
+            help="Answer /readyz with 503 until this model is published or a worker serves it, and its tokenizer and "
+            "chat template are loaded. May be repeated."
         ),
     ] = None,
     log_level: LogLevel = "info",
