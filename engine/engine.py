@@ -64,8 +64,8 @@ class Engine(StepLoop):
         self.tokenizer: Tokenizer | None = None
         # A folder without a tokenizer still serves token ids.
         if (folder / "tokenizer.json").is_file():
-            self.card = ModelCard.from_folder(folder)
             self.tokenizer = Tokenizer.from_folder(folder)
+            self.card = ModelCard.from_folder(folder, tokenizer=self.tokenizer)
         if draft is not None:
             check_same_tokens(self.tokenizer, model, Path(str(config.draft_model)), draft)
         self._model = model

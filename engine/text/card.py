@@ -58,8 +58,9 @@ class ModelCard:
     created: int
 
     @classmethod
-    def from_folder(cls, folder: str | Path, name: str | None = None) -> ModelCard:
-        """Read a model folder without loading the model. `name` defaults to the folder's name.
+    def from_folder(cls, folder: str | Path, name: str | None = None, tokenizer: Tokenizer | None = None) -> ModelCard:
+        """Read a model folder without loading the model. `name` defaults to the folder's name; `tokenizer`: the
+        folder's, if it is loaded already.
 
         Raises ModelError naming the file or setting that is missing or broken.
         """
@@ -70,7 +71,7 @@ class ModelCard:
         if not named:
             raise ModelError(f"{root / 'config.json'} names no architecture")
         config = Config.of_model(values)
-        tokenizer = Tokenizer(files)
+        tokenizer = tokenizer or Tokenizer(files)
         chat = TemplateSource.from_bytes(files) is not None
         return cls(
             name=root.name if name is None else name,
