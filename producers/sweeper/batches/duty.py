@@ -153,11 +153,11 @@ class Batches:
         async with self._steps, asyncio.timeout(LIMIT_S):
             if batch.status == "cancelling":
                 await self._cancel_lines(batch)
-            elif batch.status == "in_progress":
-                done["batch_lines"] = await self._expander.expand(batch, STEP)
             done["batch_results"] = await self._writer.write(batch)
-            if not closing(batch):
+            if batch.status == "in_progress":
+                # Before more lines begin: whatever becomes of these, the batch ends at its deadline.
                 await arun(self._store, batches.finalize(batch.id))
+                done["batch_lines"] = await self._expander.expand(batch, STEP)
         if closing(batch):
             async with self._long_steps:
                 done["batches_ended"] = int(await self._finisher.finish(batch) in batches.ENDED)

@@ -65,8 +65,8 @@ PARAMETERS: Final = Parameters(
 )
 #: A task's field -> the name that a response has for it, where they differ.
 NAMES: Final = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs", "prompt": "input", "prompt_ids": "input"}
-#: Parameters that the response shows as they came.
-SHOWN: Final = ("user", "safety_identifier", "prompt_cache_key", "max_output_tokens", "previous_response_id")
+#: Texts that the response shows as they came.
+SHOWN: Final = ("user", "safety_identifier", "prompt_cache_key", "previous_response_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,15 +130,17 @@ def read_response(body: Mapping[str, Any], tenant: str | None) -> Wanted:
     top = count(own, "top_logprobs", 0, MAX_TOP_LOGPROBS)
     if top or LOGPROBS in included(own.get("include", [])):
         asked.fields["logprobs"] = top or 0
+    shown: dict[str, Any] = {name: _string(body, name) for name in SHOWN}
     return Wanted(
         asked=replace(asked, names=asked.names | NAMES),
         items=read_input(own["input"]),
         instructions=_string(own, "instructions"),
-        previous=_string(own, "previous_response_id"),
+        previous=shown["previous_response_id"],
         background=background,
         store=store,
         truncate=truncation == "auto",
-        shown={name: body.get(name) for name in SHOWN}
+        shown=shown
+        | {"max_output_tokens": body.get("max_output_tokens")}
         | {"truncation": truncation, "top_logprobs": top or 0, "text": _text(own)}
         | {"tools": [], "tool_choice": body.get("tool_choice") or "auto"}
         | {"parallel_tool_calls": body.get("parallel_tool_calls") is not False, "reasoning": {}},

@@ -112,6 +112,24 @@ async def test_what_is_not_done_at_the_deadline_is_expired(
     assert job.faults() == []
 
 
+async def test_a_batch_whose_lines_cannot_be_made_ends_at_its_deadline(
+    valkey: Redis, valkey_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is wrong here, its caller gets files and an end."""
+
+    async def fails(*_: Any) -> None:
+        raise RuntimeError("a fault of this program")
+
+    monkeypatch.setattr(LineEndpoints, "tasks", fails)
+    job = Job(valkey, tmp_path, [GOOD] * 3)
+    async with sweeping(valkey_url, job):
+        await auntil(lambda: job.read().status == "in_progress")
+        valkey.hset(keys.batch(job.id), "deadline", 1)
+        await auntil(job.ended)
+    assert job.read().status == "expired"
+    assert codes(job) == dict.fromkeys(("r0", "r1", "r2"), "batch_expired")
+
+
 async def test_a_line_that_fails_has_the_answer_that_a_caller_would_have(
     valkey: Redis, valkey_url: str, tmp_path: Path, worker: FakeWorker
 ) -> None:

@@ -34,6 +34,8 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
     ({"input": "x " * 3000}, "input", "context_length_exceeded", "lower max_output_tokens"),
     ({"instructions": 5}, "instructions", "invalid_type", "a string"),
     ({"instructions": "\ud800"}, "instructions", "invalid_value", "lone surrogate"),
+    ({"user": "\ud800"}, "user", "invalid_value", "lone surrogate"),
+    ({"prompt_cache_key": "\ud800"}, "prompt_cache_key", "invalid_value", "lone surrogate"),
     ({"max_output_tokens": -1}, "max_output_tokens", "invalid_value", "-1"),
     ({"max_output_tokens": 5000}, "max_output_tokens", "context_length_exceeded", "1024"),
     ({"max_output_tokens": 5000, "truncation": "auto"}, "max_output_tokens", "context_length_exceeded", "1024"),
