@@ -7,6 +7,7 @@ final record, all events -> answer_line -> the body that the endpoint would have
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -60,7 +61,7 @@ def read_line(
     """
     for name, nothing in URLS[url].items():
         if body.get(name) is not None and body[name] not in nothing:
-            raise refused(name, body[name], nothing)
+            raise refused(name, body[name], nothing, "which a line of a batch cannot have")
     asked, task, response = _READ[url](body, fields)
     with asked.in_its_words():
         task = task.resolved(card)
@@ -114,6 +115,9 @@ def _completion(body: Mapping[str, Any], fields: Mapping[str, Any]) -> _Read:
 
 def _response(body: Mapping[str, Any], fields: Mapping[str, Any]) -> _Read:
     read = read_response(body, None)
+    asked = replace(read.asked, service_tier=fields.get("tier", read.asked.service_tier))
+    # Its answer is in the batch's files alone: nobody comes back for it by its id.
+    read = replace(read, asked=asked, store=False)
     return read.asked, read.task(messages=read.messages(read.items), **fields), read
 
 

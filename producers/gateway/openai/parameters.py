@@ -300,13 +300,13 @@ def _same(value: Any, nothing: Any) -> bool:
     return type(value) is type(nothing) and bool(value == nothing)
 
 
-def refused(name: str, value: Any, nothing: Sequence[Any]) -> Problem:
+def refused(name: str, value: Any, nothing: Sequence[Any], why: str = "which is not offered here") -> Problem:
     """The error for a parameter that is not offered. `nothing`: its values that are accepted."""
     neutral = " or ".join(map(shown, nothing))
     hint = f" or give {neutral}" if neutral else ""
     return Problem(
         400,
-        f"{name} is {shown(value)}, which is not offered here; leave it out{hint}",
+        f"{name} is {shown(value)}, {why}; leave it out{hint}",
         code="unsupported_parameter",
         param=name,
     )

@@ -23,8 +23,8 @@ BODIES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "def f", "temperature": 0.5},
     RESPONSES: {"input": "Write f.", "instructions": "You write Python.", "max_output_tokens": 3},
 }
-#: Fields that differ from one request to the next; a line names the pool that made it.
-OWN = {"id", "created", "created_at", "service_tier", "system_fingerprint"}
+#: Fields that differ from one request to the next; a line names the pool that made it, and is not stored.
+OWN = {"id", "created", "created_at", "service_tier", "store", "system_fingerprint"}
 
 
 @pytest.mark.parametrize("url", BODIES)
@@ -41,6 +41,8 @@ def test_a_line_is_answered_as_its_endpoint_answers(
     record = Record(asked.id, dict(fields) | {name: str(value) for name, value in more.items()})
     said = json.loads(answer_line(url, record, door.run(events(door, asked.id))))
     assert {k: v for k, v in said.items() if k not in OWN} == {k: v for k, v in answer.items() if k not in OWN}
+    if url == RESPONSES:
+        assert (said["service_tier"], said["store"]) == ("batch", False)
 
 
 async def events(door: Door, task_id: str) -> list[Any]:
