@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
@@ -12,6 +13,8 @@ from producers.gateway.openai.arrays import Arrays, joined
 #: Names of a choice's lists of log probabilities, in a chat and in the legacy endpoint.
 CHAT: Final = ("content",)
 COMPLETION: Final = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+#: What stands for bytes that are no character.
+REPLACEMENT: Final = "\ufffd"
 #: List's name -> a value for each of a choice's next tokens.
 Lists = dict[str, list[Any]]
 
@@ -57,12 +60,13 @@ class CompletionLogprobs:
         """The lists for `rows`: (token id, log probabilities, or None for a prompt's first token)."""
         lists: Lists = {name: [] for name in COMPLETION}
         for token_id, logprobs in rows:
-            name = self._name(token_id)
+            data = self._tokenizer.token_bytes(token_id)
+            name, piece = _name(data), self._detokenizer.push(token_id)
             lists["tokens"].append(name)
             lists["token_logprobs"].append(None if logprobs is None else logprobs[0])
             lists["top_logprobs"].append(None if logprobs is None else self._top(token_id, logprobs))
-            lists["text_offset"].append(self.offset)
-            self.offset += self._length(name, self._detokenizer.push(token_id))
+            lists["text_offset"].append(self.offset + _left_over(data, piece))
+            self.offset += self._length(name, piece)
         return lists
 
     def _length(self, name: str, piece: str) -> int:
@@ -73,16 +77,27 @@ class CompletionLogprobs:
         """Text -> log probability of the likeliest tokens and the token itself; of two with one text, the likelier."""
         named: dict[str, float] = {}
         for other, value in (*logprobs[1], (token_id, logprobs[0])):
-            named.setdefault(self._name(other), value)
+            named.setdefault(_name(self._tokenizer.token_bytes(other)), value)
         return named
 
-    def _name(self, token_id: int) -> str:
-        """A token's text, or for invalid UTF-8 its bytes in OpenAI's spelling, so that names differ."""
-        data = self._tokenizer.token_bytes(token_id)
-        try:
-            return data.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+def _name(data: bytes) -> str:
+    """A token's text, or for invalid UTF-8 its bytes in OpenAI's spelling, so that names differ."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _left_over(data: bytes, piece: str) -> int:
+    """The number of U+FFFD before a token's own text, for bytes of earlier tokens whose character it did not end.
+
+    `data`: the token's bytes. `piece`: the detokenizer's output for it."""
+    if data[:1] and data[0] & 0xC0 == 0x80:  # it goes on with that character
+        return 0
+    own = codecs.getincrementaldecoder("utf-8")("replace").decode(data)
+    before = piece[: max(0, len(piece) - len(own))]
+    return len(before) if before.count(REPLACEMENT) == len(before) else 0
 
 
 class PromptLogprobs(CompletionLogprobs):

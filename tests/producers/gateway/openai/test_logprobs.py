@@ -9,6 +9,7 @@ import pytest
 from engine.output import OutputState
 from engine.params import SamplingParams
 from engine.text import Tokenizer
+from producers.gateway.openai.logprobs import CompletionLogprobs
 from tests.producers.gateway.conftest import TINY, Ask
 from tests.producers.gateway.openai.conftest import Answering, chunks, says
 
@@ -86,6 +87,15 @@ def test_offsets_begin_behind_an_echo_and_at_zero_without(complete: Ask, answeri
         answering.scripts = [generated("ab cd")]
         logprobs = complete(logprobs=0, echo=echo).json()["choices"][0]["logprobs"]
         assert logprobs["text_offset"][0] == begins
+
+
+@pytest.mark.parametrize(
+    ("data", "offsets"), [(b"\xceab", [0, 1, 2]), (b"\xce\xceab", [0, 1, 2, 3]), (b"\xce\xb1a", [0, 0, 1])]
+)
+def test_own_text_begins_behind_what_is_left_of_an_unfinished_character(data: bytes, offsets: list[int]) -> None:
+    of = {TOKENIZER.token_bytes(token_id): token_id for token_id in range(TOKENIZER.vocab_size)}
+    rows = [(of[bytes([byte])], (-1.0, ())) for byte in data]
+    assert CompletionLogprobs(TOKENIZER).rows(rows)["text_offset"] == offsets
 
 
 def test_half_a_character_is_named_by_its_bytes(complete: Ask, answering: Answering) -> None:
