@@ -75,6 +75,9 @@ class Connection(HttpToolsProtocol):
     _open: tuple[RequestResponseCycle, ...] = ()
     """Unanswered requests, the oldest first. uvicorn reports a lost connection only to the last pipelined one."""
 
+    _coming: RequestResponseCycle | None = None
+    """The request whose body is still being received."""
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         if len(self.connections) >= self.most:
             problem = _full(self.most)
@@ -123,6 +126,7 @@ class Connection(HttpToolsProtocol):
         if self.scope["http_version"] == "1.0":
             _end_by_closing(self.cycle)
         self.headers = []  # the scope has the request's; a trailer is none of them (RFC 9110, 6.5.1)
+        self._coming = self.cycle
         self._open = (*(cycle for cycle in self._open if not cycle.response_complete), self.cycle)
 
     def on_body(self, body: bytes) -> None:
@@ -132,6 +136,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._came()
+        self._coming = None
         super().on_message_complete()
 
     def _should_upgrade(self) -> bool:
@@ -165,10 +170,14 @@ class Connection(HttpToolsProtocol):
             self._refuse(_slow(self.receive))
 
     def _refuse(self, problem: Problem) -> None:
-        """Answer with an error, unless another answer is being sent, and close."""
-        cycle: RequestResponseCycle | None = self.cycle
-        if cycle is None or cycle.response_complete:
+        """Answer with an error, unless another answer is being sent or comes first, and close."""
+        cycle = self._coming
+        waiting = any(not one.response_complete for one in self._open if one is not cycle)
+        if not waiting and (cycle is None or not cycle.response_started):
             self.transport.write(_raw(problem))
+        if cycle is not None:  # who reads the body is told that no more comes, and answers nothing more
+            cycle.disconnected = True
+            cycle.message_event.set()
         self.transport.close()
 
     def _cut(self) -> None:

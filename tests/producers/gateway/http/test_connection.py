@@ -58,12 +58,32 @@ def test_a_request_that_does_not_come_in_is_given_up(open_door: Open, before: by
         assert (status, error["code"]) == (408, "request_timeout")
 
 
-def test_a_body_that_does_not_come_in_ends_its_connection(open_door: Open) -> None:
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        (b"Content-Length: 9\r\n\r\n{", 408, "request_timeout"),
+        (b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n", 408, "request_timeout"),
+        (b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\nzz\r\n", 400, "invalid_http"),
+    ],
+)
+def test_a_body_that_does_not_come_in_whole_is_answered(open_door: Open, body: bytes, status: int, code: str) -> None:
     with hurried(open_door()) as connection:
-        connection.sendall(
-            b"POST /v1/tasks HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
-        )
+        connection.sendall(b"POST /v1/tasks HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" + body)
+        found, error = answer(connection)
+        assert (found, error["code"]) == (status, code)
         assert connection.recv(1 << 16) == b""
+
+
+def test_an_answer_that_is_being_sent_is_not_mixed_with_another(open_door: Open, model: str) -> None:
+    """Nor is one sent for a later request before that of an earlier one."""
+    body = json.dumps({"model": model, "prompt": "x", "max_tokens": 1, "stream": True})
+    with hurried(open_door(heartbeat=2 * MOMENT)) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n{body}NO HTTP\r\n\r\n".encode())
+        received = b""
+        while part := connection.recv(1 << 16):
+            received += part
+        assert b"invalid_http" not in received
 
 
 def test_a_whole_request_is_waited_for_no_more(open_door: Open, model: str) -> None:
