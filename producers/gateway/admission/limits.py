@@ -106,8 +106,9 @@ def _shortened(tasks: Sequence[Task], to: int, context: int) -> Entered:
     return Entered(cut, {"shortened": json.dumps({"to": to, "from": first.max_tokens})}, to)
 
 
-def check_may_use(principal: Principal, task: Task) -> None:
-    """Raise Problem where a request's tasks, all of one model and tier, are not the caller's to submit."""
+def check_may_use(principal: Principal, task: Task, tier: str = "service_tier") -> None:
+    """Raise Problem where a request's tasks, all of one model and tier, are not the caller's to submit. `tier`: the
+    parameter that names the tier."""
     if not principal.may_use(task.model):
         raise Problem(
             403, f"This key may not use the model {shown(task.model)}.", code="model_not_allowed", param="model"
@@ -117,5 +118,5 @@ def check_may_use(principal: Principal, task: Task) -> None:
             403,
             f"This key may not use the tier {task.tier}; it may use {', '.join(principal.tiers)}.",
             code="tier_not_allowed",
-            param="tier",
+            param=tier,
         )

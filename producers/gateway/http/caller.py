@@ -13,7 +13,6 @@ from typing import Any, Final
 from fastapi import Depends
 from fastapi.openapi.models import HTTPBearer
 from fastapi.security.base import SecurityBase
-from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 
 from producers.contract.task import MAX_TENANT
@@ -25,6 +24,7 @@ from producers.store.access.principal import LOCAL, Principal
 from producers.store.usage.limits import Charge
 
 TENANT: Final = "Penstock-Tenant"
+_TENANT: Final = TENANT.lower().encode()
 #: The header for OpenAPI (`parameters` of an operation).
 PARAMETER: Final[dict[str, Any]] = {
     "name": TENANT,
@@ -35,7 +35,8 @@ PARAMETER: Final[dict[str, Any]] = {
 
 
 class Needs(SecurityBase):
-    """A dependency: the caller has a key of this scope, where the gateway asks for keys. Raises Problem.
+    """A dependency: the caller has a key of this scope, where the gateway asks for keys, and names no other tenant
+    than the key's. Raises Problem.
 
     The OpenAPI document says so of each endpoint that has it, and of the key's header.
     """
@@ -56,6 +57,7 @@ class Needs(SecurityBase):
         principal = callers.again(token) or await callers.principal(token, _address(connection) or "nobody")
         if not principal.may(self.scope):
             raise Problem(403, f"This key lacks the scope {self.scope}.", code="missing_scope")
+        same(principal, _named(connection.scope["headers"]), TENANT)
         state["principal"], state[OPENED] = principal, token
 
 
@@ -76,12 +78,9 @@ def actor_of(connection: HTTPConnection) -> Actor:
 
 
 def tenant_of(connection: HTTPConnection) -> str | None:
-    """The caller's tenant: the key's; without keys the one that it names, in UTF-8, if any. Raises Problem."""
-    principal, named = principal_of(connection), _named(connection.headers)
-    if principal.key is None:
-        return named
-    same(principal, named, TENANT)
-    return principal.tenant
+    """The caller's tenant: the key's; without keys the one that its header names, in UTF-8, if any. Raises Problem."""
+    principal = principal_of(connection)
+    return _named(connection.scope["headers"]) if principal.key is None else principal.tenant
 
 
 def marks(connection: HTTPConnection) -> dict[str, str]:
@@ -104,17 +103,16 @@ def same(principal: Principal, named: str | None, param: str) -> None:
         )
 
 
-def _named(headers: Headers) -> str | None:
-    values = headers.getlist(TENANT)
+def _named(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    values = [value for name, value in headers if name == _TENANT]
     if not values:
         return None
     if len(values) > 1:  # a proxy that adds its own may mean either
-        raise _refusal(", ".join(values), "given once")
-    value = values[0]
+        raise _refusal(b", ".join(values).decode("latin-1"), "given once")
     try:
-        name = value.encode("latin-1").decode()
+        name = values[0].decode()
     except UnicodeDecodeError:
-        raise _refusal(value, "valid UTF-8") from None
+        raise _refusal(values[0].decode("latin-1"), "valid UTF-8") from None
     if not 1 <= len(name) <= MAX_TENANT:
         raise _refusal(name, f"a name of 1 to {MAX_TENANT} characters")
     return name

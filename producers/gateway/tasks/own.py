@@ -18,24 +18,28 @@ from producers.connection.script import text
 from producers.contract import keys
 from producers.contract.record import Record
 from producers.contract.task import Task
+from producers.errors import shown
 from producers.gateway.admission.limits import check_may_use
 from producers.gateway.context import gateway_of
-from producers.gateway.http.caller import principal_of, same
+from producers.gateway.http.caller import TENANT, principal_of, same, tenant_of
+from producers.gateway.http.errors import invalid_value
 
 #: Time (s) for which a cancel waits for the task's worker, which needs a step.
 CANCEL_S: Final = 1.0
 
 
 def owned(connection: HTTPConnection, task: Task) -> Task:
-    """The task, as its key's tenant's. Raises Problem where it names another one, or what its key may not use."""
-    principal = principal_of(connection)
+    """The task, as its key's tenant's or the one's that the header names. Raises Problem where it names another one,
+    or what its key may not use."""
+    principal, tenant = principal_of(connection), tenant_of(connection)
     same(principal, task.tenant, "tenant")
-    check_may_use(principal, task)
-    return (
-        task
-        if principal.key is None or task.tenant == principal.tenant
-        else task.model_copy(update={"tenant": principal.tenant})
-    )
+    check_may_use(principal, task, "tier")
+    if principal.key is None:
+        if None not in (tenant, task.tenant) and tenant != task.tenant:
+            said = f"tenant is {shown(task.tenant)}, and the header {TENANT} says {shown(tenant)}; give one of them"
+            raise invalid_value("tenant", said)
+        tenant = tenant or task.tenant
+    return task if task.tenant == tenant else task.model_copy(update={"tenant": tenant})
 
 
 async def sees(connection: HTTPConnection, name: str) -> bool:

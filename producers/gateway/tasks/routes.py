@@ -18,6 +18,7 @@ from producers.errors import PenstockError
 from producers.gateway.context import gateway_of
 from producers.gateway.http import idempotency
 from producers.gateway.http.caller import CANCELS, READS, SUBMITS, principal_of
+from producers.gateway.http.caller import PARAMETER as TENANT_PARAMETER
 from producers.gateway.http.errors import Problem
 from producers.gateway.http.request.body import read_task
 from producers.gateway.tasks import listing, outcome, wait
@@ -38,7 +39,7 @@ ENDED: Final[dict[str, Any]] = {"model": TaskView, "description": "The task ende
     response_model=TaskView,
     responses={200: ENDED, **errors(404, 413, 415, 422, 429)},
     openapi_extra={
-        "parameters": [idempotency.PARAMETER, wait.PARAMETER],
+        "parameters": [idempotency.PARAMETER, wait.PARAMETER, TENANT_PARAMETER],
         "requestBody": {"required": True, "content": {"application/json": {"schema": Task.model_json_schema()}}},
     },
 )

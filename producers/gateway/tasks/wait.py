@@ -19,7 +19,7 @@ from producers.gateway.http.streams import why_stopped
 
 #: Longest wait (s); who asks for more waits for this long.
 LONGEST_S: Final = 60
-_WAIT: Final = re.compile(r"\s*wait\s*=\s*\"?([0-9]{1,9})\"?\s*(;.*)?", re.IGNORECASE)
+_WAIT: Final = re.compile(r"\s*wait\s*=\s*\"?([0-9]{1,200})\"?\s*(;.*)?", re.IGNORECASE)
 #: The header for OpenAPI.
 PARAMETER: Final[dict[str, Any]] = {
     "name": "Prefer",

@@ -207,14 +207,19 @@ def test_a_key_is_for_its_models_and_tiers(http: httpx.Client, make: Make, model
     assert http.get("/v1/models", headers=as_caller(make(models=("other",)))).json()["data"] == []
     flex = make(models=(model,), tiers=("flex", "batch"))
     assert (code(flex), code(flex, tier="flex")) == ("tier_not_allowed", "")
+    for path, field in (("/v1/tasks", "tier"), ("/v1/completions", "service_tier")):
+        asked = {"model": model, "prompt": "def f", field: "priority"}
+        assert http.post(path, json=asked, headers=as_caller(flex)).json()["error"]["param"] == field
 
 
 def test_a_key_names_no_tenant_but_its_own(http: httpx.Client, make: Make, model: str) -> None:
     task, headers = {"model": model, "prompt": "def f"}, as_caller(make())
     assert http.post("/v1/tasks", json={**task, "tenant": "acme"}, headers=headers).status_code == 202
     other = http.post("/v1/tasks", json={**task, "tenant": "other"}, headers=headers)
-    named = http.get("/v1/files", headers={**headers, "penstock-tenant": "other"})
-    assert [(one.status_code, one.json()["error"]["code"]) for one in (other, named)] == [(403, "wrong_tenant")] * 2
+    named = {**headers, "penstock-tenant": "other"}
+    refused = [other, http.post("/v1/tasks", json=task, headers=named)]
+    refused += [http.get(path, headers=named) for path in ("/v1/files", "/v1/tasks", "/v1/usage", "/v1/models")]
+    assert {(one.status_code, one.json()["error"]["code"]) for one in refused} == {(403, "wrong_tenant")}
     twice = [*headers.items(), ("penstock-tenant", "acme"), ("penstock-tenant", "other")]
     assert http.get("/v1/files", headers=twice).status_code == 400
     body = b'{"model": "tiny", "prompt": "x", "tenant": "acme", "tenant": "other"}'

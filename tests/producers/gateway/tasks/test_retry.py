@@ -74,7 +74,14 @@ def test_an_answer_waits_for_the_tasks_end(
 
 @pytest.mark.parametrize(
     ("prefer", "applied"),
-    [("wait=0", "wait=0"), ("wait=0; x=1", "wait=0"), ("wait=-1", None), ("wait=x", None), ("return=minimal", None)],
+    [
+        ("wait=0", "wait=0"),
+        ("wait=00000000000", "wait=0"),
+        ("wait=0; x=1", "wait=0"),
+        ("wait=-1", None),
+        ("wait=x", None),
+        ("return=minimal", None),
+    ],
 )
 def test_an_answer_that_has_waited_shows_the_task_as_it_is(
     http: httpx.Client, submit: Submit, model: str, prefer: str, applied: str | None

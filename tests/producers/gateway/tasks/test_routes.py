@@ -27,6 +27,13 @@ def record_of(valkey: Redis, task_id: str) -> Record:
 
 
 class TestSubmit:
+    def test_the_header_names_the_tenant_unless_the_task_does(self, http: httpx.Client, model: str) -> None:
+        head, task = {"penstock-tenant": "acme"}, {"model": model, "prompt": "def f"}
+        named = [http.post("/v1/tasks", json=task | field, headers=head) for field in ({}, {"tenant": "acme"})]
+        assert [(one.status_code, one.json()["tenant"]) for one in named] == [(202, "acme")] * 2
+        other = http.post("/v1/tasks", json=task | {"tenant": "other"}, headers=head)
+        assert (other.status_code, other.json()["error"]["param"]) == (400, "tenant")
+
     def test_answers_202_with_the_task_and_where_it_is(self, http: httpx.Client, model: str) -> None:
         answer = http.post("/v1/tasks", json={"model": model, "prompt": "def f", "metadata": {"a": "b"}})
         task = answer.json()
