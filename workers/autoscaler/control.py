@@ -20,7 +20,7 @@ from workers.autoscaler.starts import Starts, limit_of
 
 log = logging.getLogger(__name__)
 
-#: Time (s) for which a platform may have fewer workers than it was told.
+#: Time (s) for which a platform may have fewer workers than it was told, or only those of another version.
 FEWER_S: Final = 30.0
 
 
@@ -42,6 +42,7 @@ class Control:
         self._rules, self._kept = scaled.settings.rules, before
         self._fewer_since: float | None = None
         self._old_since: float | None = None
+        self._stranded, self._stranded_since = "", 0.0
         self._shown: tuple[Any, ...] = ()
 
     def decide(self, fleet: Fleet | None, at: float, by: str) -> dict[str, Any] | None:
@@ -69,6 +70,8 @@ class Control:
             self._memory = replace(self._memory, wanted=0)
         self.wanted = decision.wanted
         self._watch_starts(fleet, seen, decision.wanted)
+        before, self._stranded = self._stranded, watch.stranded(fleet, self.settings)
+        self._stranded_since = self._stranded_since if before else at
         return self._state(at, decision, seen, by)
 
     def changed(self, state: dict[str, Any]) -> bool:
@@ -154,6 +157,8 @@ class Control:
     def _trouble(self, at: float, told: int) -> str:
         """The reason why workers do not come up, in words."""
         found = self._starts.trouble(at, self.settings.tries, self.settings.name)
+        if not found and self._stranded and at - self._stranded_since > FEWER_S:
+            found = self._stranded
         if self.acting is None:
             return found
         if self.acting.refused:

@@ -133,7 +133,13 @@ def wrong_in(query: str) -> list[str]:
             wrong.append(f"{selector.name} has no label {sorted(lacks)}")
     grouped = {label for one in re.findall(r"(?:by|on)\s*\(([^)]*)\)", query) for label in re.findall(r"\w+", one)}
     known = {label for selector in _selectors(expression) for label in metrics().get(selector.name, set())}
-    return wrong + [f"nothing in {query} has a label {label}" for label in sorted(grouped - known - OF_PROMETHEUS)]
+    strange = sorted(grouped - known - made_in(query) - OF_PROMETHEUS)
+    return wrong + [f"nothing in {query} has a label {label}" for label in strange]
+
+
+def made_in(query: str) -> set[str]:
+    """The labels that a query makes of others (`label_replace`)."""
+    return set(re.findall(r'"(\w+)",\s*"\$\d"', query))
 
 
 def _selectors(node: Any) -> Iterator[Any]:

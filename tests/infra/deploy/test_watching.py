@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.infra.deploy.code import metrics, parsed, wrong_in
+from tests.infra.deploy.code import made_in, metrics, parsed, wrong_in
 from tests.processes import ROOT
 
 PROMETHEUS = ROOT / "infra" / "prometheus"
@@ -38,7 +38,7 @@ def test_an_alert_is_about_what_there_is(name: str) -> None:
     told = " ".join(rule["annotations"].values())
     for command in re.findall(r"`penstock ([^`]*)`", told):
         parsed(re.sub(r"\{\{.*?\}\}", "tiny", command).split())
-    labels = set().union(*(its for metric, its in metrics().items() if metric in rule["expr"]))
+    labels = made_in(rule["expr"]).union(*(its for metric, its in metrics().items() if metric in rule["expr"]))
     assert set(re.findall(r"\$labels\.(\w+)", told)) <= labels
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -41,6 +42,18 @@ def control() -> Control:
     acting = Acting(Recorder(3), lambda: True, 1.0)
     acting.actual = asyncio.run(acting.actuator.actual())
     return Control(Scaled(SETTINGS, acting.actuator), acting)
+
+
+def test_tasks_of_a_version_that_no_worker_serves_are_trouble_once_they_have_waited() -> None:
+    one, waiting = control(), fleet(AT)
+    waiting.pools.append(Pool("tiny@2.cpu", "tiny", workers=[{"worker": "a"}]))
+    said = []
+    for later in (0.0, 20.0, 31.0):
+        state = one.decide(replace(waiting, at=AT + later), AT + later, "one")
+        assert state is not None
+        said.append(state["trouble"])
+    assert said[:2] == ["", ""]
+    assert said[2].startswith("1 tasks wait for version 1, and the workers that are up serve 2")
 
 
 @cache

@@ -33,6 +33,14 @@ FLEET = Fleet(
 )
 
 
+def test_tasks_of_a_version_that_no_worker_serves_are_told_where_others_are_up() -> None:
+    said = "54 tasks wait for version 12, 2, and the workers that are up serve 1: start workers of the version that"
+    assert watch.stranded(FLEET, PoolSettings("tiny")).startswith(said)
+    assert watch.stranded(FLEET, PoolSettings("tiny", "2")) == "", "its workers come"
+    empty = Fleet([replace(queue, workers=[]) for queue in FLEET.pools], at=100.0, versions={"tiny": "1"})
+    assert watch.stranded(empty, PoolSettings("tiny")) == "", "nor do those of any: they are started"
+
+
 def test_a_pool_of_a_version_has_its_queues_and_that_of_plain_senders_if_it_is_the_cards() -> None:
     one, other = (watch.signals(FLEET, PoolSettings("tiny", version)) for version in ("1", "2"))
     assert (one.queued, one.in_flight, one.patient, one.ready, one.tiers["default"].oldest_s) == (4, 3, 1, 1, 3.0)
