@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 
 from producers.client.steps import FAILURES
 from producers.connection.aws import AwsError
+from producers.connection.trouble import NotPrimary, Trouble, said, trouble
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http.errors import RETRY_AFTER, Problem, body_of
 from producers.gateway.reach import lasts
@@ -47,8 +48,8 @@ async def readyz(request: Request) -> JSONResponse:
     checks = {name: fault or "ok" for name, fault in faults.items()}
     if away := " and ".join(name for name, fault in faults.items() if fault == SILENT):
         return _not_ready(f"No answer from the {away}.", checks)
-    if faults["broker"]:
-        return _not_ready(f"The broker cannot be used: {faults['broker']}.", checks)
+    if refusing := "; ".join(f"the {name} cannot be used: {fault}" for name, fault in faults.items() if fault):
+        return _not_ready(f"{refusing[0].upper()}{refusing[1:]}.", checks)
     if error := await gateway.reach.error(PATIENCE_S):
         checks["files"] = str(error)
         if lasts(error):
@@ -89,8 +90,7 @@ async def _fault(ping: Callable[[], Awaitable[object]]) -> str:
     try:
         async with asyncio.timeout(PATIENCE_S):
             await ping()
-    except AwsError as error:
-        return str(error)
-    except FAILURES:
-        return SILENT
+    except FAILURES as error:
+        told = isinstance(error, (AwsError, NotPrimary)) or trouble(error) is not Trouble.AWAY
+        return said(error).rstrip(".") if told else SILENT
     return ""

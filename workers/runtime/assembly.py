@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -52,6 +53,7 @@ class Runtime:
 
     def __init__(self, served: Served, app: Celery, announce: Callable[[Redis], object]) -> None:
         self.served = served
+        self.began = round(time.time(), 3)
         settings, engine = served.settings, served.engine
         clock = Clock()
         self.acker = Acker(served.connect_broker(), settings.store)
@@ -209,6 +211,7 @@ class Runtime:
         return json.dumps(
             {
                 "worker": served.settings.name,
+                "began": self.began,
                 "queue": served.pool.queue,
                 "model": served.model,
                 "version": served.card["version"],

@@ -60,9 +60,14 @@ GPU_FIGURES: Final = (
 
 def described(fleet: Fleet) -> Iterator[Metric]:
     worker_labels, gpu_labels = (*POOL, "worker"), (*POOL, "worker", "gpu")
-    leases = [
-        ((pool.model, pool.name, str(worker["worker"])), worker) for pool in fleet.pools for worker in pool.workers
-    ]
+    # One for each name, the last begun: the lease of one that was killed stands until it lapses.
+    leases = list(
+        {
+            (pool.model, pool.name, str(worker["worker"])): worker
+            for pool in fleet.pools
+            for worker in sorted(pool.workers, key=lambda worker: sane(worker.get("began")) or 0.0)
+        }.items()
+    )
     yield from _figures("worker", WORKER_FIGURES, worker_labels, leases)
     text = "0 while a worker drains or says that something is wrong with it."
     ready = ((whose, not (worker.get("draining") or worker.get("unready"))) for whose, worker in leases)

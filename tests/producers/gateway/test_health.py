@@ -12,6 +12,7 @@ from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from producers.gateway import health
 from producers.store.fleet.cards import publish
+from tests.processes import valkey as another_valkey
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import CARD, Open
 from tests.producers.gateway.http.test_sse import follow
@@ -126,6 +127,18 @@ def test_without_a_store_callers_are_told_to_come_back(open_door: Open, method: 
     error = answer.json()["error"]
     assert (error["type"], error["code"]) == ("server_error", "service_unavailable")
     assert "127.0.0.1" not in error["message"]
+
+
+def test_a_server_that_answers_and_refuses_is_named_with_the_reason(open_door: Open) -> None:
+    with another_valkey() as (url, redis):
+        door = open_door(broker=url, store=url)
+        assert door.http.get("/readyz").status_code == 200
+        redis.replicaof("127.0.0.1", "1")
+        redis.client_kill_filter(_type="normal", skipme=True)
+        until(lambda: door.http.get("/readyz").status_code == 503)
+        answer = door.http.get("/readyz").json()
+        assert answer["error"]["message"].startswith("The store cannot be used: the server at 127.0.0.1:")
+        assert all("is a replica" in answer["checks"][name] for name in ("store", "broker"))
 
 
 def test_without_a_broker_a_task_is_recorded_and_the_caller_told_so(open_door: Open, model: str, valkey: Redis) -> None:

@@ -106,6 +106,15 @@ def test_a_worker_is_shown_while_its_lease_lives(http: httpx.Client, model: str,
     assert ("penstock_worker_running", "tiny", POOL_NAME, "w1") not in got
 
 
+def test_of_two_leases_of_one_name_the_last_begun_is_shown(http: httpx.Client, model: str, valkey: Redis) -> None:
+    """That of a worker that was killed stands until it lapses; no series comes twice."""
+    for incarnation, began in (("w1.new", 9.0), ("w1.old", 5.0)):
+        announce(valkey, incarnation, began=began, generated_tokens=began)
+    lines = [line.rpartition(" ")[0] for line in http.get("/metrics").text.splitlines() if not line.startswith("#")]
+    assert len(lines) == len(set(lines))
+    assert figures(http)["penstock_worker_generated_tokens_total", "tiny", POOL_NAME, "w1"] == 9
+
+
 def test_a_workers_gpu_is_shown_as_far_as_its_driver_tells(http: httpx.Client, model: str, valkey: Redis) -> None:
     gpu = {"uuid": "a0", "memory_bytes": 150e9, "memory_used_bytes": 128e9, "power_watts": 654.3, "ecc_uncorrected": 1}
     announce(valkey, gpu={**gpu, "slowed_by": ["power_cap", "hardware_thermal"]})
