@@ -12,7 +12,7 @@ from producers.connection.aws import AwsNotInstalled
 from producers.connection.connect import connect, is_redis, shown
 from producers.connection.trouble import Trouble, trouble
 from producers.store import servers
-from workers.errors import Refused
+from workers.errors import Away, Refused
 
 __all__ = ["LOST", "check_queues", "check_server", "check_servers", "connect"]
 
@@ -23,7 +23,7 @@ LOST = (RedisError, OSError)
 
 
 def check_servers(broker: str, store: str, queues: Sequence[str] | None = None, *, must_answer: bool = True) -> None:
-    """Check store and broker. Raises Refused for one that cannot be used, and says why.
+    """Check store and broker. Raises Refused for one that cannot be used, and says why; Away if it does not answer.
 
     One that does not answer is only refused if it must answer. `queues`: as of `check_queues`.
     """
@@ -39,7 +39,7 @@ def check_server(url: str, role: str, *, must_answer: bool = True) -> None:
     try:
         servers.check_server(url, role, must_answer=must_answer)
     except servers.ServerRefused as refused:
-        raise Refused(str(refused)) from refused
+        raise (Away if isinstance(refused, servers.ServerAway) else Refused)(str(refused)) from refused
 
 
 def check_queues(
@@ -55,8 +55,9 @@ def check_queues(
     try:
         check_broker(broker, store, queues, make=make, lease=lease)
     except (ValueError, AwsNotInstalled, *LOST) as error:
-        if isinstance(error, LOST) and trouble(error) is Trouble.AWAY and not must_answer:
+        away = isinstance(error, LOST) and trouble(error) is Trouble.AWAY
+        if away and not must_answer:
             log.warning("the broker at %s does not answer yet: %s", shown(broker), error)
             return
         said = str(error).replace(broker, shown(broker))
-        raise Refused(f"cannot use the broker at {shown(broker)}: {said}") from error
+        raise (Away if away else Refused)(f"cannot use the broker at {shown(broker)}: {said}") from error

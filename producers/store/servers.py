@@ -26,10 +26,15 @@ class ServerRefused(PenstockError):
     """The broker or the store cannot be used; the message says why, and what to use instead."""
 
 
+class ServerAway(ServerRefused):
+    """It does not answer, and another try may succeed."""
+
+
 def check_server(url: str, role: str, *, must_answer: bool = True) -> None:
     """Check a server. Raises ServerRefused, with the reason, if it cannot be used as `role` (broker or store).
 
-    An unreachable server is refused only if it must answer. Bad settings that Penstock can run with are logged.
+    An unreachable server is refused, with ServerAway, only if it must answer. Bad settings that Penstock can run with
+    are logged.
     """
     try:
         with closing(connect(url)) as client:
@@ -41,7 +46,8 @@ def check_server(url: str, role: str, *, must_answer: bool = True) -> None:
         if isinstance(error, ValueError) or trouble(error) in (Trouble.UNUSABLE, Trouble.DENIED, None):
             raise ServerRefused(f"cannot use the {role} at {shown(url)}: {said}") from error
         if must_answer or isinstance(error, NotPrimary):
-            raise ServerRefused(f"cannot reach the {role} at {shown(url)}: {said}") from error
+            refused = ServerRefused if isinstance(error, NotPrimary) else ServerAway
+            raise refused(f"cannot reach the {role} at {shown(url)}: {said}") from error
         log.warning("the %s at %s does not answer yet: %s", role, shown(url), said)
 
 

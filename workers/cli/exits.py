@@ -17,7 +17,7 @@ class Exit(IntEnum):
     OK = 0
     TASK_FAILED = 1
     REFUSED = errors.REFUSED
-    UNREACHABLE = 3
+    UNREACHABLE = errors.UNREACHABLE
     TIMEOUT = 4
     INTERRUPTED = 130
 
@@ -30,7 +30,10 @@ CALLER_STATUS: Final = (
 OPERATOR_STATUS: Final = (
     "Exit status: 0 done, 1 failed, 2 refused, 3 no answer from broker, store or gateway, 130 interrupted."
 )
-PROCESS_STATUS: Final = "Exit status: 0 stopped as told, 1 failed, 2 refused to start, 130 stopped at once."
+PROCESS_STATUS: Final = (
+    "Exit status: 0 stopped as told, 1 failed, 2 refused to start, 3 no answer from broker or store at the start, "
+    "130 stopped at once."
+)
 
 
 class Failure(errors.Refused):

@@ -67,6 +67,9 @@ class Others:
         count = self._broker.waiting(queue)
         if self._stranded.get(queue, 0) != count:
             self._stranded[queue] = count
+            if not count:
+                logger.info("No task waits for version %s of model %s any more", version, self._served.model)
+                return
             logger.warning(
                 "%d tasks wait for version %s of model %s, which no worker serves (this one serves %s): "
                 "serve that version again, or cancel them",

@@ -110,7 +110,6 @@ def test_each_command_is_found_in_the_module_that_is_said_to_add_it() -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("worker", "--broker", "redis://127.0.0.1:1/0", "--model", "tiny"), "cannot reach the broker"),
         (("worker", "--broker", "redis://127.0.0.1:1/0", "--model", "tiny", "--log-level", "loud"), "--log-level"),
         (("gateway", "--broker", "amqp://x", "--port", "0"), "a broker's URL begins with redis://"),
         (("gateway", "--broker", "redis://x/one", "--port", "0"), "'one' is not the number of a database"),
@@ -127,10 +126,19 @@ def test_each_command_is_found_in_the_module_that_is_said_to_add_it() -> None:
         (("up", "--workers", "0"), "greater than or equal to 1"),
     ],
 )
-def test_a_process_that_cannot_start_says_why_with_status_2(run: Run, args: tuple[str, ...], says: str) -> None:
+def test_a_process_that_is_refused_says_why_with_status_2(run: Run, args: tuple[str, ...], says: str) -> None:
     ran = run(*args)
     assert ran.status == 2
     assert says in " ".join(ran.err.split())
+
+
+@pytest.mark.parametrize(
+    "command", [("worker", "--model", "tiny"), ("rollout", "tiny=tiny-v2"), ("models", "publish", "tiny")]
+)
+def test_a_server_that_does_not_answer_is_status_3(run: Run, command: tuple[str, ...]) -> None:
+    """Those that keep workers running try again."""
+    ran = run(*command, "--broker", "redis://127.0.0.1:1/0")
+    assert (ran.status, "cannot reach the" in ran.err) == (3, True)
 
 
 def test_an_extra_that_is_missing_is_named_with_all_that_the_command_needs() -> None:

@@ -60,9 +60,10 @@ def rollout(
 ) -> None:
     """Replace a model's version by another one, without a failed request.
 
-    New workers come up first: `penstock up` and an autoscaler start them, elsewhere deploy them now. Once they are
-    ready, new tasks go to the new version. Workers of the old version finish what was queued for it. If this command
-    is ended, run it again: it goes on. Exit status 1: the new workers did not become ready, and nothing was switched.
+    New workers come up first: `penstock up` starts them, and an autoscaler with a pool of the new version; elsewhere
+    deploy them now. Once they are ready, new tasks go to the new version. Workers of the old version finish what was
+    queued for it. If this command is ended, run it again: it goes on. Exit status 1: the new workers did not become
+    ready, and nothing was switched.
     """
     if model is None and not status:
         raise Failure("name the model and its new version: penstock rollout NAME=FOLDER")

@@ -84,6 +84,8 @@ def answering(*urls: str) -> Iterator[None]:
         yield
     except FAILURES as error:
         where = " or ".join(dict.fromkeys(shown(url) for url in urls))
-        if trouble(error) is not Trouble.AWAY:
-            raise Failure(f"{where} refused: {said(error)}", Exit.UNREACHABLE) from error
+        if (found := trouble(error)) is not Trouble.AWAY:
+            # A full one may have room soon.
+            status = Exit.UNREACHABLE if found is Trouble.FULL else Exit.REFUSED
+            raise Failure(f"{where} refused: {said(error)}", status) from error
         raise Failure(f"no answer from {where} ({said(error)})", Exit.UNREACHABLE) from error

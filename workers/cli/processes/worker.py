@@ -28,7 +28,10 @@ def worker(
     *,
     store: Store = None,
     name: Annotated[
-        str | None, typer.Option(callback=process_name, help="This process's name in leases and logs. Unset: HOST.PID.")
+        str | None,
+        typer.Option(
+            callback=process_name, help="This process's name in leases and logs, its own alone. Unset: HOST.PID."
+        ),
     ] = None,
     lease: Annotated[
         float,

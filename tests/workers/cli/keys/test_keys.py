@@ -158,3 +158,6 @@ def test_the_store_is_found_by_its_data_directory(
     both = run("keys", "ls", "--data-dir", "data", "--store", "redis://127.0.0.1:1/0")
     assert (both.status, "not both" in both.err) == (2, True)
     assert run("keys", "ls", "--store", "redis://127.0.0.1:1/0").status == 3
+    port = valkey.connection_pool.connection_kwargs["port"]
+    denied = run("keys", "ls", "--store", f"redis://nobody:x@127.0.0.1:{port}/0")
+    assert (denied.status, "refused" in denied.err) == (2, True)

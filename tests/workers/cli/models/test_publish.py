@@ -55,7 +55,7 @@ def test_a_damaged_or_incomplete_folder_is_refused(run: Run, valkey: Redis, tmp_
 
 def test_a_store_that_does_not_answer_is_named(run: Run) -> None:
     ran = run("models", "publish", "tiny", "--broker", "redis://127.0.0.1:1/0")
-    assert (ran.status, "127.0.0.1:1" in ran.err) == (2, True)
+    assert (ran.status, "127.0.0.1:1" in ran.err) == (3, True)
 
 
 def test_its_queues_on_sqs_are_made(run: Run, aws: Aws, valkey_url: str) -> None:
