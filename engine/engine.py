@@ -6,11 +6,12 @@ import hashlib
 import itertools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -142,7 +143,7 @@ class Engine(StepLoop):
         """Generate outputs for all prompts (texts or lists of token ids) and wait. `params`: one for all, or one each.
 
         The tokenizer adds its own special tokens to texts. Raises RequestError before anything runs. A request that
-        fails later has finish_reason "error".
+        fails later has finish_reason "error", and says why as `error`.
         """
         if isinstance(prompts, str):
             raise RequestError("prompts is one text; pass a list of texts or of token-id lists", param="prompts")
@@ -150,6 +151,8 @@ class Engine(StepLoop):
             each = [params or SamplingParams()] * len(prompts)
         else:
             each = list(params)
+        if strange := [one for one in each if type(one) is not SamplingParams]:
+            raise RequestError(f"params has {strange[0]!r}, which is no SamplingParams", param="params")
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts and {len(each)} params; give one for all or one each")
         collectors = [
@@ -167,8 +170,10 @@ class Engine(StepLoop):
             raise
         return [collector.output() for collector in collectors]
 
-    def _token_ids(self, prompt: str | list[int]) -> list[int]:
+    def _token_ids(self, prompt: Any) -> list[int]:
         if not isinstance(prompt, str):
+            if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+                raise RequestError(f"prompts has {prompt!r}, which is neither text nor token ids", param="prompts")
             return list(prompt)
         if self.tokenizer is None:
             raise RequestError("the model has no tokenizer.json: prompts must be token ids", param="prompts")
@@ -204,6 +209,7 @@ class _Collector:
         self._prompt_tokens = len(request.prompt_ids)
         self._cached_tokens = 0
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._error: str | None = None
 
     def take(self, event: Event) -> None:
         if event.prompt_logprobs is not None:
@@ -215,6 +221,7 @@ class _Collector:
             choice.logprobs = (choice.logprobs or []) + event.logprobs
         choice.finish_reason = event.finish_reason
         self._cached_tokens = event.cached_tokens
+        self._error = self._error or event.error
         if event.done:
             self._finished.set()
 
@@ -234,6 +241,7 @@ class _Collector:
             cached_tokens=self._cached_tokens,
             choices=self._choices,
             prompt_logprobs=self._prompt_logprobs,
+            error=self._error,
         )
 
 

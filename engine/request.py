@@ -127,3 +127,5 @@ class Output:
     cached_tokens: int
     choices: list[Choice]
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    error: str | None = None
+    """Why the request failed, where a finish_reason is "error"."""

@@ -104,7 +104,7 @@ class Text(Bound):
 
 
 class Strings(Bound):
-    """At most `limit` strings of 1 to `longest` characters. Kept as a tuple."""
+    """At most `limit` strings of 1 to `longest` characters; a string is one of them. Kept as a tuple."""
 
     def __init__(self, limit: int, longest: int) -> None:
         self.limit, self.longest = limit, longest
@@ -114,7 +114,7 @@ class Strings(Bound):
         return f"a list of at most {self.limit} strings, each of 1 to {self.longest} characters"
 
     def check(self, name: str, value: object) -> Any:
-        found = _sequence(name, value, self.limit)
+        found = _sequence(name, (value,) if isinstance(value, str) else value, self.limit)
         for one in found:
             if not isinstance(one, str):
                 raise RequestError(f"{name} has {shown(one)}, which is not a string", param=name, code="invalid_type")

@@ -48,9 +48,25 @@ def test_each_prompt_may_have_its_own_parameters(load: Load) -> None:
         engine.generate(TEXTS, each[:3])
 
 
-def test_one_text_in_place_of_a_list_is_refused(load: Load) -> None:
-    with pytest.raises(RequestError, match="pass a list"):
-        load().generate("hello", GREEDY)
+@pytest.mark.parametrize(
+    ("prompts", "params", "said"),
+    [
+        ("hello", GREEDY, "pass a list"),
+        ([b"abc"], GREEDY, "neither text nor token ids"),
+        ([None], GREEDY, "neither text nor token ids"),
+        (["a"], {"max_tokens": 2}, "no SamplingParams"),
+        (["a"], [None], "no SamplingParams"),
+    ],
+)
+def test_what_is_no_prompt_or_no_parameters_is_refused(load: Load, prompts: Any, params: Any, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        load().generate(prompts, params)
+
+
+def test_an_output_says_why_its_request_failed(load: Load) -> None:
+    params = SamplingParams(allowed_token_ids=[5], stop_token_ids=[5], min_tokens=3)
+    (output,) = load().generate([[1, 2]], params)
+    assert (output.finish_reason, (output.error or "").startswith("no token is left to choose")) == ("error", True)
 
 
 def test_a_refused_prompt_leaves_nothing_of_the_others_behind(load: Load) -> None:
