@@ -93,8 +93,12 @@ class Query:
                 raise _invalid(name, value, "a time in unix seconds")
         if type(self.limit) is not int or not 1 <= self.limit <= MOST:
             raise _invalid("limit", self.limit, f"an integer from 1 to {MOST}")
-        if self.after is not None and not (_TIME.fullmatch(self.after) or TASK_ID.fullmatch(self.after)):
+        after = self.after
+        if after is not None and not (type(after) is str and (_TIME.fullmatch(after) or TASK_ID.fullmatch(after))):
             raise _invalid("after", self.after, "the id of a task, or what an earlier answer said to go on with")
+        given: Any = self.metadata
+        if not isinstance(given, Mapping):
+            raise _invalid("metadata", given, "texts by name")
         if len(self.metadata) > 16:
             raise _invalid("metadata", f"{len(self.metadata)} pairs", "at most 16")
 

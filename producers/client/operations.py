@@ -89,7 +89,7 @@ def submit_once(
     """
     if key is None:
         return (yield from submit(directory, task, task_id, patience_s, more))
-    if not idempotency.KEY.fullmatch(key):
+    if type(key) is not str or not idempotency.KEY.fullmatch(key):
         raise InvalidTask(
             f"idempotency_key is {shown(key)}; it must be 1 to 255 visible ASCII characters", param="idempotency_key"
         )

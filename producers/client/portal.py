@@ -49,7 +49,7 @@ class Portal:
                 raise PenstockError(CLOSED)
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
-            return future.result(timeout)
+            return future.result(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
         except CancelledError:
             raise PenstockError(CLOSED) from None
         except TimeoutError:

@@ -120,7 +120,13 @@ class Batches:
                 return await self._validate(batch)
             return await self._go_on(batch)
         except BlobNotFound:
-            return await self._fail(batch, [Reason("input_file_gone", f"The input {batch.input_file} is gone.")])
+            said = f"The input {batch.input_file} is gone."
+            if await files.get(self._store, batch.input_file) is not None:
+                said = (
+                    f"The content of the input {batch.input_file} is not in the sweeper's place of files (--files-dir)."
+                )
+                log.warning("batch %s fails: %s Sources, gateways and sweepers share one place", batch.id, said)
+            return await self._fail(batch, [Reason("input_file_gone", said)])
         except BadLine as error:
             return await self._fail(batch, [Reason(error.code, f"The input has changed: {error}")])
 

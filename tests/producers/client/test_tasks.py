@@ -60,7 +60,15 @@ class TestList:
         assert client.tasks.list().next is None
 
     @pytest.mark.parametrize(
-        "wanted", [{"limit": 0}, {"status": "done"}, {"after": "a b"}, {"created_after": float("nan")}]
+        "wanted",
+        [
+            {"limit": 0},
+            {"status": "done"},
+            {"after": "a b"},
+            {"after": 5},
+            {"metadata": 5},
+            {"created_after": float("nan")},
+        ],
     )
     def test_refuses_what_cannot_be_listed(self, client: Face, wanted: dict[str, Any]) -> None:
         with pytest.raises(InvalidQuery) as refused:
@@ -85,6 +93,8 @@ class TestRetry:
 
 class TestIdempotencyKey:
     def test_the_same_task_is_submitted_once(self, client: Face, valkey: Redis) -> None:
+        with pytest.raises(InvalidTask, match="idempotency_key is 5"):
+            client.submit(model="tiny", prompt=[1], idempotency_key=5)  # type: ignore[arg-type]
         first = client.submit(model="tiny", prompt=[1], idempotency_key="k")
         assert client.submit(model="tiny", prompt=[1], idempotency_key="k").id == first.id
         valkey.delete(keys.task(first.id))

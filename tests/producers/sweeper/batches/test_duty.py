@@ -252,6 +252,17 @@ async def test_an_input_that_is_gone_fails_the_batch(valkey: Redis, valkey_url: 
     assert {valkey.hget(name, "ttl") for name in valkey.keys(keys.task("*"))} <= {b"60"}
 
 
+async def test_an_input_whose_content_is_in_another_place_of_files_says_so(
+    valkey: Redis, valkey_url: str, tmp_path: Path
+) -> None:
+    job = Job(valkey, tmp_path, [GOOD])
+    job.blobs.delete(job.input)
+    async with sweeping(valkey_url, job):
+        await auntil(job.ended)
+    (reason,) = job.read().json("reasons")
+    assert (reason["code"], "not in the sweeper's place of files" in reason["message"]) == ("input_file_gone", True)
+
+
 async def test_the_store_holds_a_window_of_the_lines(valkey: Redis, valkey_url: str, tmp_path: Path) -> None:
     job = Job(valkey, tmp_path, [GOOD] * 50)
     most = 0
