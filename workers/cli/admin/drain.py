@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import sys
+from pathlib import Path
 from typing import Annotated, Final
 
 import typer
@@ -24,7 +25,12 @@ app = Commands("Operations", STATUS)
 @app.shown("penstock drain --timeout 60")
 def drain(
     pid: Annotated[
-        int | None, typer.Option(min=1, max=proc.LAST, help="The worker's process id. Unset: the only worker here.")
+        int | None,
+        typer.Option(
+            min=1,
+            max=proc.LAST,
+            help="The worker's process id. Unset: the only worker here, which runs in this folder.",
+        ),
     ] = None,
     now: Annotated[bool, typer.Option("--now", help="Hand running tasks back at once.")] = False,
     timeout: Annotated[
@@ -40,6 +46,10 @@ def drain(
             several = f"there are {len(found)} ({', '.join(map(str, found))}): choose one with --pid"
             raise Failure(several if found else "no worker runs here (in a container, run this in the worker's own)")
         pid = found[0]
+        if (folder := proc.folder_of(pid)) != Path.cwd():  # it may be another system's
+            raise Failure(
+                f"the only worker here, {pid}, runs in {folder or 'another folder'}: name it with --pid {pid}"
+            )
     try:
         handle = os.pidfd_open(pid)
         # The handle pins the process: the number cannot pass to another one between the check and the signal.

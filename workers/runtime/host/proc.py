@@ -53,6 +53,14 @@ def option(argv: list[str], name: str) -> str | None:
     return None
 
 
+def folder_of(pid: int) -> Path | None:
+    """Where a process runs; None where that is not known: it has ended, or is another user's. Linux alone."""
+    try:
+        return (PROC / str(pid) / "cwd").readlink()
+    except OSError:
+        return None
+
+
 def parent_of(pid: int) -> int:
     """0 where that is not known. Linux alone."""
     try:

@@ -111,6 +111,19 @@ def test_the_workers_here_are_found(
         assert ("choose one with --pid" if found else "no worker runs here") in str(refused())
 
 
+def test_the_only_worker_is_told_where_it_runs_in_this_folder(
+    worker: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another folder it may be another system's."""
+    monkeypatch.setattr(drain, "workers_here", lambda: [worker.pid])
+    with monkeypatch.context() as elsewhere:
+        elsewhere.chdir(tmp_path)
+        error = refused()
+        assert f"{worker.pid}, runs in {proc.folder_of(worker.pid)}" in str(error)
+        assert worker.poll() is None
+    assert run().exit_code == 0
+
+
 def test_a_wait_that_cannot_be_reckoned_with_is_refused_before_anything_is_told(worker: subprocess.Popen[str]) -> None:
     result = run("--pid", str(worker.pid), "--timeout", "inf")
     assert result.exit_code == 2
