@@ -94,7 +94,9 @@ class SamplingParams:
     """Texts that are never generated, as the tokenizer writes them at a word's start or in its middle. The last token
     of such a text is banned after its other tokens."""
     seed: int | None = declare(None, Integer(0, MAX_SEED), "Random seed; the same seed repeats the output.")
-    stop: tuple[str, ...] = declare((), Strings(16, 256), "Text that ends the output. May be repeated.", metavar="TEXT")
+    stop: tuple[str, ...] = declare(
+        (), Strings(16, 256, one=True), "Text that ends the output. May be repeated.", metavar="TEXT"
+    )
     """Strings that end the text; they are not part of it, unless include_stop."""
     stop_token_ids: tuple[int, ...] = declare(
         (), TokenIds(64), "Token that ends the output. May be repeated.", name="--stop-token", metavar="ID"

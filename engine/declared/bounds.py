@@ -104,17 +104,17 @@ class Text(Bound):
 
 
 class Strings(Bound):
-    """At most `limit` strings of 1 to `longest` characters; a string is one of them. Kept as a tuple."""
+    """At most `limit` strings of 1 to `longest` characters. Kept as a tuple. `one`: a string is a list of one."""
 
-    def __init__(self, limit: int, longest: int) -> None:
-        self.limit, self.longest = limit, longest
+    def __init__(self, limit: int, longest: int, *, one: bool = False) -> None:
+        self.limit, self.longest, self.one = limit, longest, one
 
     @property
     def words(self) -> str:
         return f"a list of at most {self.limit} strings, each of 1 to {self.longest} characters"
 
     def check(self, name: str, value: object) -> Any:
-        found = _sequence(name, (value,) if isinstance(value, str) else value, self.limit)
+        found = _sequence(name, (value,) if self.one and isinstance(value, str) else value, self.limit)
         for one in found:
             if not isinstance(one, str):
                 raise RequestError(f"{name} has {shown(one)}, which is not a string", param=name, code="invalid_type")
