@@ -147,8 +147,10 @@ class EngineConfig:
             object.__setattr__(self, "speculate", "none" if self.draft_model is None else "draft")
         if (self.speculate == "draft") != (self.draft_model is not None):
             raise EngineError(
-                f"speculate={self.speculate!r} with draft_model={self.draft_model!r}: a draft model's folder goes with "
-                f"speculate='draft', and with nothing else"
+                "speculate='draft' needs draft_model: the model that guesses, such as tiny-draft for tiny-v2"
+                if self.draft_model is None
+                else f"speculate={self.speculate!r} with draft_model={self.draft_model!r}: a draft model goes with "
+                f"speculate='draft' alone"
             )
         for name in ("max_num_batched_tokens", "max_non_priority_step_tokens"):
             tokens = getattr(self, name)
