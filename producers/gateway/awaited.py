@@ -1,4 +1,4 @@
-"""The models that a gateway waits for, and loads what their first request needs of, before it is ready."""
+"""The models that a gateway waits for before it is ready: for each to be there, and for what it needs to be loaded."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class Awaited:
             await asyncio.sleep(LOOK_S)
 
     async def _load(self, card: Mapping[str, Any]) -> None:
-        """What cannot be loaded is told; so are the model's requests, which try again. Raises redis.RedisError and
-        OSError."""
+        """Load a model's tokenizer and template. Logs what is wrong with them: the model's requests try again, and
+        say so. Raises redis.RedisError and OSError."""
         try:
             if TOKENIZER in card["files"]:
                 await self._prompts.tokenizer(card)

@@ -48,8 +48,8 @@ async def readyz(request: Request) -> JSONResponse:
     checks = {name: fault or "ok" for name, fault in faults.items()}
     if away := " and ".join(name for name, fault in faults.items() if fault == SILENT):
         return _not_ready(f"No answer from the {away}.", checks)
-    if refusing := "; ".join(f"the {name} cannot be used: {fault}" for name, fault in faults.items() if fault):
-        return _not_ready(f"{refusing[0].upper()}{refusing[1:]}.", checks)
+    if refusing := " ".join(f"The {name} cannot be used: {fault}." for name, fault in faults.items() if fault):
+        return _not_ready(refusing, checks)
     if error := await gateway.reach.error(PATIENCE_S):
         checks["files"] = str(error)
         if lasts(error):

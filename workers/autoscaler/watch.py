@@ -5,7 +5,6 @@ A number that is negative, NaN or no number counts as missing. Leases lapse, so 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
@@ -90,23 +89,18 @@ def _listed(said: Any) -> str:
 
 
 def stranded(fleet: Fleet, pool: PoolSettings) -> str:
-    """Tasks that no worker can take, though workers are up: these are all of other versions. Empty where there are
-    none.
+    """The versions that tasks wait for and no worker serves, in words, though workers of others are up; empty if none.
 
-    That is for a pool that has no version of its own: its platform starts the version that it was given.
+    Only for a pool that has no version of its own: its platform starts the version that it was given.
     """
     queues = served(fleet, pool) if pool.version is None else []
-    of = {queue.name: _version(fleet, queue) for queue in queues}
-    up = {of[queue.name] for queue in queues if queue.workers}
-    waiting: Counter[str] = Counter()
-    for queue in queues:
-        waiting[of[queue.name]] += sum(int(sane(count) or 0) for count in queue.queued.values())
-    lacking = sorted(version for version, count in waiting.items() if count and version not in up)
+    up = {_version(fleet, queue) for queue in queues if queue.workers}
+    lacking = {_version(fleet, queue) for queue in queues if any(map(sane, queue.queued.values()))} - up
     if not up or not lacking:
         return ""
     return (
-        f"{sum(waiting[version] for version in lacking)} tasks wait for version {', '.join(lacking)}, and the workers "
-        f"that are up serve {', '.join(sorted(up))}: start workers of the version that tasks wait for"
+        f"tasks wait for version {', '.join(sorted(lacking))}, and the workers that are up serve "
+        f"{', '.join(sorted(up))}: start workers of the version that tasks wait for"
     )
 
 

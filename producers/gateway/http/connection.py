@@ -74,7 +74,6 @@ class Connection(HttpToolsProtocol):
     """Bytes since the last whole head or part of a body."""
     _open: tuple[RequestResponseCycle, ...] = ()
     """Unanswered requests, the oldest first. uvicorn reports a lost connection only to the last pipelined one."""
-
     _coming: RequestResponseCycle | None = None
     """The request whose body is still being received."""
 

@@ -13,7 +13,7 @@ from producers.gateway.openai.arrays import Arrays, joined
 #: Names of a choice's lists of log probabilities, in a chat and in the legacy endpoint.
 CHAT: Final = ("content",)
 COMPLETION: Final = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-#: What stands for bytes that are no character.
+#: The character that stands for bytes that are none.
 REPLACEMENT: Final = "\ufffd"
 #: List's name -> a value for each of a choice's next tokens.
 Lists = dict[str, list[Any]]

@@ -53,7 +53,7 @@ def test_tasks_of_a_version_that_no_worker_serves_are_trouble_once_they_have_wai
         assert state is not None
         said.append(state["trouble"])
     assert said[:2] == ["", ""]
-    assert said[2].startswith("1 tasks wait for version 1, and the workers that are up serve 2")
+    assert said[2].startswith("tasks wait for version 1, and the workers that are up serve 2")
 
 
 @cache

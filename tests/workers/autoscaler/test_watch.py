@@ -34,7 +34,7 @@ FLEET = Fleet(
 
 
 def test_tasks_of_a_version_that_no_worker_serves_are_told_where_others_are_up() -> None:
-    said = "54 tasks wait for version 12, 2, and the workers that are up serve 1: start workers of the version that"
+    said = "tasks wait for version 12, 2, and the workers that are up serve 1: start workers of the version that"
     assert watch.stranded(FLEET, PoolSettings("tiny")).startswith(said)
     assert watch.stranded(FLEET, PoolSettings("tiny", "2")) == "", "its workers come"
     empty = Fleet([replace(queue, workers=[]) for queue in FLEET.pools], at=100.0, versions={"tiny": "1"})

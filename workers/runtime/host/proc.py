@@ -54,7 +54,8 @@ def option(argv: list[str], name: str) -> str | None:
 
 
 def folder_of(pid: int) -> Path | None:
-    """Where a process runs; None where that is not known: it has ended, or is another user's. Linux alone."""
+    """The folder that a process runs in; None where that is not known: it has ended, or is another user's. Linux
+    alone."""
     try:
         return (PROC / str(pid) / "cwd").readlink()
     except OSError:

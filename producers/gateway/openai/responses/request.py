@@ -130,18 +130,18 @@ def read_response(body: Mapping[str, Any], tenant: str | None) -> Wanted:
     top = count(own, "top_logprobs", 0, MAX_TOP_LOGPROBS)
     if top or LOGPROBS in included(own.get("include", [])):
         asked.fields["logprobs"] = top or 0
-    shown: dict[str, Any] = {name: _string(body, name) for name in SHOWN}
+    texts: dict[str, Any] = {name: _string(body, name) for name in SHOWN}
     return Wanted(
         asked=replace(asked, names=asked.names | NAMES),
         items=read_input(own["input"]),
         instructions=_string(own, "instructions"),
-        previous=shown["previous_response_id"],
+        previous=texts["previous_response_id"],
         background=background,
         store=store,
         truncate=truncation == "auto",
-        shown=shown
-        | {"max_output_tokens": body.get("max_output_tokens")}
-        | {"truncation": truncation, "top_logprobs": top or 0, "text": _text(own)}
+        shown=texts
+        | {"max_output_tokens": body.get("max_output_tokens"), "truncation": truncation}
+        | {"top_logprobs": top or 0, "text": _text(own)}
         | {"tools": [], "tool_choice": body.get("tool_choice") or "auto"}
         | {"parallel_tool_calls": body.get("parallel_tool_calls") is not False, "reasoning": {}},
     )
