@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from typer import Typer
+from typer.core import TyperCommand
 from typer.models import CommandFunctionType
+
+
+class Plain(TyperCommand):
+    """A command whose --help is plain text: Typer's table of options cuts long names on a terminal of 80 columns."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings | {"rich_markup_mode": None})
 
 
 class Commands(Typer):
@@ -22,4 +31,4 @@ class Commands(Typer):
     ) -> Callable[[CommandFunctionType], CommandFunctionType]:
         """Add a command, with the example that its --help shows. `name`: unset, the function's."""
         epilog = f"Example: {example}\n\n{status or self._status}"
-        return self.command(name, epilog=epilog, rich_help_panel=self._panel)
+        return self.command(name, cls=Plain, epilog=epilog, rich_help_panel=self._panel)

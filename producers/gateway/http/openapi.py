@@ -25,6 +25,13 @@ EXAMPLES: Final[Mapping[str, dict[str, Any]]] = {
     "/v1/responses": {"model": "tiny", "input": "Write the function add(a, b).", "background": True},
     "/v1/batches": {"input_file_id": "file-...", "endpoint": "/v1/completions", "completion_window": "24h"},
     "/v1/webhook_endpoints": {"url": "https://example.com/hook", "event_types": _EVENTS},
+    "/v1/webhook_endpoints/{endpoint_id}": {"event_types": _EVENTS, "name": "billing"},
+    "/v1/webhook_endpoints/{endpoint_id}/rotate_secret": {"keep_old_secret_active_for_24_hours": True},
+    "/v1/webhook_endpoints/{endpoint_id}/test": {"event_type": _EVENTS[0]},
+    "/v1/keys": {"tenant": "acme", "name": "billing", "scopes": ["submit", "read"], "rpm": 600},
+    "/v1/keys/{key_id}": {"rpm": 1200, "models": None},
+    "/v1/keys/{key_id}/rotate": {"overlap": 3600},
+    "/v1/tenants/{tenant}/limits": {"rpm": 6000, "budget_tokens": 1_000_000},
 }
 
 

@@ -35,6 +35,13 @@ def test_each_commands_help_has_an_example_and_its_exit_statuses(run: Run, comma
     assert "Exit status: 0" in said
 
 
+def test_help_on_a_narrow_terminal_cuts_no_option_name(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    said = run("up", "--help").out
+    assert "--max-non-priority-step-tokens" in said
+    assert "\N{HORIZONTAL ELLIPSIS}" not in said
+
+
 def test_the_help_names_all_commands(run: Run) -> None:
     said = run("--help").out
     assert [command for command in COMMANDS if f" {command} " not in said] == []

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from producers.admin.dead_letters import Letter
     from producers.client.aio import AsyncClient
 
-Keys = Annotated[list[str] | None, typer.Argument(metavar="[KEY]...", help="Dead letters, by key or task id.")]
+Keys = Annotated[list[str] | None, typer.Argument(metavar="KEY...", help="Dead letters, by key or task id.")]
 All = Annotated[bool, typer.Option("--all", help="All dead letters that the other options select.")]
 Reason = Annotated[str | None, typer.Option(help="Only dead letters whose reason contains this text.")]
 OlderThan = Annotated[float | None, typer.Option(min=0, help="Only dead letters at least this old (s).")]

@@ -31,7 +31,7 @@ app = Commands("Operations", OPERATOR_STATUS)
 @app.shown("penstock rollout tiny=./tiny-new --broker redis://10.0.0.5:6379/0")
 def rollout(
     model: Annotated[
-        str | None, typer.Argument(metavar="[NAME=MODEL]", help=MODEL, autocompletion=complete_model)
+        str | None, typer.Argument(metavar="NAME=MODEL", help=MODEL, autocompletion=complete_model)
     ] = None,
     broker: AnyBroker = None,
     store: Store = None,

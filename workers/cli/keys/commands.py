@@ -69,7 +69,7 @@ def create(
 
 @group.shown("penstock keys ls --tenant acme", "ls")
 def listed(
-    prefix: Annotated[str, typer.Argument(metavar="[PREFIX]", help="The beginning of an id or of a key.")] = "",
+    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="The beginning of an id or of a key.")] = "",
     tenant: Annotated[str | None, typer.Option(help="Keys of this tenant.")] = None,
     data_dir: DataDir = None,
     store: KeyStore = None,

@@ -95,7 +95,7 @@ def show(names: Names, broker: AnyBroker = None, store: Store = None, as_json: J
 
 def replay(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[ID]...", help="Deliveries, by their name or their webhook-id.")
+        list[str] | None, typer.Argument(metavar="ID...", help="Deliveries, by their name or their webhook-id.")
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="All that the other options select.")] = False,
     state: Annotated[

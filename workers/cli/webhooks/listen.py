@@ -25,7 +25,11 @@ def listen(
     port: Port = 9000,
     secret: Annotated[
         str | None,
-        typer.Option(envvar="WEBHOOK_SECRET", help="The secret, whsec_... Unset: that of the tenant's own tasks."),
+        typer.Option(
+            envvar="WEBHOOK_SECRET",
+            help="The secret, whsec_... Unset: that of the tenant's own tasks. An endpoint has its own, "
+            "which the answer to its making names.",
+        ),
     ] = None,
     tenant: Tenant = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print each event as JSON, one a line.")] = False,
@@ -88,7 +92,7 @@ def _handler(received: Callable[[bytes, dict[str, str]], None]) -> type[BaseHTTP
             try:
                 received(body, dict(self.headers))
             except (WebhookVerificationError, ValueError, KeyError, TypeError) as error:
-                typer.echo(f"not verified: {error}", err=True)
+                typer.echo(f"not verified: {error}; an event of an endpoint needs its --secret", err=True)
                 return self._answer(400, f"not verified: {error}")
             return self._answer(200, "")
 

@@ -161,15 +161,24 @@ def test_something_is_made_for_every_parameter_of_a_path(http: httpx.Client) -> 
         assert made(http, path).keys() == set(re.findall("{([^}:]+)", path)), path
 
 
+def test_every_operation_that_takes_json_shows_a_body_to_be_tried() -> None:
+    bodies = {
+        path: methods["post"].get("requestBody") for path, methods in DOCUMENT["paths"].items() if "post" in methods
+    }
+    assert {path for path, body in bodies.items() if body and "application/json" in body["content"]} == {
+        *EXAMPLES_TO_TRY
+    }
+
+
 @pytest.mark.parametrize("path", EXAMPLES_TO_TRY)
 def test_what_is_shown_to_be_tried_is_taken(http: httpx.Client, answering: Answering, path: str) -> None:
     body = EXAMPLES_TO_TRY[path]
     content = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]
     assert content["example"] == body
     assert jsonschema_rs.is_valid(content["schema"], body)
-    if "example.com" in str(body):
-        return  # the gateway would look its address up
-    answer = http.post(path, json=body)
+    if "example.com" in str(body) or path.endswith("/test"):
+        return  # the gateway would look its address up, or wait for a process that delivers
+    answer = http.post(path.format(**made(http, path)), json=body)
     if "..." in str(body):
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "file_not_found")
     else:
