@@ -18,6 +18,7 @@ from starlette.requests import HTTPConnection
 from producers.contract.task import MAX_TENANT
 from producers.errors import shown
 from producers.gateway.http.errors import Problem
+from producers.gateway.http.origin import check_page
 from producers.gateway.http.streams import OPENED
 from producers.store.access.audit import Actor
 from producers.store.access.principal import LOCAL, Principal
@@ -36,7 +37,7 @@ PARAMETER: Final[dict[str, Any]] = {
 
 class Needs(SecurityBase):
     """A dependency: the caller has a key of this scope, where the gateway asks for keys, and names no other tenant
-    than the key's. Raises Problem.
+    than the key's; and is no page of another origin. Raises Problem.
 
     The OpenAPI document says so of each endpoint that has it, and of the key's header.
     """
@@ -48,7 +49,9 @@ class Needs(SecurityBase):
         self.scope = scope
 
     async def __call__(self, connection: HTTPConnection) -> None:
-        callers = connection.app.state.gateway.callers
+        gateway = connection.app.state.gateway
+        callers = gateway.callers
+        check_page(connection, gateway.settings)
         state = connection.scope.setdefault("state", {})  # `connection.state` would make another one for each name
         if callers is None:
             state["principal"] = LOCAL

@@ -13,7 +13,6 @@ import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Request, Response, WebSocket
 from starlette.requests import HTTPConnection
@@ -22,7 +21,7 @@ from starlette.websockets import WebSocketDisconnect
 from producers.client.reader import MAX_POSITION
 from producers.client.steps import FAILURES
 from producers.contract.stream.events import Event
-from producers.errors import PenstockError, shown
+from producers.errors import PenstockError
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http.caller import READS, Needs
 from producers.gateway.http.connection import cut
@@ -97,7 +96,6 @@ async def follow_on_socket(websocket: WebSocket, task_id: str) -> None:
     """As `follow`, on a WebSocket. What is refused gets an HTTP error in place of the handshake."""
     gateway: Gateway = websocket.app.state.gateway
     try:
-        _check_origin(websocket, gateway)
         await Needs("read")(websocket)
         start = _start(websocket)
         handle = await task_of(websocket, task_id)
@@ -165,20 +163,6 @@ async def _left(websocket: WebSocket, stop: Stop) -> None:
     await websocket.receive()
     if not stop.done():
         stop.set_result(None)
-
-
-def _check_origin(websocket: WebSocket, gateway: Gateway) -> None:
-    """Refuse pages of other origins, as browsers do for plain requests. Raises Problem."""
-    origin = websocket.headers.get("origin")
-    allowed = gateway.settings.cors_origins
-    if origin is None or origin in allowed or "*" in allowed:
-        return
-    if urlsplit(origin).netloc != websocket.headers.get("host"):
-        raise Problem(
-            403,
-            f"Pages of the origin {shown(origin)} may not read here; start the gateway with --cors-origin for it.",
-            code="origin_not_allowed",
-        )
 
 
 def _start(request: HTTPConnection) -> int:

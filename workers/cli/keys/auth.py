@@ -35,7 +35,10 @@ AskFor = Annotated[
     ),
 ]
 Insecure = Annotated[
-    bool, typer.Option("--insecure", help="With --auth none: take requests without keys from other machines, too.")
+    bool,
+    typer.Option(
+        "--insecure", help="With --auth none: take requests without keys from other machines, too, and under any name."
+    ),
 ]
 
 

@@ -105,6 +105,7 @@ def gateway(
         host,
         port,
         asks,
+        insecure,
         drain=drain_timeout,
         reader_lease=reader_lease,
         max_queued=max_queued,
