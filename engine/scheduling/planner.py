@@ -144,7 +144,10 @@ class Planner:
                 self._exclusive_credit -= EXCLUSIVE_INTERVAL
                 break
             if not waits:
-                place += self._advance(seq, step)
+                if self._advance(seq, step):
+                    place += 1
+                else:  # the sequence that was preempted waits now, and may be the first
+                    head = self.waiting.first(now, below)
                 continue
             if step.budget == 0:
                 below = 0

@@ -205,6 +205,17 @@ def test_for_want_of_blocks_the_latest_of_the_worst_tier_goes():
     assert [name for name, _ in s.preempted(0.0)] == ["c"]
 
 
+def test_one_that_was_preempted_goes_before_worse_tiers_in_the_same_step():
+    s = scheduler(num_blocks=8, windows=(3,), block_size=1, max_num_seqs=3)
+    asked = {"batch": (9, Tier.BATCH, 11), "priority": (1, Tier.PRIORITY, 14), "flex": (6, Tier.FLEX, 3)}
+    for name, (prompt, tier, max_tokens) in asked.items():
+        s.add(request(name, prompt, tier=tier, max_tokens=max_tokens))
+        step(s)
+    while s.has_work:
+        plan, _ = step(s)
+        assert sorted(plan.rows, key=lambda row: row.seq.request.tier) == plan.rows
+
+
 def test_a_starved_batch_request_ages_to_the_front_and_is_then_left_in_peace():
     s = scheduler(max_num_seqs=1, ageing_s=10.0)
     s.add(request("batch", 4, Tier.BATCH, arrival=0.0, max_tokens=3))
