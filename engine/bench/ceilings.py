@@ -22,9 +22,9 @@ import torch
 from engine.kernels import select
 from engine.kernels.fallback.cpu import computes_natively
 from engine.models import Model
-from engine.models.loader import locate
 from engine.text.checkpoint import HEADS, NO_PARAMETERS, PACKED
 from engine.text.config import packed_bits, read_config
+from engine.text.tensors import locate
 
 #: The numbers to sum: 256 MiB in fp32, larger than any cache.
 _NUMBERS = 1 << 26

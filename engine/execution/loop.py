@@ -172,7 +172,7 @@ class StepLoop:
                     self._call_on_step()
             except DeviceLostError:
                 raise
-            except Exception as error:
+            except BaseException as error:  # a panic in Rust is no Exception
                 # A fault of the engine, not of one request (those fail alone): the whole step is given up.
                 logger.exception("a step failed as a whole; its requests are ended")
                 self._pipeline.drop()

@@ -144,8 +144,8 @@ class Decoder(ABC):
         # For each layer: its KV group, its index in that group's cache, and its rope.
         windows = [group.window for group in self.kv_groups]
         self._homes = [
-            (windows.index(window), c.windows[:i].count(window), min(window is not None, len(c.ropes) - 1))
-            for i, window in enumerate(c.windows)
+            (windows.index(window), c.windows[:i].count(window), rope)
+            for i, (window, rope) in enumerate(zip(c.windows, c.rope_of, strict=True))
         ]
         self._together: PreparedLayers | None = None
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,14 +11,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.text.checkpoint import StoredTensor, read_header
-from engine.text.folder import file_in
+from engine.text.tensors import Found
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-
-#: The largest index file that is read, in bytes. Those of the largest checkpoints have some 10 MB.
-_LONGEST_INDEX = 64 << 20
 _FLOATS = ("F32", "F16", "BF16")
 #: A tensor of fewer values is copied by one thread, in a millisecond at most. To wake the others for it takes longer,
 #: and much longer on a busy machine.
@@ -31,16 +23,6 @@ _EXACT = {torch.int8: "I8", torch.int32: "I32", torch.int64: "I64", torch.float8
 
 #: Fills tensors, by the model's names.
 Fill = Callable[[Mapping[str, Tensor]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The location of a tensor, with its entry in the file's header."""
-
-    path: Path
-    name: str
-    """Its name in the file."""
-    stored: StoredTensor
 
 
 def match(
@@ -116,57 +98,6 @@ def _threads_restored(threads: int) -> Iterator[int]:
         yield threads
     finally:
         torch.set_num_threads(threads)
-
-
-def locate(folder: Path) -> dict[str, Found]:
-    """Every tensor of a folder's checkpoint, found by the index if there is one. Raises ModelError."""
-    index = file_in(folder, INDEX)
-    if index is None:
-        path = file_in(folder, SINGLE)
-        if path is None:
-            raise ModelError(f"{folder} has neither {SINGLE} nor {INDEX}")
-        return {name: Found(path, name, stored) for name, stored in _header(path).items()}
-    held: dict[str, tuple[Path, dict[str, StoredTensor]]] = {}
-    found = {}
-    for name, shard in _weight_map(index).items():
-        if not isinstance(shard, str) or not _is_plain_name(shard):
-            raise ModelError(
-                f"{index}: {name} is said to be in {shard!r}, which is not the name of a safetensors file beside it"
-            )
-        if shard not in held:
-            path = file_in(folder, shard)
-            if path is None:
-                raise ModelError(f"{folder}: the shard {shard}, named by {INDEX}, is missing")
-            held[shard] = path, _header(path)
-        path, tensors = held[shard]
-        if name not in tensors:
-            raise ModelError(f"{path} does not hold {name}, although {INDEX} says so")
-        found[name] = Found(path, name, tensors[name])
-    return found
-
-
-def _weight_map(index: Path) -> dict[str, object]:
-    try:
-        with index.open("rb") as file:
-            data = file.read(_LONGEST_INDEX + 1)
-        if len(data) > _LONGEST_INDEX:
-            raise ModelError(f"{index} is longer than {_LONGEST_INDEX} bytes: it is no weight map")
-        shard_of = json.loads(data)["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ModelError(f"{index} cannot be read as a weight map: {error!r}") from error
-    if not isinstance(shard_of, dict):
-        raise ModelError(f"{index}: weight_map is not an object")
-    return shard_of
-
-
-def _is_plain_name(shard: str) -> bool:
-    # An index is untrusted data: it must not name other files of this machine.
-    return Path(shard).name == shard and "\\" not in shard and "\0" not in shard and shard.endswith(".safetensors")
-
-
-def _header(path: Path) -> dict[str, StoredTensor]:
-    with _faults_named(path):
-        return read_header(path)
 
 
 @contextmanager

@@ -12,9 +12,8 @@ import torch
 
 from engine.errors import ModelError
 from engine.layers import Embedding, Linear
-from engine.models.loader import Found
 from engine.quant.formats import Scheme, Stored, stored_as
-from engine.text.checkpoint import StoredTensor
+from engine.text.tensors import Found, StoredTensor
 
 
 class Quantisable(Protocol):

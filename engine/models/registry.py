@@ -16,10 +16,11 @@ from engine.kernels import Kernels, RaggedBatch, select
 from engine.kv import KvGroup
 from engine.layers import Embedding, Linear
 from engine.memory import check_weights
-from engine.models.loader import Fill, locate, match, weights_of
+from engine.models.loader import Fill, match, weights_of
 from engine.models.quantised import adopt
 from engine.quant.formats import Scheme, read_scheme
 from engine.text.config import Config, architectures, read_config
+from engine.text.tensors import locate
 
 #: Maps an architecture's name in config.json to a module and class.
 FAMILIES = {

@@ -35,6 +35,8 @@ class DecoderSettings:
     """One entry, or two: for layers with full attention, and for layers with a window."""
     windows: tuple[int | None, ...]
     """For each layer, the number of tokens that a query sees, its own included. None for all."""
+    rope_of: tuple[int, ...]
+    """For each layer, the index of its entry in `ropes`."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -70,6 +72,8 @@ class DecoderSettings:
         hidden_size = config.integer("hidden_size")
         heads, kv_heads, head_dim = _heads(config, hidden_size)
         context_length = config.context_length()
+        windows = windows or (None,) * layers
+        ropes = ropes or (config.rope(),)
         return cls(
             layers=layers,
             hidden_size=hidden_size,
@@ -82,12 +86,13 @@ class DecoderSettings:
             norm_eps=config.number("rms_norm_eps", 1e-6, high=1.0),
             tied=config.flag("tie_word_embeddings"),
             activation=read_activation(config, "hidden_act", "silu") if activation is None else activation,
-            ropes=tuple(RopeSettings.read(rope, head_dim) for rope in ropes or (config.rope(),)),
+            ropes=tuple(RopeSettings.read(rope, head_dim) for rope in ropes),
             windows=tuple(
                 # A window as long as the context has no effect.
                 None if window is None or window >= context_length else window
-                for window in windows or (None,) * layers
+                for window in windows
             ),
+            rope_of=tuple(min(window is not None, len(ropes) - 1) for window in windows),
             **traits,
         )
 

@@ -116,15 +116,17 @@ class Scheduler:
         ]
 
     def _spelled(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """All token sequences that write these words. Raises RequestError if there are none."""
+        """All token sequences that write these words and that the model can write: a tokenizer may have more tokens.
+        Raises RequestError for a word that the tokenizer drops."""
         if words and self._traits.spellings is None:
             raise RequestError("the model has no tokenizer.json: bad_words must be banned_token_ids", param="bad_words")
         found: dict[tuple[int, ...], None] = {}
+        size = self._traits.vocab_size or 1 << 31
         for word in words:
             ways = self._traits.spellings(word) if self._traits.spellings else ()
             if not ways:
                 raise RequestError(f"bad_words has {word!r}, of which the tokenizer drops all", param="bad_words")
-            found |= dict.fromkeys(ways)
+            found |= dict.fromkeys(way for way in ways if max(way) < size)
         return tuple(found)
 
     def abort(self, request_id: str) -> bool:

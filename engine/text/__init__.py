@@ -3,7 +3,7 @@
 chat/: renders messages as a prompt, in a sandbox and, for gateways, in a child process
 tokenizer: encodes a prompt as token ids; detokenizer: turns generated tokens back into text; words: spells bad words
 card: describes a model for processes that never load it
-config, checkpoint, files, folder, sanity: read a model folder's files, which are untrusted, within bounds
+config, checkpoint, tensors, files, folder, sanity: read a model folder's files, which are untrusted, within bounds
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ with the square of the run. So the two common families of tokenizers are decoded
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,8 +28,13 @@ class Detokenizer(Protocol):
         ...
 
 
-def detokenizer_factory(tokenizer: Tokenizer, decoder: dict[str, Any] | None) -> Callable[[], Detokenizer]:
-    """A function that makes detokenizers for `tokenizer`, whose tokenizer.json has this `decoder` section."""
+def detokenizer_factory(
+    tokenizer: Tokenizer, decoder: dict[str, Any] | None, decode: Callable[[Sequence[int]], str]
+) -> Callable[[], Detokenizer]:
+    """A function that makes detokenizers for `tokenizer`, whose tokenizer.json has this `decoder` section.
+
+    `decode` gives the text of all tokens at once, without special ones.
+    """
     special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
 
     def token_of(token_id: int) -> str | None:
@@ -42,7 +47,7 @@ def detokenizer_factory(tokenizer: Tokenizer, decoder: dict[str, Any] | None) ->
     if fallback is not None:
         pieces = _PieceTable(token_of, fallback[0])
         return lambda: ByteFallbackDetokenizer(pieces, *fallback[1])
-    return lambda: WindowDetokenizer(tokenizer, token_of)
+    return lambda: WindowDetokenizer(decode, token_of)
 
 
 def byte_speller(tokenizer: Tokenizer, decoder: dict[str, Any] | None) -> Callable[[int], bytes]:
@@ -146,10 +151,10 @@ class WindowDetokenizer:
     #: so only output that really contains U+FFFD gets here. It must not make the window grow without end.
     LONGEST_HOLD = 16
 
-    __slots__ = ("_given", "_ids", "_token_of", "_tokenizer")
+    __slots__ = ("_decode", "_given", "_ids", "_token_of")
 
-    def __init__(self, tokenizer: Tokenizer, token_of: Callable[[int], str | None]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, decode: Callable[[Sequence[int]], str], token_of: Callable[[int], str | None]) -> None:
+        self._decode = decode
         self._token_of = token_of
         self._ids: list[int] = []
         # The number of leading ids that were already returned and only serve as context.
@@ -165,8 +170,7 @@ class WindowDetokenizer:
         return self._news(hold=False)
 
     def _news(self, hold: bool) -> str:
-        before = self._tokenizer.decode(self._ids[: self._given], skip_special_tokens=True)
-        text = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        before, text = self._decode(self._ids[: self._given]), self._decode(self._ids)
         if len(text) <= len(before) or (hold and text.endswith("\ufffd")):
             return ""
         del self._ids[: self._given]

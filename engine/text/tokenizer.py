@@ -29,7 +29,7 @@ class Tokenizer:
         decoder = parsed.get("decoder")
         self._backend = _load(files)
         try:
-            self._new_detokenizer = detokenizer_factory(self._backend, decoder)
+            self._new_detokenizer = detokenizer_factory(self._backend, decoder, self.decode)
             self._spell = byte_speller(self._backend, decoder)
         except (KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"tokenizer.json has a decoder that cannot be used: {error!r}") from error

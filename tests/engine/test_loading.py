@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 
 from engine import Engine, EngineConfig, EngineError, ModelError, Request, RequestError, SamplingParams
@@ -37,6 +39,18 @@ def test_a_model_without_tokenizer_serves_token_ids(tmp_path: Path, load: Load) 
         engine.generate(["text"], GREEDY)
     with pytest.raises(RequestError, match=r"no tokenizer\.json: bad_words"):
         engine.generate([[1, 2]], SamplingParams(bad_words=["x"]))
+
+
+def test_a_bad_word_may_be_written_by_tokens_that_the_model_lacks(tmp_path: Path, load: Load) -> None:
+    folder = write_model(tmp_path)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<image>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    engine = load(folder)
+    assert engine.tokenizer is not None
+    prompt = engine.tokenizer.encode("x")
+    plain, without = engine.generate([prompt] * 2, [GREEDY, replace(GREEDY, bad_words=("x<image>", "<image>"))])
+    assert (without.error, without.token_ids) == (None, plain.token_ids)
 
 
 def test_the_end_token_ends_also_without_a_tokenizer(tmp_path: Path, load: Load) -> None:

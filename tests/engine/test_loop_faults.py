@@ -94,16 +94,25 @@ def test_a_row_that_the_model_gives_up_fails_alone(loop: StepLoop, steps: Steps)
     assert (bad.wait().events[0].finish_reason, bad.events[0].error) == ("error", "not finite")
 
 
+class Panic(BaseException):
+    """As libraries in Rust raise it."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, Panic])
 def test_a_fault_of_the_engine_itself_ends_what_is_in_and_the_loop_goes_on(
-    loop: StepLoop, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    loop: StepLoop,
+    scheduler: Scheduler,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: type[BaseException],
 ) -> None:
     def broken(*args: object) -> list[Event]:
-        raise RuntimeError("upside down")
+        raise kind("upside down")
 
     with monkeypatch.context() as patch:
         patch.setattr(scheduler, "update", broken)
         loop.submit(request("a"), heard := Listener())
-        assert heard.wait().events[0].error == "the engine failed: RuntimeError: upside down"
+        assert heard.wait().events[0].error == f"the engine failed: {kind.__name__}: upside down"
     loop.submit(request("b"), after := Listener())
     assert after.wait().tokens == [11, 12, 13, 14]
     assert "a step failed as a whole" in caplog.text

@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from engine.errors import ModelError, RequestError
 from engine.text import Tokenizer
 from engine.text.chat.template import TemplateSource
-from engine.text.checkpoint import read_header
 from engine.text.config import Config, read_config
+from engine.text.tensors import read_header
 from producers.admin.dead_letters import Letter
 from producers.contract.message import is_plain
 from producers.contract.task import Task, read_json

@@ -151,6 +151,13 @@ def test_settings_are_the_same_from_a_folder_that_transformers_wrote(
     load_model(tmp_path, "auto", torch.device("cpu"))
 
 
+def test_layers_whose_window_is_as_long_as_the_context_keep_their_own_rope(tmp_path: Path) -> None:
+    write_model(tmp_path, tokenizer=False, **FAMILIES["gemma3"] | {"sliding_window": 512})
+    model = load_model(tmp_path, "float32", torch.device("cpu"))
+    assert [group.window for group in model.kv_groups] == [None]
+    run_all(Driver(model), Truth(tmp_path), model.vocab_size)
+
+
 #: One variant of each family.
 EACH = ["gqa", "mistral-window", "qwen2", "qwen3", "phi3-longrope", "gemma2", "gemma3"]
 

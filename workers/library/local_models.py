@@ -170,7 +170,7 @@ def write_manifest(folder: Path, digests: Mapping[str, str] | None = None) -> by
 def _check_weights(folder: Path, files: Iterable[str]) -> None:
     """Check that each weights file is as long as its header says. Raises Refused."""
     from engine.errors import ModelError
-    from engine.text.checkpoint import read_header
+    from engine.text.tensors import read_header
 
     try:
         for name in files:

@@ -14,7 +14,7 @@ from engine.quant.formats.fp8 import Fp8Stored
 from engine.quant.formats.gptq import GptqMatrix
 from engine.quant.formats.scheme import Form, Scheme
 from engine.quant.formats.stored import Stored
-from engine.text.checkpoint import StoredTensor
+from engine.text.tensors import StoredTensor
 
 _FORMS: Final[dict[Form, type[Stored]]] = {
     "gptq": GptqMatrix,

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.errors import ModelError
 from engine.quant.formats.matrix import Quantised
 from engine.quant.formats.scheme import Scheme
-from engine.text.checkpoint import StoredTensor
+from engine.text.tensors import StoredTensor
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.models.loader import INDEX, SINGLE
 from engine.quant.formats import Matrix
+from engine.text.tensors import INDEX, SINGLE
 
 #: The most bytes of tensors in one file.
 _FULL = 4 << 30

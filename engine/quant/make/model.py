@@ -18,13 +18,13 @@ from engine.kernels.native import load_library
 from engine.layers import Linear
 from engine.models import load_model
 from engine.models.decoder import Decoder
-from engine.models.loader import Found, locate
 from engine.quant.formats import Matrix
 from engine.quant.make.folder import Writer, packed_tensors, quantization_config
 from engine.quant.make.hessian import hessian
 from engine.quant.make.rounding import Grid, compensated, nearest
 from engine.quant.make.walk import Walk
 from engine.text.config import read_config
+from engine.text.tensors import Found, locate
 
 Method = Literal["gptq", "nearest"]
 GROUPS = (128, 64, 32)

@@ -34,14 +34,15 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationTag(Extension):
-    """The tag `{% generation %}`, with which some templates mark the assistant's text. It does not change the text."""
+    """The tag `{% generation %}`, with which some templates mark the assistant's text. It does not change the text,
+    and what is set within it is not set behind it, as in transformers."""
 
     # Declared like jinja2's own attribute.
     tags = {"generation"}  # noqa: RUF012
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 class _Namespace(jinja2.utils.Namespace):

@@ -16,9 +16,9 @@ import torch
 from engine import Engine, EngineConfig
 from engine.errors import ModelError
 from engine.models import load_model
-from engine.models.loader import INDEX, SINGLE
 from engine.text.checkpoint import count_parameters
 from engine.text.config import Config
+from engine.text.tensors import INDEX, SINGLE
 from tests.engine.random_models import BASE, FAMILIES, write_model
 
 CPU = torch.device("cpu")

@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from engine.errors import ModelError
 from engine.models import load_model
-from engine.models.loader import INDEX, SINGLE, locate, match, weights_of
+from engine.models.loader import match, weights_of
+from engine.text.checkpoint import count_parameters
+from engine.text.tensors import INDEX, SINGLE, locate
 from tests.engine.random_models import BASE, tensors, write_model
 
 CPU = torch.device("cpu")
@@ -59,6 +61,19 @@ def test_shards_hold_the_same_as_one_file(tmp_path: Path) -> None:
     load(tmp_path / "one", targets)
     load(tmp_path / "three", sharded)
     assert all(torch.equal(targets[name], sharded[name]) for name in targets)
+
+
+def test_files_beside_the_checkpoint_are_not_part_of_it(tmp_path: Path) -> None:
+    """Shards that a single file has replaced, the same weights under the names of another library, and garbage."""
+    write_model(tmp_path, shards=2)
+    shards = locate(tmp_path)
+    parameters = count_parameters(tmp_path)
+    (tmp_path / "junk.safetensors").write_bytes(b"xx")
+    save_file(tensors(BASE), tmp_path / "consolidated.safetensors")
+    assert (locate(tmp_path), count_parameters(tmp_path)) == (shards, parameters)
+    save_file(tensors(BASE), tmp_path / SINGLE)
+    assert {found.path.name for found in locate(tmp_path).values()} == {SINGLE}, "as transformers chooses"
+    assert count_parameters(tmp_path) == parameters
 
 
 def test_weights_are_rounded_to_the_dtype_also_in_wider_places(tmp_path: Path) -> None:

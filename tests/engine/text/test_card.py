@@ -11,6 +11,7 @@ import pytest
 from engine.errors import ModelError
 from engine.text.card import ModelCard
 from engine.text.checkpoint import WHOLE_FILE, model_version
+from engine.text.tensors import INDEX
 
 TENSORS = {"a": [3, 4], "b": [5], "c": []}
 
@@ -43,6 +44,8 @@ def folder(byte_level, tmp_path) -> Path:
     (root / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_p": 5, "top_k": 20, "x": 1}))
     write_safetensors(root / "model-1.safetensors", TENSORS)
     write_safetensors(root / "model-2.safetensors", {"d": [2, 2, 2]})
+    shard_of = dict.fromkeys(TENSORS, "model-1.safetensors") | {"d": "model-2.safetensors"}
+    (root / INDEX).write_text(json.dumps({"weight_map": shard_of}))
     return root
 
 
@@ -171,7 +174,6 @@ def test_a_broken_config_is_refused_by_setting(folder, change, message):
 
 
 def test_a_folder_without_weights_has_no_card(folder):
-    for path in folder.glob("*.safetensors"):
-        path.unlink()
-    with pytest.raises(ModelError, match=r"has no .+safetensors file"):
+    (folder / INDEX).unlink()
+    with pytest.raises(ModelError, match=r"has neither model\.safetensors nor"):
         ModelCard.from_folder(folder)

@@ -35,7 +35,7 @@ TEXTS = [
 
 def pieces(tokenizer: tokenizers.Tokenizer, ids: list[int]) -> list[str]:
     decoder = json.loads(tokenizer.to_str())["decoder"]
-    detokenizer = detokenizer_factory(tokenizer, decoder)()
+    detokenizer = detokenizer_factory(tokenizer, decoder, tokenizer.decode)()
     return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
 
 
@@ -51,7 +51,7 @@ def tokenizer(make, request) -> tokenizers.Tokenizer:
 
 def test_the_usual_makes_are_decoded_by_bytes(make, tokenizer):
     decoder = json.loads(tokenizer.to_str())["decoder"]
-    assert type(detokenizer_factory(tokenizer, decoder)()) is MAKES[make]
+    assert type(detokenizer_factory(tokenizer, decoder, tokenizer.decode)()) is MAKES[make]
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -125,7 +125,7 @@ def test_special_tokens_have_no_text_and_other_added_ones_have(byte_level):
 def test_a_long_run_of_replacement_characters_does_not_grow_the_window(metaspace):
     tokenizer = tokenizers.Tokenizer.from_str(metaspace.to_str())
     tokenizer.add_tokens(["\ufffd"])
-    detokenizer = WindowDetokenizer(tokenizer, tokenizer.id_to_token)
+    detokenizer = WindowDetokenizer(tokenizer.decode, tokenizer.id_to_token)
     token_id = tokenizer.token_to_id("\ufffd")
     out = ""
     for _ in range(200):

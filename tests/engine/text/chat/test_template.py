@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.errors import ModelError, RequestError
 from engine.text.chat.template import ChatTemplate
@@ -87,6 +88,11 @@ def test_a_hostile_template_is_stopped(source):
 def test_what_the_sandbox_stops_is_the_models_fault():
     with pytest.raises(ModelError, match=r"chat template was stopped.*__class__"):
         ChatTemplate("{{ messages.__class__.__mro__ }}").render([])
+
+
+def test_what_is_set_for_the_assistants_text_ends_with_it_as_in_transformers():
+    source = "{% set x = 'a' %}{% generation %}{% set x = 'b' %}{{ x }}{% endgeneration %}{{ x }}"
+    assert ChatTemplate(source).render([]) == render_jinja_template([[]], chat_template=source)[0][0] == "ba"
 
 
 def test_objects_with_methods_do_not_reach_a_template():

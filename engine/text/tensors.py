@@ -1,0 +1,158 @@
+"""Finds the tensors of a checkpoint in its safetensors files, from their headers alone. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, TypeGuard
+
+from engine.errors import ModelError
+from engine.text.folder import file_in
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+#: The largest index file that is read, in bytes. Those of the largest checkpoints have some 10 MB.
+_LONGEST_INDEX = 64 << 20
+#: The longest header that is read. A header takes about a hundred bytes for each tensor, and many times that as Python
+#: objects. This is enough for ten times the tensors of the largest checkpoints. safetensors itself allows 100 MB.
+_LONGEST_HEADER = 16 << 20
+_MOST_DIMENSIONS = 16
+#: The bytes of one element, for dtypes of whole bytes.
+_WIDTHS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    dtype: str
+    """The dtype as safetensors spells it: F32, BF16, ..."""
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * _WIDTHS[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The location of a tensor, with its entry in the file's header."""
+
+    path: Path
+    name: str
+    """Its name in the file."""
+    stored: StoredTensor
+
+
+def locate(folder: Path) -> dict[str, Found]:
+    """Every tensor of a folder's checkpoint: of the single file, or else of those that the index names. Other files are
+    not part of it. Raises ModelError."""
+    path = file_in(folder, SINGLE)
+    if path is not None:
+        return {name: Found(path, name, stored) for name, stored in _header(path).items()}
+    index = file_in(folder, INDEX)
+    if index is None:
+        raise ModelError(f"{folder} has neither {SINGLE} nor {INDEX}")
+    held: dict[str, tuple[Path, dict[str, StoredTensor]]] = {}
+    found = {}
+    for name, shard in _weight_map(index).items():
+        if not isinstance(shard, str) or not _is_plain_name(shard):
+            raise ModelError(
+                f"{index}: {name} is said to be in {shard!r}, which is not the name of a safetensors file beside it"
+            )
+        if shard not in held:
+            path = file_in(folder, shard)
+            if path is None:
+                raise ModelError(f"{folder}: the shard {shard}, named by {INDEX}, is missing")
+            held[shard] = path, _header(path)
+        path, tensors = held[shard]
+        if name not in tensors:
+            raise ModelError(f"{path} does not hold {name}, although {INDEX} says so")
+        found[name] = Found(path, name, tensors[name])
+    return found
+
+
+def _weight_map(index: Path) -> dict[str, object]:
+    try:
+        with index.open("rb") as file:
+            data = file.read(_LONGEST_INDEX + 1)
+        if len(data) > _LONGEST_INDEX:
+            raise ModelError(f"{index} is longer than {_LONGEST_INDEX} bytes: it is no weight map")
+        shard_of = json.loads(data)["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ModelError(f"{index} cannot be read as a weight map: {error!r}") from error
+    if not isinstance(shard_of, dict):
+        raise ModelError(f"{index}: weight_map is not an object")
+    return shard_of
+
+
+def _is_plain_name(shard: str) -> bool:
+    # An index is untrusted data: it must not name other files of this machine.
+    return Path(shard).name == shard and "\\" not in shard and "\0" not in shard and shard.endswith(".safetensors")
+
+
+def _header(path: Path) -> dict[str, StoredTensor]:
+    try:
+        return read_header(path)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file, by name. It checks that the bytes of each are within the file.
+
+    Raises ModelError naming the file if it is truncated, or its header is malformed, too long or wrong.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        data = raw_header(path, file)
+    try:
+        header = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} has a header that is not valid JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise ModelError(f"{path} has a header that is not a JSON object")
+    room = size - 8 - len(data)
+    found = {name: _stored(path, name, entry, room) for name, entry in header.items() if name != "__metadata__"}
+    held = sum(tensor.nbytes for tensor in found.values())
+    if held != room:
+        raise ModelError(
+            f"{path} is truncated or not a safetensors file: it has {room} bytes of data, its header lists {held}"
+        )
+    return found
+
+
+def raw_header(path: Path, file: BinaryIO) -> bytes:
+    """Read the header of a safetensors file: 8 bytes of little-endian length, then that many bytes of JSON."""
+    size = os.fstat(file.fileno()).st_size
+    prefix = file.read(8)
+    length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+    if length > min(size - 8, _LONGEST_HEADER):
+        raise ModelError(f"{path} is truncated or not a safetensors file: its header does not fit its {size} bytes")
+    return file.read(length)
+
+
+def _stored(path: Path, name: str, entry: object, room: int) -> StoredTensor:
+    given = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = given.get("dtype"), given.get("shape"), given.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in _WIDTHS:
+        raise ModelError(f"{path} gives tensor {name!r} no known dtype")
+    if not _are_sizes(shape, room) or len(shape) > _MOST_DIMENSIONS:
+        raise ModelError(f"{path} gives tensor {name!r} no valid shape")
+    if not _are_sizes(offsets, room) or len(offsets) != 2:
+        raise ModelError(f"{path} is truncated or not a safetensors file: tensor {name!r} has no place in it")
+    if offsets[1] - offsets[0] != math.prod(shape) * _WIDTHS[dtype]:
+        raise ModelError(f"{path} gives tensor {name!r} a place of another size than its shape {shape} has")
+    return StoredTensor(dtype, tuple(shape))
+
+
+def _are_sizes(values: object, most: int) -> TypeGuard[list[int]]:
+    """Whether `values` is a list of integers from 0 to `most` bytes, or to 1 if that is 0."""
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= max(most, 1) for value in values)
