@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 from producers.client.hub import CLOSED
 from producers.errors import PenstockError
 
+FORKED = "this stream was opened before a fork: open it again"
+
 T = TypeVar("T")
 
 
@@ -41,8 +43,11 @@ class Portal:
         """Run a coroutine on the loop and return its result.
 
         Raises Expired after `timeout` seconds; then, and when interrupted, the coroutine is cancelled. Raises
-        PenstockError if the portal is closed, before or meanwhile.
+        PenstockError if the portal is closed, before or meanwhile, and in a forked child.
         """
+        if self._pid != os.getpid():  # its lock may be held by a thread that does not exist here
+            coroutine.close()
+            raise PenstockError(FORKED)
         with self._lock:
             if self._closed:
                 coroutine.close()

@@ -115,12 +115,14 @@ class Cursor:
     def _take(self, entries: Entries) -> list[Event]:
         events: list[Event] = []
         for position, event in entries:
-            if position < self.position or self.ended:
+            if self.ended:
+                break
+            self.ended = isinstance(event, End)  # also where it is before the start
+            if position < self.position:
                 continue
             self.position = position + 1
             if event is not None:
                 events.append(event)
-            self.ended = isinstance(event, End)
         return events
 
 

@@ -24,9 +24,12 @@ PORTS: Final = (443, 80)
 RESOLVE_S: Final = 5.0
 #: NAT64 (RFC 6052): the last 32 bits are an IPv4 address.
 _NAT64: Final = IPv6Network("64:ff9b::/96")
-#: Networks that Python's `is_global` takes for public: Azure's agent for virtual machines; former 6to4 relays;
-#: NAT64 of a local network (RFC 8215), whose form only that network knows; documentation (RFC 9637).
-_NOT_PUBLIC: Final = tuple(map(ip_network, ("168.63.129.16/32", "192.88.99.0/24", "64:ff9b:1::/48", "3fff::/20")))
+#: Networks that Python's `is_global` takes for public, in some versions: Azure's agent for virtual machines; protocol
+#: assignments (RFC 6890), where a cloud has its metadata; former 6to4 relays; NAT64 of a local network (RFC 8215),
+#: whose form only that network knows; documentation (RFC 9637).
+_NOT_PUBLIC: Final = tuple(
+    map(ip_network, ("168.63.129.16/32", "192.0.0.0/24", "192.88.99.0/24", "64:ff9b:1::/48", "3fff::/20"))
+)
 
 
 class Unresolved(Exception):

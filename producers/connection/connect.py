@@ -124,7 +124,10 @@ def kombu_url(url: str) -> str:
 
 
 def shown(url: str) -> str:
-    """The URL without user, password and query (which may hold passwords, too), for messages."""
+    """The URL without user, password and query (which may hold passwords, too), for messages. That of SQS is whole: it
+    has none, and its query says whose queues they are."""
+    if url.startswith("sqs://") and "@" not in url:
+        return url
     scheme, mark, rest = url.partition("://")
     place = (rest if mark else url).rpartition("@")[2].partition("?")[0]
     return f"{scheme}{mark}{place}" if mark else place

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
@@ -47,6 +48,21 @@ def test_what_takes_too_long_is_cancelled() -> None:
         portal.call(asyncio.Event().wait(), timeout=0.01)
     until(lambda: portal.call(others()) == 0)
     assert portal.call(answer(1), timeout=60) == 1
+    portal.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_is_told_that_it_has_no_loop() -> None:
+    portal = Portal()
+    child = os.fork()
+    if child == 0:
+        try:
+            portal.call(answer(1))
+        except PenstockError as error:
+            os._exit("before a fork" not in str(error))
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     portal.close()
 
 

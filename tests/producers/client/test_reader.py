@@ -85,6 +85,12 @@ def answer(cursor: Cursor, events: list[Event]) -> tuple[tuple[bytes, bytes | No
     return (b"in_progress", end), read_entries(found)
 
 
+def test_a_task_that_ends_before_the_start_ends_the_stream() -> None:
+    cursor = Cursor("t", 100)
+    assert cursor.live(read_messages([b'[0,{"end":"completed","reasons":[],"usage":{},"error":null}]'])) == []
+    assert cursor.ended
+
+
 def test_an_entry_of_a_later_kind_is_passed_over() -> None:
     cursor = Cursor("t", 0)
     cursor.behind = False

@@ -10,7 +10,7 @@ import redis
 import uvloop
 
 from producers.connection import connect, silence
-from producers.connection.connect import connect_async, kombu_url
+from producers.connection.connect import connect_async, kombu_url, shown
 from producers.connection.script import aexecute
 
 
@@ -58,3 +58,16 @@ def test_kombu_is_told_the_options_that_it_knows() -> None:
     assert kombu_url("redis://h:1/2?socket_timeout=1") == "redis://h:1/2"
     tls = "rediss://h:1/2?ssl_ca_certs=/ca.pem&socket_timeout=1"
     assert kombu_url(tls) == "rediss://h:1/2?ssl_ca_certs=/ca.pem&ssl_cert_reqs=required"
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("redis://me:secret@10.0.0.5:6379/0?password=secret", "redis://10.0.0.5:6379/0"),
+        ("sqs://us-east-1?prefix=as-&celery=1", "sqs://us-east-1?prefix=as-&celery=1"),
+        ("sqs://us-east-1?endpoint_url=http://me:secret@10.0.0.5", "10.0.0.5"),
+    ],
+)
+def test_a_url_is_shown_without_secrets_and_can_still_be_used(url: str, text: str) -> None:
+    assert shown(url).endswith(text)
+    assert "secret" not in shown(url)
