@@ -6,6 +6,7 @@ Sending and receiving are not tried: both would change what waits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from redis import Redis
@@ -15,7 +16,7 @@ from producers.aws.policies import FILES, OF_TIERS
 from producers.broker.sqs.names import sqs_name
 from producers.broker.sqs.queues.lookup import Queues
 from producers.broker.sqs.queues.setup import Finding
-from producers.broker.sqs.queues.wanted import lists_of
+from producers.broker.sqs.queues.wanted import inbox_name, lists_of
 from producers.connection.aws import AwsError, client, told
 from producers.connection.trouble import Trouble
 from producers.store.blobs.bucket import Bucket
@@ -35,6 +36,9 @@ def probe(role: str, needs: Needs, store: Redis) -> list[Finding]:
     for name in lists_of(address, needs.models):
         wrong = dict(_of_queue(role, queues, sqs, name))
         found.append(Finding("queue", sqs_name(address, name), "wrong" if wrong else "keep", wrong, list=name))
+    if needs.inbox and role == "sources":
+        wrong = dict(_of_inbox(sqs, inbox := inbox_name(address.prefix)))
+        found.append(Finding("queue", inbox, "wrong" if wrong else "keep", wrong))
     if needs.bucket is not None and role in FILES:
         found.append(_of_bucket(needs.bucket, address.region))
     return found
@@ -43,23 +47,45 @@ def probe(role: str, needs: Needs, store: Redis) -> list[Finding]:
 def _of_queue(role: str, queues: Queues, sqs: Any, name: str) -> Iterator[tuple[str, str]]:
     """Each thing that is wrong, and why."""
     try:
-        receipt = {"QueueUrl": queues.check(name).url, "ReceiptHandle": NOBODYS}
+        url = queues.check(name).url
     except AwsError as error:
         yield "settings", _refused(error)
         return
-    calls: dict[str, Callable[[], Any]] = {
+    for permission, call in _put_down(sqs, url).items():
+        if permission in OF_TIERS[role]:
+            yield from _tried(permission, call, queues.telling("put down messages of", name, permission))
+
+
+def _of_inbox(sqs: Any, name: str) -> Iterator[tuple[str, str]]:
+    """The same of the queue that the bucket's events come to."""
+    try:
+        with told(f"find queue {name}", "sqs:GetQueueUrl"):
+            url = sqs.get_queue_url(QueueName=name)["QueueUrl"]
+    except AwsError as error:
+        yield "settings", _refused(error)
+        return
+    for permission, call in _put_down(sqs, url).items():
+        yield from _tried(permission, call, told(f"put down messages of queue {name}", permission))
+
+
+def _put_down(sqs: Any, url: str) -> dict[str, Callable[[], Any]]:
+    """Permission -> a call that needs it, for a message that nobody has received."""
+    receipt = {"QueueUrl": url, "ReceiptHandle": NOBODYS}
+    return {
         "sqs:DeleteMessage": lambda: sqs.delete_message(**receipt),
         "sqs:ChangeMessageVisibility": lambda: sqs.change_message_visibility(**receipt, VisibilityTimeout=0),
     }
-    for permission, call in calls.items():
-        if permission not in OF_TIERS[role]:
-            continue
-        try:
-            with queues.telling("put down messages of", name, permission):
-                call()
-        except AwsError as error:
-            if error.trouble is not None:  # else it only says that nobody has this receipt
-                yield permission, _refused(error)
+
+
+def _tried(
+    permission: str, call: Callable[[], Any], telling: AbstractContextManager[None]
+) -> Iterator[tuple[str, str]]:
+    try:
+        with telling:
+            call()
+    except AwsError as error:
+        if error.trouble is not None:  # else it only says that nobody has this receipt
+            yield permission, _refused(error)
 
 
 def _of_bucket(bucket: Bucket, region: str) -> Finding:

@@ -38,7 +38,7 @@ _FORM: Final[dict[str, Any]] = {
     "properties": {
         "file": {"type": "string", "format": "binary"},
         "purpose": {"enum": [BATCH]},
-        "expires_after": expiry.SCHEMA,
+        "expires_after": expiry.SCHEMA | {"example": {}},  # a form made from the schema would let each file expire
     },
     "additionalProperties": False,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final
 
 import pytest
@@ -159,6 +160,13 @@ def test_a_denied_action_is_told_with_its_queue_and_permission(
     assert said.startswith(f"cannot put down messages of queue {queues[0].name} in {REGION}: ")
     assert said.endswith("(it needs sqs:DeleteMessage)")
     assert list(bucket.details) == ["s3:ListBucket"]
+
+
+def test_sources_look_for_the_inbox_too(aws: Aws, needs: Needs, valkey: Redis) -> None:
+    provide(replace(needs, inbox=False), valkey, apply=True)
+    assert [one.name for one in probe("sources", needs, valkey) if one.action == "wrong"] == ["pen-inbox"]
+    provide(needs, valkey, apply=True)
+    assert {one.action for one in probe("sources", needs, valkey)} == {"keep"}
 
 
 def test_chosen_queues_keys_and_replies_are_named() -> None:

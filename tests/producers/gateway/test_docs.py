@@ -51,6 +51,11 @@ def test_the_document_says_what_a_response_takes_of_a_switch(http: httpx.Client)
     assert schemas["include_obfuscation"]["enum"] == ["false"]
 
 
+def test_a_file_that_is_uploaded_from_the_page_does_not_expire_unasked(http: httpx.Client) -> None:
+    known = http.get("/openapi.json").json()["paths"]["/v1/files"]["post"]["requestBody"]["content"]
+    assert known["multipart/form-data"]["schema"]["properties"]["expires_after"]["example"] == {}
+
+
 def test_a_browser_shows_every_operation_and_asks_no_other_host(door: Door, http: httpx.Client, tmp_path: Path) -> None:
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
