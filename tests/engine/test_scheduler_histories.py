@@ -290,6 +290,7 @@ WORLDS: dict[str, dict[str, Any]] = {
     "window, uncached": {"spaces": [KvSpace(14), KvSpace(window_blocks(7, 4) + 1, 7)], "caching": False},
     # Two of them: sequences are longer than what either group holds.
     "windows alone": {"spaces": [KvSpace(6, 9), KvSpace(9, 3)]},
+    "a window alone": {"spaces": [KvSpace(8, 3)], "block_size": 1},
     # For the priority tier alone there are steps, and more than half of the tokens of others.
     "hurry": {"hurry": {"max_non_priority_step_tokens": 4, "exclusive": True}},
     "hurry, tight": {"hurry": {"max_non_priority_step_tokens": 5, "exclusive": True}, "spaces": [KvSpace(10)]},
