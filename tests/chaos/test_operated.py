@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import pytest
 
 from producers.connection.connect import connect
 from tests.waiting import until
 from workers.chaos.checker import Stores
+from workers.chaos.client import Settings
 from workers.chaos.injector import Injector
 from workers.chaos.journal import Journal
+from workers.chaos.load import Load
 from workers.chaos.operated import Operated, Process
 from workers.chaos.plan import Fault, Plan
 from workers.chaos.pulse import Pulse
 from workers.runtime.host.proc import argv_of
+
+#: Starts the load, and says its process.
+_LOAD: Final = """
+import sys
+from pathlib import Path
+from workers.chaos.client import Settings
+from workers.chaos.trial import OneClient
+settings = Settings.parse(sys.argv[1])
+client = OneClient(settings, Path(settings.folder))
+client.start_clients()
+print(client._process.pid, flush=True)
+client._process.wait()
+"""
 
 
 @pytest.fixture
@@ -109,3 +128,18 @@ def test_dead_letters_of_others_are_read_whatever_they_hold(valkey_url: str) -> 
         found = Stores.read(client, client, links="penstock:chaos:links", only=["a task"])
     assert [letter["message"] for letter in found.dead] == ["\ufffd\ufffd", "\ufffd", "[7]", "7"]
     assert found.dead[0]["reason"] == "not JSON"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_the_load_ends_with_the_process_that_began_it_however_that_ends(tmp_path: Path, valkey_url: str) -> None:
+    settings = Settings("client", str(tmp_path), "http://127.0.0.1:1", valkey_url, valkey_url, Load(1, "tiny", 1, 1))
+    with subprocess.Popen([sys.executable, "-c", _LOAD, settings.text()], stdout=subprocess.PIPE) as chaos:
+        assert chaos.stdout is not None
+        load = int(chaos.stdout.readline())
+        assert argv_of(load)
+        chaos.kill()
+    try:
+        until(lambda: not argv_of(load))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(load, signal.SIGKILL)

@@ -27,6 +27,7 @@ from workers.chaos.journal import Journal, journal_path
 from workers.chaos.load import LINKS
 from workers.chaos.plan import Plan
 from workers.chaos.pulse import Pulse
+from workers.processes import guarded
 
 #: Time limits (s): for tasks open at the load's end, and for the run without faults.
 CALM_S: Final = 180.0
@@ -151,7 +152,7 @@ def unended(about: str, what: str) -> Violation:
 
 @dataclass(slots=True)
 class OneClient:
-    """`Clients` of an operator's system: one process, killed at the end of the context."""
+    """`Clients` of an operator's system: one process, killed at the end of the context, and with this process."""
 
     settings: Settings
     folder: Path
@@ -175,7 +176,7 @@ class OneClient:
     def _start(self, settings: Settings) -> subprocess.Popen[bytes]:
         argv = [sys.executable, "-P", "-m", "workers.chaos.client", settings.text()]
         with (self.folder / f"{settings.name}.log").open("wb") as log:
-            process = subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(guarded(argv), stdout=log, stderr=subprocess.STDOUT)
         self._ends.callback(process.kill)
         return process
 
