@@ -6,6 +6,7 @@ import ctypes
 import gc
 import json
 import os
+import signal
 import time
 from collections import Counter
 from pathlib import Path
@@ -25,6 +26,7 @@ from workers.flow.claimer import Claimer
 from workers.flow.publisher import Publisher
 from workers.leases import control
 from workers.leases.control import Control
+from workers.leases.housekeeper import Housekeeper
 from workers.pool.transport import LINK, QoS
 from workers.runtime import assembly as runtime
 from workers.runtime import watchdog
@@ -282,6 +284,19 @@ def tells_what_is_collected() -> None:
             if i % 12 == 0:
                 stay.append(one)
         return len(gc.get_objects()) - len(stay), gc.get_stats()[2]["collections"] - before
+
+
+def is_told_to_end_at_its_first_lease() -> None:
+    """SIGTERM comes while no thread of the worker runs yet; they start when the drain has stopped them all."""
+    begin = Housekeeper.begin_life
+
+    def told(self: Housekeeper, life: Any) -> None:
+        begin(self, life)
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not life.over:
+            time.sleep(0.01)
+
+    Housekeeper.begin_life = told  # type: ignore[method-assign]
 
 
 def never_looks_idly() -> None:

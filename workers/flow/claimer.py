@@ -83,7 +83,8 @@ class Claimer(threading.Thread):
     def stop(self, timeout: float) -> bool:
         self._stopping = True
         self._queue.put(None)
-        self.join(timeout)
+        if self.is_alive():  # a drain may begin before the threads
+            self.join(timeout)
         return not self.is_alive()
 
     def run(self) -> None:

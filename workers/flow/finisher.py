@@ -117,7 +117,8 @@ class Finisher(threading.Thread):
     def stop(self, timeout: float) -> bool:
         """True once everything that was said before is settled."""
         self._queue.put(None)
-        self.join(timeout)
+        if self.is_alive():  # a drain may begin before the threads
+            self.join(timeout)
         return not self.is_alive()
 
     def run(self) -> None:

@@ -113,7 +113,8 @@ class Publisher(threading.Thread):
         """True once everything that was said before is published."""
         self._stopping = True
         self._wake.set()
-        self.join(timeout)
+        if self.is_alive():  # a drain may begin before the threads
+            self.join(timeout)
         return not self.is_alive()
 
     # ---- the thread -----------------------------------------------------------------------------------------

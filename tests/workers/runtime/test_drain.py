@@ -129,6 +129,13 @@ def test_while_the_model_is_loaded_it_just_ends(rig: Rig) -> None:
     check_gone(rig)
 
 
+def test_told_to_end_as_it_takes_its_first_lease_it_leaves_none(rig: Rig) -> None:
+    """Before any of its threads runs."""
+    worker = rig.begin_worker(WORKER_PLUGINS="tests.workers.plugins:is_told_to_end_at_its_first_lease")
+    assert worker.process.wait(60) == 0
+    check_gone(rig)
+
+
 def test_a_step_that_does_not_end_does_not_hold_it_up(rig: Rig) -> None:
     """As while a GPU's kernels are compiled: what was published stands, the step's outcome is nobody's."""
     worker = rig.worker(times=HANGS, STUB_STEP_S=0.01, STUB_HANG_AFTER=20, drain=0.2)
