@@ -76,6 +76,12 @@ def said(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
+def fault(server: str, error: BaseException) -> str:
+    """What is wrong with the server, in words: it does not answer, or what it says where it does, and refuses."""
+    away = trouble(error) is Trouble.AWAY and not isinstance(error, NotPrimary)
+    return f"{server} does not answer" if away else f"{server} cannot be used: {said(error)}"
+
+
 def trouble(error: BaseException) -> Trouble | None:
     """The server's trouble that an error shows; None for the call's own error, which any server would repeat.
 

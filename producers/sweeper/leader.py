@@ -20,7 +20,7 @@ from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES, once
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call, script
-from producers.connection.trouble import said
+from producers.connection.trouble import fault, said
 from producers.contract import keys
 from producers.store.protocol import PACKAGE
 
@@ -54,6 +54,8 @@ class Leadership:
         self._until = 0.0
         #: When the store last answered (by `time.monotonic`).
         self.heard_at = time.monotonic()
+        #: Why it did not, when it last failed.
+        self.fault = "the store does not answer"
 
     @property
     def leads(self) -> bool:
@@ -103,7 +105,7 @@ class Leadership:
                 log.warning("another %s leads: %s was not heard of for %s s", self._role, self.name, self._lease_s)
                 return
             if time.monotonic() > self._until:
-                log.warning("%s does not lead any more: the store was away for %s s", self.name, self._lease_s)
+                log.warning("%s leads no more: no renewal for %s s, %s", self.name, self._lease_s, self.fault)
                 return
 
     async def resign(self) -> None:
@@ -116,13 +118,14 @@ class Leadership:
             log.info("the lease of the %s is left to lapse: %s", self._role, said(error))
 
     async def _asked(self) -> int | None:
-        """0 if this process leads, the ms left of another's lease, or None if the store does not answer."""
+        """0 if this process leads, the ms left of another's lease, or None if the store does not say."""
         # Measured before the call: our lease ends for us before it ends for the store.
         asked = time.monotonic()
         try:
             async with asyncio.timeout(self._lease_s / RENEWALS / 2):
                 left = int(await self._client.run(once(lead(self.name, int(self._lease_s * 1000), self._key))))
         except FAILURES as error:
+            self.fault = fault("the store", error)
             warn_throttled(log, "cannot ask the store who leads, trying again: %s", error)
             return None
         self.heard_at = time.monotonic()

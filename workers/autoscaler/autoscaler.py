@@ -113,7 +113,7 @@ class Autoscaler:
         if self._trouble and now - self._well_at > SILENT_S:
             return [self._trouble]
         if not self._dry and now - self._leadership.heard_at > SILENT_S + self.settings.lease:
-            return ["the store does not answer"]
+            return [self._leadership.fault]
         return []
 
     # ---- while it leads -------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from producers.connection.addresses import networks
 from producers.connection.connect import SILENT_S as ANSWER_S
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call
+from producers.connection.trouble import fault
 from producers.errors import shown
 from producers.store import endpoints, outbox
 from producers.store.access.audit import Change
@@ -36,7 +37,7 @@ LOOK_S: Final = 1.0
 PATIENCE_S: Final = 8.0
 #: Time (s) after which a row is tried again for which this process had no file descriptor, memory or port.
 OWN_TROUBLE_S: Final = 5.0
-#: Silence (s) of the store after which the process is not ready.
+#: Time (s) for which the store took no call, after which the process is not ready.
 SILENT_S: Final = 10.0
 #: Time (s) before each try, counted from the one before it; after the last there is none.
 SCHEDULE: Final = (0.0, 5.0, 300.0, 1800.0, *(hours * 3600.0 for hours in (2, 5, 10, 14, 20, 24)))
@@ -75,6 +76,8 @@ class Deliverer:
         self._hastened = asyncio.Event()
         self.due = asyncio.Event()
         self._heard_at = time.monotonic()
+        self._fault = "the store does not answer"
+        """Of the last round that failed."""
 
     async def run(self) -> None:
         """Take and deliver, until `stop`; then let running tries end for the drain's time, and give the rest back."""
@@ -83,7 +86,8 @@ class Deliverer:
                 try:
                     pause = await self._round()
                 except FAILURES as error:
-                    warn_throttled(log, "the store does not answer, trying again: %s", error)
+                    self._fault = fault("the store", error)
+                    warn_throttled(log, "cannot take rows from the store, trying again: %s", error)
                     pause = LOOK_S
                 except Exception:  # rows that were taken are due again when their lease ends; others must not wait
                     log.exception("a round failed here, going on")
@@ -96,7 +100,7 @@ class Deliverer:
     def unready(self) -> list[str]:
         """As `workers.runtime.health.Watched`. While it takes no rows for want of places, it does not ask the store."""
         silent = time.monotonic() - self._heard_at > SILENT_S and self._limits.free > 0
-        return ["it drains"] * self.stopping + [f"the store has not answered for {SILENT_S:g} s"] * silent
+        return ["it drains"] * self.stopping + [f"no rows were taken for {SILENT_S:g} s: {self._fault}"] * silent
 
     def stop(self) -> None:
         """End; a second call gives back at once what is not delivered yet."""

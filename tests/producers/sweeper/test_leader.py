@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 from redis import Redis
@@ -85,3 +86,16 @@ async def test_who_cannot_reach_the_store_stops_leading_before_another_begins(
         await asyncio.sleep(0.05)
         assert not waiting.done()
         waiting.cancel()
+
+
+@pytest.mark.usefixtures("often")
+async def test_who_is_refused_does_not_say_that_the_store_was_away(
+    valkey_url: str, valkey: Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    valkey.acl_setuser("limited", enabled=True, nopass=True, keys=["*"], commands=["+@all", "-evalsha"])
+    async with AsyncClient(valkey_url.replace("//", "//limited:x@")) as client, asyncio.timeout(60):
+        one = Leadership(client, "a", LEASE)
+        while "a leads no more: no renewal for 60.0 s, the store cannot be used: " not in caplog.text:
+            await one.keep()
+    valkey.acl_deluser("limited")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from redis import Redis
 from standardwebhooks import Webhook
 
+from producers import AsyncClient
 from producers.connection.script import run, text
 from producers.contract import keys
 from producers.contract.webhook import new_secret
@@ -22,7 +24,10 @@ from producers.store import outbox
 from producers.store.endpoints import Endpoint, Secrets
 from producers.store.outbox import Row
 from tests.receiver import Event, Receiver
+from tests.waiting import until
 from tests.webhooks_process import WebhooksProcess
+from workers.webhooks import deliverer
+from workers.webhooks.deliverer import Deliverer, WebhookSettings
 
 
 @pytest.fixture
@@ -216,3 +221,21 @@ def test_what_cannot_be_read_holds_up_nobody_else(
             assert ended(process, valkey, name).state == "delivered"
         for name in (broken, unsigned):
             assert "cannot be read" in ended(process, valkey, name).attempts[0].error
+
+
+async def test_a_store_that_answers_and_refuses_is_told_from_one_that_does_not_answer(
+    valkey_url: str, valkey: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deliverer, "SILENT_S", 0.0)
+    valkey.acl_setuser("limited", enabled=True, nopass=True, keys=["*"], commands=["+@all", "-evalsha"])
+    said = {valkey_url.replace("//", "//limited:x@"): "cannot be used: ", "redis://127.0.0.1:1/0": "does not answer"}
+    for url, reason in said.items():
+        async with AsyncClient(url, url) as client, asyncio.timeout(60):
+            one = Deliverer(client, WebhookSettings(url))
+            running = asyncio.create_task(one.run())
+            words = f"the store {reason}"
+            await asyncio.to_thread(until, lambda one=one, words=words: any(words in why for why in one.unready()))
+            one.stop()
+            await running
+            assert ("evalsha" in one.unready()[-1]) is (reason == "cannot be used: ")
+    valkey.acl_deluser("limited")
