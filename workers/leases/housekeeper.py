@@ -17,6 +17,7 @@ from functools import partial
 from redis import Redis
 
 from producers.connection.log_throttle import warn_throttled
+from producers.connection.trouble import said
 from producers.contract import keys
 from producers.store.fleet import cards
 from workers.breaker.breaker import Breaker
@@ -93,6 +94,8 @@ class Housekeeper(threading.Thread):
         self._others = Others(served, self._store, self._broker)
         self._peers = Peers(self._store, served.pool.queue, breaker, deliveries, finisher)
         self._heard_at = self._round_at = time.monotonic()
+        self._error = ""
+        """Of the last round that failed."""
         self._life = deliveries.life
         """This round's."""
         self._stopping = False
@@ -129,6 +132,11 @@ class Housekeeper(threading.Thread):
         self._renewal.at = time.monotonic()
         self._clock.wake()
 
+    def unrenewed(self) -> str:
+        """Since when, and why, the lease was not renewed, where that is longer than it lasts; else empty."""
+        age = time.monotonic() - self._heard_at
+        return f"its lease was not renewed for {age:.0f} s: {self._error}" if age > self._served.settings.lease else ""
+
     def stop(self) -> None:
         self._stopping = True
         self.control.stop()
@@ -163,7 +171,8 @@ class Housekeeper(threading.Thread):
         try:
             action()
         except LOST as exc:
-            warn_throttled(logger, "Housekeeping: the store or the broker is away, trying again: %s", exc)
+            self._error = said(exc)
+            warn_throttled(logger, "Housekeeping: the store or the broker cannot be used, trying again: %s", exc)
             self._renewal.at = self._round_at
         except Exception:
             logger.exception("Housekeeping failed, going on")

@@ -191,6 +191,8 @@ class Runtime:
         found, life = self.faults(), self.deliveries.life
         if self.deliveries.draining:
             found.append("it drains")
+        elif unrenewed := self.housekeeper.unrenewed():
+            found.append(unrenewed)
         elif not life.begun or life.over:
             found.append("it has no lease: the store or the broker does not answer")
         return found

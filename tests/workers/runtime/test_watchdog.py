@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 import urllib.error
@@ -225,6 +226,17 @@ def test_a_worker_tells_whoever_runs_it_how_it_is(rig: Rig) -> None:
     assert ask(port, "/readyz")[0] == 503
     assert ask(port, "/livez")[0] == 200
     assert worker.stop(signal.SIGINT) == 0
+
+
+def test_a_worker_whose_lease_nobody_renews_is_not_ready_and_says_why(rig: Rig) -> None:
+    """The store answers and refuses, so that nothing tells it that the lease is gone."""
+    port = free_port()
+    begin(rig, health_port=port, lease=1.0)
+    rig.redis.execute_command("ACL", "SETUSER", "default", "-evalsha", "-eval")
+    refused = re.compile(r"its lease was not renewed for \d+ s: .*'evalsha'")
+    rig.until(lambda: any(map(refused.match, ask(port, "/readyz")[1].get("reasons", []))))
+    rig.redis.execute_command("ACL", "SETUSER", "default", "+@all")
+    rig.until(lambda: ask(port, "/readyz")[0] == 200)
 
 
 def test_a_port_that_is_taken_is_refused(rig: Rig) -> None:
