@@ -66,10 +66,12 @@ class SqsConsumer(Leases):
 
     def scheduled(self, count: int) -> list[bytes]:
         """Of what SQS delays, the index knows id, size and tenant."""
-        kept: Any = self._redis.zrange(keys.delayed(self.home), 0, count - 1, withscores=True)
-        found = [(due, body_of(raw)) for raw, due in kept]
+        found: list[tuple[float, bytes]] = []
         seconds: int = self._redis.time()[0]
-        for name, _ in names.lists(self.home):
+        for queue in self._hold.served:
+            kept: Any = self._redis.zrange(keys.delayed(queue), 0, count - 1, withscores=True)
+            found += [(due, body_of(raw)) for raw, due in kept]
+        for name in self._hold.lines:
             later: Any = self._redis.zrangebyscore(
                 keys.waiting(name), (seconds + 1) * 1000, "inf", start=0, num=count, withscores=True
             )

@@ -67,15 +67,16 @@ class Chores:
     # ---- messages that the store keeps, for their delay is too long for SQS -----------------------------------------
 
     def _look_for_due(self) -> Steps:
-        entries = yield calls.due(self._hold.home, DUE)
-        fresh = [entry for entry in entries if entry not in self._sending]
-        self._sending.update(fresh)
-        self._hold.courier.add(*(Errand(self._resend(entry)) for entry in fresh))
+        for queue in self._hold.served:
+            entries = yield calls.due(queue, DUE)
+            fresh = [entry for entry in entries if entry not in self._sending]
+            self._sending.update(fresh)
+            self._hold.courier.add(*(Errand(self._resend(queue, entry)) for entry in fresh))
         return PutDown.DONE
 
-    def _resend(self, entry: bytes) -> Steps:
+    def _resend(self, queue: str, entry: bytes) -> Steps:
         try:
-            return (yield from errand.resend(self._hold.home, entry))
+            return (yield from errand.resend(queue, entry))
         finally:
             self._sending.discard(entry)
 

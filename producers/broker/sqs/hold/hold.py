@@ -43,17 +43,17 @@ class Hold:
     """`queues`: those of a worker, its own pool's first, which has none on SQS; `home`: the version's."""
 
     def __init__(self, address: Address, queues: Sequence[str], store_url: str, home: str) -> None:
-        self.address, self.home = address, home
+        self.address = address
         self.redis = connect(store_url)
-        served = [queue for queue in queues if _is_polled(queue, queues, home, address)]
-        self.lines = {name: Line(name, queue, rank) for queue in served for name, rank in places(queue)}
+        self.served = [queue for queue in queues if _is_polled(queue, queues, home, address)]
+        self.lines = {name: Line(name, queue, rank) for queue in self.served for name, rank in places(queue)}
         self.changed = threading.Condition()
         self.closed = False
         self.passed: frozenset[str] = frozenset()
         """Queues that are not polled for now."""
         self.users = 0
         self.pokes: list[Callable[[], None]] = []
-        self._buffer = Buffer(served, address.fifo)
+        self._buffer = Buffer(self.served, address.fifo)
         self._held: dict[str, Held] = {}
         self._given: dict[str, Held] = {}
         self._buried: list[Fetched] = []

@@ -118,6 +118,21 @@ def test_plain_celery_messages_of_kombu_are_read_where_that_is_asked_for(
         assert (one.queue, one.rank, one.raw.decode()) == (CELERY, 1, body)
 
 
+def test_a_plain_celery_message_that_the_store_keeps_is_scheduled_and_sent_when_due(
+    aws: Aws, valkey: Redis, valkey_url: str
+) -> None:
+    with placed(aws, valkey_url, valkey, celery="1") as place:
+        url, body = place.queue_url(f"{CELERY}#default"), Message("a", CELERY, "default", 0, 0).envelope()
+        place.sqs.send_message(QueueUrl=url, MessageBody=body)
+        (one,) = place.take(1)
+        assert place.consumer.put_down([Back(INC, one.uuid, 60.0)]) == [PutDown.DONE]
+        assert place.consumer.scheduled(9) == [one.raw]
+        valkey.zadd(keys.delayed(CELERY), {valkey.zrange(keys.delayed(CELERY), 0, -1)[0]: 1})  # type: ignore[index]
+        (again,) = place.take(1)
+        assert (again.queue, again.raw) == (CELERY, one.raw)
+        until(lambda: not valkey.exists(keys.delayed(CELERY)))
+
+
 def test_what_it_holds_is_renewed(place: Place) -> None:
     place.send("a", "b")
     place.take(1, room=1)
