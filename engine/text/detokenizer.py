@@ -1,6 +1,7 @@
 """Turns tokens into text as they arrive, without splitting characters.
 
-The joined pieces equal the `tokenizers` library's decode of all tokens at once, with special tokens skipped. The
+The joined pieces equal the `tokenizers` library's decode of all tokens at once, with special tokens skipped; but for a
+decoder with ByteFallback that no usual model has, which gives whole characters before a broken one as U+FFFD, too. The
 library's own DecodeStream decodes a window again for each token. That costs more and, on a run of invalid bytes, grows
 with the square of the run. So the two common families of tokenizers are decoded from bytes here.
 """

@@ -135,7 +135,8 @@ class Housekeeper(threading.Thread):
     def unrenewed(self) -> str:
         """Since when, and why, the lease was not renewed, where that is longer than it lasts; else empty."""
         age = time.monotonic() - self._heard_at
-        return f"its lease was not renewed for {age:.0f} s: {self._error}" if age > self._served.settings.lease else ""
+        lapsed = self._error and age > self._served.settings.lease
+        return f"its lease was not renewed for {age:.0f} s: {self._error}" if lapsed else ""
 
     def stop(self) -> None:
         self._stopping = True
