@@ -226,6 +226,8 @@ class SqsBroker(Books):
             body = message.decode()
         except UnicodeDecodeError as error:
             raise NoSuchPlace(f"SQS takes no message that is not UTF-8 ({error})") from error
+        if not body:
+            raise NoSuchPlace("SQS takes no message that is empty")
         position, _ = await self._ask(("LPOS", shared.DEAD, entry), ("HDEL", shared.REAPED, task_id))
         if position is None:
             return False

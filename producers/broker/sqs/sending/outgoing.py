@@ -100,7 +100,7 @@ def _requests(entries: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     room = 0
     for entry in entries:
         size = len(entry["MessageBody"].encode(errors="surrogateescape"))
-        if size > room:
+        if not found or size > room:
             found.append([])
             room = BATCH_BYTES
         found[-1].append(entry)

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from redis import Redis
 
+from producers.broker.base import NoSuchPlace
 from producers.broker.connect import connect_broker
 from producers.broker.redis import keys as shared
 from producers.broker.sqs import keys, operator
 from producers.broker.sqs.address import read
 from producers.broker.sqs.names import sqs_name
 from producers.broker.sqs.operator import SqsBroker
+from producers.broker.sqs.sending.outgoing import Outgoing, send_one
 from producers.broker.values import Back, Depth
 from producers.connection.aws import AwsError
 from producers.contract import keys as contract_keys
@@ -153,6 +155,18 @@ async def test_large_messages_that_are_due_do_not_share_a_request(
         valkey.zadd(keys.delayed(QUEUE), {kept: 1})
     assert (await broker.due(QUEUE), valkey.zcard(keys.delayed(QUEUE))) == (6, 0)
     assert seen[1].asked["SendMessageBatch"] == 6
+
+
+async def test_a_letter_whose_message_is_empty_is_refused_and_stays(
+    broker: SqsBroker, faults: Faults, valkey: Redis
+) -> None:
+    """Whoever else sends one hears what SQS says of it."""
+    valkey.rpush(shared.DEAD, "letter")
+    with pytest.raises(NoSuchPlace, match="empty"):
+        await broker.replay(b"letter", DEFAULT, b"", "")
+    assert await broker.letters(0, 9) == [b"letter"]
+    send_one(broker._to, DEFAULT, Outgoing.again(DEFAULT, ""))
+    assert faults.asked["SendMessageBatch"] == 1
 
 
 async def test_what_is_over_is_pruned_from_the_index_alone(broker: SqsBroker, seen: tuple[Aws, Faults]) -> None:
