@@ -7,11 +7,13 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from producers.connection.aws import client, told
+from producers.connection.aws import AwsError, client, told
 
 THREADS: Final = 8
 #: The region in the URL of a queue, and in an ARN.
 _REGION: Final = re.compile(r"https?://sqs\.([a-z0-9-]+)\.|arn:[a-z-]+:[a-z0-9]+:([a-z0-9-]+):")
+#: AWS's codes for a message that is too large, among other things.
+TOO_LARGE: Final = frozenset({"InvalidParameterValue", "InvalidParameter", "InvalidMessageContents", "MessageTooLong"})
 
 
 class Service:
@@ -54,3 +56,8 @@ def region_of(place: str) -> str | None:
 def last_part(place: str) -> str:
     """The name of a queue or topic, by its URL or ARN."""
     return re.split("[/:]", place)[-1]
+
+
+def too_large(error: BaseException) -> bool:
+    """Whether a shorter message may be taken."""
+    return isinstance(error, AwsError) and error.code in TOO_LARGE

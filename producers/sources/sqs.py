@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from producers.connection.aws import AwsError, refusal
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.trouble import Trouble
-from producers.sources.aws import Service, last_part, region_of
+from producers.sources.aws import Service, last_part, region_of, too_large
 from producers.sources.inbox import Inbox, Received
 
 log = logging.getLogger(__name__)
@@ -21,6 +22,8 @@ WAIT_S: Final = 5
 BAD_AGAIN_S: Final = 10
 #: Longest text (characters) of an attribute that says why a message is bad.
 REASON: Final = 1024
+#: Longest body, and longest of its sender's attributes, (characters) of a letter that is shortened.
+SHORT_BODY, SHORT_ATTRIBUTE = 4096, 256
 
 
 class SqsInbox(Inbox):
@@ -78,24 +81,42 @@ class SqsInbox(Inbox):
         await self._batch("change_message_visibility_batch", f"hide messages of {self._called}", entries)
 
     async def bury(self, message: Received, reason: str) -> None:
-        """Move a message to the queue of dead letters. If it dies in between, the letter may be there twice."""
+        """Move a message to the queue of dead letters. If it dies in between, the letter may be there twice.
+
+        What is too large for that queue is shortened. What it refuses for all that stays, as without such a queue.
+        """
         if self._dead_letters is None:
             return await self.hide([message], BAD_AGAIN_S)
+        try:
+            await self._send_letter(self._dead_letters, message, reason)
+        except AwsError as error:
+            if error.trouble is not None:
+                raise
+            warn_throttled(log, "a bad message stays in %s: %s", self._called, error)
+            return await self.hide([message], BAD_AGAIN_S)
+        await self.remove([message])
+
+    async def _send_letter(self, queue: str, message: Received, reason: str) -> None:
+        try:
+            await self._send(queue, message, reason)
+        except AwsError as error:
+            if not too_large(error):
+                raise
+            await self._send(queue, _shortened(message), reason)
+
+    async def _send(self, queue: str, message: Received, reason: str) -> None:
         said = {**dict(list(message.attributes.items())[:8]), "penstock-reason": reason[:REASON]}
         said["penstock-message-id"] = message.id
         attributes = {name: {"DataType": "String", "StringValue": text} for name, text in said.items() if text}
-        doing = f"send to queue {last_part(self._dead_letters)}"
         fifo = {"MessageGroupId": "dead", "MessageDeduplicationId": message.id}
-        more = fifo if self._dead_letters.endswith(".fifo") else {}
         await self._sqs.call(
             "send_message",
-            doing,
-            QueueUrl=self._dead_letters,
+            f"send to queue {last_part(queue)}",
+            QueueUrl=queue,
             MessageBody=message.body,
             MessageAttributes=attributes,
-            **more,
+            **(fifo if queue.endswith(".fifo") else {}),
         )
-        await self.remove([message])
 
     def close(self) -> None:
         self._sqs.close()
@@ -112,6 +133,13 @@ class SqsInbox(Inbox):
             if not failed.get("SenderFault"):
                 raise refusal(doing, "sqs", failed.get("Code", ""), failed.get("Message", ""))
             warn_throttled(log, "cannot %s: %s", doing, failed.get("Code"))
+
+
+def _shortened(message: Received) -> Received:
+    """Its beginning, and an attribute with the length (characters) of its whole body."""
+    attributes = {"penstock-shortened": str(len(message.body))}
+    attributes |= {name: text[:SHORT_ATTRIBUTE] for name, text in message.attributes.items()}
+    return replace(message, body=message.body[:SHORT_BODY], attributes=attributes)
 
 
 def _received(raw: dict[str, Any]) -> Received:

@@ -20,10 +20,11 @@ from producers.client.steps import FAILURES, once, persistently
 from producers.client.wake import wake
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.trouble import said
+from producers.sources.aws import too_large
 from producers.sources.messages import answer
 from producers.sources.messages.answer import Reply
 from producers.sources.messages.settings import MessagesSettings
-from producers.sources.messages.targets import Targets, allowed, too_large
+from producers.sources.messages.targets import Targets, allowed
 from producers.sources.source import together
 from producers.store import outbox
 from producers.store.outbox import Attempt, Row

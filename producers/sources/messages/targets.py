@@ -14,7 +14,6 @@ from typing import Any, Final
 
 from redis.asyncio import Redis
 
-from producers.connection.aws import AwsError
 from producers.sources.aws import Service, last_part, region_of
 
 LIST: Final = "list:"
@@ -23,8 +22,6 @@ _TOPIC: Final = re.compile(r"arn:aws[a-z-]*:sns:[a-z0-9-]+:[0-9]{12}:[A-Za-z0-9_
 #: Lists with names of ours hold our own state.
 _LIST: Final = re.compile(r"list:(?!penstock:)[!-~]{1,200}")
 FORMS: Final = "an SQS queue's URL, an SNS topic's ARN, or list: and the name of a list in the store"
-#: AWS's codes for a message that is too large, among other things.
-TOO_LARGE: Final = frozenset({"InvalidParameterValue", "InvalidParameter", "InvalidMessageContents", "MessageTooLong"})
 
 
 def is_queue(target: str) -> bool:
@@ -84,8 +81,3 @@ class Targets:
         if (name, region) not in self._services:
             self._services[name, region] = Service(name, region, self._endpoint)
         return self._services[name, region]
-
-
-def too_large(error: BaseException) -> bool:
-    """Whether a shorter message may be taken."""
-    return isinstance(error, AwsError) and error.code in TOO_LARGE

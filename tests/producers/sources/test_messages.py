@@ -259,6 +259,23 @@ class TestSqs:
         assert "not JSON" in said["penstock-reason"]
         assert records() == {}
 
+    def test_a_bad_message_that_is_too_large_for_the_letters_is_shortened_or_stays(
+        self, aws: Aws, valkey_url: str, records: Any, tmp_path: Path
+    ) -> None:
+        orders, dead = (Sqs(sqs := aws.client("sqs"), name, redrive=False) for name in ("orders", "dead"))
+        config = f'[orders]\ntype = "messages"\nqueue = "{orders.url}"\ndead_letters = "{dead.url}"\n'
+        sqs.set_queue_attributes(QueueUrl=dead.url, Attributes={"MaximumMessageSize": "8192"})
+        with SourcesProcess(valkey_url, tmp_path, config, AWS_ENDPOINT_URL=aws.url) as process:
+            orders.send("x" * 100_000)
+            (letter,) = process.until(dead.receive)
+            sqs.set_queue_attributes(QueueUrl=dead.url, Attributes={"MaximumMessageSize": "1024"})
+            orders.send("y" * 100_000)
+            process.until(lambda: "a bad message stays in queue orders" in process.log.read_text())
+            orders.send(TASK)
+            process.until(lambda: records() and len(orders) == 1)
+        assert letter["Body"] == "x" * len(letter["Body"])
+        assert letter["MessageAttributes"]["penstock-shortened"]["StringValue"] == "100000"
+
     @pytest.mark.parametrize("count", few([12, 40], 12))
     def test_whatever_sqs_does_each_message_is_one_task_and_is_answered(
         self,
