@@ -45,9 +45,9 @@ class Attempt:
     """The first of them."""
 
 
-def attempts(record: Record, now_ms: float) -> list[Attempt]:
+def attempts(record: Record, now_ms: float, orphaned: bool = False) -> list[Attempt]:
     """Those that are kept in the record: the first 32 deaths, the first 32 times that it was given back, and the last
-    start."""
+    start. `orphaned`: the last one's worker died, and nobody has written that yet."""
     runs = record.runs
     found: list[tuple[int, Attempt]] = []
     for name in ("lost", "given_back"):
@@ -57,7 +57,7 @@ def attempts(record: Record, now_ms: float) -> list[Attempt]:
                 found.append(_ended(one, runs))
     last = record.count("claims")
     if last and record.status != "queued" and all(start != last for start, _ in found):
-        found.append((last, _last(record, runs.get(last), now_ms)))
+        found.append((last, _last(record, runs.get(last), now_ms, orphaned)))
     return [attempt for _, attempt in sorted(found, key=lambda one: (one[1].at or now_ms, one[0]))]
 
 
@@ -68,10 +68,11 @@ def _ended(said: Mapping[str, Any], runs: Mapping[int, Run]) -> tuple[int, Attem
     return start, _attempt(runs.get(start), str(said["owner"]), why, began, at, at, int(said["entries"]))
 
 
-def _last(record: Record, run: Run | None, now_ms: float) -> Attempt:
+def _last(record: Record, run: Run | None, now_ms: float, orphaned: bool) -> Attempt:
     began, finished = record.time("began"), record.time("finished") if record.final else None
     owner = record.fields.get("owner") or (run.owner if run else None)
-    return _attempt(run, owner, "ended" if record.final else "running", began, finished, finished or now_ms)
+    why = "ended" if record.final else "died" if orphaned else "running"
+    return _attempt(run, owner, why, began, finished, finished or now_ms)
 
 
 def _attempt(

@@ -63,9 +63,9 @@ def explanation(seen: Seen) -> Explanation:
         sum(seen.pool.queued.values()),
         why,
         estimate,
-        record.fields.get("owner") if record.status == "in_progress" else None,
+        record.fields.get("owner") if record.status == "in_progress" and not seen.orphaned else None,
         record.count("claims"),
-        attempts(record, seen.now_ms),
+        attempts(record, seen.now_ms, seen.orphaned),
         phases(record, seen.now_ms),
     )
 
@@ -77,7 +77,7 @@ def estimated(seen: Seen) -> Estimate:
     if not rate or not per_task or not knee or seen.record.final:
         return Estimate()
     service = knee * min(per_task, seen.tokens or per_task) / rate
-    if seen.record.status == "in_progress":
+    if seen.record.status == "in_progress" and not seen.orphaned:
         left = service - (seen.now_ms - (seen.record.time("started") or seen.now_ms)) / 1000
         return Estimate(0.0, left if left > 0 else None)
     start = _start(seen, rate / per_task, knee)
@@ -108,6 +108,9 @@ def summary(seen: Seen, why: list[Reason], estimate: Estimate) -> str:
         error = record.json("error")
         said = f": {error.get('message')}" if isinstance(error, dict) else ""
         return f"It has ended: {record.status}{said}"
+    if seen.orphaned:
+        because = f"; {why[0].message}" if why else ""
+        return f"It waits for another worker: {record.fields.get('owner')} died, or was cut off{because}."
     if record.status == "in_progress":
         if why:
             return f"It is at {record.fields.get('owner')}, and waits there: {why[0].message}."

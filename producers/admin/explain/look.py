@@ -12,6 +12,7 @@ from producers.admin.explain.tenants import count
 from producers.admin.fleet import Fleet, Pool, read_fleet
 from producers.broker.base import Broker
 from producers.broker.values import Counted, Standing
+from producers.connection.script import ask, text
 from producers.contract import keys
 from producers.contract.message import Message
 from producers.contract.profile import Profile
@@ -42,6 +43,8 @@ class Seen:
     """Whether an autoscaler leads."""
     fetched: bool = False
     """It is queued, and its message is in no queue, as far as the broker can tell."""
+    orphaned: bool = False
+    """It is in progress, and its worker's lease has ended."""
 
     @property
     def ready(self) -> list[Lease]:
@@ -90,7 +93,18 @@ async def look(store: Redis, broker: Broker, record: Record) -> Seen:
         _scaling(fleet, record.model, name),
         bool(fleet.scaling.leads),
         message is not None and standing is None and broker.capabilities.front_of_queue,
+        await _orphaned(store, record),
     )
+
+
+async def _orphaned(store: Redis, record: Record) -> bool:
+    """A worker that ended in order gave the task away first: so its record is looked at once more, after the lease."""
+    owner = record.fields.get("owner")
+    if record.status != "in_progress" or owner is None:
+        return False
+    commands = [("EXISTS", keys.lease(owner)), ("HMGET", record.key, "status", "owner")]
+    lives, now = await ask(store, commands)
+    return not lives and [text(value) for value in now] == ["in_progress", owner]
 
 
 def _message(record: Record) -> Message | None:

@@ -20,7 +20,7 @@ class Reason:
 def reasons(seen: Seen) -> list[Reason]:
     """Empty for a task that does not wait, or that nothing keeps but the moment that it takes to be fetched."""
     if seen.record.status == "in_progress":
-        return [*_inside(seen)]
+        return [*(_workers if seen.orphaned else _inside)(seen)]
     if seen.record.status != "queued":
         return []
     if seen.record.fields["status"] == "submitting":

@@ -205,6 +205,24 @@ def test_a_task_that_runs_lost_a_worker_and_ends(
     assert said["attempts"][-1]["why"] == "ended"
 
 
+def test_a_task_whose_worker_is_dead_waits_for_another_one(
+    submit: Submit, explain: Explain, valkey: Redis, valkey_url: str, worker: FakeWorker
+) -> None:
+    task_id = submit()
+    valkey.hset(keys.PROFILES, NAME, MEASURED.to_json())
+    assert worker.take(QUEUE) == task_id
+    worker.claim(task_id)
+    assert (explain(task_id)["worker"], names(explain(task_id))) == ("fake", [])
+    worker.die()
+    said = explain(task_id)
+    assert (said["status"], said["worker"], names(said)) == ("in_progress", None, ["no_worker", "not_scaled"])
+    assert "It waits for another worker: fake died, or was cut off; no worker serves" in said["summary"]
+    assert [(one["worker"], one["why"]) for one in said["attempts"]] == [("fake", "died")]
+    assert said["estimate"] == {"starts_in_s": None, "ends_in_s": None}
+    lease(valkey_url)
+    assert (explain(task_id)["worker"], names(explain(task_id))) == (None, []), "another one takes it up in a moment"
+
+
 def test_a_worker_tells_what_its_engine_does_with_a_task(
     submit: Submit, explain: Explain, http: httpx.Client, valkey: Redis, valkey_url: str, worker: FakeWorker
 ) -> None:
