@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.text import ChatTemplate, Tokenizer
-from producers import AsyncClient, Client, InvalidTask
+from producers import AsyncClient, Client, InvalidTask, TaskFailed
 from producers.contract import keys
 from tests.workers.rig import Rig, rig
 
@@ -91,6 +91,18 @@ def test_what_the_template_does_not_take_fails_the_task(chats: Rig) -> None:
         assert result.error["code"] == "context_length_exceeded"
         with pytest.raises(InvalidTask, match='role is "robot"'):
             client.submit(model="chatty", messages=[{"role": "robot", "content": "x"}])
+
+
+@pytest.mark.parametrize("name", ["prompt", "messages"])
+def test_a_worker_s_refusal_names_the_field_that_the_task_has(chats: Rig, name: str) -> None:
+    text = "a " * 3000
+    with chats.sender() as app, Client(chats.url) as client:
+        fields: dict[str, Any] = {name: text if name == "prompt" else [{"role": "user", "content": text}]}
+        sent = app.send_task(keys.TASK_NAME, queue=keys.model_queue("chatty"), kwargs=fields)
+        for waits in (client.submit(model="chatty", **fields).result, sent.get):
+            with pytest.raises(TaskFailed) as caught:
+                waits(timeout=60)
+            assert (caught.value.param, caught.value.code) == (name, "context_length_exceeded")
 
 
 def test_a_model_without_a_template_takes_no_messages(rig: Rig) -> None:

@@ -220,7 +220,7 @@ class Claimer(threading.Thread):
             if not self._submit(delivery):
                 return
         except (RequestError, InvalidTask) as exc:
-            self._publisher.conclude(delivery, "failed", error_json(exc.code, str(exc), exc.param))
+            self._publisher.conclude(delivery, "failed", _refusal(delivery, exc))
             return
         except LOST as exc:
             logger.warning("Cannot start task %s, giving it back: %s%s", delivery.task_id, exc, delivery.trace)
@@ -319,6 +319,15 @@ class Claimer(threading.Thread):
         for choice, token_id in tokens_of(self._redis, delivery.task_id, first):
             found[choice].append(token_id)
         return found
+
+
+def _refusal(delivery: Delivery, exc: RequestError | InvalidTask) -> str:
+    """The error's JSON. What the engine calls `prompt_ids` is named as the task names it: `prompt` or `messages`."""
+    record = delivery.record
+    if record is None or isinstance(exc, InvalidTask) or exc.param != "prompt_ids":
+        return error_json(exc.code, str(exc), exc.param)
+    name = "prompt" if record.task.get("messages") is None else "messages"
+    return error_json(exc.code, str(exc).replace("prompt_ids", name), name)
 
 
 def _begun(fields: Mapping[str, str]) -> bool:
