@@ -20,7 +20,7 @@ from producers.errors import InvalidTask, LimitReached, PenstockError, UnknownMo
 from producers.gateway.admission.accounts import charge_for, fitted, there
 from producers.gateway.admission.limits import check_may_use
 from producers.gateway.http.errors import Problem, body_of, problem_of
-from producers.gateway.openai.lines import COMPLETIONS, answer_line, read_line
+from producers.gateway.openai.lines import COMPLETIONS, answer_line, in_words_of, read_line
 from producers.gateway.openai.prompts import MAX_TOKENS
 from producers.gateway.tasks.foreground import problem_of_end
 from producers.gateway.text.prompts import Prompts
@@ -74,7 +74,10 @@ class LineEndpoints:
         )
         if not accounts:
             return planned
-        return [one if isinstance(one, Answer) else await self._within(accounts, one, prices) for one in planned]
+        return [
+            one if isinstance(one, Answer) else await self._within(accounts, one, prices, path, body)
+            for one, body in zip(planned, bodies, strict=True)
+        ]
 
     async def _accounts(self, key_id: str | None, tenant: str | None) -> list[Account]:
         """The accounts of a batch's key and tenant, with the limits that they have now."""
@@ -82,7 +85,14 @@ class LineEndpoints:
         of_tenant = None if tenant is None else tenants.account(tenant, await tenants.get(self._client.store, tenant))
         return there(None if key is None else key.principal().account, of_tenant)
 
-    async def _within(self, accounts: Sequence[Account], plan: Planned, prices: Prices | None) -> Planned | Answer:
+    async def _within(
+        self,
+        accounts: Sequence[Account],
+        plan: Planned,
+        prices: Prices | None,
+        path: str,
+        body: Mapping[str, Any],
+    ) -> Planned | Answer:
         """A line's task within limits, and its charge. Its text is counted here, as the gateway counts a caller's."""
         task, card = plan.task, plan.known.card
         context = int(card["context_length"])
@@ -101,7 +111,9 @@ class LineEndpoints:
             if charge is not None:
                 charge.shortens = shortens
                 charge.check(task.kv_tokens(context))
-        except (Problem, InvalidTask, LimitReached) as error:
+        except (Problem, InvalidTask) as error:
+            return _refused(in_words_of(path, body, error))
+        except LimitReached as error:
             return _refused(error)
         return replace(plan, task=task, charge=charge)
 
@@ -148,11 +160,11 @@ def _planned(
 def _answer(path: str, one: Finished, tokenizer: Tokenizer | Answer | None) -> Answer:
     """`tokenizer`: where the task has log probabilities."""
     end = one.events[-1]
-    if isinstance(end, End) and (problem := problem_of_end(end)) is not None:
-        return _refused(problem)
-    if isinstance(tokenizer, Answer):
-        return tokenizer
     try:
+        if isinstance(end, End) and (problem := problem_of_end(end)) is not None:
+            return _refused(in_words_of(path, one.body, problem))
+        if isinstance(tokenizer, Answer):
+            return tokenizer
         return Answer(200, _ascii(answer_line(path, one.record, one.events, tokenizer)))
     except Exception:  # as above
         logger.exception("task %s of a batch cannot be answered", one.record.id)

@@ -16,8 +16,8 @@ from producers.contract.batch import ENDPOINTS
 from producers.contract.record import Record
 from producers.contract.stream.events import Event
 from producers.contract.task import Task
-from producers.errors import shown
-from producers.gateway.http.errors import invalid_value
+from producers.errors import InvalidTask, shown
+from producers.gateway.http.errors import Problem, invalid_value
 from producers.gateway.openai.answer import News, named
 from producers.gateway.openai.chat import read_chat
 from producers.gateway.openai.chat import shape as chat_shape
@@ -66,6 +66,16 @@ def read_line(
     with asked.in_its_words():
         task = task.resolved(card)
     return task, {} if response is None else response.more(task, response.items, now_ms)
+
+
+def in_words_of(url: str, body: Mapping[str, Any], error: Problem | InvalidTask) -> Problem | InvalidTask:
+    """An error of a line's task, in the words of its body, which `read_line` has taken."""
+    asked, _, _ = _READ[url](body, {})
+    try:
+        with asked.in_its_words():
+            raise error
+    except (Problem, InvalidTask) as worded:
+        return worded
 
 
 def answer_line(url: str, record: Record, events: Iterable[Event], tokenizer: Tokenizer | None = None) -> bytes:

@@ -126,9 +126,9 @@ class Asked:
 def worded(names: Mapping[str, str], message: str, param: str | None) -> tuple[str, str | None]:
     """An error's message and parameter in the caller's words. `names`: a task's field -> the caller's name for it."""
     for ours, theirs in names.items():
-        if ours != "prompt":
+        if ours not in ("prompt", "messages"):
             message = re.sub(rf"\b{ours}\b", theirs, message)
-        elif param == ours:  # elsewhere in a message, `prompt` is a plain word
+        elif param == ours:  # elsewhere in a message, it is a plain word
             message = re.sub(rf"^{ours}\b", theirs, message)
     return message, names.get(param or "", param)
 

@@ -64,7 +64,11 @@ PARAMETERS: Final = Parameters(
     stream_options=("include_obfuscation",),
 )
 #: A task's field -> the name that a response has for it, where they differ.
-NAMES: Final = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs", "prompt": "input", "prompt_ids": "input"}
+NAMES: Final = {
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    **dict.fromkeys(("prompt", "prompt_ids", "messages"), "input"),
+}
 #: Texts that the response shows as they came.
 SHOWN: Final = ("user", "safety_identifier", "prompt_cache_key", "previous_response_id")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -12,13 +13,16 @@ from redis import Redis
 from producers.client.aio import AsyncClient
 from producers.connection.script import run
 from producers.contract import keys
+from producers.contract.record import Record
+from producers.contract.stream.events import End
 from producers.gateway.batches.endpoints import LineEndpoints
 from producers.store import batches
 from producers.store.access.api_keys import Key
 from producers.store.access.principal import Limits
-from producers.sweeper.batches.endpoint import Answer, Planned
+from producers.sweeper.batches.endpoint import Answer, Finished, Planned
 from tests.producers.contract.test_trace import GOOD
 from tests.producers.gateway.conftest import Ask
+from tests.producers.gateway.openai.conftest import MESSAGES
 
 DAY = 24 * 3600
 CHATS = "/v1/chat/completions"
@@ -151,4 +155,29 @@ async def test_a_line_of_text_is_counted_where_there_are_limits(valkey: Redis, v
     assert (fits.task.max_tokens, fits.charge.names, fits.charge.shortens) == (50, [key.id], True)
     assert 0 < (fits.task.prompt_tokens or 0) <= 60
     assert isinstance(long, Answer)
-    assert b"prompt_too_long" in long.body
+    error = json.loads(long.body)["error"]
+    assert (error["code"], error["param"]) == ("prompt_too_long", "messages")
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "ours", "theirs"),
+    [
+        (CHATS, {"messages": MESSAGES, "max_completion_tokens": 9}, "max_tokens", "max_completion_tokens"),
+        (CHATS, {"messages": MESSAGES}, "prompt_ids", "messages"),
+        ("/v1/completions", {"prompt": "a"}, "prompt_ids", "prompt"),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 9}, "max_tokens", "max_output_tokens"),
+        ("/v1/responses", {"input": "a"}, "messages", "input"),
+    ],
+)
+async def test_a_worker_s_refusal_is_told_in_the_line_s_words(
+    valkey_url: str, path: str, asked: dict[str, Any], ours: str, theirs: str
+) -> None:
+    end = End(0, "failed", (None,), {}, {"code": "invalid_value", "message": f"{ours} is too much", "param": ours})
+    async with AsyncClient(valkey_url) as client:
+        endpoints = LineEndpoints(client)
+        (answer,) = await endpoints.answers(
+            path, [Finished({"model": "tiny", **asked}, Record("a", {"task": "{}"}), [end])]
+        )
+        endpoints.close()
+    error = json.loads(answer.body)["error"]
+    assert (error["param"], error["message"]) == (theirs, f"{theirs} is too much")
