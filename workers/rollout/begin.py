@@ -41,6 +41,8 @@ def begin(store: Redis, new: New, workers: int | None, ready: int) -> Rollout:
     cards.pin(store, name, card["version"])  # else the first new worker would take the new tasks
     now = rollouts.now(store)
     asked = Rollout(name, new.found.reference, new.version, card["version"], workers or max(1, ready), now, now)
+    if under_way is not None and under_way.version == asked.before:
+        asked = replace(asked, before_reference=under_way.reference)
     stands = rollouts.begin(store, asked)
     if stands.version != new.version:
         raise Refused(

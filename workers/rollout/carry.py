@@ -150,7 +150,9 @@ def _replaced(current: str) -> str:
 def _waits(seen: Seen, left: int | None, rollout: Rollout, *, drains: bool) -> str:
     version = rollout.before
     if left != 0:
-        return f"tasks left of version {version}: {'not known' if left is None else left}"
+        start = f"`penstock worker --model {rollout.model}=FOLDER`, the folder of that version"
+        hint = "" if seen.old or seen.ends else f" (no worker takes more of them: start one with {start})"
+        return f"tasks left of version {version}: {'not known' if left is None else left}{hint}"
     hint = "" if drains or seen.ends else " (no autoscaler does: end them, or say --drain-old)"
     return f"no task is left of version {version}; workers of it that are yet to end: {seen.old}{hint}"
 

@@ -12,6 +12,8 @@ One JSON object in the hash `penstock:rollouts` under the model's name:
                 in flight
                 "done", "failed", "cancelled"
     reason      why it failed, or what it waits for
+    before_reference
+                as `reference`, of the version before, where the last rollout tells it; else it is not there
     asked       unix seconds, on the store's clock
     changed     the same, of the last phase's begin
 
@@ -61,6 +63,7 @@ class Rollout:
     changed: float
     phase: str = "starting"
     reason: str = ""
+    before_reference: str = ""
 
     @classmethod
     def of(cls, raw: Any) -> Self | None:
@@ -71,7 +74,8 @@ class Rollout:
             return None
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        """As it is stored. Earlier releases read no record with another field, and wrote none."""
+        return json.dumps({name: value for name, value in asdict(self).items() if name != "before_reference" or value})
 
     def to(self, phase: str, at: float, reason: str = "") -> Rollout:
         """In another phase."""

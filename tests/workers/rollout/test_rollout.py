@@ -218,6 +218,23 @@ def test_the_command_tells_what_it_waits_for_and_may_be_interrupted_and_cancelle
     assert standing(rig.store)["version"] == OLD
 
 
+def test_the_command_tells_that_nobody_serves_what_is_left_and_how_to_start_a_worker(rig: Rig, tmp_path: Path) -> None:
+    """Of a version whose workers are gone, and which no autoscaler starts."""
+    cards.announce(rig.store, described(find_model("tiny"))[0], keys.Pool("tiny", OLD, "f"), {})
+    with Client(rig.url) as client:
+        client.submit(model="tiny", prompt=[1, 2, 3], max_tokens=2)
+    begun = begin(rig.store, new(), None, 1)
+    cards.publish(rig.store, new().card, new().files)
+    assert rollouts.change(rig.store, begun, begun.to("draining", 1.0))
+    log = tmp_path / "log"
+    log.touch()
+    process = command(rig, "tiny=tiny-v2", log=log)
+    hint = "(no worker takes more of them: start one with `penstock worker --model tiny=FOLDER`, the folder of"
+    rig.until(lambda: f"tasks left of version {OLD}: 1 {hint}" in log.read_text())
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+
+
 def test_plain_celery_tasks_go_to_the_version_of_the_card(rig: Rig) -> None:
     """Whoever sends them names the model alone: workers of another version leave them to those that come."""
     cards.publish(rig.store, *described(find_model("tiny")))

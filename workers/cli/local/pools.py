@@ -1,7 +1,8 @@
 """The workers of `penstock up`: for each model a pool of each version that runs here.
 
 start: the least number of the version that was found -> the autoscaler says how many -> Local starts and drains them
-a rolling update begins (`producers.store.fleet.rollouts`): the new version is a pool beside the old one
+a rolling update begins (`producers.store.fleet.rollouts`): the new version is a pool beside the old one. So is the old
+one where this `up` was started in the middle of it, if the update says where that version is
 it is done: the pool whose version is not the card's is forgotten when its last worker has ended
 """
 
@@ -12,6 +13,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from engine.execution.threads import threads_of_each
 from engine.text.checkpoint import model_version
@@ -102,16 +104,15 @@ class _Model:
 
     def scaled(self, fleet: Fleet) -> list[Scaled]:
         """The pools of this moment."""
-        rollout = fleet.scaling.rollouts.get(self.name, {})
-        coming = rollout.get("version") if rollout.get("phase") in ("starting", "draining") else None
-        if coming is not None and coming not in self.versions:
-            self.versions[coming] = self._local(str(rollout.get("reference")))
+        rolling = _rolling(fleet.scaling.rollouts.get(self.name, {}))
+        for version, reference in rolling.items():
+            if reference and version not in self.versions:
+                self.versions[version] = self._local(str(reference))
         card = fleet.versions.get(self.name)
         for version, local in list(self.versions.items()):
-            if version not in (card, coming) and card in self.versions and not local.children:
+            if version != card and version not in rolling and card in self.versions and not local.children:
                 del self.versions[version]
         # A version that is not the card's has the number that its rollout waits for, or ends: the autoscaler's part.
-        rolling = coming is not None
         return [self._pool(version) for version in self.versions if rolling or not self._left(version)]
 
     def _left(self, version: str) -> bool:
@@ -146,3 +147,11 @@ class _Model:
             env["CUDA_VISIBLE_DEVICES"] = plan.gpus[index].visible
         argv += ["--name", f"{socket.gethostname()}.{os.getpid()}.{name}"]
         return Program(name, argv, env, tells=True)
+
+
+def _rolling(rollout: Mapping[str, Any]) -> dict[str, Any]:
+    """The two versions of a rollout that is under way, with their references; None or "" where it tells none."""
+    if rollout.get("phase") not in ("starting", "draining"):
+        return {}
+    both = (("version", "reference"), ("before", "before_reference"))
+    return {str(rollout[version]): rollout.get(reference) for version, reference in both if version in rollout}

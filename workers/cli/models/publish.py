@@ -65,11 +65,11 @@ def publish_to(broker: str, store: str, found: Found, over: str | None = None) -
 
 
 def publish_own(broker: str, store: str, found: Found) -> str:
-    """Publish a model of `penstock up`, but for one whose rolling update has switched and drains.
+    """Publish a model of `penstock up`, but for one whose rolling update is under way, from or to this version.
 
-    An `up` that ends in the middle of an update is started again with the folder of before. It must not turn the update
-    back: the new version's tasks would wait for workers that nobody starts. Returns what the operator should know of
-    it, or "". Raises Failure, and Refused.
+    An `up` that ends in the middle of an update is started again with the folder that it had. It must neither turn the
+    update back nor switch it: the other version's tasks would wait for workers that nobody starts. Returns what the
+    operator should know of it, or "". Raises Failure, and Refused.
     """
     from engine.text.checkpoint import model_version
     from producers.connection.trouble import said
@@ -83,8 +83,8 @@ def publish_own(broker: str, store: str, found: Found) -> str:
     except LOST as error:
         raise Failure(f"the store does not answer: {said(error)}", Exit.UNREACHABLE) from error
     standing = None if card is None else str(card["version"])
-    switched = rollout is not None and rollout.phase in rollouts.UNDER_WAY and rollout.version == standing
-    if rollout is not None and switched and rollout.before == own:
+    under_way = rollout is not None and rollout.phase in rollouts.UNDER_WAY
+    if rollout is not None and under_way and own != standing and {own, standing} == {rollout.before, rollout.version}:
         return f"new tasks of {found.name} go to version {standing}: its rollout goes on with `penstock rollout`"
     publish_to(broker, store, found, over=standing)
     if standing in (None, own):

@@ -63,6 +63,24 @@ async def test_the_new_version_is_a_pool_beside_the_old_one_which_goes_when_its_
     assert [child.program.name for child in running.children] == ["worker.tiny.2", "worker.tiny.1"]
 
 
+async def test_a_version_that_a_rollout_leaves_is_a_pool_too_if_the_rollout_says_where_it_is(
+    running: LocalPools,
+) -> None:
+    """As for an `up` that is started again while its own version comes back."""
+    back = {"version": OLD, "reference": f"tiny={TINY}", "before": "new", "before_reference": "tiny=/models/new"}
+    assert named(running, fleet("new", phase="starting", **back)) == [f"tiny@{OLD}", "tiny@new"]
+    both = running(fleet(OLD, phase="draining", **back))
+    assert [one.settings.version for one in both] == [OLD, "new"]
+    assert both[1].actuator is not None
+    await both[1].actuator.scale(1, [])
+    (child,) = running.children
+    assert child.program.argv[child.program.argv.index("--model") + 1] == "tiny=/models/new"
+    await both[1].actuator.aclose()
+    assert named(running, fleet(OLD, phase="done", **back)) == [f"tiny@{OLD}"]
+    del back["before_reference"]
+    assert named(running, fleet(OLD, phase="draining", **back)) == [f"tiny@{OLD}"], "nobody knows where it is"
+
+
 async def test_a_version_whose_rollout_failed_is_forgotten(running: LocalPools) -> None:
     assert len(named(running, fleet(OLD, phase="starting", **NEW))) == 2
     assert named(running, fleet(OLD, phase="failed", **NEW)) == [f"tiny@{OLD}"]
