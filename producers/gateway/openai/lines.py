@@ -23,7 +23,7 @@ from producers.gateway.openai.chat import read_chat
 from producers.gateway.openai.chat import shape as chat_shape
 from producers.gateway.openai.completions import shape as completion_shape
 from producers.gateway.openai.logprobs import CHAT, COMPLETION, ChatLogprobs, CompletionLogprobs
-from producers.gateway.openai.parameters import Asked, refused
+from producers.gateway.openai.parameters import Asked, check_chats, refused
 from producers.gateway.openai.prompts import MAX_TOKENS, read_completion
 from producers.gateway.openai.responses.request import Wanted, read_response
 from producers.gateway.openai.responses.view import body as response_body
@@ -64,6 +64,8 @@ def read_line(
             raise refused(name, body[name], nothing, "which a line of a batch cannot have")
     asked, task, response = _READ[url](body, fields)
     with asked.in_its_words():
+        if task.messages is not None:
+            check_chats(card)
         task = task.resolved(card)
     return task, {} if response is None else response.more(task, response.items, now_ms)
 

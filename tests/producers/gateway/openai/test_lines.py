@@ -67,6 +67,14 @@ def test_what_a_line_may_not_ask_for(url: str, fields: dict[str, Any], param: st
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize("url", [CHATS, RESPONSES])
+def test_a_model_without_a_template_is_refused_as_by_the_endpoint(url: str) -> None:
+    card = json.loads(CARD.to_json()) | {"capabilities": ["generate"]}
+    with pytest.raises(InvalidTask, match="send its prompts to /v1/completions") as caught:
+        read_line(url, {"model": "tiny", **BODIES[url]}, card, 0)
+    assert (caught.value.param, caught.value.code) == ("model", "unsupported_model")
+
+
 def test_messages_are_left_to_the_worker() -> None:
     task, _ = read_line(RESPONSES, {"model": "tiny", **BODIES[RESPONSES]}, json.loads(CARD.to_json()), 0)
     assert isinstance(task, Task)
