@@ -95,7 +95,7 @@ class Housekeeper(threading.Thread):
         self._peers = Peers(self._store, served.pool.queue, breaker, deliveries, finisher)
         self._heard_at = self._round_at = time.monotonic()
         self._error = ""
-        """Of the last round that failed."""
+        """The error of the last round that failed; empty: none has."""
         self._life = deliveries.life
         """This round's."""
         self._stopping = False

@@ -27,8 +27,8 @@ def listen(
         str | None,
         typer.Option(
             envvar="WEBHOOK_SECRET",
-            help="The secret, whsec_... Unset: that of the tenant's own tasks. An endpoint has its own, "
-            "which the answer to its making names.",
+            help="The secret, whsec_... Unset: that of the tenant's own tasks. An endpoint's own "
+            "secret is in the answer that made it.",
         ),
     ] = None,
     tenant: Tenant = None,
