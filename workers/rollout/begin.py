@@ -32,17 +32,17 @@ def begin(store: Redis, new: New, workers: int | None, ready: int) -> Rollout:
     `workers`: ready workers to wait for; None: as many as the old version has, `ready`, and one at least.
     """
     name = new.found.name
-    under_way = rollouts.read(store, name)
-    if under_way is not None and under_way.phase in rollouts.UNDER_WAY and under_way.version == new.version:
-        return _again(store, under_way, workers)
+    last = rollouts.read(store, name)
+    if last is not None and last.phase in rollouts.UNDER_WAY and last.version == new.version:
+        return _again(store, last, workers)
     card = cards.read(store, name)
     _check(new, card)
     assert card is not None
     cards.pin(store, name, card["version"])  # else the first new worker would take the new tasks
     now = rollouts.now(store)
     asked = Rollout(name, new.found.reference, new.version, card["version"], workers or max(1, ready), now, now)
-    if under_way is not None and under_way.version == asked.before:
-        asked = replace(asked, before_reference=under_way.reference)
+    if last is not None and last.version == asked.before:
+        asked = replace(asked, before_reference=last.reference)
     stands = rollouts.begin(store, asked)
     if stands.version != new.version:
         raise Refused(

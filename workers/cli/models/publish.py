@@ -84,7 +84,7 @@ def publish_own(broker: str, store: str, found: Found) -> str:
         raise Failure(f"the store does not answer: {said(error)}", Exit.UNREACHABLE) from error
     standing = None if card is None else str(card["version"])
     under_way = rollout is not None and rollout.phase in rollouts.UNDER_WAY
-    if rollout is not None and under_way and own != standing and {own, standing} == {rollout.before, rollout.version}:
+    if rollout is not None and under_way and {own, standing} == {rollout.before, rollout.version}:
         return f"new tasks of {found.name} go to version {standing}: its rollout goes on with `penstock rollout`"
     publish_to(broker, store, found, over=standing)
     if standing in (None, own):
