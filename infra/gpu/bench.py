@@ -4,16 +4,15 @@ python infra/gpu/bench.py OUT.json --shape llama-8b --measures decode:1,decode:6
 
    decode:N    milliseconds for a step in which N sequences decode, at a context of about 1,024 tokens
    prefill     prompt tokens a second, with prompts of 1,024 tokens
-   offline     256 requests at once of 1,000 prompt and 1,000 output tokens each
-   short       256 requests at once of 1,000 and 250 tokens, as for transformers (peer.py)
+   offline     256 requests at once of 1,000 prompt and 1,000 output tokens each; offline:16:1000:100 has other numbers
    profile:N   the device's time in a step of N sequences (without a number: 64), by kernels
    host:N      the host's time in such a step; run it last, because its timers stay in the engine
 
 On a GPU, kernels are compiled first, as by `penstock warm`, and kernels compiled after that are reported. A short
 run goes before each measure, so that graphs are recorded. With `--tiny`, everything is so small that a CPU runs it
 in seconds, to test the bench itself. With `--quantization`, `--kv-cache-dtype` or `--deterministic` the engine computes
-in that way, and no limits are given. If the KV cache does not hold 256 such requests, `offline` and `short` make as
-many as it holds.
+in that way, and no limits are given. If the KV cache does not hold that many requests, `offline` makes as many as it
+holds.
 """
 
 from __future__ import annotations
@@ -109,10 +108,10 @@ class Bench:
         beside.replace(self._out)
 
     def measure(self, engine: Engine, name: str) -> None:
-        kind, _, count = name.partition(":")
+        kind, *counts = name.split(":")
         began = time.perf_counter()
         try:
-            found = getattr(self, f"_{kind}")(engine, *([min(int(count), self.sequences)] if count else []))
+            found = getattr(self, f"_{kind}")(engine, *map(int, counts))
         except Exception as error:  # noqa: BLE001  # a failed measure must not lose the other figures
             found = {"error": f"{type(error).__name__}: {error}"}
         found["took_s"] = time.perf_counter() - began
@@ -129,6 +128,7 @@ class Bench:
         return [(self._prompt(prompt), output) for _ in range(count)]
 
     def _decode(self, engine: Engine, batch: int) -> dict[str, Any]:
+        batch = min(batch, self.sequences)
         prompt = self.context - self.outputs // 2
         run_jobs(engine, self._jobs(batch, prompt, 8))
         steps = Steps(engine, batch, self.outputs)
@@ -159,16 +159,10 @@ class Bench:
             found |= {"limit_tokens_per_s": limit, "share": found["tokens_per_s"] / limit}
         return found
 
-    def _offline(self, engine: Engine) -> dict[str, Any]:
-        prompt, output = (60, 60) if self._tiny else (1000, 1000)
-        return self._at_once(engine, prompt, output)
-
-    def _short(self, engine: Engine) -> dict[str, Any]:
-        prompt, output = (60, 20) if self._tiny else (1000, 250)
-        return self._at_once(engine, prompt, output)
-
-    def _at_once(self, engine: Engine, prompt: int, output: int) -> dict[str, Any]:
-        count = held(engine.stats().kv_tokens_total, self.sequences, prompt + output)
+    def _offline(self, engine: Engine, most: int = 256, prompt: int = 1000, output: int = 1000) -> dict[str, Any]:
+        if self._tiny:
+            prompt, output = min(prompt, 60), min(output, 60)
+        count = held(engine.stats().kv_tokens_total, min(most, self.sequences), prompt + output)
         run_jobs(engine, self._jobs(count, prompt, 2))
         run = run_jobs(engine, self._jobs(count, prompt, output))
         found: dict[str, Any] = {"requests": count, "prompt": prompt, "output": output}

@@ -4,7 +4,7 @@
 #   infra/gpu/check.sh [PART]... [--out DIR] [--measures LIST] [--allow-cpu]
 #
 #   bench    measures the shape of Llama 3.1 8B, bf16, random weights: steps, prefill, offline, and a step's parts
-#   peer     measures transformers' continuous batching on the same requests
+#   peer     measures transformers' continuous batching and the engine on the same 16 requests
 #   alone    measures attention, the other kernels, and sampling, each alone
 #   kernels  tests every kernel against kernels/reference, and the device's runner
 #   parity   tests against transformers' output in fp32 and bf16
@@ -86,7 +86,8 @@ bench() {
 }
 
 peer() {
-    limited 200 "$python" infra/gpu/bench.py "$out/short.json" --shape $shape "${tiny[@]}" --measures short &&
+    local few=offline:16:1000:100
+    limited 200 "$python" infra/gpu/bench.py "$out/short.json" --shape $shape "${tiny[@]}" --measures $few &&
         limited 300 "$python" infra/gpu/peer.py "$out/peer.json" --like "$out/short.json"
 }
 

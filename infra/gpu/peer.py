@@ -1,8 +1,8 @@
-"""Runs transformers' continuous batching on requests like those of bench.py's `short`.
+"""Runs transformers' continuous batching on requests like those of bench.py's `offline`.
 
     python infra/gpu/peer.py OUT.json --like SHORT.json
 
-SHORT.json, written by bench.py, has the model's shape, and the number and sizes of the requests.
+SHORT.json, written by bench.py, has this one measure, with the model's shape, and the number and sizes of the requests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--like", type=Path, required=True)
     args = parser.parse_args()
     ours = json.loads(args.like.read_text())
-    shape, wanted = ours["shape"], ours["measures"]["short"]
+    shape, (wanted,) = ours["shape"], ours["measures"].values()
     count, prompt, output = (wanted[name] for name in ("requests", "prompt", "output"))
     import transformers
 

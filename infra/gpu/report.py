@@ -81,10 +81,15 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text()) if path.is_file() else None
 
 
+def only(bench: Any) -> dict[str, Any]:
+    """The only measure of a bench, {} if there is none."""
+    return next(iter((bench or {}).get("measures", {}).values()), {})
+
+
 def figures(folder: Path) -> dict[str, Any]:
     bench, short, peer = (read(folder / f"{name}.json") for name in ("bench", "short", "peer"))
     found: dict[str, Any] = {"bench": bench, "short": short, "peer": peer}
-    ours = (short or {}).get("measures", {}).get("short", {}).get("output_tokens_per_s")
+    ours = only(short).get("output_tokens_per_s")
     if ours and peer:
         found["ratio"] = ours / peer["output_tokens_per_s"]
     return found
@@ -113,7 +118,7 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str, str, str, str]]:
                 rate = one["output_tokens_per_s"]
             made.append((title, f"{rate:,.0f} tokens/s", limit, share, goal))
     if found["short"] and found["peer"]:
-        ours, theirs = found["short"]["measures"]["short"], found["peer"]
+        ours, theirs = only(found["short"]), found["peer"]
         what = f"{theirs['requests']} requests of {theirs['prompt']} + {theirs['output']}"
         made.append((f"{what}, Penstock", f"{ours.get('output_tokens_per_s', 0):,.0f} tokens/s", "-", "-", "-"))
         name = f"{what}, transformers {theirs['transformers']}, continuous batching"

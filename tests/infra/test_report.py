@@ -96,7 +96,7 @@ def test_parts_that_were_not_asked_for_now_decide_nothing(tmp_path: Path) -> Non
     for part, status in (("peer", 0), ("bench", 1)):
         (tmp_path / f"{part}.status").write_text(f"{status} 3\n")
         (tmp_path / f"{part}.log").write_text("")
-    short = {"shape": "tiny", "measures": {"short": {"output_tokens_per_s": 90.0}}}
+    short = {"shape": "tiny", "measures": {"offline:8:60:20": {"output_tokens_per_s": 90.0}}}
     (tmp_path / "short.json").write_text(json.dumps(short))
     theirs = {"requests": 8, "prompt": 60, "output": 20, "transformers": "5", "output_tokens_per_s": 30.0}
     (tmp_path / "peer.json").write_text(json.dumps(theirs))
