@@ -91,10 +91,12 @@ class Call:
 
 def run(redis: Redis, call: Call) -> Any:
     """Send the call and return the script's answer (redis-py's types; see `text` for strings)."""
-    try:
-        return redis.execute_command(*call.command)
-    except NoScriptError:
-        return redis.execute_command(*call.whole)
+    (answer,) = _pipeline(redis, [call.command])
+    if isinstance(answer, NoScriptError):
+        (answer,) = _pipeline(redis, [call.whole])
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 async def arun(redis: AsyncRedis, call: Call) -> Any:
@@ -153,7 +155,7 @@ def run_many(redis: Redis, calls: Sequence[Call]) -> list[Any]:
 
 
 def _pipeline(redis: Redis, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """redis-py's own pipeline looks at each command and answer again and again, which takes as long as all the rest."""
+    """redis-py's own commands and pipelines look at each argument and answer again, which takes as long as the rest."""
     pool: ConnectionPool = redis.connection_pool
     connection = pool.get_connection()
     try:

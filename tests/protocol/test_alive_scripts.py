@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from redis import Redis
+from redis import ConnectionPool, Redis
 
 from producers.connection.alive import Seen, end, look, read_look, read_retract, retract
 from producers.connection.script import run
@@ -65,10 +65,8 @@ def test_end_takes_the_silent_alone_and_its_worker_can_tell(server: Server) -> N
 
 def test_a_user_who_may_not_ask_is_never_heard(server: Server) -> None:
     server.redis.execute_command("ACL", "SETUSER", "mute", "on", "nopass", "~*", "&*", "+@all", "-pubsub")
-    client = Redis(connection_pool=server.redis.connection_pool)
-    with client.client() as one:
-        one.execute_command("AUTH", "mute", "")
-        assert run(one, look("me", ["dead"])) == [0]
-        run(one, protocol.lease("well", POOL, '{"worker": "w"}', 60_000, take=False))
-        one.execute_command("AUTH", "default", "")
+    settings = server.redis.connection_pool.connection_kwargs | {"username": "mute", "password": ""}
+    with Redis(connection_pool=ConnectionPool(**settings)) as mute:
+        assert run(mute, look("me", ["dead"])) == [0]
+        run(mute, protocol.lease("well", POOL, '{"worker": "w"}', 60_000, take=False))
     assert server.redis.get(keys.lease("well")) == b'{"worker": "w"}'
