@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from redis.exceptions import RedisError
 
-from producers.broker.connect import check_broker
+from producers.broker.connect import check_broker, control_url
 from producers.connection.aws import AwsNotInstalled
 from producers.connection.connect import connect, is_redis, shown
 from producers.connection.trouble import Trouble, trouble
@@ -22,22 +22,28 @@ log = logging.getLogger(__name__)
 LOST = (RedisError, OSError)
 
 
-def check_servers(broker: str, store: str, queues: Sequence[str] | None = None, *, must_answer: bool = True) -> None:
+def check_servers(
+    broker: str, store: str, queues: Sequence[str] | None = None, *, must_answer: bool = True, worker: bool = False
+) -> None:
     """Check store and broker. Raises Refused for one that cannot be used, and says why; Away if it does not answer.
 
-    One that does not answer is only refused if it must answer. `queues`: as of `check_queues`.
+    One that does not answer is only refused if it must answer. `queues`: as of `check_queues`. `worker`: a worker will
+    use them, and so Celery.
     """
     for url, role in {store: "store", broker: "broker"}.items():
         if role == "store" or is_redis(url):
-            check_server(url, role, must_answer=must_answer)
+            control, results = worker and url == control_url(broker, store), worker and url == store
+            check_server(url, role, must_answer=must_answer, control=control, results=results)
         else:
             check_queues(broker, store, queues, must_answer=must_answer)
 
 
-def check_server(url: str, role: str, *, must_answer: bool = True) -> None:
-    """Check a Redis or Valkey server, as `check_servers`."""
+def check_server(
+    url: str, role: str, *, must_answer: bool = True, control: bool = False, results: bool = False
+) -> None:
+    """Check a Redis or Valkey server, as `producers.store.servers.check_server`. Raises Refused as `check_servers`."""
     try:
-        servers.check_server(url, role, must_answer=must_answer)
+        servers.check_server(url, role, must_answer=must_answer, control=control, results=results)
     except servers.ServerRefused as refused:
         raise (Away if isinstance(refused, servers.ServerAway) else Refused)(str(refused)) from refused
 

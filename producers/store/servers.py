@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from contextlib import closing
-from typing import Final
+from typing import Any, Final
 
 from redis import Redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
 from producers.connection.aws import AwsNotInstalled
 from producers.connection.connect import connect, shown
@@ -18,8 +19,34 @@ from producers.store.blobs import open_blobs
 
 log = logging.getLogger(__name__)
 
-#: The permissions that Penstock's user needs, in the syntax of ACLs.
+#: The permissions that Penstock's user needs, in the syntax of ACLs; docs/servers.md has the least.
 RIGHTS: Final = "~* &* +@all -@admin -@dangerous +info"
+#: Commands on the keys and channels of Penstock's own, as `_try` takes them.
+OWN: Final = (
+    ("HSET", "penstock:task:probe", "v", "1"),
+    ("HGETALL", "penstock:task:probe"),
+    ("PUBLISH", "penstock:tokens:probe", ""),
+    ("SUBSCRIBE", "penstock:tokens:probe"),
+)
+#: The same of Celery's remote control and events, and of kombu's tables of queues, in a worker. `{db}`: the database.
+CONTROL: Final = (
+    ("SADD", "_kombu.binding.penstock:queue:probe", "probe"),
+    ("SADD", "_kombu.binding_permanent.penstock:queue:probe", "probe"),
+    ("SREM", "_kombu.binding.celery.pidbox", "probe"),
+    ("SMEMBERS", "_kombu.binding.reply.celery.pidbox"),
+    ("ZADD", "_kombu.binding_deadlines", "0", "probe"),
+    ("ZRANGEBYSCORE", "_kombu.binding_deadlines", "0", "0"),
+    ("DEL", "penstock@probe.celery.pidbox"),
+    ("LPUSH", "probe.reply.celery.pidbox", ""),
+    ("PUBLISH", "/{db}.celeryev/worker.online", ""),
+    ("PSUBSCRIBE", "/{db}.celery.pidbox"),
+)
+#: The same of Celery's result backend, which a worker needs for tasks that Celery applications send.
+RESULTS: Final = (
+    ("GET", "celery-task-meta-probe"),
+    ("SETEX", "celery-task-meta-probe", "1", ""),
+    ("PUBLISH", "celery-task-meta-probe", ""),
+)
 
 
 class ServerRefused(PenstockError):
@@ -30,16 +57,20 @@ class ServerAway(ServerRefused):
     """It does not answer, and another try may succeed."""
 
 
-def check_server(url: str, role: str, *, must_answer: bool = True) -> None:
+def check_server(
+    url: str, role: str, *, must_answer: bool = True, control: bool = False, results: bool = False
+) -> None:
     """Check a server. Raises ServerRefused, with the reason, if it cannot be used as `role` (broker or store).
 
     An unreachable server is refused, with ServerAway, only if it must answer. Bad settings that Penstock can run with
-    are logged.
+    are logged. `control`, `results`: a worker's Celery has its remote control there, its result backend.
     """
     try:
         with closing(connect(url)) as client:
-            _may(client)
+            _may(client, control)
             _may_look(client, role, shown(url))
+            if results:
+                _may_store_results(client, role, shown(url))
             _look_at_memory(client, role, shown(url))
     except (ValueError, RedisError, OSError) as error:
         said = str(error).replace(url, shown(url))
@@ -65,22 +96,44 @@ def check_files(place: str) -> None:
         raise ServerRefused(f"cannot use --files-dir: {error}") from error
 
 
-def _may(client: Redis) -> None:
-    """Check the user's permissions. Raises the server's error, which names the command or the key."""
+def _may(client: Redis, control: bool) -> None:
+    """Check the user's permissions. Raises the server's error, with the command, and the key or channel."""
     probe = Call(script(__package__, "probe"), ("penstock:task:probe",), ("penstock:tokens:probe",))
     try:
+        _try(client, (*OWN, *CONTROL) if control else OWN)
         client.script_load(probe.script.text)
         for command in (probe.command, probe.whole):
             client.execute_command(*command)
-        client.execute_command("HGETALL", "penstock:task:probe")
-        with closing(client.pubsub()) as channel:
-            channel.subscribe("penstock:tokens:probe")
-            channel.get_message(timeout=5.0)
     except RedisError as error:
         if trouble(error) is Trouble.DENIED:
             user = text(client.execute_command("ACL", "WHOAMI"))
-            raise type(error)(f"user {user!r}: {error}. It needs {RIGHTS}") from error
+            raise type(error)(f"user {user!r}: {error}. It needs {RIGHTS}, or the least of docs/servers.md") from error
         raise
+
+
+def _try(client: Redis, commands: Iterable[tuple[str, ...]]) -> None:
+    """Have the server check commands of which it runs none: they are queued in a transaction, which is discarded."""
+    connection = client.connection_pool.get_connection()
+    asked = [[part.replace("{db}", str(connection.db or 0)) for part in command] for command in commands]
+    try:
+        for some in ([["MULTI"]], [*asked, ["DISCARD"]]):  # what follows a MULTI that is denied would be run
+            connection.send_packed_command(connection.pack_commands(some))
+            for command in some:
+                _read(connection, command)
+    except BaseException:
+        connection.disconnect()
+        raise
+    finally:
+        client.connection_pool.release(connection)
+
+
+def _read(connection: Any, command: list[str]) -> None:
+    try:
+        connection.read_response()
+    except NoPermissionError as error:
+        raise NoPermissionError(f"{error} ({' '.join(command[:2])})") from error
+    except ResponseError as error:
+        log.debug("%s may be called, but not now: %s", command[0], error)  # a full server says so, and is used
 
 
 def _may_look(client: Redis, role: str, where: str) -> None:
@@ -95,6 +148,20 @@ def _may_look(client: Redis, role: str, where: str) -> None:
             "lapses. It needs %s",
             role,
             where,
+            RIGHTS,
+        )
+
+
+def _may_store_results(client: Redis, role: str, where: str) -> None:
+    try:
+        _try(client, RESULTS)
+    except NoPermissionError as error:
+        log.warning(
+            "the user of the %s at %s may not store Celery's results: tasks that Celery applications send never end "
+            "for their senders: %s. It needs %s",
+            role,
+            where,
+            error,
             RIGHTS,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 from pathlib import Path
 
@@ -9,9 +10,9 @@ import pytest
 from celery import Celery
 
 from producers.contract import keys
-from tests.processes import Worker, valkey
+from tests.processes import ROOT, Worker, valkey
 from tests.workers.rig import MODEL, Rig
-from workers.connect import check_server
+from workers.connect import check_server, check_servers
 from workers.errors import Refused
 from workers.pool.app import make_app
 from workers.settings import WorkerSettings
@@ -67,6 +68,43 @@ def test_over_a_unix_socket_tasks_run_and_waiting_senders_hear(tmp_path: Path) -
             assert sent.get(timeout=60)["status"] == "completed"
             assert app.send_task("app.add", (1, 2)).get(timeout=60) == 3
             assert worker.stop() == 0
+        finally:
+            rig.close()
+
+
+def test_the_least_rights_of_the_docs_suffice_and_a_worker_asks_for_each(caplog: pytest.LogCaptureFixture) -> None:
+    row = re.search(r"broker and store in one \| `(.*)`", (ROOT / "docs/servers.md").read_text())
+    assert row is not None
+    least = row[1].split()
+    with valkey() as (url, redis):
+        anns = url.replace("//", "//ann:pw@")
+
+        def may(*rights: str) -> None:
+            commands = "+@all", "-@admin", "-@dangerous", "+info"
+            redis.execute_command("ACL", "SETUSER", "ann", "reset", "on", ">pw", *rights, *commands)
+
+        for lacking in least:
+            may(*(right for right in least if right != lacking))
+            if "celery-task" in lacking:
+                caplog.clear()
+                check_servers(anns, anns, worker=True)
+                assert "may not store Celery's results" in caplog.text
+                continue
+            with pytest.raises(Refused, match=rf"user 'ann': No permissions .*{re.escape(lacking.strip('~&*'))}"):
+                check_servers(anns, anns, worker=True)
+        may("~penstock:*", "&penstock:*")
+        check_servers(anns, anns)  # as a gateway does, which has nothing of Celery's
+        may(*least)
+        redis.acl_log_reset()
+        rig = Rig(anns, redis)
+        try:
+            rig.worker()
+            rig.check(rig.submit(1))
+            app = Celery("sender", broker=url, backend=url, set_as_current=False)
+            sent = app.send_task(keys.TASK_NAME, kwargs={"prompt": [1], "max_tokens": 4}, queue=MODEL)
+            assert sent.get(timeout=60)["status"] == "completed"
+            assert app.control.ping(timeout=60, limit=1)
+            assert redis.acl_log() == []
         finally:
             rig.close()
 

@@ -50,7 +50,7 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     stopping = Stopping()
     stopping.install()
     health = Health(settings.health_port)
-    check_servers(settings.broker, settings.store, queues=())
+    check_servers(settings.broker, settings.store, queues=(), worker=True)
     COLD_START.mark("connect")
     with Boot(settings, loglevel, ("celery.worker.consumer", "workers.runtime.assembly")) as boot:
         served = _loaded(settings)

@@ -159,7 +159,7 @@ class System:
             self.store = f"redis://{HOST}:{port}/0"
             await embedded.started(await self._begin(embedded.valkey(self._data, port)), self._data, port)
         self.broker, self.store = self.broker or self.store, self.store or self.broker
-        await asyncio.to_thread(check_servers, self.broker, self.store, ())
+        await asyncio.to_thread(check_servers, self.broker, self.store, (), worker=True)
         COLD_START.mark("store")
 
     async def _all_serve(self) -> None:
