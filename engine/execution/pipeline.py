@@ -229,10 +229,10 @@ class Pipeline:
     def _note_work(self, flight: _Flight, now: float, generated: int) -> None:
         plan, since = flight.plan, self._at_work_since
         seconds = now - (flight.began if since is None else since)
-        context = sum(row.start + row.count for row in plan.rows)
-        decodes = len(plan.rows) - plan.prompts
+        decodes, context, each = len(plan.rows) - plan.prompts, 0, seconds / plan.num_tokens
         for row in plan.rows:
-            row.seq.request.course.engine_s += seconds * row.count / plan.num_tokens
+            context += row.start + row.count
+            row.seq.request.course.engine_s += each * row.count
         self.last_work = StepWork(now, seconds, decodes, plan.prompt_tokens, generated, plan.num_tokens, context)
 
     def _take_back(self, plans: list[StepPlan]) -> None:

@@ -192,18 +192,22 @@ class Planner:
             count = 1 if (step.budget if step.has_priority_prompt else step.unreserved) > 0 else 0
         else:
             count = min(pending, step.left(seq, tier))
-        if count > 0:
-            # Decodes not yet visited may need a block, too.
-            to_come = step.to_come
-            count = self._tables.grow(seq, count, spare=to_come)
-            if count == 0:
-                step.decodes[tier] += decodes
-                self._preempt_last(step, "kv_room")
-                return False
-            if decodes:
-                step.put(seq, count, self._guesses(seq, step.unreserved - to_come - 1, to_come))
-            else:
-                step.put_prompt(seq, count)
+        if count <= 0:
+            return True
+        if decodes and seq.computed < seq.allocated and self._speculation is None:  # nearly all
+            step.put(seq, 1)
+            return True
+        # Decodes not yet visited may need a block, too.
+        to_come = step.to_come
+        count = self._tables.grow(seq, count, spare=to_come)
+        if count == 0:
+            step.decodes[tier] += decodes
+            self._preempt_last(step, "kv_room")
+            return False
+        if decodes:
+            step.put(seq, count, self._guesses(seq, step.unreserved - to_come - 1, to_come))
+        else:
+            step.put_prompt(seq, count)
         return True
 
     def _guesses(self, seq: Sequence, left: int, spare: int) -> int:

@@ -239,16 +239,14 @@ class Scheduler:
                 self._tables.register(seq)
                 if group.followers and seq.computed >= seq.prompt_len:
                     self._release_followers(group, seq)
-            events += group.score(row)
+            if group.scores is not None:
+                events += group.score(row)
             if result is not None:
                 events += self._extend(group, row, result, now)
         return events
 
     def _extend(self, group: Group, row: ScheduledSeq, result: Sampled, now: float) -> list[Event]:
-        """Append the tokens that a row sampled: one, and one more for each accepted draft token.
-
-        Each is appended as if it came alone, so the first token that ends the sequence is its last.
-        """
+        """Append the tokens that a row sampled: one, and one more for each accepted draft token."""
         seq = row.seq
         if self.speculation is not None and row.max_draft:
             self.speculation.entered(row, len(result.then))
@@ -256,6 +254,18 @@ class Scheduler:
             self._end(group, seq)
             event = group.event(seq, "length")
             return [event] if group.candidates is None else group.candidates.take(event)
+        if result.then:
+            return self._extend_by_draft(group, row, result, now)
+        text, reason, match = self._append(group, seq, result.token_id, now)
+        event = group.event(seq, reason, match, (result,), (text,))
+        return [event] if group.candidates is None else group.candidates.take(event)
+
+    def _extend_by_draft(self, group: Group, row: ScheduledSeq, result: Sampled, now: float) -> list[Event]:
+        """Append the token that a row sampled and those of its accepted draft tokens.
+
+        Each is appended as if it came alone, so the first token that ends the sequence is its last.
+        """
+        seq = row.seq
         reason: FinishReason | None = None
         match: str | int | None = None
         entered: list[Sampled] = []

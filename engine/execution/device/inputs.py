@@ -158,7 +158,7 @@ class InputMaker:
         host[flags + count : flags + shape.rows] = PADDING
         host[slots : slots + count] = [row.seq.slot for row in plan]
         host[starts : starts + count] = [row.start for row in plan]
-        host[flags : flags + count] = [self._flags(row) for row in plan]
+        host[flags : flags + count] = self._flags(plan)
         if shape.decodes:
             host[tokens : tokens + count] = [row.seq.tokens[row.start] for row in plan]
             host[queries : queries + shape.rows + 1] = np.arange(shape.rows + 1)
@@ -170,9 +170,11 @@ class InputMaker:
             host[i] = len(computed)
         host[tokens : tokens + len(computed)] = computed
 
-    def _flags(self, row: ScheduledSeq) -> int:
-        long = self._rope_switch is not None and len(row.seq.tokens) > self._rope_switch
-        return PENDING * row.pending + LONG * long
+    def _flags(self, plan: Each[ScheduledSeq]) -> list[int]:
+        switch = self._rope_switch
+        if switch is None:
+            return [PENDING * row.seq.pending for row in plan]
+        return [PENDING * row.seq.pending + LONG * (len(row.seq.tokens) > switch) for row in plan]
 
     def make(self, shape: Shape) -> None:
         """Make the inputs of the sent step on the device."""
