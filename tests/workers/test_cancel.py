@@ -11,6 +11,7 @@ import pytest
 
 from producers import Client, Handle
 from producers.contract import keys
+from tests.chaos import clock
 from tests.stub_engine import STALLED
 from tests.workers.rig import Rig
 
@@ -122,6 +123,17 @@ def test_a_deadline_ends_a_task(rig: Rig, state: str) -> None:
     rig.until(lambda: rig.leases()[0]["running"] == 0)
     rig.check_nothing_left()
     client.close()
+
+
+@pytest.mark.skipif(not clock.available(), reason="clocks can be set on Linux, with a C compiler")
+def test_a_worker_whose_clock_was_set_ends_nothing_before_its_deadline(rig: Rig, tmp_path: Path) -> None:
+    its = clock.Clock(tmp_path / "clock")
+    rig.worker(**its.env)
+    rig.publish_card()
+    its.set(3600)
+    with Client(rig.url) as client:
+        handle = client.submit(model="stub", prompt=[1, 2], max_tokens=4, timeout=600, seed=0)
+        assert handle.result(60).status == "completed"
 
 
 def test_what_has_ended_by_the_deadline_keeps_its_reason(rig: Rig) -> None:

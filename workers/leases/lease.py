@@ -18,7 +18,7 @@ from redis import Redis
 from producers.broker.base import Consumer
 from producers.broker.values import Back
 from producers.connection.alive import read_retract, retract
-from producers.connection.script import Call, run, run_many, text
+from producers.connection.script import Call, run, run_many, seconds, text
 from producers.contract import keys
 from producers.contract.queues import takers_of
 from producers.store.protocol import absolve, lease, release
@@ -57,8 +57,7 @@ class Lease:
         """Begin this life, unless it was given up meanwhile."""
         notify_lease(life.id)
         about = self.about()
-        seconds, micros = self.store.time()
-        self.clock.offset_ms = int(seconds * 1000 + micros // 1000 - time.time() * 1000)
+        self._set_clock()
         with self._taking:
             if not life.over:
                 run(self.store, self._on_store(life, about, take=True))
@@ -67,6 +66,7 @@ class Lease:
 
     def renew(self, life: Incarnation) -> bool:
         """False where one of the two is gone."""
+        self._set_clock()
         about = self.about()
         asked = time.monotonic()
         on_store = run(self.store, self._on_store(life, about, take=False))
@@ -74,6 +74,12 @@ class Lease:
         on_broker = self.broker.renew(life.id, about, self.served.settings.lease)
         self.round_trip = max(between - asked, time.monotonic() - between)
         return bool(on_store and on_broker)
+
+    def _set_clock(self) -> None:
+        """At each renewal, since the store's clock may be set, too."""
+        asked = time.monotonic()
+        now = seconds(self.store.time())
+        self.clock.set(now, (asked + time.monotonic()) / 2)
 
     def _on_store(self, life: Incarnation, about: str, *, take: bool) -> Call:
         """A worker that drains or is held back does not serve: what its pool's last worker gives back is for another

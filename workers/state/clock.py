@@ -10,21 +10,26 @@ from collections.abc import Callable
 
 
 class Clock:
-    """Thread-safe. `offset_ms`: how far the store's clock is ahead of this machine's."""
+    """Thread-safe. From the last `set` on the store's time goes on by the monotonic clock: this machine's own may be
+    set in the meantime."""
 
     def __init__(self) -> None:
-        self.offset_ms = 0
+        self._ahead = time.time() - time.monotonic()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._changed = threading.Condition()
 
+    def set(self, server_s: float, at: float) -> None:
+        """The store's clock (s) at a time of the monotonic one."""
+        self._ahead = server_s - at
+
     def server_ms(self) -> int:
         """The store's clock, in which deadlines are."""
-        return int(time.time() * 1000) + self.offset_ms
+        return int((time.monotonic() + self._ahead) * 1000)
 
     def local(self, server_ms: int) -> float:
         """A time of the store's clock, by this machine's monotonic clock; seconds."""
-        return time.monotonic() + (server_ms - self.server_ms()) / 1000
+        return server_ms / 1000 - self._ahead
 
     def later(self, delay: float, action: Callable[[], None]) -> None:
         """Run `action` on the housekeeper's thread after `delay` seconds; it must not block."""
