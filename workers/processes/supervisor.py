@@ -98,6 +98,9 @@ class Child:
         """What the last process that served said of itself then, for people."""
         self._serves_since: float | None = None
         self.lines: deque[str] = deque(maxlen=LINES)
+        """The last lines of its output and of what happened to it."""
+        self.output: deque[str] = deque(maxlen=LINES)
+        """The last lines that the latest process wrote; another object for each."""
         self._say = say
         self.process: Process | None = None
         self._relays: set[asyncio.Task[None]] = set()
@@ -238,7 +241,7 @@ class Child:
         return True
 
     async def _spawn(self) -> None:
-        self._serves_since = None
+        self._serves_since, self.output = None, deque(maxlen=LINES)
         ours, theirs = os.pipe()
         try:
             self.process = await self._taken(theirs) or await self._executed(theirs)
@@ -249,7 +252,7 @@ class Child:
             os.close(theirs)
         if not self.program.tells:
             self._serves()
-        relay = asyncio.create_task(self._relay(ours))
+        relay = asyncio.create_task(self._relay(ours, self.output))
         self._relays.add(relay)
         relay.add_done_callback(self._relays.discard)
         if self._ordered is not None:  # told to stop while it was being started
@@ -276,7 +279,7 @@ class Child:
             with suppress(ProcessLookupError):
                 os.kill(self.process.pid, sig)
 
-    async def _relay(self, pipe: int) -> None:
+    async def _relay(self, pipe: int, output: deque[str]) -> None:
         """Relay output from our own pipe: `Process.wait` would wait until grandchildren close asyncio's pipe, too."""
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -289,11 +292,15 @@ class Child:
                 if len(rest) > 1 << 16:  # too long for one line: pass it on
                     lines, rest = [*lines, rest], b""
                 for line in lines:
-                    self._tell(line.decode(errors="replace"))
+                    self._pass_on(line, output)
             if rest:
-                self._tell(rest.decode(errors="replace"))
+                self._pass_on(rest, output)
         finally:
             transport.close()
+
+    def _pass_on(self, line: bytes, output: deque[str]) -> None:
+        output.append(line.decode(errors="replace"))
+        self._tell(output[-1])
 
     def _tell(self, line: str) -> None:
         self.lines.append(line)

@@ -24,6 +24,7 @@ import logging
 import os
 import signal
 import socket
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -104,8 +105,8 @@ class Local:
     standby: Warm | None = None
     _wanted: int = field(init=False, default=0)
     _workers: list[_Worker] = field(init=False, default_factory=list)
-    _failed: tuple[Child, str] | None = field(init=False, default=None)
-    """The last worker that died before it served, and how."""
+    _failed: tuple[str, deque[str]] | None = field(init=False, default=None)
+    """How the last worker died that had not served, and the last lines of its output."""
     _failures: int = field(init=False, default=0)
 
     @property
@@ -162,9 +163,8 @@ class Local:
     def _failing(self) -> str:
         if self._failed is None:
             return ""
-        child, how = self._failed
-        said = [line for line in child.lines if not line.startswith(how)]  # without our own words
-        return ": ".join([f"{child.program.name} {how}", *said[-1:]])
+        how, lines = self._failed
+        return ": ".join([how, *list(lines)[-1:]])
 
     @staticmethod
     def _surplus(workers: list[_Worker], count: int, first: Sequence[str]) -> list[_Worker]:
@@ -202,7 +202,7 @@ class Local:
         refused = status == REFUSED and not worker.child.served
         if status != 0 and not worker.child.serves:
             self._failures += 1
-            self._failed = worker.child, ended(status)
+            self._failed = f"{worker.child.program.name} {ended(status)}", worker.child.output
         if status != 0 and not refused:
             return None
         worker.down = TOLD if status == 0 else REFUSAL

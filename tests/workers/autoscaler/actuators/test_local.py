@@ -132,12 +132,27 @@ async def test_starts_that_fail_are_counted_and_their_last_words_told_until_one_
     fails = f"import os\nif not os.path.exists({str(ready)!r}): raise SystemExit('no weights')\n{SERVES}"
     local = make(fails)
     await local.scale(1)
-    await until(lambda: local._failures >= 2)
-    found = await local.actual()
-    assert (found.up, found.failing) == (1, "w1 exited with status 1: no weights")
+    await until(lambda: local._failures >= 2 and local._failing() == "w1 exited with status 1: no weights")
+    assert (await local.actual()).up == 1
     ready.touch()
     await until(lambda: serving(local))
     assert await local.actual() == Actual(1, 1)
+
+
+async def test_a_start_that_fails_without_a_word_has_not_the_words_of_the_process_before(
+    make: Make, tmp_path: Path
+) -> None:
+    again = tmp_path / "again"
+    local = make(
+        f"import os\nif os.path.exists({str(again)!r}): raise SystemExit(1)\nprint('well', flush=True)\n{SERVES}"
+    )
+    await local.scale(1)
+    (child,) = local.children
+    await until(lambda: child.serves and "well" in child.lines)
+    again.touch()
+    os.kill(child.pid or 0, signal.SIGKILL)
+    await until(lambda: local._failures >= 2)
+    assert local._failing() == "w1 exited with status 1"
 
 
 async def test_one_that_was_refused_is_tried_again_when_it_is_asked_for_again(make: Make) -> None:
