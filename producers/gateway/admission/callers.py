@@ -4,6 +4,7 @@
 
 A key that is revoked at one gateway ends at all of them within FRESH_S. While the store is away, keys that opened go on
 for REMEMBERED_S after its last word on them; a wrong secret of theirs is answered 401, all others 503, never let in.
+Keys of the scope `metrics` alone go on for OBSERVED_S, so that Prometheus still reads penstock_up meanwhile.
 Wrong keys are answered alike whatever is wrong with them, and ever more slowly to one address.
 """
 
@@ -33,6 +34,8 @@ FRESH_S: Final = 0.5
 #: Time (s) for which a key that has opened goes on while the store is away: a gateway that alone is cut off from the
 #: store does not know which keys end.
 REMEMBERED_S: Final = 60.0
+#: The same of a key of the scope `metrics` alone: without the store, /metrics has this gateway's own figures only.
+OBSERVED_S: Final = 86_400.0
 #: Keys, and addresses that sent wrong ones, that are remembered.
 KEPT: Final = 10_000
 #: The header of an answer to a caller without a good key (RFC 6750).
@@ -53,6 +56,11 @@ class _Known:
     principal: Principal
     at: float
     opened: float = float("-inf")
+
+    @property
+    def until(self) -> float:
+        """Until when (monotonic) it goes on while the store is away."""
+        return self.opened + (OBSERVED_S if self.principal.scopes == {"metrics"} else REMEMBERED_S)
 
 
 class Callers:
@@ -110,7 +118,7 @@ class Callers:
                 key = await api_keys.get(self._store, key_id)
         except FAILURES:
             known = self._known.get(key_id)
-            if known is None or began - known.opened > REMEMBERED_S:
+            if known is None or began > known.until:
                 raise
             return known
         known = self._known.get(key_id)

@@ -27,8 +27,8 @@ from tests.producers.gateway.conftest import Door
 T = TypeVar("T")
 
 
-async def made(url: str) -> str:
-    key, token = api_keys.new_key("acme", "a key", ("read",))
+async def made(url: str, *scopes: str) -> str:
+    key, token = api_keys.new_key("acme", "a key", scopes or ("read",))
     store = connect_async(url)
     await api_keys.create(store, key, Change("test", "key.create", key.id))
     await store.aclose()
@@ -57,6 +57,25 @@ async def test_keys_that_were_seen_go_on_while_the_store_is_away_and_no_others(
 
     with pytest.raises(FAILURES):  # use does not prolong it: meanwhile no revocation comes through
         await used_on_and_on()
+
+
+def test_a_key_of_the_metrics_alone_reads_that_the_store_is_away_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the series that tells it would end before its alert fires."""
+    monkeypatch.setattr(module, "FRESH_S", 0.0)
+    with valkey() as (url, _):
+        tokens = [asyncio.run(made(url, *scopes)) for scopes in (("metrics",), ("metrics", "read"))]
+        door = Door(GatewaySettings(url, url, auth="keys", sweep=False))
+
+        def scraped(token: str) -> httpx.Response:
+            return httpx.get(f"{door.url}/metrics", headers={"authorization": f"Bearer {token}"}, timeout=60)
+
+        assert ["penstock_up 1.0" in scraped(token).text for token in tokens] == [True, True]
+    monkeypatch.setattr(module, "REMEMBERED_S", 0.0)
+    try:
+        assert "penstock_up 0.0" in scraped(tokens[0]).text
+        assert scraped(tokens[1]).status_code == 503
+    finally:
+        door.close()
 
 
 def test_a_gateway_without_its_store_lets_in_whom_it_knows_alone() -> None:
