@@ -113,6 +113,7 @@ def _container(owner: Object, objects: list[Object]) -> Iterator[str]:
     (container,) = spec["containers"]
     yield from _environment(container, objects)
     yield from _command(container, spec)
+    yield from _files(container)
     ports = {one["name"]: one["containerPort"] for one in container.get("ports", ())}
     probes = [container[name] for name in ("startupProbe", "livenessProbe", "readinessProbe") if name in container]
     yield from (f"there is no port {one['httpGet']['port']}" for one in probes if one["httpGet"]["port"] not in ports)
@@ -152,6 +153,18 @@ def _command(container: Object, spec: Object) -> Iterator[str]:
         yield f"it listens on {port}, which is no port of the container"
     if argv[0] == "worker" and container.get("lifecycle") != {"preStop": {"exec": {"command": ["penstock", "drain"]}}}:
         yield "it does not drain in its preStop hook"
+
+
+def _files(container: Object) -> Iterator[str]:
+    """Gateways, sweepers and workers read what each other wrote: the ConfigMap says where, by default in a volume."""
+    try:
+        asks = "files_dir" in parsed([str(word) for word in container["args"]])
+    except ValueError:
+        return
+    if asks and {"configMapRef": {"name": "penstock"}} not in container["envFrom"]:
+        yield "it is not told the others' FILES_DIR"
+    if asks and {"name": "files", "mountPath": "/files"} not in container["volumeMounts"]:
+        yield "the others' files are not mounted"
 
 
 def _triggers(spec: Object, objects: list[Object]) -> Iterator[str]:

@@ -118,6 +118,7 @@ WRONG: dict[str, tuple[str, Change, str]] = {
         "nothing reads the variable BROKER",
     ),
     "no servers": ("hpa", lambda o: container(o, "gateway").update(envFrom=[]), "does not know its servers"),
+    "files of its own": ("hpa", lambda o: container(o, "worker-tiny")["envFrom"].pop(), "FILES_DIR"),
     "no drain before the end": ("hpa", lambda o: container(o, "worker-tiny").pop("lifecycle"), "preStop"),
     "a port that is not its own": (
         "hpa",
