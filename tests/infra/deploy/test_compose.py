@@ -81,6 +81,15 @@ def test_it_is_right() -> None:
     assert complaints(said()) == []
 
 
+def test_valkey_refuses_what_is_new_before_the_kernel_kills_it() -> None:
+    valkey = said()["services"]["valkey"]
+    program, *words = valkey["command"]
+    options = dict(zip(words[::2], words[1::2], strict=True))
+    assert (program, options["--save"], options["--maxmemory-policy"]) == ("valkey-server", "", "noeviction")
+    # A rewrite of the file copies what changes meanwhile; scripts that end work write beyond the bound.
+    assert int(options["--maxmemory"].removesuffix("mb")) <= 0.6 * 1024 * int(valkey["mem_limit"].removesuffix("g"))
+
+
 def test_every_setting_that_it_takes_is_in_the_example() -> None:
     text = (FOLDER / "compose.yaml").read_text("utf-8")
     example = (FOLDER / "example.env").read_text("utf-8")
