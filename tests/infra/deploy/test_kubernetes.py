@@ -83,6 +83,20 @@ def test_the_autoscaler_may_do_what_its_actuator_does_and_no_more() -> None:
     assert pod["automountServiceAccountToken"] is True
 
 
+def test_who_uses_aws_reaches_the_agent_of_its_credentials_and_nothing_else_by_http() -> None:
+    """EKS Pod Identity's is at http://169.254.170.23 on each node."""
+    for name in NAMES:
+        policies = [one for one in rendered(name) if one["kind"] == "NetworkPolicy"]
+        by_http = [
+            (rule.get("to"), one["spec"]["podSelector"]["matchExpressions"][0]["values"])
+            for one in policies
+            for rule in one["spec"].get("egress", ())
+            if any(port["port"] == 80 for port in rule["ports"])
+        ]
+        users = ["gateway", "sweeper", "publish", "worker", "autoscaler"]
+        assert by_http == [([{"ipBlock": {"cidr": "169.254.170.23/32"}}], users)]
+
+
 # ---- the checks find what is wrong --------------------------------------------------------------------------------
 
 
