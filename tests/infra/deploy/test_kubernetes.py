@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.infra.deploy.code import wrong_in
 from tests.infra.deploy.kustomize import render
 from tests.infra.deploy.pods import complaints
 from tests.processes import ROOT
@@ -81,6 +82,19 @@ def test_the_autoscaler_may_do_what_its_actuator_does_and_no_more() -> None:
     pod = of(rendered("actuator"), "Deployment", "autoscaler")["spec"]["template"]["spec"]
     assert account["subjects"][0]["name"] == pod["serviceAccountName"]
     assert pod["automountServiceAccountToken"] is True
+
+
+def test_the_adapters_rule_answers_what_the_hpa_asks_once_for_all_gateways() -> None:
+    page = (ROOT / "docs/deploy.md").read_text("utf-8")
+    (told,) = [one for one in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "externalRules" in one]
+    (rule,) = yaml.safe_load(told)["externalRules"]
+    metric = of(rendered("hpa"), "HorizontalPodAutoscaler", "worker-tiny")["spec"]["metrics"][0]["external"]["metric"]
+    assert rule["seriesQuery"] == metric["name"]
+    matchers = ",".join(f'{name}="{value}"' for name, value in metric["selector"]["matchLabels"].items())
+    query = rule["metricsQuery"].replace("<<.Series>>", metric["name"]).replace("<<.LabelMatchers>>", matchers)
+    assert wrong_in(query) == []
+    assert query.startswith("max by (pool) (")
+    assert rule["resources"] == {"namespaced": False}, "the gateways' series have no label of a namespace"
 
 
 def test_who_uses_aws_reaches_the_agent_of_its_credentials_and_nothing_else_by_http() -> None:
