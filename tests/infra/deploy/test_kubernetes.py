@@ -97,6 +97,13 @@ def test_the_adapters_rule_answers_what_the_hpa_asks_once_for_all_gateways() -> 
     assert rule["resources"] == {"namespaced": False}, "the gateways' series have no label of a namespace"
 
 
+def test_a_worker_on_a_gpu_needs_no_more_of_a_node_than_the_device_plugin() -> None:
+    """The label nvidia.com/gpu.present would be of GPU Feature Discovery."""
+    pod = of(rendered("cuda"), "Deployment", "worker-tiny")["spec"]["template"]["spec"]
+    assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert "nodeSelector" not in pod
+
+
 def test_who_uses_aws_reaches_the_agent_of_its_credentials_and_nothing_else_by_http() -> None:
     """EKS Pod Identity's is at http://169.254.170.23 on each node."""
     for name in NAMES:
