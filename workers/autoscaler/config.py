@@ -24,7 +24,7 @@ from typing import Any, Final, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from producers.errors import shown
-from workers.autoscaler.actuators import EXPORT, checked, open_actuator
+from workers.autoscaler.actuators import EXPORT, Actuator, checked, open_actuator
 from workers.autoscaler.policy.rules import TARGET_WAIT_S, Rules
 from workers.autoscaler.pools import PoolSettings, Scaled
 from workers.library import name_of
@@ -131,11 +131,14 @@ def apart(pools: Sequence[PoolSettings]) -> list[PoolSettings]:
 
 def opened(pools: Sequence[PoolSettings], broker: str, store: str) -> list[Scaled]:
     """The pools with their actuators. Raises BadScaling, and ModuleNotFoundError where an extra is not installed."""
+    here = sum(pool.rules.max for pool in pools if pool.actuator.partition(":")[0] == "local")
+
+    def actuator(pool: PoolSettings) -> Actuator | None:
+        model = pool.reference or pool.model
+        return open_actuator(pool.actuator, model=model, broker=broker, store=store, here=here)
+
     try:
-        return [
-            Scaled(pool, open_actuator(pool.actuator, model=pool.reference or pool.model, broker=broker, store=store))
-            for pool in pools
-        ]
+        return [Scaled(pool, actuator(pool)) for pool in pools]
     except ValueError as error:
         raise BadScaling(str(error)) from error
 

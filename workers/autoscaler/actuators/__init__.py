@@ -18,7 +18,7 @@ from workers.autoscaler.actuators.base import Actual, Actuator, ActuatorError
 __all__ = ["EXPORT", "SCHEMES", "Actual", "Actuator", "ActuatorError", "checked", "open_actuator"]
 
 EXPORT: Final = "export"
-#: Scheme -> (module with `open_url(url, model, broker, store) -> Actuator`, the URL's form for messages).
+#: Scheme -> (module with `open_url(url, model, broker, store, here) -> Actuator`, the URL's form for messages).
 SCHEMES: Final[dict[str, tuple[str, str]]] = {
     "local": ("workers.autoscaler.actuators.local", "local, local:?OPTION=VALUE (of penstock worker)"),
     "kubernetes": ("workers.autoscaler.actuators.kubernetes", "kubernetes://NAMESPACE/DEPLOYMENT[?context=NAME]"),
@@ -35,15 +35,16 @@ def checked(url: str) -> str:
     return url
 
 
-def open_actuator(url: str, *, model: str, broker: str, store: str) -> Actuator | None:
+def open_actuator(url: str, *, model: str, broker: str, store: str, here: int = 1) -> Actuator | None:
     """The actuator of a pool; None for `export`. It connects at the first call.
 
-    `model`: as workers are told it. `broker`, `store`: URLs, for workers that it starts itself. Raises ValueError for a
-    URL that makes no sense, ModuleNotFoundError where an extra is not installed.
+    `model`: as workers are told it. `broker`, `store`: URLs, for workers that it starts itself. `here`: the most
+    workers that share this machine. Raises ValueError for a URL that makes no sense, ModuleNotFoundError where an extra
+    is not installed.
     """
     if checked(url) == EXPORT:
         return None
     parts: SplitResult = urlsplit(url)
     module, _ = SCHEMES[parts.scheme or url]
-    actuator: Actuator = import_module(module).open_url(parts, model=model, broker=broker, store=store)
-    return actuator
+    made: Actuator = import_module(module).open_url(parts, model=model, broker=broker, store=store, here=here)
+    return made

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import SplitResult, parse_qsl
 
+from engine.execution.threads import threads_of_each
 from workers.autoscaler.actuators.base import Actual, ActuatorError
 from workers.errors import REFUSED
 from workers.library import name_of
@@ -41,9 +42,12 @@ log = logging.getLogger(__name__)
 REFUSAL: Final = "it was refused and would be refused again; the next try is the autoscaler's"
 
 
-def open_url(url: SplitResult, *, model: str, broker: str, store: str) -> Local:
-    """`local`, or `local:?OPTION=VALUE&...` with options of `penstock worker`, such as max-num-seqs=8."""
-    options = [word for name, value in parse_qsl(url.query) for word in (f"--{name}", value)]
+def open_url(url: SplitResult, *, model: str, broker: str, store: str, here: int) -> Local:
+    """`local`, or `local:?OPTION=VALUE&...` with options of `penstock worker`, such as max-num-seqs=8.
+
+    `here`: the most workers that share this machine's cores. An option that comes later on the command line wins."""
+    options = ["--threads", str(threads_of_each(here))] if here > 1 else []
+    options += [word for name, value in parse_qsl(url.query) for word in (f"--{name}", value)]
     called, own = name_of(model), f"{socket.gethostname()}.{os.getpid()}"
 
     def program(place: int) -> Program:

@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
+from tests.infra.deploy.code import parsed
 from tests.waiting import auntil as until
 from workers.autoscaler.actuators import ActuatorError, open_actuator
+from workers.autoscaler.actuators import local as local_actuator
 from workers.autoscaler.actuators.base import Actual
 from workers.autoscaler.actuators.local import Local, Places
+from workers.autoscaler.config import opened, parse
 from workers.processes import supervisor
 from workers.processes.supervisor import TOLD, Child, Program
 
@@ -199,6 +202,22 @@ async def test_by_url_it_starts_workers_with_these_options() -> None:
     assert program.env == {"BROKER_URL": "redis://b/0", "STORE_URL": "redis://s/0"}
     assert [*program.argv[4:-2]] == ["worker", "--model", "two=tiny", "--max-num-seqs", "8", "--dtype", "float32"]
     assert program.argv[-1].endswith(f"{os.getpid()}.worker.two.2")
+
+
+async def test_pools_of_one_machine_divide_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_actuator, "threads_of_each", lambda processes: 100 // processes)
+    tables = [
+        ("a", 3, "local"),
+        ("b", 1, "local:?threads=7"),
+        ("c", 6, "export"),
+        ("d", 9, "ecs://main/d?region=x-y-1"),
+    ]
+    pools = [parse({"model": model, "max": most, "actuator": url}) for model, most, url in tables]
+    told = {}
+    for one in opened(pools, "redis://b/0", "redis://s/0"):
+        if isinstance(one.actuator, Local):
+            told[one.settings.model] = parsed(one.actuator.program(1).argv[4:])["threads"]
+    assert told == {"a": 25, "b": 7}
 
 
 async def test_a_start_that_is_broken_off_keeps_no_place(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

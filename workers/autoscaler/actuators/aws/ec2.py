@@ -27,7 +27,7 @@ from workers.autoscaler.actuators.base import Actual, ActuatorError, Address, re
 ACTIVITIES: Final = 20
 
 
-def open_url(parts: SplitResult, **_: str) -> Ec2:
+def open_url(parts: SplitResult, **_: object) -> Ec2:
     """Raises ValueError for a wrong URL, ModuleNotFoundError without boto3."""
     return Ec2(read(parts, SCHEMES["ec2"][1], OPTIONS, named=False))
 

@@ -24,7 +24,7 @@ _FAILED: Final = frozenset({"TaskFailedToStart", "EssentialContainerExited"})
 _STEADY: Final = "has reached a steady state"
 
 
-def open_url(parts: SplitResult, **_: str) -> Ecs:
+def open_url(parts: SplitResult, **_: object) -> Ecs:
     """Raises ValueError for a wrong URL, ModuleNotFoundError without boto3."""
     return Ecs(read(parts, SCHEMES["ecs"][1], OPTIONS))
 

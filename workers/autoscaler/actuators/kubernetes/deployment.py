@@ -26,7 +26,7 @@ from workers.autoscaler.actuators.kubernetes.pods import ailment, costs, failed_
 RIVAL_S: Final = 60.0
 
 
-def open_url(parts: SplitResult, **_: str) -> Kubernetes:
+def open_url(parts: SplitResult, **_: object) -> Kubernetes:
     """Raises ValueError for a wrong URL or kubeconfig, ModuleNotFoundError without the library."""
     return Kubernetes(read(parts, SCHEMES["kubernetes"][1], ("context",)))
 
