@@ -76,6 +76,8 @@ def _command(said: dict[str, list[str]]) -> Iterator[str]:
         yield f"it is killed after {limit} s, and may need {grace(argv):g} s"
     if (said["Type"] == ["notify"]) != (argv[0] == "worker"):
         yield "workers alone say that they are ready"
+    if argv[0] in ("worker", "autoscaler") and (said["ProtectClock"] or said["PrivateDevices"]):
+        yield "it may use no GPU"
 
 
 @pytest.mark.parametrize("name", UNITS)
@@ -107,6 +109,7 @@ WRONG = {
     "an option that is gone": (WORKER.replace("--drain-timeout", "--drain-time"), "--drain-time"),
     "may write everywhere": (WORKER.replace("ProtectSystem=strict", "ProtectSystem=no"), "ProtectSystem"),
     "a variable that nobody reads": (WORKER.replace("PENSTOCK_MODELS=", "PENSTOCK_MODEL="), "PENSTOCK_MODEL"),
+    "hides the GPUs": (WORKER.replace("[Install]", "ProtectClock=yes\n[Install]"), "may use no GPU"),
     "waits for no word": (WORKER.replace("Type=notify", "Type=exec"), "say that they are ready"),
 }
 
