@@ -116,7 +116,7 @@ class Engine(StepLoop):
         """
         config = config or EngineConfig()
         if device_named(config.device).type == "cpu":
-            torch.set_num_threads(threads_for(config.threads))
+            torch.set_num_threads(threads_for(config.threads, torch.get_num_threads()))
         folder = Path(path)
         model = load_model(
             folder,

@@ -166,7 +166,7 @@ def bench_breakdown(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]
     config = settings(args, plans)
     device = device_named(config.device)
     if device.type == "cpu":
-        torch.set_num_threads(threads_for(config.threads))
+        torch.set_num_threads(threads_for(config.threads, torch.get_num_threads()))
     runs: list[tuple[str, EngineConfig, torch.device | None]] = [("host", config, None)]
     if device.type == "cuda":
         runs.append(("device", replace(config, graphs=False, overlap=0), device))

@@ -12,11 +12,11 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
 
 
-def threads_for(asked: int | None) -> int:
-    """The number of threads: `asked`, or torch's own count (the cores that the process may run on).
+def threads_for(asked: int | None, most: int) -> int:
+    """The number of threads: `asked`, or `most`: torch's own count (the cores that the process may run on).
 
-    Torch's count is limited to the whole cores of the container's limit of processor time. Threads beyond it would be
-    throttled in the middle of a step, and all others would wait for them.
+    That is limited to the whole cores of the container's limit of processor time. Threads beyond it would be throttled
+    in the middle of a step, and all others would wait for them.
     """
     if asked is not None:
         if asked > (room := threads_of_each(1)):
@@ -27,10 +27,7 @@ def threads_for(asked: int | None) -> int:
                 room,
             )
         return asked
-    # Imported here because a process that starts several workers uses this module without torch.
-    import torch
-
-    return _within_limit(torch.get_num_threads())
+    return _within_limit(most)
 
 
 def threads_of_each(processes: int) -> int:

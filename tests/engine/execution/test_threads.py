@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from engine.execution import threads
 from engine.execution.threads import threads_for, threads_of_each
@@ -20,7 +19,6 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (root / "pods" / "one").mkdir(parents=True)
     found = threads._limit
     monkeypatch.setattr(threads, "_limit", lambda: found(own, root))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     # Above the root there is nothing of ours.
     (tmp_path / "cpu.max").write_text("100000 100000\n")
     return root
@@ -32,20 +30,20 @@ def test_what_is_asked_for_is_taken(
 ) -> None:
     (groups / "pods" / "cpu.max").write_text("200000 100000\n")
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(6)))
-    assert threads_for(asked) == asked
+    assert threads_for(asked, 8) == asked
     assert [" ".join(line.getMessage().split()[:8]) for line in caplog.records] == said
 
 
 def test_without_a_limit_there_are_as_many_as_torch_has(groups: Path) -> None:
-    assert threads_for(None) == 8
+    assert threads_for(None, 8) == 8
     (groups / "pods" / "one" / "cpu.max").write_text("max 100000\n")
-    assert threads_for(None) == 8
+    assert threads_for(None, 8) == 8
 
 
 @pytest.mark.parametrize(("quota", "count"), [(350_000, 3), (50_000, 1), (1_600_000, 8)])
 def test_a_limit_of_time_is_one_of_threads(groups: Path, quota: int, count: int) -> None:
     (groups / "pods" / "one" / "cpu.max").write_text(f"{quota} 100000\n")
-    assert threads_for(None) == count
+    assert threads_for(None, 8) == count
 
 
 @pytest.mark.parametrize(("quota", "each"), [("max", 3), ("400000", 2), ("100000", 1)])
@@ -63,7 +61,7 @@ def test_the_strictest_of_all_groups_around_counts(groups: Path) -> None:
     (groups / "pods" / "one" / "cpu.max").write_text("max 100000\n")
     (groups / "pods" / "cpu.max").write_text("200000 100000\n")
     (groups / "cpu.max").write_text("600000 100000\n")
-    assert threads_for(None) == 2
+    assert threads_for(None, 8) == 2
 
 
 def test_a_system_without_control_groups_has_no_limit(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def _make(
     from engine.text.config import Config, read_config
     from workers.library.local_models import write_manifest
 
-    torch.set_num_threads(threads_for(threads))
+    torch.set_num_threads(threads_for(threads, torch.get_num_threads()))
     place = device_named(device or "auto")
     context = Config.of_model(read_config(folder)).context_length()
     tokenizer = Tokenizer(ModelCard.tokenizer_files(folder))
