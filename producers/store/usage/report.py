@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
@@ -27,6 +28,8 @@ NAMES: Final = {
     "ms": "seconds",
     "engine": "engine_seconds",
 }
+#: The latest time (unix s) that a row may have, the end of the year 9999.
+_LATEST: Final = 253_402_300_800
 #: Count -> how many of it are a second.
 _SECOND: Final = {"ms": 1000, "engine": 1_000_000}
 
@@ -87,9 +90,12 @@ async def report(
     tenant: str | None = None,
     prices: Prices | None = None,
 ) -> Report:
-    """`tenant`: its usage alone. Raises redis.exceptions.RedisError or OSError."""
+    """`tenant`: its usage alone. Raises redis.exceptions.RedisError or OSError.
+
+    Where `until` is yet to come, nothing is left out as too late: the store's clock may have been ahead.
+    """
     lines: dict[tuple[str, ...], Line] = {} if by else {(): Line()}
-    for start, group, counts in await used(store, since, until, tenant):
+    for start, group, counts in await used(store, since, _LATEST if until > time.time() else until, tenant):
         values = group._asdict() | {"day": datetime.fromtimestamp(start, UTC).date().isoformat()}
         line = lines.setdefault(tuple(values[part] for part in by), Line())
         line.counts = [had + more for had, more in zip(line.counts, counts, strict=True)]

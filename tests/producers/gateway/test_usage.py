@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,17 @@ def test_lines_are_grouped_and_cost_what_the_table_says(http: httpx.Client, make
     assert [line["model"] for line in lines(by="model", until="2026-11-04")] == ["tiny"]
     assert [line["tasks"] for until in ("2026-11-05", "20261105") for line in lines(until=until)] == [3, 3]
     assert lines(since="2026-11-06", by="key") == []
+
+
+@pytest.mark.usefixtures("ledger")
+def test_what_ended_while_the_clock_of_the_store_was_ahead_is_there(
+    http: httpx.Client, make: Make, valkey: Redis
+) -> None:
+    row = dict.fromkeys(COUNTS[4:], 0) | {"key": "k", "tenant": "acme", "model": "tiny", "version": "1"}
+    ahead = int((time.time() + 40 * 86_400) * 1000)
+    valkey.xadd(keys.LEDGER, row | {"tier": "default", "status": "completed"}, id=f"{ahead}-*")
+    (line,) = http.get("/v1/usage", params=ALL, headers=as_caller(make())).json()["data"]
+    assert line["tasks"] == 4
 
 
 @pytest.mark.usefixtures("ledger")
