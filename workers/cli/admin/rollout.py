@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from workers.cli.commands import Commands
-from workers.cli.exits import OPERATOR_STATUS, Exit, Failure, refusing
+from workers.cli.exits import OPERATOR_STATUS, Exit, Failure, needs, refusing
 from workers.cli.models.references import MODEL, complete_model, find_models
 from workers.cli.options import AnyBroker, Store
 from workers.cli.options.checks import finite
@@ -95,7 +95,8 @@ def _new(reference: str, urls: tuple[str, str]) -> New:
     from workers.rollout.begin import New
 
     (found,) = find_models([reference])
-    new = New(found, *described(found, note))
+    with needs("gateway"):
+        new = New(found, *described(found, note))
     check_queues(*urls, [keys.version_queue(found.name, new.version)], make=True)
     return new
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from workers.cli.commands import Commands
-from workers.cli.exits import PROCESS_STATUS, needs
+from workers.cli.exits import PROCESS_STATUS, check_extras
 from workers.cli.models.references import ModelOption, find_models
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ def demo(
     from workers.cli.exits import Exit, Failure
     from workers.errors import Refused
 
-    with needs("gateway", "worker", "webhooks"):
-        from workers.cli.local.background import running
+    check_extras("gateway", "worker", "webhooks")
+    from workers.cli.local.background import running
 
     models = find_models([model], typer.echo)
     # The batch holds a third of the load, so that tiers matter. A short lease keeps its figures fresh.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from workers.cli.commands import Commands
-from workers.cli.exits import CALLER_STATUS, Exit, Failure, needs
+from workers.cli.exits import CALLER_STATUS, Exit, Failure, check_extras
 from workers.cli.models.references import Model, find_models
 from workers.cli.options.declared import SAMPLING, takes
 from workers.cli.terminal.stdin import text_from
@@ -62,8 +62,9 @@ def _gateway(model: str, url: str | None) -> Iterator[tuple[Gateway, str]]:
         yield Gateway(url), model
         return
 
-    with needs("gateway", "worker", "webhooks"):
-        from workers.cli.local.background import running
+    check_extras("gateway", "worker", "webhooks")
+    from workers.cli.local.background import running
+
     try:
         models = find_models([model])
         typer.echo(f"loading {models[0].name} ...", err=True)

@@ -9,7 +9,7 @@ import typer
 
 from producers.connection.local import DATA_DIR
 from workers.cli.commands import Commands
-from workers.cli.exits import PROCESS_STATUS, Failure, needs
+from workers.cli.exits import PROCESS_STATUS, Failure, check_extras
 from workers.cli.keys import auth as keys_or_none
 from workers.cli.models.references import MODEL, complete_model, find_models
 from workers.cli.options import DEFAULT_URL, FilesDir, Gpus, LogLevel
@@ -141,9 +141,9 @@ def up(
     from workers.cli.starting import checked_level, set_up_logging
     from workers.runtime.cold_start import COLD_START
 
-    with needs("gateway", "worker", "webhooks"):
-        from workers.cli.local.plan import Plan
-        from workers.cli.local.system import System, conduct
+    check_extras("gateway", "worker", "webhooks")
+    from workers.cli.local.plan import Plan
+    from workers.cli.local.system import System, conduct
 
     if store is not None and broker is None:
         raise Failure("--store needs --broker; without them the embedded Valkey server is both")

@@ -51,7 +51,7 @@ def publish_to(broker: str, store: str, found: Found, over: str | None = None) -
         from workers.connect import LOST, check_queues, check_servers, connect
         from workers.library.verify import described
 
-    card, files = described(found, note)
+        card, files = described(found, note)
     queues = [keys.version_queue(found.name, card["version"]), keys.model_queue(found.name)]
     check_servers(broker, store, queues=())
     check_queues(broker, store, queues, make=True)  # first: a published model's tasks are sent there

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from workers.cli.exits import Failure, needs, refusing
+from workers.cli.exits import Failure, check_extras, needs, refusing
 from workers.cli.models.references import ModelOption
 from workers.cli.options import Broker, Gpus, LogLevel, Store
 from workers.cli.options.checks import check_spot, finite, health_ports, place, process_name, provider
@@ -105,6 +105,7 @@ def worker(
         raise typer.Exit(_one_for_each(context, gpus, name, drain_timeout))
     # Until it serves, nothing that it makes is garbage: to look for some takes a quarter of the imports' time.
     gc.disable()
+    check_extras("worker")
     with needs("worker"):
         from engine.errors import EngineError
         from workers.runtime.worker import run_worker

@@ -99,8 +99,10 @@ def autoscaler(
     if name is not None:
         settings = replace(settings, name=name)
     store = store_of(broker, store)
-    with refusing(BadScaling), needs("aws", "kubernetes"):
-        pools = opened(_looked_at(_pools(said, rule or [], config), interval), broker, store)
+    with refusing(BadScaling):
+        asked = _looked_at(_pools(said, rule or [], config), interval)
+        with needs(*_extras(asked)):
+            pools = opened(asked, broker, store)
     health = Health(health_port)
     with refusing(ValueError):
         look_at_servers(broker, store)
@@ -146,6 +148,13 @@ def _pools(said: dict[str, Any], rules: list[str], config: Path | None) -> list[
     if "model" not in table:
         raise Failure("there is no pool: name a model with --model, or a file with --config")
     return [one_pool(table, rules)]
+
+
+def _extras(pools: list[PoolSettings]) -> list[str]:
+    from workers.autoscaler.actuators import EXTRAS
+
+    schemes = {pool.actuator.partition(":")[0] for pool in pools}
+    return sorted({extra for scheme, extra in EXTRAS.items() if scheme in schemes})
 
 
 def _looked_at(pools: list[PoolSettings], interval: float) -> list[PoolSettings]:
