@@ -65,7 +65,8 @@ def warm(
 ) -> Warmed:
     """Compile into `cache` all kernels for serving the model in `folder` on a GPU of `arch`.
 
-    Raises EngineError if Triton is missing, interprets kernels or has no C compiler, and ModelError about the folder.
+    Raises EngineError if Triton is missing, interprets kernels, or lacks a C compiler or Python's headers; ModelError
+    about the folder.
     """
     try:
         from engine.kernels.deterministic.gpu import DeterministicFp8Gpu, DeterministicGpu

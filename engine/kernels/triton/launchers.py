@@ -1,14 +1,15 @@
 """Compiles Triton's C modules ahead: its driver interface and, up to Triton 3.6, a launcher for each signature.
 
-At run time each needs a C compiler and some tenths of a second, unless it is in the cache. This module puts them into
-the cache on machines without a GPU or driver. It links them against an empty library with the driver's name, because
-their symbols are looked up only when they are loaded.
+At run time each needs a C compiler, Python's headers and some tenths of a second, unless it is in the cache. This
+module puts them into the cache on machines without a GPU or driver. It links them against an empty library with the
+driver's name, because their symbols are looked up only when they are loaded.
 """
 
 from __future__ import annotations
 
 import hashlib
 import shutil
+import subprocess
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -25,7 +26,7 @@ _DRIVER: Final = "libcuda.so.1"
 
 
 def build_utilities() -> None:
-    """Put Triton's driver interface into the cache. Raises EngineError if there is no C compiler."""
+    """Put Triton's driver interface into the cache. Raises EngineError without a C compiler or Python's headers."""
     _put("cuda_utils", (Path(nvidia.dirname) / "driver.c").read_text())
 
 
@@ -33,7 +34,7 @@ def build_launcher(source: Any, metadata: Any) -> None:
     """Put the launcher of a kernel (a Triton ASTSource and its metadata) into the cache, as `nvidia.CudaLauncher` does.
 
     From Triton 3.7 on this does nothing: one launcher, part of the driver interface, serves all kernels. Raises
-    EngineError if there is no C compiler.
+    EngineError without a C compiler or Python's headers.
     """
     make = getattr(nvidia, "make_launcher", None)
     if make is not None:
@@ -53,8 +54,9 @@ def _put(name: str, code: str) -> None:
         try:
             libraries = _nameless(folder)
             built = build._build(name, str(source), folder, [libraries], nvidia.include_dirs, [_DRIVER], [])
-        except RuntimeError as error:  # Triton found no compiler
-            raise EngineError(f"Triton compiles its launchers in C: {error}") from error
+        except (RuntimeError, subprocess.CalledProcessError) as error:  # there is no compiler, or it found no headers
+            wanted = "a compiler and Python's headers (Debian, Ubuntu: gcc python3-dev)"
+            raise EngineError(f"Triton compiles its launchers in C, which takes {wanted}: {error}") from error
         cache.put(Path(built).read_bytes(), f"{name}{_SUFFIX}", binary=True)
 
 

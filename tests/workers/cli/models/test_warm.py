@@ -151,3 +151,11 @@ class TestRefusal:
         ran = run("warm", str(tmp_path / "packed"), "--arch", "sm_90", "--cache-dir", str(tmp_path / "cache"))
         assert ran.status == 2
         assert "neither model.safetensors nor" in ran.err
+
+    def test_of_a_machine_without_pythons_headers(
+        self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("CC", "false")  # what a compiler does that finds no Python.h
+        ran = run("warm", "tiny", "--arch", "sm_90", "--cache-dir", str(tmp_path))
+        assert ran.status == 2
+        assert "a compiler and Python's headers (Debian, Ubuntu: gcc python3-dev)" in " ".join(ran.err.split())
