@@ -64,7 +64,7 @@ def test_the_linter_finds_nothing_but_what_is_wrong(tmp_path: Path) -> None:
     """One run of the linter, which takes seconds to start."""
     wrong = tmp_path / "wrong.yaml"
     text = (FOLDER / "ecs.yaml").read_text("utf-8")
-    wrong.write_text(text.replace("DesiredCount: 0", "DesiredCnt: 0").replace("!Ref TaskGroup", "!Ref TasksGroup"))
+    wrong.write_text(text.replace("DesiredCount: 2", "DesiredCnt: 2").replace("!Ref TaskGroup", "!Ref TasksGroup"))
     found = lint(*TEMPLATES, wrong)
     assert {line for line in found.splitlines() if ".yaml:" in line} == {
         line for line in found.splitlines() if line.startswith(str(wrong))
@@ -99,6 +99,13 @@ def test_each_process_is_a_service() -> None:
         one["Properties"]["ServiceName"] for one in resources("ecs.yaml").values() if one["Type"] == "AWS::ECS::Service"
     }
     assert services == {"gateway", "sweeper", "webhooks", "worker", "autoscaler"}
+
+
+def test_an_update_leaves_the_numbers_that_scaling_has_set() -> None:
+    """CloudFormation sends DesiredCount with every update of a service."""
+    services = [one["Properties"] for one in resources("ecs.yaml").values() if one["Type"] == "AWS::ECS::Service"]
+    fixed = {one["ServiceName"] for one in services if "DesiredCount" in one}
+    assert fixed == {"sweeper", "webhooks", "autoscaler"}
 
 
 def test_rights_are_those_that_the_processes_need() -> None:
