@@ -120,6 +120,10 @@ def test_rights_are_those_that_the_processes_need() -> None:
     assert actions("Protect") == set(policies.PROTECT)
 
 
+def test_queues_may_have_any_prefix() -> None:
+    assert "pen-" not in str(resources("ecs.yaml"))
+
+
 def _listed(one: str | list[str]) -> list[str]:
     return [one] if isinstance(one, str) else one
 
