@@ -149,6 +149,13 @@ def test_an_instance_runs_what_the_autoscaler_can_find() -> None:
     assert subprocess.run(["bash", "-n"], input=re.sub(r"\$\{[^}]*\}", "x", data), text=True).returncode == 0
 
 
+def test_an_instance_has_the_servers_and_files_of_a_worker_on_ecs() -> None:
+    (written,) = re.findall(r"printf '([^']*)'[^>]*>/etc/penstock/penstock.env", user_data())
+    (container,) = TASKS["WorkerTask"]["Properties"]["ContainerDefinitions"]
+    given = {one["Name"] for one in (*container["Environment"], *container["Secrets"])}
+    assert set(re.findall(r"([A-Z_]+)=%s", written)) == given
+
+
 def test_an_instance_waits_until_its_workers_have_drained() -> None:
     (hook,) = resources("ec2-gpu.yaml")["Group"]["Properties"]["LifecycleHookSpecificationList"]
     drain = float(re.findall(r"--drain-timeout (\d+)", user_data())[0])
