@@ -153,7 +153,8 @@ class Template:
         )
 
     def _parameters(self) -> dict[str, Any]:
-        found = {"Service": _choice("What runs Penstock's processes, and takes their roles.", SERVICES)}
+        about = "What runs Penstock's processes, and takes their roles. Several are separated by commas."
+        found = {"Service": _choice(about, SERVICES) | {"Type": "CommaDelimitedList"}}
         if self.bucket is not None:
             about = "The bucket's name, unique in the world."
             found["BucketName"] = {"Type": "String", "Description": about, "Default": self.bucket.name}

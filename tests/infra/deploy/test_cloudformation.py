@@ -38,9 +38,23 @@ _Loader.add_multi_constructor("!", _short_form)
 
 
 @cache
-def resources(name: str) -> dict[str, Any]:
+def resources(name: str, here: bool = True) -> dict[str, Any]:
+    """`here`: what the condition WorkersHere is. Other conditions stay."""
     text = (FOLDER / name).read_text("utf-8")
-    return dict(yaml.load(text, _Loader)["Resources"])
+    found = yaml.load(text, _Loader)["Resources"]
+    return {key: _chosen(one, here) for key, one in found.items() if here or one.get("Condition") != "WorkersHere"}
+
+
+def _chosen(value: Any, here: bool) -> Any:
+    """`value` without `Fn::If` on WorkersHere."""
+    if isinstance(value, dict):
+        condition, yes, no = value.get("Fn::If", (None, None, None))
+        if condition == "WorkersHere":
+            return _chosen(yes if here else no, here)
+        return {key: _chosen(one, here) for key, one in value.items()}
+    if isinstance(value, list):
+        return [one for one in (_chosen(one, here) for one in value) if one != {"Ref": "AWS::NoValue"}]
+    return value
 
 
 def lint(*paths: Path) -> str:
@@ -76,9 +90,9 @@ def test_the_linter_finds_nothing_but_what_is_wrong(tmp_path: Path) -> None:
 TASKS = {name: one for name, one in resources("ecs.yaml").items() if one["Type"] == "AWS::ECS::TaskDefinition"}
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_a_task_is_right(name: str) -> None:
-    (container,) = TASKS[name]["Properties"]["ContainerDefinitions"]
+@pytest.mark.parametrize(("name", "here"), [*((name, True) for name in TASKS), ("AutoscalerTask", False)])
+def test_a_task_is_right(name: str, here: bool) -> None:
+    (container,) = resources("ecs.yaml", here)[name]["Properties"]["ContainerDefinitions"]
     argv = words(container["Command"])
     options = parsed(argv)
     assert grace(argv) <= container["StopTimeout"] <= FARGATE_S
@@ -91,7 +105,7 @@ def test_a_task_is_right(name: str) -> None:
     if port is not None:
         assert f"127.0.0.1:{port}/livez" in " ".join(container["HealthCheck"]["Command"])
     if "actuator" in options:
-        assert checked(options["actuator"])
+        assert checked(options["actuator"]).startswith("ecs://" if here else "ec2://")
 
 
 def test_each_process_is_a_service() -> None:
@@ -108,15 +122,21 @@ def test_an_update_leaves_the_numbers_that_scaling_has_set() -> None:
     assert fixed == {"sweeper", "webhooks", "autoscaler"}
 
 
+def test_where_a_group_has_the_workers_no_others_run() -> None:
+    left = str(resources("ecs.yaml", here=False))
+    assert [name for name in ("WorkerService", "'Protect'") if name in left] == []
+
+
 def test_rights_are_those_that_the_processes_need() -> None:
-    def actions(name: str) -> set[str]:
-        properties = resources("ecs.yaml")[name]["Properties"]
+    def actions(name: str, here: bool = True) -> set[str]:
+        properties = resources("ecs.yaml", here)[name]["Properties"]
         documents = [properties] if "PolicyDocument" in properties else properties["Policies"]
         statements = [one for document in documents for one in document["PolicyDocument"]["Statement"]]
         return {one for statement in statements for one in _listed(statement["Action"])}
 
     own = {*policies.OF_SERVICES, "ecs:ListTasks", "ecs:DescribeTasks", *policies.FIND}
     assert actions("AutoscalerRole") == own
+    assert actions("AutoscalerRole", False) == {*policies.OF_GROUPS, *policies.OF_ALL_GROUPS, *policies.FIND}
     assert actions("Protect") == set(policies.PROTECT)
 
 

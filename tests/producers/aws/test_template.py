@@ -14,7 +14,7 @@ import pytest
 from engine.text.checkpoint import model_version
 from producers.aws.account import Needs, provide
 from producers.aws.policies import OF_TIERS, Scope, policy
-from producers.aws.template import WAYS, Template
+from producers.aws.template import SERVICES, WAYS, Template
 from producers.broker.sqs.address import read
 from producers.broker.sqs.queues.wanted import Encryption
 from producers.store.blobs.bucket import Bucket
@@ -134,3 +134,14 @@ def test_notifications_come_another_way(aws: Aws, monkeypatch: pytest.MonkeyPatc
     subscriptions = aws.client("sns").list_subscriptions()["Subscriptions"]
     rules = aws.client("events").list_rules()["Rules"]
     assert (len(subscriptions), len(rules)) == ((1, 0) if way == "sns" else (0, 1))
+
+
+def test_several_services_take_the_roles(aws: Aws) -> None:
+    aws.client("cloudformation").create_stack(
+        StackName="penstock",
+        TemplateBody=str(Template(read(f"sqs://{REGION}"), [])),
+        Capabilities=["CAPABILITY_IAM"],
+        Parameters=[{"ParameterKey": "Service", "ParameterValue": ",".join(SERVICES[:2])}],
+    )
+    (trusts,) = {str(one["AssumeRolePolicyDocument"]) for one in aws.client("iam").list_roles()["Roles"]}
+    assert ast.literal_eval(trusts)["Statement"][0]["Principal"] == {"Service": list(SERVICES[:2])}
