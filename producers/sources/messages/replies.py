@@ -1,6 +1,6 @@
 """Sends the replies of one source: rows of the outbox, due when a task ends or a message is refused.
 
-    TAKE ─▶ allowed? ─▶ the task's outputs ─▶ send ─▶ DELIVERED      a failure: RETRY, after three days DEAD
+    TAKE ─▶ allowed? ─▶ the task's outputs ─▶ send ─▶ DELIVERED      a failure: RETRY, after TRIES of them DEAD
 
 Killed anywhere, a row is due again once its lease ends: a reply may come twice, with the same id.
 """
@@ -19,6 +19,7 @@ from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES, once, persistently
 from producers.client.wake import wake
 from producers.connection.log_throttle import warn_throttled
+from producers.connection.script import Call
 from producers.connection.trouble import said
 from producers.sources.aws import too_large
 from producers.sources.messages import answer
@@ -40,9 +41,10 @@ TRY_S, PATIENCE_S = 40.0, 8.0
 END_S: Final = 5.0
 #: Longest time (s) between two looks: rows become due silently, and a wake-up may be lost.
 LOOK_S: Final = 1.0
-#: Longest pause (s) between two tries. A reply is given up when its event is older than GIVE_UP_S.
+#: Longest pause (s) between two tries, and the try after which a reply is given up: with these pauses, after three days
+#: of tries. Tries are counted, not time, so that a reply that is old, or is replayed, has all of them.
 LONGEST_S: Final = 300.0
-GIVE_UP_S: Final = 3 * 24 * 3600.0
+TRIES: Final = 873
 
 
 class Replies:
@@ -114,11 +116,7 @@ class Replies:
             self._note(reply, "")
         except FAILURES as error:
             self._note(reply, said(error))
-            warn_throttled(log, "a reply is not sent yet: %s", error)
-            pause = min(LONGEST_S, 2.0**row.tries)
-            late = time.time() - row.at > GIVE_UP_S
-            failed = tried(said(error))
-            call = outbox.dead(row, holder, failed) if late else outbox.retry(row, holder, int(1000 * pause), failed)
+            call = self._failed(row, holder, tried(said(error)), error)
         except Exception as error:  # what no retry mends must not be tried for ever
             log.exception("reply %s is given up", row.name)
             call = outbox.dead(row, holder, tried(f"{type(error).__name__}: {error}"))
@@ -126,6 +124,14 @@ class Replies:
             await self._client.run(persistently(call, PATIENCE_S))
         except FAILURES as error:
             warn_throttled(log, "the end of a reply could not be stored, it will be sent again: %s", error)
+
+    def _failed(self, row: Row, holder: str, attempt: Attempt, error: BaseException) -> Call:
+        """The call that says that a try failed: it is made again after a pause, or it was the last."""
+        if row.tries + 1 >= TRIES:
+            log.error("reply %s is given up after %d tries: %s", row.name, row.tries + 1, error)
+            return outbox.dead(row, holder, attempt)
+        warn_throttled(log, "a reply is not sent yet: %s", error)
+        return outbox.retry(row, holder, int(1000 * min(LONGEST_S, 2.0**row.tries)), attempt)
 
     def _note(self, reply: Reply | None, trouble: str) -> None:
         if reply is not None and reply.url == self._settings.reply:

@@ -15,6 +15,8 @@ from redis import Redis
 
 from producers.connection.script import run, text
 from producers.contract import keys
+from producers.sources.messages.answer import Reply
+from producers.sources.messages.replies import TRIES
 from producers.store import outbox
 from tests.aws import Aws
 from tests.aws_faults import Fault, faulty
@@ -80,6 +82,30 @@ class TestLists:
         with SourcesProcess(valkey_url, tmp_path, config + 'reply_allow = ["list:*"]\n') as process:
             assert run(valkey, outbox.replay(name)) == b"replayed"
             assert process.until(lambda: popped(valkey))["correlation_id"] == "kept"
+
+    def test_a_reply_has_all_its_tries_however_old_it_is_and_again_when_it_is_replayed(
+        self, valkey_url: str, valkey: Redis, tmp_path: Path
+    ) -> None:
+        reply, name = Reply("orders", "list:answers", "old", "json", {"message": "no JSON"}), "evt_1.reply"
+        fields = {"webhook_id": "evt_1", "type": "response.failed", "object": "", "source": "orders", "at": "1"}
+        run(valkey, outbox.put(name, fields | {"url": reply.url, "reply": reply.to_json()}))
+        valkey.set("answers", "of a type that takes no reply")
+
+        def told() -> tuple[str, int]:
+            state, tries = valkey.hmget(keys.webhook_row(name), "state", "tries")
+            return text(state), int(tries)
+
+        with SourcesProcess(valkey_url, tmp_path, LIST) as process:
+            process.until(lambda: told()[1] > 0)
+            assert told()[0] == "due"
+        valkey.hset(keys.webhook_row(name), "tries", TRIES - 1)
+        valkey.zadd(keys.replies("orders"), {name: 1}, xx=True)
+        with SourcesProcess(valkey_url, tmp_path, LIST) as process:
+            process.until(lambda: told() == ("dead", TRIES))
+            process.until(lambda: f"reply {name} is given up after {TRIES} tries" in process.log.read_text())
+            assert run(valkey, outbox.replay(name)) == b"replayed"
+            process.until(lambda: told()[1] > 0)
+            assert told()[0] == "due"
 
     def test_equal_messages_are_two_tasks_unless_they_have_an_id(
         self, valkey_url: str, valkey: Redis, serving: Serving, tmp_path: Path
