@@ -79,7 +79,7 @@ class Fleet:
     to_compact: Left = Left()
     sweeper_leads: bool = False
     swept: dict[str, int] = field(default_factory=dict)
-    webhooks: Backlog = field(default_factory=lambda: Backlog({}, 0.0))
+    webhooks: Backlog = field(default_factory=lambda: Backlog({}, {}))
     at: float = 0.0
     """The store's clock (unix s) at the beginning of the reading."""
     versions: dict[str, str] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class Fleet:
 
 
 async def read_fleet(store: Redis, broker: Broker) -> Fleet:
-    """Read all pools in five round trips. Raises redis.exceptions.RedisError or OSError."""
+    """Read all pools in six round trips. Raises redis.exceptions.RedisError or OSError."""
     commands = (
         ("HGETALL", keys.MODELS),
         ("HGETALL", keys.POOLS),

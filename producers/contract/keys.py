@@ -54,6 +54,7 @@ WEBHOOK_SECRETS: Final = "penstock:webhooks:secrets"  # hash: tenant -> secrets 
 WEBHOOKS_DUE: Final = "penstock:webhooks:due"  # zset: row's name -> ms; a taken row is due again when its lease ends
 WEBHOOKS_DELIVERED: Final = "penstock:webhooks:delivered"  # zset: row's name -> ms
 WEBHOOKS_DEAD: Final = "penstock:webhooks:dead"  # zset: row's name -> ms
+REPLIES: Final = "penstock:replies"  # set: sources of which replies are due, or were lately (`replies`)
 WEBHOOKS_WAKE: Final = (
     "penstock:webhooks:wake"  # channel: a row is due now; a message names a reply's source, or is empty
 )

@@ -5,6 +5,8 @@
                                           │       └──▶ DEAD ─▶ dead ─▶ trimmed
                                           └── REPLAY ◀── delivered, dead
 
+A reply whose source nobody runs is dead in the end, too (UNTAKEN).
+
 A row is named `<webhook id>.<endpoint id>`, or `<webhook id>.own` for the webhook that a task brings along, or
 `<webhook id>.reply` for the reply to the message that made the task (`producers.sources.messages.replies`). The webhook
 id is `evt_` and a SHA-1 of object id, its time of creation and event type: all destinations of an event, all tries and
@@ -24,8 +26,9 @@ all replays have the same. The row is the hash `penstock:webhooks:row:<name>`:
 
 A row does not depend on its task's record, whose time to live may end first. The zsets `penstock:webhooks:due`,
 `:delivered` and `:dead` have the names of all rows by server time (ms); replies that are due are in
-`penstock:replies:<source>` instead. `penstock:webhooks:wake` is published when a row becomes due at once, with the
-source of a reply, else empty; rows that wait for a later try become due silently, see `Taken.next_ms`.
+`penstock:replies:<source>` instead, and the set `penstock:replies` has their sources. `penstock:webhooks:wake` is
+published when a row becomes due at once, with the source of a reply, else empty; rows that wait for a later try become
+due silently, see `Taken.next_ms`.
 
 Endpoints are fields of `penstock:webhooks:endpoints`, as JSON; the scripts read `id`, `url`, `event_types`, `tenant`
 (null: all tenants), `enabled`, and `celery` (plain Celery tasks, too). A record's `webhook` is JSON, too: `url` and
@@ -108,6 +111,11 @@ class Row:
     def due(self) -> str:
         """The key of the rows that are due like it."""
         return due_at(self.source)
+
+    @property
+    def place(self) -> str:
+        """Where it goes: an endpoint's id, `own` or `reply`."""
+        return self.endpoint or ("own" if self.source is None else "reply")
 
     def _with(self, attempt: Attempt) -> str:
         """All attempts that are kept, with this one (JSON)."""
@@ -193,24 +201,53 @@ def trim(state: State, age_s: float, most: int, limit: int = 500) -> Call:
     return Call(script(PACKAGE, "outbox_trim"), (STATES[state],), (int(age_s * 1000), most, limit))
 
 
+def untaken(source: str, age_s: float, limit: int = 500) -> Call:
+    """UNTAKEN: replies of a source that were due for `age_s`, and nobody took them, are dead. Answers how many; it may
+    be called again while that is `limit`."""
+    names = (due_at(source), keys.WEBHOOKS_DEAD, keys.REPLIES)
+    return Call(script(PACKAGE, "outbox_untaken"), names, (source, int(age_s * 1000), limit))
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """Webhooks that are due, or a source's replies; for how long (s) the oldest has been that nobody took, or 0."""
+
+    rows: int = 0
+    oldest_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Numbers of rows by state; for how long (s) the oldest has been due that nobody took, 0 if none has."""
+    """Numbers of rows by state. `due`: what is due, of webhooks (None), and of each source with replies."""
 
     rows: dict[State, int]
-    oldest_due_s: float
+    due: dict[str | None, Due]
+
+    @property
+    def oldest_due_s(self) -> float:
+        return max((one.oldest_s for one in self.due.values()), default=0.0)
 
 
 async def backlog(store: Redis) -> Backlog:
-    """Raises redis.exceptions.RedisError or OSError."""
+    """Read it in two round trips. Raises redis.exceptions.RedisError or OSError."""
+    places = await _places(store)
     async with store.pipeline(transaction=False) as pipe:
-        for key in STATES.values():
-            pipe.zcard(key)
-        pipe.zrange(keys.WEBHOOKS_DUE, 0, 0, withscores=True)
         pipe.time()
-        *counts, oldest, now = await pipe.execute()
-    waited = seconds(now) - oldest[0][1] / 1000 if oldest else 0.0
-    return Backlog(dict(zip(STATES, counts, strict=True)), max(0.0, waited))
+        pipe.zcard(keys.WEBHOOKS_DELIVERED)
+        pipe.zcard(keys.WEBHOOKS_DEAD)
+        for place in places:
+            pipe.zcard(due_at(place))
+            pipe.zrange(due_at(place), 0, 0, withscores=True)
+        now, delivered, dead, *found = await pipe.execute()
+    waited = [max(0.0, seconds(now) - first[0][1] / 1000) if first else 0.0 for first in found[1::2]]
+    due = {place: Due(*one) for place, *one in zip(places, found[::2], waited, strict=True)}
+    return Backlog({"due": sum(found[::2]), "delivered": delivered, "dead": dead}, due)
+
+
+async def _places(store: Redis) -> list[str | None]:
+    """Where rows may be due (`due_at`): of webhooks, and of each source with replies."""
+    (sources,) = await ask(store, [("SMEMBERS", keys.REPLIES)])
+    return [None, *sorted(text(source) for source in sources)]
 
 
 async def get(store: Redis, name: str) -> Row | None:
@@ -223,13 +260,13 @@ async def rows(
 ) -> AsyncIterator[Row]:
     """Rows of a state, the last to enter it first.
 
-    `endpoint`: of this one alone (`own`: tasks' own webhooks). `since`, `until`: of events at these times (server
-    time, s; both included). A row that changes its state meanwhile may be missing. Raises redis.exceptions.RedisError
-    or OSError.
+    `endpoint`: of this one alone (`own`: tasks' own webhooks; `reply`: replies). `since`, `until`: of events at these
+    times (server time, s; both included). A row that changes its state meanwhile may be missing. Raises
+    redis.exceptions.RedisError or OSError.
     """
     async for page in _names(store, state, since):
         for row in await _read(store, page):
-            if row is None or row.state != state or endpoint not in (None, row.endpoint or "own"):
+            if row is None or row.state != state or endpoint not in (None, row.place):
                 continue
             if (since is None or row.at >= since) and (until is None or row.at <= until):
                 yield row
@@ -239,14 +276,18 @@ async def _names(store: Redis, state: State, since: int | None) -> AsyncIterator
     """Pages of names. A row enters no state before its event, so older entries need not be read."""
     first, known = "+inf", set[str]()
     least = "-inf" if since is None else since * 1000
+    places = [due_at(place) for place in await _places(store)] if state == "due" else [STATES[state]]
     while True:
         num = PAGE + len(known)
-        page: Any = await store.zrevrangebyscore(STATES[state], first, least, start=0, num=num, withscores=True)
-        scores = {text(name): score for name, score in page}
+        async with store.pipeline(transaction=False) as pipe:
+            for key in places:
+                pipe.zrevrangebyscore(key, first, least, start=0, num=num, withscores=True)
+            found = [entry for page in await pipe.execute() for entry in page]
+        scores = {text(name): score for name, score in sorted(found, key=lambda one: one[1], reverse=True)[:num]}
         if not (fresh := [name for name in scores if name not in known]):
             return
         yield fresh
-        last = page[-1][1]
+        last = min(scores.values())
         known = {name for name, score in scores.items() if score == last}
         first = repr(last)
 

@@ -42,7 +42,7 @@ from producers.sweeper.deadlines import expire_late
 from producers.sweeper.files import remove_files
 from producers.sweeper.leader import LEASE_S as LEADER_LEASE_S
 from producers.sweeper.leader import Leadership
-from producers.sweeper.outbox import DEAD_KEPT_S, DELIVERED_KEPT_S
+from producers.sweeper.outbox import DEAD_KEPT_S, DELIVERED_KEPT_S, UNTAKEN_S
 from producers.sweeper.outbox import sweep as trim_outbox
 from producers.sweeper.queues.orphaned import PATIENCE_S as ORPHANED_AFTER_S
 from producers.sweeper.queues.orphaned import OrphanedQueues
@@ -93,6 +93,8 @@ class SweeperSettings:
     delivered_kept: float = DELIVERED_KEPT_S
     dead_kept: float = DEAD_KEPT_S
     """Times for which webhooks that were delivered, or given up, are kept."""
+    untaken: float = UNTAKEN_S
+    """Time after which replies are given up that no process of their source takes."""
     usage: Ages = USUAL_AGES
     """Ages at which the ledger's rows become sums of hours, these of days, and days are removed."""
     retire_after: float = RETIRE_AFTER_S
@@ -166,8 +168,8 @@ async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: End
         return {"returned": reaped, "recalled": recalled}
 
     async def trim() -> Counts:
-        done = await trim_outbox(client.store, settings.delivered_kept, settings.dead_kept)
-        return {"removed_webhooks": done.delivered + done.dead}
+        done = await trim_outbox(client.store, settings.delivered_kept, settings.dead_kept, settings.untaken)
+        return {"removed_webhooks": done.delivered + done.dead, "untaken_replies": done.untaken}
 
     async def tell() -> Counts:
         return {"told": await results.tell()}

@@ -95,7 +95,8 @@ async def _load(client: AsyncClient, valkey: Redis, worker: FakeWorker) -> None:
 
 
 async def _called_back(client: AsyncClient, valkey: Redis) -> None:
-    """A webhook that was delivered, and one that was given up."""
+    """A webhook that was delivered, and one that was given up; a reply of a source that nobody runs."""
+    run(valkey, outbox.put("evt_1.reply", {"webhook_id": "evt_1", "source": "gone"}))
     for end in (outbox.delivered, outbox.dead):
         handle = await client.submit(model="tiny", prompt=[1], ttl=300, webhook={"url": "https://example.com/"})
         await handle.cancel()
@@ -141,6 +142,7 @@ async def test_nothing_grows_for_ever(
         letters_kept=60.0,
         delivered_kept=0.1,
         dead_kept=0.1,
+        untaken=0.1,
         usage=Ages(fold=0.0, roll=0.0, kept=0.0),
         unneeded=0.2,
         retire_after=0.1,
@@ -152,7 +154,7 @@ async def test_nothing_grows_for_ever(
         found = {name.decode().split(":")[1] for name in valkey.keys("penstock:*")}
         assert found >= {"task", "stream", "submitting", "deadlines", "readers", "unsettled", "settled", "incarnations"}
         assert found >= {"inflight", "delayed", "dead", "blob", "queue", "unserved", "webhooks"}
-        assert found >= {"tasks", "idempotency", "batch", "batches", "inbox", "ledger"}
+        assert found >= {"replies", "tasks", "idempotency", "batch", "batches", "inbox", "ledger"}
         endpoints = LineEndpoints(client)
         sweeping = asyncio.create_task(lead(client, settings, endpoints))
         try:

@@ -52,6 +52,7 @@ SMALL = {
     "delete-running": with_faults(SCENARIOS["delete-running"], delete=1, crash=1, lost=1),
     "delete-producer": with_faults(SCENARIOS["delete-producer"], delete=1, pcrash=1),
     "outbox-rows": with_faults(SCENARIOS["outbox-rows"], stall=1, refuse=2),
+    "outbox-untaken": with_faults(SCENARIOS["outbox-untaken"], stall=1, untaken=1),
     "outbox-undone": with_faults(SCENARIOS["outbox-undone"], undo=1, unmark=1, dcrash=1),
     "alive": with_faults(SCENARIOS["alive"], suspend=1, deaf=1),
     "alive-crash": with_faults(SCENARIOS["alive-crash"], crash=2),
@@ -110,7 +111,7 @@ MANY = {
     *("reader", "sqs", "sqs-lost", "pools", "pools-lapse", "versions-sent", "orphan-plain", "outbox", "outbox-plain"),
     *("outbox-rows", "outbox-undone", "outbox-unread", "delete", "delete-producer", "alive", "alive-crash"),
     *("alive-cut", "alive-counts", "alive-split", "books", "books-broken", "books-innocent", "books-lapse"),
-    *("books-later", "books-producer", "books-reap", "books-tidy", "books-undone"),
+    *("books-later", "books-producer", "books-reap", "books-tidy", "books-undone", "outbox-untaken"),
 }
 #: The rules without which something breaks only beyond as many states: left to `make test-all`.
 LATE = {

@@ -18,7 +18,7 @@ FLEET: Final[tuple[tuple[str, str, Callable[[Fleet], float]], ...]] = (
     ("dead_letters", "Messages that no worker could use.", lambda fleet: fleet.dead_letters),
     (
         "webhook_oldest_due_seconds",
-        "For how long the oldest delivery has been due that nobody took.",
+        "For how long the oldest delivery, or reply of a source, has been due that nobody took.",
         lambda fleet: fleet.webhooks.oldest_due_s,
     ),
 )
@@ -53,7 +53,7 @@ def described(fleet: Fleet) -> Iterator[Metric]:
     swept = (((what,), count) for what, count in sorted(fleet.swept.items()))
     yield family("swept", "What sweepers did.", ("what",), swept, grows=True)
     rows = (((state,), count) for state, count in fleet.webhooks.rows.items())
-    yield family("webhook_rows", "Deliveries of events to webhooks.", ("state",), rows)
+    yield family("webhook_rows", "Deliveries of events to webhooks, and replies of sources.", ("state",), rows)
     for name, text, figure in POOLS:
         yield family(name, text, POOL, [((pool.model, pool.name), figure(pool)) for pool in fleet.pools])
     tiers = [((pool.model, pool.name, tier), pool) for pool in fleet.pools for tier in pool.queued]

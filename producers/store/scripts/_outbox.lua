@@ -51,7 +51,11 @@ local function outbox_row(name, fields, of, source)
   end
   local t = redis.call('TIME')
   redis.call('HSET', row, 'at', t[1], 'state', 'due', unpack(fields))
-  local due = source and 'penstock:replies:' .. source or 'penstock:webhooks:due'
+  local due = 'penstock:webhooks:due'
+  if source then
+    due = 'penstock:replies:' .. source
+    redis.call('SADD', 'penstock:replies', source)
+  end
   redis.call('ZADD', due, t[1] * 1000 + math.floor(t[2] / 1000), name)
   redis.pcall('PUBLISH', 'penstock:webhooks:wake', source or '') -- a user without this channel waits for the next look
 end

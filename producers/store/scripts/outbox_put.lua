@@ -8,5 +8,8 @@ end
 local t = redis.call('TIME')
 redis.call('HSET', KEYS[1], 'at', t[1], 'state', 'due', 'tries', 0, unpack(ARGV, 3))
 redis.call('ZADD', KEYS[2], t[1] * 1000 + math.floor(t[2] / 1000), ARGV[1])
+if ARGV[2] ~= '' then
+  redis.call('SADD', 'penstock:replies', ARGV[2])
+end
 redis.call('PUBLISH', 'penstock:webhooks:wake', ARGV[2])
 return 1

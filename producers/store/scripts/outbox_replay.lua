@@ -21,5 +21,8 @@ if not due then
 end
 redis.call('HDEL', KEYS[1], 'holder')
 redis.call('ZADD', waiting, now, ARGV[1])
+if r[3] then
+  redis.call('SADD', 'penstock:replies', r[3])
+end
 redis.call('PUBLISH', 'penstock:webhooks:wake', r[3] or '')
 return 'replayed'

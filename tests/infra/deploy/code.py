@@ -17,7 +17,7 @@ from producers.contract import keys
 from producers.contract.profile import Profile
 from producers.gateway.metrics.own import Metrics
 from producers.gateway.metrics.workers import GPU_FIGURES, WORKER_FIGURES
-from producers.store.outbox import Backlog
+from producers.store.outbox import Backlog, Due
 from producers.store.waiting import Pressure
 from tests.processes import ROOT
 from workers.cli.app import app
@@ -113,7 +113,7 @@ def _fleet() -> Fleet:
     pool = Pool("tiny@v.f", "tiny", workers=[worker], oldest_s={"default": 1.0})
     state = {"at": 1, "model": "tiny", "wanted": 1, "starts": {"failures": 1}}
     scaling = Scaling(leads="a", states={"tiny": state}, profiles={"tiny@v": profile})
-    return Fleet([pool], swept={"sent": 1}, webhooks=Backlog({"due": 1}, 1.0), at=1.0, scaling=scaling)
+    return Fleet([pool], swept={"sent": 1}, webhooks=Backlog({"due": 1}, {None: Due(1, 1.0)}), at=1.0, scaling=scaling)
 
 
 def wrong_in(query: str) -> list[str]:

@@ -189,6 +189,30 @@ class TestRows:
         assert before.oldest_due_s > 0
         assert (after.rows, after.oldest_due_s) == ({"due": 2, "delivered": 1, "dead": 0}, 0)
 
+    def test_of_a_source_that_nobody_runs_are_listed_and_counted_and_dead_at_last(
+        self, valkey: Redis, ask: Ask
+    ) -> None:
+        name, webhook = "evt_7.reply", write(valkey, 1)
+        fields = {"webhook_id": "evt_7", "type": "response.failed", "source": "jobs"}
+        assert run(valkey, outbox.put(name, fields)) == 1
+
+        async def due(store: AsyncRedis) -> list[str]:
+            found = [row.name async for row in outbox.rows(store, "due")]
+            assert [row.name async for row in outbox.rows(store, "due", endpoint="own")] == [webhook]
+            return sorted(found)
+
+        for end in ("it is put", "it is replayed"):
+            assert ask(due) == [webhook, name], end
+            assert run(valkey, outbox.untaken("jobs", 3600)) == 0
+            valkey.zadd(keys.replies("jobs"), {name: 1})
+            backlog = ask(outbox.backlog)
+            assert (backlog.rows["due"], backlog.due["jobs"].rows) == (2, 1)
+            assert backlog.due["jobs"].oldest_s > 3600
+            assert [run(valkey, outbox.untaken("jobs", 3600)) for _ in range(2)] == [1, 0]
+            assert state(valkey, name) == ("dead",)
+            assert set(ask(outbox.backlog).due) == {None}
+            assert text(run(valkey, outbox.replay(name))) == "replayed"
+
     @pytest.mark.parametrize(("age_s", "most", "left"), [(3600, 9, 4), (3600, 3, 3), (0, 9, 0)])
     def test_are_trimmed_by_age_and_number(self, valkey: Redis, age_s: int, most: int, left: int) -> None:
         names = [write(valkey, n) for n in range(4)]

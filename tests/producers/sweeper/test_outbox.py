@@ -9,7 +9,9 @@ from redis import Redis
 
 from producers import AsyncClient
 from producers.connection import log_throttle
+from producers.connection.script import run
 from producers.contract import keys
+from producers.store import outbox as store_outbox
 from producers.sweeper import outbox
 from producers.sweeper.outbox import Trimmed, sweep
 
@@ -48,8 +50,11 @@ async def test_rows_that_nobody_takes_are_told_of_now_and_then(
             await sweep(client.store)
             assert not caplog.records
             rows(valkey, keys.WEBHOOKS_DUE, 1, 1000)
+            run(valkey, store_outbox.put("r", {"source": "jobs"}))
+            valkey.zadd(keys.replies("jobs"), {"r": int(valkey.time()[0]) * 1000 - 120_000})  # type: ignore[index]
             await sweep(client.store)
             await sweep(client.store)
-    (said,) = caplog.messages
+    said, replies = caplog.messages
+    assert "1 of jobs" in replies
     assert "3 webhooks are to be delivered" in said
     assert "penstock webhooks" in said

@@ -81,7 +81,7 @@ def _tell(s: State, k: int, rules: Rules) -> Iterator[Step]:
 
 
 def _around(s: State, t: int, i: int, row: Row, rules: Rules) -> Iterator[Step]:
-    """Leases that end, operators, and a failover that loses what became of a row, and keeps its final."""
+    """Leases that end, the sweeper, operators, and a failover that loses what became of a row, and keeps its final."""
     lives = any(p.holder == row.holder for p in s.posts)
     b = spend(s, "stall") if lives else s.budget
     if row.held and row.state == "due" and b is not None and "row_lease" in rules:
@@ -90,6 +90,9 @@ def _around(s: State, t: int, i: int, row: Row, rules: Rules) -> Iterator[Step]:
             not lives,
             _set(s, t, i, row._replace(held=False))._replace(budget=b),
         )
+    free = not row.held or "untaken_free" not in rules
+    if row.state == "due" and free and (b := spend(s, "untaken")):
+        yield f"UNTAKEN {row.event}", False, _set(s, t, i, row._replace(state="dead"))._replace(budget=b)
     if row.state != "due" and (b := spend(s, "replay")):
         yield f"REPLAY {row.event}", False, _set(s, t, i, Row(row.event))._replace(budget=b)
     if row != Row(row.event) and (b := spend(s, "unmark")):

@@ -173,6 +173,7 @@ RULES: dict[str, Rule] = {
     "row_holder": Rule("outbox-rows", "DELIVERED, RETRY and DEAD compare the holder, which is another in each TAKE"),
     "deliver_first": Rule("outbox", "a row is marked as delivered after its receiver has answered"),
     "dead_kept": Rule("outbox-rows", "DEAD keeps the row, to be shown and replayed"),
+    "untaken_free": Rule("outbox-untaken", "UNTAKEN gives up only rows that nobody holds"),
     # the reader
     "reader_dedupe": Rule("reader", "a reader drops by index what it has seen"),
     "reader_reread": Rule("reader", "a reader reads the stream again on a gap or silence"),

@@ -129,6 +129,7 @@ _LIST = [
     _world("outbox-unread", posts=1, workers=(0,), lease=True, leave=1, lapse=1, dcrash=1, length=1),
     _world("outbox-plain", posts=1, workers=(0,), plain=True, crash=1, ttl=1, dcrash=1, length=1),
     _world("outbox-rows", posts=2, workers=(0,), dcrash=1, stall=1, refuse=2, lost=1, replay=1, length=0),
+    _world("outbox-untaken", posts=1, workers=(0,), dcrash=1, stall=1, refuse=1, replay=1, untaken=1, length=0),
     _world("outbox-undone", posts=1, workers=(0,), undo=1, unmark=1, dcrash=1, refuse=1, length=0),
     _world("delete", posts=1, workers=(0,), delete=1, crash=1, expire=1, lost=1, length=1),
     _world("delete-running", delete=1, crash=1, expire=1, lost=1, drain=1),

@@ -12,11 +12,12 @@ from tests.protocol.model.scripts import FINAL, QUEUED, Rec
 #: `undo`: a failover loses all that became of a record since it was queued, before its message was acked; `unack`: one
 #: that loses the ACK, too, so that a live worker has it in flight again, and does not know it. Of the outbox: `dcrash`:
 #: a deliverer is killed; `stall`: a row's lease ends while its deliverer lives; `refuse`: the receiver refuses, or its
-#: answer is lost; `unmark`: a failover loses what became of a row, and keeps its final; `replay`: an operator asks.
-#: `delete`: whoever was told of a task deletes it. Of SQS: `later`: a message is to come after more than 15 minutes;
-#: `late`: a message that was deleted comes once more; `age`: all messages are so old that SQS will drop them. `deaf`: a
-#: worker loses its alive connection to a server; `cut`: a server drops all; `suspend`: a worker is stopped for a while.
-#: `hold`: a worker's breaker opens, and closes at last.
+#: answer is lost; `unmark`: a failover loses what became of a row, and keeps its final; `replay`: an operator asks;
+#: `untaken`: a row has been due for so long that the sweeper gives it up. `delete`: whoever was told of a task deletes
+#: it. Of SQS: `later`: a message is to come after more than 15 minutes; `late`: a message that was deleted comes once
+#: more; `age`: all messages are so old that SQS will drop them. `deaf`: a worker loses its alive connection to a
+#: server; `cut`: a server drops all; `suspend`: a worker is stopped for a while. `hold`: a worker's breaker opens, and
+#: closes at last.
 FAULTS = (
     "crash",
     "expire",
@@ -41,6 +42,7 @@ FAULTS = (
     "refuse",
     "unmark",
     "replay",
+    "untaken",
     "delete",
     "later",
     "late",

@@ -48,7 +48,8 @@ def _state(text: str | None) -> str | None:
 
 AnyState = Annotated[str | None, typer.Option(callback=_state, help="due, dead or delivered. Unset: all three.")]
 OfEndpoint = Annotated[
-    str | None, typer.Option(help="Only this endpoint's; `own`: of webhooks that tasks brought along.")
+    str | None,
+    typer.Option(help="Only this endpoint's; `own`: of webhooks that tasks brought along; `reply`: sources' replies."),
 ]
 Since = Annotated[
     str | None, typer.Option(callback=_moment, metavar="TIME", help="Only events from this time on: 2026-11-20T08:00.")
