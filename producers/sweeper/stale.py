@@ -12,15 +12,18 @@ from typing import Any, Final
 
 from producers.admin.dead_letters import letters, purge
 from producers.client.aio import AsyncClient
-from producers.connection.script import text
+from producers.connection.script import arun, seconds, text
 from producers.contract import keys
 from producers.store import task_index
 from producers.store.fleet import model_files
+from producers.store.protocol import swap
 
 log = logging.getLogger(__name__)
 
 #: Time (s) for which a dead letter is kept.
 LETTERS_KEPT_S: Final = 14 * 24 * 3600.0
+#: Time (s) since its last firing after which a schedule that nobody runs is forgotten: longer than a year.
+SCHEDULE_KEPT_S: Final = 400 * 24 * 3600.0
 #: Time (s) for which something must be unneeded before it is removed: far more than any process takes between two
 #: calls, also a worker that is about to renew its lapsed lease.
 UNNEEDED_S: Final = 60.0
@@ -34,6 +37,7 @@ class Removed:
     files: int = 0
     listed: int = 0
     """Entries of the indexes of tasks whose records are gone."""
+    schedules: int = 0
 
 
 class Stale:
@@ -56,6 +60,7 @@ class Stale:
         await self._incarnations(removed, since, kept)
         await self._files(removed, since, kept)
         await self._letters(removed)
+        await self._schedules(removed, since, kept)
         self._listed_to, removed.listed = await task_index.trim(self._store, self._listed_to)
         await self._broker.tidy()
         self._since = kept
@@ -86,6 +91,14 @@ class Stale:
             old += [letter] if letter.at_ms else []
         for letter in old:
             removed.letters += await purge(self._client, letter)
+
+    async def _schedules(self, removed: Removed, since: dict[str, float], kept: dict[str, float]) -> None:
+        """Which schedules the configurations have is not known here, but all fire now and then, or have a leader."""
+        before = seconds(await self._store.time()) - SCHEDULE_KEPT_S
+        for name, fired in (await self._store.hgetall(keys.SCHEDULES)).items():
+            leader = keys.source_leader(text(name))
+            if int(fired) < before and not await self._store.exists(leader) and self._long(leader, since, kept):
+                removed.schedules += await arun(self._store, swap(keys.SCHEDULES, text(name), text(fired), ""))
 
     def _long(self, name: str, since: dict[str, float], kept: dict[str, float]) -> bool:
         """Note that something is unneeded. Returns whether it has been for `unneeded_s`."""

@@ -75,6 +75,7 @@ async def _load(client: AsyncClient, valkey: Redis, worker: FakeWorker) -> None:
     valkey.rpush(broker_keys.DEAD, json.dumps({"reason": "r", "list": "q", "at": 1000, "message": "m"}))
     await _called_back(client, valkey)
     valkey.set(keys.blob("00ff"), b"a tokenizer that no card names any more")
+    valkey.hset(keys.SCHEDULES, "gone", 1)
     for file_id in ("file-over", "file-unmade"):
         valkey.zadd(keys.FILE_NOTES, {file_id: 1})
     run(valkey, files.made(files.File("file-over", 0, "x", "batch", 1, expires_at=2)))
@@ -154,7 +155,7 @@ async def test_nothing_grows_for_ever(
         found = {name.decode().split(":")[1] for name in valkey.keys("penstock:*")}
         assert found >= {"task", "stream", "submitting", "deadlines", "readers", "unsettled", "settled", "incarnations"}
         assert found >= {"inflight", "delayed", "dead", "blob", "queue", "unserved", "webhooks"}
-        assert found >= {"replies", "tasks", "idempotency", "batch", "batches", "inbox", "ledger"}
+        assert found >= {"replies", "schedules", "tasks", "idempotency", "batch", "batches", "inbox", "ledger"}
         endpoints = LineEndpoints(client)
         sweeping = asyncio.create_task(lead(client, settings, endpoints))
         try:

@@ -66,6 +66,18 @@ async def test_dead_letters_are_kept_for_their_time(aclient: AsyncClient, valkey
     assert [json.loads(raw)["at"] for raw in valkey.lrange(broker_keys.DEAD, 0, -1)] == [now - 1000]
 
 
+async def test_schedules_that_nobody_has_run_for_more_than_a_year_are_forgotten(
+    aclient: AsyncClient, valkey: Redis
+) -> None:
+    now = int(valkey.time()[0])
+    valkey.hset(keys.SCHEDULES, mapping={"gone": 1, "led": 1, "yearly": now - 366 * 24 * 3600})
+    valkey.set(keys.source_leader("led"), "p")
+    patient = Stale(aclient)
+    assert (await patient.sweep()).schedules == (await patient.sweep()).schedules == 0, "it may be about to lead"
+    assert (await Stale(aclient, unneeded_s=0.0).sweep()).schedules == 1
+    assert sorted(valkey.hkeys(keys.SCHEDULES)) == [b"led", b"yearly"]
+
+
 async def test_lists_that_are_no_more_are_not_waited_for(aclient: AsyncClient, valkey: Redis) -> None:
     valkey.lpush("there", "m")
     valkey.hset(broker_keys.UNSERVED, mapping={"there": 1, "gone": 1})
