@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
+import re
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from redis import Redis
@@ -14,6 +18,7 @@ from redis import Redis
 from producers import AsyncClient
 from producers.broker.redis import calls as broker
 from producers.broker.redis import keys as broker_keys
+from producers.broker.sqs import keys as sqs_keys
 from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
@@ -175,6 +180,26 @@ async def test_nothing_grows_for_ever(
             endpoints.close()
     assert {name.decode() for name in valkey.keys("*")} <= STAYS | COUNTERS
     assert valkey.xlen(keys.LEDGER) == 0
+
+
+def test_the_table_of_keys_has_each_of_them() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "sweeper.md").read_text()
+    table = page.partition("## When keys are removed")[2]
+    told: list[str] = []
+    for name in re.findall("`([^`]+)`", "".join(re.findall(r"^\|[^|]+", table, re.MULTILINE))):
+        told.append(told[-1].rpartition(":")[0] + name if name.startswith(":") else name)
+    known = [re.compile(re.sub("<.+?>", ".+", name) + (".+" if name.endswith(":") else "")) for name in told]
+    for key in {key for module in (keys, broker_keys, sqs_keys) for key in _keys_of(module)}:
+        assert any(name.fullmatch(key) for name in known), f"{key}: docs/sweeper.md does not say when it is removed"
+
+
+def _keys_of(module: ModuleType) -> Iterator[str]:
+    """The keys that it names, without prefix, with x for whatever a name depends on; no channels, and no queues."""
+    for what in vars(module).values():
+        if inspect.isfunction(what) and re.match("Hash|Set|Sorted set|Stream|String|Zset", what.__doc__ or ""):
+            what = what(*["x"] * len(inspect.signature(what).parameters))
+        if isinstance(what, str) and what.startswith("penstock:") and what != keys.WEBHOOKS_WAKE:
+            yield what.removeprefix("penstock:")
 
 
 #: Of the broker's scripts: a number each, however much there is of what they count.
