@@ -184,7 +184,7 @@ def read_append(answer: Sequence[Any]) -> list[tuple[str, int]]:
 def prompt(task_id: str, claim_id: str, entries: Sequence[str]) -> Call:
     """PROMPT: append a prompt's log probabilities (`producers.contract.stream.events.encode_prompt`).
 
-    Answers `ok`, `other` or `cancel`.
+    Answers `ok`, `gone`, `other` or `cancel`.
     """
     return Call(script(PACKAGE, "prompt"), (keys.task(task_id), keys.stream(task_id)), (task_id, claim_id, *entries))
 
@@ -202,7 +202,7 @@ def finish(
     scored: bool = False,
     run: str = "",
 ) -> Call:
-    """FINISH: make a record final. Answers `[won, status]`, `[other]` or `[resend, next ...]`.
+    """FINISH: make a record final. Answers `[won, status]`, `[gone]`, `[other]` or `[resend, next ...]`.
 
     `reasons`: JSON array with a finish reason for each choice. `nexts`: each choice's number of tokens. `error`: JSON.
     `scored`: the prompt's entries were published. `run`: as in `Append`.
@@ -215,8 +215,10 @@ def finish(
 
 
 def settle(task_id: str, default_ttl_s: int = DEFAULT_TTL_S, letter: str = "") -> Call:
-    """SETTLE: mark a final record as settled. Answers 1, or 0 if the record is not final. `letter`: the reason to keep
-    its message as a dead letter, which CLAIM repeats to whoever gets the message."""
+    """SETTLE: mark a final record as settled. Answers 1, 0 if the record is not final, or -1 if there is none.
+
+    `letter`: the reason to keep its message as a dead letter, which CLAIM repeats to whoever gets the message.
+    """
     return Call(script(PACKAGE, "settle"), (keys.task(task_id), keys.stream(task_id)), (task_id, default_ttl_s, letter))
 
 

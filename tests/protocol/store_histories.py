@@ -265,7 +265,8 @@ def end_in_two_lives(kind: type[StoreMachine]) -> None:
 
 
 def be_deleted(kind: type[StoreMachine]) -> None:
-    """While it waits, while it runs, once it has ended, once it is settled, and once its stream is compacted."""
+    """While it waits, while it runs, once it has ended, once it is settled, and once its stream is compacted; and what
+    its worker still says."""
     machine = kind()
     machine.begin(begun=(0, 0, 0), alive=(True, True, True))
     for far in range(5):
@@ -281,6 +282,9 @@ def be_deleted(kind: type[StoreMachine]) -> None:
             machine.compact("t1", True, False)
         machine.delete("t1", True)
         machine.again()
+        machine.append([("t1", False, True, 0, 0, 1)])
+        machine.finish("t1", False, "completed", 9)
+        machine.settle("t1")
     assert machine.past["t1 cancelled own"] == 2
     machine.teardown()
 

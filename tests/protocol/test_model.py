@@ -72,9 +72,9 @@ SMALL = {
         name: SCENARIOS[name]
         for name in (
             *("rival", "killer", "killer-copies", "killer-plain", "turned", "innocent", "innocent-both", "sqs-lost"),
-            *("orphan-plain", "compact", "undone", "undone-alone", "pools", "versions-sent", "outbox-plain"),
-            *("outbox-unread", "books-tidy", "books-producer", "books-broken", "books-killer", "books-killed"),
-            *("books-innocent", "books-undone"),
+            *("orphan-plain", "compact", "undone", "undone-plain", "undone-alone", "pools", "versions-sent"),
+            *("outbox-plain", "outbox-unread", "books-tidy", "books-producer", "books-broken", "books-killer"),
+            *("books-killed", "books-innocent", "books-undone"),
         )
     },
 }

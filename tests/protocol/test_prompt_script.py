@@ -127,6 +127,18 @@ class PromptMachine(Pair):
             self.controls = [(keys.control(after.owner), f"cancel {TASK}")]
         self.compare()
 
+    def delete(self) -> None:
+        """Seldom by luck, as nothing comes after it."""
+        self.server.run(protocol.delete(TASK))
+        r = self.model[TASK]
+        _, last = scripts.delete(r, ALL)
+        assert r
+        assert last
+        self.controls = [(keys.control(r.owner), f"cancel {TASK}")]
+        self.forget(TASK, last)
+        self.compare()
+        self.published[TASK] = []
+
     @rule()
     def failover_loses_the_prompt(self) -> None:
         """Nothing that came after it can have stayed."""
@@ -143,6 +155,7 @@ MUTANTS = {
     "PROMPT does not see a cancel": ("prompt", "if r[3] then", "if false then"),
     "PROMPT asks for no claim": ("prompt", "r[1] ~= ARGV[2] or r[2]", "r[2]"),
     "PROMPT writes after the end": ("prompt", "r[1] ~= ARGV[2] or r[2]", "r[1] ~= ARGV[2]"),
+    "PROMPT takes what is gone for another's": ("prompt", "'other' or 'gone'", "'other'"),
     "PROMPT writes twice": ("prompt", "if r[4] then", "if false then"),
     "PROMPT keeps silent about it": ("prompt", "redis.call('HSET', task, 'prompt', #ARGV - 2)", ""),
     "PROMPT is published elsewhere": ("prompt", "(at + k - 3)", "(at + k - 2)"),
@@ -161,6 +174,13 @@ MUTANTS = {
 def check(redis: Redis, mutant: Mutant | None = None, **options: Any) -> None:
     """Run the machine; raises AssertionError (or what the server says) where scripts and model part."""
     machine = type("Machine", (PromptMachine,), {"redis": redis, "mutant": mutant})
+    history = machine()
+    history.begin()
+    history.delete()
+    history.prompt(True, 1)
+    history.append(True, 0, True, 5, (1, 0))
+    history.finish(True, True, True)
+    history.teardown()
     for cancelled in (True, False):  # luck seldom cancels before the prompt is there, or ends what has discarded some
         history = machine()
         history.begin()

@@ -23,6 +23,7 @@ import workers.pool.app
 from tests.stub_engine import StubEngine
 from workers.flow import claimer, intake
 from workers.flow.claimer import Claimer
+from workers.flow.finisher import Finisher
 from workers.flow.publisher import Publisher
 from workers.leases import control
 from workers.leases.control import Control
@@ -237,6 +238,19 @@ def starts_when_told() -> None:
 
     Claimer._start = starts  # type: ignore[method-assign]
     Control._heard = hears  # type: ignore[method-assign]
+
+
+def settles_when_told() -> None:
+    """What has ended waits for the key `go`."""
+    settle = Finisher._settle
+    told = Redis.from_url(os.environ["SEEN_URL"])
+
+    def settles(self: Finisher, ends: Any) -> None:
+        while ends and not told.exists("go"):
+            time.sleep(0.01)
+        settle(self, ends)
+
+    Finisher._settle = settles  # type: ignore[method-assign]
 
 
 def hears_no_word() -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from producers import Client, Handle
+from producers.connection.script import run_many
 from producers.contract import keys
+from producers.store.protocol import delete
 from tests.chaos import clock
 from tests.stub_engine import STALLED
 from tests.workers.rig import Rig
@@ -81,6 +83,21 @@ def test_after_the_end_it_is_not_accepted(rig: Rig) -> None:
     assert rig.cancel(task_id) == [0, "completed"]
     rig.check([task_id])
     assert rig.cancel("nobody") == [0, "gone"]
+
+
+def test_deleted_before_it_is_settled(rig: Rig) -> None:
+    """Nothing is left of a client's task; a plain one, whose record a failover may lose, is made again."""
+    worker = rig.worker(WORKER_PLUGINS="tests.workers.plugins:settles_when_told", SEEN_URL=rig.url)
+    plain = rig.sender().send_task(keys.TASK_NAME, kwargs={"prompt": [1], "max_tokens": 4, "seed": 0})
+    assert plain.get(timeout=60)
+    (deleted,) = rig.fill(1)
+    rig.until(lambda: rig.status(deleted) == "completed")
+    run_many(rig.store, [delete(deleted), delete(plain.id)])
+    rig.redis.set("go", 1)
+    rig.check([plain.id])
+    rig.check_nothing_left()
+    assert not rig.status(deleted)
+    assert f"the end of task {deleted}" not in worker.log.read_text()
 
 
 def test_at_every_moment_the_answer_is_kept(rig: Rig) -> None:

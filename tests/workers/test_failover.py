@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from producers.broker.redis import keys as broker_keys
+from producers.connection.script import run_many
 from producers.contract import keys
+from producers.store.protocol import delete
 from tests.processes import Worker
 from tests.workers.rig import TIMES, Rig, two_servers
 
@@ -134,6 +136,21 @@ def test_a_living_worker_that_is_taken_loses_nothing_and_takes_the_counts_back(r
 def test_so_it_does_where_broker_and_store_are_two_servers() -> None:
     with two_servers() as rig:
         _wronged(rig)
+
+
+def test_what_was_deleted_while_it_ran_is_not_computed_again(rig: Rig) -> None:
+    """Nor is it held, or anybody's concern, when its worker is taken."""
+    wronged, ids = with_tasks(rig)
+    run_many(rig.store, [delete(task_id) for task_id in ids])
+    rig.check_nothing_left()
+    second = rig.worker(**SOON)
+    wronged.process.send_signal(signal.SIGSTOP)
+    cut_pubsub(rig)
+    rig.until(lambda: "is dead" in second.log.read_text())
+    wronged.process.send_signal(signal.SIGCONT)
+    rig.until(lambda: sum(lease["false_takeovers"] for lease in rig.leases()) == 1)
+    assert {lease["recomputed_tokens"] for lease in rig.leases()} == {0}
+    assert "not ours" not in wronged.log.read_text()
 
 
 def test_ordinary_tasks_wait_for_the_lease(rig: Rig) -> None:

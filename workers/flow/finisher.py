@@ -250,8 +250,10 @@ class Finisher(threading.Thread):
             return False
         elif end.status == BACK:
             self._deliveries.give_back(delivery, end.delay)
-        elif end.status == RETRY or answer:
+        elif end.status == RETRY or answer > 0:
             self._deliveries.done(delivery, _dead_letter(end), settled=end.status != RETRY)
+        elif answer < 0 and delivery.plain is None:  # no record: CLAIM would say `done`
+            self._deliveries.done(delivery, settled=True)
         else:
             logger.warning("A failover lost the end of task %s: it goes back%s", delivery.task_id, delivery.trace)
             self.release(delivery)

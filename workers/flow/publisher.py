@@ -183,7 +183,7 @@ class Publisher(threading.Thread):
             return
 
     def _not_ok(self, delivery: Delivery, answer: str, ends: dict[str, Conclusion]) -> None:
-        """End or let go a task of which the store took nothing: it is cancelled, or not ours."""
+        """End or let go a task of which the store took nothing: it is cancelled, gone, or not ours."""
         if answer == "cancel":
             self._engine.abort(delivery.uuid)
             ends[delivery.uuid] = Conclusion(delivery, "cancelled")
@@ -312,7 +312,13 @@ class Publisher(threading.Thread):
         self._finisher.bury(delivery, f"its record cannot be used: {why}", claimed=True)
 
     def _lost(self, delivery: Delivery, answer: str) -> None:
-        """Another holds the claim, or the stream is not what we took over: the message belongs to whoever is next."""
+        """Another holds the claim, or the stream is not what we took over: the message belongs to whoever is next.
+        Nobody needs it any more where the record is gone, unless CLAIM would make that again."""
+        if answer == "gone" and delivery.plain is None:
+            self._deliveries.end(delivery)
+            self._deliveries.done(delivery, settled=True)
+            return
         logger.warning("Task %s is not ours any more (%s)%s", delivery.task_id, answer, delivery.trace)
-        delivery.incarnation.lost[delivery.uuid] = delivery.used
+        if answer == "other":
+            delivery.incarnation.lost[delivery.uuid] = delivery.used
         self._finisher.let_go(delivery, self._retry_after)

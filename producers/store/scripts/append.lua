@@ -1,14 +1,14 @@
 #!lua
--- APPEND(c, i, tokens) | for each sequence, without raising. Other claim or final: `other`. Cancel: `cancel`. i < next:
--- `ok`, not published again. i > next, or the prompt's entries are missing (a failover lost a tail): `resend(next)`.
--- Else append + publish. A text prompt's length is stored in the record, for the usage of a task that ends without its
--- worker.
+-- APPEND(c, i, tokens) | for each sequence, without raising. No record: `gone`. Other claim or final: `other`. Cancel:
+-- `cancel`. i < next: `ok`, not published again. i > next, or the prompt's entries are missing (a failover lost a
+-- tail): `resend(next)`. Else append + publish. A text prompt's length is stored in the record, for the usage of a task
+-- that ends without its worker.
 -- One call carries a whole engine step, and the prompt lengths of newly started tasks.
 -- KEYS: task, stream for each sequence
 -- ARGV: for each sequence: id, claim, choice, i, scored (1: PROMPT came before), discarded (tokens of best_of's
 --       candidates that are not among its choices), prompt (its length in tokens, 0: no news), run (_run.lua), count,
 --       entry * count (stream entries, JSON arrays)
--- Answers: for each sequence: ok | other | cancel | resend | error, and a number: the choice's next index
+-- Answers: for each sequence: ok | gone | other | cancel | resend | error, and a number: the choice's next index
 -- include: producers.connection/_now.lua
 -- include: _run.lua
 local out, a = {}, 1
@@ -18,7 +18,7 @@ local function append(task, stream, id, claim, choice, i, scored, discarded, pro
   local field = 'next:' .. choice
   local r = redis.call('HMGET', task, 'claim', 'end', 'cancel', field, 'first', 'prompt')
   if r[1] ~= claim or r[2] then
-    return 'other', 0
+    return redis.call('EXISTS', task) == 1 and 'other' or 'gone', 0
   end
   if prompt ~= '0' then
     redis.call('HSETNX', task, 'prompt_tokens', prompt)

@@ -2,7 +2,7 @@
 -- DELETE | a record: it, its stream and its blocks are gone, and it leaves every index; a task that is not final is
 -- cancelled first, in the same script, so that its readers get an end. No record: nothing.
 -- A live owner is told to stop. Whatever it, a message or a sweeper still does finds no record: APPEND and FINISH say
--- `other`, CLAIM says `done`.
+-- `gone`, CLAIM says `done`.
 -- KEYS: task, stream   ARGV: id
 -- Answers: the status before | gone
 -- include: _final.lua

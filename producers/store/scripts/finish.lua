@@ -1,18 +1,21 @@
 #!lua flags=allow-oom
--- FINISH(c, n) | final: `won` if claim = c, else `other`. Other claim: `other`. Cancel accepted: `cancelled` is
--- written, `won`. n != next, or the prompt's entries are missing: `resend`. Else status, terminal entry and usage:
--- `won`. The claim stays.
+-- FINISH(c, n) | No record: `gone`. final: `won` if claim = c, else `other`. Other claim: `other`. Cancel accepted:
+-- `cancelled` is written, `won`. n != next, or the prompt's entries are missing: `resend`. Else status, terminal entry
+-- and usage: `won`. The claim stays.
 -- KEYS: task, stream
 -- ARGV: id, claim, status, reasons (JSON array, one finish reason per choice), error (JSON object or null),
 --       prompt tokens, cached tokens, scored (1: PROMPT came before), run (_run.lua), then n per choice, from choice 0
--- Answers: {won, final status}; {other}; {resend, next per choice ...}
+-- Answers: {won, final status}; {gone}; {other}; {resend, next per choice ...}
 -- include: _final.lua
 -- include: _run.lua
 local task, stream = KEYS[1], KEYS[2]
 local id, claim = ARGV[1], ARGV[2]
 local r = redis.call('HMGET', task, 'status', 'claim', 'cancel', 'prompt')
 local status = r[1]
-if not status or r[2] ~= claim then
+if not status then
+  return { 'gone' }
+end
+if r[2] ~= claim then
   return { 'other' }
 end
 if FINAL[status] then

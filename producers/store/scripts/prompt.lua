@@ -1,15 +1,15 @@
 #!lua
--- PROMPT(c, entries) | Other claim or final: `other`. Cancel: `cancel`. In the stream already: `ok`, not published
--- again. Else append + publish, and store the number of entries in the record: `ok`. The entries count as no tokens.
--- Their worker says `scored` in every APPEND and FINISH, which do nothing while they are missing: so they precede
--- token 0.
+-- PROMPT(c, entries) | No record: `gone`. Other claim or final: `other`. Cancel: `cancel`. In the stream already: `ok`,
+-- not published again. Else append + publish, and store the number of entries in the record: `ok`. The entries count as
+-- no tokens. Their worker says `scored` in every APPEND and FINISH, which do nothing while they are missing: so they
+-- precede token 0.
 -- KEYS: task, stream
 -- ARGV: id, claim, entry, ... (stream entries, JSON objects)
--- Answers: ok | other | cancel
+-- Answers: ok | gone | other | cancel
 local task, stream, id = KEYS[1], KEYS[2], ARGV[1]
 local r = redis.call('HMGET', task, 'claim', 'end', 'cancel', 'prompt')
 if r[1] ~= ARGV[2] or r[2] then
-  return 'other'
+  return redis.call('EXISTS', task) == 1 and 'other' or 'gone'
 end
 if r[3] then
   return 'cancel'

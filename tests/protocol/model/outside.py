@@ -131,9 +131,11 @@ def fault_steps(s: State, t: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     held = [e[2] for e in s.infl]
     if cfg.books:  # one server: what was written to the books since would be lost, too
         held = [f.msg for f in s.fields] if all(f.what == "given" for f in s.fields) else []
-    if (b := spend(s, "undo")) and r and r.status in FINAL and any(m[0] == t for m in held) and not s.reap:
+    undone = r and r.status in FINAL and any(m[0] == t for m in held) and not (s.reap or (cfg.plain and r.settled))
+    if (b := spend(s, "undo")) and undone:
         ghost = s.ghosts[t]._replace(final=None, links=0, excused=True, undone=True)
-        back = s._replace(recs=put(s.recs, t, queued_record(cfg)), ghosts=put(s.ghosts, t, ghost), budget=b)
+        before = None if cfg.plain else queued_record(cfg)
+        back = s._replace(recs=put(s.recs, t, before), ghosts=put(s.ghosts, t, ghost), budget=b)
         if s.rows and "row_same_store" in rules:
             back = back._replace(rows=put(s.rows, t, ()))
         yield f"failover drops all that became of {t}", False, back

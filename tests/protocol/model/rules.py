@@ -153,7 +153,10 @@ RULES: dict[str, Rule] = {
         "strays-slots", "only what it finds twice, with its books read before each look: else it may just be arriving"
     ),
     "tracer_after": Rule("crash", "the tracer (result, links) runs after a won FINISH"),
-    "not_busy_back": Rule("split", "every answer but go/settle/done gives the delivery BACK; never held, never acked"),
+    "not_busy_back": Rule("split", "every answer but go/settle/done/gone gives the delivery BACK; never held or acked"),
+    "plain_again": Rule(
+        "undone-plain", "a plain task's delivery goes BACK where its record is gone: a failover lost that"
+    ),
     "busy_no_ack": Rule("sqs", "a busy answer does not acknowledge the message"),
     "abandon_ends": Rule("crash", "a task is put down only by SETTLE, RELEASE or the end of the incarnation"),
     "lapse_release": Rule(

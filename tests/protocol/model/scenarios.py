@@ -101,6 +101,7 @@ _LIST = [
     _world("unread", lease=True, leave=1, lapse=1, lost=1, crash=1, length=1),
     _world("unread-producer", lease=True, sent=False, leave=1, lapse=1, pcrash=1, workers=(0,), length=1),
     _world("undone", undo=1, lost=1, crash=1, length=1),
+    _world("undone-plain", plain=True, undo=1, crash=1, length=1),
     _world("undone-alone", undo=2, workers=(0,), expire=1, length=1),
     _world("strays", strays=True, unack=1, crash=1, length=1),
     _world("strays-slots", strays=True, workers=(0, 0), unack=1, length=1),

@@ -172,7 +172,9 @@ def elsewhere(r: Rec, kind: Any, serving: Container[Any], rules: Rules, *, bound
 
 def prompt(r: Rec | None, c: Any, entries: int, rules: Rules) -> tuple[str, Rec | None]:
     """`entries`: how many they are."""
-    if r is None or ("prompt_fence" in rules and (r.claim != c or r.status in FINAL)):
+    if r is None:
+        return "gone", r
+    if "prompt_fence" in rules and (r.claim != c or r.status in FINAL):
         return "other", r
     if r.cancel:
         return "cancel", r
@@ -195,7 +197,9 @@ def append(
 ) -> tuple[str, int, Rec | None]:
     """Answers and the choice's next index. `entries` are the choice's tokens from index `i` on; `scored`: PROMPT came
     before; `counted`: the prompt's tokens, 0 where there is nothing to say."""
-    if r is None or (r.claim != c and "append_claim" in rules) or (r.status in FINAL and "append_final" in rules):
+    if r is None:
+        return "gone", 0, r
+    if (r.claim != c and "append_claim" in rules) or (r.status in FINAL and "append_final" in rules):
         return "other", 0, r
     if counted and r.counted is None:
         r = r._replace(counted=counted)
@@ -219,7 +223,7 @@ def finish(
     r: Rec | None, c: Any, nexts: tuple[int, ...], rules: Rules, status: str = "completed", *, scored: bool = False
 ) -> tuple[str, Rec | None]:
     if r is None:
-        return "other", r
+        return "gone", r
     if "finish_fence" in rules:
         if r.status in FINAL:
             return ("won" if r.claim == c and "finish_idem" in rules else "other"), r
@@ -235,7 +239,9 @@ def finish(
 
 
 def settle(r: Rec | None, *, letter: bool = False) -> tuple[int, Rec | None]:
-    if r is None or r.status not in FINAL:
+    if r is None:
+        return -1, r
+    if r.status not in FINAL:
         return 0, r
     return 1, r._replace(settled=True, claim=None, owner=None, letter=r.letter or letter)
 

@@ -119,7 +119,7 @@ def _go_on(s: State, p: Slot, i: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     if p.pc in ("score", "run"):
         yield from _survived(s, p, cfg, rules)
     if p.pc == "score":
-        yield _prompt(s, p, rules)
+        yield _prompt(s, p, cfg, rules)
     elif p.pc == "run" and len(p.prefix) < cfg.length:
         yield _append(s, p, i, cfg, rules)
     elif p.pc in ("run", "fin", "late"):
@@ -225,7 +225,7 @@ def _claim(s: State, p: Slot, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step
     yield f"CLAIM -> {answer}", p._replace(pc=pc, prefix=r2.stream if answer == "go" and r2 else (), note=note), s2
 
 
-def _prompt(s: State, p: Slot, rules: Rules) -> Step:
+def _prompt(s: State, p: Slot, cfg: Cfg, rules: Rules) -> Step:
     t = p.msg[0]
     r = s.recs[t]
     answer, r2 = scripts.prompt(r, p.c, 1, rules)
@@ -236,10 +236,16 @@ def _prompt(s: State, p: Slot, rules: Rules) -> Step:
         s2 = haunt(s2, t, bad="S6 the prompt's entry after the terminal entry")
     after = {
         "ok": p._replace(pc="run"),
+        "gone": _no_record(p, cfg, rules),
         "other": p._replace(pc="back" if "not_busy_back" in rules else "hold"),
         "cancel": p._replace(pc="fin"),
     }[answer]
     return f"PROMPT -> {answer}", after, s2
+
+
+def _no_record(p: Slot, cfg: Cfg, rules: Rules) -> Slot:
+    """Nobody needs a client's message any more; of a plain one CLAIM makes the record again."""
+    return p._replace(pc="release_back" if cfg.plain and "plain_again" in rules else "ack", note="")
 
 
 def _again(p: Slot, r: Rec | None, at: int, cfg: Cfg) -> Slot:
@@ -266,6 +272,7 @@ def _append(s: State, p: Slot, i: int, cfg: Cfg, rules: Rules) -> Step:
     after = {
         "ok": p._replace(prefix=(*p.prefix, token)),
         "resend": _again(p, r, at, cfg),
+        "gone": _no_record(p, cfg, rules),
         "other": p._replace(pc="back" if "not_busy_back" in rules else "hold"),
         "cancel": p._replace(pc="fin"),
     }[answer]
@@ -282,6 +289,7 @@ def _finish(s: State, p: Slot, cfg: Cfg, rules: Rules, status: str) -> Step:
     answer, r2 = scripts.finish(r, p.c, (len(p.prefix),), rules, status, scored=cfg.prompt and p.note != "unscored")
     after = {
         "won": p._replace(pc="trace" if "tracer_after" in rules else "settle"),
+        "gone": _no_record(p, cfg, rules),
         "other": p._replace(pc="back" if "not_busy_back" in rules else "hold"),
         "resend": _again(p, r, len(r.stream) if r else 0, cfg),
     }[answer]
@@ -295,8 +303,9 @@ def _put_down(s: State, p: Slot, cfg: Cfg, rules: Rules) -> Iterator[Step]:
         yield "tracer: result, links", p._replace(pc="settle"), haunt(s, t, links=min(s.ghosts[t].links + 1, 2))
     elif p.pc == "settle":
         settled, r2 = scripts.settle(r, letter=p.note == "dead" and "letter_noted" in rules)
-        pc = "ack" if settled or "settle_answer" not in rules else "release_back"
-        yield "SETTLE", p._replace(pc=pc), store(s, t, r2)
+        pc = "ack" if settled > 0 or "settle_answer" not in rules else "release_back"
+        after = _no_record(p, cfg, rules) if settled < 0 else p._replace(pc=pc)
+        yield f"SETTLE -> {settled}", after, store(s, t, r2)
     elif p.pc in ("release_back", "release_ack"):
         note = "released" if p.pc == "release_ack" and p.note != "buried" else p.note
         yield (

@@ -261,8 +261,8 @@ class TestEnding:
                 assert until(lambda: control.get_message(timeout=1))["data"] == f"cancel {name}".encode()
         last = list(events)[-1]
         assert (last.type, last.code, last.sequence_number) == ("error", "response_not_found", 5)
-        assert holding.worker.append(name, 1, ["more"])[0] == "other"
-        assert holding.worker.finish(name, [1]) == ["other"]
+        assert holding.worker.append(name, 1, ["more"])[0] == "gone"
+        assert holding.worker.finish(name, [1]) == ["gone"]
         for call in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):
             with pytest.raises(openai.NotFoundError):
                 call(made.id)
