@@ -93,6 +93,7 @@ FAULTS: dict[str, dict[str, int]] = {
     "release_fence": {"dup": 1, "drain": 1, "lost": 1},
     "not_busy_back": {"expire": 1},
     "ack_uuid": {"dup": 1, "crash": 1},
+    "letter_noted": {"crash": 3},
     "claim_lease": {"expire": 1, "lost": 1, "crash": 1},
     "finish_next": {"tail": 1},
     "prompt_fence": {"expire": 1, "deadline": 1},
