@@ -37,7 +37,7 @@ CONTROL: Final = (
     ("ZADD", "_kombu.binding_deadlines", "0", "probe"),
     ("ZRANGEBYSCORE", "_kombu.binding_deadlines", "0", "0"),
     ("DEL", "penstock@probe.celery.pidbox"),
-    ("LPUSH", "probe.reply.celery.pidbox", ""),
+    ("DEL", "probe.reply.celery.pidbox"),
     ("PUBLISH", "/{db}.celeryev/worker.online", ""),
     ("PSUBSCRIBE", "/{db}.celery.pidbox"),
 )
