@@ -184,7 +184,9 @@ def test_with_queues_on_sqs_its_own_server_is_the_store(up: Callable[..., Up], a
             b"--files-dir"
             in Path(f"/proc/{running.children()[kind]}/cmdline").read_bytes().replace(b"\0", b" ").split()
         )
-    assert re.search(r"broker  sqs://us-east-1\n  store   redis://127\.0\.0\.1:\d+/0, kept in ", running.out)
+    assert re.search(
+        r"broker  sqs://us-east-1\?prefix=\S+\n  store   redis://127\.0\.0\.1:\d+/0, kept in ", running.out
+    )
     ended = final(gateway, gateway.submit(task(max_tokens=4, tier="priority"))["id"])
     assert (ended["status"], len(ended["choices"][0]["token_ids"])) == ("completed", 4)
     queues = aws.client("sqs").list_queues(QueueNamePrefix="pen-tiny_")["QueueUrls"]
