@@ -77,6 +77,10 @@ class Group:
         event.prompt_logprobs = scores.found
         return [event]
 
+    def told(self, event: Event) -> list[Event]:
+        """The events to report of a choice's event: those of best_of's candidates wait for each other."""
+        return [event] if self.candidates is None else self.candidates.take(event)
+
     def event(
         self,
         seq: Sequence,

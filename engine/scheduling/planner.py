@@ -10,11 +10,10 @@ import heapq
 from bisect import insort
 from collections import Counter
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
 
 from engine.errors import EngineError
 from engine.kv import BlockTables, Capacity, Claim
-from engine.plan import ScheduledSeq, StepPlan
+from engine.plan import StepPlan
 from engine.scheduling.group import Group
 from engine.scheduling.policy import (
     EXCLUSIVE_INTERVAL,
@@ -22,78 +21,14 @@ from engine.scheduling.policy import (
     TIERS,
     Policy,
     WaitingQueue,
-    is_priority,
     running_key,
 )
+from engine.scheduling.step import Step
 from engine.sequence import UNKNOWN, Sequence, Status
 from engine.speculate import Speculation
 
 #: One in this many of a step's tokens is kept for running decodes even if prompts of better tiers could use it.
 DECODE_SHARE = 8
-
-
-@dataclass(slots=True)
-class _Step:
-    """The state of a step while it is planned."""
-
-    now: float
-    budget: int
-    """The tokens left in the step."""
-    decodes: list[int]
-    """The number of running decodes not yet visited, by effective tier."""
-    decode_share: int
-    """The number of those decodes that keep their token however many prompts there are."""
-    reserved: int
-    """The number of tokens reserved for prompts of requests of the best tier."""
-    may_exclude: bool
-    """Whether a prompt of the best tier excludes all worse tiers from this step."""
-    has_priority_prompt: bool = False
-    """Whether the plan has a prompt of the best tier."""
-    plan: StepPlan = field(default_factory=StepPlan)
-    admitted: set[int] = field(default_factory=set)
-    """The serials of the sequences admitted in this step. Their new blocks hold no K/V yet."""
-
-    @property
-    def to_come(self) -> int:
-        """The number of decodes not yet visited, each of which may need a block."""
-        return sum(self.decodes)
-
-    def left(self, seq: Sequence, tier: int, *, displacing: bool = False) -> int:
-        """The tokens that a prompt in effective tier `tier` may take.
-
-        Decodes of that tier and better ones keep their tokens. A few decodes of worse tiers keep theirs too, so that a
-        stream of prompts cannot stall them. Decodes worse than the request's own tier keep none if the prompt is
-        `displacing` them or excludes them from the step.
-        """
-        worst = seq.request.tier if displacing or self._excludes(seq) else TIERS - 1
-        worse = sum(self.decodes[tier + 1 : worst + 1])
-        budget = self.budget if is_priority(seq) else self.unreserved
-        return budget - sum(self.decodes[: tier + 1]) - min(worse, self.decode_share)
-
-    @property
-    def unreserved(self) -> int:
-        """The tokens left for all but prompts of the best tier. In a step with such a prompt, decodes may use more."""
-        return self.budget - self.reserved
-
-    def put(self, seq: Sequence, count: int, max_draft: int = 0) -> None:
-        """Add `count` tokens of a sequence to the plan, and take `max_draft` more from the budget for draft tokens."""
-        end = seq.computed + count
-        if end > seq.paid and seq.account is not None:  # a token that was generated
-            seq.account.served += (end - seq.paid) / seq.request.weight
-            seq.paid = end
-        self.budget -= count + max_draft
-        self.plan.num_tokens += count
-        samples = seq.computed + count == len(seq.tokens)
-        self.plan.rows.append(ScheduledSeq(seq, seq.computed, count, samples, max_draft=max_draft))
-
-    def put_prompt(self, seq: Sequence, count: int) -> None:
-        self.put(seq, count)
-        self.plan.prompts += 1
-        self.plan.prompt_tokens += count
-        self.has_priority_prompt |= count > 0 and is_priority(seq)
-
-    def _excludes(self, seq: Sequence) -> bool:
-        return self.may_exclude and is_priority(seq)
 
 
 class Planner:
@@ -163,7 +98,7 @@ class Planner:
         self.most_blocks = max(self.most_blocks, self._tables.used)
         return step.plan if step.plan.rows else None
 
-    def _begin(self, now: float) -> _Step:
+    def _begin(self, now: float) -> Step:
         decoding = [seq for seq in self.running if len(seq.tokens) - seq.computed == 1]
         decodes = [0] * TIERS
         for seq in decoding:
@@ -171,7 +106,7 @@ class Planner:
         if self._speculation is not None:
             self._speculation.begin(decoding)
         most = self.max_num_batched_tokens
-        return _Step(
+        return Step(
             now,
             most,
             decodes,
@@ -180,7 +115,7 @@ class Planner:
             may_exclude=self._exclusive_credit >= EXCLUSIVE_INTERVAL,
         )
 
-    def _advance(self, seq: Sequence, step: _Step) -> bool:
+    def _advance(self, seq: Sequence, step: Step) -> bool:
         """Plan a running sequence. Returns False if blocks ran out and a sequence was preempted; then call it again.
 
         The last sequence in order is preempted. It may be this sequence, but never one that is already in the plan.
@@ -221,7 +156,7 @@ class Planner:
         wanted = min(self._speculation.wanted(seq), left // 2)
         return self._tables.reach(seq, wanted, spare) if wanted > 0 else 0
 
-    def _admit(self, seq: Sequence, tier: int, step: _Step, freely: bool) -> bool:
+    def _admit(self, seq: Sequence, tier: int, step: Step, freely: bool) -> bool:
         """Admit a waiting sequence, if necessary by preempting running ones. Returns whether it was admitted."""
         if seq.serial in self.in_flight:  # preempted just now: its next token is not known yet
             return False
@@ -247,7 +182,7 @@ class Planner:
         step.put_prompt(seq, self._tables.grow(seq, min(pending, step.left(seq, tier)), spare=step.to_come))
         return True
 
-    def _make_room(self, group: Group, seq: Sequence, tier: int, step: _Step, freely: bool) -> Claim | None:
+    def _make_room(self, group: Group, seq: Sequence, tier: int, step: Step, freely: bool) -> Claim | None:
         """The claim of a waiting sequence once there is room for it, if necessary by preempting running ones.
 
         Only sequences whose effective tier is worse than the request's tier are preempted, and only if that makes
@@ -280,16 +215,16 @@ class Planner:
         account.served += max(0, len(seq.tokens) - max(seq.paid, cached)) / request.weight
         seq.paid = max(seq.paid, len(seq.tokens))
 
-    def _claim(self, group: Group, seq: Sequence, step: _Step) -> Claim:
+    def _claim(self, group: Group, seq: Sequence, step: Step) -> Claim:
         return self._tables.claim(seq, group.donor(seq.root, step.admitted))
 
-    def _fits(self, seq: Sequence, claim: Claim, tier: int, step: _Step) -> bool:
+    def _fits(self, seq: Sequence, claim: Claim, tier: int, step: Step) -> bool:
         """Whether there are a free slot, a token of the budget and enough blocks."""
         if not self._slots or step.left(seq, tier) <= 0:
             return False
         return self._tables.fits(claim, headroom=self._leaves_headroom(tier))
 
-    def _fits_displacing(self, seq: Sequence, claim: Claim, tier: int, step: _Step) -> bool:
+    def _fits_displacing(self, seq: Sequence, claim: Claim, tier: int, step: Step) -> bool:
         """Whether it would fit if all sequences that it may displace were preempted."""
         victims = [other for other in self.running if other.effective_tier > seq.request.tier]
         if not victims or step.left(seq, tier, displacing=True) <= 0:
@@ -303,7 +238,7 @@ class Planner:
         """Whether an admission leaves headroom. If only worse tiers run, a sequence may take the whole pool."""
         return bool(self.running) and self.running[0].effective_tier <= tier
 
-    def _preempt_last(self, step: _Step, why: str) -> None:
+    def _preempt_last(self, step: Step, why: str) -> None:
         """Preempt the last sequence in order. It keeps its tokens and later computes again those whose K/V are no
         longer cached."""
         seq = self.running[-1]

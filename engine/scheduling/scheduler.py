@@ -252,13 +252,11 @@ class Scheduler:
             self.speculation.entered(row, len(result.then))
         if seq.output.limit == 0:  # it ran for its prompt's log probabilities alone
             self._end(group, seq)
-            event = group.event(seq, "length")
-            return [event] if group.candidates is None else group.candidates.take(event)
+            return group.told(group.event(seq, "length"))
         if result.then:
             return self._extend_by_draft(group, row, result, now)
         text, reason, match = self._append(group, seq, result.token_id, now)
-        event = group.event(seq, reason, match, (result,), (text,))
-        return [event] if group.candidates is None else group.candidates.take(event)
+        return group.told(group.event(seq, reason, match, (result,), (text,)))
 
     def _extend_by_draft(self, group: Group, row: ScheduledSeq, result: Sampled, now: float) -> list[Event]:
         """Append the token that a row sampled and those of its accepted draft tokens.
@@ -283,8 +281,7 @@ class Scheduler:
             texts.append(text)
             if reason is not None:
                 break
-        event = group.event(seq, reason, match, entered, texts)
-        events = [event] if group.candidates is None else group.candidates.take(event)
+        events = group.told(group.event(seq, reason, match, entered, texts))
         return events if one.error is None else events + self._spoilt(row, one, now)
 
     def _append(
