@@ -114,7 +114,7 @@ class Row:
 
     @property
     def place(self) -> str:
-        """Where it goes: an endpoint's id, `own` or `reply`."""
+        """The place where it goes: an endpoint's id, `own` or `reply`."""
         return self.endpoint or ("own" if self.source is None else "reply")
 
     def _with(self, attempt: Attempt) -> str:
@@ -245,7 +245,7 @@ async def backlog(store: Redis) -> Backlog:
 
 
 async def _places(store: Redis) -> list[str | None]:
-    """Where rows may be due (`due_at`): of webhooks, and of each source with replies."""
+    """The places where rows may be due (`due_at`): that of webhooks, and of each source with replies."""
     (sources,) = await ask(store, [("SMEMBERS", keys.REPLIES)])
     return [None, *sorted(text(source) for source in sources)]
 

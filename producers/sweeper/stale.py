@@ -93,7 +93,10 @@ class Stale:
             removed.letters += await purge(self._client, letter)
 
     async def _schedules(self, removed: Removed, since: dict[str, float], kept: dict[str, float]) -> None:
-        """Which schedules the configurations have is not known here, but all fire now and then, or have a leader."""
+        """Remove schedules that nobody runs any more.
+
+        The configurations are not known here, but a schedule that is run fires now and then, or has a leader.
+        """
         before = seconds(await self._store.time()) - SCHEDULE_KEPT_S
         for name, fired in (await self._store.hgetall(keys.SCHEDULES)).items():
             leader = keys.source_leader(text(name))

@@ -77,7 +77,7 @@ class Deliverer:
         self.due = asyncio.Event()
         self._heard_at = time.monotonic()
         self._fault = "the store does not answer"
-        """What kept the last round that failed."""
+        """The reason of the last round that failed."""
 
     async def run(self) -> None:
         """Take and deliver, until `stop`; then let running tries end for the drain's time, and give the rest back."""

@@ -110,7 +110,7 @@ class Local:
     _wanted: int = field(init=False, default=0)
     _workers: list[_Worker] = field(init=False, default_factory=list)
     _failed: tuple[str, deque[str]] | None = field(init=False, default=None)
-    """How the last worker died that had not served, and the last lines of its output."""
+    """The end of the last worker that died before it served, in words, and the last lines of its output."""
     _failures: int = field(init=False, default=0)
 
     @property
