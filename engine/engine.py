@@ -21,6 +21,7 @@ from engine.execution.device_health import check_alive
 from engine.execution.loop import StepLoop
 from engine.execution.placement import REHEARSED, place, runner_for, speculation_for, while_idle
 from engine.execution.threads import threads_for
+from engine.grammar.source import parser_version
 from engine.kv import Capacity
 from engine.logprobs import TokenLogprobs
 from engine.memory import release
@@ -313,5 +314,6 @@ def _fingerprint(model: Model, block_size: int) -> str:
         str(block_size),
         torch.__version__,
         capability,
+        parser_version(),
     )
     return hashlib.sha256("|".join(traits).encode()).hexdigest()[:8]

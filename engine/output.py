@@ -7,9 +7,13 @@ its published tokens again and is then in the same state as before.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from engine.params import FinishReason, SamplingParams
 from engine.text.detokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from engine.grammar.matcher import Matcher
 
 
 class StopMatcher:
@@ -86,7 +90,7 @@ def _failure(stop: str) -> list[int]:
 class OutputState:
     """Detokenizes one choice and detects its end."""
 
-    __slots__ = ("_armed_from", "_detokenizer", "_stops", "count", "ends", "limit")
+    __slots__ = ("_armed_from", "_detokenizer", "_matcher", "_stops", "count", "ends", "limit")
 
     def __init__(
         self,
@@ -94,8 +98,9 @@ class OutputState:
         eos_token_ids: Iterable[int],
         detokenizer: Detokenizer | None,
         limit: int,
+        matcher: Matcher | None = None,
     ) -> None:
-        """`limit`: the most tokens of the choice, from max_tokens or the context length.
+        """`limit`: the most tokens of the choice, from max_tokens or the context length. `matcher`: of its form.
 
         Without a detokenizer all text is "", and stop strings never match.
         """
@@ -107,18 +112,20 @@ class OutputState:
         if not params.ignore_eos:
             self.ends = self.ends.union(eos_token_ids)
         self._detokenizer = detokenizer
+        self._matcher = matcher
         self._stops = StopMatcher(params.stop, params.include_stop) if params.stop else None
 
     def push(self, token_id: int) -> tuple[str, FinishReason | None, str | int | None]:
         """Take the next token. Returns (piece of text, finish reason or None, the stop string or token id or None).
 
         The piece of the last token carries all the text that was held back. A token that ends the output adds no text
-        of its own.
+        of its own. A form that is complete, so that nothing can follow, ends the output too.
         """
         ended = token_id in self.ends and self.count >= self._armed_from
+        complete = self._matcher is not None and not ended and self._matcher.push(token_id)
         self.count += 1
         armed = self.count >= self._armed_from
-        last = ended or self.count >= self.limit
+        last = ended or complete or self.count >= self.limit
         text = ""
         if self._detokenizer is not None:
             text = "" if ended else self._detokenizer.push(token_id)
@@ -132,4 +139,6 @@ class OutputState:
                 text += self._stops.flush()
         if ended:
             return text, "stop", token_id
+        if complete:
+            return text, "stop", None
         return text, "length" if last else None, None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from engine.declared import checked, declare, declared
-from engine.declared.bounds import MAX_INT32, Biases, Flag, Integer, Number, Strings, TokenIds
+from engine.declared.bounds import MAX_INT32, Biases, Flag, Integer, JsonObject, Number, Strings, Text, TokenIds
 from engine.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -19,6 +19,9 @@ MAX_BIASES: Final = 1024
 #: The most log probabilities of a prompt's tokens, alternatives included: some megabytes as text.
 MAX_PROMPT_LOGPROBS: Final = 262_144
 MAX_SEED: Final = (1 << 63) - 1
+#: The longest JSON schema, and the longest regular expression or grammar: work on a step's thread grows with them.
+MAX_SCHEMA: Final = 65_536
+MAX_GRAMMAR: Final = 8_192
 #: Temperatures below this count as 0, because dividing by them would overflow.
 COLDEST: Final = 1e-5
 
@@ -28,10 +31,10 @@ class SamplingParams:
     """A request's sampling parameters. Raises RequestError naming the parameter, its value and its limits.
 
     A token is chosen in this order: the penalties (repetition, then frequency and presence); logit_bias;
-    allowed_token_ids; banned_token_ids with bad_words and min_tokens; temperature; then the filters top_k, top_p,
-    min_p, typical_p, each on the tokens that the filters before it kept. At temperature 0 the most likely token is
-    taken after the penalties and lists. Fields that are tuples also accept lists, and logit_bias also accepts a
-    mapping. The options are those of `penstock submit`, `run` and others.
+    allowed_token_ids; banned_token_ids with bad_words, min_tokens and the output's form; temperature; then the filters
+    top_k, top_p, min_p, typical_p, each on the tokens that the filters before it kept. At temperature 0 the most likely
+    token is taken after the penalties and lists. Fields that are tuples also accept lists, logit_bias and json_schema
+    also mappings. The options are those of `penstock submit`, `run` and others.
     """
 
     max_tokens: int | None = declare(
@@ -93,6 +96,15 @@ class SamplingParams:
     )
     """Texts that are never generated, as the tokenizer writes them at a word's start or in its middle. The last token
     of such a text is banned after its other tokens."""
+    json_schema: str | None = declare(
+        None, JsonObject(MAX_SCHEMA), "Write JSON that this JSON schema allows.", metavar="JSON"
+    )
+    """The output is JSON that this schema allows; {} allows any. A mapping, or its text; kept as text. The output is in
+    the form of at most one of json_schema, regex and grammar, and ends where nothing can follow."""
+    regex: str | None = declare(None, Text(MAX_GRAMMAR), "Write a text that this regular expression matches.")
+    """The whole output matches this, in the syntax of Rust's regex crate."""
+    grammar: str | None = declare(None, Text(MAX_GRAMMAR), "Write a text of this Lark grammar.", metavar="LARK")
+    """The output is a text of this grammar, in llguidance's variant of Lark."""
     seed: int | None = declare(None, Integer(0, MAX_SEED), "Random seed; the same seed repeats the output.")
     stop: tuple[str, ...] = declare(
         (), Strings(16, 256, one=True), "Text that ends the output. May be repeated.", metavar="TEXT"
@@ -138,6 +150,13 @@ class SamplingParams:
             raise RequestError(
                 "allowed_token_ids has no token that banned_token_ids does not ban", param="allowed_token_ids"
             )
+        if len(forms := self.forms) > 1:
+            raise RequestError(f"{forms[0]} and {forms[1]} are both given; an output has one form", param=forms[1])
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """The names of those of FORMS that are given: at most one."""
+        return tuple(name for name in FORMS if getattr(self, name) is not None)
 
     @property
     def divisor(self) -> float:
@@ -165,6 +184,9 @@ class SamplingParams:
         which the best are returned are ranked by theirs."""
         return self.logprobs if self.logprobs is not None else 0 if self.selects else -1
 
+
+#: The parameters that give the output a form.
+FORMS: Final = ("json_schema", "regex", "grammar")
 
 #: The parameters for which a model may have defaults of its own, with the defaults where it has none.
 DEFAULTS: Final[Mapping[str, float]] = {

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from engine.request import Request, Tier
 
 if TYPE_CHECKING:
+    from engine.grammar.matcher import Matcher
     from engine.kv.table import Table
     from engine.logprobs import PromptScores
     from engine.output import OutputState
@@ -112,6 +113,8 @@ class Sequence:
     """The log probabilities of the prompt, if the request wants them."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """The token ids of each way to write each bad word."""
+    matcher: Matcher | None = None
+    """Follows the output, if it is to have a form."""
     guessed: Guessed = field(default_factory=Guessed)
     """The acceptance of its draft tokens, if there were any."""
 

@@ -58,7 +58,7 @@ def test_the_families_are_those_of_the_registry() -> None:
 
 
 def test_the_parameters_are_those_of_the_engine() -> None:
-    rows = ("Sampling", "Penalties", "Bans", "Log probabilities", "Ends")
+    rows = ("Sampling", "Penalties", "Bans", "Forms", "Log probabilities", "Ends")
     assert sorted(name for one in rows for name in code(row(one))) == sorted(f.name for f in fields(SamplingParams))
 
 

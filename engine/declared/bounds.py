@@ -6,6 +6,7 @@ They are plain classes: making dataclasses of them would take milliseconds at th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -93,14 +94,48 @@ class OneOf(Bound):
 
 
 class Text(Bound):
-    """A text that is not empty."""
+    """A text that is not empty. `longest`: its most characters, if they are bounded."""
 
-    words = "a text"
+    def __init__(self, longest: int | None = None) -> None:
+        self.longest = longest
+
+    @property
+    def words(self) -> str:
+        return "a text" if self.longest is None else f"a text of 1 to {self.longest} characters"
 
     def check(self, name: str, value: object) -> Any:
-        if not isinstance(value, str) or not value:
+        if not isinstance(value, str) or (not value and self.longest is None):
             raise wrong_type(name, value, self.words)
-        return value
+        if self.longest is not None and not 1 <= len(value) <= self.longest:
+            raise RequestError(f"{name} has {len(value)} characters; it must have 1 to {self.longest}", param=name)
+        return _unicode(name, value)
+
+
+class JsonObject(Bound):
+    """A JSON object, as a mapping or as text. Kept as text of at most `longest` characters."""
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+
+    @property
+    def words(self) -> str:
+        return f"a JSON object of at most {self.longest} characters"
+
+    def check(self, name: str, value: object) -> Any:
+        kept = None
+        try:
+            read = json.loads(value) if isinstance(value, str) else value
+            if isinstance(read, Mapping):
+                kept = json.dumps(dict(read), ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            pass
+        if kept is None:
+            raise wrong_type(name, value, "a JSON object")
+        if len(kept) > self.longest:
+            raise RequestError(
+                f"{name} has {len(kept)} characters as JSON; at most {self.longest} are taken", param=name
+            )
+        return _unicode(name, kept)
 
 
 class Strings(Bound):
@@ -170,6 +205,16 @@ class Biases(Bound):
                 raise RequestError(f"{name} has token id {token_id} twice", param=name)
             found[token_id] = float(bias)
         return tuple(sorted(found.items()))
+
+
+def _unicode(name: str, text: str) -> str:
+    """The text, which is Unicode. Raises RequestError for a lone surrogate, which JSON and Python can carry."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        said = f"{name} is not valid Unicode: it has a lone surrogate at character {error.start}"
+        raise RequestError(said, param=name) from None
+    return text
 
 
 def shown(value: object) -> str:

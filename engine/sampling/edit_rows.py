@@ -15,7 +15,7 @@ from engine.sampling.edits import Allowed, Edits, Penalties
 from engine.sequence import Sequence
 
 # Flags for the kinds of edits that a slot needs. A step skips kinds that none of its rows needs.
-_PENALTIES, _BIAS, _ALLOWED, _BANNED, _ENDS, _WORDS = (1 << bit for bit in range(6))
+_PENALTIES, _BIAS, _ALLOWED, _BANNED, _ENDS, _WORDS, _FORM = (1 << bit for bit in range(7))
 _EMPTY: Ids = np.zeros(0, np.int64)
 
 #: For each row of a step's logits, the draft tokens assumed after its sequence's tokens.
@@ -69,6 +69,7 @@ class EditRows:
             | (len(self._banned[slot]) > 0) * _BANNED
             | (params.min_tokens > 0 and len(self._ends[slot]) > 0) * _ENDS
             | (len(self._words[slot]) > 0) * _WORDS
+            | (sequence.matcher is not None) * _FORM
         )
 
     def gather(self, sequences: list[Sequence], slots: Ids, drafts: Drafts | None = None) -> Edits | None:
@@ -82,7 +83,7 @@ class EditRows:
         def rows(flag: int) -> Ids:
             return (flags & flag).nonzero()[0] if asked & flag else _EMPTY
 
-        biased, only = rows(_BIAS), rows(_ALLOWED)
+        biased, only, formed = rows(_BIAS), rows(_ALLOWED), rows(_FORM)
         arrays: list[NDArray[Any]] = [
             *self._penalised(sequences, slots, rows(_PENALTIES), drafts),
             *_pairs(biased, [self._biased[slot] for slot in slots[biased]]),
@@ -90,6 +91,8 @@ class EditRows:
             only,
             *_pairs(only, [self._allowed[slot] for slot in slots[only]]),
             *self._forbidden(sequences, slots, rows(_BANNED), rows(_ENDS), rows(_WORDS), drafts),
+            formed,
+            self._formed(sequences, formed, drafts),
         ]
         sent = upload(arrays, self._device)
         return Edits(
@@ -97,6 +100,7 @@ class EditRows:
             bias=(sent[4], sent[5], sent[6]) if len(biased) else None,
             allowed=Allowed(*sent[7:10]) if len(only) else None,
             banned=(sent[10], sent[11]) if len(arrays[10]) else None,
+            forms=(sent[12], sent[13]) if len(formed) else None,
         )
 
     def _penalised(self, sequences: list[Sequence], slots: Ids, rows: Ids, drafts: Drafts | None) -> list[NDArray[Any]]:
@@ -166,10 +170,24 @@ class EditRows:
             ],
         )
 
+    def _formed(self, sequences: list[Sequence], rows: Ids, drafts: Drafts | None) -> NDArray[np.uint8]:
+        """The tokens that the forms of these rows' outputs allow: uint8 [rows, vocabulary]."""
+        masks = np.zeros((len(rows), -(-self._vocab_size // 32)), np.int32)
+        for mask, row in zip(masks, rows, strict=True):
+            allow(mask, sequences[row], () if drafts is None else drafts[row])
+        return np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")[:, : self._vocab_size]
+
     def _known(self, ids: Any) -> Ids:
         """The ids that are in the model's vocabulary. A tokenizer may have others."""
         found = np.unique(np.array(tuple(ids), np.int64))
         return found[found < self._vocab_size]
+
+
+def allow(mask: NDArray[np.int32], sequence: Sequence, draft: tuple[int, ...] = ()) -> None:
+    """Fill the mask with the tokens that the form of the sequence's output allows after its tokens and `draft`."""
+    assert sequence.matcher is not None
+    # A copy of a sequence, in the draft model, has tokens more than the matcher, and so may a step in flight.
+    sequence.matcher.allow(mask, (*sequence.tokens[sequence.prompt_len + sequence.matcher.count :], *draft))
 
 
 def _pairs(rows: Ids, ids: list[Ids]) -> Pairs:

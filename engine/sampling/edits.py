@@ -1,8 +1,9 @@
-"""Edits a step's logits before sampling: penalties, biases, allowed and banned tokens.
+"""Edits a step's logits before sampling: penalties, biases, allowed and banned tokens, forms.
 
 The order is that of transformers and vLLM: repetition penalty, frequency and presence penalties, logit_bias,
-allowed_token_ids, banned_token_ids (with bad words, and with the end tokens before min_tokens). Each edit is a list of
-(row, token) pairs, so that its cost is proportional to the request's lists, not to the vocabulary.
+allowed_token_ids, banned_token_ids (with bad words, and with the end tokens before min_tokens), the output's form.
+Each edit but the last is a list of (row, token) pairs, so that its cost is proportional to the request's lists, not to
+the vocabulary.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 NONE_LEFT = (
-    "no token is left to choose: allowed_token_ids, banned_token_ids, bad_words and min_tokens together forbid them all"
+    "no token is left to choose: allowed_token_ids, banned_token_ids, bad_words, min_tokens and the output's form "
+    "together forbid them all"
 )
 
 
@@ -50,11 +52,13 @@ class Edits:
     allowed: Allowed | None = None
     banned: tuple[Tensor, Tensor] | None = None
     """(rows, ids)."""
+    forms: tuple[Tensor, Tensor] | None = None
+    """(rows; the tokens that an output's form allows, uint8 [these rows, vocabulary], 0 or 1)."""
 
     @property
     def forbids(self) -> bool:
         """Whether a row may have no token left to choose."""
-        return self.allowed is not None or self.banned is not None
+        return self.allowed is not None or self.banned is not None or self.forms is not None
 
 
 def edit(logits: Tensor, edits: Edits) -> None:
@@ -76,3 +80,6 @@ def edit(logits: Tensor, edits: Edits) -> None:
         logits.index_put_(place, found)
     if edits.banned is not None:
         logits.index_put_(edits.banned, forbidden)
+    if edits.forms is not None:
+        rows, free = edits.forms
+        logits[rows] = logits[rows].masked_fill_(free == 0, float("-inf"))

@@ -11,10 +11,11 @@ from dataclasses import replace
 from itertools import chain, count
 
 from engine.errors import EngineError, RequestError
+from engine.grammar.matcher import Matcher
 from engine.kv import BlockTables, Capacity, long_root, root_hash
 from engine.logprobs import PromptScores
 from engine.output import OutputState
-from engine.params import FinishReason
+from engine.params import FinishReason, SamplingParams
 from engine.plan import Sampled, ScheduledSeq, StepPlan
 from engine.request import Event, Request
 from engine.scheduling.best_of import Candidates
@@ -56,6 +57,7 @@ class Scheduler:
         """Raise RequestError if the request could never run. Reads only settings, so any thread may call it."""
         self._limits.check(request)
         self._spelled(request.params.bad_words)
+        self._matcher(request.params)
 
     def add(self, request: Request) -> list[Event]:
         """Queue a request that `check` has passed, with an id that is not in use.
@@ -98,22 +100,32 @@ class Scheduler:
         root = root_hash(request.salt, request.adapter, traits.version)
         bad_words = self._spelled(params.bad_words)
         limit = self._limits.output_limit(request)
+        matchers = [self._matcher(params) for _ in range(group.unfinished)]
         return [
             Sequence(
                 request=request,
                 choice=choice,
                 tokens=list(prompt),
                 prompt_len=len(prompt),
-                output=OutputState(params, traits.eos_token_ids, traits.new_detokenizer(), limit),
+                output=OutputState(params, traits.eos_token_ids, traits.new_detokenizer(), limit, matcher),
                 seed=seed,
                 serial=next(self._serials),
                 queued_at=request.arrival,
                 root=root,
                 scores=group.scores,
                 bad_words=bad_words,
+                matcher=matcher,
             )
-            for choice in range(group.unfinished)
+            for choice, matcher in enumerate(matchers)
         ]
+
+    def _matcher(self, params: SamplingParams) -> Matcher | None:
+        """A matcher of the output's form. Raises RequestError for a form that cannot be followed."""
+        if params.forms and self._traits.grammars is None:
+            raise RequestError(
+                f"the model has no tokenizer.json: it cannot follow {params.forms[0]}", param=params.forms[0]
+            )
+        return None if self._traits.grammars is None else self._traits.grammars.matcher(params)
 
     def _spelled(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """All token sequences that write these words and that the model can write: a tokenizer may have more tokens.
@@ -318,6 +330,9 @@ class Scheduler:
                 self._planner.preempt(seq, now)
             return []
         self._not_finite += not result.refused
+        if result.refused and seq.matcher is not None and seq.matcher.error:
+            form = seq.request.params.forms[0]
+            return self.fail(seq, f"{form} cannot be followed any further: {seq.matcher.error}", refused=True)
         return self.fail(seq, result.error or "", refused=result.refused)
 
     def _release_followers(self, group: Group, leader: Sequence) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from engine.grammar.matcher import Grammars
 from engine.text import Tokenizer
 from engine.text.detokenizer import Detokenizer
 from engine.text.words import Spellings
@@ -24,12 +25,16 @@ class ModelTraits:
     new_detokenizer: Callable[[], Detokenizer | None] = lambda: None
     spellings: Callable[[str], tuple[tuple[int, ...], ...]] | None = None
     """A word's ways to be written in tokens."""
+    grammars: Grammars | None = None
+    """Makes the matchers of outputs that are to have a form."""
 
     def with_text(self, tokenizer: Tokenizer) -> ModelTraits:
         """The same with a tokenizer, which knows better than config.json which tokens end an output."""
+        size = tokenizer.vocab_size if self.vocab_size is None else self.vocab_size
         return replace(
             self,
             eos_token_ids=tokenizer.eos_token_ids,
             new_detokenizer=tokenizer.new_detokenizer,
             spellings=Spellings(tokenizer).of,
+            grammars=Grammars(tokenizer.to_json, size, tokenizer.eos_token_ids),
         )

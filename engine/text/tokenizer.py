@@ -63,6 +63,11 @@ class Tokenizer:
         """Whether each token id stands for the same token in both."""
         return self._backend.get_vocab(with_added_tokens=True) == other._backend.get_vocab(with_added_tokens=True)
 
+    def to_json(self) -> str:
+        """The tokenizer as a tokenizer.json that neither truncates nor pads."""
+        text: str = self._backend.to_str()
+        return text
+
     def token(self, token_id: int) -> str | None:
         """The vocabulary's spelling of a token. None for an unknown id."""
         token: str | None = self._backend.id_to_token(token_id)

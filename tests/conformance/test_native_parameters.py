@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -51,6 +53,16 @@ def test_lists_reach_the_engine(client: Client, tokenizer: Tokenizer) -> None:
     assert set(ask(client, **free).token_ids) <= set(few)
     assert "xl" in ask(client, **free).text
     assert "xl" not in ask(client, bad_words=["xl"], **free).text
+
+
+def test_forms_reach_the_engine(client: Client) -> None:
+    schema = {"type": "array", "items": {"enum": ["a", 1]}, "minItems": 2, "maxItems": 3}
+    assert set(json.loads(ask(client, json_schema=schema, max_tokens=100).text)) <= {"a", 1}
+    assert re.fullmatch("[0-9]{3}-[a-f]{2}", ask(client, regex="[0-9]{3}-[a-f]{2}").text)
+    assert ask(client, grammar='start: "a" (" b" | " c")').text in ("a b", "a c")
+    with pytest.raises(TaskFailed, match=r"regex cannot be followed.*unclosed group") as failed:
+        ask(client, regex="(a")
+    assert failed.value.code == "invalid_value"
 
 
 def test_filters_reach_the_engine(client: Client) -> None:

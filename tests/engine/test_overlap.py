@@ -20,9 +20,9 @@ PROMPTS = [list(range(1, 1 + length)) for length in (3, 30, 17, 58, 59, 75, 16, 
 #: Whatever makes the next token depend on those before it, or ends an output where nobody foresaw it.
 MIXED: list[dict[str, Any]] = [
     {"temperature": 0.0, "logprobs": 2},
-    {"temperature": 1.0, "n": 3},
+    {"temperature": 1.0, "n": 3, "json_schema": {"type": "array", "items": {"type": "integer"}, "minItems": 2}},
     {"temperature": 1.2, "repetition_penalty": 1.4, "frequency_penalty": 0.7, "presence_penalty": 0.3},
-    {"temperature": 0.0, "repetition_penalty": 1.5, "prompt_logprobs": 1},
+    {"temperature": 0.0, "repetition_penalty": 1.5, "prompt_logprobs": 1, "regex": "[a-z ,]{2,7}"},
     {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "n": 2, "best_of": 3},
     {"temperature": 1.0, "min_tokens": 4, "stop_token_ids": list(range(0, 320, 5))},
     {"temperature": 1.3, "stop_token_ids": list(range(0, 320, 7)), "n": 2},

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.kernels.sampling_state import BIASED, MASKED, PENALISED, EditState
 from engine.kernels.upload import upload
 from engine.params import MAX_BIASES
-from engine.sampling.edit_rows import Words, by_last_but_one, spelled_out
+from engine.sampling.edit_rows import Words, allow, by_last_but_one, spelled_out
 from engine.sequence import Sequence
 
 Masks = NDArray[np.int32]
@@ -21,10 +21,10 @@ Masks = NDArray[np.int32]
 def needs_host_token(sequence: Sequence) -> bool:
     """Whether the host must know the sequence's last token before the next can be chosen.
 
-    That is so for bad words of several tokens. The last token of such a word is banned after its other tokens, and the
-    device keeps only the last token of a sequence.
+    That is so for bad words of several tokens: the last token of such a word is banned after its other tokens, and the
+    device keeps only the last token of a sequence. It is so for an output's form, which the host follows.
     """
-    return any(len(word) > 1 for word in sequence.bad_words)
+    return sequence.matcher is not None or any(len(word) > 1 for word in sequence.bad_words)
 
 
 class EditWriter:
@@ -35,14 +35,15 @@ class EditWriter:
         self._slots = slots
         self._vocab_size = vocab_size
         self._device = device
-        #: For slots with bad words of several tokens: the words, the mask, and the tokens banned now in addition.
-        self._words: dict[int, tuple[Words, Masks, list[int]]] = {}
+        #: For slots whose mask changes from step to step, because of bad words of several tokens or of a form: these
+        #: words, the mask without them and the form, and the tokens that the words ban now.
+        self._changing: dict[int, tuple[Words, Masks, list[int]]] = {}
 
     def admit(self, fresh: Each[Sequence]) -> NDArray[np.int32]:
         """Fill the rows of new sequences. Returns their flags, 0 for a sequence without edits."""
         flags = np.fromiter((self._flags_of(one) for one in fresh), np.int32, len(fresh))
         for one in fresh:
-            self._words.pop(one.slot, None)
+            self._changing.pop(one.slot, None)
         if flags.any():
             if self.state is None:
                 self.state = self._allocate()
@@ -53,20 +54,26 @@ class EditWriter:
         return flags
 
     def spell(self, sequences: Each[Sequence]) -> None:
-        """Ban the tokens that would complete a bad word of several tokens, and lift the bans of the step before."""
-        if not self._words:
-            return
-        slots, masks = [], []
-        for one in sequences:
-            if one.slot in self._words:
-                words, mask, banned = self._words[one.slot]
-                now = sorted(spelled_out(words, one.tokens))
-                if now != banned:
-                    self._words[one.slot] = words, mask, now
-                    slots.append(one.slot)
-                    masks.append(_without(mask, np.array(now, np.int64)))
-        if slots and self.state is not None:
-            _send(self.state.masks, slots, masks, self._device)
+        """Ban the tokens that would complete a bad word of several tokens or leave the output's form, and lift the bans
+        of the step before."""
+        found = [(one.slot, self._changed(one)) for one in sequences if one.slot in self._changing]
+        changed = {slot: mask for slot, mask in found if mask is not None}
+        if changed and self.state is not None:
+            _send(self.state.masks, list(changed), list(changed.values()), self._device)
+
+    def _changed(self, one: Sequence) -> Masks | None:
+        """The sequence's mask, unless it is that of the step before."""
+        words, mask, banned = self._changing[one.slot]
+        now = sorted(spelled_out(words, one.tokens))
+        if now == banned and one.matcher is None:
+            return None
+        self._changing[one.slot] = words, mask, now
+        mask = _without(mask, np.array(now, np.int64))
+        if one.matcher is not None:
+            form = np.zeros(mask.shape[1], np.int32)
+            allow(form, one)
+            mask &= form
+        return mask
 
     def _allocate(self) -> EditState:
         def zeros(*size: int, dtype: torch.dtype) -> Tensor:
@@ -83,7 +90,7 @@ class EditWriter:
     def _flags_of(one: Sequence) -> int:
         params = one.request.params
         ends = params.min_tokens > 0 and len(one.output.ends) > 0
-        masked = ends or params.allowed_token_ids or params.banned_token_ids or one.bad_words
+        masked = ends or params.allowed_token_ids or params.banned_token_ids or one.bad_words or one.matcher
         return PENALISED * params.penalises | BIASED * bool(params.logit_bias) | MASKED * bool(masked)
 
     def _count(self, counts: Tensor, sequences: list[Sequence]) -> None:
@@ -124,8 +131,8 @@ class EditWriter:
         for one in sequences:
             mask = self._mask_of(one)
             words = by_last_but_one(one.bad_words)
-            if words:
-                self._words[one.slot] = words, mask, []
+            if words or one.matcher is not None:
+                self._changing[one.slot] = words, mask, []
             found.append(mask)
         _send(masks, [one.slot for one in sequences], found, self._device)
 

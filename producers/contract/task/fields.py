@@ -12,8 +12,10 @@ from pydantic import BeforeValidator, Field, PlainValidator, StringConstraints, 
 from pydantic.fields import FieldInfo
 
 from engine.declared import declared
-from engine.declared.bounds import MAX_INT32, Integer, Number, Strings, TokenIds
+from engine.declared.bounds import MAX_INT32, Integer, JsonObject, Number, Strings, TokenIds
 from engine.declared.bounds import Biases as BiasesBound
+from engine.declared.bounds import Text as TextBound
+from engine.errors import RequestError
 from engine.params import DEFAULTS, SamplingParams
 from producers.contract.chat import MESSAGE, read_messages
 from producers.contract.webhook import WEBHOOK, Webhook
@@ -102,6 +104,20 @@ def _biases(value: Any) -> Any:
 DECIMAL: Final = re.compile("0|[1-9][0-9]{0,9}")
 
 
+def _bounded(name: str) -> BeforeValidator:
+    """A check by a sampling parameter's own bound, which says more than pydantic would. Objects are kept as objects."""
+    bound = declared(SamplingParams)[name].bound
+
+    def check(value: Any) -> Any:
+        try:
+            kept = bound.check(name, value)
+        except RequestError as error:
+            raise InvalidTask(str(error), param=name, code=error.code) from None
+        return json.loads(kept) if isinstance(bound, JsonObject) else kept
+
+    return BeforeValidator(check)
+
+
 def known_tier(value: Any) -> Any:
     return "default" if value == "auto" else value
 
@@ -118,6 +134,8 @@ def sampling(name: str, words: str = "") -> Any:
             limits = {"ge": bound.low, "le": bound.high}
         case Number() as bound:
             limits = {"gt" if bound.above else "ge": bound.low, "le": bound.high}
+        case TextBound() as bound:
+            limits = {"json_schema_extra": {"minLength": 1, "maxLength": bound.longest}}
         case Strings() | TokenIds() as bound:
             limits = {"max_length": bound.limit, "json_schema_extra": {"maxItems": bound.limit}}
         case BiasesBound() as bound:
@@ -138,6 +156,9 @@ Texts = Annotated[tuple[Text, ...], BeforeValidator(as_tuple, json_schema_input_
 Ids = Annotated[tuple[Count, ...], BeforeValidator(as_tuple, json_schema_input_type=list[Count])]
 Bias = Annotated[float, Field(ge=-_BIASES.reach, le=_BIASES.reach)]
 Biases = Annotated[dict[Count, Bias], BeforeValidator(_biases, json_schema_input_type=dict[str, Bias])]
+Schema = Annotated[dict[str, Any], _bounded("json_schema")]
+Regex = Annotated[str, _bounded("regex")]
+Lark = Annotated[str, _bounded("grammar")]
 Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE)]
 MessageList = Annotated[list[Message], Field(min_length=1)]
 Messages = Annotated[tuple[dict[str, Any], ...], BeforeValidator(_messages, json_schema_input_type=MessageList)]

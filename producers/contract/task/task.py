@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from engine.declared.bounds import MAX_INT32
-from engine.params import DEFAULTS, MAX_CHOICES, MAX_PROMPT_LOGPROBS, filled
+from engine.params import DEFAULTS, FORMS, MAX_CHOICES, MAX_GRAMMAR, MAX_PROMPT_LOGPROBS, MAX_SCHEMA, filled
 from producers.contract.task.fields import (
     ASSUMED_OUTPUT,
     BYTES_PER_TOKEN,
@@ -21,9 +21,12 @@ from producers.contract.task.fields import (
     MAX_TTL_S,
     Biases,
     Ids,
+    Lark,
     Messages,
     OwnWebhook,
     Prompt,
+    Regex,
+    Schema,
     Text,
     Texts,
     Tier,
@@ -83,6 +86,9 @@ class Task(BaseModel):
     )
     banned_token_ids: Ids = sampling("banned_token_ids")
     bad_words: Texts = sampling("bad_words")
+    json_schema: Schema | None = sampling("json_schema", f"a JSON schema: an object of at most {MAX_SCHEMA} characters")
+    regex: Regex | None = sampling("regex", f"a regular expression of 1 to {MAX_GRAMMAR} characters")
+    grammar: Lark | None = sampling("grammar", f"a Lark grammar of 1 to {MAX_GRAMMAR} characters")
     seed: int | None = sampling("seed")
     stop: Annotated[tuple[Text, ...], BeforeValidator(stops, json_schema_input_type=Text | list[Text])] = sampling(
         "stop", "a string, or a list of at most 16, each of 1 to 256 characters"
@@ -163,6 +169,8 @@ class Task(BaseModel):
             raise InvalidTask(
                 "allowed_token_ids has no token that banned_token_ids does not ban", param="allowed_token_ids"
             )
+        if len(forms := [name for name in FORMS if getattr(self, name) is not None]) > 1:
+            raise InvalidTask(f"{forms[0]} and {forms[1]} are both given; an output has one form", param=forms[1])
         return self
 
     @classmethod

@@ -22,6 +22,7 @@ from producers.gateway.http.errors import invalid_value
 from producers.gateway.http.request.body import read_object
 from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, News, head, made, news, respond
 from producers.gateway.openai.arrays import joined
+from producers.gateway.openai.forms import NESTED, TEXT, formed
 from producers.gateway.openai.logprobs import CHAT, ChatLogprobs, ScoredPrompt
 from producers.gateway.openai.parameters import RESPONSES, Asked, Parameters, check_chats, count, flag, refusal
 from producers.gateway.openai.whole import Choice, Whole, whole_answer
@@ -38,6 +39,7 @@ PARAMETERS: Final = Parameters(
         "add_generation_prompt": {"type": "boolean"},
         "continue_final_message": {"type": "boolean"},
         "chat_template_kwargs": {"type": "object"},
+        "response_format": NESTED,
     },
     renamed={
         "max_completion_tokens": "max_tokens",
@@ -126,6 +128,7 @@ def read_chat(body: Mapping[str, Any], tenant: str | None) -> _Chat:
             raise invalid_value("chat_template_kwargs", f"chat_template_kwargs may not have {name}")
     if top is not None:
         asked = replace(asked, names=asked.names | {"logprobs": "top_logprobs"})
+    asked = formed(asked, "response_format", own.get("response_format", TEXT))
     template = variables | {"add_generation_prompt": prompting, "continue_final_message": going_on}
     return _Chat(asked, read_messages(own["messages"]), template, (top or 0) if wanted else None)
 

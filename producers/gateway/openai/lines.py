@@ -28,6 +28,7 @@ from producers.gateway.openai.prompts import MAX_TOKENS, read_completion
 from producers.gateway.openai.responses.request import Wanted, read_response
 from producers.gateway.openai.responses.view import body as response_body
 from producers.gateway.openai.whole import Choice, Whole
+from producers.gateway.text.forms import check
 
 CHATS, COMPLETIONS, RESPONSES = ENDPOINTS
 #: The URLs that a line may have -> parameters that need a caller who waits, or more than the line's own task, with the
@@ -67,6 +68,7 @@ def read_line(
         if task.messages is not None:
             check_chats(card)
         task = task.resolved(card)
+        check(task)
     return task, {} if response is None else response.more(task, response.items, now_ms)
 
 

@@ -59,7 +59,6 @@ NOT_OFFERED: Final[dict[str, tuple[Any, ...]]] = {
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),

@@ -12,6 +12,7 @@ from producers.contract.task import MAX_LOGPROBS, MAX_PROMPT_BYTES, MAX_PROMPT_T
 from producers.errors import InvalidTask, shown
 from producers.gateway.context import Gateway
 from producers.gateway.http.errors import Problem, invalid_value
+from producers.gateway.openai.forms import NESTED, TEXT, formed
 from producers.gateway.openai.parameters import Asked, Parameters, flag
 from producers.gateway.text.prompts import InvalidPrompt
 
@@ -39,6 +40,7 @@ PARAMETERS: Final = Parameters(
         },
         "echo": {"type": "boolean"},
         "add_special_tokens": {"type": "boolean"},
+        "response_format": NESTED,
     },
     renamed={name: name for name in ("max_tokens", "best_of", "logprobs")},
     required="prompt",
@@ -153,6 +155,7 @@ class Completion:
 def read_completion(body: Mapping[str, Any], tenant: str | None) -> Completion:
     """The completions request in a body. Raises Problem."""
     asked = PARAMETERS.read(body, tenant)
+    asked = formed(asked, "response_format", asked.own.get("response_format", TEXT))
     n, best_of = asked.fields.get("n", 1), asked.fields.get("best_of")
     if asked.stream and best_of is not None and best_of != n:
         raise invalid_value(

@@ -56,6 +56,7 @@ class TestSubmit:
             " --typical-p 0.8 --logit-bias 5=-100 --logit-bias 6=1.5 --allow-token 5 --allow-token 6 --ban-token 7"
         )
         options += " --bad-word x --bad-word y --stop-token 9 --include-stop --best-of 3 --prompt-logprobs 2"
+        options += ' --json-schema {"type":"object"}'
         options += " --metadata k=v=w --metadata l= --ttl 120"
         task = task_of(valkey, submitted(penstock, *options.split()))
         asked = {
@@ -75,6 +76,7 @@ class TestSubmit:
             "allowed_token_ids": [5, 6],
             "banned_token_ids": [7],
             "bad_words": ["x", "y"],
+            "json_schema": {"type": "object"},
             "stop_token_ids": [9],
             "include_stop": True,
             "best_of": 3,

@@ -24,6 +24,7 @@ from producers.gateway.openai.responses.stream import ResponseStream
 from producers.gateway.openai.responses.view import About, Output
 from producers.gateway.tasks.foreground import Foreground
 from producers.gateway.tasks.submit import original, submitted
+from producers.gateway.text.forms import check_followed
 
 
 async def make(request: Request, gateway: Gateway, wanted: Wanted) -> Response:
@@ -40,6 +41,7 @@ async def make(request: Request, gateway: Gateway, wanted: Wanted) -> Response:
     items = [*([] if wanted.previous is None else await conversation.before(request, wanted.previous)), *wanted.items]
     task, items = await conversation.fitted(gateway, known.card, wanted, task, items)
     with wanted.asked.in_its_words():
+        await check_followed(task)
         (task,) = await gateway.accounts.sized(request, [task])
         task = bounded(task, known.card).resolved(known.card)
     more = wanted.more(task, items, known.now_ms())

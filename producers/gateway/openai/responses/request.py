@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from producers.contract.task import Task
 from producers.gateway.http.errors import invalid_value, unknown_parameter
+from producers.gateway.openai.forms import FLAT, TEXT, formed
 from producers.gateway.openai.parameters import KEPT_S, SAME, Asked, Parameters, count, flag, refusal, refused
 from producers.gateway.openai.responses.items import INPUT, Item, read_input
 from producers.store.protocol import DEFAULT_TTL_S
@@ -41,7 +42,7 @@ PARAMETERS: Final = Parameters(
         "top_logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_TOP_LOGPROBS},
         "text": {
             "type": "object",
-            "properties": {"format": {"enum": [None, {"type": "text"}]}, "verbosity": {"enum": [None, "medium"]}},
+            "properties": {"format": {"anyOf": [{"type": "null"}, FLAT]}, "verbosity": {"enum": [None, "medium"]}},
             "additionalProperties": False,
         },
     },
@@ -134,6 +135,8 @@ def read_response(body: Mapping[str, Any], tenant: str | None) -> Wanted:
     top = count(own, "top_logprobs", 0, MAX_TOP_LOGPROBS)
     if top or LOGPROBS in included(own.get("include", [])):
         asked.fields["logprobs"] = top or 0
+    text = _text(own)
+    asked = formed(asked, "text.format", text["format"])
     texts: dict[str, Any] = {name: _string(body, name) for name in SHOWN}
     return Wanted(
         asked=replace(asked, names=asked.names | NAMES),
@@ -145,7 +148,7 @@ def read_response(body: Mapping[str, Any], tenant: str | None) -> Wanted:
         truncate=truncation == "auto",
         shown=texts
         | {"max_output_tokens": body.get("max_output_tokens"), "truncation": truncation}
-        | {"top_logprobs": top or 0, "text": _text(own)}
+        | {"top_logprobs": top or 0, "text": text}
         | {"tools": [], "tool_choice": body.get("tool_choice") or "auto"}
         | {"parallel_tool_calls": body.get("parallel_tool_calls") is not False, "reasoning": {}},
     )
@@ -192,14 +195,14 @@ def _string(own: Mapping[str, Any], name: str) -> str | None:
 
 
 def _text(own: Mapping[str, Any]) -> dict[str, Any]:
-    """The response's `text`. Only plain text is offered. Raises Problem."""
+    """The response's `text`; its format is checked elsewhere. Raises Problem."""
     value = own.get("text", {})
     if not isinstance(value, dict):
         raise refusal("text", value, "an object", code="invalid_type")
-    usual: dict[str, Any] = {"format": {"type": "text"}, "verbosity": "medium"}
+    usual: dict[str, Any] = {"format": TEXT, "verbosity": "medium"}
     for name, part in value.items():
         if name not in usual:
             raise unknown_parameter(f"text.{name}", f"there is {', '.join(usual)}")
-        if part is not None and part != usual[name]:
+        if name == "verbosity" and part not in (None, usual[name]):
             raise refused(f"text.{name}", part, (usual[name],))
-    return usual
+    return usual | ({} if value.get("format") is None else {"format": value["format"]})

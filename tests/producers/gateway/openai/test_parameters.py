@@ -39,6 +39,10 @@ def http(valkey_server: ValkeyServer, model: str) -> Iterator[httpx.Client]:
     door.close()
 
 
+def _format(**schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+
 #: Parameters of both: (fields, param, code, what the message says). Their bounds are the contract's, whose tests are in
 #: tests/producers/contract/test_task.py: here is what these endpoints read otherwise, and one of each kind.
 BOTH: list[tuple[dict[str, Any], str, str, str]] = [
@@ -85,7 +89,19 @@ BOTH: list[tuple[dict[str, Any], str, str, str]] = [
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_parameter", "leave it out"),
     *(({name: {"x": 1}}, name, "unsupported_parameter", "not offered") for name in NOT_OFFERED),
     ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter", '"none" or "auto"'),
-    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter", '"text"'),
+    ({"response_format": "json"}, "response_format", "invalid_type", "an object with a type"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value", "json_schema"),
+    ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema", "unknown_parameter", "type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "invalid_type", "name and schema"),
+    (_format(name="a b", schema={}), "response_format.json_schema.name", "invalid_value", "1 to 64"),
+    (_format(name="a", schema=[]), "response_format.json_schema.schema", "invalid_type", "an object"),
+    (_format(name="a", schema={}, strict="yes"), "response_format.json_schema.strict", "invalid_type", "true or false"),
+    (_format(name="a", schema={}, strct=True), "response_format.json_schema.strct", "unknown_parameter", "strict"),
+    (_format(name="a", schema={"not": {}}), "response_format", "invalid_value", "Unimplemented keys"),
+    (_format(name="a", schema={}) | {"json_schema": {}}, "response_format", "invalid_value", "give one of them"),
+    (_format(name="a", schema={}) | {"regex": "a"}, "regex", "invalid_value", "response_format and regex"),
+    ({"regex": "(a"}, "regex", "invalid_value", "unclosed group"),
+    ({"grammar": "start: other"}, "grammar", "invalid_value", "unknown name"),
     ({"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter", '"none"'),
     ({"verbosity": "low"}, "verbosity", "unsupported_parameter", '"medium"'),
     ({"store": True}, "store", "unsupported_parameter", "false"),

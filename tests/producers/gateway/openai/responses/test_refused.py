@@ -15,7 +15,7 @@ from tests.producers.gateway.openai.conftest import nothing_written, send
 from tests.producers.gateway.openai.test_parameters import http, model, valkey  # noqa: F401 - one gateway for all
 
 _PART = {"type": "input_image", "image_url": "https://example.com/a.png"}
-_SCHEMA = {"format": {"type": "json_schema", "name": "x", "schema": {}}}
+_SCHEMA = {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}
 #: (fields, param, code, what the message says)
 REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
     ({"input": None}, "input", "missing_required_parameter", "missing"),
@@ -54,8 +54,10 @@ REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
     ({"ttl": 2592001}, "ttl", "invalid_value", "2592000"),
     ({"previous_response_id": 5}, "previous_response_id", "invalid_type", "a string"),
     ({"previous_response_id": "x"}, "previous_response_id", "previous_response_not_found", "(any more)"),
-    ({"text": {"format": {"type": "json_object"}}}, "text.format", "unsupported_parameter", "json_object"),
-    ({"text": _SCHEMA}, "text.format", "unsupported_parameter", "json_schema"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format.type", "invalid_value", "json_object"),
+    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "invalid_type", "an object"),
+    ({"text": _SCHEMA}, "text.format", "invalid_value", "Unimplemented keys"),
+    ({"text": _SCHEMA, "regex": "a"}, "regex", "invalid_value", "text.format and regex"),
     ({"text": {"verbosity": "low"}}, "text.verbosity", "unsupported_parameter", "medium"),
     ({"text": {"size": 1}}, "text.size", "unknown_parameter", "format"),
     ({"tools": [{"type": "web_search"}]}, "tools", "unsupported_parameter", "web_search"),

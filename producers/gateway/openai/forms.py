@@ -1,0 +1,96 @@
+"""OpenAI's ways to ask for JSON: `response_format` of completions, `text.format` of responses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from producers.errors import shown
+from producers.gateway.http.errors import invalid_value, unknown_parameter
+from producers.gateway.openai.parameters import Asked, flag, refusal
+
+TEXT: Final = {"type": "text"}
+_NAME: Final = re.compile("[a-zA-Z0-9_-]{1,64}")
+#: What describes a schema: its name, which OpenAI asks for, and what it is for.
+_ABOUT: Final = ("name", "description", "schema", "strict")
+_SCHEMA: Final[dict[str, Any]] = {
+    "name": {"type": "string", "pattern": f"^{_NAME.pattern}$"},
+    "description": {"type": "string"},
+    "schema": {"type": "object"},
+    "strict": {"type": "boolean"},
+}
+#: JSON schemas of `response_format` and `text.format`.
+NESTED: Final = {
+    "oneOf": [
+        {"type": "object", "required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}},
+        {
+            "type": "object",
+            "required": ["type", "json_schema"],
+            "properties": {
+                "type": {"const": "json_schema"},
+                "json_schema": {"type": "object", "required": ["name"], "properties": _SCHEMA},
+            },
+        },
+    ]
+}
+FLAT: Final = {
+    "oneOf": [
+        NESTED["oneOf"][0],
+        {
+            "type": "object",
+            "required": ["type", "name", "schema"],
+            "properties": {"type": {"const": "json_schema"}, **_SCHEMA},
+        },
+    ]
+}
+
+
+def formed(asked: Asked, place: str, value: Any) -> Asked:
+    """The request with the schema that `value`, its parameter `place`, asks for. Raises Problem."""
+    schema = schema_of(place, value)
+    if schema is None:
+        return asked
+    if "json_schema" in asked.fields:
+        raise invalid_value(place, f"{place} and json_schema mean the same; give one of them")
+    return replace(asked, fields=asked.fields | {"json_schema": schema}, names=asked.names | {"json_schema": place})
+
+
+def schema_of(place: str, value: Any) -> dict[str, Any] | None:
+    """The JSON schema that a format asks for; None for plain text. Raises Problem."""
+    if not isinstance(value, dict):
+        raise refusal(place, value, "an object with a type", code="invalid_type")
+    kind = value.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise refusal(f"{place}.type", kind, "text, json_object or json_schema")
+    if kind != "json_schema":
+        _known(place, value, ("type",))
+        return {"type": "object"} if kind == "json_object" else None
+    if place == "response_format":
+        _known(place, value, ("type", "json_schema"))
+        place, value = f"{place}.json_schema", value.get("json_schema")
+        if not isinstance(value, dict):
+            raise refusal(place, value, "an object with name and schema", code="invalid_type")
+        _known(place, value, _ABOUT)
+    else:
+        _known(place, value, ("type", *_ABOUT))
+    return _schema(place, value)
+
+
+def _schema(place: str, about: Mapping[str, Any]) -> dict[str, Any]:
+    name, schema = about.get("name"), about.get("schema")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise refusal(f"{place}.name", name, "1 to 64 of a-z, A-Z, 0-9, _ and -")
+    if about.get("description") is not None and not isinstance(about["description"], str):
+        raise refusal(f"{place}.description", about["description"], "a text", code="invalid_type")
+    flag({f"{place}.strict": about.get("strict") or False}, f"{place}.strict")
+    if not isinstance(schema, dict):
+        raise refusal(f"{place}.schema", schema, "a JSON schema, which is an object", code="invalid_type")
+    return schema
+
+
+def _known(place: str, value: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    for name in value:
+        if name not in names:
+            raise unknown_parameter(f"{place}.{shown(name)[1:-1]}", f"there is {', '.join(names)}")

@@ -1,0 +1,124 @@
+"""Outputs of a form, from the engine: complete, ended in time, gone on with after a death, refused where impossible."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import Engine, EngineConfig, Request, RequestError, SamplingParams
+from engine.request import Event
+from tests.engine.conftest import Load
+from tests.engine.random_models import write_model
+
+TINY = Path(__file__).parents[3] / "workers" / "models" / "tiny"
+MAIL = r"[a-z]{1,8}@[a-z]{2,9}\.(com|org)"
+#: What can be said without an end of the model's own: a list, closed by its last character.
+LIST = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 5}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine.load(TINY, EngineConfig(device="cpu", threads=1, max_num_seqs=8, kv_cache_bytes=8 << 20)) as made:
+        yield made
+
+
+def said(engine: Engine, **params: Any) -> tuple[str, str | None]:
+    (found,) = engine.generate(["def main():"], SamplingParams(**({"max_tokens": 100, "seed": 1} | params)))
+    assert found.error is None
+    return found.text, found.finish_reason
+
+
+def test_an_output_ends_with_its_form(engine: Engine) -> None:
+    text, reason = said(engine, json_schema=LIST)
+    assert reason == "stop"
+    assert len(json.loads(text)) in range(2, 6)
+    # Neither an end of the model's own nor min_tokens keeps it open: nothing can follow.
+    text, reason = said(engine, regex=MAIL, ignore_eos=True, min_tokens=90)
+    assert (re.fullmatch(MAIL, text) is not None, reason) == (True, "stop")
+    text, reason = said(engine, grammar='start: "x" ("," "x"){2}', temperature=0)
+    assert (text, reason) == ("x,x,x", "stop")
+
+
+def test_an_output_may_end_only_where_its_form_is_complete(engine: Engine) -> None:
+    ends = engine.tokenizer.eos_token_ids if engine.tokenizer else ()
+    biased = {"logit_bias": dict.fromkeys(ends, 100), "temperature": 0}
+    assert said(engine, regex="(ab)+", **biased) == ("ab", "stop")
+    # Where it may end, it may also go on: up to max_tokens, or to a token that the caller names.
+    assert said(engine, regex="(ab)+", ignore_eos=True, max_tokens=3, **biased)[1] == "length"
+    assert said(engine, regex="(ab)+", ignore_eos=True, stop_token_ids=ends, **biased) == ("ab", "stop")
+
+
+def test_of_several_outputs_each_has_the_form(engine: Engine) -> None:
+    (found,) = engine.generate(["x = "], SamplingParams(max_tokens=300, seed=3, n=4, json_schema=LIST))
+    assert {choice.finish_reason for choice in found.choices} == {"stop"}
+    assert all(isinstance(json.loads(choice.text), list) for choice in found.choices)
+
+
+def test_another_process_goes_on_with_the_same_tokens(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=60, seed=5, regex=MAIL)
+    (whole,) = engine.generate(["x = "], params)
+    prompt = engine.tokenizer.encode("x = ") if engine.tokenizer else []
+    for published in range(len(whole.token_ids) + 1):
+        events: list[Event] = []
+        done = threading.Event()
+
+        def take(event: Event, events: list[Event] = events, done: threading.Event = done) -> None:
+            events.append(event)
+            if event.done:
+                done.set()
+
+        engine.submit(Request(f"after-{published}", prompt, params, resume=[whole.token_ids[:published]]), take)
+        assert done.wait(60)
+        assert whole.token_ids[:published] + [one for event in events for one in event.token_ids] == whole.token_ids
+        assert events[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("params", "why"),
+    [
+        ({"json_schema": {"not": {}}}, r'Unimplemented keys: \["not"\]'),
+        ({"json_schema": {"type": "integer", "minimum": 2, "maximum": 1}}, "Unsatisfiable schema"),
+        ({"json_schema": {"$ref": "https://example.org/schema"}}, "https://example.org/schema"),
+        ({"regex": "(a"}, "unclosed group"),
+        ({"regex": "(?=a)a"}, "look-around"),
+        ({"grammar": "start: other"}, 'unknown name: "other"'),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_with_the_reason(engine: Engine, params: dict[str, Any], why: str) -> None:
+    (name,) = params
+    with pytest.raises(RequestError, match=f"{name} cannot be followed.*{why}") as refusal:
+        engine.generate(["x"], SamplingParams(**params))
+    assert refusal.value.param == name
+
+
+def test_rules_that_name_each_other_at_any_length_harm_nobody(engine: Engine) -> None:
+    """A usual stack ends after some thousands."""
+    chain = "".join(f'r{i}: "a" r{i + 1}\n' for i in range(500))
+    assert said(engine, grammar=f'start: r0\n{chain}r500: "b"', max_tokens=4)[1] == "length"
+    links = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(1700)} | {"a1700": {"const": 7}}
+    assert said(engine, json_schema={"$ref": "#/$defs/a0", "$defs": links}) == ("7", "stop")
+
+
+def test_a_form_that_grows_too_complex_fails_its_own_request_alone(engine: Engine) -> None:
+    broad = "start: " + '"ab"? ' * 1000
+    found = engine.generate(["x", "y"], [SamplingParams(grammar=broad), SamplingParams(regex="abc")])
+    assert found[0].finish_reason == "error"
+    assert "grammar cannot be followed any further: Parser Error: Current row has" in (found[0].error or "")
+    assert (found[1].text, found[1].error) == ("abc", None)
+
+
+def test_a_form_needs_a_tokenizer_and_llguidance(
+    load: Load, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RequestError, match=r"the model has no tokenizer\.json: it cannot follow regex"):
+        load(write_model(tmp_path, tokenizer=False)).generate([[1, 2]], SamplingParams(regex="a"))
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(RequestError, match=r"regex needs the package llguidance.*penstock\[worker\]"):
+        engine.generate(["x"], SamplingParams(regex="a"))
