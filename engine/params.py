@@ -19,9 +19,10 @@ MAX_BIASES: Final = 1024
 #: The most log probabilities of a prompt's tokens, alternatives included: some megabytes as text.
 MAX_PROMPT_LOGPROBS: Final = 262_144
 MAX_SEED: Final = (1 << 63) - 1
-#: The longest JSON schema, and the longest regular expression or grammar: work on a step's thread grows with them.
+#: The longest JSON schema, regular expression, and grammar: work on a step's thread grows with them.
 MAX_SCHEMA: Final = 65_536
-MAX_GRAMMAR: Final = 8_192
+MAX_REGEX: Final = 8_192
+MAX_GRAMMAR: Final = 32_768
 #: Temperatures below this count as 0, because dividing by them would overflow.
 COLDEST: Final = 1e-5
 
@@ -101,7 +102,7 @@ class SamplingParams:
     )
     """The output is JSON that this schema allows; {} allows any. A mapping, or its text; kept as text. The output is in
     the form of at most one of json_schema, regex and grammar, and ends where nothing can follow."""
-    regex: str | None = declare(None, Text(MAX_GRAMMAR), "Write a text that this regular expression matches.")
+    regex: str | None = declare(None, Text(MAX_REGEX), "Write a text that this regular expression matches.")
     """The whole output matches this, in the syntax of Rust's regex crate."""
     grammar: str | None = declare(None, Text(MAX_GRAMMAR), "Write a text of this Lark grammar.", metavar="LARK")
     """The output is a text of this grammar, in llguidance's variant of Lark."""

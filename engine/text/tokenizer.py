@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import tokenizers
@@ -12,6 +13,14 @@ from engine.errors import ModelError, RequestError
 from engine.text import sanity
 from engine.text.detokenizer import Detokenizer, byte_speller, detokenizer_factory
 from engine.text.files import read_files, read_object
+
+
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """`special`: it has no text in outputs."""
+
+    id: int
+    special: bool
 
 
 class Tokenizer:
@@ -62,6 +71,11 @@ class Tokenizer:
     def same_tokens(self, other: Tokenizer) -> bool:
         """Whether each token id stands for the same token in both."""
         return self._backend.get_vocab(with_added_tokens=True) == other._backend.get_vocab(with_added_tokens=True)
+
+    def added_tokens(self) -> dict[str, AddedToken]:
+        """The tokens that were added to the vocabulary, such as those that mark turns, by their text."""
+        found = self._backend.get_added_tokens_decoder()
+        return {token.content: AddedToken(token_id, token.special) for token_id, token in found.items()}
 
     def to_json(self) -> str:
         """The tokenizer as a tokenizer.json that neither truncates nor pads."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from engine.declared.bounds import MAX_INT32
-from engine.params import DEFAULTS, FORMS, MAX_CHOICES, MAX_GRAMMAR, MAX_PROMPT_LOGPROBS, MAX_SCHEMA, filled
+from engine.params import DEFAULTS, FORMS, MAX_CHOICES, MAX_GRAMMAR, MAX_PROMPT_LOGPROBS, MAX_REGEX, MAX_SCHEMA, filled
 from producers.contract.task.fields import (
     ASSUMED_OUTPUT,
     BYTES_PER_TOKEN,
@@ -87,7 +87,7 @@ class Task(BaseModel):
     banned_token_ids: Ids = sampling("banned_token_ids")
     bad_words: Texts = sampling("bad_words")
     json_schema: Schema | None = sampling("json_schema", f"a JSON schema: an object of at most {MAX_SCHEMA} characters")
-    regex: Regex | None = sampling("regex", f"a regular expression of 1 to {MAX_GRAMMAR} characters")
+    regex: Regex | None = sampling("regex", f"a regular expression of 1 to {MAX_REGEX} characters")
     grammar: Lark | None = sampling("grammar", f"a Lark grammar of 1 to {MAX_GRAMMAR} characters")
     seed: int | None = sampling("seed")
     stop: Annotated[tuple[Text, ...], BeforeValidator(stops, json_schema_input_type=Text | list[Text])] = sampling(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
+from engine.params import FORMS
 from producers.contract.chat import MESSAGE, read_messages
 from producers.contract.stream.events import End
 from producers.contract.task import Task
@@ -20,11 +22,25 @@ from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http.caller import SUBMITS, principal_of, tenant_of
 from producers.gateway.http.errors import invalid_value
 from producers.gateway.http.request.body import read_object
-from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, News, head, made, news, respond
+from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, News, Output, head, made, news, respond
 from producers.gateway.openai.arrays import joined
 from producers.gateway.openai.forms import NESTED, TEXT, formed
 from producers.gateway.openai.logprobs import CHAT, ChatLogprobs, ScoredPrompt
-from producers.gateway.openai.parameters import RESPONSES, Asked, Parameters, check_chats, count, flag, refusal
+from producers.gateway.openai.parameters import (
+    NOT_OFFERED,
+    RESPONSES,
+    Asked,
+    Parameters,
+    check_chats,
+    count,
+    flag,
+    refusal,
+)
+from producers.gateway.openai.tools.answer import CALLED, CallingChoice, deltas, message
+from producers.gateway.openai.tools.asked import OWN, Tools, read_tools
+from producers.gateway.openai.tools.formats import format_of
+from producers.gateway.openai.tools.grammar import Calling, calling
+from producers.gateway.openai.tools.spoken import Listener
 from producers.gateway.openai.whole import Choice, Whole, whole_answer
 from producers.gateway.tasks.foreground import Foreground, keyed
 
@@ -40,6 +56,7 @@ PARAMETERS: Final = Parameters(
         "continue_final_message": {"type": "boolean"},
         "chat_template_kwargs": {"type": "object"},
         "response_format": NESTED,
+        **OWN,
     },
     renamed={
         "max_completion_tokens": "max_tokens",
@@ -47,6 +64,7 @@ PARAMETERS: Final = Parameters(
         "prompt_logprobs": "prompt_logprobs",
     },
     required="messages",
+    not_offered={name: nothing for name, nothing in NOT_OFFERED.items() if name not in OWN},
 )
 #: Template variables that `chat_template_kwargs` may not set: other parameters do.
 TAKEN: Final = ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
@@ -54,12 +72,13 @@ TAKEN: Final = ("messages", "add_generation_prompt", "continue_final_message", "
 
 @dataclass(frozen=True, slots=True)
 class _Chat:
-    """A chat request. `template`: the template's variables besides the messages."""
+    """A chat request. `template`: the template's variables besides the messages. `tools`: those that may be called."""
 
     asked: Asked
     messages: list[dict[str, Any]]
     template: dict[str, Any]
     logprobs: int | None
+    tools: Tools | None
 
     @property
     def n(self) -> int:
@@ -82,7 +101,10 @@ async def create(request: Request) -> Response:
     request.state.tier = task.tier
     check_may_use(principal_of(request), task)
     known = await gateway.client.known(task.model)
+    ways = None if chat.tools is None else await _calling(gateway, known.card, chat.tools)
     task = task.model_copy(update={"prompt": await _prompt(gateway, known.card, chat, task)})
+    if ways is not None:
+        task = task.model_copy(update={"grammar": ways.grammar})
     scorer = None if chat.logprobs is None else ChatLogprobs(await gateway.prompts.tokenizer(known.card))
     scored = [] if task.prompt_logprobs is None else [ScoredPrompt(await gateway.prompts.tokenizer(known.card))]
     with asked.in_its_words():
@@ -93,9 +115,13 @@ async def create(request: Request) -> Response:
     async def answer() -> Response:
         first.update(foreground.shortened)
         if asked.stream:
-            stream = _Stream(chat, Chunks(first, asked, [len(task.prompt)] * chat.n), scorer)
+            stream = _Stream(chat, Chunks(first, asked, [len(task.prompt)] * chat.n), scorer, ways)
             return ChunkStream(stream.chunks(foreground), foreground, gateway)
-        whole = Whole([Choice(scorer, CHAT) for _ in range(chat.n)], chat.n, shape, scored)
+        choices = [
+            Choice(scorer, CHAT) if ways is None else CallingChoice(scorer, ways, foreground.ids[0], index)
+            for index in range(chat.n)
+        ]
+        whole = Whole(choices, chat.n, shape, scored)
         return await whole_answer(request, gateway, foreground, whole, first)
 
     return await respond(asked, foreground, answer)
@@ -130,7 +156,22 @@ def read_chat(body: Mapping[str, Any], tenant: str | None) -> _Chat:
         asked = replace(asked, names=asked.names | {"logprobs": "top_logprobs"})
     asked = formed(asked, "response_format", own.get("response_format", TEXT))
     template = variables | {"add_generation_prompt": prompting, "continue_final_message": going_on}
-    return _Chat(asked, read_messages(own["messages"]), template, (top or 0) if wanted else None)
+    tools = read_tools(own)
+    if tools is not None:
+        template["tools"] = tools.shown
+        if form := next((name for name in FORMS if name in asked.fields), None):
+            place = asked.names.get(form, form)
+            raise invalid_value(place, f"tools and {place} are both given; an output has one form")
+        asked = replace(asked, names=asked.names | {"grammar": "tools"})
+    return _Chat(asked, read_messages(own["messages"]), template, (top or 0) if wanted else None, tools)
+
+
+async def _calling(gateway: Gateway, card: Mapping[str, Any], tools: Tools) -> Calling:
+    """How the model's output calls the tools. Raises InvalidTask."""
+    check_chats(card)
+    template = await gateway.templates.source(card)
+    style = format_of(card["name"], template)
+    return await asyncio.to_thread(calling, tools, template, await gateway.prompts.tokenizer(card), style)
 
 
 async def _prompt(gateway: Gateway, card: Mapping[str, Any], chat: _Chat, task: Task) -> tuple[int, ...]:
@@ -144,9 +185,9 @@ async def _prompt(gateway: Gateway, card: Mapping[str, Any], chat: _Chat, task: 
 
 def shape(index: int, choice: Choice) -> Iterator[bytes | bytearray]:
     """A choice's JSON in a complete answer."""
-    yield b'{"index":%d,"message":{"role":"assistant","content":"' % index
-    yield choice.text
-    yield b'","refusal":null,"annotations":[]},"logprobs":'
+    yield b'{"index":%d,"message":{"role":"assistant",' % index
+    yield from message(choice)
+    yield b'},"logprobs":'
     if choice.arrays is None:
         yield b"null"
     else:
@@ -159,14 +200,17 @@ def shape(index: int, choice: Choice) -> Iterator[bytes | bytearray]:
 class _Stream:
     """A stream's chunks: for each choice one with the role, then content, then one with the finish reason."""
 
-    def __init__(self, chat: _Chat, chunks: Chunks, scorer: ChatLogprobs | None) -> None:
+    def __init__(self, chat: _Chat, chunks: Chunks, scorer: ChatLogprobs | None, calling: Calling | None) -> None:
         self._chat = chat
+        self._calling = calling
+        self._listeners = [] if calling is None else [Listener(calling) for _ in range(chat.n)]
         self._chunks = chunks
         self._scorer = scorer
         self._spoken: set[int] = set()
         self._ended: set[int] = set()
 
     async def chunks(self, foreground: Foreground) -> AsyncGenerator[bytes]:
+        self._task_id = foreground.ids[0]
         with self._chat.asked.in_its_words():
             ends: dict[int, End] = {}
             async with aclosing(news(foreground.events(), self._chat.n)) as batches:
@@ -188,12 +232,23 @@ class _Stream:
             logprobs = None
             if self._scorer is not None and output.tokens:
                 logprobs = self._scorer.of(output.tokens) | {"refusal": None}
-            if output.text or logprobs:
-                said.append(self._delta(index, {"content": output.text}, logprobs))
-            if output.reason in REASONS and index not in self._ended:
+            ending = output.reason in REASONS and index not in self._ended
+            for delta in self._deltas(index, output, ending, bool(logprobs)):
+                said.append(self._delta(index, delta, logprobs))
+                logprobs = None
+            if ending:
                 self._ended.add(index)
-                said.append(self._delta(index, {}, reason=output.reason))
+                called = output.reason == "stop" and self._listeners and self._listeners[index].calls
+                said.append(self._delta(index, {}, reason=CALLED if called else output.reason))
         return b"".join(said)
+
+    def _deltas(self, index: int, output: Output, ending: bool, scored: bool) -> list[dict[str, Any]]:
+        """What a choice says, by at least one delta if its tokens are `scored`."""
+        if self._calling is None:
+            return [{"content": output.text}] if output.text or scored else []
+        said = self._listeners[index].hear(output.tokens)
+        said += self._listeners[index].end() if ending else []
+        return [*deltas(said, self._calling, self._task_id, index)] or ([{"content": ""}] if scored else [])
 
     def _delta(
         self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None

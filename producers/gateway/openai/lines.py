@@ -40,6 +40,7 @@ URLS: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
         "add_generation_prompt": (True,),
         "chat_template_kwargs": ({},),
         "prompt_logprobs": (),
+        "tools": ([],),
     },
     COMPLETIONS: {"stream": (False,), "echo": (False,), "add_special_tokens": (True,)},
     RESPONSES: {

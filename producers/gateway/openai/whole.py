@@ -66,7 +66,11 @@ class Choice:
         return b"null" if self.reason is None else quote(self.reason).encode()
 
     def take(self, output: Output) -> None:
-        self.text += quote(output.text)[1:-1].encode()
+        self._take(output, output.text)
+
+    def _take(self, output: Output, text: str) -> None:
+        """`text`: the output's content."""
+        self.text += quote(text)[1:-1].encode()
         if self._scorer is not None and self.arrays is not None:
             self.arrays.add(self._scorer.of(output.tokens))
         self.reason = output.reason or self.reason

@@ -42,16 +42,23 @@ class Templates:
         Raises InvalidTask if the template refuses the messages or is stopped over them, and Problem if it cannot be
         used or too many requests wait for it.
         """
-        key = tuple(card["files"].get(name, "") for name in TEMPLATE)
         try:
             while True:
-                renderer = await self._kept.get(key, lambda: self._load(card))
+                renderer = await self._renderer(card)
                 with suppress(ExecutorClosed):  # it was evicted meanwhile
                     return await renderer.render(messages, **options)
         except RequestError as error:
             raise InvalidTask(str(error), param=error.param, code=error.code) from error
         except ModelError as error:
             raise _unusable(card["name"], error) from error
+
+    async def source(self, card: Mapping[str, Any]) -> str:
+        """The text of the model's template. Raises Problem if it cannot be used."""
+        return (await self._renderer(card)).source
+
+    async def _renderer(self, card: Mapping[str, Any]) -> _Renderer:
+        key = tuple(card["files"].get(name, "") for name in TEMPLATE)
+        return await self._kept.get(key, lambda: self._load(card))
 
     def close(self) -> None:
         """End all processes."""
@@ -72,6 +79,7 @@ class _Renderer:
     """A confined template and the thread that talks to its process."""
 
     def __init__(self, source: TemplateSource) -> None:
+        self.source = source.text
         self._template = ConfinedTemplate(source)
         self._executor = Executor("penstock-template")
 

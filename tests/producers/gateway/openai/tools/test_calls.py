@@ -1,0 +1,204 @@
+"""Whatever the grammar of a request's tools allows is heard as content and calls of those tools, in each format."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import tokenizers
+
+from engine.grammar.matcher import Grammars, Matcher
+from engine.params import SamplingParams
+from engine.text import Tokenizer
+from producers.contract.stream.events import Token
+from producers.errors import InvalidTask
+from producers.gateway.openai.tools.asked import Tools, read_tools
+from producers.gateway.openai.tools.formats import HERMES, LLAMA, MISTRAL, NEMO, CallFormat, format_of
+from producers.gateway.openai.tools.grammar import Calling, calling
+from producers.gateway.openai.tools.spoken import Arguments, Begun, Listener, Said
+from tests.producers.gateway.conftest import TINY
+
+WEATHER = {
+    "type": "object",
+    "description": "Where and when.",
+    "properties": {
+        "place": {"$ref": "#/$defs/place"},
+        "days": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2},
+    },
+    "required": ["place", "days"],
+    "additionalProperties": False,
+    "$defs": {"place": {"type": "string", "pattern": '^[a-z{}"]{1,5}$'}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}},
+    {"type": "function", "function": {"name": "now", "description": "The time."}},
+]
+SCHEMAS = {"weather": WEATHER, "now": {"type": "object", "maxProperties": 0}}
+#: What the templates of models have, in which the format shows.
+TEMPLATES = {
+    "hermes": (HERMES, '<think> <tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'),
+    "mistral": (MISTRAL, '<think> {{- "[TOOL_CALLS] [" }}'),
+    "nemo": (NEMO, '<think> {{- "[TOOL_CALLS][" }}'),
+    "llama": (LLAMA, 'format {"name": function name, "parameters": dictionary of argument name and its value}.'),
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """The bundled model's tokenizer, with the format's marks as tokens or without."""
+
+    style: CallFormat
+    template: str
+    tokenizer: Tokenizer
+
+    def calling(self, **own: Any) -> Calling:
+        tools = read_tools({"tools": TOOLS, **own})
+        assert isinstance(tools, Tools)
+        return calling(tools, self.template, self.tokenizer, self.style)
+
+    def matcher(self, made: Calling) -> Matcher:
+        grammars = Grammars(self.tokenizer.to_json, self.tokenizer.vocab_size, self.tokenizer.eos_token_ids)
+        found = grammars.matcher(SamplingParams(grammar=made.grammar))
+        assert found is not None
+        return found
+
+
+@pytest.fixture(params=[f"{name}{marks}" for name in TEMPLATES for marks in ("", "-marks")])
+def model(request: pytest.FixtureRequest) -> Model:
+    name, _, marks = request.param.partition("-")
+    style, template = TEMPLATES[name]
+    files = {one.name: one.read_bytes() for one in TINY.glob("*.json")}
+    if marks:
+        backend = tokenizers.Tokenizer.from_file(str(TINY / "tokenizer.json"))
+        # As Qwen and Mistral have them: text, and no text.
+        added = [tokenizers.AddedToken(mark, special=mark.startswith("[")) for mark in style.marks]
+        backend.add_tokens([*added, tokenizers.AddedToken("<think>", special=False)])
+        files["tokenizer.json"] = backend.to_str().encode()
+    return Model(style, template, Tokenizer(files))
+
+
+def drawn(model: Model, made: Calling, seed: int) -> list[int]:
+    """A random output that the grammar allows, up to its end."""
+    draw, output = random.Random(seed), []
+    matcher = model.matcher(made)
+    while len(output) < 3000:
+        mask = np.zeros(-(-model.tokenizer.vocab_size // 32), np.int32)
+        matcher.allow(mask)
+        token_id = draw.choice(np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0].tolist())
+        if token_id in model.tokenizer.eos_token_ids:
+            break
+        output.append(token_id)
+        if matcher.push(token_id):
+            break
+    return output
+
+
+def heard(model: Model, made: Calling, output: Sequence[int], seed: int) -> tuple[str, list[tuple[str, str]]]:
+    """Content, and calls by name and arguments; the tokens come in random pieces."""
+    draw, detokenizer, listener = random.Random(seed), model.tokenizer.new_detokenizer(), Listener(made)
+    said: list[Said] = []
+    texts = [detokenizer.push(token_id) for token_id in output]
+    texts[-1] += detokenizer.flush()
+    tokens = [Token(0, 0, at, *one) for at, one in enumerate(zip(output, texts, strict=True))]
+    while tokens:
+        size = draw.randint(1, 5)
+        said += listener.hear(tokens[:size])
+        tokens = tokens[size:]
+    said += listener.end()
+    assert [one.at for one in said if isinstance(one, Begun)] == [*range(listener.calls)]
+    calls = [(one.name, one.at) for one in said if isinstance(one, Begun)]
+    texts = ["".join(one.text for one in said if isinstance(one, Arguments) and one.at == at) for _, at in calls]
+    return "".join(one for one in said if isinstance(one, str)), [
+        (name, text) for (name, _), text in zip(calls, texts, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_call_that_must_be_made_is_one_of_the_tools(model: Model, seed: int) -> None:
+    made = model.calling(tool_choice="required")
+    content, calls = heard(model, made, drawn(model, made, seed), seed)
+    assert content == ""
+    assert calls
+    for name, arguments in calls:
+        jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+    one = model.calling(tool_choice="required", parallel_tool_calls=False)
+    assert len(heard(model, one, drawn(model, one, seed), seed)[1]) == 1
+    named = model.calling(tool_choice={"type": "function", "function": {"name": "now"}})
+    assert [name for name, _ in heard(model, named, drawn(model, named, seed), seed)[1]] == ["now"]
+
+
+def test_text_may_come_before_calls(model: Model) -> None:
+    made, style = model.calling(), model.style
+    two = [("now", "{}"), ("weather", '{"place": "{\\"}", "days": [1]}')]
+    several = two[: 1 if style.between is None else 2]
+    wanted = [f'{{"name": "{name}", "{style.arguments}": {arguments}}}' for name, arguments in several]
+    calls = style.begin + style.opening + (style.between or "").join(wanted) + style.closing
+    for text in ("", "Let me see. <tool [TOOL\n"):
+        if text and not style.begin:
+            continue
+        output = model.tokenizer.encode(text + calls, add_special_tokens=False)
+        assert follows(model.matcher(made), output)
+        for seed in range(4):
+            assert heard(model, made, output, seed) == (text.rstrip(), several)
+
+
+def test_an_answer_may_be_text_alone(model: Model) -> None:
+    made = model.calling()
+    for text in (
+        "Hello, <tool_cal world [TOOL_CALL",
+        "It is 5 < 6 {}. \n",
+        *(["<think> x"] if model.style.begin else []),
+    ):
+        output = model.tokenizer.encode(text, add_special_tokens=False)
+        assert follows(model.matcher(made), output)
+        assert heard(model, made, output, 1) == (text, [])
+
+
+def test_what_is_no_call_of_a_tool_cannot_be_said(model: Model) -> None:
+    style = model.style
+    for wrong in (
+        '{"name": "other"',
+        f'{{"name": "weather", "{style.arguments}": {{"town"',
+        "x" if style.begin else "{ ",
+    ):
+        output = model.tokenizer.encode(style.begin + style.opening + wrong, add_special_tokens=False)
+        assert not follows(model.matcher(model.calling()), output)
+
+
+def follows(matcher: Matcher, output: Sequence[int]) -> bool:
+    for token_id in output:
+        matcher.push(token_id)
+    return not matcher.error
+
+
+def test_the_format_is_that_of_the_template() -> None:
+    for style, template in TEMPLATES.values():
+        assert format_of("m", template) is style
+    for other in ("{{ messages }}", "<tool_call>\n<function=name> arguments", "[TOOL_CALLS]name[ARGS]{}"):
+        with pytest.raises(InvalidTask, match='chat template of model "m" has no tools') as refused:
+            format_of("m", other)
+        assert refused.value.param == "tools"
+
+
+def test_a_mistral_call_has_an_id_that_its_template_takes() -> None:
+    assert len({MISTRAL.id_of("task", choice, call) for choice in range(3) for call in range(3)}) == 9
+    assert MISTRAL.id_of("task", 0, 0).isalnum()
+    assert len(MISTRAL.id_of("task", 0, 0)) == 9
+    assert HERMES.id_of("task", 0, 0).startswith("call_")
+
+
+def test_of_tools_that_are_not_strict_any_arguments_are_taken(model: Model) -> None:
+    odd = {"name": "odd", "parameters": {"type": "object", "not": {}}}
+    made = model.calling(
+        tools=[{"type": "function", "function": odd}], tool_choice="required", parallel_tool_calls=False
+    )
+    ((name, arguments),) = heard(model, made, drawn(model, made, 2), 2)[1]
+    assert (name, type(json.loads(arguments))) == ("odd", dict)
+    with pytest.raises(InvalidTask, match=r"tools\[0\]\.function\.parameters cannot be followed: Unimplemented keys"):
+        model.calling(tools=[{"type": "function", "function": odd | {"strict": True}}])

@@ -1,0 +1,105 @@
+"""Tools in chat completions over real HTTP, read by OpenAI's client: what is queued, and what is answered."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis
+
+from producers.contract import keys
+from tests.producers.gateway.conftest import CARD, Door
+from tests.producers.gateway.openai.conftest import MESSAGES, Answering, says, send
+
+TEMPLATE = """{% for tool in tools or [] %}{{ tool | tojson }} {% endfor %}<tool_call> arguments
+{% for message in messages %}{{ message.role }}: {{ message.content }}{% for call in message.tool_calls or [] %}
+{{ call.id }} {{ call.function.name }} {{ call.function.arguments.place }}{% endfor %}
+{% endfor %}"""
+PLACE = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "weather", "parameters": PLACE}},
+    {"type": "function", "function": {"name": "now"}},
+]
+PIECES = [
+    "Well. ",
+    "\n<tool",
+    '_call>\n{"name": "weather", "argu',
+    'ments": {"place": "}{"',
+    "}}",
+    "\n</tool_call>\n<tool_call>",
+    '\n{"name": "now", "arguments": {}}\n</tool_',
+    "call>",
+]
+
+
+@pytest.fixture
+def calls(valkey: Redis, model: str) -> str:
+    """The model, with a template that has tools."""
+    digest = hashlib.sha256(TEMPLATE.encode()).hexdigest()
+    valkey.set(keys.blob(digest), TEMPLATE)
+    card = replace(CARD, files={**CARD.files, "chat_template.jinja": digest})
+    valkey.hset(keys.MODELS, CARD.name, card.to_json())
+    return model
+
+
+def test_calls_are_answered_in_one_piece_and_as_a_stream(calls: str, door: Door, answering: Answering) -> None:
+    answering.scripts = [says(*PIECES, n=2)]
+    whole = door.openai.chat.completions.create(model=calls, messages=MESSAGES, tools=TOOLS, n=2)
+    for choice in whole.choices:
+        assert (choice.message.content, choice.finish_reason) == ("Well.", "tool_calls")
+        named = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
+        assert named == [("weather", '{"place": "}{"}'), ("now", "{}")]
+    assert len({call.id for choice in whole.choices for call in choice.message.tool_calls or []}) == 4
+    with door.openai.chat.completions.stream(model=calls, messages=MESSAGES, tools=TOOLS, n=2) as events:
+        streamed = events.get_final_completion()
+    for choice, other in zip(whole.choices, streamed.choices, strict=True):
+        assert (other.message.content, other.finish_reason) == ("Well.", "tool_calls")
+        for one, two in zip(choice.message.tool_calls or [], other.message.tool_calls or [], strict=True):
+            assert (one.function.name, one.function.arguments) == (two.function.name, two.function.arguments)
+
+
+def test_the_tools_are_in_prompt_and_grammar(calls: str, http: httpx.Client, answering: Answering) -> None:
+    asked = {"model": calls, "messages": MESSAGES, "tools": TOOLS}
+    answering.scripts = [says("Hello.")]
+    answer = send(http, "/v1/chat/completions", asked).json()["choices"][0]
+    assert (answer["message"]["content"], answer["finish_reason"]) == ("Hello.", "stop")
+    assert "tool_calls" not in answer["message"]
+    assert send(http, "/v1/chat/completions", asked | {"tool_choice": "none"}).status_code == 200
+    with_tools, without = (record.task for record in answering.records)
+    assert len(with_tools["prompt"]) > len(without["prompt"])
+    assert '{\\"name\\": \\"weather\\"' in with_tools["grammar"]
+    assert "grammar" not in without
+
+
+def test_a_conversation_goes_on_with_what_a_tool_said(calls: str, door: Door, answering: Answering) -> None:
+    answering.scripts = [says(*PIECES), says("It rains.")]
+    message = door.openai.chat.completions.create(model=calls, messages=MESSAGES, tools=TOOLS).choices[0].message
+    assert message.tool_calls
+    more: Any = [message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}]
+    answer = door.openai.chat.completions.create(model=calls, messages=[*MESSAGES, *more], tools=TOOLS)
+    assert answer.choices[0].message.content == "It rains."
+
+
+def test_an_output_that_is_cut_in_a_call_has_what_there_is_of_it(
+    calls: str, http: httpx.Client, answering: Answering
+) -> None:
+    answering.scripts = [says(*PIECES[:4], reason="length")]
+    answer = send(http, "/v1/chat/completions", {"model": calls, "messages": MESSAGES, "tools": TOOLS}).json()
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "length"
+    assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == ['{"place": "}{"']
+
+
+def test_tools_that_are_too_large_are_refused_by_name(calls: str, http: httpx.Client) -> None:
+    wide = {"type": "object", "properties": {f"p{i}": {"enum": ["x" * 40]} for i in range(700)}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": wide}}]
+    answer = send(http, "/v1/chat/completions", {"model": calls, "messages": MESSAGES, "tools": tools})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+    assert "at most 32768" in answer.json()["error"]["message"]
+    # What describes them is in the prompt alone.
+    wide["properties"] = {f"p{i}": {"type": "string", "description": "y" * 500} for i in range(100)}
+    answer = send(http, "/v1/chat/completions", {"model": calls, "messages": MESSAGES, "tools": tools})
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
