@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from engine.logprobs import TokenLogprobs
 from engine.params import FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from engine.grammar.matcher import Matcher
 
 
 class Tier(IntEnum):
@@ -73,6 +76,8 @@ class Request:
     arrival: float = field(default_factory=time.monotonic)
     """The time of arrival in monotonic seconds. It orders requests of one tier and starts their ageing."""
     course: Course = field(default_factory=Course, compare=False)
+    matchers: list[Matcher] = field(default_factory=list, compare=False, repr=False)
+    """Those of its outputs' form, one for each choice, from when it was checked until it is queued."""
 
 
 @dataclass(slots=True)

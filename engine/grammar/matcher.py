@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
-from typing import Any, Final
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.grammar.source import form_of, limits, refused, with_stack
+from engine.errors import RequestError
+from engine.grammar.source import form_of, limits, refused, said, with_stack
 from engine.params import SamplingParams
 
-#: The forms that are kept ready. Making one takes milliseconds, and up to a second for the largest.
-_KEPT: Final = 256
 #: Bits of allowed tokens, int32 [words]: token t is bit t % 32 of word t // 32.
 Mask = NDArray[np.int32]
 
@@ -27,21 +26,25 @@ class Grammars:
         self._json = tokenizer_json
         self._vocab_size = vocab_size
         self._eos = [token_id for token_id in eos if token_id < vocab_size]
-        self._made = lru_cache(_KEPT)(self._make)
 
-    def matcher(self, params: SamplingParams) -> Matcher | None:
-        """A matcher at the beginning of an output; None for a request without a form.
+    def matchers(self, params: SamplingParams, count: int = 1) -> list[Matcher]:
+        """`count` matchers, each at the beginning of an output; none for a request without a form.
 
-        Raises RequestError if the form cannot be followed. The first one of a tokenizer takes up to some seconds.
+        Takes milliseconds each, for the largest forms a second; the first one of a tokenizer takes some seconds more.
+        Raises RequestError if the form cannot be followed. Each output has a matcher of its own, and no copy: copies
+        would share the lexer's states, so that one output could use up what another may need.
         """
         form = form_of(params)
-        return None if form is None else Matcher(self._made(*form).deep_copy(), self._ends_of(params), self._marks)
+        if form is None:
+            return []
+        ends = self._ends_of(params)
+        return [Matcher(rules, ends, self._marks) for rules in self._made(*form, count)]
 
     def _ends_of(self, params: SamplingParams) -> NDArray[np.int64]:
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
         return np.array(sorted(one for one in ends if one < self._vocab_size), np.int64)
 
-    def _make(self, name: str, grammar: str) -> Any:
+    def _made(self, name: str, grammar: str, count: int) -> list[Any]:
         from llguidance import LLMatcher
 
         def make() -> Any:
@@ -50,12 +53,15 @@ class Grammars:
             return made
 
         try:
-            made = with_stack(make)
-        except (RuntimeError, ValueError) as error:  # of the tokenizer: a matcher keeps its errors
+            every = with_stack(name, lambda: [make() for _ in range(count)])
+        except ValueError as error:  # of the tokenizer: a matcher keeps its errors
+            if isinstance(error, RequestError):
+                raise
             raise refused(name, f"llguidance cannot read the model's tokenizer: {error}") from None
-        if made.is_error():
-            raise refused(name, made.get_error())
-        return made
+        for made in every:
+            if made.is_error() or made.is_stopped():
+                raise refused(name, made.get_error() or made.stop_reason())
+        return every
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -79,8 +85,8 @@ class Matcher:
     __slots__ = ("_ends", "_marks", "_rules", "_words", "count", "error")
 
     def __init__(self, rules: Any, ends: NDArray[np.int64], marks: NDArray[np.int64]) -> None:
-        """`rules`: an LLMatcher of its own. `ends`: the tokens that may end the output once the form is complete.
-        `marks`: see Grammars."""
+        """`rules`: an LLMatcher of its own. `ends`: the tokens that may end a complete output; those
+        that its caller named may be text elsewhere, and cut it. `marks`: see Grammars."""
         self._rules = rules
         self._ends = ends
         self._marks = marks
@@ -126,7 +132,7 @@ class Matcher:
             np.bitwise_or.at(mask, self._ends // 32, _bit(self._ends))
 
     def _fail(self) -> None:
-        self.error = self.error or " ".join(self._rules.get_error().split())[:300] or "the output left its form"
+        self.error = self.error or said(self._rules.get_error()) or "the output left its form"
 
 
 def _bit(token_ids: NDArray[np.int64]) -> NDArray[np.int32]:

@@ -54,10 +54,12 @@ class Scheduler:
     # ---- requests come and go
 
     def check(self, request: Request) -> None:
-        """Raise RequestError if the request could never run. Reads only settings, so any thread may call it."""
+        """Raise RequestError if the request could never run. It changes the request alone, so any thread may call
+        it."""
         self._limits.check(request)
         self._spelled(request.params.bad_words)
-        self._matcher(request.params)
+        # Made here, for it takes time. Nobody waits for it but the caller.
+        request.matchers = self._matchers(request.params)
 
     def add(self, request: Request) -> list[Event]:
         """Queue a request that `check` has passed, with an id that is not in use.
@@ -100,7 +102,8 @@ class Scheduler:
         root = root_hash(request.salt, request.adapter, traits.version)
         bad_words = self._spelled(params.bad_words)
         limit = self._limits.output_limit(request)
-        matchers = [self._matcher(params) for _ in range(group.unfinished)]
+        matchers: Iterable[Matcher | None] = request.matchers or self._matchers(params) or [None] * group.unfinished
+        request.matchers = []
         return [
             Sequence(
                 request=request,
@@ -116,16 +119,19 @@ class Scheduler:
                 bad_words=bad_words,
                 matcher=matcher,
             )
-            for choice, matcher in enumerate(matchers)
+            for choice, matcher in zip(range(group.unfinished), matchers)  # noqa: B905 - fewer if nothing is generated
         ]
 
-    def _matcher(self, params: SamplingParams) -> Matcher | None:
-        """A matcher of the output's form. Raises RequestError for a form that cannot be followed."""
-        if params.forms and self._traits.grammars is None:
+    def _matchers(self, params: SamplingParams) -> list[Matcher]:
+        """A matcher for each choice whose output is to have a form. Raises RequestError for one that cannot be
+        followed."""
+        if not params.forms:
+            return []
+        if self._traits.grammars is None:
             raise RequestError(
                 f"the model has no tokenizer.json: it cannot follow {params.forms[0]}", param=params.forms[0]
             )
-        return None if self._traits.grammars is None else self._traits.grammars.matcher(params)
+        return self._traits.grammars.matchers(params, params.width)
 
     def _spelled(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """All token sequences that write these words and that the model can write: a tokenizer may have more tokens.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from importlib.util import find_spec
 
 from engine.grammar.source import check_form
 from engine.params import FORMS, SamplingParams
@@ -18,7 +19,9 @@ async def check_followed(task: Task) -> None:
 
 
 def check(task: Task) -> None:
-    """The same, for a thread that may wait."""
+    """The same, for a thread that may wait. Where llguidance is not installed, the worker alone checks."""
+    if find_spec("llguidance") is None:
+        return
     try:
         check_form(SamplingParams(**{name: getattr(task, name) for name in FORMS}))
     except RequestError as error:

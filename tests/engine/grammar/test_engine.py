@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -86,6 +87,13 @@ def test_another_process_goes_on_with_the_same_tokens(engine: Engine) -> None:
         ({"json_schema": {"not": {}}}, r'Unimplemented keys: \["not"\]'),
         ({"json_schema": {"type": "integer", "minimum": 2, "maximum": 1}}, "Unsatisfiable schema"),
         ({"json_schema": {"$ref": "https://example.org/schema"}}, "https://example.org/schema"),
+        ({"json_schema": functools.reduce(lambda one, _: {"items": one}, range(130), {})}, "recursion limit"),
+        ({"json_schema": {"not": {}, "x-guidance": {"lenient": True}}}, "x-guidance"),
+        ({"json_schema": {"type": "integer", "multipleOf": 4999999}}, "multipleOf are too large"),
+        ({"json_schema": {"allOf": [{"multipleOf": 997}, {"multipleOf": 99.1}]}}, "multipleOf are too large"),
+        ({"grammar": r'start: %json {"multiple\u004ff": 4999999}'}, "multipleOf are too large"),
+        ({"regex": r"[^\s\S]"}, "no text has this form"),
+        ({"grammar": "start: start"}, "no text has this form"),
         ({"regex": "(a"}, "unclosed group"),
         ({"regex": "(?=a)a"}, "look-around"),
         ({"grammar": "start: other"}, 'unknown name: "other"'),
@@ -112,6 +120,15 @@ def test_a_form_that_grows_too_complex_fails_its_own_request_alone(engine: Engin
     assert found[0].finish_reason == "error"
     assert "grammar cannot be followed any further: Parser Error: Current row has" in (found[0].error or "")
     assert (found[1].text, found[1].error) == ("abc", None)
+
+
+def test_what_an_output_uses_up_another_still_has(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.grammar.source._LEXER_STATES", 400)
+    params = SamplingParams(regex="[ab]*a[ab]{12}", temperature=5.0, seed=1, max_tokens=300, ignore_eos=True)
+    first, again = engine.generate(["x"], params)[0], engine.generate(["x"], params)[0]
+    assert first.error is not None
+    assert "regex cannot be followed any further: lexer error: too many states" in first.error
+    assert (again.token_ids, again.error) == (first.token_ids, first.error)
 
 
 def test_a_form_needs_a_tokenizer_and_llguidance(

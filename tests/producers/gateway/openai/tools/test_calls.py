@@ -64,8 +64,7 @@ class Model:
 
     def matcher(self, made: Calling) -> Matcher:
         grammars = Grammars(self.tokenizer.to_json, self.tokenizer.vocab_size, self.tokenizer.eos_token_ids)
-        found = grammars.matcher(SamplingParams(grammar=made.grammar))
-        assert found is not None
+        (found,) = grammars.matchers(SamplingParams(grammar=made.grammar))
         return found
 
 
