@@ -33,6 +33,8 @@ CALLED = {
     "Mistral": ["MistralForCausalLM"],
     "Qwen2 and 2.5": ["Qwen2ForCausalLM"],
     "Qwen3": ["Qwen3ForCausalLM"],
+    "Mixtral": ["MixtralForCausalLM"],
+    "Qwen3-MoE": ["Qwen3MoeForCausalLM"],
     "Phi-3 and 4": ["Phi3ForCausalLM"],
     "Gemma 2 and 3 (text)": ["Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"],
 }

@@ -9,7 +9,7 @@ attention reads the paged KV cache as a ragged batch describes a step; a set als
 """
 
 from engine.kernels.choice import select
-from engine.kernels.layer import LayerParts, PreparedLayers, PreparedLinear
+from engine.kernels.layer import ExpertParts, LayerParts, PreparedExperts, PreparedLayers, PreparedLinear
 from engine.kernels.ragged import RaggedBatch
 from engine.kernels.reference import Reference
 
@@ -17,8 +17,10 @@ from engine.kernels.reference import Reference
 Kernels = Reference
 
 __all__ = [
+    "ExpertParts",
     "Kernels",
     "LayerParts",
+    "PreparedExperts",
     "PreparedLayers",
     "PreparedLinear",
     "RaggedBatch",

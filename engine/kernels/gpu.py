@@ -11,7 +11,7 @@ from triton.runtime import driver
 from engine.errors import EngineError
 from engine.kernels.compressed_kv import SCALE_BYTES, stored_width
 from engine.kernels.fp8 import CAPABILITY, fp8_bytes, fp8_linear, fp8_product, multiplies_fp8, padded
-from engine.kernels.layer import PreparedLinear
+from engine.kernels.layer import ExpertParts, PreparedExperts, PreparedLinear
 from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.ragged import RaggedBatch
 from engine.kernels.reference import Reference
@@ -94,6 +94,12 @@ class Gpu(Reference):
             return super().prepare_fp8(values, scales, bias)
         self.keeps(values.shape, values.nbytes + scales.nbytes)
         return fp8_product(len(values), padded(values), scales, bias, quantise_rows, one_row_product)
+
+    def prepare_experts(self, parts: ExpertParts) -> PreparedExperts:
+        raise EngineError(
+            f"mixtures of experts are not served by {self.name}: serve this model on a CPU (--device cpu), or with "
+            "kernels='sdpa'"
+        )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps) if x.shape[-1] <= WIDEST else super().rms_norm(x, weight, eps)

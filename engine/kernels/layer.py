@@ -14,6 +14,28 @@ PreparedLinear = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertParts:
+    """A mixture of experts as layers/experts.py runs it."""
+
+    router: PreparedLinear
+    """Makes the logits of experts, [rows, experts]."""
+    gate_ups: tuple[PreparedLinear, ...]
+    """The gate and up products of each expert, as one."""
+    downs: tuple[PreparedLinear, ...]
+    chosen: int
+    """The experts of a row."""
+    normed: bool
+    """Whether the shares of a row's experts are divided by their sum."""
+    activation: str
+    """Either "silu" or "gelu_tanh"."""
+
+
+#: Runs the experts, the router's product aside. Arguments: x [rows, width]; the router's logits [rows, experts].
+#: Returns [rows, width].
+PreparedExperts = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerParts:
     """A layer as models/decoder.py runs it: norm, attention, sum, norm, gated feed-forward, sum. Norm weights are in
     the form for `rms_norm`."""
@@ -38,12 +60,14 @@ class LayerParts:
     attended_norm: Tensor | None
     """The norm weight for the output of attention, before it is added."""
     middle_norm: Tensor
-    gate_up: PreparedLinear
+    gate_up: PreparedLinear | None
+    """None, as is `down`, for a layer with experts."""
     activation: str
     """Either "silu" or "gelu_tanh"."""
-    down: PreparedLinear
+    down: PreparedLinear | None
     fed_norm: Tensor | None
     """The norm weight for the output of the feed-forward block, before it is added."""
+    experts: ExpertParts | None = None
 
 
 #: Runs all layers. Arguments: residual [tokens, width], which may be overwritten; (cos, sin) of each rope; the

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.layer import LayerParts, PreparedLayers, PreparedLinear, ReportTime
+from engine.kernels.layer import (
+    ExpertParts,
+    LayerParts,
+    PreparedExperts,
+    PreparedLayers,
+    PreparedLinear,
+    ReportTime,
+)
 from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.ragged import RaggedBatch, ragged_attention
 from engine.kv import KvGroup
@@ -98,6 +105,38 @@ class Reference:
         dequantised if the device cannot multiply such floats."""
         return self.prepare_linear((values.float() * scales).to(self.weight_dtype), bias)
 
+    def prepare_experts(self, parts: ExpertParts) -> PreparedExperts:
+        """Prepare a mixture of experts. A row's result is the sum over its experts, the likeliest first, of share times
+        result, in fp32. Only experts with rows run."""
+        gate = self.gate(parts.activation)
+
+        def experts(x: Tensor, logits: Tensor) -> Tensor:
+            chosen, shares = self.route(logits, parts.chosen, parts.normed)
+            # A row's places, one for each of its experts, sorted by expert.
+            order = chosen.flatten().argsort(stable=True)
+            counts = chosen.flatten().bincount(minlength=len(parts.downs)).tolist()
+            results = torch.empty(len(order), x.shape[1], dtype=torch.float32, device=x.device)
+            for i, places in enumerate(torch.split(order, counts)):
+                if len(places):
+                    inside = gate(parts.gate_ups[i](x[places // parts.chosen]))
+                    results[places] = parts.downs[i](inside).float()
+            results = results.view(len(x), parts.chosen, x.shape[1]).mul_(shares.unsqueeze(-1))
+            total = results[:, 0]
+            for place in range(1, parts.chosen):
+                total = total + results[:, place]
+            return total.to(x.dtype)
+
+        return experts
+
+    def route(self, logits: Tensor, chosen: int, normed: bool) -> tuple[Tensor, Tensor]:
+        """Choose the experts of each row: those of the `chosen` largest of softmax(`logits`), [rows, experts], in fp32.
+
+        Returns int64 [rows, chosen], the likeliest first, and their shares, fp32 [rows, chosen]: the probabilities, or
+        with `normed` these divided by their sum. Equal ones are taken as torch.topk takes them.
+        """
+        shares, experts = logits.float().softmax(-1).topk(chosen, -1)
+        return experts, shares / shares.sum(-1, keepdim=True) if normed else shares
+
     def peaks(self, head: PreparedLinear, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
         """The greedy tokens of the logits that `head`, a prepared product, makes of `hidden`, [rows, width].
 
@@ -180,6 +219,10 @@ class Reference:
         if turning < x.shape[-1]:
             return torch.cat((self.rope(x[..., :turning], cos, sin), x[..., turning:]), -1)
         return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+
+    def gate(self, activation: str) -> Callable[[Tensor], Tensor]:
+        """The operation of an activation, "silu" or "gelu_tanh"."""
+        return {"silu": self.silu_mul, "gelu_tanh": self.gelu_tanh_mul}[activation]
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up of `gate_up`, [tokens, 2 * width] -> [tokens, width] (SwiGLU, arXiv 2002.05202)."""

@@ -7,6 +7,7 @@ runs it on token rows [tokens, width].
 
 from engine.layers.attention import Attention, AttentionShape, NormedAttention
 from engine.layers.embedding import Embedding
+from engine.layers.experts import Experts, ExpertShape
 from engine.layers.linear import Linear
 from engine.layers.mlp import GatedMlp
 from engine.layers.norm import RmsNorm
@@ -25,6 +26,8 @@ __all__ = [
     "AttentionShape",
     "DynamicScaling",
     "Embedding",
+    "ExpertShape",
+    "Experts",
     "GatedMlp",
     "Linear",
     "LinearScaling",

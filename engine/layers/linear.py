@@ -25,8 +25,9 @@ class Linear:
         device: torch.device,
         head: bool = False,
     ) -> None:
-        """`head`: whether the product makes logits."""
+        """`head`: whether the product makes logits, of tokens or of experts."""
         self.inputs, self.parts, self.device = inputs, parts, device
+        self.makes_logits = head
         self._kernels = kernels
         self._prepare = kernels.prepare_head if head else kernels.prepare_linear
         self._stored: dict[str, Stored] = {}

@@ -23,7 +23,7 @@ class GatedMlp:
     ) -> None:
         """`activation`: "silu" or "gelu_tanh". `fused`: whether the checkpoint has one matrix for gate and up."""
         self.activation = activation
-        self._multiply = {"silu": kernels.silu_mul, "gelu_tanh": kernels.gelu_tanh_mul}[activation]
+        self._multiply = kernels.gate(activation)
         parts = {"gate_up_proj": 2 * hidden} if fused else {"gate_proj": hidden, "up_proj": hidden}
         self.gate_up = Linear(kernels, width, parts, bias=bias, device=device)
         self.down = Linear(kernels, hidden, {"down_proj": width}, bias=bias, device=device)

@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from engine.kernels import Kernels, LayerParts, PreparedLayers, PreparedLinear, RaggedBatch
-from engine.layers import Attention, AttentionShape, Embedding, GatedMlp, Linear, NormedAttention, RmsNorm, Rope
+from engine.layers import (
+    Attention,
+    AttentionShape,
+    Embedding,
+    Experts,
+    GatedMlp,
+    Linear,
+    NormedAttention,
+    RmsNorm,
+    Rope,
+)
 from engine.models.loader import Fill
 from engine.models.settings import DecoderSettings
 from engine.text.config import Config
@@ -41,7 +51,16 @@ class DecoderLayer:
             if c.qk_norm
             else Attention(kernels, shape, device=device)
         )
-        self._mlp = GatedMlp(
+        self.mlp = self._feed_forward(c, kernels, device)
+        self._eps = c.norm_eps
+        self.input_norm = self._norm(c, kernels, device)
+        self.middle_norm = self._norm(c, kernels, device)
+
+    @staticmethod
+    def _feed_forward(c: DecoderSettings, kernels: Kernels, device: torch.device) -> GatedMlp | Experts:
+        if c.experts is not None:
+            return Experts(kernels, c.hidden_size, c.experts, activation=c.activation, device=device)
+        return GatedMlp(
             kernels,
             c.hidden_size,
             c.intermediate_size,
@@ -50,9 +69,6 @@ class DecoderLayer:
             fused=c.fused,
             device=device,
         )
-        self._eps = c.norm_eps
-        self.input_norm = self._norm(c, kernels, device)
-        self.middle_norm = self._norm(c, kernels, device)
 
     @staticmethod
     def _norm(c: DecoderSettings, kernels: Kernels, device: torch.device) -> RmsNorm:
@@ -64,17 +80,17 @@ class DecoderLayer:
 
     def linears(self, prefix: str) -> list[tuple[str, Linear]]:
         """The layer's Linears, each with the prefix of its tensors' names."""
-        return self._attention.linears(f"{prefix}self_attn.") + self._mlp.linears(f"{prefix}mlp.")
+        return self._attention.linears(f"{prefix}self_attn.") + self.mlp.linears(f"{prefix}mlp.")
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
-        places = self._attention.weights(f"{prefix}self_attn.") | self._mlp.weights(f"{prefix}mlp.")
+        places = self._attention.weights(f"{prefix}self_attn.") | self.mlp.weights(f"{prefix}mlp.")
         for name, norm in self.norms().items():
             places |= norm.weights(f"{prefix}{name}.")
         return places
 
     def pack(self) -> None:
         self._attention.pack()
-        self._mlp.pack()
+        self.mlp.pack()
         for norm in self.norms().values():
             norm.pack()
 
@@ -83,7 +99,8 @@ class DecoderLayer:
 
         `group`: its KV group; `place`: its index in that group's cache; `rope`: the index of its rope.
         """
-        shape, mlp = self._attention.shape, self._mlp
+        shape, mlp = self._attention.shape, self.mlp
+        dense, experts = (None, mlp.parts) if isinstance(mlp, Experts) else (mlp, None)
         return LayerParts(
             group,
             place,
@@ -100,17 +117,18 @@ class DecoderLayer:
             output=self._attention.output.prepared,
             attended_norm=None,
             middle_norm=self.middle_norm.weight,
-            gate_up=mlp.gate_up.prepared,
+            gate_up=None if dense is None else dense.gate_up.prepared,
             activation=mlp.activation,
-            down=mlp.down.prepared,
+            down=None if dense is None else dense.down.prepared,
             fed_norm=None,
+            experts=experts,
         )
 
     def attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: RaggedBatch) -> Tensor:
         return self._attention(x, rotation, cache, batch)
 
     def feed(self, x: Tensor) -> Tensor:
-        return self._mlp(x)
+        return self.mlp(x)
 
 
 class Decoder(ABC):
@@ -133,7 +151,7 @@ class Decoder(ABC):
             device=device,
         )
         self._ropes = [Rope(kernels, rope.rotary_dim, rope.theta, rope.scaling, device=device) for rope in c.ropes]
-        self._layers = [self.LAYER(c, kernels, device) for _ in range(c.layers)]
+        self._layers = [self.LAYER(c.of_layer(i), kernels, device) for i in range(c.layers)]
         self._norm = RmsNorm(kernels, c.hidden_size, c.norm_eps, offset=c.norm_offset, device=device)
         self._head = (
             None
@@ -212,6 +230,10 @@ class Decoder(ABC):
             last = wanted if i + 1 == self.depth else None
             x, residual = self.layer(i, x, residual, rotations, attention, caches, last)
         return x
+
+    def feed_forward(self, i: int) -> GatedMlp | Experts:
+        """The feed-forward block of layer `i`."""
+        return self._layers[i].mlp
 
     @property
     def depth(self) -> int:

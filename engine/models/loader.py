@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -83,13 +84,19 @@ def weights_of(found: Mapping[str, Found], dtype: torch.dtype, exact: Collection
             with _threads_restored(torch.get_num_threads()) as threads:
                 for name, place in places.items():
                     with _faults_named(found[name].path):
-                        tensor = files[found[name].path].get_tensor(found[name].name)
+                        tensor = read(files[found[name].path], found[name])
                     torch.set_num_threads(1 if tensor.numel() < _FEW else threads)
                     # The place may be wider than dtype (on a CPU without bf16). The values are rounded to dtype all
                     # the same.
                     place.copy_(tensor if tensor.dtype == dtype or name in exact else tensor.to(dtype))
 
         yield fill
+
+
+def read(file: Any, found: Found) -> Tensor:
+    """Read a tensor, or its part, from its open safetensors file."""
+    tensor: Tensor = file.get_slice(found.name)[found.part] if found.part else file.get_tensor(found.name)
+    return tensor
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from engine.kernels import Kernels, RaggedBatch, select
 from engine.kv import KvGroup
 from engine.layers import Embedding, Linear
 from engine.memory import check_weights
+from engine.models.experts import separate
 from engine.models.loader import Fill, match, weights_of
 from engine.models.quantised import adopt
 from engine.quant.formats import Scheme, read_scheme
@@ -26,8 +27,10 @@ from engine.text.tensors import locate
 FAMILIES = {
     "LlamaForCausalLM": "engine.models.families.llama:Llama",
     "MistralForCausalLM": "engine.models.families.mistral:Mistral",
+    "MixtralForCausalLM": "engine.models.families.mixtral:Mixtral",
     "Qwen2ForCausalLM": "engine.models.families.qwen2:Qwen2",
     "Qwen3ForCausalLM": "engine.models.families.qwen3:Qwen3",
+    "Qwen3MoeForCausalLM": "engine.models.families.qwen3_moe:Qwen3Moe",
     "Phi3ForCausalLM": "engine.models.families.phi3:Phi3",
     "Gemma2ForCausalLM": "engine.models.families.gemma2:Gemma2",
     "Gemma3ForCausalLM": "engine.models.families.gemma3:Gemma3",
@@ -35,6 +38,8 @@ FAMILIES = {
     "Gemma3ForConditionalGeneration": "engine.models.families.gemma3:Gemma3",
 }
 
+#: Settings that count parts of a model, each with tensors of its own.
+_PARTS = {"num_hidden_layers": "layers", "num_experts": "experts", "num_local_experts": "experts"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -121,10 +126,13 @@ def load_model(
         if isinstance(kernels, str)
         else kernels(weight_dtype)
     )
-    located = locate(path)
-    layers = config.integer("num_hidden_layers")
-    if layers > len(located):
-        raise ModelError(f"{path}: config.json asks for {layers} layers; the checkpoint has {len(located)} tensors")
+    located = separate(locate(path))
+    for name, what in _PARTS.items():
+        if name in config and config.integer(name) > len(located):
+            raise ModelError(
+                f"{path}: config.json asks for {config.integer(name)} {what} ({name}); the checkpoint has "
+                f"{len(located)} tensors"
+            )
     # Made without memory first: config.json is checked against the checkpoint before anything is allocated.
     shape = make(config, kernel_set, weight_dtype, torch.device("meta"))
     kept = None if scheme is None else adopt(path, shape, scheme, located)
@@ -152,7 +160,7 @@ def shape_of(
     scheme = _scheme(path, config, quantization)
     model = make(config, kernels(weight_dtype), weight_dtype, torch.device("meta"))
     if scheme is not None:
-        located = locate(path)
+        located = separate(locate(path))
         kept = adopt(path, model, scheme, located)
         found = match(path, located, model.weights(), kept.canonical)
         for one in kept.stored:

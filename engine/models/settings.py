@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import ModelError
 from engine.kv import KvGroup
+from engine.layers import ExpertShape
 from engine.models.rotary import RopeSettings
 from engine.text.config import MOST_LAYERS, MOST_WIDTH, Config
 
@@ -52,6 +53,10 @@ class DecoderSettings:
     logit_softcap: float | None = None
     scales_embedding: bool = False
     """Whether embeddings are multiplied by the square root of hidden_size."""
+    experts: ExpertShape | None = None
+    """The experts of layers that have some."""
+    dense: frozenset[int] = frozenset()
+    """The layers without experts, of a model that has experts."""
 
     @classmethod
     def read(
@@ -95,6 +100,10 @@ class DecoderSettings:
             rope_of=tuple(min(window is not None, len(ropes) - 1) for window in windows),
             **traits,
         )
+
+    def of_layer(self, i: int) -> DecoderSettings:
+        """The settings for layer `i`, which has no experts if it is dense."""
+        return replace(self, experts=None) if i in self.dense else self
 
     @property
     def kv_groups(self) -> tuple[KvGroup, ...]:

@@ -49,6 +49,8 @@ class Found:
     name: str
     """Its name in the file."""
     stored: StoredTensor
+    part: tuple[int | slice, ...] = ()
+    """The indexes of the part of the file's tensor that this is; () is all of it."""
 
 
 def locate(folder: Path) -> dict[str, Found]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def family(architecture: str, **changes: Any) -> dict[str, Any]:
-    model_type = {"Gemma3ForCausalLM": "gemma3_text"}.get(architecture, architecture.split("For")[0].lower())
-    named = {"architectures": [architecture], "model_type": model_type}
-    return named | {"num_hidden_layers": 4, "pad_token_id": 0} | changes
+    named = {"Gemma3ForCausalLM": "gemma3_text", "Qwen3MoeForCausalLM": "qwen3_moe"}
+    model_type = named.get(architecture, architecture.split("For")[0].lower())
+    told = {"architectures": [architecture], "model_type": model_type}
+    return told | {"num_hidden_layers": 4, "pad_token_id": 0} | changes
 
 
 _GEMMA = {
@@ -72,6 +74,7 @@ _GEMMA = {
     "sliding_window": 20,
     "tie_word_embeddings": True,
 }
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32}
 #: Name -> what differs from BASE: the other families, with their windows and without. Windows are no multiple of a
 #: block, and shorter than most of the prompts that are tried.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -82,6 +85,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "Qwen2ForCausalLM", use_sliding_window=True, sliding_window=18, max_window_layers=2, tie_word_embeddings=False
     ),
     "qwen3": family("Qwen3ForCausalLM", head_dim=32),
+    "mixtral": family(
+        "MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=2, sliding_window=21, tie_word_embeddings=False
+    ),
+    "qwen3-moe": family("Qwen3MoeForCausalLM", **_EXPERTS, norm_topk_prob=True, mlp_only_layers=[1]),
+    "qwen3-moe-steps": family(
+        "Qwen3MoeForCausalLM", **_EXPERTS, decoder_sparse_step=2, use_sliding_window=True, sliding_window=21
+    ),
     "phi3": family("Phi3ForCausalLM", tie_word_embeddings=False, sliding_window=70),
     "phi3-longrope": family(
         "Phi3ForCausalLM",
@@ -136,16 +146,41 @@ def tensors(settings: dict[str, Any], seed: int = 0, spread: float = SPREAD) -> 
         layer = f"model.layers.{i}."
         for name in norms:
             made[f"{layer}{name}.weight"] = norm(hidden)
-        if kind in ("Qwen3", "Gemma3"):
+        if kind in ("Qwen3", "Qwen3Moe", "Gemma3"):
             made |= {f"{layer}self_attn.{name}_norm.weight": norm(head_dim) for name in "qk"}
         for name, outputs, inputs in attention:
             made[f"{layer}self_attn.{name}_proj.weight"] = normal(outputs, inputs)
             if name in biased:
                 made[f"{layer}self_attn.{name}_proj.bias"] = normal(outputs)
+        if is_sparse(settings, i):
+            made |= _experts(settings, layer, normal)
+            continue
         for name, outputs, inputs in feed:
             made[f"{layer}mlp.{name}_proj.weight"] = normal(outputs, inputs)
             if settings["mlp_bias"]:
                 made[f"{layer}mlp.{name}_proj.bias"] = normal(outputs)
+    return made
+
+
+def is_sparse(settings: dict[str, Any], layer: int) -> bool:
+    """Whether a layer has experts."""
+    if "num_experts_per_tok" not in settings or layer in settings.get("mlp_only_layers", []):
+        return False
+    return (layer + 1) % settings.get("decoder_sparse_step", 1) == 0
+
+
+def _experts(settings: dict[str, Any], layer: str, normal: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A router and experts, as published checkpoints name them. The router tells rows well apart."""
+    hidden = settings["hidden_size"]
+    block, names = f"{layer}mlp.", ("gate_proj", "up_proj", "down_proj")
+    inner, count = settings.get("moe_intermediate_size"), settings.get("num_experts")
+    if settings["model_type"] == "mixtral":
+        block, names = f"{layer}block_sparse_moe.", ("w1", "w3", "w2")
+        inner, count = settings["intermediate_size"], settings["num_local_experts"]
+    made = {f"{block}gate.weight": normal(count, hidden)}
+    for i in range(count):
+        for name, shape in zip(names, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
+            made[f"{block}experts.{i}.{name}.weight"] = normal(*shape)
     return made
 
 

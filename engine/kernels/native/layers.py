@@ -143,7 +143,8 @@ def leads(batch: RaggedBatch) -> Tensor:
 def fit(layers: Sequence[LayerParts], head_multiple: int) -> bool:
     """Whether the native call supports all these layers."""
     return all(
-        all(isinstance(product, PackedProduct) for product in (one.qkv, one.output, one.gate_up, one.down))
+        one.experts is None
+        and all(isinstance(product, PackedProduct) for product in (one.qkv, one.output, one.gate_up, one.down))
         and one.head_dim % head_multiple == 0
         and all(norm.dtype == torch.float32 for norm in _norms(one))
         for one in layers

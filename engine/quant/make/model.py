@@ -15,10 +15,13 @@ from torch import Tensor
 from engine.errors import ModelError
 from engine.kernels import Kernels, PreparedLinear, select
 from engine.kernels.native import load_library
-from engine.layers import Linear
+from engine.layers import Experts, Linear
 from engine.models import load_model
 from engine.models.decoder import Decoder
+from engine.models.experts import separate
+from engine.models.loader import read
 from engine.quant.formats import Matrix
+from engine.quant.make.experts import run_each_when_called
 from engine.quant.make.folder import Writer, packed_tensors, quantization_config
 from engine.quant.make.hessian import hessian
 from engine.quant.make.rounding import Grid, compensated, nearest
@@ -84,7 +87,7 @@ def quantise(
     making = _Making(folder, model, recipe, Writer(out))
     walk = Walk(model, windows) if recipe.method == "gptq" else None
     for i, linears in enumerate(layers):
-        making.round_layer(linears, walk)
+        making.round_layer(i, linears, walk)
         say(f"layer {i + 1} of {len(layers)}")
     if recipe.head is not None:
         making.round_head(recipe.head)
@@ -94,10 +97,10 @@ def quantise(
 
 
 def _layers(model: Decoder) -> list[list[tuple[str, Linear]]]:
-    """Each layer's products, in the order in which it calls them."""
+    """Each layer's products, in the order in which it calls them. The head and routers are not among them."""
     layers: dict[str, list[tuple[str, Linear]]] = defaultdict(list)
     for prefix, linear in model.linears():
-        if prefix:  # all but the head
+        if not linear.makes_logits:
             layers[prefix.rpartition(".layers.")[2].partition(".")[0]].append((prefix, linear))
     return list(layers.values())
 
@@ -107,20 +110,23 @@ class _Making:
 
     def __init__(self, folder: Path, model: Decoder, recipe: Recipe, writer: Writer) -> None:
         self._model, self._recipe, self._writer = model, recipe, writer
-        self._stored = locate(folder)
-        self._located = {ours: one for name, one in self._stored.items() if (ours := model.canonical(name)) is not None}
+        self._stored = separate(locate(folder))
+        self._names = {ours: name for name in self._stored if (ours := model.canonical(name)) is not None}
         kernels = model.kernels
         self._sums = kernels if kernels.compute_dtype == torch.float32 else Kernels(torch.float32)
         self._done: set[str] = set()
 
-    def round_layer(self, linears: Sequence[tuple[str, Linear]], walk: Walk | None) -> None:
-        """Round a layer's matrices: to nearest, or for the inputs that the step of `walk` brings."""
+    def round_layer(self, i: int, linears: Sequence[tuple[str, Linear]], walk: Walk | None) -> None:
+        """Round the matrices of layer `i`: to nearest, or for the inputs that the step of `walk` brings."""
         for prefix, linear in linears:
             if walk is None:
                 self._round(prefix, linear)
             else:
                 self._round_when_called(prefix, linear)
         if walk is not None:
+            block = self._model.feed_forward(i)
+            if isinstance(block, Experts):
+                run_each_when_called(block, self._model.kernels)
             walk.step()
 
     def _round_when_called(self, prefix: str, linear: Linear) -> None:
@@ -147,35 +153,45 @@ class _Making:
 
     def _round(self, prefix: str, linear: Linear, total: Tensor | None = None) -> Matrix:
         """Round the matrices of `linear`, to nearest without a Hessian, and write them. Returns them as one."""
-        found = [self._located[f"{prefix}{part}.weight"] for part in linear.parts]
-        weight = torch.cat([_finite(one, self._model.device) for one in found])
-        grid = Grid(self._recipe.bits, self._recipe.group, _DTYPES[found[0].stored.dtype])
+        names = [self._names[f"{prefix}{part}.weight"] for part in linear.parts]
+        weight = torch.cat([self._finite(name) for name in names])
+        grid = Grid(self._recipe.bits, self._recipe.group, self._dtype(names[0]))
         matrix = nearest(weight, grid) if total is None else compensated(weight, total, grid)
         outputs = list(linear.parts.values())
-        for one, q, scales in zip(
-            found, torch.split(matrix.q, outputs), torch.split(matrix.scales, outputs, 1), strict=True
+        for name, q, scales in zip(
+            names, torch.split(matrix.q, outputs), torch.split(matrix.scales, outputs, 1), strict=True
         ):
-            self._put(one, replace(matrix, q=q, scales=scales))
+            self._put(name, replace(matrix, q=q, scales=scales))
         return matrix
 
     def round_head(self, bits: int) -> None:
-        found = self._located[f"{self._model.head_name}.weight"]
-        self._put(found, nearest(_finite(found, self._model.device), Grid(bits, None, _DTYPES[found.stored.dtype])))
+        name = self._names[f"{self._model.head_name}.weight"]
+        self._put(name, nearest(self._finite(name), Grid(bits, None, self._dtype(name))))
         # Tied checkpoints may also have the table under the head's name.
         self._done |= {name for name in self._stored if self._model.canonical(name) is None and name.endswith(_HEAD)}
 
-    def _put(self, found: Found, matrix: Matrix) -> None:
+    def _put(self, name: str, matrix: Matrix) -> None:
         for end, tensor in packed_tensors(matrix).items():
-            self._writer.put(found.name.removesuffix("weight") + end, tensor)
-        self._done.add(found.name)
+            self._writer.put(name.removesuffix("weight") + end, tensor)
+        self._done.add(name)
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return _DTYPES[self._stored[name].stored.dtype]
+
+    def _finite(self, name: str) -> Tensor:
+        """Read a tensor as fp32. Raises ModelError if it is not finite."""
+        weight = _read(self._stored[name], self._model.device).float()
+        if not bool(torch.isfinite(weight).all()):
+            raise ModelError(f"{self._stored[name].path}: {name} has numbers that are not finite")
+        return weight
 
     def finish(self, settings: dict[str, Any]) -> None:
         """Write what is not quantised, and config.json: `settings` with the description of what is."""
-        rest = [found for found in self._stored.values() if found.name not in self._done]
-        for found in rest:
-            self._writer.put(found.name, _read(found, torch.device("cpu")))
+        rest = {name: found for name, found in self._stored.items() if name not in self._done}
+        for name, found in rest.items():
+            self._writer.put(name, _read(found, torch.device("cpu")))
         recipe = self._recipe
-        others = {found.name.removesuffix(".weight") for found in rest if _may_be_matrix(found)}
+        others = {name.removesuffix(".weight") for name, found in rest.items() if _may_be_matrix(name, found)}
         ignored = others if recipe.head is not None else {"lm_head"} | others
         config = quantization_config(recipe.bits, recipe.group, sorted(ignored), recipe.head)
         self._writer.finish(settings | {"quantization_config": config})
@@ -201,20 +217,11 @@ def _with_group(recipe: Recipe, linears: Sequence[Linear]) -> Recipe:
     return replace(recipe, group=fitting[0])
 
 
-def _finite(found: Found, device: torch.device) -> Tensor:
-    """Read a tensor as fp32. Raises ModelError if it is not finite."""
-    weight = _read(found, device).float()
-    if not bool(torch.isfinite(weight).all()):
-        raise ModelError(f"{found.path}: {found.name} has numbers that are not finite")
-    return weight
-
-
 def _read(found: Found, device: torch.device) -> Tensor:
     with safe_open(found.path, framework="pt") as file:
-        tensor: Tensor = file.get_tensor(found.name)
-    return tensor.to(device)
+        return read(file, found).to(device)
 
 
-def _may_be_matrix(found: Found) -> bool:
+def _may_be_matrix(name: str, found: Found) -> bool:
     """Whether a reader would take this tensor, which is not quantised, for a quantised matrix by its shape and name."""
-    return found.name.endswith(".weight") and len(found.stored.shape) == 2 and "embed" not in found.name
+    return name.endswith(".weight") and len(found.stored.shape) == 2 and "embed" not in name

@@ -87,6 +87,12 @@ def test_a_model_computes_what_it_does_in_plain_torch(tmp_path: Path, name: str)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_experts_are_refused_when_the_model_is_loaded(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, tokenizer=False, **FAMILIES["mixtral"])
+    with pytest.raises(EngineError, match=r"mixtures of experts are not served by triton: .* kernels='sdpa'"):
+        load_model(folder, "float32", WHERE, small)
+
+
 @torch.inference_mode()
 def test_half_precision_is_as_near_as_it_can_be(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "gqa", num_hidden_layers=1)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine import EngineError
-from engine.kernels import Kernels, RaggedBatch, select
+from engine.kernels import ExpertParts, Kernels, RaggedBatch, select
 from engine.kernels.fallback.cpu import Cpu
 from engine.kernels.native import load_library
 
@@ -81,6 +81,41 @@ def test_gelu_tanh_mul_is_its_formula(kernels: Kernels, device: torch.device) ->
     gate, up = x.double().split(12, -1)
     expected = 0.5 * gate * (1 + (math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)).tanh()) * up
     torch.testing.assert_close(kernels.gelu_tanh_mul(x.to(device)).cpu().double(), expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 19])
+def test_experts_are_their_formula(kernels: Kernels, device: torch.device, rows: int, normed: bool) -> None:
+    """One expert at a time, in float64. Expert 4 has no row."""
+    if kernels.name == "triton":
+        with pytest.raises(EngineError, match="mixtures of experts are not served by triton"):
+            kernels.prepare_experts(None)
+        return
+    x, gate_ups, downs = noise(rows, 24), noise(5, 40, 24, seed=1), noise(5, 24, 20, seed=2)
+    logits = noise(rows, 5, seed=3) - torch.tensor([0, 0, 0, 0, 50])
+    products = [[kernels.prepare_linear(one.to(device), None) for one in each] for each in (gate_ups, downs)]
+    parts = ExpertParts(kernels.prepare_head(noise(5, 24).to(device), None), *map(tuple, products), 3, normed, "silu")
+    found = kernels.prepare_experts(parts)(x.to(device), logits.to(device)).cpu()
+    shares = logits.double().softmax(-1)
+    shares *= shares >= shares.topk(3).values[:, -1:]
+    if normed:
+        shares /= shares.sum(-1, keepdim=True)
+    expected = torch.zeros(rows, 24, dtype=torch.float64)
+    for share, gate_up, down in zip(shares.T, gate_ups.double(), downs.double(), strict=True):
+        gate, up = (x.double() @ gate_up.T).split(20, -1)
+        expected += share[:, None] * ((gate * gate.sigmoid() * up) @ down.T)
+    torch.testing.assert_close(found.double(), expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("experts", "chosen"), [(8, 2), (128, 8), (512, 3), (6, 6)])
+def test_experts_that_are_equally_likely_are_chosen_as_torch_does(
+    kernels: Kernels, device: torch.device, experts: int, chosen: int
+) -> None:
+    logits = torch.randint(0, 3, (50, experts), generator=torch.Generator().manual_seed(experts)).float().to(device)
+    found, shares = kernels.route(logits, chosen, False)
+    expected = logits.softmax(-1).topk(chosen, -1)
+    assert torch.equal(found, expected.indices)
+    torch.testing.assert_close(shares, expected.values)
 
 
 def test_rope_of_a_part_leaves_the_rest(kernels: Kernels, device: torch.device) -> None:

@@ -126,7 +126,7 @@ def write_quantised(folder: Path, config: dict[str, Any], pack: Pack, **changes:
     tensors, dense = {}, {}
     for name, tensor in held.items():
         matrix = name.removesuffix(".weight")
-        if not matrix.endswith("_proj"):
+        if not matrix.endswith(("_proj", ".w1", ".w2", ".w3")):
             tensors[name] = dense[name] = tensor
             continue
         parts, dense[name] = pack(matrix, tensor)

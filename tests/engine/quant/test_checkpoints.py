@@ -20,6 +20,7 @@ from engine.kernels.native import load_library
 from engine.kernels.reference import Reference
 from engine.models import Model, load_model, shape_of
 from tests.engine.quant.packers import Numbers, Pack, awq, compressed_config, gptq, numbers, packed, write_quantised
+from tests.engine.random_models import FAMILIES
 from tests.exhaustive import few
 
 CPU = torch.device("cpu")
@@ -119,6 +120,20 @@ FP8_CONFIGS = {
     "channel": compressed_config("float-quantized", 8, None, kind="float"),
     "block": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [40, 32]},
 }
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [("mixtral", "awq"), ("qwen3-moe", "gptq"), ("qwen3-moe", "packed-8"), ("qwen3-moe", "channel")]
+)
+def test_each_matrix_of_an_expert_is_the_one_that_its_tensors_stand_for(tmp_path: Path, name: str, form: str) -> None:
+    how = FORMS[form] if form in FORMS else (FP8_CONFIGS[form], _fp8(form))
+    plain = write_quantised(tmp_path, *how, **FAMILIES[name])
+    wanted = products(load_model(plain, "float32", CPU, "reference"))
+    got = products(load_model(tmp_path / "packed", "float32", CPU, "reference"))
+    assert wanted.keys() == got.keys()
+    assert sum(".experts." in one for one in wanted) == {"mixtral": 4 * 4, "qwen3-moe": 3 * 6}[name] * 2
+    for one, product in wanted.items():
+        torch.testing.assert_close(got[one], product, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("scale", FP8_CONFIGS)

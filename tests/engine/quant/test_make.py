@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from engine.errors import ModelError
 from engine.models import load_model
 from engine.quant.make import Recipe, compare, quantise, windows
+from engine.quant.make.experts import rows_of
 from engine.quant.make.folder import Writer
 from engine.quant.make.model import decoder
 from engine.quant.make.walk import hidden
@@ -38,6 +39,31 @@ def test_every_family_is_made_and_read_again(tmp_path: Path, name: str) -> None:
     assert found.tokens == sum(map(len, WINDOWS)) - 3
     assert 0 < found.divergence < 0.01
     assert found.agreement > 0.9
+
+
+@pytest.mark.parametrize(("name", "recipe"), [("mixtral", Recipe(8)), ("qwen3-moe", Recipe(4))])
+def test_experts_are_made_and_read_again_and_routers_stay_as_they_are(
+    tmp_path: Path, name: str, recipe: Recipe
+) -> None:
+    """Also experts that no row of the text is routed to."""
+    folder = write_model(tmp_path / "model", tokenizer=False, **FAMILIES[name])
+    (tmp_path / "out").mkdir()
+    quantise(folder, tmp_path / "out", recipe, [WINDOWS[0][:3]], CPU)
+    before, after = (load_file(where / "model.safetensors") for where in (folder, tmp_path / "out"))
+    assert {one for one in before if one.endswith(".gate.weight")} <= after.keys()
+    assert {one.removesuffix("_packed") for one in after if ".experts." in one and one.endswith("_packed")} == {
+        one for one in before if ".experts." in one
+    }
+    found = compare(decoder(folder, CPU), decoder(tmp_path / "out", CPU), WINDOWS)
+    assert 0 < found.divergence < (0.02 if recipe.bits == 8 else 0.5)
+
+
+def test_an_expert_with_too_few_rows_gets_those_for_which_it_is_likeliest() -> None:
+    logits = torch.tensor([[3.0, 0.0], [0.0, 2.0], [1.0, 0.0], [5.0, 0.0], [0.0, 9.0]])
+    chosen = logits.argmax(1, keepdim=True)
+    assert rows_of(1, logits, chosen, 1).tolist() == [1, 4]
+    assert rows_of(1, logits, chosen, 3).tolist() == [1, 2, 4]
+    assert rows_of(1, logits, chosen, 9).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_the_group_is_the_largest_that_fits_and_others_are_refused(tmp_path: Path) -> None:
