@@ -20,7 +20,7 @@ from engine.engine import Engine
 from engine.execution.device import DeviceRunner
 from engine.execution.runner import Runner
 from engine.kernels import Kernels, PreparedLinear
-from engine.kernels.native.layers import PackedProduct
+from engine.kernels.native.product import PackedProduct
 from engine.plan import StepPlan
 
 #: Maps the operations of a kernel set to kernel classes.

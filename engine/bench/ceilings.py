@@ -3,15 +3,16 @@ takes by them.
 
 Each step reads every weight of a product once, and the keys and values that its sequences see. Both count in the bytes
 in which they are kept (numbers of 4 and 8 bits with their scales). Each token takes a multiplication and an addition
-for each such weight. A step, or a prompt, takes at least the longer of both times. Nothing else is counted, so no
-engine reaches the limit. The limits are the best measured here of torch's sum and product, and of this engine's
-products of one row and of many.
+for each such weight. Of experts, only as many count as a row goes through. A step, or a prompt, takes at least the
+longer of both times. Nothing else is counted, so no engine reaches the limit. The limits are the best measured here of
+torch's sum and product, and of this engine's products of one row and of many.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,7 @@ from engine.kernels import select
 from engine.kernels.fallback.cpu import computes_natively
 from engine.models import Model
 from engine.text.checkpoint import HEADS, NO_PARAMETERS, PACKED
-from engine.text.config import packed_bits, read_config
+from engine.text.config import Config, packed_bits, read_config
 from engine.text.tensors import locate
 
 #: The numbers to sum: 256 MiB in fp32, larger than any cache.
@@ -70,11 +71,12 @@ class Work:
     """The work of a model's steps."""
 
     weights: int
-    """The number of weights of all products, the head's included."""
+    """The number of weights of all products that a row goes through, the head's included."""
     head: int
     """The number of weights of the output head, which runs once for a prompt."""
     weight_bytes: int
-    """The bytes of all products' weights and scales, as the kernel set keeps them."""
+    """The bytes of these products' weights and scales, as the kernel set keeps them. A step reads no fewer; of experts,
+    several rows may read more."""
     kv: tuple[tuple[int, int | None], ...]
     """For each KV group, the bytes of one token's keys and values in all of its layers, scales included; and its
     window."""
@@ -93,10 +95,11 @@ class Work:
                 numbers[matrix] = math.prod(found.stored.shape) * words
         # A tied table is the head as well. An untied one is only looked up.
         heads = [name for name in numbers if name.endswith("lm_head")] or list(numbers)
+        idle = _idle(model, Config.of_model(config))
         return cls(
-            weights=kernels.weights,
+            weights=kernels.weights - idle,
             head=sum(numbers[name] for name in heads),
-            weight_bytes=kernels.weight_bytes,
+            weight_bytes=kernels.weight_bytes * (kernels.weights - idle) // kernels.weights,
             kv=tuple(
                 (
                     2
@@ -126,6 +129,19 @@ class Work:
             by_memory = (self.weight_bytes + seen) / ceilings.read_bytes_per_s
             total += max(by_memory, 2 * self.weights * len(going) / ceilings.operations_per_s)
         return total
+
+
+def _idle(model: Model, config: Config) -> int:
+    """The number of weights of the experts that a row does not go through."""
+    numbers = {prefix: 0 for prefix, _ in model.linears() if ".experts." in prefix}
+    for prefix, linear in model.linears():
+        if prefix in numbers:
+            numbers[prefix] += linear.inputs * sum(linear.parts.values())
+    if not numbers:
+        return 0
+    # All experts are of one size.
+    layers = Counter(prefix.partition(".experts.")[0] for prefix in numbers)
+    return sum(count - config.integer("num_experts_per_tok") for count in layers.values()) * max(numbers.values())
 
 
 def _least_s(call: Callable[[], object]) -> float:

@@ -16,14 +16,14 @@ _MOST_EXPERTS, _MOST_IN_ALL = 4096, 1 << 18
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
 
-def read_experts(config: Config, width: int, *, count: int, chosen: int, normed: bool) -> ExpertShape:
-    """Read the shape of a layer's experts. `count`, `chosen`: the architecture's defaults. Raises ModelError."""
+def read_experts(config: Config, width: int, *, count: int, normed: bool) -> ExpertShape:
+    """Read the shape of a layer's experts. `count`: the architecture's default. Raises ModelError."""
     # transformers 5 writes num_local_experts for all families.
     name = "num_local_experts" if "num_local_experts" in config else "num_experts"
     found = config.integer(name, count, high=_MOST_EXPERTS)
     if "num_experts" in config and config.get("num_experts") != found:
         raise config.wrong("num_experts", f"does not go with {name}={found}")
-    of_row = config.integer("num_experts_per_tok", chosen, high=MOST_WIDTH)
+    of_row = config.integer("num_experts_per_tok", high=MOST_WIDTH)
     if of_row > found:
         raise config.wrong("num_experts_per_tok", f"is more than the {found} experts of {name}")
     return ExpertShape(found, of_row, width, normed)

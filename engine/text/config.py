@@ -44,8 +44,14 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1_000_000.0,
+        "num_experts_per_tok": 2,
     },
-    "Qwen3MoeForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 4, "sliding_window": 4096},
+    "Qwen3MoeForCausalLM": {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+        "num_experts_per_tok": 8,
+    },
     "Phi3ForCausalLM": {
         "max_position_embeddings": 4096,
         "original_max_position_embeddings": 4096,

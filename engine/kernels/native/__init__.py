@@ -5,7 +5,8 @@ quantised.h: products with weights of 4 and 8 bits (quantised_pairs.h, or quanti
 gemm_amx.h: products on CPUs with AMX; tiles.h: its instructions, tiles_emulated.h: the same for tests on any CPU
 attention.h: attention over the paged KV cache; rows.h: norms, rotation and cache writes, gates
 attention_amx.h: the same on CPUs with AMX, over a cache in pairs (paired.h; storage.py says which caches are paired)
-layers.h: all layers of a model in one call; peaks.h, draws.h: greedy and sampled tokens
+operations.h: the calls on the pool; experts.h: mixtures of experts; layers.h: all layers of a model in one call
+peaks.h, draws.h: greedy and sampled tokens
 vectors.h, pool.h: the vector type and the thread pool that all of these use
 setup.py builds the library for each instruction set; library loads the best build that the CPU can run
 kernels: the kernel set; pages: large pages for its weights and KV cache

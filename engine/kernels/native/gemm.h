@@ -258,16 +258,26 @@ INLINE void tiles(const X* x, int64_t ldx, int64_t rows, const W* w, int64_t dep
     if constexpr (M > 1) tiles<M - 1>(x, ldx, rows, w, depth, s, ahead, share);
 }
 
-// Prepares a product before its first task.
-template <class W> INLINE void prepare(Pool& pool, Gemm& g) {
+// The memory for a product's rounded rows, in floats.
+template <class W> INLINE size_t rounded_floats(const Gemm& g) { return kPairs<W> ? g.rows * pairs_of(g.inputs) : 0; }
+
+// Rounds a product's rows into `memory`, if its tiles read rounded ones.
+template <class W> INLINE void round_into(Pool& pool, Gemm& g, float* memory) {
 #ifdef DOTS
     if constexpr (sizeof(W) == 2) {
-        uint32_t* rounded = (uint32_t*)pool.shared.take(g.rows * pairs_of(g.inputs));
-        round_rows(pool, g.x, rounded, g.rows, g.inputs);
-        g.rounded = rounded;
+        round_rows(pool, g.x, (uint32_t*)memory, g.rows, g.inputs);
+        g.rounded = (const uint32_t*)memory;
     }
 #endif
 }
+
+// Prepares a product before its first task.
+template <class W> INLINE void prepare(Pool& pool, Gemm& g) {
+    round_into<W>(pool, g, pool.shared.take(rounded_floats<W>(g)));
+}
+
+// The most rows of one of a product's tasks.
+template <class W> INLINE int64_t most_rows(const Gemm&) { return kTaskRows; }
 
 // The rows and panels of a task.
 struct Part {
@@ -277,12 +287,14 @@ struct Part {
 // Cuts a product into tasks: few enough to be worth claiming, and enough for the threads to end together.
 struct Cut {
     int64_t panels, share, across, down, most;
-    Cut(const Pool& pool, const Gemm& g, int64_t most_rows = kTaskRows) : most(most_rows) {
+    // `all`: the panels of all products that run at once.
+    Cut(const Pool& pool, const Gemm& g, int64_t most_rows = kTaskRows, int64_t all = 0) : most(most_rows) {
         panels = panels_of(g.outputs);
-        share = std::max<int64_t>(1, std::min<int64_t>(panels / (8 * pool.threads()), 16));
+        share = std::max<int64_t>(1, std::min<int64_t>(std::max(panels, all) / (8 * pool.threads()), 16));
         across = (panels + share - 1) / share;
         down = (g.rows + most - 1) / most;
     }
+    int tasks() const { return (int)(across * down); }
     Part part(const Gemm& g, int task) const {
         int64_t first = task / across * most, begin = task % across * share;
         return {first, std::min(most, g.rows - first), begin, std::min(begin + share, panels)};
@@ -348,29 +360,31 @@ template <class W> struct PanelProduct {
     void operator()(int64_t p, float* c) const { product<W>(g, part, p, 0, units_of<W>(g.inputs), c, kColumns); }
 };
 
+// Computes one task of a prepared product.
+template <class W> static void gemm_part(const Gemm& g, const Part& part) {
+    int64_t units = units_of<W>(g.inputs), deep = std::max<int64_t>(256, kStay / 4 / part.rows / 2 * 2);
+    for (int64_t k = 0; k < units; k += deep) {
+        for (int64_t p = part.begin; p < part.end; p++) {
+            int64_t end = std::min(k + deep, units), column = p * kColumns;
+            int64_t columns = std::min<int64_t>(kColumns, g.outputs - column);
+            float* to = g.out + part.first * g.outputs + column;
+            if (columns == kColumns) {
+                product<W>(g, part, p, k, end, to, g.outputs);
+                continue;
+            }
+            if (k) continue;
+            alignas(64) float edge[kTaskRows * kColumns];
+            product<W>(g, part, p, 0, units, edge, kColumns);
+            for (int64_t i = 0; i < part.rows; i++)
+                memcpy(to + i * g.outputs, edge + i * kColumns, columns * sizeof(float));
+        }
+    }
+}
+
 template <class W> static void gemm(Pool& pool, Gemm g) {
     prepare<W>(pool, g);
-    Cut cut(pool, g);
-    pool.spread((int)(cut.across * cut.down), [&](int task, int) {
-        Part part = cut.part(g, task);
-        int64_t units = units_of<W>(g.inputs), deep = std::max<int64_t>(256, kStay / 4 / part.rows / 2 * 2);
-        for (int64_t k = 0; k < units; k += deep) {
-            for (int64_t p = part.begin; p < part.end; p++) {
-                int64_t end = std::min(k + deep, units), column = p * kColumns;
-                int64_t columns = std::min<int64_t>(kColumns, g.outputs - column);
-                float* to = g.out + part.first * g.outputs + column;
-                if (columns == kColumns) {
-                    product<W>(g, part, p, k, end, to, g.outputs);
-                    continue;
-                }
-                if (k) continue;
-                alignas(64) float edge[kTaskRows * kColumns];
-                product<W>(g, part, p, 0, units, edge, kColumns);
-                for (int64_t i = 0; i < part.rows; i++)
-                    memcpy(to + i * g.outputs, edge + i * kColumns, columns * sizeof(float));
-            }
-        }
-    });
+    Cut cut(pool, g, most_rows<W>(g));
+    pool.spread(cut.tasks(), [&](int task, int) { gemm_part<W>(g, cut.part(g, task)); });
 }
 
 // Packs `weight`, [outputs, inputs], into `packed`, which is zero and has room for whole panels.

@@ -51,9 +51,13 @@ INLINE void round_to_tiles(const Gemm& g, int64_t row) {
     }
 }
 
-template <> void prepare<bf16>(Pool& pool, Gemm& g) {
+template <> size_t rounded_floats<bf16>(const Gemm& g) {
+    return row_blocks(g) * block_rows(g) * steps_of(g.inputs) * kTileRowBytes / sizeof(float);
+}
+
+template <> void round_into<bf16>(Pool& pool, Gemm& g, float* memory) {
     int64_t all = row_blocks(g) * block_rows(g);
-    g.rounded = (const uint32_t*)pool.shared.take(all * steps_of(g.inputs) * kTileRowBytes / sizeof(float));
+    g.rounded = (const uint32_t*)memory;
     int tasks = (int)std::min<int64_t>(all, g.rows * g.inputs < 16384 ? 1 : 4 * pool.threads());
     pool.spread(tasks, [&](int task, int) {
         for (int64_t row = all * task / tasks; row < all * (task + 1) / tasks; row++) round_to_tiles(g, row);
@@ -241,13 +245,10 @@ INLINE int64_t even_rows(int64_t rows) {
     return std::max<int64_t>(1, (rows + parts * kPassRows - 1) / (parts * kPassRows)) * kPassRows;
 }
 
-template <> void gemm<bf16>(Pool& pool, Gemm g) {
-    prepare<bf16>(pool, g);
-    Cut cut(pool, g, even_rows(g.rows));
-    pool.spread((int)(cut.across * cut.down), [&](int task, int) {
-        Part part = cut.part(g, task);
-        PanelProduct<bf16> product{g, part};
-        float* to = g.out + part.first * g.outputs;
-        for (int64_t p = part.begin; p < part.end; p++) product(p, to + p * kColumns, g.outputs);
-    });
+template <> int64_t most_rows<bf16>(const Gemm& g) { return even_rows(g.rows); }
+
+template <> void gemm_part<bf16>(const Gemm& g, const Part& part) {
+    PanelProduct<bf16> product{g, part};
+    float* to = g.out + part.first * g.outputs;
+    for (int64_t p = part.begin; p < part.end; p++) product(p, to + p * kColumns, g.outputs);
 }

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from engine.errors import EngineError
 from engine.kernels.compressed_kv import stored_width
-from engine.kernels.layer import LayerParts, PreparedLayers, PreparedLinear
-from engine.kernels.native.layers import BF16, FP32, NativeLayers, PackedProduct, fit, leads
+from engine.kernels.layer import ExpertParts, LayerParts, PreparedExperts, PreparedLayers, PreparedLinear
+from engine.kernels.native import experts
+from engine.kernels.native.layers import NativeLayers, fit, leads
 from engine.kernels.native.library import VERSION, Library, Pool
 from engine.kernels.native.pages import Pages
+from engine.kernels.native.product import BF16, FP32, PackedProduct
 from engine.kernels.native.quantised import kept_bytes, quantised_product
 from engine.kernels.native.storage import Storage
 from engine.kernels.packed import Int4Weight, Int8Weight
@@ -117,6 +119,14 @@ class Native(Reference):
         if not fit(layers, _HEAD_MULTIPLE):
             return None
         return NativeLayers(self._library, self._threads, layers, norm, self._storage, self.report_time)
+
+    def prepare_experts(self, parts: ExpertParts) -> PreparedExperts:
+        if not experts.fit(parts):
+            return super().prepare_experts(parts)
+        return experts.NativeExperts(self._library, self._threads, parts)
+
+    def route(self, logits: Tensor, chosen: int, normed: bool) -> tuple[Tensor, Tensor]:
+        return experts.route(self._library, self._threads, logits.float(), chosen, normed)
 
     def peaks(self, head: PreparedLinear, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
         return head.peaks(hidden) if isinstance(head, PackedProduct) else None

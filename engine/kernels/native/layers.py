@@ -11,72 +11,14 @@ import torch
 from torch import Tensor
 
 from engine.kernels.layer import LayerParts, ReportTime
+from engine.kernels.native.experts import Mixture, NativeExperts
 from engine.kernels.native.library import Library, Pool
+from engine.kernels.native.product import PackedProduct, Product, entry
 from engine.kernels.native.storage import Storage
 from engine.kernels.ragged import RaggedBatch
 
-#: The kinds of a product's weight, as in layers.h: numbers in fp32 or bf16, or the table of quantised.h.
-FP32, BF16, QUANTISED = 0, 1, 2
-#: The kernel classes, in the order of Class in layers.h, with breakdown.py's names.
-_CLASSES = ("linear", "norm", "rope and cache", "attention", "gate")
-
-
-class PackedProduct:
-    """A PreparedLinear with packed weights."""
-
-    def __init__(
-        self,
-        library: Library,
-        pool: Pool,
-        weight: int,
-        kind: int,
-        kept: object,
-        bias: Tensor | None,
-        outputs: int,
-        inputs: int,
-    ) -> None:
-        """`weight`: the address of numbers, or of a table. `kept`: the objects that own that memory."""
-        self._kept = (kept, bias)
-        self._sizes = (inputs, outputs)
-        self._run, self._find, self._pool = library.linear, library.peaks, pool
-        # The addresses are looked up once, because the tensors do not move.
-        self._weight, self._added = weight, None if bias is None else bias.data_ptr()
-        self._kind = kind
-
-    def __call__(self, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        out = torch.empty(len(x), self._sizes[1])
-        self._run(
-            self._pool.address,
-            x.data_ptr(),
-            self._weight,
-            self._added,
-            out.data_ptr(),
-            self._kind,
-            len(x),
-            *self._sizes,
-        )
-        return out
-
-    def peaks(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Reference.peaks of the product with `x`, without storing the product."""
-        x = x.contiguous()
-        places, finite = torch.empty(len(x), dtype=torch.int64), torch.empty(len(x), dtype=torch.bool)
-        self._find(
-            self._pool.address,
-            x.data_ptr(),
-            self._weight,
-            self._added,
-            self._kind,
-            len(x),
-            *self._sizes,
-            places.data_ptr(),
-            finite.data_ptr(),
-        )
-        return places, finite
-
-    def entry(self) -> _Product:
-        return _Product(self._weight, self._added, *self._sizes, self._kind)
+#: The kernel classes, in the order of Class in operations.h, with breakdown.py's names.
+_CLASSES = ("linear", "norm", "rope and cache", "attention", "gate", "route")
 
 
 class NativeLayers:
@@ -94,7 +36,8 @@ class NativeLayers:
         """`layers`: layers that `fit`. `report_time`: receives each call's times by kernel class."""
         self._run, self._pool = library.layers, pool
         self._kept = (list(layers), norm)
-        self._table = (_Layer * len(layers))(*map(_entry, layers))
+        self._experts = [None if one.experts is None else NativeExperts(library, pool, one.experts) for one in layers]
+        self._table = (_Layer * len(layers))(*map(_entry, layers, self._experts))
         self._norm, self._storage, self._report_time = norm.data_ptr(), storage, report_time
 
     def __call__(
@@ -143,12 +86,18 @@ def leads(batch: RaggedBatch) -> Tensor:
 def fit(layers: Sequence[LayerParts], head_multiple: int) -> bool:
     """Whether the native call supports all these layers."""
     return all(
-        one.experts is None
-        and all(isinstance(product, PackedProduct) for product in (one.qkv, one.output, one.gate_up, one.down))
+        all(isinstance(product, PackedProduct) for product in (one.qkv, one.output, *_fed_by(one)))
         and one.head_dim % head_multiple == 0
         and all(norm.dtype == torch.float32 for norm in _norms(one))
         for one in layers
     )
+
+
+def _fed_by(layer: LayerParts) -> tuple[object, ...]:
+    """The products of the feed-forward block."""
+    if layer.experts is None:
+        return layer.gate_up, layer.down
+    return layer.experts.router, *layer.experts.gate_ups, *layer.experts.downs
 
 
 def _norms(layer: LayerParts) -> list[Tensor]:
@@ -156,19 +105,20 @@ def _norms(layer: LayerParts) -> list[Tensor]:
     return [norm for norm in every if norm is not None]
 
 
-def _entry(layer: LayerParts) -> _Layer:
+def _entry(layer: LayerParts, experts: NativeExperts | None) -> _Layer:
+    dense = layer.experts is None
     query_norm, key_norm = layer.head_norms or (None, None)
     return _Layer(
         _address(layer.input_norm),
-        _product(layer.qkv),
+        entry(layer.qkv),
         _address(query_norm),
         _address(key_norm),
-        _product(layer.output),
+        entry(layer.output),
         _address(layer.attended_norm),
         _address(layer.middle_norm),
-        _product(layer.gate_up),
+        entry(layer.gate_up) if dense else Product(),
         int(layer.activation == "gelu_tanh"),
-        _product(layer.down),
+        entry(layer.down) if dense else Product(),
         _address(layer.fed_norm),
         layer.heads,
         layer.kv_heads,
@@ -176,16 +126,12 @@ def _entry(layer: LayerParts) -> _Layer:
         layer.eps,
         layer.scale,
         layer.softcap or 0.0,
+        Product() if layer.experts is None else entry(layer.experts.router),
+        Mixture() if experts is None else experts.mixture,
         layer.group,
         layer.place,
         layer.rope,
     )
-
-
-def _product(run: object) -> _Product:
-    if not isinstance(run, PackedProduct):
-        raise TypeError(f"{run!r} is no packed product")
-    return run.entry()
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -212,25 +158,21 @@ def _group(batch: RaggedBatch, before: Tensor, cache: Tensor, storage: Storage) 
     )
 
 
-# The structures of layers.h. Each field has eight bytes.
-
-
-class _Product(Structure):
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("inputs", c_int64), ("outputs", c_int64), ("kind", c_int64)]
+# The structures of layers.h and operations.h. Each field has eight bytes.
 
 
 class _Layer(Structure):
     _fields_ = [
         ("input_norm", c_void_p),
-        ("qkv", _Product),
+        ("qkv", Product),
         ("query_norm", c_void_p),
         ("key_norm", c_void_p),
-        ("output", _Product),
+        ("output", Product),
         ("attended_norm", c_void_p),
         ("middle_norm", c_void_p),
-        ("gate_up", _Product),
+        ("gate_up", Product),
         ("gelu", c_int64),
-        ("down", _Product),
+        ("down", Product),
         ("fed_norm", c_void_p),
         ("heads", c_int64),
         ("kv_heads", c_int64),
@@ -238,6 +180,8 @@ class _Layer(Structure):
         ("eps", c_double),
         ("scale", c_double),
         ("cap", c_double),
+        ("router", Product),
+        ("mixture", Mixture),
         ("group", c_int64),
         ("place", c_int64),
         ("rope", c_int64),

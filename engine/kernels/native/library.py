@@ -21,7 +21,7 @@ logger = logging.getLogger("penstock.engine")
 
 _FOLDER = Path(__file__).parent
 #: The penstock_version() that this file expects.
-VERSION = 16
+VERSION = 17
 
 
 def _has_bf16() -> bool:
@@ -55,6 +55,8 @@ _SIGNATURES: dict[str, list[type]] = {
     "penstock_rope_and_write": [_P, _P, _P, _P, _P, _P, _I, _P, _L, _L, _L, _L, _L],
     "penstock_gate": [_P, _P, _P, _I, _L, _L],
     "penstock_attention": [_P, _P, _L, _P, _P, _I, _P, _P, _P, _P, _L, _P, *[_L] * 6, _F, _F, _P],
+    "penstock_route": [_P, _P, _P, _L, _P, _P],
+    "penstock_experts": [_P, _P, _P, _P, _L, _P],
     "penstock_layers": [_P, _P, _L, _P],
 }
 
@@ -102,6 +104,8 @@ class Library:
         self.rope_and_write = found.penstock_rope_and_write
         self.gate = found.penstock_gate
         self.attention = found.penstock_attention
+        self.route = found.penstock_route
+        self.experts = found.penstock_experts
         self.layers = found.penstock_layers
 
 

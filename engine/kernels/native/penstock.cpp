@@ -9,7 +9,7 @@
 extern "C" {
 
 // Increased with every change of the functions below.
-int penstock_version() { return 16; }
+int penstock_version() { return 17; }
 // Returns 0 if the system lets this process use the build's instructions, else errno.
 int penstock_refused() {
 #ifdef TILES
@@ -111,6 +111,17 @@ void penstock_attention(void* pool, const float* query, int64_t query_stride, co
     Attention a{query, query_stride, keys, values, starts, lengths, leads, tables, table_stride, table_rows, sequences,
                 heads, kv_heads, head_dim, block, kind, window, scale, cap, out};
     attend(*(Pool*)pool, a);
+}
+
+// See experts.h. `experts` and `shares`: [rows, mixture's chosen].
+void penstock_route(void* pool, const void* mixture, const float* logits, int64_t rows, int64_t* experts,
+                    float* shares) {
+    route(*(Pool*)pool, *(const Mixture*)mixture, logits, rows, experts, shares);
+}
+
+void penstock_experts(void* pool, const void* mixture, const float* x, const float* logits, int64_t rows, float* out) {
+    const Mixture& m = *(const Mixture*)mixture;
+    run_experts(*(Pool*)pool, Step{}, m, x, logits, rows, out, ((Pool*)pool)->step.take(experts_floats(m, rows)));
 }
 
 void penstock_layers(void* pool, const void* layers, int64_t count, const void* step) {

@@ -110,32 +110,43 @@ INLINE void round_row(const float* x, int64_t inputs, const Quantised& q, const 
     }
 }
 
-static Rounded rounded_rows(Pool& pool, const Quantised& q, const float* x, int64_t rows, int64_t inputs) {
+// The memory of rounded rows, in floats.
+INLINE size_t rounded_floats(const Quantised& q, int64_t rows) {
+    return ((rounded_bytes(q, rows) + 63) / 64 * 64 + rows * q.blocks * 8) / sizeof(float) + 1;
+}
+
+static Rounded round_into(Pool& pool, const Quantised& q, const float* x, int64_t rows, int64_t inputs, float* to) {
     size_t room = (rounded_bytes(q, rows) + 63) / 64 * 64;
-    char* memory = (char*)pool.shared.take((room + rows * q.blocks * 8) / sizeof(float) + 1);
+    char* memory = (char*)to;
     Rounded r{memory, (float*)(memory + room), (int32_t*)(memory + room) + rows * q.blocks};
     each_row(pool, rows, inputs, [&](int64_t row) { round_row(x + row * inputs, inputs, q, r, row); });
     return r;
+}
+
+static Rounded rounded_rows(Pool& pool, const Quantised& q, const float* x, int64_t rows, int64_t inputs) {
+    return round_into(pool, q, x, rows, inputs, pool.shared.take(rounded_floats(q, rows)));
+}
+
+// Computes one task of a product whose rows are rounded.
+static void quantised_part(const Quantised& q, const Rounded& r, const Gemm& g, const Part& part) {
+    QuantisedPanels product{q, r, g, part};
+    for (int64_t p = part.begin; p < part.end; p++) {
+        int64_t column = p * kColumns, columns = std::min<int64_t>(kColumns, g.outputs - column);
+        float* to = g.out + part.first * g.outputs + column;
+        if (kStraightToRows && columns == kColumns) {
+            product(p, to, g.outputs);
+            continue;
+        }
+        alignas(64) float edge[kTaskRows * kColumns];
+        product(p, edge);
+        for (int64_t i = 0; i < part.rows; i++)
+            memcpy(to + i * g.outputs, edge + i * kColumns, columns * sizeof(float));
+    }
 }
 
 static void quantised_product(Pool& pool, const Gemm& g) {
     const Quantised& q = *(const Quantised*)g.weight;
     Rounded r = rounded_rows(pool, q, g.x, g.rows, g.inputs);
     Cut cut(pool, g);
-    pool.spread((int)(cut.across * cut.down), [&](int task, int) {
-        Part part = cut.part(g, task);
-        QuantisedPanels product{q, r, g, part};
-        for (int64_t p = part.begin; p < part.end; p++) {
-            int64_t column = p * kColumns, columns = std::min<int64_t>(kColumns, g.outputs - column);
-            float* to = g.out + part.first * g.outputs + column;
-            if (kStraightToRows && columns == kColumns) {
-                product(p, to, g.outputs);
-                continue;
-            }
-            alignas(64) float edge[kTaskRows * kColumns];
-            product(p, edge);
-            for (int64_t i = 0; i < part.rows; i++)
-                memcpy(to + i * g.outputs, edge + i * kColumns, columns * sizeof(float));
-        }
-    });
+    pool.spread(cut.tasks(), [&](int task, int) { quantised_part(q, r, g, cut.part(g, task)); });
 }

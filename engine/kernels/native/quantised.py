@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.native.layers import QUANTISED, PackedProduct
 from engine.kernels.native.library import Library, Pool
 from engine.kernels.native.pages import Pages
+from engine.kernels.native.product import QUANTISED, PackedProduct
 from engine.kernels.packed import Int4Weight, Int8Weight
 
 #: The candidates for the number of inputs that share a scale of the activations. The largest that divides a group is

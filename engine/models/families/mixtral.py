@@ -18,7 +18,7 @@ _EXPERT = re.compile(r"(\.experts\.\d+\.)(w[123])(\.)")
 class Mixtral(Decoder):
     @staticmethod
     def read(config: Config) -> DecoderSettings:
-        experts = read_experts(config, config.integer("intermediate_size"), count=8, chosen=2, normed=True)
+        experts = read_experts(config, config.integer("intermediate_size"), count=8, normed=True)
         return DecoderSettings.read(config, windows=uniform_windows(config), experts=experts)
 
     def canonical(self, name: str) -> str | None:

@@ -23,7 +23,7 @@ class Qwen3Moe(Decoder):
             windows=uniform_windows(
                 config if config.flag("use_sliding_window") else config.replaced(sliding_window=None)
             ),
-            experts=read_experts(config, width, count=128, chosen=8, normed=config.flag("norm_topk_prob")),
+            experts=read_experts(config, width, count=128, normed=config.flag("norm_topk_prob")),
             dense=_dense(config),
         )
 

@@ -35,6 +35,16 @@ def test_a_models_work_is_its_products_and_its_cache(tmp_path: Path, name: str, 
     )
 
 
+def test_of_experts_those_count_that_a_row_goes_through(tmp_path: Path) -> None:
+    """Three of six, in three of four layers; the router counts as a whole."""
+    folder = write_model(tmp_path, tokenizer=False, **FAMILIES["qwen3-moe"])
+    model = load_model(folder, "bfloat16", CPU, "reference")
+    found = Work.of(model, folder)
+    attention, dense, sparse = 2 * 64 * 128 + 2 * 64 * 64, 3 * 64 * 96, 6 * 64 + 3 * 3 * 64 * 32
+    assert found.weights == 320 * 64 + 4 * attention + dense + 3 * sparse
+    assert found.weight_bytes == found.weights * model.kernels.weight_dtype.itemsize
+
+
 @pytest.mark.parametrize(
     ("kernels", "kind", "bytes_of_a_head"),
     [

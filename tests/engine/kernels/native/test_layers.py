@@ -52,9 +52,7 @@ def test_as_the_operations_one_by_one(name: str, dtype: str, cache: str, tmp_pat
     for kind in (Native, Apart):
         kernels = partial(kind, library=library, threads=2, kv_cache_dtype=cache)
         model = load_model(folder, dtype, torch.device("cpu"), kernels)
-        assert isinstance(model._together, NativeLayers) == (
-            kind is Native and "num_experts_per_tok" not in (VARIANTS | FAMILIES)[name]
-        )
+        assert isinstance(model._together, NativeLayers) == (kind is Native)
         steps = Steps(model)
         own = steps.begin(3, [(7 * i) % 300 + 5 for i in range(90)])
         others = [steps.begin(slot, [(11 * i + slot) % 300 + 5 for i in range(30 + slot)]) for slot in (10, SLOTS - 1)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.native.layers import PackedProduct
+from engine.kernels.native.product import PackedProduct
 from engine.kernels.packed import Int4Weight, Int8Weight
 from tests.engine.kernels.native.conftest import Make
 from tests.engine.kernels.native.test_peaks import expected

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.native import Native, library, load_library
-from engine.kernels.native.layers import PackedProduct
 from engine.kernels.native.library import _SIGNATURES, Library, Pool
 from engine.kernels.native.pages import Pages
+from engine.kernels.native.product import PackedProduct
 from engine.kernels.native.quantised import quantised_product
 from tests.engine.kernels.native.conftest import TILES, compiled
 from tests.engine.kernels.native.test_kernels import noise
