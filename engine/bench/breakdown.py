@@ -20,6 +20,7 @@ from engine.engine import Engine
 from engine.execution.device import DeviceRunner
 from engine.execution.runner import Runner
 from engine.kernels import Kernels, PreparedLinear
+from engine.kernels.layer import DenseProduct
 from engine.kernels.native.product import PackedProduct
 from engine.plan import StepPlan
 
@@ -120,8 +121,8 @@ class Meter:
 
         def prepared(*args: Any) -> PreparedLinear:
             run = prepare(*args)
-            if isinstance(run, PackedProduct):
-                # Keep its type, which the call of all layers needs. Other products are called one by one.
+            if isinstance(run, (PackedProduct, DenseProduct)):
+                # Keep its type, which the call of all layers, or of experts, needs. Others are called one by one.
                 self.around(run, "_run", "linear")
                 return run
 

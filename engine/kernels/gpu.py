@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,13 +13,14 @@ from triton.runtime import driver
 from engine.errors import EngineError
 from engine.kernels.compressed_kv import SCALE_BYTES, stored_width
 from engine.kernels.fp8 import CAPABILITY, fp8_bytes, fp8_linear, fp8_product, multiplies_fp8, padded
-from engine.kernels.layer import ExpertParts, PreparedExperts, PreparedLinear
+from engine.kernels.layer import DenseProduct, ExpertParts, PreparedExperts, PreparedLinear
 from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.ragged import RaggedBatch
 from engine.kernels.reference import Reference
 from engine.kernels.triton.attention.compressed_kv import INT8, KINDS, PLAIN
 from engine.kernels.triton.attention.paged import PagedAttention
 from engine.kernels.triton.attention.rope_kv import rope_and_write
+from engine.kernels.triton.experts import GroupedProduct, add_shares, route, sort
 from engine.kernels.triton.gated import gelu_tanh_mul, silu_mul
 from engine.kernels.triton.norm import WIDEST, add_rms_norm, norm_heads, rms_norm
 from engine.kernels.triton.products.fp8 import quantise_rows
@@ -52,6 +55,8 @@ class Gpu(Reference):
     name = "triton"
     ragged = True
     recordable = True
+    #: The places of a tile of experts' products. None: it depends on the number of rows.
+    places_of_tile: int | None = None
 
     def __init__(
         self, compute_dtype: torch.dtype, *, multiprocessors: int | None = None, kv_cache_dtype: str = "auto"
@@ -82,7 +87,7 @@ class Gpu(Reference):
                 return one_row_product(x, weight, bias)
             return F.linear(x, weight, bias)
 
-        return linear
+        return DenseProduct(weight, bias, linear)
 
     def prepare_quantised(self, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> PreparedLinear:
         """Like `prepare_linear`, for a packed weight."""
@@ -96,10 +101,32 @@ class Gpu(Reference):
         return fp8_product(len(values), padded(values), scales, bias, quantise_rows, one_row_product)
 
     def prepare_experts(self, parts: ExpertParts) -> PreparedExperts:
-        raise EngineError(
-            f"mixtures of experts are not served by {self.name}: serve this model on a CPU (--device cpu), or with "
-            "kernels='sdpa'"
-        )
+        gate_up, down = GroupedProduct(self._dense(parts.gate_ups)), GroupedProduct(self._dense(parts.downs))
+        gate, chosen, tile = self.gate(parts.activation), parts.chosen, self.places_of_tile
+
+        def experts(x: Tensor, logits: Tensor) -> Tensor:
+            if not len(x):
+                return torch.empty_like(x)
+            found, shares = route(logits, chosen, parts.normed)
+            order, starts = sort(found, len(parts.downs))
+            inside = gate(gate_up(x, order, starts, chosen, tile))
+            return add_shares(down(inside, order, starts, 1, tile), shares)
+
+        return experts
+
+    def _dense(self, products: Sequence[PreparedLinear]) -> list[Tensor]:
+        """The weights of experts' products. Raises EngineError if they are quantised."""
+        dense = [one.weight for one in products if isinstance(one, DenseProduct) and one.bias is None]
+        if len(dense) < len(products):
+            raise EngineError(
+                f"experts with quantised weights or biases are not served by {self.name}: serve this model on a CPU "
+                "(--device cpu), with kernels='sdpa', or from a checkpoint that is not quantised"
+            )
+        return dense
+
+    def route(self, logits: Tensor, chosen: int, normed: bool) -> tuple[Tensor, Tensor]:
+        experts, shares = route(logits, chosen, normed)
+        return experts.long(), shares
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps) if x.shape[-1] <= WIDEST else super().rms_norm(x, weight, eps)

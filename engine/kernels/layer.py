@@ -13,6 +13,16 @@ from engine.kernels.ragged import RaggedBatch
 PreparedLinear = Callable[[Tensor], Tensor]
 
 
+class DenseProduct:
+    """A PreparedLinear whose weight other operations may read."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, run: PreparedLinear) -> None:
+        self.weight, self.bias, self._run = weight, bias, run
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._run(x)
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertParts:
     """A mixture of experts as layers/experts.py runs it."""

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from engine.kernels.fp8 import fp8_bytes
 from engine.kernels.gpu import Gpu
-from engine.kernels.layer import PreparedLinear
+from engine.kernels.layer import DenseProduct, PreparedLinear
 from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.ragged import RaggedBatch
 from engine.kernels.triton.attention.fixed import FixedAttention
+from engine.kernels.triton.experts import FIXED_PLACES
 from engine.kernels.triton.products.fp8 import quantise_rows
 from engine.kernels.triton.products.product import fixed_fp8_linear, fixed_linear
 
@@ -21,6 +22,7 @@ class DeterministicGpu(Gpu):
     device's size."""
 
     name = "triton-deterministic"
+    places_of_tile = FIXED_PLACES
 
     def __init__(self, compute_dtype: torch.dtype, *, multiprocessors: int | None = None) -> None:
         super().__init__(compute_dtype, multiprocessors=multiprocessors)
@@ -38,7 +40,7 @@ class DeterministicGpu(Gpu):
 
     def _fixed_linear(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
         self.keeps(weight.shape, weight.nbytes)
-        return fixed_linear(weight, bias)
+        return DenseProduct(weight, bias, fixed_linear(weight, bias))
 
     def paged_attention(
         self, query: Tensor, cache: Tensor, batch: RaggedBatch, scale: float, softcap: float | None = None

@@ -76,7 +76,10 @@ def hidden(folder: Path, kernels: Any, dtype: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", few(["gqa", "qwen3", "phi3-longrope", "gemma2"], "phi3-longrope", "gemma2"))
+@pytest.mark.parametrize(
+    "name",
+    few(["gqa", "qwen3", "mixtral", "qwen3-moe", "phi3-longrope", "gemma2"], "mixtral", "phi3-longrope", "gemma2"),
+)
 @torch.inference_mode()
 def test_a_model_computes_what_it_does_in_plain_torch(tmp_path: Path, name: str) -> None:
     changes = (VARIANTS | FAMILIES)[name] | {"num_hidden_layers": 1}
@@ -87,10 +90,10 @@ def test_a_model_computes_what_it_does_in_plain_torch(tmp_path: Path, name: str)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_experts_are_refused_when_the_model_is_loaded(tmp_path: Path) -> None:
+def test_experts_with_quantised_weights_are_refused_when_the_model_is_loaded(tmp_path: Path) -> None:
     folder = write_model(tmp_path, tokenizer=False, **FAMILIES["mixtral"])
-    with pytest.raises(EngineError, match=r"mixtures of experts are not served by triton: .* kernels='sdpa'"):
-        load_model(folder, "float32", WHERE, small)
+    with pytest.raises(EngineError, match=r"experts with quantised weights .* not served by triton-fp8.*'sdpa'"):
+        load_model(folder, "bfloat16", WHERE, Fp8Gpu)
 
 
 @torch.inference_mode()

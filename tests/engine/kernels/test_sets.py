@@ -87,10 +87,6 @@ def test_gelu_tanh_mul_is_its_formula(kernels: Kernels, device: torch.device) ->
 @pytest.mark.parametrize("rows", [0, 1, 19])
 def test_experts_are_their_formula(kernels: Kernels, device: torch.device, rows: int, normed: bool) -> None:
     """One expert at a time, in float64. Expert 4 has no row."""
-    if kernels.name == "triton":
-        with pytest.raises(EngineError, match="mixtures of experts are not served by triton"):
-            kernels.prepare_experts(None)
-        return
     x, gate_ups, downs = noise(rows, 24), noise(5, 40, 24, seed=1), noise(5, 24, 20, seed=2)
     logits = noise(rows, 5, seed=3) - torch.tensor([0, 0, 0, 0, 50])
     products = [[kernels.prepare_linear(one.to(device), None) for one in each] for each in (gate_ups, downs)]
@@ -113,8 +109,13 @@ def test_experts_that_are_equally_likely_are_chosen_as_torch_does(
 ) -> None:
     logits = torch.randint(0, 3, (50, experts), generator=torch.Generator().manual_seed(experts)).float().to(device)
     found, shares = kernels.route(logits, chosen, False)
-    expected = logits.softmax(-1).topk(chosen, -1)
-    assert torch.equal(found, expected.indices)
+    likely = logits.softmax(-1)
+    expected = likely.topk(chosen, -1)
+    if kernels.name == "triton":
+        # torch.topk has no fixed order on GPUs; here it is the first.
+        assert torch.equal(found, torch.sort(likely, dim=-1, descending=True, stable=True).indices[:, :chosen])
+    else:
+        assert torch.equal(found, expected.indices)
     torch.testing.assert_close(shares, expected.values)
 
 

@@ -40,7 +40,7 @@ class Depth:
 
 
 #: The depth by the bytes of an element.
-_DEPTHS = {1: Depth(128, 4), 2: Depth(64, 4), 4: Depth(32, 3)}
+DEPTHS = {1: Depth(128, 4), 2: Depth(64, 4), 4: Depth(32, 3)}
 
 
 @triton.jit
@@ -175,7 +175,7 @@ def product(
     out = torch.empty((rows, outputs), dtype=dtype, device=x.device)
     if not rows:
         return out
-    depth = _DEPTHS[x.element_size()]
+    depth = DEPTHS[x.element_size()]
     rounds = triton.cdiv(inputs, depth.inputs)
     parts, each = parts_of(outputs, rounds)
     apart = parts > 1 and rows <= most_apart

@@ -14,6 +14,7 @@ from engine.execution.device import inputs, sampler
 from engine.execution.device.inputs import make_inputs_by_kernel
 from engine.kernels.triton.sampling.sampler import TritonChoose
 from tests.engine.random_models import FAMILIES, write_model
+from tests.exhaustive import few
 
 PARAMS = [
     SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True),
@@ -22,15 +23,14 @@ PARAMS = [
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", few(["gemma2", "mixtral"], "gemma2"))
 def test_a_step_ahead_the_tokens_are_the_same(
-    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """With windows, capped scores and tables of two groups; in the interpreter where there is no GPU."""
+    """With windows, capped scores, tables of two groups, and experts; in the interpreter where there is no GPU."""
     if device.type == "cpu" and torch.cuda.is_available():
         pytest.skip("kernels are compiled here, not interpreted")
-    folder = write_model(
-        tmp_path, tokenizer=False, **FAMILIES["gemma2"] | {"num_hidden_layers": 2, "sliding_window": 9}
-    )
+    folder = write_model(tmp_path, tokenizer=False, **FAMILIES[name] | {"num_hidden_layers": 2, "sliding_window": 9})
     found = []
     for kernels in ("reference", "triton"):
         config = EngineConfig(

@@ -23,6 +23,7 @@ from engine.kernels.triton.ahead import Build, compiling_for
 from engine.kernels.triton.attention.compressed_kv import INT8, KINDS, PLAIN
 from engine.kernels.triton.attention.fixed import FixedAttention
 from engine.kernels.triton.attention.paged import PagedAttention
+from engine.kernels.triton.experts import GroupedProduct, add_shares, route, sort
 from engine.kernels.triton.products.one_row import one_row_product
 from engine.kernels.triton.products.product import product
 from tests.engine.kernels.triton.launches import LAYERS, PRODUCTS, empty
@@ -110,7 +111,29 @@ ONE_ROW = {
 #: Over a cache of 8 bits; those of prompts take long to compile.
 EIGHT_BITS = {kind: _attention(32, 8, 128, kv_cache_dtype=kind) for kind in ("int8", "fp8")}
 DECODES = {kind: _attention(32, 8, 128, kv_cache_dtype=kind, only_decodes=True) for kind in EIGHT_BITS}
+
+
+def _experts(count: int, chosen: int, width: int, inner: int) -> Callable[[], None]:
+    """Of few rows and of many."""
+
+    def launch() -> None:
+        products = [GroupedProduct([empty(*shape)] * count) for shape in ((2 * inner, width), (width, inner))]
+        for rows in (4, 3000):
+            order, starts = sort(route(empty(rows, count), chosen, True)[0], count)
+            inside = empty(rows * chosen, inner)
+            products[0](empty(rows, width), order, starts, chosen)
+            add_shares(products[1](inside, order, starts), empty(rows, chosen, dtype=torch.float32))
+
+    return launch
+
+
+EXPERTS = {
+    "mixtral-8x7b": _experts(8, 2, 4096, 14336),
+    "qwen3-30b-a3b": _experts(128, 8, 2048, 768),
+    "uneven": _experts(5, 3, 96, 48),
+}
 GROUPS = {
+    "experts": EXPERTS,
     "8 bits": EIGHT_BITS,
     "fixed": FIXED,
     "attention": LAUNCHES,

@@ -121,6 +121,21 @@ def test_deterministic_kernels_spill_nothing_and_multiply_by_warpgroups_but_for_
             assert kernel["wgmma"] == wanted, (name, kernel)
 
 
+def test_kernels_of_experts_spill_nothing_and_read_weights_ahead() -> None:
+    found = built("sm_90:experts")
+    first = [kernel["kernel"] for kernel in found["mixtral-8x7b"]]
+    # Of few places and of many; gate and up, and down.
+    assert sorted(first) == sorted(["route_kernel", "sort_kernel", *["experts_kernel"] * 4, "sum_kernel"])
+    for name, kernels in found.items():
+        for kernel in kernels:
+            assert kernel["stack"] == 0, (name, kernel)
+            assert kernel["shared"] <= MOST_SHARED, (name, kernel)
+            if kernel["kernel"] == "experts_kernel":
+                assert kernel["wgmma"], (name, kernel)
+                assert kernel["copies of 16 bytes"] > 0, (name, kernel)
+                assert kernel["copies left on their way"] >= 2, (name, kernel)
+
+
 def test_a_gpu_with_less_shared_memory_has_kernels_too() -> None:
     kernels = built("sm_89:attention, 8b")["llama-3.1-8b"]
     assert len(kernels) == 4

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from engine import Engine, EngineConfig, SamplingParams
 from tests.engine.random_models import FAMILIES, write_model
+from tests.exhaustive import few
 
 PROMPTS = [[(7 * i + k) % 310 + 3 for i in range(length)] for k, length in enumerate((4, 12))]
 PARAMS = SamplingParams(max_tokens=2, temperature=0.0, logprobs=20, ignore_eos=True)
@@ -20,8 +21,9 @@ PARAMS = SamplingParams(max_tokens=2, temperature=0.0, logprobs=20, ignore_eos=T
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("in_order")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if torch.cuda.is_available() else ["bfloat16"])
-def test_together_in_chunks_as_alone(where: torch.device, tmp_path: Path, dtype: str) -> None:
-    folder = write_model(tmp_path, seed=3, **FAMILIES["gemma2"] | {"num_hidden_layers": 2, "sliding_window": 9})
+@pytest.mark.parametrize("name", few(["gemma2", "mixtral"], "gemma2"))
+def test_together_in_chunks_as_alone(where: torch.device, tmp_path: Path, dtype: str, name: str) -> None:
+    folder = write_model(tmp_path, seed=3, **FAMILIES[name] | {"num_hidden_layers": 2, "sliding_window": 9})
     found = []
     for batched, cached in ((64, False), (9, True)):
         config = EngineConfig(
