@@ -58,6 +58,29 @@ def test_experts_are_made_and_read_again_and_routers_stay_as_they_are(
     assert 0 < found.divergence < (0.02 if recipe.bits == 8 else 0.5)
 
 
+def test_experts_in_one_tensor_are_rounded_as_apart(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", tokenizer=False, **FAMILIES["qwen3-moe"])
+    held = load_file(folder / "model.safetensors")
+    apart = {name: held.pop(name) for name in list(held) if ".experts." in name}
+    for layer in sorted({name.partition("experts.")[0] for name in apart}):
+        gate, up, down = (
+            torch.stack([apart[f"{layer}experts.{i}.{kind}_proj.weight"] for i in range(6)])
+            for kind in ("gate", "up", "down")
+        )
+        held |= {f"{layer}experts.gate_up_proj": torch.cat((gate, up), 1), f"{layer}experts.down_proj": down}
+    (tmp_path / "together").mkdir()
+    save_file(held, tmp_path / "together" / "model.safetensors")
+    (tmp_path / "together" / "config.json").write_text((folder / "config.json").read_text())
+    found = []
+    for where in (folder, tmp_path / "together"):
+        out = tmp_path / f"{where.name}-out"
+        out.mkdir()
+        quantise(where, out, Recipe(8), WINDOWS, CPU)
+        found.append(load_file(out / "model.safetensors"))
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
 def test_an_expert_with_too_few_rows_gets_those_for_which_it_is_likeliest() -> None:
     logits = torch.tensor([[3.0, 0.0], [0.0, 2.0], [1.0, 0.0], [5.0, 0.0], [0.0, 9.0]])
     chosen = logits.argmax(1, keepdim=True)

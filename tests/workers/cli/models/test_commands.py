@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from engine.text import ModelCard
+from tests.engine.random_models import FAMILIES, write_model
 from tests.workers.cli.conftest import Run
 from workers.library import LocalModels
 from workers.library.reference import BUNDLED
@@ -78,6 +80,12 @@ class TestShow:
         shutil.copytree(TINY, mute)
         (mute / "tokenizer_config.json").write_text("{}")
         assert "none: the model continues texts only" in run("models", "show", str(mute)).out
+
+    def test_tells_of_experts(self, run: Run, tmp_path: Path) -> None:
+        write_model(tmp_path / "experts", **FAMILIES["qwen3-moe"])
+        said = run("models", "show", str(tmp_path / "experts")).out
+        for name, value in (("experts", 6), ("experts of a token", 3), ("width of an expert", 32)):
+            assert re.search(rf"^{name} +{value}$", said, re.MULTILINE)
 
     def test_leaves_out_links_to_nowhere(self, run: Run, tmp_path: Path) -> None:
         mine = tmp_path / "mine"
