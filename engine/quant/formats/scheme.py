@@ -70,8 +70,10 @@ def _gptq(section: Config) -> Scheme:
         raise section.wrong("checkpoint_format", f"is not supported; {' and '.join(_GPTQ_FORMATS)} are")
     if section.text("pack_dtype", "int32") != "int32":
         raise section.wrong("pack_dtype", "is not supported; int32 is")
-    if section.get("dynamic"):
-        raise section.wrong("dynamic", "is not supported: all matrices must be quantised alike")
+    rules = section.get("dynamic") or {}
+    # Exclusions change nothing, because the tensors tell which matrices are quantised.
+    if not isinstance(rules, dict) or not all(rule.startswith("-:") for rule in rules):
+        raise section.wrong("dynamic", "is not supported but for exclusions: all matrices must be quantised alike")
     return Scheme(
         "gptq",
         bits,
