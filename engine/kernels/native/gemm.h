@@ -198,8 +198,10 @@ INLINE void round_inputs(const float* from, bf16* to) {
     auto both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + LANES), _mm512_loadu_ps(from));
     memcpy(to, &both, sizeof both);
 #else
-    store<LANES>(to, load<LANES>(from));
-    store<LANES>(to + LANES, load<LANES>(from + LANES));
+    for (int i = 0; i < 2 * LANES; i += LANES) {
+        U<LANES> bits = (U<LANES>)load<LANES>(from + i);
+        store<LANES>(to + i, (F<LANES>)((bits & 0x7f800000) != 0 ? bits : bits & 0x80000000));
+    }
 #endif
 }
 #endif

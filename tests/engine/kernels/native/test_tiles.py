@@ -101,8 +101,8 @@ def flushed(x: NDArray[np.float64]) -> Floats:
 
 
 def rounded(x: Tensor) -> Floats:
-    """In bf16, filled up to steps of 32 inputs."""
-    wide = x.bfloat16().double().numpy()
+    """In bf16, filled up to steps of 32 inputs. What is below 2^-126 is 0 even if it would round up to that."""
+    wide = torch.where(x.abs() < 2.0**-126, 0 * x, x).bfloat16().double().numpy()
     return flushed(np.pad(wide, ((0, 0), (0, -wide.shape[1] % 32))))
 
 
@@ -128,6 +128,14 @@ def test_products_are_the_manuals_to_the_bit(tiles_build: Path, inputs: int, out
     x[::3] *= 2.0**-64
     bias = noise(outputs, seed=2) * scale * scale
     assert same(Products(tiles_build, 2).linear(x, weight, bias), by_the_manual(x, weight, bias))
+
+
+def test_rows_numbers_below_the_normal_ones_are_zero_before_they_are_rounded(tiles_build: Path) -> None:
+    """The numbers around 2^-126, of which the largest below it would round up."""
+    x = torch.arange(0x7E8000, 0x818000, 0x100, dtype=torch.int32).view(torch.float32)[:, None]
+    x, weight = torch.cat((x, -x), 1), torch.full((48, 2), 2.0**100).bfloat16()
+    weight[:, 1] = 0
+    assert same(Products(tiles_build, 1).linear(x, weight, torch.zeros(48)), by_the_manual(x, weight, torch.zeros(48)))
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [*SHAPES, (1103, 100)])
