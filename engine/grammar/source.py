@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import threading
@@ -17,6 +18,8 @@ T = TypeVar("T")
 
 #: Runs of white space in JSON end. Else a model may go on writing it until it meets max_tokens.
 _JSON: Final[Any] = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
+#: The same as a member of a schema within a grammar.
+SPACE: Final = f'"x-guidance": {json.dumps(_JSON)}'
 #: llguidance descends into rules that name each other: a chain of thousands takes more than a usual stack.
 _STACK_BYTES: Final = 256 << 20
 #: The most states of one output's lexer, of some 0.5 kB each: a string of bounded length takes one a character.
@@ -59,7 +62,7 @@ def _check_bounds(name: str, text: str) -> None:
     """Raise RequestError for a schema, or a grammar with schemas, that llguidance reads otherwise than one expects, or
     for hours."""
     plain = re.sub(r"\\u([0-9a-fA-F]{4})", lambda found: chr(int(found[1], 16)), text)
-    if name != "regex" and '"x-guidance"' in plain:
+    if name != "regex" and '"x-guidance"' in plain.replace(SPACE, ""):
         raise refused(name, "x-guidance is llguidance's own, and not offered here")
     found = {one.replace(".", "").strip("0") for one in re.findall(r'"multipleOf"\s*:\s*(\d+\.?\d*)', plain)}
     if math.lcm(*(int(one) for one in found if one)) > _MULTIPLES:

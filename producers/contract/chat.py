@@ -105,7 +105,7 @@ def _tool_call(call: Any, place: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise refused(place, call, "an object with id, type and function (name, arguments)", "invalid_type")
     name = read_string(function["name"], f"{place}.function.name")
-    arguments = function.get("arguments", "{}")
+    arguments = function.get("arguments") or "{}"  # of a call without arguments, clients may send nothing
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)

@@ -48,8 +48,9 @@ class TemplateSource:
             raise ModelError(f"the chat template cannot be compiled: {error}") from error
 
     @classmethod
-    def from_bytes(cls, files: Mapping[str, bytes]) -> TemplateSource | None:
-        """Read chat_template.jinja, else tokenizer_config.json's chat_template (of several, the one named "default").
+    def from_bytes(cls, files: Mapping[str, bytes], *, tools: bool = False) -> TemplateSource | None:
+        """Read chat_template.jinja, else tokenizer_config.json's chat_template. Of several, the one named "default" is
+        taken, for chats with `tools` the one named "tool_use", if there is one.
 
         Returns None if the model has no template. Raises ModelError.
         """
@@ -62,9 +63,8 @@ class TemplateSource:
             return cls(text, _special_tokens(config))
         entry = config.get("chat_template")
         if isinstance(entry, list):
-            entry = next(
-                (one.get("template") for one in entry if isinstance(one, dict) and one.get("name") == "default"), None
-            )
+            named = {one.get("name"): one.get("template") for one in entry if isinstance(one, dict)}
+            entry = (named.get("tool_use") if tools else None) or named.get("default")
         if entry is None:
             return None
         if not isinstance(entry, str):

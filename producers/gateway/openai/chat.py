@@ -169,7 +169,7 @@ def read_chat(body: Mapping[str, Any], tenant: str | None) -> _Chat:
 async def _calling(gateway: Gateway, card: Mapping[str, Any], tools: Tools) -> Calling:
     """How the model's output calls the tools. Raises InvalidTask."""
     check_chats(card)
-    template = await gateway.templates.source(card)
+    template = await gateway.templates.with_tools(card)
     style = format_of(card["name"], template)
     return await asyncio.to_thread(calling, tools, template, await gateway.prompts.tokenizer(card), style)
 
@@ -238,7 +238,7 @@ class _Stream:
                 logprobs = None
             if ending:
                 self._ended.add(index)
-                called = output.reason == "stop" and self._listeners and self._listeners[index].calls
+                called = output.reason == "stop" and self._listeners and self._listeners[index].called
                 said.append(self._delta(index, {}, reason=CALLED if called else output.reason))
         return b"".join(said)
 

@@ -44,7 +44,7 @@ class Templates:
         """
         try:
             while True:
-                renderer = await self._renderer(card)
+                renderer = await self._renderer(card, bool(options.get("tools")))
                 with suppress(ExecutorClosed):  # it was evicted meanwhile
                     return await renderer.render(messages, **options)
         except RequestError as error:
@@ -52,22 +52,22 @@ class Templates:
         except ModelError as error:
             raise _unusable(card["name"], error) from error
 
-    async def source(self, card: Mapping[str, Any]) -> str:
-        """The text of the model's template. Raises Problem if it cannot be used."""
-        return (await self._renderer(card)).source
+    async def with_tools(self, card: Mapping[str, Any]) -> str:
+        """The text of the model's template for chats with tools. Raises Problem if it cannot be used."""
+        return (await self._renderer(card, True)).source
 
-    async def _renderer(self, card: Mapping[str, Any]) -> _Renderer:
-        key = tuple(card["files"].get(name, "") for name in TEMPLATE)
-        return await self._kept.get(key, lambda: self._load(card))
+    async def _renderer(self, card: Mapping[str, Any], tools: bool) -> _Renderer:
+        key = (*(card["files"].get(name, "") for name in TEMPLATE), "tools" if tools else "")
+        return await self._kept.get(key, lambda: self._load(card, tools))
 
     def close(self) -> None:
         """End all processes."""
         self._kept.clear()
 
-    async def _load(self, card: Mapping[str, Any]) -> _Renderer:
+    async def _load(self, card: Mapping[str, Any], tools: bool) -> _Renderer:
         files = await read_blobs(self._store, card, TEMPLATE)
         try:
-            source = await asyncio.to_thread(TemplateSource.from_bytes, files)
+            source = await asyncio.to_thread(TemplateSource.from_bytes, files, tools=tools)
         except ModelError as error:
             raise _unusable(card["name"], error) from error
         if source is None:

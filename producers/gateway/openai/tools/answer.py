@@ -19,7 +19,7 @@ CALLED = "tool_calls"
 class CallingChoice(Choice):
     """A choice that may have calls. `task_id`, `index`: its own, by which its calls have their ids."""
 
-    __slots__ = ("_calling", "_calls", "_listener", "_place")
+    __slots__ = ("_calling", "_calls", "_listener", "_place", "_size")
 
     def __init__(self, scorer: Scorer | None, calling: Calling, task_id: str, index: int) -> None:
         super().__init__(scorer, CHAT)
@@ -27,14 +27,19 @@ class CallingChoice(Choice):
         self._listener = Listener(calling)
         self._place = task_id, index
         self._calls: list[tuple[str, list[str]]] = []
+        self._size = 0
 
     @property
     def size(self) -> int:
-        return super().size + sum(len(name) + sum(map(len, parts)) for name, parts in self._calls)
+        return super().size + self._size
 
-    @property
-    def calls(self) -> list[dict[str, Any]]:
-        """The message's `tool_calls`."""
+    def take(self, output: Output) -> None:
+        self._take(output, self._hear(self._listener.hear(output.tokens)))
+
+    def close(self) -> list[dict[str, Any]]:
+        """The message's `tool_calls`, once all of the output was taken."""
+        self._take(Output(), self._hear(self._listener.end()))
+        self.reason = CALLED if self.reason == "stop" and self._listener.called else self.reason
         return [
             {
                 "id": self._calling.format.id_of(*self._place, at),
@@ -44,22 +49,21 @@ class CallingChoice(Choice):
             for at, (name, parts) in enumerate(self._calls)
         ]
 
-    def take(self, output: Output) -> None:
-        said = self._listener.hear(output.tokens)
-        if output.reason is not None:
-            said += self._listener.end()
+    def _hear(self, said: Sequence[Said]) -> str:
+        """Keep the calls. Returns the content."""
         for one in said:
             if isinstance(one, Begun):
                 self._calls.append((one.name, []))
+                self._size += 100
             elif isinstance(one, Arguments):
                 self._calls[one.at][1].append(one.text)
-        self._take(output, "".join(one for one in said if isinstance(one, str)))
-        self.reason = CALLED if self.reason == "stop" and self._calls else self.reason
+                self._size += len(one.text)
+        return "".join(one for one in said if isinstance(one, str))
 
 
 def message(choice: Choice) -> Iterator[bytes | bytearray]:
     """The members of a message after its role: content, and calls if there are any."""
-    calls = choice.calls if isinstance(choice, CallingChoice) else []
+    calls = choice.close() if isinstance(choice, CallingChoice) else []
     if calls and not choice.text:
         yield b'"content":null'
     else:

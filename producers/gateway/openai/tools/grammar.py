@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from engine.grammar.source import check_form
+from engine.grammar.source import SPACE, check_form
 from engine.params import MAX_GRAMMAR, SamplingParams
 from engine.text import RequestError, Tokenizer
 from producers.errors import InvalidTask
@@ -17,15 +17,20 @@ from producers.gateway.openai.tools.formats import CallFormat
 
 #: What a schema says to readers alone.
 _WORDS: Final = ("title", "description", "examples", "$comment")
+#: What has schemas by names of the caller's own.
+_BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
 @dataclass(frozen=True, slots=True)
 class Calling:
-    """How a request's output calls tools. `marks`: the text of tokens that have none otherwise."""
+    """How a request's output calls tools."""
 
     format: CallFormat
     grammar: str
-    marks: dict[int, str]
+    begin: int | None
+    """The token that begins calls; None if that is text."""
+    must: bool
+    """Whether the output has to be calls."""
 
 
 def calling(tools: Tools, template: str, tokenizer: Tokenizer, style: CallFormat) -> Calling:
@@ -38,7 +43,7 @@ def calling(tools: Tools, template: str, tokenizer: Tokenizer, style: CallFormat
     grammar = _grammar(tools, style, single, free)
     if len(grammar) > MAX_GRAMMAR:
         raise too_large(len(grammar), MAX_GRAMMAR)
-    return Calling(style, grammar, {added[mark].id: mark for mark in single if added[mark].special})
+    return Calling(style, grammar, single.get(style.begin), tools.must)
 
 
 def _grammar(tools: Tools, style: CallFormat, single: dict[str, int], free: Sequence[int]) -> str:
@@ -64,7 +69,8 @@ def _grammar(tools: Tools, style: CallFormat, single: dict[str, int], free: Sequ
 def _call(key: str, at: int, function: Function) -> str:
     """A call of a function. Each schema is a document of its own, in which its references hold."""
     head = json.dumps(f'{{"name": "{function.name}", "{key}": ')
-    return f'{head} %json {json.dumps(_lean(_followed(at, function)))} "}}"'
+    schema = json.dumps(_lean(_followed(at, function)))
+    return f'{head} %json {{{SPACE}, {schema[1:]} "}}"'
 
 
 def _lean(schema: Any) -> Any:
@@ -73,11 +79,13 @@ def _lean(schema: Any) -> Any:
         return [_lean(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    return {
-        name: value if name in ("enum", "const") else _lean(value)
-        for name, value in schema.items()
-        if name not in _WORDS or isinstance(value, dict)  # a property may be called so
-    }
+    return {name: _part(name, value) for name, value in schema.items() if name not in _WORDS}
+
+
+def _part(name: str, value: Any) -> Any:
+    if name in _BY_NAME and isinstance(value, dict):
+        return {key: _lean(one) for key, one in value.items()}
+    return value if name in ("enum", "const") else _lean(value)
 
 
 def _followed(at: int, function: Function) -> dict[str, object]:

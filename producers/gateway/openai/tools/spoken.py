@@ -34,41 +34,52 @@ class Listener:
     """Follows one output. Its grammar has made sure of the form, so that little is checked here."""
 
     def __init__(self, calling: Calling) -> None:
-        self._marks = calling.marks
-        self._begin = calling.format.begin
+        self._mark = calling.begin
+        self._format = calling.format
         self._head = re.compile(rf'\{{"name": "([\w-]+)", "{calling.format.arguments}": ')
-        self._step = self._talk
+        self._step = self._find if calling.must else self._talk
         #: Text that is not yet sure to be content, or not yet a call's whole head.
         self._held = ""
         self._depth = 0
         self._quoted = self._escaped = False
+        self._silent = calling.must
         self.calls = 0
+
+    @property
+    def called(self) -> bool:
+        """Whether the output has calls, and all of them are whole."""
+        return self.calls > 0 and self._step != self._argue
 
     def hear(self, tokens: Iterable[Token]) -> list[Said]:
         """What further tokens say."""
         said: list[Said] = []
-        text = "".join(self._marks.get(token.token_id, token.text) for token in tokens)
-        while text:
-            text = self._step(text, said)
+        for token in tokens:
+            if self._mark is not None and token.token_id == self._mark and self._step == self._talk:
+                self._step = self._find
+            text = token.text
+            while text:
+                text = self._step(text, said)
         return said
 
     def end(self) -> list[Said]:
         """What was held back until it was sure to be content."""
-        return [self._held] if self._held and self._step == self._talk else []
+        held, self._held = self._held, ""
+        if self._step == self._find:
+            held = "" if self.calls or self._silent else self._before(held)
+        return [held] if held else []
 
     def _talk(self, text: str, said: list[Said]) -> str:
         """Content, up to the first call. Returns the text of the calls."""
         text, self._held = self._held + text, ""
-        if not self._begin:
+        begin = self._format.begin
+        if not begin:
             self._step = self._find if text.startswith("{") else self._say
             return text
-        at = text.find(self._begin)
-        if at >= 0:
+        if self._mark is None and begin in text:
             self._step = self._find
-            said += [before] if (before := text[:at].rstrip()) else []
-            return text[at + len(self._begin) :]
+            return text
         # White space at the end, and what may be the beginning of `begin`, may belong to a call.
-        size = next((n for n in range(len(self._begin) - 1, 0, -1) if text.endswith(self._begin[:n])), 0)
+        size = next((n for n in range(len(begin) - 1, 0, -1) if text.endswith(begin[:n])), 0)
         sure = text[: len(text) - size].rstrip()
         said += [sure] if sure else []
         self._held = text[len(sure) :]
@@ -86,10 +97,18 @@ class Listener:
         if found is None:
             self._held = text
             return ""
+        # Text before the mark may come after its token, for what was held back until it was sure.
+        if not self.calls and not self._silent and (before := self._before(text[: found.start()])):
+            said.append(before)
         said.append(Begun(self.calls, found[1]))
         self.calls += 1
         self._step = self._argue
         return text[found.end() :]
+
+    def _before(self, text: str) -> str:
+        """The content in a text that ends where the first call begins, or on the way there."""
+        content, mark, _ = text.partition(self._format.begin) if self._format.begin else (text, "", "")
+        return content.rstrip() if mark else content.removesuffix(self._format.opening).rstrip()
 
     def _argue(self, text: str, said: list[Said]) -> str:
         """The arguments up to their last brace. Returns the text after it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -168,6 +169,57 @@ def test_what_is_no_call_of_a_tool_cannot_be_said(model: Model) -> None:
     ):
         output = model.tokenizer.encode(style.begin + style.opening + wrong, add_special_tokens=False)
         assert not follows(model.matcher(model.calling()), output)
+
+
+def test_a_mark_that_is_spelled_is_text_where_it_is_a_token(model: Model) -> None:
+    made = model.calling()
+    if made.begin is None:
+        return
+    pieces = (model.style.begin[:5], model.style.begin[5:], '{"name": "now", "arguments": {}} and so on')
+    output = [one for piece in pieces for one in model.tokenizer.encode(piece, add_special_tokens=False)]
+    assert made.begin not in output
+    assert follows(model.matcher(made), output)
+    assert heard(model, made, output, 1) == ("".join(pieces), [])
+
+
+def test_text_that_comes_after_the_mark_was_said_before_it(model: Model) -> None:
+    """Text is held back while it may be the beginning of a stop string, or of a character."""
+    made, style = model.calling(), model.style
+    if made.begin is None:
+        return
+    shown = style.begin if style.begin.startswith("<") else ""
+    call = f'{style.opening}{{"name": "now", "{style.arguments}": {{}}}}{style.closing}'
+    listener = Listener(made)
+    said = listener.hear(
+        [Token(0, 0, 0, 5, "Hi"), Token(1, 0, 1, made.begin, ""), Token(2, 0, 2, 7, f"!!{shown}{call}")]
+    )
+    assert said == ["Hi", "!!", Begun(0, "now"), Arguments(0, "{}")]
+    assert (listener.end(), listener.called) == ([], True)
+
+
+def test_a_call_that_is_broken_off_is_not_called(model: Model) -> None:
+    made, style = model.calling(tool_choice="required"), model.style
+    output = model.tokenizer.encode(f'{style.begin}{style.opening}{{"name": "weather", "{style.arguments}": {{"pl')
+    listener = Listener(made)
+    said = listener.hear([Token(0, 0, at, one, model.tokenizer.decode([one])) for at, one in enumerate(output[:3])])
+    assert (said, listener.end()) == ([], [])
+    listener = Listener(made)
+    listener.hear([Token(0, 0, at, one, model.tokenizer.decode([one])) for at, one in enumerate(output)])
+    assert (listener.calls, listener.called) == (1, False)
+
+
+def test_what_describes_a_schema_is_left_out_but_for_its_names(model: Model) -> None:
+    words = {"description": "d" * 9999, "title": "t", "examples": [1]}
+    parameters = {"type": "object", "properties": {"title": True, "description": words}, "required": ["title"], **words}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}]
+    made = model.calling(tools=tools, tool_choice="required", parallel_tool_calls=False)
+    assert len(made.grammar) < 1000
+    ((_, arguments),) = heard(model, made, drawn(model, made, 1), 1)[1]
+    assert "title" in json.loads(arguments)
+    assert re.search(r"\s{21}", re.sub(r'"(\\.|[^"\\])*"', "s", arguments)) is None
+    guided = {"type": "object", "x-guidance": {"item_separator": ";"}}
+    with pytest.raises(InvalidTask, match="x-guidance"):
+        model.calling(tools=[{"type": "function", "function": {"name": "f", "parameters": guided, "strict": True}}])
 
 
 def follows(matcher: Matcher, output: Sequence[int]) -> bool:

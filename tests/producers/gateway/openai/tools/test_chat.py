@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from redis import Redis
 
 from producers.contract import keys
 from tests.producers.gateway.conftest import CARD, Door
-from tests.producers.gateway.openai.conftest import MESSAGES, Answering, says, send
+from tests.producers.gateway.openai.conftest import MESSAGES, Answering, chunks, says, send
 
 TEMPLATE = """{% for tool in tools or [] %}{{ tool | tojson }} {% endfor %}<tool_call> arguments
 {% for message in messages %}{{ message.role }}: {{ message.content }}{% for call in message.tool_calls or [] %}
@@ -78,7 +79,11 @@ def test_a_conversation_goes_on_with_what_a_tool_said(calls: str, door: Door, an
     answering.scripts = [says(*PIECES), says("It rains.")]
     message = door.openai.chat.completions.create(model=calls, messages=MESSAGES, tools=TOOLS).choices[0].message
     assert message.tool_calls
-    more: Any = [message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}]
+    bare: Any = {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": {"name": "now", "arguments": ""}}],
+    }
+    more: Any = [bare, message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}]
     answer = door.openai.chat.completions.create(model=calls, messages=[*MESSAGES, *more], tools=TOOLS)
     assert answer.choices[0].message.content == "It rains."
 
@@ -91,6 +96,37 @@ def test_an_output_that_is_cut_in_a_call_has_what_there_is_of_it(
     (choice,) = answer["choices"]
     assert choice["finish_reason"] == "length"
     assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == ['{"place": "}{"']
+
+
+def test_a_call_that_a_stop_breaks_off_is_no_reason_to_call(
+    calls: str, http: httpx.Client, answering: Answering
+) -> None:
+    answering.scripts = [says(*PIECES[:4], reason="stop")]
+    asked = {"model": calls, "messages": MESSAGES, "tools": TOOLS, "stop": ["}"]}
+    assert send(http, "/v1/chat/completions", asked).json()["choices"][0]["finish_reason"] == "stop"
+    *_, last, done = chunks(send(http, "/v1/chat/completions", asked | {"stream": True}))
+    assert (last["choices"][0]["finish_reason"], done) == ("stop", "[DONE]")
+
+
+def test_content_that_was_held_back_is_said_once(calls: str, http: httpx.Client, answering: Answering) -> None:
+    answering.scripts = [says("Hi ", "<tool", reason="length")]
+    answer = send(http, "/v1/chat/completions", {"model": calls, "messages": MESSAGES, "tools": TOOLS}).json()
+    assert answer["choices"][0]["message"]["content"] == "Hi <tool"
+
+
+def test_the_template_for_tools_is_taken_where_there_is_one(
+    valkey: Redis, model: str, http: httpx.Client, answering: Answering
+) -> None:
+    named = [{"name": "default", "template": "none"}, {"name": "tool_use", "template": TEMPLATE}]
+    config = json.dumps({"chat_template": named}).encode()
+    digest = hashlib.sha256(config).hexdigest()
+    valkey.set(keys.blob(digest), config)
+    files = {name: one for name, one in CARD.files.items() if name != "chat_template.jinja"}
+    card = replace(CARD, files={**files, "tokenizer_config.json": digest})
+    valkey.hset(keys.MODELS, CARD.name, card.to_json())
+    answering.scripts = [says(*PIECES)]
+    answer = send(http, "/v1/chat/completions", {"model": model, "messages": MESSAGES, "tools": TOOLS})
+    assert answer.json()["choices"][0]["finish_reason"] == "tool_calls"
 
 
 def test_tools_that_are_too_large_are_refused_by_name(calls: str, http: httpx.Client) -> None:
