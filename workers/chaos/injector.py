@@ -9,7 +9,7 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 from producers.connection.connect import connect
@@ -141,15 +141,16 @@ class Injector:
         self._journal.write(
             "fault", kind=fault.kind, target=fault.target, seconds=fault.seconds, amount=fault.amount, **about
         )
-        healing = self._done_to(handle, fault) if handle is not None else self._scene.begin(fault)
-        if healing is not None:
-            when = time.monotonic() + fault.seconds
-            heapq.heappush(self._healings, (when, next(self._order), fault, healing))
+        # Until its healing is listed, nobody else would end it.
+        with _going_on(handle) if handle is not None and fault.kind == "pause" else nullcontext():
+            healing = self._done_to(handle, fault) if handle is not None else self._scene.begin(fault)
+            if healing is not None:
+                when = time.monotonic() + fault.seconds
+                heapq.heappush(self._healings, (when, next(self._order), fault, healing))
 
     def _done_to(self, handle: Handle, fault: Fault) -> Healing | None:
         if fault.kind == "pause":
-            with _going_on(handle):
-                handle.pause()
+            handle.pause()
             return handle.resume
         if fault.kind == "drain":
             handle.drain()
