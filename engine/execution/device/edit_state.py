@@ -68,12 +68,13 @@ class EditWriter:
         if now == banned and one.matcher is None:
             return None
         self._changing[one.slot] = words, mask, now
-        mask = _without(mask, np.array(now, np.int64))
-        if one.matcher is not None:
-            form = np.zeros(mask.shape[1], np.int32)
-            allow(form, one)
-            mask &= form
-        return mask
+        if now:
+            mask = _without(mask, np.array(now, np.int64))
+        if one.matcher is None:
+            return mask
+        form = np.zeros(mask.shape[1], np.int32)
+        allow(form, one)
+        return mask & form
 
     def _allocate(self) -> EditState:
         def zeros(*size: int, dtype: torch.dtype) -> Tensor:
