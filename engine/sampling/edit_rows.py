@@ -170,12 +170,13 @@ class EditRows:
             ],
         )
 
-    def _formed(self, sequences: list[Sequence], rows: Ids, drafts: Drafts | None) -> NDArray[np.uint8]:
-        """The tokens that the forms of these rows' outputs allow: uint8 [rows, vocabulary]."""
+    def _formed(self, sequences: list[Sequence], rows: Ids, drafts: Drafts | None) -> NDArray[np.bool_]:
+        """The tokens that would leave the forms of these rows' outputs: bool [rows, vocabulary]."""
         masks = np.zeros((len(rows), -(-self._vocab_size // 32)), np.int32)
         for mask, row in zip(masks, rows, strict=True):
             allow(mask, sequences[row], () if drafts is None else drafts[row])
-        return np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")[:, : self._vocab_size]
+        leaving = np.unpackbits(np.invert(masks).view(np.uint8), axis=1, bitorder="little", count=self._vocab_size)
+        return leaving.view(np.bool_)
 
     def _known(self, ids: Any) -> Ids:
         """The ids that are in the model's vocabulary. A tokenizer may have others."""

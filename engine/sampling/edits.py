@@ -53,7 +53,7 @@ class Edits:
     banned: tuple[Tensor, Tensor] | None = None
     """(rows, ids)."""
     forms: tuple[Tensor, Tensor] | None = None
-    """(rows; the tokens that an output's form allows, uint8 [these rows, vocabulary], 0 or 1)."""
+    """(rows, in their order; the tokens that would leave an output's form, bool [these rows, vocabulary])."""
 
     @property
     def forbids(self) -> bool:
@@ -81,5 +81,8 @@ def edit(logits: Tensor, edits: Edits) -> None:
     if edits.banned is not None:
         logits.index_put_(edits.banned, forbidden)
     if edits.forms is not None:
-        rows, free = edits.forms
-        logits[rows] = logits[rows].masked_fill_(free == 0, float("-inf"))
+        rows, leaving = edits.forms
+        if len(rows) == len(logits):
+            logits.masked_fill_(leaving, float("-inf"))
+        else:
+            logits[rows] = logits[rows].masked_fill_(leaving, float("-inf"))
