@@ -37,12 +37,14 @@ class Grammars:
         form = form_of(params)
         if form is None:
             return []
-        ends = self._ends_of(params)
+        ends = self._mask([*params.stop_token_ids, *(() if params.ignore_eos else self._eos)])
         return [Matcher(rules, ends, self._marks) for rules in self._made(*form, count)]
 
-    def _ends_of(self, params: SamplingParams) -> NDArray[np.int64]:
-        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
-        return np.array(sorted(one for one in ends if one < self._vocab_size), np.int64)
+    def _mask(self, token_ids: Sequence[int]) -> Mask:
+        """The bits of those of these tokens that the model has."""
+        bits = np.zeros(-(-self._vocab_size // 32) * 32, np.uint8)
+        bits[[one for one in token_ids if one < self._vocab_size]] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
 
     def _made(self, name: str, grammar: str, count: int) -> list[Any]:
         from llguidance import LLMatcher
@@ -70,9 +72,9 @@ class Grammars:
         return LLTokenizer(self._json(), n_vocab=None, eos_token=self._eos or None)
 
     @cached_property
-    def _marks(self) -> NDArray[np.int64]:
+    def _marks(self) -> Mask:
         """The tokens by which llguidance itself marks an end."""
-        return np.array(self._tokenizer.eos_tokens, np.int64)
+        return self._mask(self._tokenizer.eos_tokens)
 
 
 class Matcher:
@@ -82,11 +84,11 @@ class Matcher:
     uninterrupted one would.
     """
 
-    __slots__ = ("_ends", "_marks", "_rules", "_words", "count", "error")
+    __slots__ = ("_ends", "_marks", "_rules", "count", "error")
 
-    def __init__(self, rules: Any, ends: NDArray[np.int64], marks: NDArray[np.int64]) -> None:
-        """`rules`: an LLMatcher of its own. `ends`: the tokens that may end a complete output; those
-        that its caller named may be text elsewhere, and cut it. `marks`: see Grammars."""
+    def __init__(self, rules: Any, ends: Mask, marks: Mask) -> None:
+        """`rules`: an LLMatcher of its own. `ends`: the tokens that may end a complete output; those that its caller
+        named may be text elsewhere, and cut it. `marks`: see Grammars."""
         self._rules = rules
         self._ends = ends
         self._marks = marks
@@ -120,20 +122,13 @@ class Matcher:
         elif ahead:
             self._rules.rollback(len(ahead))
         mask.fill(0)
-        if not self.error:
-            mask[: len(bits)] = bits[: len(mask)]
-            self._end_only(mask, complete)
-
-    def _end_only(self, mask: Mask, complete: bool) -> None:
-        """Let an end come where the form is complete, and there alone."""
-        marks = self._marks[self._marks < len(mask) * 32]
-        np.bitwise_and.at(mask, marks // 32, ~_bit(marks))
+        if self.error:
+            return
+        mask[: len(bits)] = bits[: len(mask)]
+        # An end comes where the form is complete, and there alone.
+        mask &= ~self._marks
         if complete:
-            np.bitwise_or.at(mask, self._ends // 32, _bit(self._ends))
+            mask |= self._ends
 
     def _fail(self) -> None:
         self.error = self.error or said(self._rules.get_error()) or "the output left its form"
-
-
-def _bit(token_ids: NDArray[np.int64]) -> NDArray[np.int32]:
-    return (np.uint32(1) << (token_ids % 32).astype(np.uint32)).view(np.int32)

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final, TypeVar
 
 from engine.errors import RequestError
-from engine.params import FORMS, SamplingParams
+from engine.params import SamplingParams
 
 T = TypeVar("T")
 
@@ -39,9 +39,9 @@ def form_of(params: SamplingParams) -> tuple[str, str] | None:
 
     Raises RequestError if llguidance is not installed.
     """
-    name = next((name for name in FORMS if getattr(params, name) is not None), None)
-    if name is None:
+    if not params.forms:
         return None
+    (name,) = params.forms
     try:
         from llguidance import LLMatcher
     except ImportError:
@@ -94,7 +94,7 @@ def check_form(params: SamplingParams) -> None:
 
 
 def limits() -> Any:
-    """What a grammar may take while it is parsed, as llguidance's LLParserLimits."""
+    """The bounds of a grammar while it is parsed, as llguidance's LLParserLimits."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(max_lexer_states=_LEXER_STATES, verbose_errors=False)

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import chain, count
 
-from engine.errors import EngineError, RequestError
-from engine.grammar.matcher import Matcher
+from engine.errors import EngineError
 from engine.kv import BlockTables, Capacity, long_root, root_hash
 from engine.logprobs import PromptScores
 from engine.output import OutputState
-from engine.params import FinishReason, SamplingParams
+from engine.params import FinishReason
 from engine.plan import Sampled, ScheduledSeq, StepPlan
 from engine.request import Event, Request
 from engine.scheduling.best_of import Candidates
@@ -57,9 +56,9 @@ class Scheduler:
         """Raise RequestError if the request could never run. It changes the request alone, so any thread may call
         it."""
         self._limits.check(request)
-        self._spelled(request.params.bad_words)
+        self._traits.spelled(request.params.bad_words)
         # Made here, for it takes time. Nobody waits for it but the caller.
-        request.matchers = self._matchers(request.params)
+        request.matchers = self._traits.matchers(request.params)
 
     def add(self, request: Request) -> list[Event]:
         """Queue a request that `check` has passed, with an id that is not in use.
@@ -100,10 +99,10 @@ class Scheduler:
         params, prompt = request.params, request.prompt_ids
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         root = root_hash(request.salt, request.adapter, traits.version)
-        bad_words = self._spelled(params.bad_words)
+        bad_words = traits.spelled(params.bad_words)
         limit = self._limits.output_limit(request)
-        matchers: Iterable[Matcher | None] = request.matchers or self._matchers(params) or [None] * group.unfinished
-        request.matchers = []
+        matchers, request.matchers = request.matchers, []
+        each = [matchers[choice] if params.forms else None for choice in range(group.unfinished)]
         return [
             Sequence(
                 request=request,
@@ -119,33 +118,8 @@ class Scheduler:
                 bad_words=bad_words,
                 matcher=matcher,
             )
-            for choice, matcher in zip(range(group.unfinished), matchers)  # noqa: B905 - fewer if nothing is generated
+            for choice, matcher in enumerate(each)
         ]
-
-    def _matchers(self, params: SamplingParams) -> list[Matcher]:
-        """A matcher for each choice whose output is to have a form. Raises RequestError for one that cannot be
-        followed."""
-        if not params.forms:
-            return []
-        if self._traits.grammars is None:
-            raise RequestError(
-                f"the model has no tokenizer.json: it cannot follow {params.forms[0]}", param=params.forms[0]
-            )
-        return self._traits.grammars.matchers(params, params.width)
-
-    def _spelled(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """All token sequences that write these words and that the model can write: a tokenizer may have more tokens.
-        Raises RequestError for a word that the tokenizer drops."""
-        if words and self._traits.spellings is None:
-            raise RequestError("the model has no tokenizer.json: bad_words must be banned_token_ids", param="bad_words")
-        found: dict[tuple[int, ...], None] = {}
-        size = self._traits.vocab_size or 1 << 31
-        for word in words:
-            ways = self._traits.spellings(word) if self._traits.spellings else ()
-            if not ways:
-                raise RequestError(f"bad_words has {word!r}, of which the tokenizer drops all", param="bad_words")
-            found |= dict.fromkeys(way for way in ways if max(way) < size)
-        return tuple(found)
 
     def abort(self, request_id: str) -> bool:
         """Drop a request and free its blocks. Returns False if the id is unknown. No event follows."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from engine.grammar.matcher import Grammars
+from engine.errors import RequestError
+from engine.grammar.matcher import Grammars, Matcher
+from engine.params import SamplingParams
 from engine.text import Tokenizer
 from engine.text.detokenizer import Detokenizer
 from engine.text.words import Spellings
@@ -27,6 +29,31 @@ class ModelTraits:
     """A word's ways to be written in tokens."""
     grammars: Grammars | None = None
     """Makes the matchers of outputs that are to have a form."""
+
+    def spelled(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """All token sequences that write these words and that the model can write: a tokenizer may have more tokens.
+        Raises RequestError for a word that the tokenizer drops."""
+        if words and self.spellings is None:
+            raise RequestError("the model has no tokenizer.json: bad_words must be banned_token_ids", param="bad_words")
+        found: dict[tuple[int, ...], None] = {}
+        size = self.vocab_size or 1 << 31
+        for word in words:
+            ways = self.spellings(word) if self.spellings else ()
+            if not ways:
+                raise RequestError(f"bad_words has {word!r}, of which the tokenizer drops all", param="bad_words")
+            found |= dict.fromkeys(way for way in ways if max(way) < size)
+        return tuple(found)
+
+    def matchers(self, params: SamplingParams) -> list[Matcher]:
+        """A matcher for each choice whose output is to have a form. Raises RequestError for one that cannot be
+        followed."""
+        if not params.forms:
+            return []
+        if self.grammars is None:
+            raise RequestError(
+                f"the model has no tokenizer.json: it cannot follow {params.forms[0]}", param=params.forms[0]
+            )
+        return self.grammars.matchers(params, params.width)
 
     def with_text(self, tokenizer: Tokenizer) -> ModelTraits:
         """The same with a tokenizer, which knows better than config.json which tokens end an output."""
