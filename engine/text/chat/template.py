@@ -30,27 +30,32 @@ _LONGEST: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TemplateSource:
-    """A template's text, with the special tokens that it sees as `bos_token` and so on. No part of it has run."""
+    """A template's text, with the special tokens that it sees as `bos_token` and so on. No part of it has run.
+
+    `with_tools`: the text for chats with tools, where that is another.
+    """
 
     text: str
     special_tokens: Mapping[str, str] = field(default_factory=dict)
+    with_tools: str = ""
 
     def __post_init__(self) -> None:
         """Raises ModelError if the text is not a template.
 
         The text is only parsed, because compiling a template evaluates its constants, which may be huge.
         """
-        if len(self.text) > _LONGEST:
-            raise ModelError(f"the chat template has {len(self.text)} characters; at most {_LONGEST} are taken")
-        try:
-            environment().parse(self.text)
-        except (jinja2.TemplateError, RecursionError) as error:
-            raise ModelError(f"the chat template cannot be compiled: {error}") from error
+        for text in (self.text, self.with_tools):
+            if len(text) > _LONGEST:
+                raise ModelError(f"the chat template has {len(text)} characters; at most {_LONGEST} are taken")
+            try:
+                environment().parse(text)
+            except (jinja2.TemplateError, RecursionError) as error:
+                raise ModelError(f"the chat template cannot be compiled: {error}") from error
 
     @classmethod
-    def from_bytes(cls, files: Mapping[str, bytes], *, tools: bool = False) -> TemplateSource | None:
-        """Read chat_template.jinja, else tokenizer_config.json's chat_template. Of several, the one named "default" is
-        taken, for chats with `tools` the one named "tool_use", if there is one.
+    def from_bytes(cls, files: Mapping[str, bytes]) -> TemplateSource | None:
+        """Read chat_template.jinja, else tokenizer_config.json's chat_template: of several, those named "default" and
+        "tool_use".
 
         Returns None if the model has no template. Raises ModelError.
         """
@@ -61,22 +66,23 @@ class TemplateSource:
             except UnicodeDecodeError as error:
                 raise ModelError(f"chat_template.jinja is not UTF-8: {error}") from error
             return cls(text, _special_tokens(config))
-        entry = config.get("chat_template")
+        entry, with_tools = config.get("chat_template"), None
         if isinstance(entry, list):
             named = {one.get("name"): one.get("template") for one in entry if isinstance(one, dict)}
-            entry = (named.get("tool_use") if tools else None) or named.get("default")
+            entry, with_tools = named.get("default"), named.get("tool_use")
         if entry is None:
             return None
         if not isinstance(entry, str):
             raise ModelError("tokenizer_config.json has a chat_template that is not a string")
-        return cls(entry, _special_tokens(config))
+        return cls(entry, _special_tokens(config), with_tools if isinstance(with_tools, str) else "")
 
 
 class ChatTemplate:
     """A compiled chat template. Thread-safe."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
-        """`special_tokens`: the values that the template sees as `bos_token` and so on.
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None, with_tools: str = "") -> None:
+        """`special_tokens`: the values that the template sees as `bos_token` and so on. `with_tools`: see
+        TemplateSource.
 
         Raises ModelError if the source is not a template.
         """
@@ -84,6 +90,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         try:
             self._template = environment().from_string(source)
+            self._with_tools = environment().from_string(with_tools) if with_tools else self._template
         except (jinja2.TemplateError, RecursionError) as error:
             raise ModelError(f"the chat template cannot be compiled: {error}") from error
 
@@ -96,7 +103,7 @@ class ChatTemplate:
     def from_bytes(cls, files: Mapping[str, bytes]) -> ChatTemplate | None:
         """See TemplateSource.from_bytes."""
         source = TemplateSource.from_bytes(files)
-        return None if source is None else cls(source.text, source.special_tokens)
+        return None if source is None else cls(source.text, source.special_tokens, source.with_tools)
 
     def render(
         self,
@@ -123,7 +130,7 @@ class ChatTemplate:
             given["strftime_now"] = datetime.fromtimestamp(now, UTC).strftime
         final = self._mark(given["messages"]) if continue_final_message else None
         try:
-            text = self._template.render(given)
+            text = (self._with_tools if given["tools"] else self._template).render(given)
         except SecurityError as error:
             raise ModelError(f"the model's chat template was stopped: {error}") from error
         except MemoryError:

@@ -35,7 +35,7 @@ def main() -> NoReturn:
         try:
             if template is None:
                 fields = json.loads(source)
-                template = ChatTemplate(fields["text"], fields["special_tokens"])
+                template = ChatTemplate(**{"source": fields.pop("text"), **fields})
             answer = _render(template, json.loads(data), output)
         except ModelError as error:
             answer = _reason(model=str(error))

@@ -39,7 +39,7 @@ from producers.gateway.openai.parameters import (
 from producers.gateway.openai.tools.answer import CALLED, CallingChoice, deltas, message
 from producers.gateway.openai.tools.asked import OWN, Tools, read_tools
 from producers.gateway.openai.tools.formats import format_of
-from producers.gateway.openai.tools.grammar import Calling, calling
+from producers.gateway.openai.tools.grammar import Calling, make_calling
 from producers.gateway.openai.tools.spoken import Listener
 from producers.gateway.openai.whole import Choice, Whole, whole_answer
 from producers.gateway.tasks.foreground import Foreground, keyed
@@ -101,10 +101,10 @@ async def create(request: Request) -> Response:
     request.state.tier = task.tier
     check_may_use(principal_of(request), task)
     known = await gateway.client.known(task.model)
-    ways = None if chat.tools is None else await _calling(gateway, known.card, chat.tools)
+    calling = None if chat.tools is None else await _calling(gateway, known.card, chat.tools)
     task = task.model_copy(update={"prompt": await _prompt(gateway, known.card, chat, task)})
-    if ways is not None:
-        task = task.model_copy(update={"grammar": ways.grammar})
+    if calling is not None:
+        task = task.model_copy(update={"grammar": calling.grammar})
     scorer = None if chat.logprobs is None else ChatLogprobs(await gateway.prompts.tokenizer(known.card))
     scored = [] if task.prompt_logprobs is None else [ScoredPrompt(await gateway.prompts.tokenizer(known.card))]
     with asked.in_its_words():
@@ -115,10 +115,10 @@ async def create(request: Request) -> Response:
     async def answer() -> Response:
         first.update(foreground.shortened)
         if asked.stream:
-            stream = _Stream(chat, Chunks(first, asked, [len(task.prompt)] * chat.n), scorer, ways)
+            stream = _Stream(chat, Chunks(first, asked, [len(task.prompt)] * chat.n), scorer, calling)
             return ChunkStream(stream.chunks(foreground), foreground, gateway)
         choices = [
-            Choice(scorer, CHAT) if ways is None else CallingChoice(scorer, ways, foreground.ids[0], index)
+            Choice(scorer, CHAT) if calling is None else CallingChoice(scorer, calling, foreground.ids[0], index)
             for index in range(chat.n)
         ]
         whole = Whole(choices, chat.n, shape, scored)
@@ -167,11 +167,11 @@ def read_chat(body: Mapping[str, Any], tenant: str | None) -> _Chat:
 
 
 async def _calling(gateway: Gateway, card: Mapping[str, Any], tools: Tools) -> Calling:
-    """How the model's output calls the tools. Raises InvalidTask."""
+    """The model's way to call the tools. Raises InvalidTask."""
     check_chats(card)
     template = await gateway.templates.with_tools(card)
     style = format_of(card["name"], template)
-    return await asyncio.to_thread(calling, tools, template, await gateway.prompts.tokenizer(card), style)
+    return await asyncio.to_thread(make_calling, tools, template, await gateway.prompts.tokenizer(card), style)
 
 
 async def _prompt(gateway: Gateway, card: Mapping[str, Any], chat: _Chat, task: Task) -> tuple[int, ...]:
@@ -243,7 +243,7 @@ class _Stream:
         return b"".join(said)
 
     def _deltas(self, index: int, output: Output, ending: bool, scored: bool) -> list[dict[str, Any]]:
-        """What a choice says, by at least one delta if its tokens are `scored`."""
+        """The deltas of a choice's news; at least one if its tokens are `scored`."""
         if self._calling is None:
             return [{"content": output.text}] if output.text or scored else []
         said = self._listeners[index].hear(output.tokens)

@@ -13,7 +13,7 @@ from producers.gateway.openai.parameters import Asked, flag, refusal
 
 TEXT: Final = {"type": "text"}
 _NAME: Final = re.compile("[a-zA-Z0-9_-]{1,64}")
-#: What describes a schema: its name, which OpenAI asks for, and what it is for.
+#: Members that describe a schema.
 _ABOUT: Final = ("name", "description", "schema", "strict")
 _SCHEMA: Final[dict[str, Any]] = {
     "name": {"type": "string", "pattern": f"^{_NAME.pattern}$"},

@@ -44,7 +44,7 @@ class Templates:
         """
         try:
             while True:
-                renderer = await self._renderer(card, bool(options.get("tools")))
+                renderer = await self._renderer(card)
                 with suppress(ExecutorClosed):  # it was evicted meanwhile
                     return await renderer.render(messages, **options)
         except RequestError as error:
@@ -54,20 +54,21 @@ class Templates:
 
     async def with_tools(self, card: Mapping[str, Any]) -> str:
         """The text of the model's template for chats with tools. Raises Problem if it cannot be used."""
-        return (await self._renderer(card, True)).source
+        source = (await self._renderer(card)).source
+        return source.with_tools or source.text
 
-    async def _renderer(self, card: Mapping[str, Any], tools: bool) -> _Renderer:
-        key = (*(card["files"].get(name, "") for name in TEMPLATE), "tools" if tools else "")
-        return await self._kept.get(key, lambda: self._load(card, tools))
+    async def _renderer(self, card: Mapping[str, Any]) -> _Renderer:
+        key = tuple(card["files"].get(name, "") for name in TEMPLATE)
+        return await self._kept.get(key, lambda: self._load(card))
 
     def close(self) -> None:
         """End all processes."""
         self._kept.clear()
 
-    async def _load(self, card: Mapping[str, Any], tools: bool) -> _Renderer:
+    async def _load(self, card: Mapping[str, Any]) -> _Renderer:
         files = await read_blobs(self._store, card, TEMPLATE)
         try:
-            source = await asyncio.to_thread(TemplateSource.from_bytes, files, tools=tools)
+            source = await asyncio.to_thread(TemplateSource.from_bytes, files)
         except ModelError as error:
             raise _unusable(card["name"], error) from error
         if source is None:
@@ -79,7 +80,7 @@ class _Renderer:
     """A confined template and the thread that talks to its process."""
 
     def __init__(self, source: TemplateSource) -> None:
-        self.source = source.text
+        self.source = source
         self._template = ConfinedTemplate(source)
         self._executor = Executor("penstock-template")
 

@@ -41,7 +41,6 @@ async def make(request: Request, gateway: Gateway, wanted: Wanted) -> Response:
     items = [*([] if wanted.previous is None else await conversation.before(request, wanted.previous)), *wanted.items]
     task, items = await conversation.fitted(gateway, known.card, wanted, task, items)
     with wanted.asked.in_its_words():
-        await check_followed(task)
         (task,) = await gateway.accounts.sized(request, [task])
         task = bounded(task, known.card).resolved(known.card)
     more = wanted.more(task, items, known.now_ms())
@@ -68,6 +67,8 @@ async def _foreground(
     request: Request, gateway: Gateway, wanted: Wanted, task: Task, more: dict[str, Any], output: Output
 ) -> Response:
     """Submit the task, whose caller waits; with a key, the one of an earlier request, if there was one."""
+    with wanted.asked.in_its_words():
+        await check_followed(task)
     entry = await idempotency.first(request, gateway.client, str(uuid.uuid4()), tenant=task.tenant)
     if entry is not None:
         more["idempotency"] = entry.name

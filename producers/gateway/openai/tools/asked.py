@@ -48,8 +48,10 @@ OWN: Final[dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """`parameters`: the JSON schema of its arguments. `strict`: whether that must be followed to the letter."""
+    """`place`: where it stands in the request. `parameters`: the JSON schema of its arguments. `strict`: whether that
+    must be followed to the letter."""
 
+    place: str
     name: str
     parameters: dict[str, Any]
     strict: bool
@@ -106,7 +108,7 @@ def _function(place: str, tool: Any) -> Function:
     if parameters and parameters.get("type", "object") != "object":
         raise refusal(f"{place}.parameters.type", parameters["type"], '"object"')
     strict = flag({f"{place}.strict": function.get("strict") or False}, f"{place}.strict")
-    return Function(name, {"type": "object", **parameters} if parameters else _NOTHING, strict)
+    return Function(place, name, {"type": "object", **parameters} if parameters else _NOTHING, strict)
 
 
 def _named(choice: Any, names: Sequence[str]) -> str | None:

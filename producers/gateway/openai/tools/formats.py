@@ -15,7 +15,8 @@ class CallFormat:
 
     A call is {"name": NAME, KEY: ARGUMENTS}, where KEY is `arguments`. Without `begin`, an output that begins with {
     is a call. Without `between`, an output has one call. `marks`: what a tokenizer may have as one token. `told_by`:
-    what a template of this format has, all of them; `but`: and none of these. `ids`: the length of a call's id.
+    what a template of this format has, all of them; `but`: and none of these. `id_prefix`, `id_digits`: of
+    calls' ids.
     """
 
     begin: str
@@ -26,12 +27,13 @@ class CallFormat:
     marks: tuple[str, ...]
     told_by: tuple[str, ...]
     but: tuple[str, ...] = ()
-    ids: int = 29
+    id_prefix: str = "call_"
+    id_digits: int = 24
 
     def id_of(self, task_id: str, choice: int, call: int) -> str:
         """A call's id: a function of the task, so that it is the same however often it is read."""
         digest = hashlib.sha256(f"{task_id}:{choice}:{call}".encode()).hexdigest()
-        return digest[: self.ids] if self.ids < 10 else f"call_{digest[: self.ids - 5]}"
+        return f"{self.id_prefix}{digest[: self.id_digits]}"
 
 
 #: Qwen 2.5 and 3, Hermes, and many that follow them.
@@ -54,7 +56,8 @@ MISTRAL: Final = CallFormat(
     closing="]",
     marks=("[TOOL_CALLS]",),
     told_by=("[TOOL_CALLS] [",),
-    ids=9,
+    id_prefix="",
+    id_digits=9,
 )
 #: The same, as Nemo and others write it.
 NEMO: Final = replace(MISTRAL, opening="[", told_by=("[TOOL_CALLS][",), but=("[TOOL_CALLS][ARGS]",))

@@ -1,4 +1,4 @@
-"""What an output with tools may be, as a grammar: text, calls of the functions' schemas, or text and then calls."""
+"""Makes the grammar of an output with tools: text, calls of the functions' schemas, or text and then calls."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from producers.errors import InvalidTask
 from producers.gateway.openai.tools.asked import Function, Tools, too_large
 from producers.gateway.openai.tools.formats import CallFormat
 
-#: What a schema says to readers alone.
+#: Members of a schema for readers alone.
 _WORDS: Final = ("title", "description", "examples", "$comment")
-#: What has schemas by names of the caller's own.
+#: Members that have schemas by names of the caller's own.
 _BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
 @dataclass(frozen=True, slots=True)
 class Calling:
-    """How a request's output calls tools."""
+    """A request's way to call tools."""
 
     format: CallFormat
     grammar: str
@@ -33,7 +33,7 @@ class Calling:
     """Whether the output has to be calls."""
 
 
-def calling(tools: Tools, template: str, tokenizer: Tokenizer, style: CallFormat) -> Calling:
+def make_calling(tools: Tools, template: str, tokenizer: Tokenizer, style: CallFormat) -> Calling:
     """Make the grammar; takes milliseconds. `template`: the chat template's text. Raises InvalidTask for tools that
     cannot be followed."""
     added = tokenizer.added_tokens()
@@ -50,7 +50,7 @@ def _grammar(tools: Tools, style: CallFormat, single: dict[str, int], free: Sequ
     """`single`: the marks that are one token. `free`: the tokens that may stand in text, beside plain ones."""
     repeated = f"({_literal(style.between, single)} function)*" if tools.many and style.between else ""
     calls = f"{_literal(style.opening, single)} function {repeated} {_literal(style.closing, single)}"
-    functions = " | ".join(_call(style.arguments, at, one) for at, one in enumerate(tools.callable))
+    functions = " | ".join(_call(style.arguments, one) for one in tools.callable)
     rules = [f"function: {functions}"]
     begin = _literal(style.begin, single)
     if tools.must:
@@ -66,10 +66,10 @@ def _grammar(tools: Tools, style: CallFormat, single: dict[str, int], free: Sequ
     return "\n".join([f"start: {before}TEXT | {before}begun {calls}", rf"begun[lazy]: /(.|\n)*/ {begin}", *rules])
 
 
-def _call(key: str, at: int, function: Function) -> str:
+def _call(key: str, function: Function) -> str:
     """A call of a function. Each schema is a document of its own, in which its references hold."""
     head = json.dumps(f'{{"name": "{function.name}", "{key}": ')
-    schema = json.dumps(_lean(_followed(at, function)))
+    schema = json.dumps(_lean(_followed(function)))
     return f'{head} %json {{{SPACE}, {schema[1:]} "}}"'
 
 
@@ -88,7 +88,7 @@ def _part(name: str, value: Any) -> Any:
     return value if name in ("enum", "const") else _lean(value)
 
 
-def _followed(at: int, function: Function) -> dict[str, object]:
+def _followed(function: Function) -> dict[str, object]:
     """The schema of a function's arguments; of one that is not strict, any object if the schema cannot be followed.
 
     Raises InvalidTask.
@@ -98,7 +98,7 @@ def _followed(at: int, function: Function) -> dict[str, object]:
     except RequestError as error:
         if not function.strict:
             return {"type": "object"}
-        place = f"tools[{at}].function.parameters"
+        place = f"{function.place}.parameters"
         raise InvalidTask(str(error).replace("json_schema", place), param=place) from None
     return function.parameters
 

@@ -26,7 +26,7 @@ class Arguments:
     text: str
 
 
-#: What an output says: text is content.
+#: A piece of an output: text is content.
 Said = str | Begun | Arguments
 
 
@@ -51,7 +51,7 @@ class Listener:
         return self.calls > 0 and self._step != self._argue
 
     def hear(self, tokens: Iterable[Token]) -> list[Said]:
-        """What further tokens say."""
+        """The pieces in further tokens."""
         said: list[Said] = []
         for token in tokens:
             if self._mark is not None and token.token_id == self._mark and self._step == self._talk:
@@ -62,7 +62,7 @@ class Listener:
         return said
 
     def end(self) -> list[Said]:
-        """What was held back until it was sure to be content."""
+        """The content that was held back until it was sure to be that."""
         held, self._held = self._held, ""
         if self._step == self._find:
             held = "" if self.calls or self._silent else self._before(held)

@@ -21,7 +21,7 @@ from producers.contract.stream.events import Token
 from producers.errors import InvalidTask
 from producers.gateway.openai.tools.asked import Tools, read_tools
 from producers.gateway.openai.tools.formats import HERMES, LLAMA, MISTRAL, NEMO, CallFormat, format_of
-from producers.gateway.openai.tools.grammar import Calling, calling
+from producers.gateway.openai.tools.grammar import Calling, make_calling
 from producers.gateway.openai.tools.spoken import Arguments, Begun, Listener, Said
 from tests.producers.gateway.conftest import TINY
 
@@ -61,7 +61,7 @@ class Model:
     def calling(self, **own: Any) -> Calling:
         tools = read_tools({"tools": TOOLS, **own})
         assert isinstance(tools, Tools)
-        return calling(tools, self.template, self.tokenizer, self.style)
+        return make_calling(tools, self.template, self.tokenizer, self.style)
 
     def matcher(self, made: Calling) -> Matcher:
         grammars = Grammars(self.tokenizer.to_json, self.tokenizer.vocab_size, self.tokenizer.eos_token_ids)
@@ -253,3 +253,6 @@ def test_of_tools_that_are_not_strict_any_arguments_are_taken(model: Model) -> N
     assert (name, type(json.loads(arguments))) == ("odd", dict)
     with pytest.raises(InvalidTask, match=r"tools\[0\]\.function\.parameters cannot be followed: Unimplemented keys"):
         model.calling(tools=[{"type": "function", "function": odd | {"strict": True}}])
+    choice = {"type": "function", "function": {"name": "odd"}}
+    with pytest.raises(InvalidTask, match=r"tools\[1\]"):
+        model.calling(tools=[TOOLS[1], {"type": "function", "function": odd | {"strict": True}}], tool_choice=choice)
