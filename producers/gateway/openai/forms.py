@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from producers.contract.chat import read_string
 from producers.errors import shown
 from producers.gateway.http.errors import invalid_value, unknown_parameter
 from producers.gateway.openai.parameters import Asked, flag, refusal
@@ -15,12 +16,13 @@ TEXT: Final = {"type": "text"}
 _NAME: Final = re.compile("[a-zA-Z0-9_-]{1,64}")
 #: Members that describe a schema.
 _ABOUT: Final = ("name", "description", "schema", "strict")
-_SCHEMA: Final[dict[str, Any]] = {
+#: JSON schemas of the members that describe something.
+DESCRIBED: Final[dict[str, Any]] = {
     "name": {"type": "string", "pattern": f"^{_NAME.pattern}$"},
     "description": {"type": "string"},
-    "schema": {"type": "object"},
     "strict": {"type": "boolean"},
 }
+_SCHEMA: Final[dict[str, Any]] = DESCRIBED | {"schema": {"type": "object"}}
 #: JSON schemas of `response_format` and `text.format`.
 NESTED: Final = {
     "oneOf": [
@@ -65,32 +67,39 @@ def schema_of(place: str, value: Any) -> dict[str, Any] | None:
     if kind not in ("text", "json_object", "json_schema"):
         raise refusal(f"{place}.type", kind, "text, json_object or json_schema")
     if kind != "json_schema":
-        _known(place, value, ("type",))
+        check_known(place, value, ("type",))
         return {"type": "object"} if kind == "json_object" else None
     if place == "response_format":
-        _known(place, value, ("type", "json_schema"))
+        check_known(place, value, ("type", "json_schema"))
         place, value = f"{place}.json_schema", value.get("json_schema")
         if not isinstance(value, dict):
             raise refusal(place, value, "an object with name and schema", code="invalid_type")
-        _known(place, value, _ABOUT)
+        check_known(place, value, _ABOUT)
     else:
-        _known(place, value, ("type", *_ABOUT))
+        check_known(place, value, ("type", *_ABOUT))
     return _schema(place, value)
 
 
 def _schema(place: str, about: Mapping[str, Any]) -> dict[str, Any]:
-    name, schema = about.get("name"), about.get("schema")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise refusal(f"{place}.name", name, "1 to 64 of a-z, A-Z, 0-9, _ and -")
-    if about.get("description") is not None and not isinstance(about["description"], str):
-        raise refusal(f"{place}.description", about["description"], "a text", code="invalid_type")
-    flag({f"{place}.strict": about.get("strict") or False}, f"{place}.strict")
+    described(place, about)
+    schema = about.get("schema")
     if not isinstance(schema, dict):
         raise refusal(f"{place}.schema", schema, "a JSON schema, which is an object", code="invalid_type")
     return schema
 
 
-def _known(place: str, value: Mapping[str, Any], names: tuple[str, ...]) -> None:
+def described(place: str, about: Mapping[str, Any]) -> tuple[str, bool]:
+    """The name of what a caller describes, a schema or a function, and whether it is strict. Raises Problem and
+    InvalidTask, also for a wrong description."""
+    name, strict = about.get("name"), about.get("strict")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise refusal(f"{place}.name", name, "1 to 64 of a-z, A-Z, 0-9, _ and -")
+    if about.get("description") is not None:
+        read_string(about["description"], f"{place}.description")
+    return name, strict is not None and flag({f"{place}.strict": strict}, f"{place}.strict")
+
+
+def check_known(place: str, value: Mapping[str, Any], names: tuple[str, ...]) -> None:
     for name in value:
         if name not in names:
             raise unknown_parameter(f"{place}.{shown(name)[1:-1]}", f"there is {', '.join(names)}")

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from producers.contract.chat import read_string
-from producers.errors import InvalidTask, shown
+from producers.errors import InvalidTask
+from producers.gateway.openai.forms import DESCRIBED, check_known, described
 from producers.gateway.openai.parameters import flag, refusal
 
 #: Most tools of a request, as with OpenAI.
 MAX_TOOLS: Final = 128
-_NAME: Final = re.compile("[a-zA-Z0-9_-]{1,64}")
 _CHOICES: Final = ("none", "auto", "required")
 #: The arguments of a function without parameters.
 _NOTHING: Final = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -32,10 +30,8 @@ OWN: Final[dict[str, Any]] = {
                     "type": "object",
                     "required": ["name"],
                     "properties": {
-                        "name": {"type": "string", "pattern": f"^{_NAME.pattern}$"},
-                        "description": {"type": "string"},
+                        **DESCRIBED,
                         "parameters": {"type": "object"},
-                        "strict": {"type": "boolean"},
                     },
                 },
             },
@@ -95,19 +91,13 @@ def _function(place: str, tool: Any) -> Function:
     if not isinstance(function, dict) or tool.get("type") != "function":
         raise refusal(place, tool, 'an object with type "function" and function', code="invalid_type")
     place = f"{place}.function"
-    for name in function:
-        if name not in _FUNCTION:
-            raise refusal(f"{place}.{shown(name)[1:-1]}", function[name], f"left out: there is {', '.join(_FUNCTION)}")
-    name, parameters = function.get("name"), function.get("parameters")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise refusal(f"{place}.name", name, "1 to 64 of a-z, A-Z, 0-9, _ and -")
-    if function.get("description") is not None:
-        read_string(function["description"], f"{place}.description")
+    check_known(place, function, _FUNCTION)
+    name, strict = described(place, function)
+    parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         raise refusal(f"{place}.parameters", parameters, "a JSON schema, which is an object", code="invalid_type")
     if parameters and parameters.get("type", "object") != "object":
         raise refusal(f"{place}.parameters.type", parameters["type"], '"object"')
-    strict = flag({f"{place}.strict": function.get("strict") or False}, f"{place}.strict")
     return Function(place, name, {"type": "object", **parameters} if parameters else _NOTHING, strict)
 
 
