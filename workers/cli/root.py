@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from engine.confined.seal import make_undumpable
 from workers.cli.completion import COMPLETE
 from workers.cli.exits import Exit
 from workers.cli.terminal.stdout import guarded
@@ -46,6 +47,7 @@ def _root(
 
 def main(app: typer.Typer) -> None:
     """Run the command that the process was given."""
+    make_undumpable()  # its environment and memory hold passwords, and it has children that run what others wrote
     if COMPLETE in os.environ:
         from typer._completion_classes import completion_init
 

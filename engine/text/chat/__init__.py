@@ -1,6 +1,5 @@
 """Chat templates: turn messages into a prompt.
 
 template: renders a model's Jinja template, in the environment of sandbox
-confined: renders in a child process with limits of time and memory
-template_process: that child; frames: the message format on its pipes
+confined: renders in a child process with limits of time and memory (engine.confined)
 """

@@ -44,14 +44,22 @@ def make() -> Iterator[Make]:
 
 
 def pid(template: ConfinedTemplate) -> int:
-    assert template._child is not None
-    return template._child.pid
+    assert template._process._child is not None
+    return template._process._child.pid
 
 
 def test_it_gives_what_the_template_gives(make: Make) -> None:
     here, there = ChatTemplate(PLAIN, {"bos_token": "<s>"}), make(PLAIN)
     for options in ({}, {"add_generation_prompt": False, "continue_final_message": True}, {"tools": [{"name": "é"}]}):
         assert there.render(MESSAGES, **options) == here.render(MESSAGES, **options)
+
+
+@pytest.mark.parametrize(
+    "text", [r"{{ 'a\u00e9\n' }}", "{{ m | wordwrap(3) }}", "{{ m | pprint }}", "{{ m | striptags }}"]
+)
+def test_what_jinja_imports_late_is_there(make: Make, text: str) -> None:
+    there = make("{% set m = messages[0].content %}" + text + "{{ lipsum(n=0) }}")
+    assert there.render(MESSAGES) == ChatTemplate(there.source.text).render(MESSAGES)
 
 
 def test_one_process_serves_many_renders(make: Make) -> None:
@@ -71,7 +79,7 @@ TOO_MUCH = [
     ("{{ '{:>1000000000}'.format(one) }}", "64 MiB of memory"),
     ("{{ 'x' | center(10000000000 * one) }}", "64 MiB of memory"),
     ("{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "MiB of mem"),
-    ("{{ 'x' * 2000000 * one }}", "2000000 bytes of text; at most 1048576"),
+    ("{{ 'x' * 2000000 * one }}", "2000000 bytes of output; at most 1048576"),
 ]
 
 
@@ -118,7 +126,7 @@ def test_a_process_that_was_killed_has_a_successor(make: Make) -> None:
     right = template.render(MESSAGES)
     first = pid(template)
     os.kill(first, signal.SIGKILL)
-    template._child.wait()  # type: ignore[union-attr]
+    template._process._child.wait()  # type: ignore[union-attr]
     assert template.render(MESSAGES) == right
     assert pid(template) != first
 
@@ -126,7 +134,8 @@ def test_a_process_that_was_killed_has_a_successor(make: Make) -> None:
 def test_a_process_that_says_nothing_is_given_up(make: Make) -> None:
     template = make(PLAIN)
     template.render(MESSAGES)  # it has started, which takes a busy machine longer than that
-    template._limits = replace(template._limits, wall=0.3)
+    process = template._process
+    process._limits = replace(process._limits, wall=0.3)
     first = pid(template)
     os.kill(first, signal.SIGSTOP)
     with pytest.raises(RequestError, match=r"did not end within 0\.3 s"):
@@ -137,17 +146,17 @@ def test_a_process_that_says_nothing_is_given_up(make: Make) -> None:
 def test_close_ends_the_child_and_so_does_the_end_of_its_parent(make: Make) -> None:
     template = make(PLAIN)
     template.render(MESSAGES)
-    child = template._child
+    child = template._process._child
     assert child is not None
     template.close()
     assert child.returncode is not None
     template.render(MESSAGES)
-    orphan = template._child
+    orphan = template._process._child
     assert orphan is not None
     assert orphan.stdin is not None
     orphan.stdin.close()
     assert orphan.wait(60) == 0
-    template._child = None
+    template._process._child = None
 
 
 def test_it_sees_none_of_our_environment(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +190,7 @@ def test_text_up_to_the_limit_comes_whole_whatever_its_letters(make: Make, lette
     template = make("{% if messages | length > 1 %}{{ 'y' }}{% endif %}{{ messages[0].content }}")
     message = {"role": "user", "content": letter * ((1 << 20) // size) + "y" * ((1 << 20) % size)}
     assert template.render([message]) == message["content"]
-    with pytest.raises(RequestError, match="1048577 bytes of text; at most 1048576"):
+    with pytest.raises(RequestError, match="1048577 bytes of output; at most 1048576"):
         template.render([message, message])
 
 
@@ -199,7 +208,7 @@ def test_a_process_that_answers_no_more_and_yet_lives_is_ended(make: Make, monke
     template = make(PLAIN)
     with monkeypatch.context() as patched:
         patched.setattr(sys, "executable", "/bin/sh")
-        patched.setattr("engine.text.chat.confined.CHILD", ["-c", "exec >&-; sleep 600"])
+        patched.setattr("engine.confined.process.CHILD", ["-c", "exec >&-; sleep 600"])
         with pytest.raises(RequestError, match="its process ended with status -9") as caught:
             template.render(MESSAGES)
     assert caught.value.code == "template_stopped"
