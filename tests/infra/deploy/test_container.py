@@ -30,9 +30,9 @@ def test_the_linter_finds_nothing() -> None:
 
 def test_the_linter_finds_what_is_wrong(tmp_path: Path) -> None:
     wrong = tmp_path / "Containerfile"
-    wrong.write_text(TEXT.replace("SHELL ", "# SHELL ").replace("ENTRYPOINT [", "ENTRYPOINT tini ["))
+    wrong.write_text(TEXT.replace("--no-cache-dir ", "").replace("ENTRYPOINT [", "ENTRYPOINT tini ["))
     found = linted(wrong)
-    assert "DL4006" in found
+    assert "DL3042" in found
     assert "DL3025" in found
 
 
@@ -48,6 +48,13 @@ def test_both_targets_run_as_a_user_on_tini() -> None:
     assert 'ENTRYPOINT ["tini", "--", "penstock"]' in STAGES["runtime"]
     assert "HEALTHCHECK" not in TEXT.replace("no HEALTHCHECK", "")
     assert TEXT.rstrip().endswith(STAGES["cpu"].rstrip())  # the default
+
+
+def test_every_package_is_installed_by_its_hash_but_torchs_build_for_cpus() -> None:
+    installs = re.findall(r"pip install ((?:.*\\\n)*.*)$", TEXT, re.MULTILINE)
+    unlocked = [words for words in installs if "--require-hashes" not in words]
+    assert all("--no-deps" in words for words in installs)
+    assert [words.split()[-1] for words in unlocked] == ["requirements/torch.txt", *["/wheel/penstock-*.whl"] * 2]
 
 
 def test_its_extras_are_ours() -> None:
