@@ -25,6 +25,7 @@ from producers.gateway.context import Gateway
 from producers.gateway.http import errors
 from producers.gateway.http.caller import MEASURES
 from producers.gateway.http.edge import Edge
+from producers.gateway.http.fair_share import FairShare
 from producers.gateway.http.openapi import Documented
 from producers.gateway.http.streams import Streams
 from producers.gateway.http.trace import TracedClient
@@ -73,14 +74,14 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     if settings.files_redirect and not is_s3(settings.files_dir):
         raise ValueError(f"--files-redirect needs a bucket: --files-dir is {settings.files_dir!r}, not s3://...")
     prices = None if settings.prices is None else Prices.read(Path(settings.prices))
-    streams = Streams()
+    streams, fair_share = Streams(), FairShare()
     figures = Metrics(streams.__len__)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
         async with client:
             gateway = app.state.gateway = _parts(settings, client, prices, Destinations(allowed), streams, figures)
-            async with _running(gateway):
+            async with _running(gateway, fair_share):
                 yield
 
     app = Documented(
@@ -96,7 +97,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     )
     app.state.streams = streams
     app.state.metrics = figures
-    app.add_middleware(Edge, metrics=figures)
+    app.add_middleware(Edge, metrics=figures, fair_share=fair_share)
     if settings.cors_origins:  # outside the edge, so that pages can read the errors of both
         app.add_middleware(
             CORSMiddleware,
@@ -145,12 +146,13 @@ def _parts(
 
 
 @asynccontextmanager
-async def _running(gateway: Gateway) -> AsyncGenerator[None]:
+async def _running(gateway: Gateway, fair_share: FairShare) -> AsyncGenerator[None]:
     """Keep running what a gateway does beside its requests; close its parts at the end."""
     client, settings = gateway.client, gateway.settings
     keeping = [
         asyncio.create_task(gateway.readers.run(), name="renew reader leases"),
         asyncio.create_task(gateway.awaited.run(), name="load awaited models"),
+        asyncio.create_task(fair_share.run(), name="look at the loop"),
     ]
     if gateway.callers is not None:
         keeping.append(asyncio.create_task(gateway.streams.watch(client.store), name="watch keys"))

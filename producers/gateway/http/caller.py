@@ -56,7 +56,7 @@ class Needs(SecurityBase):
         if callers is None:
             state["principal"] = LOCAL
             return
-        token = _token(connection.scope["headers"])
+        token = token_of(connection.scope["headers"])
         principal = callers.again(token) or await callers.principal(token, _address(connection) or "nobody")
         if not principal.may(self.scope):
             raise Problem(403, f"This key lacks the scope {self.scope}.", code="missing_scope")
@@ -130,7 +130,7 @@ def _address(connection: HTTPConnection) -> str | None:
     return client[0] if client else None
 
 
-def _token(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+def token_of(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
     """The key in a request's headers: OpenAI's, or `x-api-key`. Several different ones are none: a proxy may have
     checked another one than we would take."""
     found: list[bytes] = []

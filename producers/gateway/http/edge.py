@@ -1,7 +1,8 @@
-"""The outermost middleware: request ids, counts, and answers to uncaught exceptions."""
+"""The outermost middleware: request ids, counts, turns of callers, and answers to uncaught exceptions."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from producers.gateway.http import trace
 from producers.gateway.http.errors import problem_of, response_of
+from producers.gateway.http.fair_share import FairShare, caller_of
 from producers.gateway.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -46,9 +48,10 @@ BEGINNINGS: Final = ("http.response.start", "websocket.accept", "websocket.http.
 class Edge:
     """ASGI middleware. Starlette's base class would cost each streamed chunk a queue and a task."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, fair_share: FairShare) -> None:
         self._app = app
         self._metrics = metrics
+        self._fair_share = fair_share
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -80,6 +83,8 @@ class Edge:
                 return
             await send(message)
 
+        if self._fair_share.behind and (pause := self._fair_share.pause(caller_of(scope))):
+            await asyncio.sleep(pause)
         try:
             await self._app(scope, receive, send_on)
         except ClientDisconnect:

@@ -6,7 +6,8 @@
         assert hostile.http("victim", "GET", "/v1/tasks").status_code == 200
 
 The model `tiny` is published, with its tokenizer and chat template, and no worker runs: submitted tasks wait. With
-`worker=True` one worker with the stub engine (`tests.stub_engine`) serves the model `stub`, too.
+`worker=True` one worker with the stub engine (`tests.stub_engine`) serves the model `stub`, too; a mapping has other
+settings of the worker.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def status_of(link: socket.socket) -> int:
 
 
 @contextlib.contextmanager
-def stage(*options: str, worker: bool = False) -> Iterator[Stage]:
+def stage(*options: str, worker: bool | Mapping[str, Any] = False) -> Iterator[Stage]:
     """A gateway process with these options besides `--auth keys`, ready; everything is ended afterwards."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(running_valkey())
@@ -157,7 +158,7 @@ def stage(*options: str, worker: bool = False) -> Iterator[Stage]:
         redis = stack.enter_context(Redis.from_url(url))
         publish(redis)
         if worker:
-            stack.enter_context(Worker(url)).wait_ready()
+            stack.enter_context(Worker(url, **(worker if isinstance(worker, Mapping) else {}))).wait_ready()
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-hostile-")))
         port, log = free_port(), folder / "gateway.log"
         command = ("gateway", "--broker", url, "--auth", "keys", "--port", str(port), "--files-dir", str(folder))
