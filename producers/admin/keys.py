@@ -23,7 +23,7 @@ from producers.errors import InvalidTask, PenstockError, shown
 from producers.store.access import api_keys
 from producers.store.access.api_keys import PREFIX, Key
 from producers.store.access.audit import Actor
-from producers.store.access.principal import BILLION, SCOPES, Limits
+from producers.store.access.principal import BILLION, KEPT, SCOPES, Limits
 
 #: Scopes of a key, unless it is given others.
 USUAL: Final = ("submit", "read", "cancel")
@@ -43,7 +43,7 @@ MAX_OVERLAP_S: Final = 30 * 24 * 3600
 UNSEEN: Final = frozenset({"Cc", "Cf", "Zl", "Zp"})
 #: Fields that nothing shows.
 _HIDDEN: Final = ("digest", "old_digest", "old_until", "limits")
-LIMITS: Final = tuple(one.name for one in fields(Limits))
+LIMITS: Final = tuple(one.name for one in fields(Limits) if one.name not in KEPT)
 #: Fields that may be changed later.
 CHANGEABLE: Final = ("name", "models", "tiers", "expires_at", *LIMITS)
 
@@ -74,7 +74,7 @@ def read(asked: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
 
 def limited(old: Limits, given: Mapping[str, Any]) -> Limits:
     """Limits with those of these fields that are limits in place of the old ones. Raises InvalidTask."""
-    new = replace(old, **{name: given[name] for name in LIMITS if name in given})
+    new = replace(old, **{name: given[name] for name in (*LIMITS, *KEPT) if name in given})
     check_limits(asdict(new))
     return new
 
@@ -152,7 +152,8 @@ def about(key: Key, now: float) -> dict[str, Any]:
     """A key as it is shown: without digests, with its state and, while an old secret works, until when."""
     told = {name: value for name, value in asdict(key).items() if name not in _HIDDEN}
     until = key.old_until if key.old_digest is not None and now < key.old_until else None
-    return {**told, **asdict(key.limits), "state": key.state(now), "old_secret_until": until}
+    limits = {name: getattr(key.limits, name) for name in LIMITS}
+    return {**told, **limits, "state": key.state(now), "old_secret_until": until}
 
 
 def _disable(key: Key) -> Key:
@@ -271,6 +272,6 @@ FIELDS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "models": _some(MAX_MODELS),
     "tiers": _some(len(keys.TIERS), tuple(keys.TIERS)),
     "expires_at": _second,
-    **dict.fromkeys(LIMITS, _count),
+    **dict.fromkeys((*LIMITS, *KEPT), _count),
     "budget_money": _money,
 }

@@ -17,11 +17,11 @@ from producers.connection.script import text
 from producers.contract import keys
 from producers.contract.queues import takers_of
 from producers.store.access.audit import Actor
-from producers.store.access.principal import Limits
+from producers.store.access.principal import KEPT, Limits
 from producers.store.access.tenants import change
 
-#: Limits that a tenant may have: all of a key but what a key's holder agrees to.
-LIMITED: Final = tuple(name for name in LIMITS if name != "shorten_to")
+#: Limits that a tenant may have: all of a key but what a key's holder agrees to, and those of what is kept.
+LIMITED: Final = (*(name for name in LIMITS if name != "shorten_to"), *KEPT)
 
 
 @dataclass(slots=True)

@@ -126,6 +126,16 @@ def files(tenant: str, purpose: str = "all") -> str:
     return f"penstock:files:{purpose}:{tenant}"
 
 
+def file_bytes(tenant: str) -> str:
+    """String with a TTL: bytes of all of a tenant's files; absent until they are counted (`producers.store.files`)."""
+    return f"penstock:files:bytes:{tenant}"
+
+
+def uploads(tenant: str) -> str:
+    """Hash with a TTL: upload's name -> bytes that are reserved for it, and until when (unix s)."""
+    return f"penstock:files:uploads:{tenant}"
+
+
 def webhook_row(name: str) -> str:
     """Hash: one delivery of an event (`producers.store.outbox`)."""
     return f"penstock:webhooks:row:{name}"

@@ -134,7 +134,7 @@ def _parts(
         reach=Reach(blobs),
         readers=ReaderLeases(client, settings.reader_lease, settings.patience),
         callers=Callers(client.store) if settings.auth == "keys" else None,
-        accounts=Accounts(client, prices),
+        accounts=Accounts(client, prices, settings.kept),
         admission=Admission(client, bounds, settings.max_wait),
         destinations=destinations,
         metrics=figures,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from producers.connection.local import FILES_DIR
+from producers.store.access.principal import Limits
 from producers.store.protocol import READER_LEASE_S
 
 
@@ -25,6 +26,17 @@ class GatewaySettings:
     """Largest request body; a larger one is refused with 413."""
     max_file: int = 2 << 30
     """Largest uploaded file; a larger one is refused with 413."""
+    max_file_bytes: int = 100 << 30
+    """Most bytes of one tenant's files. 0 here and in the next ones: any number; a tenant's own limit goes before it
+    (`producers.store.access.principal`)."""
+    max_files: int = 10_000
+    """Most files of one tenant."""
+    max_batches: int = 100
+    """Most batches of one tenant that have not ended."""
+    max_endpoints: int = 20
+    """Most webhook endpoints of one tenant; those without a tenant count as one tenant's."""
+    max_task_bytes: int = 4 << 30
+    """Most bytes of one tenant's tasks, responses and results in the store."""
     files_dir: str = str(FILES_DIR)
     """The folder, or the bucket's URL, for files' content, which all gateways and sweepers share."""
     files_redirect: bool = False
@@ -64,3 +76,14 @@ class GatewaySettings:
     """Models that must be published, or have been served, before the gateway reports itself ready."""
     sweep: bool = True
     """Whether this process also sends recorded but unsent tasks, and cancels tasks of lost readers."""
+
+    @property
+    def kept(self) -> Limits:
+        """The limits of what is kept for a tenant that has none of its own."""
+        return Limits(
+            max_file_bytes=self.max_file_bytes or None,
+            max_files=self.max_files or None,
+            max_batches=self.max_batches or None,
+            max_endpoints=self.max_endpoints or None,
+            max_task_bytes=self.max_task_bytes or None,
+        )

@@ -43,7 +43,7 @@ from producers.contract import keys
 from producers.contract.batch import MAX_WINDOW_S
 from producers.contract.ids import timed_id
 from producers.store.access.principal import LOCAL, Principal
-from producers.store.files import OUTPUT_KEPT_S
+from producers.store.files import KEPT_S as FILES_KEPT_S
 from producers.store.protocol import PACKAGE
 
 PREFIX: Final = "batch_"
@@ -111,7 +111,7 @@ class Batch:
     @property
     def output_kept_s(self) -> int:
         """Seconds for which its files are kept."""
-        return int(self.fields.get("output_kept", OUTPUT_KEPT_S))
+        return int(self.fields.get("output_kept", FILES_KEPT_S))
 
     def count(self, name: str) -> int:
         """`line`, `offset`, `completed`, `failed`, `written`, `written_offset`, `outputs`, `errors` or `lapsed`."""

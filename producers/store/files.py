@@ -4,6 +4,12 @@
     remove:  FILE_REMOVED ─▶ blob deleted ─▶ forget
     read:    get ─▶ blobs.read(id, ...)
 
+An upload begins with FILE_RESERVE: its bytes are reserved before they are taken, so that a tenant's files never have
+more than its limit. FILE_MADE puts the file's bytes in their place. A reservation ends by itself LEASE_S after its last
+renewal, so a gateway that dies keeps no room. `penstock:files:bytes:<tenant>` is the sum of the sizes in the tenant's
+list: FILE_RESERVE adds it up where it is absent, FILE_MADE and FILE_REMOVED change it, and after a day it is added up
+anew. So a process of an earlier release, which counts nothing, makes it wrong for a day at most.
+
 The notes (`penstock:files:notes`) name blobs that no file stands for: one that is about to be written, by the time of
 the note, or one to be deleted, by 0. So whatever dies between two calls, a sweeper finds the blob: it deletes what is
 noted by 0, or was noted NOTED_S ago. FILE_MADE then answers `late`: the maker begins again. Where there is a file, only
@@ -18,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Self
 
@@ -35,8 +41,12 @@ PREFIX: Final = "file-"
 #: Purposes that files may have: what is uploaded, and what a batch writes.
 BATCH: Final = "batch"
 BATCH_OUTPUT: Final = "batch_output"
-#: Time (s) for which a batch's output is kept, unless the batch says otherwise.
-OUTPUT_KEPT_S: Final = 30 * 24 * 3600
+#: Time (s) for which an upload, or a batch's output, is kept, unless its request says otherwise.
+KEPT_S: Final = 30 * 24 * 3600
+#: Time (s) for which a reservation holds, unless it is renewed.
+LEASE_S: Final = 600
+#: Most uploads of one tenant at a time.
+MAX_UPLOADS: Final = 64
 #: Pause (s) before a file is made again whose maker seemed dead to the sweeper.
 LATE_S: Final = 1.0
 
@@ -87,14 +97,41 @@ async def note(store: Redis, file_id: str) -> None:
     await store.zadd(keys.FILE_NOTES, {file_id: int(time.time())}, nx=True)
 
 
-def made(file: File) -> Call:
-    """FILE_MADE: make the file, whose blob was noted and is there. Answers `made`, `exists` (also by this call) or
-    `late`: the sweeper removes the blob, so note and write it again in a moment."""
+@dataclass(frozen=True, slots=True)
+class Room:
+    """FILE_RESERVE's answer. `reached`: the limit that keeps the upload off, `bytes`, `files` or `uploads`; None: it is
+    reserved. `used`: what the tenant has of it, with what other uploads have reserved."""
+
+    reached: str | None
+    used: int = 0
+
+
+def reserve(upload: str, tenant: str, size: int, max_bytes: int | None, max_files: int | None) -> Call:
+    """FILE_RESERVE: reserve `size` bytes for an upload, in the place of what it has reserved, if the tenant's limits
+    (None: any number) allow it; `read_room` reads the answer."""
+    names = keys.files(tenant), keys.file_bytes(tenant), keys.uploads(tenant)
+    limits = (-1 if limit is None else limit for limit in (max_bytes, max_files, MAX_UPLOADS))
+    return Call(script(PACKAGE, "file_reserve"), names, (upload, size, LEASE_S, *limits))
+
+
+def read_room(answer: Sequence[Any]) -> Room:
+    said, used = text(answer[0]), int(answer[1])
+    return Room(None if said == "reserved" else said, used)
+
+
+async def release(store: Redis, upload: str, tenant: str) -> None:
+    """Give up what an upload has reserved."""
+    await store.execute_command("HDEL", keys.uploads(tenant), upload)
+
+
+def made(file: File, upload: str = "") -> Call:
+    """FILE_MADE: make the file, whose blob was noted and is there, in the place of what `upload` has reserved. Answers
+    `made`, `exists` (also by this call) or `late`: the sweeper removes the blob, so note and write it again in a
+    moment."""
     fields = asdict(file) | {"id": None, "tenant": file.tenant or None}
     pairs = [part for name, value in fields.items() if value is not None for part in (name, value)]
-    return Call(
-        script(PACKAGE, "file_made"), _keys(file.id, file.tenant, file.purpose), (file.id, file.expires_at or 0, *pairs)
-    )
+    names = (*_keys(file.id, file.tenant, file.purpose), keys.uploads(file.tenant))
+    return Call(script(PACKAGE, "file_made"), names, (file.id, file.expires_at or 0, upload, *pairs))
 
 
 async def make(store: Redis, about: File, write: Callable[[], int], kept_s: int | None = None) -> None:
@@ -207,4 +244,4 @@ async def _page(store: Redis, name: str, after: str | None, count: int, newest_f
 
 def _keys(file_id: str, tenant: str, purpose: str) -> tuple[str, ...]:
     lists = (keys.files(tenant), keys.files(tenant, purpose))
-    return keys.file(file_id), *lists, keys.FILES_EXPIRING, keys.FILE_NOTES
+    return keys.file(file_id), *lists, keys.FILES_EXPIRING, keys.FILE_NOTES, keys.file_bytes(tenant)

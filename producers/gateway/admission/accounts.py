@@ -9,6 +9,7 @@ its keys together, and where no keys are asked for, all who name it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,24 +20,26 @@ from producers.client.steps import Read, persistently
 from producers.contract import keys
 from producers.contract.task import Task
 from producers.errors import shown
-from producers.gateway.admission.callers import FRESH_S, KEPT
+from producers.gateway.admission.callers import FRESH_S
+from producers.gateway.admission.callers import KEPT as TENANTS
 from producers.gateway.http import idempotency
 from producers.gateway.http.caller import principal_of
 from producers.gateway.http.errors import Problem
 from producers.gateway.lru_cache import LruCache
 from producers.store.access import tenants
-from producers.store.access.principal import Account
+from producers.store.access.principal import KEPT, NO_LIMITS, Account, Limits
 from producers.store.usage.limits import Charge, needed
 from producers.store.usage.prices import Prices
 
 
 class Accounts:
-    """The accounts of one gateway's callers."""
+    """The accounts of one gateway's callers. `kept`: limits of what is kept for a tenant that has none of its own."""
 
-    def __init__(self, client: AsyncClient, prices: Prices | None) -> None:
+    def __init__(self, client: AsyncClient, prices: Prices | None, kept: Limits = NO_LIMITS) -> None:
         self._client = client
         self._prices = prices
-        self._tenants: LruCache[str, Account | None] = LruCache(KEPT, fresh=FRESH_S)
+        self._kept = kept
+        self._tenants: LruCache[str, Limits] = LruCache(TENANTS, fresh=FRESH_S)
 
     async def sized(self, connection: HTTPConnection, tasks: Sequence[Task]) -> list[Task]:
         """The tasks within their key's and tenant's largest prompt and output, before their Idempotency-Key is taken.
@@ -53,10 +56,10 @@ class Accounts:
             raise
 
     async def _sized(self, connection: HTTPConnection, tasks: Sequence[Task]) -> list[Task]:
-        tenant = await self._of(tasks[0].tenant)
+        tenant = tasks[0].tenant
         state = connection.scope["state"]
-        state["max_waiting"] = None if tenant is None else tenant.limits.max_waiting
-        accounts = there(principal_of(connection).account, tenant)
+        state["tenant_limits"] = limits = await self._of(tenant)
+        accounts = there(principal_of(connection).account, tenants.account(tenant or "", limits))
         if not accounts:
             return [*tasks]
         context = 0  # it is asked for where it is needed, since each request would pay for it
@@ -80,15 +83,23 @@ class Accounts:
     async def limited(self, connection: HTTPConnection, tenant: str | None) -> list[Account]:
         """The accounts of the caller's key and of its tenant (`there`). Raises redis.exceptions.RedisError or
         OSError."""
-        return there(principal_of(connection).account, await self._of(tenant))
+        account = tenants.account(tenant or "", await self._of(tenant))
+        return there(principal_of(connection).account, account)
 
-    async def _of(self, tenant: str | None) -> Account | None:
-        return None if tenant is None else await self._tenants.get(tenant, partial(self._read, tenant))
+    async def kept(self, tenant: str | None) -> Limits:
+        """The limits of what is kept for a tenant: its own, else the gateway's. Raises redis.exceptions.RedisError or
+        OSError."""
+        limits = await self._of(tenant)
+        own = {name: getattr(limits, name) for name in KEPT}
+        return replace(self._kept, **{name: most for name, most in own.items() if most is not None})
 
-    async def _read(self, tenant: str) -> Account | None:
+    async def _of(self, tenant: str | None) -> Limits:
+        return NO_LIMITS if tenant is None else await self._tenants.get(tenant, partial(self._read, tenant))
+
+    async def _read(self, tenant: str) -> Limits:
         read = Read((("HGET", keys.TENANT_LIMITS, tenant),))
         (raw,) = await self._client.run(persistently(read, self._client.patience))
-        return tenants.account(tenant, tenants.parse(raw))
+        return tenants.parse(raw)
 
 
 def there(key: Account | None, tenant: Account | None) -> list[Account]:

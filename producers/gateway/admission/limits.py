@@ -23,7 +23,7 @@ from producers.errors import QueueFull, shown
 from producers.gateway.admission.overload import Overload
 from producers.gateway.http.caller import principal_of
 from producers.gateway.http.errors import Problem
-from producers.store.access.principal import Principal
+from producers.store.access.principal import NO_LIMITS, Limits, Principal
 from producers.store.usage.limits import Charge
 from producers.store.waiting import SHORTENS, STAGES, Bounds, Room
 
@@ -91,8 +91,9 @@ class Admission:
         principal, bounds = principal_of(request), self._bounds
         if (most := principal.limits.max_waiting) is not None:
             bounds = replace(bounds, key=most)
-        if (most := getattr(request.state, "max_waiting", None)) is not None:
-            bounds = replace(bounds, tenant=most)
+        limits: Limits = getattr(request.state, "tenant_limits", NO_LIMITS)
+        if limits.max_waiting is not None:
+            bounds = replace(bounds, tenant=limits.max_waiting)
         return Room(bounds, principal.key)
 
 

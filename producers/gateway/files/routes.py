@@ -29,8 +29,9 @@ from producers.store.idempotency import Entry
 
 router = APIRouter(prefix="/v1/files", tags=["files"])
 
-#: Most files in a page, and how many there are unless said otherwise.
+#: The largest `limit` of a list, which is also the usual one, as with OpenAI. No page has more than PAGE files.
 MAX_PAGE: Final = 10_000
+PAGE: Final = 1000
 ID: Final = re.compile(f"{files.PREFIX}[0-9a-f]{{32}}")
 _FORM: Final[dict[str, Any]] = {
     "type": "object",
@@ -68,7 +69,8 @@ async def create(request: Request, response: Response) -> FileView:
     owner = tenant_of(request)
     new_id = files.new_id(int(time.time() * 1000))
     with faults.telling():
-        async with Upload(request, gateway.blobs, gateway.settings.max_file, new_id) as upload:
+        limits = await gateway.accounts.kept(owner)
+        async with Upload(request, gateway, owner or "", limits, new_id) as upload:
             asked = await upload.receive()
             entry = await idempotency.first(request, gateway.client, new_id, tenant=owner, digest=upload.digest(asked))
             if entry is not None and entry.state == "made":
@@ -83,12 +85,11 @@ async def create(request: Request, response: Response) -> FileView:
 async def _made(gateway: Gateway, upload: Upload, asked: Asked, owner: str | None, file_id: str) -> File:
     """Make the file; or find it, where an equal request did at the same time. Raises Problem."""
     now, store = int(time.time()), gateway.client.store
-    end = None if asked.kept_s is None else now + asked.kept_s
-    file = File(file_id, upload.writer.size, asked.filename, asked.purpose, now, end, owner or "")
+    file = File(file_id, upload.writer.size, asked.filename, asked.purpose, now, now + asked.kept_s, owner or "")
     for name in {file_id, upload.name}:  # a commit under another name may leave the first one, if it is killed
         await files.note(store, name)
     await asyncio.to_thread(upload.writer.commit, file_id)
-    answer = text(await arun(store, files.made(file)))
+    answer = text(await arun(store, files.made(file, upload.name)))
     if answer == "late":
         raise unavailable("The file was written too slowly; send it again.", code="service_unavailable")
     return file
@@ -106,13 +107,16 @@ async def _original(gateway: Gateway, entry: Entry) -> FileView:
 async def listed(
     request: Request,
     purpose: Annotated[Literal["", "batch", "batch_output"], Query(description="only files of this purpose")] = "",
-    limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="most files in the page")] = MAX_PAGE,
+    limit: Annotated[
+        int, Query(ge=1, le=MAX_PAGE, description="most files in the page, which has 1000 at most")
+    ] = MAX_PAGE,
     after: Annotated[
         str | None, Query(pattern=f"^{ID.pattern}$", description="the id of the file before the page")
     ] = None,
     order: Annotated[Literal["desc", "asc"], Query(description="by the time at which they were made")] = "desc",
 ) -> FileList:
     """List the tenant's files, a page at a time."""
+    limit = min(limit, PAGE)
     found = await files.listed(
         gateway_of(request).client.store,
         tenant=tenant_of(request) or "",

@@ -1,28 +1,41 @@
-"""Receives an upload: a form with one file, which goes to a blob as it comes."""
+"""Receives an upload: a form with one file, which goes to a blob as it comes.
+
+room for what the request declares ─▶ pieces, each of which has room before it is written ─▶ FILE_MADE
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from contextlib import AbstractAsyncContextManager
+import time
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
 from fastapi import Request
 
+from producers.client.steps import FAILURES
+from producers.connection.script import arun
 from producers.errors import shown
+from producers.gateway.context import Gateway
 from producers.gateway.files.expiry import expires_after
 from producers.gateway.files.multipart import FILE, Form, form_of
 from producers.gateway.http import idempotency
-from producers.gateway.http.errors import Problem, check_given, invalid_value, unknown_parameter
-from producers.store.blobs import Blobs, BlobWriter
-from producers.store.files import BATCH
+from producers.gateway.http.errors import ONCE, RETRY_AFTER, Problem, check_given, invalid_value, unknown_parameter
+from producers.store import files
+from producers.store.access.principal import Limits
+from producers.store.blobs import BlobWriter
+from producers.store.files import BATCH, KEPT_S
 from producers.store.idempotency import digest
 
 #: Bytes of a file that are written at a time: what an upload holds in memory, beside the server's 64 KiB.
 PIECE: Final = 1 << 18
 #: Bytes of a form beside its file.
 FORM: Final = 1 << 16
+#: Bytes that are reserved at a time for a file whose size the request does not declare.
+STEP: Final = 16 << 20
+#: Time (s) after which a reservation is renewed: a third of its lease.
+RENEW_S: Final = files.LEASE_S / 3
 #: Longest name of a file, in characters.
 MAX_FILENAME: Final = 512
 #: A form's fields beside its file.
@@ -31,26 +44,92 @@ FIELDS: Final = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The settings of a new file. `kept_s`: seconds from now until its end; None: for ever."""
+    """The settings of a new file. `kept_s`: seconds from now until its end."""
 
     filename: str
     purpose: str
-    kept_s: int | None
+    kept_s: int
+
+
+class Room:
+    """The room that an upload has reserved among its tenant's files. `most`: bytes that it may need in the end."""
+
+    def __init__(self, gateway: Gateway, upload: str, tenant: str, limits: Limits, most: int) -> None:
+        self._store = gateway.client.store
+        self._upload = upload
+        self._tenant = tenant
+        self._limits = limits
+        self._most = most
+        self._bytes = -1
+        self._renew_at = 0.0
+
+    async def hold(self, size: int) -> None:
+        """Have so many bytes reserved. Raises Problem where the tenant's limits forbid it, and
+        redis.exceptions.RedisError or OSError."""
+        if size <= self._bytes and time.monotonic() < self._renew_at:
+            return
+        enough = max(size, self._bytes)
+        wanted = max(enough, min(size + STEP, self._most))
+        found = await self._reserved(wanted)
+        if found.reached == "bytes" and wanted > enough:
+            wanted = enough
+            found = await self._reserved(wanted)
+        if found.reached is not None:
+            raise self._refusal(found, size)
+        self._bytes, self._renew_at = wanted, time.monotonic() + RENEW_S
+
+    async def give_up(self) -> None:
+        """Release what is reserved, unless FILE_MADE did. If the store is away, the lease ends."""
+        with suppress(*FAILURES):
+            await files.release(self._store, self._upload, self._tenant)
+
+    async def _reserved(self, size: int) -> files.Room:
+        limits = self._limits
+        call = files.reserve(self._upload, self._tenant, size, limits.max_file_bytes, limits.max_files)
+        return files.read_room(await arun(self._store, call))
+
+    def _refusal(self, found: files.Room, size: int) -> Problem:
+        limits = self._limits
+        if found.reached == "uploads":
+            said = f"{found.used} uploads of this tenant are under way, the most; try again once one has ended."
+            return Problem(429, said, code="too_many_uploads", headers=RETRY_AFTER)
+        hint = "delete some, or wait until they expire"
+        if found.reached == "files":
+            said = f"This tenant has {found.used} files; at most {limits.max_files} are kept: {hint}."
+            return Problem(400, said, code="too_many_files", param=FILE)
+        said = (
+            f"This tenant's files have {found.used} bytes, and this upload has {size} or more; at most "
+            f"{limits.max_file_bytes} are kept: {hint}."
+        )
+        return Problem(413, said, code="too_many_file_bytes", param=FILE, headers=ONCE)
 
 
 class Upload(AbstractAsyncContextManager["Upload"]):
-    """An upload that is being received, as the blob `name`. Leaving the context without `writer.commit` discards it."""
+    """An upload that is being received, as the blob `name`. Leaving the context without `writer.commit` discards it.
 
-    def __init__(self, request: Request, blobs: Blobs, limit: int, name: str) -> None:
+    Entering it reserves what the request declares, before any of it is taken; `receive` reserves the rest. `limits`: of
+    what is kept for the tenant. Raises Problem.
+    """
+
+    def __init__(self, request: Request, gateway: Gateway, tenant: str, limits: Limits, name: str) -> None:
         self.name = name
         self._request = request
-        self._limit = limit
-        declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > limit + FORM:
+        self._limit = limit = gateway.settings.max_file
+        text = request.headers.get("content-length", "")
+        declared = int(text) if text.isdecimal() else None
+        if declared is not None and declared > limit + FORM:
             raise _too_large(limit)
         self._form: Form = form_of(request)
         self._hash = hashlib.sha256() if idempotency.HEADER in request.headers else None
-        self.writer: BlobWriter = blobs.writer(name)
+        most = limit if declared is None else min(declared, limit)
+        self._room = Room(gateway, name, tenant, limits, most)
+        self._first = 0 if declared is None else max(0, most - FORM)
+        self._blobs = gateway.blobs
+
+    async def __aenter__(self) -> Upload:
+        await self._room.hold(self._first)
+        self.writer: BlobWriter = self._blobs.writer(self.name)
+        return self
 
     async def receive(self) -> Asked:
         """Write the whole file. Raises Problem, and OSError where it cannot be written."""
@@ -63,8 +142,10 @@ class Upload(AbstractAsyncContextManager["Upload"]):
             if self.writer.size + size > self._limit:
                 raise _too_large(self._limit)
             if size >= PIECE:
+                await self._room.hold(self.writer.size + size)
                 await self._write(pieces)
                 pieces, size = [], 0
+        await self._room.hold(self.writer.size + size)
         await self._write(pieces)
         return _checked(self._form)
 
@@ -82,7 +163,10 @@ class Upload(AbstractAsyncContextManager["Upload"]):
         await asyncio.to_thread(write)
 
     async def __aexit__(self, *how: Any) -> None:
-        await asyncio.to_thread(self.writer.__exit__, *how)
+        try:
+            await asyncio.to_thread(self.writer.__exit__, *how)
+        finally:
+            await self._room.give_up()
 
 
 def _checked(form: Form) -> Asked:
@@ -102,12 +186,12 @@ def _checked(form: Form) -> Asked:
     return Asked(filename, purpose, _kept(form.fields))
 
 
-def _kept(fields: dict[str, str]) -> int | None:
+def _kept(fields: dict[str, str]) -> int:
     given = {
         name: fields[f"expires_after[{name}]"] for name in ("anchor", "seconds") if f"expires_after[{name}]" in fields
     }
     if not given:
-        return None
+        return KEPT_S
     seconds = given.get("seconds", "")
     return expires_after("expires_after", given | ({"seconds": int(seconds)} if seconds.isdecimal() else {}))
 

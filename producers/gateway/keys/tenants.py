@@ -10,7 +10,7 @@ from producers.gateway.http.caller import ADMINISTERS, actor_of
 from producers.gateway.http.errors import Problem
 from producers.gateway.http.request.body import read_object
 from producers.gateway.http.request.fields import documented
-from producers.gateway.keys.views import LIMIT_SCHEMAS, TenantLimits, changes
+from producers.gateway.keys.views import KEPT_SCHEMAS, LIMIT_SCHEMAS, TenantLimits, changes
 from producers.gateway.tasks.views import errors
 from producers.store.access import tenants
 from producers.store.access.principal import Limits
@@ -18,7 +18,7 @@ from producers.store.access.tenants import MAX_LIMITED, TooManyTenants
 
 router = APIRouter(prefix="/v1/tenants", tags=["keys"], dependencies=ADMINISTERS)
 
-CHANGE = changes({name: said for name, said in LIMIT_SCHEMAS.items() if name in admin.LIMITED})
+CHANGE = changes({name: said for name, said in {**LIMIT_SCHEMAS, **KEPT_SCHEMAS}.items() if name in admin.LIMITED})
 
 
 @router.get("/{tenant:path}/limits", response_model=TenantLimits, responses=errors(404))

@@ -44,11 +44,23 @@ LIMITS: dict[str, str] = {
     "max_waiting": "most of its tasks that wait for a worker",
     "shorten_to": "most tokens of a choice's output under overload, of the default tier",
 }
+KEPT: dict[str, str] = {
+    "max_file_bytes": "most bytes of all files that are kept",
+    "max_files": "most files that are kept",
+    "max_batches": "most batches that have not ended",
+    "max_batch_lines": "most lines of batches that wait, run, or are to be written",
+    "max_endpoints": "most webhook endpoints",
+    "max_task_bytes": "most bytes of tasks and their results that are kept",
+}
 MONEY: dict[str, Any] = {
     "type": ["string", "number"],
     "description": f"most that a month's tasks (UTC) may cost, in the currency of the prices; up to {MOST_MONEY}",
 }
+#: Those of a key, and those of a tenant alone.
 LIMIT_SCHEMAS: dict[str, Any] = {**{name: count(said) for name, said in LIMITS.items()}, "budget_money": MONEY}
+KEPT_SCHEMAS: dict[str, Any] = {
+    name: {**count(said), "description": f"{said}; unset: the gateway's"} for name, said in KEPT.items()
+}
 CREATE: dict[str, Any] = {
     "type": "object",
     "additionalProperties": False,
@@ -111,6 +123,12 @@ class TenantLimits(LimitsView):
 
     object: Literal["tenant_limits"] = "tenant_limits"
     tenant: str
+    max_file_bytes: int | None
+    max_files: int | None
+    max_batches: int | None
+    max_batch_lines: int | None
+    max_endpoints: int | None
+    max_task_bytes: int | None
 
 
 class KeyView(LimitsView):

@@ -24,6 +24,8 @@ SCOPES: Final[dict[str, str]] = {
 
 #: Limits by what a key has used before, which the store decides.
 COUNTED: Final = ("rpm", "tpm", "max_in_flight", "budget_tokens", "budget_money")
+#: Limits of what is kept for a tenant, which its keys have in common. Every tenant has them by the gateway's settings.
+KEPT: Final = ("max_file_bytes", "max_files", "max_batches", "max_batch_lines", "max_endpoints", "max_task_bytes")
 #: What a budget in money is counted in: billionths of the currency. Sums below 2^53 of them are exact in scripts.
 BILLION: Final = 10**9
 
@@ -49,6 +51,17 @@ class Limits:
     """Tokens of one task's prompt, and of one choice's output."""
     shorten_to: int | None = None
     """Tokens of a choice's output under overload, of tasks of the default tier (`producers.gateway.admission`)."""
+    max_file_bytes: int | None = None
+    """Bytes of all files that are kept for a tenant. Limits of what is kept (KEPT) are a tenant's, never a key's."""
+    max_files: int | None = None
+    max_batches: int | None = None
+    """Batches that have not ended."""
+    max_batch_lines: int | None = None
+    """Lines of batches that are in the store: they wait, run, or their results are not written yet."""
+    max_endpoints: int | None = None
+    """Webhook endpoints."""
+    max_task_bytes: int | None = None
+    """Bytes of tasks, responses and their results in the store (`producers.store.kept`)."""
 
     @classmethod
     def parse(cls, said: Mapping[str, Any]) -> Self:
@@ -62,6 +75,11 @@ class Limits:
         if self.budget_money is not None:
             found["budget_money"] = int(Decimal(self.budget_money) * BILLION)
         return {name: most for name, most in found.items() if most is not None}
+
+    @cached_property
+    def limits_tasks(self) -> bool:
+        """Whether any of them is of tasks, and not of what is kept."""
+        return any(getattr(self, one.name) is not None for one in fields(self) if one.name not in KEPT)
 
     @cached_property
     def size_tasks(self) -> bool:
@@ -92,8 +110,8 @@ class Account(NamedTuple):
 
     @classmethod
     def of(cls, name: str, limits: Limits) -> Account | None:
-        """None where nothing is limited."""
-        return None if limits == NO_LIMITS else cls(name, limits)
+        """None where no limit is of tasks."""
+        return cls(name, limits) if limits.limits_tasks else None
 
 
 @dataclass(frozen=True, slots=True)

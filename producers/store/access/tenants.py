@@ -40,7 +40,7 @@ def parse(raw: Any) -> Limits:
 
 
 def account(tenant: str, limits: Limits) -> Account | None:
-    """None where nothing is limited."""
+    """None where no limit is of tasks."""
     return Account.of(f"{TENANT}{tenant}", limits)
 
 

@@ -14,7 +14,7 @@ from producers.connection.script import arun, run, text
 from producers.contract import keys
 from producers.store import files
 from producers.store.blobs import BlobNotFound, Blobs, FolderBlobs
-from producers.store.files import File
+from producers.store.files import File, Room
 from tests.producers.store.test_s3 import put
 
 
@@ -130,3 +130,64 @@ async def test_a_file_that_is_made_again_after_a_kill_outlives_the_note_of_it(
         assert not await files.remove_left_behind(aclient.store, blobs, name)
     assert (await files.get(aclient.store, file.id), blobs.size(file.id)) == (file, 0)
     assert await files.left_behind(aclient.store, 9) == []
+
+
+class TestRoom:
+    """What a tenant's uploads reserve, and what its files have."""
+
+    TENANT = "acme"
+
+    def reserve(self, valkey: Redis, upload: str, size: int, most: int | None = 100, files_: int | None = 3) -> Room:
+        return files.read_room(run(valkey, files.reserve(upload, self.TENANT, size, most, files_)))
+
+    def make(self, valkey: Redis, size: int, upload: str = "", n: int = 1) -> str:
+        file = File(files.new_id(n), size, "in.jsonl", "batch", 1, tenant=self.TENANT)
+        valkey.zadd(keys.FILE_NOTES, {file.id: int(time.time())})
+        assert run(valkey, files.made(file, upload)) == b"made"
+        return file.id
+
+    def test_bytes_are_reserved_up_to_the_limit_and_then_are_the_files(self, valkey: Redis) -> None:
+        assert self.reserve(valkey, "a", 60) == Room(None, 0)
+        assert self.reserve(valkey, "b", 41) == Room("bytes", 60)
+        assert self.reserve(valkey, "a", 100) == Room(None, 0), "in the place of what it had"
+        self.make(valkey, 30, "a")
+        assert self.reserve(valkey, "b", 71) == Room("bytes", 30)
+        assert self.reserve(valkey, "b", 70) == Room(None, 30)
+        assert self.reserve(valkey, "c", 1, most=None) == Room(None, 100)
+        assert files.read_room(run(valkey, files.reserve("d", "other", 100, 100, 1))) == Room(None, 0)
+
+    def test_files_and_uploads_are_counted_together(self, valkey: Redis) -> None:
+        self.make(valkey, 1)
+        assert [self.reserve(valkey, name, 0).reached for name in "aabc"] == [None, None, None, "files"]
+        uploads = [f"u{n}" for n in range(files.MAX_UPLOADS)]
+        assert [self.reserve(valkey, name, 0, files_=None).reached for name in uploads][-3:] == [
+            None,
+            "uploads",
+            "uploads",
+        ]
+
+    def test_the_reservation_of_a_gateway_that_died_ends(self, valkey: Redis) -> None:
+        assert self.reserve(valkey, "a", 100) == Room(None, 0)
+        valkey.hset(keys.uploads(self.TENANT), "a", f"100 {int(time.time())}")
+        assert self.reserve(valkey, "b", 100) == Room(None, 0)
+        assert valkey.hkeys(keys.uploads(self.TENANT)) == [b"b"]
+        assert 0 < valkey.ttl(keys.uploads(self.TENANT)) <= files.LEASE_S
+
+    def test_a_file_that_is_removed_gives_its_bytes_back_once(self, valkey: Redis) -> None:
+        self.reserve(valkey, "a", 50)
+        first, second = self.make(valkey, 50, "a"), self.make(valkey, 20, n=2)
+        for _ in range(2):
+            run(valkey, files.removed(first, self.TENANT, "batch"))
+        assert self.reserve(valkey, "b", 81) == Room("bytes", 20)
+        run(valkey, files.removed(second, self.TENANT, "batch"))
+        assert self.reserve(valkey, "b", 100) == Room(None, 0)
+
+    def test_what_was_never_counted_or_is_lost_is_added_up_from_the_list(self, valkey: Redis) -> None:
+        """Files of an earlier release, or a counter that somebody removed."""
+        made = [self.make(valkey, size, n=size) for size in (10, 20)]
+        assert not valkey.exists(keys.file_bytes(self.TENANT))
+        run(valkey, files.removed(made[0], self.TENANT, "batch"))
+        assert self.reserve(valkey, "a", 81) == Room("bytes", 20)
+        assert 0 < valkey.ttl(keys.file_bytes(self.TENANT)) <= 24 * 3600
+        valkey.delete(keys.file_bytes(self.TENANT))
+        assert self.reserve(valkey, "a", 81) == Room("bytes", 20)

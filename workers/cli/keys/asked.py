@@ -26,13 +26,31 @@ LIMITS: Final = {
     "max_waiting": "Most tasks that wait for a worker.",
     "shorten_to": "Most tokens of a choice's output under overload, default tier.",
 }
+#: The same of a tenant alone: what is kept for it.
+KEPT: Final = {
+    "max_file_bytes": "Most bytes of all files that are kept.",
+    "max_files": "Most files that are kept.",
+    "max_batches": "Most batches that have not ended.",
+    "max_batch_lines": "Most lines of batches that wait, run, or are to be written.",
+    "max_endpoints": "Most webhook endpoints.",
+    "max_task_bytes": "Most bytes of tasks and their results that are kept.",
+}
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}
 
 
-def options(kind: type, without: str = "") -> list[Parameter]:
-    """The limits' options, as numbers or, for `limits`, as texts."""
-    kinds = {name: str if name == MONEY else kind for name in LIMITS if name != without}
-    made = {name: Annotated[one | None, typer.Option(help=LIMITS[name])] for name, one in kinds.items()}
+def options(kind: type) -> list[Parameter]:
+    """The options of a key's limits, as numbers or, for `limits`, as texts."""
+    return _options(LIMITS, kind)
+
+
+def options_of_tenants() -> list[Parameter]:
+    """The options of a tenant's limits, as texts."""
+    return _options({name: said for name, said in LIMITS.items() if name != "shorten_to"} | KEPT, str)
+
+
+def _options(helps: Mapping[str, str], kind: type) -> list[Parameter]:
+    kinds = {name: str if name == MONEY else kind for name in helps}
+    made = {name: Annotated[one | None, typer.Option(help=helps[name])] for name, one in kinds.items()}
     return [Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=one) for name, one in made.items()]
 
 

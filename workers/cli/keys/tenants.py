@@ -10,7 +10,7 @@ import typer
 from workers.cli.admin.servers import DataDir, KeyStore, records, system
 from workers.cli.commands import Commands
 from workers.cli.exits import OPERATOR_STATUS, Failure
-from workers.cli.keys.asked import limits, options
+from workers.cli.keys.asked import limits, options_of_tenants
 from workers.cli.options import AnyBroker, Json, Store
 from workers.cli.options.declared import takes
 from workers.cli.terminal.show import say
@@ -57,7 +57,7 @@ def weigh(
 
 
 @app.shown("penstock tenants limit acme --rpm 600 --budget-tokens none")
-@takes(bounds=options(str, without="shorten_to"))
+@takes(bounds=options_of_tenants())
 def limit(
     tenant: Annotated[str, typer.Argument(help="The tenant's name, as in its keys or tasks.")],
     *,

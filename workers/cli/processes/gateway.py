@@ -79,6 +79,13 @@ def gateway(
         ),
     ] = False,
     max_file: Annotated[int, typer.Option(min=1, help="Largest uploaded file, in bytes.")] = 2 << 30,
+    max_file_bytes: Annotated[
+        int,
+        typer.Option(min=0, help="Most bytes of one tenant's files; `penstock tenants limit` goes before it. 0: any."),
+    ] = 100 << 30,
+    max_files: Annotated[
+        int, typer.Option(min=0, help="Most files of one tenant, as --max-file-bytes. 0: any.")
+    ] = 10_000,
     webhook_allow: WebhookAllow = None,
     prices: Prices = None,
     await_model: Annotated[
@@ -118,6 +125,8 @@ def gateway(
         files_dir=str(files_dir or FILES_DIR),
         files_redirect=files_redirect,
         max_file=max_file,
+        max_file_bytes=max_file_bytes,
+        max_files=max_files,
         webhook_allow=tuple(webhook_allow or ()),
         prices=None if prices is None else str(prices),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import socket
 from collections.abc import Iterator
@@ -15,8 +16,10 @@ import pytest
 from redis import Redis
 
 from producers.contract import keys
+from producers.gateway.files import routes
 from producers.gateway.files.multipart import MAX_PARTS
 from producers.store.blobs import FolderBlobs
+from producers.store.files import LEASE_S
 from tests.conformance.conftest import gateway
 from tests.producers.gateway.conftest import Ask, Door, Open, until
 
@@ -41,7 +44,7 @@ class TestOpenaisClient:
     def test_a_file_is_uploaded_read_and_deleted(self, client: openai.OpenAI, folder: Path) -> None:
         made = client.files.create(file=("in.jsonl", DATA), purpose="batch")
         assert (made.object, made.bytes, made.filename, made.purpose) == ("file", len(DATA), "in.jsonl", "batch")
-        assert (made.status, made.expires_at) == ("processed", None)
+        assert (made.status, made.expires_at) == ("processed", made.created_at + 30 * 24 * 3600)
         assert client.files.retrieve(made.id) == made
         assert client.files.content(made.id).content == DATA
         assert there(folder) == [made.id]
@@ -266,4 +269,84 @@ def test_kill_9_in_the_middle_of_an_upload_leaves_no_half_of_a_file(
         with pytest.raises(httpx.TransportError):
             httpx.post(f"{url}/v1/files", timeout=100, **form() | {"content": chunks()})
     assert FolderBlobs(folder).clean(0) == 1
-    assert there(folder) == valkey.keys("penstock:file*") == []
+    assert (there(folder), valkey.keys("penstock:file*")) == ([], [keys.uploads("").encode()])
+    assert 0 < valkey.ttl(keys.uploads("")) <= LEASE_S, "the room that it had reserved is free soon"
+
+
+class TestRoom:
+    """What a tenant may keep. Each gateway has a folder of its own."""
+
+    def send(self, door: Door, size: int = 1000, tenant: str = "acme", **more: Any) -> tuple[int, str]:
+        headers = ({"penstock-tenant": tenant} if tenant else {}) | more.pop("headers", {})
+        files = {"file": ("in.jsonl", b"x" * size)}
+        answer = door.http.post("/v1/files", data={"purpose": "batch"}, files=files, headers=headers, **more)
+        return answer.status_code, answer.json().get("id") or answer.json()["error"]["code"]
+
+    def test_a_tenant_keeps_so_many_bytes_and_another_one_its_own(self, open_door: Open, tmp_path: Path) -> None:
+        door = open_door(max_file_bytes=2500)
+        made = [self.send(door) for _ in range(3)]
+        assert [status for status, _ in made] == [200, 200, 413]
+        assert made[2][1] == "too_many_file_bytes"
+        assert self.send(door, tenant="other")[0] == 200
+        assert len(there(tmp_path / "files")) == 3
+        assert door.http.delete(f"/v1/files/{made[0][1]}").status_code == 200
+        assert self.send(door, 1500)[0] == 200
+        assert self.send(door, 1)[1] == "too_many_file_bytes"
+
+    def test_a_tenant_keeps_so_many_files(self, open_door: Open) -> None:
+        door = open_door(max_files=2)
+        assert [self.send(door)[1][:5] for _ in range(2)] == ["file-"] * 2
+        assert self.send(door) == (400, "too_many_files")
+        assert self.send(door, tenant="other")[0] == 200
+
+    def test_its_own_limit_goes_before_the_gateways(self, open_door: Open, valkey: Redis) -> None:
+        valkey.hset(keys.TENANT_LIMITS, "acme", json.dumps({"max_files": 3, "max_file_bytes": 2000}))
+        door = open_door(max_files=1, max_file_bytes=10**9)
+        answers = [self.send(door, size)[1][:5] for size in (1000, 1001, 1000)]
+        assert answers == ["file-", "too_m", "file-"]
+
+    def test_what_is_declared_is_refused_before_it_is_sent(self, open_door: Open) -> None:
+        """The answer comes though the body never does."""
+        door = open_door(max_file_bytes=10**6)
+        head = (
+            "POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1100000\r\n"
+            "Content-Type: multipart/form-data; boundary=b\r\n\r\n"
+        )
+        with socket.create_connection(("127.0.0.1", door.port), timeout=60) as raw:
+            raw.sendall(head.encode())
+            assert raw.recv(4096).startswith(b"HTTP/1.1 413")
+
+    def test_what_is_not_declared_is_refused_once_it_is_too_much(self, open_door: Open, tmp_path: Path) -> None:
+        door = open_door(max_file_bytes=2 << 20)
+        assert self.send(door, 1 << 20)[0] == 200
+        head = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b\r\n'
+        head += b'Content-Disposition: form-data; name="file"; filename="x"\r\n\r\n'
+
+        def post(pieces: int) -> int:
+            body = iter([head, *[b"x" * (1 << 18)] * pieces, b"\r\n--b--\r\n"])
+            kind = {"content-type": "multipart/form-data; boundary=b", "penstock-tenant": "acme"}
+            return door.http.post("/v1/files", content=body, headers=kind).status_code
+
+        assert [post(5), post(4)] == [413, 200]
+        assert len(there(tmp_path / "files")) == 2
+
+    def test_an_upload_that_fails_keeps_no_room(self, open_door: Open, valkey: Redis) -> None:
+        door = open_door(max_file_bytes=1000, max_files=1)
+        for _ in range(3):
+            answer = door.http.post("/v1/files", data={"purpose": "fine"}, files={"file": b"x" * 1000})
+            assert answer.status_code == 400
+        assert self.send(door, tenant="")[0] == 200
+        assert valkey.keys("penstock:files:uploads:*") == []
+
+    def test_an_equal_request_takes_no_more_room(self, open_door: Open) -> None:
+        door = open_door(max_file_bytes=2000)
+        once = {"headers": {"idempotency-key": "k"}}
+        assert len({self.send(door, **once) for _ in range(3)}) == 1
+        assert self.send(door)[0] == 200
+
+    def test_a_page_is_bounded_whatever_is_asked_for(self, open_door: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(routes, "PAGE", 2)
+        door = open_door()
+        made = [self.send(door)[1] for _ in range(3)]
+        page = door.http.get("/v1/files", headers={"penstock-tenant": "acme"}).json()
+        assert ([file["id"] for file in page["data"]], page["has_more"]) == (made[:0:-1], True)

@@ -83,3 +83,11 @@ def test_a_tenants_limits_are_shown_and_changed(operate: Run) -> None:
     assert (
         operate("tenants", "limit", "acme", "--budget-money", "2.50").out == "acme: budget_money 2.5, max_output 100\n"
     )
+
+
+def test_what_is_kept_for_a_tenant_is_limited_and_for_a_key_it_is_not(operate: Run) -> None:
+    assert operate("tenants", "limit", "acme", "--max-file-bytes", "5000", "--max-files", "7").status == 0
+    shown = json.loads(operate("tenants", "limit", "acme", "--max-files", "none", "--json").out)
+    assert (shown["max_file_bytes"], shown["max_files"], shown["max_endpoints"]) == (5000, None, None)
+    assert operate("tenants", "limit", "acme", "--max-files", "0").status == 2
+    assert operate("keys", "create", "--tenant", "acme", "--max-files", "7").status == 2
