@@ -35,10 +35,12 @@ class LimitReached(PenstockError):
 
 class QueueFull(PenstockError):
     """Too many tasks wait, and nothing was queued. `bound`: the one that is reached, `all`, `pool`, `tenant` or `key`;
-    `waiting`: tasks that count against it; `most`: the most that may."""
+    `waiting`: tasks that count against it; `most`: the most that may. Of the bound `kept` both are bytes of a tenant's
+    tasks, waiting or not."""
 
     def __init__(self, bound: str, waiting: int, most: int) -> None:
-        super().__init__(f"{waiting} tasks wait, where {most} may (bound: {bound})")
+        what = "bytes of tasks are kept" if bound == "kept" else "tasks wait"
+        super().__init__(f"{waiting} {what}, where {most} may (bound: {bound})")
         self.bound = bound
         self.waiting = waiting
         self.most = most

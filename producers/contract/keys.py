@@ -46,10 +46,12 @@ SCHEDULES: Final = "penstock:schedules"  # hash: schedule's name -> unix s of th
 TENANT_LIMITS: Final = "penstock:tenants:limits"  # hash: tenant -> its limits (JSON, `producers.store.access.tenants`)
 API_KEYS: Final = "penstock:keys"  # hash: id -> key (JSON, `producers.store.access.api_keys`)
 AUDIT: Final = "penstock:audit"  # stream: changes of keys, endpoints, routing (`producers.store.access.audit`)
+AUDIT_ENDPOINTS: Final = "penstock:audit:endpoints"  # stream: the same of webhook endpoints, which tenants change
 LEDGER: Final = "penstock:ledger"  # stream: a row for each final task (`producers.store.usage.ledger`)
 USAGE: Final = "penstock:usage"  # zset: hour or day with sums of the ledger -> unix s of its beginning
 USAGE_FOLDED: Final = "penstock:usage:folded"  # string: id of the last row that is in the sums
 WEBHOOK_ENDPOINTS: Final = "penstock:webhooks:endpoints"  # hash: id -> endpoint (JSON), see `producers.store.outbox`
+ENDPOINTS_INDEXED: Final = "penstock:webhooks:endpoints:indexed"  # string: how many endpoints are in `endpoints_of`
 WEBHOOK_SECRETS: Final = "penstock:webhooks:secrets"  # hash: tenant -> secrets of its tasks' own webhooks (JSON)
 WEBHOOKS_DUE: Final = "penstock:webhooks:due"  # zset: row's name -> ms; a taken row is due again when its lease ends
 WEBHOOKS_DELIVERED: Final = "penstock:webhooks:delivered"  # zset: row's name -> ms
@@ -136,6 +138,11 @@ def uploads(tenant: str) -> str:
     return f"penstock:files:uploads:{tenant}"
 
 
+def endpoints_of(tenant: str | None) -> str:
+    """Set: ids of the webhook endpoints of a tenant, or of those without one."""
+    return f"{WEBHOOK_ENDPOINTS}:of:{tenant or ''}"
+
+
 def webhook_row(name: str) -> str:
     """Hash: one delivery of an event (`producers.store.outbox`)."""
     return f"penstock:webhooks:row:{name}"
@@ -149,6 +156,11 @@ def replies(source: str) -> str:
 def source_leader(source: str) -> str:
     """String with a TTL: the process that leads a source of which one alone may run."""
     return f"penstock:source:{source}:leader"
+
+
+def kept(tenant: str) -> str:
+    """Hash with a TTL: bytes of a tenant's tasks in the store; '' is the tenant of those without (`_kept.lua`)."""
+    return f"penstock:kept:{tenant}"
 
 
 def account(name: str) -> str:
@@ -170,6 +182,11 @@ def batch(batch_id: str) -> str:
 def batch_index(tenant: str) -> str:
     """Zset: as BATCH_INDEX, of one tenant."""
     return f"penstock:batches:index:{tenant}"
+
+
+def open_batches(tenant: str) -> str:
+    """Set: a tenant's batches that have not ended, or are yet to be tidied up; '' is the tenant of those without."""
+    return f"penstock:batches:open:{tenant}"
 
 
 def batch_refused(batch_id: str) -> str:

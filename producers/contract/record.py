@@ -32,6 +32,7 @@
 | `cancel` | server time (ms) at which a cancel was accepted |
 | `claim`, `owner` | the delivery that holds it, and its worker's incarnation; both until SETTLE |
 | `letter` | why its message is kept as a dead letter, from SETTLE on: a task that was given up, or Celery's side was |
+| `kept` | the bytes that count as its tenant's, and from SETTLE on until when (unix s): `<bytes> <end>` |
 | `deaths`, `claims` | number of owners that died holding it; number of starts |
 | `lost` | the first 32 of those owners (JSON): incarnation, time of notice, entries then, the start and its time |
 | `given_back` | the first 32 times that a worker gave it back (JSON): as `lost`, and why |

@@ -124,7 +124,12 @@ def _parts(
 ) -> Gateway:
     blobs = open_blobs(settings.files_dir)
     prompts, templates = Prompts(client.store), Templates(client.store)
-    bounds = Bounds(settings.max_queued_in_all, settings.max_queued, settings.max_queued_per_tenant)
+    bounds = Bounds(
+        settings.max_queued_in_all,
+        settings.max_queued,
+        settings.max_queued_per_tenant,
+        kept=settings.max_task_bytes,
+    )
     return Gateway(
         settings=settings,
         client=client,

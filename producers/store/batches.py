@@ -52,6 +52,12 @@ ENDED: Final = frozenset({"completed", "failed", "expired", "cancelled"})
 KEPT_S: Final = 30 * 24 * 3600
 #: Time (s) after the deadline for which a line's result waits to be written: a sweeper may be away for so long.
 MARGIN_S: Final = 7 * 24 * 3600
+#: Most batches of a tenant that are kept: a new one takes the place of the oldest that has ended.
+MOST_KEPT: Final = 10_000
+#: Most lines of a tenant's batches that are in the store, unless a setting or the tenant's own limit says otherwise;
+#: and their bytes in the inputs.
+MAX_LINES: Final = 100_000
+MAX_BYTES: Final = 256 << 20
 #: Time (s) after which a batch is gone from the lists, whatever became of it.
 LISTED_S: Final = KEPT_S + 2 * MAX_WINDOW_S + MARGIN_S
 
@@ -205,16 +211,19 @@ async def parts(store: Redis, batch_id: str) -> list[Part]:
 # ---- changing ------------------------------------------------------------------------------------------------------
 
 
-def create(batch_id: str, window_s: int, fields: Mapping[str, str | int]) -> Call:
-    """BATCH_CREATE: make a batch, `validating`. Answers `new` or `exists`.
+def create(batch_id: str, window_s: int, fields: Mapping[str, str | int], most_open: int | None = None) -> Call:
+    """BATCH_CREATE: make a batch, `validating`. Answers `new`, `exists`, or `full` if `most_open` of its tenant (None:
+    any number) have not ended.
 
     `fields`: `endpoint`, `input_file`, `completion_window`; where given `metadata` (JSON), `tenant`, `principal`,
     `prices`, `traceparent`, `output_kept`, and `idempotency` (`producers.store.idempotency.Entry.name`).
     """
     pairs = [part for item in fields.items() for part in item]
-    names = (keys.batch(batch_id), keys.BATCHES, keys.BATCH_INDEX)
-    made_ms = int(batch_id.removeprefix(PREFIX)[:12], 16)
-    return Call(script(PACKAGE, "batch_create"), names, (batch_id, window_s, _oldest(made_ms), LISTED_S, *pairs))
+    tenant = str(fields.get("tenant", ""))
+    names = (keys.batch(batch_id), keys.BATCHES, keys.BATCH_INDEX, keys.open_batches(tenant))
+    oldest = _oldest(int(batch_id.removeprefix(PREFIX)[:12], 16))
+    numbers = (window_s, oldest, LISTED_S, most_open or 0, MOST_KEPT)
+    return Call(script(PACKAGE, "batch_create"), names, (batch_id, *numbers, *pairs))
 
 
 def begin(batch_id: str, total: int) -> Call:
@@ -264,15 +273,26 @@ OWN: Final = (
 )
 
 
-def expand(batch_id: str, block: Block, shared: Mapping[str, str | int]) -> Call:
+async def lines_of(store: Redis, tenant: str) -> tuple[int, int]:
+    """Lines of a tenant's open batches that are in the store (expanded, and not written), and their bytes in the
+    inputs. Raises redis.exceptions.RedisError or OSError."""
+    ids = await store.smembers(keys.open_batches(tenant))
+    fields = ("line", "written", "offset", "written_offset")
+    found = await ask(store, [("HMGET", keys.batch(text(name)), *fields) for name in ids]) if ids else []
+    rows = [[int(number) for number in row] for row in found if None not in row]
+    return sum(row[0] - row[1] for row in rows), sum(row[2] - row[3] for row in rows)
+
+
+def expand(batch_id: str, block: Block, shared: Mapping[str, str | int], max_lines: int = MAX_LINES) -> Call:
     """BATCH_EXPAND: make the records of a block's lines. Answers `[]` if the batch is elsewhere by now, else the
     records' time (ms), how many lines are done (a limit may keep off the others), and the numbers of those without
     budget.
 
-    `shared`: fields of all records.
+    `shared`: fields of all records. `max_lines`: those of the tenant's batches that may be in the store.
     """
     pairs = [part for item in shared.items() for part in item]
-    args: list[str | int] = [batch_id, block.first, len(block.entries), block.spent, len(pairs), len(OWN)]
+    args: list[str | int] = [batch_id, block.first, len(block.entries), block.spent, max_lines, MAX_BYTES]
+    args += [len(pairs), len(OWN)]
     args += [*pairs, *OWN]
     for entry in block.entries:
         args += (entry.offset, entry.task)

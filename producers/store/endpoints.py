@@ -3,9 +3,10 @@
     create, change, remove: one script or command each     every: what an event's rows are made for (`_outbox.lua`)
 
 An endpoint is a field of the hash `penstock:webhooks:endpoints`, by its id: a JSON object with the fields of
-`Endpoint`. Tenants' own secrets are fields of `penstock:webhooks:secrets`, by tenant ('' for tasks without one). Both
-are changed by SWAP, which writes only over what was read, and appends the change to the audit log. Every call may raise
-redis.exceptions.RedisError or OSError, and may be called again.
+`Endpoint`. Sets have the ids of each tenant's (`scripts/_endpoints.lua`). Tenants' own secrets are fields of
+`penstock:webhooks:secrets`, by tenant ('' for tasks without one). Both are changed by SWAP, which writes only over what
+was read, and appends the change to the audit log. Every call may raise redis.exceptions.RedisError or OSError, and may
+be called again.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ from producers.contract.webhook import new_secret
 from producers.store import outbox
 from producers.store.access.audit import Change
 from producers.store.outbox import Row
+from producers.store.protocol import endpoints as endpoints_call
 from producers.store.protocol import swap
 
 log = logging.getLogger(__name__)
 
 PREFIX: Final = "whe_"
-#: Most endpoints of one tenant, or of those without one; and of all: each final end looks at them.
-MAX_OF_A_TENANT: Final = 20
-MAX_ENDPOINTS: Final = 200
+#: Most endpoints of all. Each tenant has a bound of its own, since an event looks at all endpoints of its tenant; this
+#: one is far off, so that tenants do not take each other's places.
+MAX_ENDPOINTS: Final = 10_000
 #: Time (s) for which an old secret still signs after a rotation that keeps it.
 OVERLAP_S: Final = 24 * 3600
 #: Webhook ids of test events begin so. They are tried once.
@@ -44,7 +46,7 @@ TEST_PREFIX: Final = "evt_test_"
 
 
 class TooManyEndpoints(Exception):
-    """The tenant has MAX_OF_A_TENANT already; or there are MAX_ENDPOINTS in `all`."""
+    """The tenant has as many as it may; or there are MAX_ENDPOINTS in `all`."""
 
     def __init__(self, *, all: bool) -> None:
         super().__init__(all)
@@ -118,11 +120,18 @@ def new_id() -> str:
     return timed_id(PREFIX, time.time_ns() // 1_000_000)
 
 
-async def create(store: Redis, endpoint: Endpoint, audit: Change) -> Endpoint:
-    """Make an endpoint. Returns it, or the one that has this id already. Raises TooManyEndpoints."""
-    alike = (_tenant_in_json(endpoint.tenant), MAX_OF_A_TENANT)
+async def create(store: Redis, endpoint: Endpoint, audit: Change, most: int | None = None) -> Endpoint:
+    """Make an endpoint, of which its tenant may have `most` (None: any number). Returns it, or the one that has this id
+    already. Raises TooManyEndpoints."""
     call = swap(
-        keys.WEBHOOK_ENDPOINTS, endpoint.id, "", endpoint.to_json(), most=MAX_ENDPOINTS, audit=audit, alike=alike
+        keys.WEBHOOK_ENDPOINTS,
+        endpoint.id,
+        "",
+        endpoint.to_json(),
+        most=MAX_ENDPOINTS,
+        audit=audit,
+        own=keys.endpoints_of(endpoint.tenant),
+        most_own=most,
     )
     while True:
         done = await arun(store, call)
@@ -164,6 +173,12 @@ async def every(store: Redis) -> list[Endpoint]:
     return sorted(filter(None, map(Endpoint.parse, found)), key=lambda one: one.id, reverse=True)
 
 
+async def of_tenant(store: Redis, tenant: str | None) -> list[Endpoint]:
+    """Those of a tenant, or without one, the newest first."""
+    found = await arun(store, endpoints_call(tenant))
+    return sorted(filter(None, map(Endpoint.parse, found)), key=lambda one: one.id, reverse=True)
+
+
 async def change(store: Redis, endpoint_id: str, how: Callable[[Endpoint], Endpoint], audit: Change) -> Endpoint | None:
     """Change an endpoint by a function, which may be called again if another process changes it meanwhile.
 
@@ -183,7 +198,8 @@ async def change(store: Redis, endpoint_id: str, how: Callable[[Endpoint], Endpo
 async def remove(store: Redis, endpoint_id: str, audit: Change) -> bool:
     """Remove an endpoint. Its rows that are due become dead. False where there was none."""
     while (raw := await store.execute_command("HGET", keys.WEBHOOK_ENDPOINTS, endpoint_id)) is not None:
-        if await arun(store, swap(keys.WEBHOOK_ENDPOINTS, endpoint_id, text(raw), "", audit=audit)):
+        own = keys.endpoints_of(None if (old := Endpoint.parse(raw)) is None else old.tenant)
+        if await arun(store, swap(keys.WEBHOOK_ENDPOINTS, endpoint_id, text(raw), "", audit=audit, own=own)):
             audit.say()
             return True
     return False

@@ -30,9 +30,9 @@ A row does not depend on its task's record, whose time to live may end first. Th
 published when a row becomes due at once, with the source of a reply, else empty; rows that wait for a later try become
 due silently, see `Taken.next_ms`.
 
-Endpoints are fields of `penstock:webhooks:endpoints`, as JSON; the scripts read `id`, `url`, `event_types`, `tenant`
-(null: all tenants), `enabled`, and `celery` (plain Celery tasks, too). A record's `webhook` is JSON, too: `url` and
-`events`; without `events` it hears of every final end.
+Endpoints are fields of `penstock:webhooks:endpoints`, as JSON; sets have the ids of each tenant's. The scripts
+read `id`, `url`, `event_types`, `tenant` (null: all tenants), `enabled`, and `celery` (plain Celery tasks, too). A
+record's `webhook` is JSON, too: `url` and `events`; without `events` it hears of every final end.
 """
 
 from __future__ import annotations

@@ -287,16 +287,24 @@ def swap(
     most: int = 0,
     audit: Change | None = None,
     dropped: Change | None = None,
-    alike: tuple[str, int] = ("", 0),
+    own: str | None = None,
+    most_own: int | None = None,
 ) -> Call:
     """SWAP: change a hash's field from `old` to `new` (empty: no field), and append the change to the audit log.
 
-    `dropped`: the removal of a field (its `what`) whose place a new one takes where there are `most`. `alike`: a text,
-    and how many values may contain it before a new field. Answers 1; 0 if the field has another value than `old`; of a
-    new field also -1 if there are `most` already, and -2 if so many are alike.
+    `dropped`: the removal of a field (its `what`) whose place a new one takes where there are `most`. `own`: of webhook
+    endpoints, the set of the tenant's, which may have `most_own` (None: any number). Answers 1; 0 if the field has
+    another value than `old`; of a new field also -1 if there are `most` already, and -2 if there are `most_own`.
     """
     said, place = (
         "" if audit is None else audit.to_json(),
         ("", "") if dropped is None else (dropped.what, dropped.to_json()),
     )
-    return Call(script(PACKAGE, "swap"), (name,), (field, old, new, most, said, KEPT, *place, *alike))
+    log = keys.AUDIT if audit is None else audit.log
+    names = (name,) if own is None else (name, own)
+    return Call(script(PACKAGE, "swap"), names, (field, old, new, most, said, KEPT, *place, log, most_own or 0))
+
+
+def endpoints(tenant: str | None) -> Call:
+    """ENDPOINTS: the webhook endpoints of a tenant, or those without one. Answers `[JSON, ...]`."""
+    return Call(script(PACKAGE, "endpoints"), (keys.WEBHOOK_ENDPOINTS, keys.endpoints_of(tenant)), ())

@@ -55,6 +55,8 @@ class Bounds:
     """Of one tenant, in all pools; tasks without a tenant have one in common."""
     key: int = 0
     """Of one API key, in all pools."""
+    kept: int = 0
+    """The most bytes of one tenant's tasks in the store, waiting or not (`scripts/_kept.lua`); 0: any number."""
 
     def of(self, tier: str) -> int:
         """The most tasks of this tier that may ever wait; 0: any number."""
@@ -86,6 +88,8 @@ def _places(bounds: Bounds, queue: str, tier: str, tenant: str, key: str | None)
         found.append((keys.WAITING_TENANTS, [tenant], bounds.tenant, "tenant"))
     if bounds.key and key is not None:
         found.append((keys.WAITING_KEYS, [key], bounds.key, "key"))
+    if bounds.kept:
+        found.append((keys.kept(tenant), ["total"], bounds.kept, "kept"))
     return json.dumps(found) if found else ""
 
 

@@ -29,6 +29,7 @@ from producers.connection.local import FILES_DIR
 from producers.connection.log_throttle import warn_throttled
 from producers.contract import keys
 from producers.store import protocol
+from producers.store.batches import MAX_LINES
 from producers.store.blobs import open_blobs
 from producers.store.protocol import READER_LEASE_S
 from producers.sweeper import unsent as submits
@@ -104,6 +105,8 @@ class SweeperSettings:
     """Least size (bytes) of a compacted stream that goes to `files_dir`; None: all stay in the store."""
     batch_lines: int = WINDOW
     """Most lines of one batch that are queued, or wait to be written, at a time."""
+    tenant_lines: int = MAX_LINES
+    """The same of all batches of a tenant that has no limit of its own."""
     orphaned_after: float = ORPHANED_AFTER_S
     """Time without any worker's lease after which a queue's messages return to its lists."""
 
@@ -183,7 +186,8 @@ async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: End
         )
         group.create_task(basics)
         if endpoints is not None:
-            batches = Batches(client, blobs, endpoints, partial(_count, client), window=settings.batch_lines)
+            windows = {"window": settings.batch_lines, "max_lines": settings.tenant_lines}
+            batches = Batches(client, blobs, endpoints, partial(_count, client), **windows)
             group.create_task(batches.run(min(BATCHES_EVERY_S, settings.every)))
         often: tuple[Duty, ...] = (tell, pack, returned, add_up)
         expired_files = partial(_named, "files", partial(remove_files, client.store, blobs))

@@ -22,7 +22,7 @@ from producers.contract.task import Task
 from producers.errors import QueueFull, shown
 from producers.gateway.admission.overload import Overload
 from producers.gateway.http.caller import principal_of
-from producers.gateway.http.errors import Problem
+from producers.gateway.http.errors import ONCE, Problem
 from producers.store.access.principal import NO_LIMITS, Limits, Principal
 from producers.store.usage.limits import Charge
 from producers.store.waiting import SHORTENS, STAGES, Bounds, Room
@@ -82,6 +82,8 @@ class Admission:
         try:
             return (await self._client.admit(task, task_id, more, charge, self._room(request))).id
         except QueueFull as error:
+            if error.bound == "kept":
+                raise _too_much_kept(error) from None
             known = await self._client.known(task.model)
             tokens = task.kv_tokens(int(known.card["context_length"]))
             raise await self.overload.full(error, known.queue, task.tier, tokens) from None
@@ -94,7 +96,17 @@ class Admission:
         limits: Limits = getattr(request.state, "tenant_limits", NO_LIMITS)
         if limits.max_waiting is not None:
             bounds = replace(bounds, tenant=limits.max_waiting)
+        if limits.max_task_bytes is not None:
+            bounds = replace(bounds, kept=limits.max_task_bytes)
         return Room(bounds, principal.key)
+
+
+def _too_much_kept(error: QueueFull) -> Problem:
+    said = (
+        f"The tasks and results of this tenant have {error.waiting} bytes in the store; at most {error.most} are kept: "
+        "delete some, give tasks a shorter ttl, or wait until they expire."
+    )
+    return Problem(429, said, code="too_many_task_bytes", headers=ONCE)
 
 
 def _shortened(tasks: Sequence[Task], to: int, context: int) -> Entered:

@@ -69,7 +69,11 @@ async def create(request: Request, response: Response) -> BatchView:
         fields["principal"] = principal.to_json()
     if gateway.prices is not None:
         fields["prices"] = gateway.prices.to_json()
-    await arun(gateway.client.store, batches.create(new_id, window_s, {**fields, **trace.fields()}))
+    most = (await gateway.accounts.kept(owner)).max_batches
+    made = await arun(gateway.client.store, batches.create(new_id, window_s, {**fields, **trace.fields()}, most))
+    if text(made) == "full":
+        said = f"{most} batches of this tenant have not ended, the most; cancel one, or try again once one has ended."
+        raise Problem(429, said, code="too_many_batches", headers=ONCE)
     return BatchView.of(await _batch(request, new_id))
 
 

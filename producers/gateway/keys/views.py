@@ -48,7 +48,7 @@ KEPT: dict[str, str] = {
     "max_file_bytes": "most bytes of all files that are kept",
     "max_files": "most files that are kept",
     "max_batches": "most batches that have not ended",
-    "max_batch_lines": "most lines of batches that wait, run, or are to be written",
+    "max_lines": "most lines of batches that wait, run, or are to be written",
     "max_endpoints": "most webhook endpoints",
     "max_task_bytes": "most bytes of tasks and their results that are kept",
 }
@@ -126,7 +126,7 @@ class TenantLimits(LimitsView):
     max_file_bytes: int | None
     max_files: int | None
     max_batches: int | None
-    max_batch_lines: int | None
+    max_lines: int | None
     max_endpoints: int | None
     max_task_bytes: int | None
 

@@ -30,7 +30,7 @@ from producers.gateway.webhooks.views import (
     EventTypes,
 )
 from producers.store import endpoints
-from producers.store.endpoints import MAX_ENDPOINTS, MAX_OF_A_TENANT, Endpoint, Secrets, TooManyEndpoints
+from producers.store.endpoints import MAX_ENDPOINTS, Endpoint, Secrets, TooManyEndpoints
 
 router = APIRouter(prefix="/v1", tags=["webhooks"])
 
@@ -73,21 +73,21 @@ async def create(request: Request, response: Response) -> EndpointWithSecret:
             response.headers.update(idempotency.REPLAYED)
             return EndpointWithSecret.of(made, signing_secret=made.secrets.secret)
     made = Endpoint(id=endpoint_id, name=name, secrets=Secrets.new(), created_at=now, updated_at=now, **fields)
+    most = (await gateway.accounts.kept(made.tenant)).max_endpoints
+    audit = actor_of(request).did("endpoint.create", made.id, made.tenant)
     try:
-        made = await endpoints.create(
-            gateway.client.store, made, actor_of(request).did("endpoint.create", made.id, made.tenant)
-        )
+        made = await endpoints.create(gateway.client.store, made, audit, most)
     except TooManyEndpoints as error:
-        whose = f"There are {MAX_ENDPOINTS} endpoints of all tenants" if error.all else _many(made.tenant)
+        whose = f"There are {MAX_ENDPOINTS} endpoints of all tenants" if error.all else _many(made.tenant, most)
         raise Problem(400, f"{whose}, the most; delete one first.", code="too_many_endpoints") from None
     if entry is not None:
         await idempotency.made(gateway.client, entry)
     return EndpointWithSecret.of(made, signing_secret=made.secrets.secret)
 
 
-def _many(tenant: str | None) -> str:
+def _many(tenant: str | None, most: int | None) -> str:
     whose = "There are" if tenant is None else f"The tenant {shown(tenant)} has"
-    return f"{whose} {MAX_OF_A_TENANT} endpoints{' without a tenant' if tenant is None else ''}"
+    return f"{whose} {most} endpoints{' without a tenant' if tenant is None else ''}"
 
 
 @router.get("/webhook_endpoints", dependencies=READS, response_model=EndpointList)
@@ -97,8 +97,9 @@ async def listed(
     after: Annotated[str, Query(description="the last endpoint of the page before")] = "",
 ) -> EndpointList:
     """List the endpoints, the newest first."""
-    found = await endpoints.every(gateway_of(request).client.store)
-    found = [one for one in found if principal_of(request).sees(one.tenant) and (not after or one.id < after)]
+    store, principal = gateway_of(request).client.store, principal_of(request)
+    found = await (endpoints.every(store) if principal.sees_all else endpoints.of_tenant(store, principal.tenant))
+    found = [one for one in found if principal.sees(one.tenant) and (not after or one.id < after)]
     return EndpointList.of([*map(EndpointView.of, found)], limit)
 
 

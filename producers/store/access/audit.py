@@ -1,7 +1,9 @@
 """The audit log: who made, changed or removed keys, webhook endpoints, routing.
 
 The script that makes a change appends it to the stream `penstock:audit` (the latest KEPT), so neither is ever there
-without the other. The process that asked for it also logs it as a line of JSON, under the logger `penstock.audit`.
+without the other. Changes of webhook endpoints, of which a tenant may make any number, have a stream of their own
+(`penstock:audit:endpoints`), so that they push no change of a key out. The process that asked for it also logs it as a
+line of JSON, under the logger `penstock.audit`.
 """
 
 from __future__ import annotations
@@ -40,6 +42,11 @@ class Change:
     address: str | None = None
     """The caller's network address."""
 
+    @property
+    def log(self) -> str:
+        """The stream that has it."""
+        return keys.AUDIT_ENDPOINTS if self.did.startswith("endpoint.") else keys.AUDIT
+
     def to_json(self) -> str:
         return json.dumps({name: value for name, value in asdict(self).items() if value is not None})
 
@@ -71,5 +78,8 @@ def operator() -> str:
 async def latest(store: Redis, most: int) -> list[dict[str, Any]]:
     """Up to `most` changes, the latest first, each with its time `at` (unix ms). Raises redis.exceptions.RedisError or
     OSError."""
-    found = await store.execute_command("XREVRANGE", keys.AUDIT, "+", "-", "COUNT", most)
-    return [{"at": int(text(entry).partition("-")[0]), **json.loads(*said.values())} for entry, said in found]
+    entries: list[Any] = []
+    for log_ in (keys.AUDIT, keys.AUDIT_ENDPOINTS):
+        entries += await store.execute_command("XREVRANGE", log_, "+", "-", "COUNT", most)
+    entries.sort(key=lambda entry: tuple(map(int, text(entry[0]).split("-"))), reverse=True)
+    return [{"at": int(text(entry).partition("-")[0]), **json.loads(*said.values())} for entry, said in entries[:most]]

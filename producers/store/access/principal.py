@@ -25,7 +25,7 @@ SCOPES: Final[dict[str, str]] = {
 #: Limits by what a key has used before, which the store decides.
 COUNTED: Final = ("rpm", "tpm", "max_in_flight", "budget_tokens", "budget_money")
 #: Limits of what is kept for a tenant, which its keys have in common. Every tenant has them by the gateway's settings.
-KEPT: Final = ("max_file_bytes", "max_files", "max_batches", "max_batch_lines", "max_endpoints", "max_task_bytes")
+KEPT: Final = ("max_file_bytes", "max_files", "max_batches", "max_lines", "max_endpoints", "max_task_bytes")
 #: What a budget in money is counted in: billionths of the currency. Sums below 2^53 of them are exact in scripts.
 BILLION: Final = 10**9
 
@@ -56,12 +56,12 @@ class Limits:
     max_files: int | None = None
     max_batches: int | None = None
     """Batches that have not ended."""
-    max_batch_lines: int | None = None
+    max_lines: int | None = None
     """Lines of batches that are in the store: they wait, run, or their results are not written yet."""
     max_endpoints: int | None = None
     """Webhook endpoints."""
     max_task_bytes: int | None = None
-    """Bytes of tasks, responses and their results in the store (`producers.store.kept`)."""
+    """Bytes of tasks, responses and their results in the store (`producers/store/scripts/_kept.lua`)."""
 
     @classmethod
     def parse(cls, said: Mapping[str, Any]) -> Self:

@@ -1,3 +1,4 @@
+-- include: _endpoints.lua
 -- Shared by _final.lua, CLAIM, and the script that ends a batch. It writes an event into the outbox: a row for each
 -- destination that wants it (`producers/store/outbox.py` has the format). Call it in the script that makes the event
 -- true, so that nobody ever sees one without the other. Called again for the same event, it changes nothing.
@@ -25,16 +26,14 @@ local function outbox_wants(json, types, event, default)
   end
 end
 
--- Whether an endpoint may want it, by its text alone: a hundred of another tenant are not decoded for every end.
-local function outbox_may(json, event, tenant)
-  if not string.find(json, event, 1, true) then
-    return false
+-- The endpoints that may want it, of `count`: {id, JSON, ...}. Those of other tenants are not looked at.
+local function outbox_endpoints(count, tenant)
+  endpoints_indexed(count)
+  local sets = { ENDPOINTS .. ':of:' }
+  if tenant then
+    sets[2] = ENDPOINTS .. ':of:' .. tenant
   end
-  local _, at = string.find(json, '"tenant"', 1, true)
-  if at and string.match(json, '^%s*:%s*null', at + 1) then
-    return true
-  end
-  return tenant and (string.find(tenant, '[^%w_.:-]') or string.find(json, '"' .. tenant .. '"', 1, true))
+  return endpoints_in(sets)
 end
 
 -- source: of a reply, the source whose processes send it; false: a webhook.
@@ -80,9 +79,10 @@ local function outbox_event(event, object, created, of)
       'reply', of.reply }
     outbox_row(webhook .. '.reply', fields, of, reply.source)
   end
-  local all = endpoints > 0 and redis.call('HGETALL', 'penstock:webhooks:endpoints') or {}
+  local all = endpoints > 0 and outbox_endpoints(endpoints, of.tenant) or {}
   for i = 1, #all, 2 do
-    local to = outbox_may(all[i + 1], event, of.tenant) and outbox_wants(all[i + 1], 'event_types', event)
+    local asks = string.find(all[i + 1], event, 1, true) -- cheaper than decoding
+    local to = asks and outbox_wants(all[i + 1], 'event_types', event)
     local mine = to and (to.tenant == cjson.null or to.tenant == of.tenant)
     if mine and to.enabled ~= false and (to.celery == true or not of.plain) then
       local fields = { 'webhook_id', webhook, 'type', event, 'object', object, 'url', to.url, 'endpoint', all[i] }

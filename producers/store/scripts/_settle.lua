@@ -1,3 +1,4 @@
+-- include: _kept.lua
 -- Shared by SETTLE and ORPHAN. It marks the record as settled, clears claim and owner, and starts the TTL of record and
 -- stream. The stream outlives its record by a minute, so that a reader of the record finds the stream. The sweeper
 -- compacts it by its time of settlement; a stream that is not compacted within a day is left to its TTL. An invalid TTL
@@ -11,6 +12,7 @@ local function settle(task, stream, id, default_ttl)
     if not ttl or ttl % 1 ~= 0 then
       ttl = tonumber(default_ttl)
     end
+    kept_ends(task, stream, now, ttl)
     redis.call('EXPIRE', task, ttl)
     redis.call('EXPIRE', stream, ttl + 60)
     redis.call('ZADD', 'penstock:settled', now, id)

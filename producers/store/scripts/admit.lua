@@ -2,7 +2,8 @@
 -- ADMIT | no record -> `submitting`; else nothing. A request older than the submit window is refused.
 -- The record's field `idempotency` names the entry of the request's Idempotency-Key (IDEMPOTENT): it is marked as made.
 -- A task with the `origin` task enters the index that lists it, and its tenant's own. With accounts,
--- they are charged in the same script; if a limit or a bound on what waits is reached, nothing is written.
+-- they are charged in the same script; if a limit, or a bound on what waits or is kept, is reached, nothing is written.
+-- Its bytes are counted among its tenant's.
 -- KEYS: task, submitting, deadlines, then the accounts that are charged
 -- ARGV: id, nonce, asked (ms, server time as the client estimates it), window (ms), what the accounts are asked for
 --       (JSON, `charge` in _limits.lua), bounds (JSON, `waiting_full`; empty: none), field, value, ...
@@ -13,6 +14,7 @@
 -- include: _bounds.lua
 -- include: _admit.lua
 -- include: _made.lua
+-- include: _kept.lua
 local task, submitting = KEYS[1], KEYS[2]
 local id, nonce, asked, window = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local now = now_ms()
@@ -24,9 +26,15 @@ if now - asked > window then
   return 'late'
 end
 local fields = { 'v', '1', 'status', 'submitting', 'nonce', nonce, 'created', now, 'deaths', 0 }
+local tenant
 for i = 7, #ARGV do
   fields[#fields + 1] = ARGV[i]
+  if i % 2 == 1 and ARGV[i] == 'tenant' then
+    tenant = ARGV[i + 1]
+  end
 end
+local kept = kept_of(tenant)
+kept_lapse(kept, now)
 local full = ARGV[6] ~= '' and waiting_full(cjson.decode(ARGV[6]))
 if full then
   return full
@@ -40,8 +48,11 @@ if KEYS[4] then
   end
   charged_fields(fields, reserved, shortened)
 end
+local bytes = kept_begins(kept, fields)
+fields[#fields + 1] = 'kept'
+fields[#fields + 1] = bytes
 admit(task, submitting, KEYS[3], id, now, fields)
-local entry, origin, tenant = unpack(redis.call('HMGET', task, 'idempotency', 'origin', 'tenant'))
+local entry, origin = unpack(redis.call('HMGET', task, 'idempotency', 'origin'))
 if entry then
   made(entry)
 end

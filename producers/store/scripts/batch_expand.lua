@@ -2,11 +2,13 @@
 -- BATCH_EXPAND(from) | `in_progress`, before its deadline, and expanded up to the line `from`: the records of the next
 -- lines are made, `submitting`; lines with a bad body are counted as failed, with their errors; the cursor moves on.
 -- One call, so a line has one record, and a bad line counts once. Else nothing.
+-- Nor are lines made for which the tenant's open batches have no room: those of them all that are in the store
+-- (expanded, and not written) may be `most` lines with `most_bytes` bytes of input.
 -- With accounts, each line is charged to them where its record is made. A line that they have no budget for is a failed
 -- one. The first line that another limit keeps off, and those behind it, are left for later.
 -- KEYS: batch, refused lines, submitting, deadlines, then the accounts that are charged
--- ARGV: batch's id, from (line), lines, error of a line without budget (JSON), 2 * number of fields that all records
---       share, number of other fields; name, value, ... of those; names of these; then for each line the offset behind
+-- ARGV: batch's id, from (line), lines, error of a line without budget (JSON), most lines and bytes of the tenant,
+--       2 * number of fields that all records share, number of other fields; name, value, ... of those; names of these; then for each line the offset behind
 --       it in the input (bytes) and its task's id, with the values of these (an empty one: no such field) and what the
 --       accounts are asked for (JSON; empty: nothing), or an empty id with its error (JSON)
 -- Answers: {the time of the records (ms), lines that are done, then the numbers of those without budget} | {} (nothing)
@@ -14,13 +16,14 @@
 -- include: _admit.lua
 -- include: _limits.lua
 local batch, from, lines, spent = KEYS[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
-local shared, others = tonumber(ARGV[5]), tonumber(ARGV[6])
-local r = redis.call('HMGET', batch, 'status', 'line', 'deadline')
+local most, most_bytes = tonumber(ARGV[5]), tonumber(ARGV[6])
+local shared, others = tonumber(ARGV[7]), tonumber(ARGV[8])
+local r = redis.call('HMGET', batch, 'status', 'line', 'deadline', 'tenant', 'offset')
 local now = now_ms()
 if r[1] ~= 'in_progress' or tonumber(r[2]) ~= from or tonumber(r[3]) <= now then
   return {}
 end
-local names = 6 + shared
+local names = 8 + shared
 local a = names + others + 1
 local offset, bad, answer = nil, 0, { now, 0 }
 
@@ -31,7 +34,7 @@ end
 
 -- The fields of the line's record at ARGV[a].
 local function fields_at()
-  local fields = { 'v', '1', 'status', 'submitting', 'created', now, 'deaths', 0, unpack(ARGV, 7, names) }
+  local fields = { 'v', '1', 'status', 'submitting', 'created', now, 'deaths', 0, unpack(ARGV, 9, names) }
   for k = 1, others do
     if ARGV[a + 1 + k] ~= '' then
       fields[#fields + 1] = ARGV[names + k]
@@ -57,8 +60,18 @@ local function make(id)
   admit(task, KEYS[3], KEYS[4], id, now, fields)
 end
 
+local room, room_bytes = most, most_bytes
+for _, other in ipairs(redis.call('SMEMBERS', 'penstock:batches:open:' .. (r[4] or ''))) do
+  local at = redis.call('HMGET', 'penstock:batch:' .. other, 'line', 'written', 'offset', 'written_offset')
+  if at[1] then
+    room, room_bytes = room - (at[1] - at[2]), room_bytes - (at[3] - at[4])
+  end
+end
 for line = from, from + lines - 1 do
   local behind, id = ARGV[a], ARGV[a + 1]
+  if line - from >= room or behind - r[5] > room_bytes then
+    break
+  end
   if id == '' then
     refuse(line, ARGV[a + 2])
     a = a + 3

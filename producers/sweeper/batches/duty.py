@@ -14,7 +14,8 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Final
 
@@ -42,15 +43,42 @@ STEP: Final = 8 * BLOCK
 LIMIT_S: Final = 300.0
 #: Time (s) after which the lines of a cancelled batch that have not ended are cancelled again.
 CANCEL_EVERY_S: Final = 10.0
-#: Steps at a time, which hold lines in memory; and inputs that are checked, or files that are joined, at a time.
+#: Steps at a time, which hold lines in memory; and inputs that are checked, or files that are joined, at a time. Half
+#: of them may be of one tenant's batches, and tenants wait in turn: one with many batches does not hold up the others.
 STEPS: Final = 4
 LONG_STEPS: Final = 2
+
+
+class Turns:
+    """Places for steps, of which one tenant may have `of_a_tenant` at a time.
+
+    A tenant's further steps wait for its own, and only `of_a_tenant` of them among those of all tenants, which get
+    places in the order in which they came.
+    """
+
+    def __init__(self, places: int, of_a_tenant: int) -> None:
+        self._places = asyncio.Semaphore(places)
+        self._of_a_tenant = of_a_tenant
+        self._tenants: dict[str, tuple[asyncio.Semaphore, list[None]]] = {}
+
+    @asynccontextmanager
+    async def turn(self, tenant: str) -> AsyncGenerator[None]:
+        own, users = self._tenants.setdefault(tenant, (asyncio.Semaphore(self._of_a_tenant), []))
+        users.append(None)
+        try:
+            async with own, self._places:
+                yield
+        finally:
+            users.pop()
+            if not users:
+                del self._tenants[tenant]
 
 
 class Batches:
     """The leader's part in all batches.
 
-    `window`: most lines of a batch in the store. `block`: lines made in one script. `part`: lines written at a time.
+    `window`: most lines of a batch in the store; `max_lines`: of all batches of a tenant. `block`: lines made in one
+    script. `part`: lines written at a time.
     """
 
     def __init__(
@@ -61,16 +89,17 @@ class Batches:
         count: Callable[[dict[str, int]], Awaitable[None]],
         *,
         window: int = WINDOW,
+        max_lines: int = batches.MAX_LINES,
         block: int = BLOCK,
         part: int = PART,
     ) -> None:
         self._store = client.store
         self._blobs = blobs
         self._count = count
-        self._expander = Expander(client, blobs, endpoints, block=block, window=window)
+        self._expander = Expander(client, blobs, endpoints, block=block, window=window, max_lines=max_lines)
         self._writer = Writer(client, blobs, endpoints, part=min(part, window))
         self._finisher = Finisher(client, blobs)
-        self._steps, self._long_steps = asyncio.Semaphore(STEPS), asyncio.Semaphore(LONG_STEPS)
+        self._steps, self._long_steps = Turns(STEPS, STEPS // 2), Turns(LONG_STEPS, LONG_STEPS // 2)
         self._cancelled: dict[str, float] = {}
 
     async def run(self, every_s: float = EVERY_S) -> None:
@@ -137,7 +166,7 @@ class Batches:
             return lines(self._blobs, batch.input_file)
 
         try:
-            async with self._long_steps:
+            async with self._long_steps.turn(batch.tenant):
                 if await files.get(self._store, batch.input_file) is None:
                     raise BlobNotFound(batch.input_file)
                 names = map(text, await self._store.hkeys(keys.MODELS))
@@ -156,7 +185,7 @@ class Batches:
 
     async def _go_on(self, batch: Batch) -> dict[str, int]:
         done = {"batch_lines": 0, "batch_results": 0, "batches_ended": 0}
-        async with self._steps, asyncio.timeout(LIMIT_S):
+        async with self._steps.turn(batch.tenant), asyncio.timeout(LIMIT_S):
             if batch.status == "cancelling":
                 await self._cancel_lines(batch)
             done["batch_results"] = await self._writer.write(batch)
@@ -165,7 +194,7 @@ class Batches:
                 await arun(self._store, batches.finalize(batch.id))
                 done["batch_lines"] = await self._expander.expand(batch, STEP)
         if closing(batch):
-            async with self._long_steps:
+            async with self._long_steps.turn(batch.tenant):
                 done["batches_ended"] = int(await self._finisher.finish(batch) in batches.ENDED)
         return {what: count for what, count in done.items() if count}
 

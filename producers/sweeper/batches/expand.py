@@ -9,7 +9,8 @@ Lines of a key or tenant with limits are charged in that script, as ADMIT charge
 not enough left for is refused; any other limit keeps lines off, and the next look goes on with them.
 
 Only so many lines are in the store at a time that no input fills its memory: a line's record has its prompt, and stays
-until its result is written. The next lines follow when results were written (`producers.sweeper.batches.write`).
+until its result is written. The next lines follow when results were written (`producers.sweeper.batches.write`). That
+holds for each batch, and for all of a tenant's together.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from producers.connection.script import arun
 from producers.contract.message import Message
 from producers.contract.trace import trace_fields
 from producers.store import batches
+from producers.store.access import tenants
 from producers.store.batches import Batch, Block, Entry
 from producers.store.blobs import Ahead, Blobs
 from producers.store.usage.prices import Prices
@@ -48,11 +50,20 @@ class _Ready:
 
 
 class Expander:
-    """Expands batches. `window`: most lines of a batch in the store."""
+    """Expands batches. `window`: most lines of a batch in the store; `max_lines`: of all batches of a tenant that has
+    no limit of its own."""
 
     def __init__(
-        self, client: AsyncClient, blobs: Blobs, endpoints: Endpoints, *, block: int = BLOCK, window: int = WINDOW
+        self,
+        client: AsyncClient,
+        blobs: Blobs,
+        endpoints: Endpoints,
+        *,
+        block: int = BLOCK,
+        window: int = WINDOW,
+        max_lines: int = batches.MAX_LINES,
     ) -> None:
+        self._max_lines = max_lines
         self._client = client
         self._blobs = blobs
         self._ahead = Ahead()
@@ -67,6 +78,12 @@ class Expander:
         OSError, BlobNotFound and BadLine.
         """
         line, offset, done = batch.count("line"), batch.count("offset"), 0
+        if line == batch.total:
+            return 0
+        most_of_tenant = await self._most(batch.tenant)
+        lines, size = await batches.lines_of(self._client.store, batch.tenant)
+        if lines >= most_of_tenant or size >= batches.MAX_BYTES:  # else a block would be made ready for nothing
+            return 0
         coming = self._begin(batch, line, offset)
         while coming is not None and done < most:
             try:
@@ -76,7 +93,7 @@ class Expander:
             line, offset = line + len(ready.block.entries), ready.block.entries[-1].offset
             coming = self._begin(batch, line, offset) if done + len(ready.block.entries) < most else None
             try:
-                made = await self._make(batch, ready)
+                made = await self._make(batch, ready, most_of_tenant)
             except BaseException:
                 if coming is not None:
                     coming.cancel()
@@ -87,6 +104,11 @@ class Expander:
         if coming is not None:
             coming.cancel()
         return done
+
+    async def _most(self, tenant: str) -> int:
+        """The most lines of a tenant's batches in the store."""
+        limits = await tenants.get(self._client.store, tenant)
+        return self._max_lines if limits.max_lines is None else limits.max_lines
 
     def _begin(self, batch: Batch, line: int, offset: int) -> asyncio.Task[_Ready] | None:
         """Make the next block ready, in the background. None if there is none, or no room for it."""
@@ -104,9 +126,9 @@ class Expander:
         planned = await self._endpoints.tasks(batch.endpoint, bodies, batch.principal, batch.tenant or None, prices)
         return await asyncio.to_thread(_block, batch, found, planned, self._endpoints.spent.to_json())
 
-    async def _make(self, batch: Batch, ready: _Ready) -> int:
-        """Make a block's lines, as many as its accounts allow. Returns how many are done."""
-        answer = await arun(self._client.store, batches.expand(batch.id, ready.block, _shared(batch)))
+    async def _make(self, batch: Batch, ready: _Ready, max_lines: int) -> int:
+        """Make a block's lines, as many as its accounts and its tenant's room allow. Returns how many are done."""
+        answer = await arun(self._client.store, batches.expand(batch.id, ready.block, _shared(batch), max_lines))
         if not answer:
             return 0
         _, done, *spent = map(int, answer)

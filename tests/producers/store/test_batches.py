@@ -203,3 +203,88 @@ def test_the_list_of_batches(valkey: Redis, valkey_url: str) -> None:
             assert 0 < await client.store.ttl(keys.batch_index("a")) <= batches.LISTED_S
 
     asyncio.run(listed())
+
+
+class TestOfATenant:
+    """What all batches of a tenant may have together."""
+
+    def made(self, valkey: Redis, n: int, tenant: str = "a", most: int | None = 2) -> tuple[str, str]:
+        name = batches.new_id(1_790_000_000_000 + n)
+        return name, text(run(valkey, batches.create(name, 3600, FIELDS | {"tenant": tenant}, most)))
+
+    def test_so_many_may_be_open(self, valkey: Redis) -> None:
+        made = [self.made(valkey, n) for n in range(3)]
+        assert [said for _, said in made] == ["new", "new", "full"]
+        assert not valkey.exists(keys.batch(made[2][0]))
+        assert self.made(valkey, 0, "b")[1] == self.made(valkey, 3, most=None)[1] == "new"
+        assert run(valkey, batches.create(made[0][0], 3600, FIELDS | {"tenant": "a"}, 2)) == b"exists"
+
+    def test_one_that_has_ended_does_not_count_before_it_is_tidied_up(self, valkey: Redis) -> None:
+        (first, _), (second, _) = [self.made(valkey, n) for n in range(2)]
+        run(valkey, batches.fail(first, []))
+        assert self.made(valkey, 2)[1] == "new"
+        run(valkey, batches.fail(second, []))
+        for name in (first, second):
+            run(valkey, batches.close(name))
+        assert valkey.scard(keys.open_batches("a")) == 1
+        assert [self.made(valkey, n)[1] for n in (3, 4)] == ["new", "full"]
+
+    def test_one_that_is_gone_gives_its_place_back(self, valkey: Redis) -> None:
+        made = [self.made(valkey, n)[0] for n in range(2)]
+        valkey.delete(keys.batch(made[0]))
+        assert [self.made(valkey, n)[1] for n in (2, 3)] == ["new", "full"]
+
+    def test_the_oldest_that_has_ended_makes_room_for_a_new_one(
+        self, valkey: Redis, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(batches, "MOST_KEPT", 3)
+        made = [self.made(valkey, n, most=None)[0] for n in range(3)]
+        for name in made[1:]:
+            run(valkey, batches.fail(name, []))
+            run(valkey, batches.close(name))
+        made.append(self.made(valkey, 3, most=None)[0])
+        kept = [made[0], *made[2:]]
+        assert [text(name) for name in valkey.zrange(keys.batch_index("a"), 0, -1)] == kept
+        assert [bool(valkey.exists(keys.batch(name))) for name in made] == [True, False, True, True]
+        assert [text(name) for name in valkey.zrange(keys.BATCH_INDEX, 0, -1)] == kept
+
+    def block(self, name: str, first: int, last: int, most: int) -> list[int]:
+        of_line = [(batches.task_id(name, k), field(k, name) | {"batch": name}) for k in range(first, last)]
+        entries = [Entry((k + 1) * 100, *one) for k, one in enumerate(of_line, first)]
+        done: list[int] = run(self.valkey, batches.expand(name, Block(first, entries), SHARED, most))
+        return done[1:]
+
+    @pytest.fixture(autouse=True)
+    def _store(self, valkey: Redis) -> None:
+        self.valkey = valkey
+
+    def test_their_lines_in_the_store_are_bounded_together(self, valkey: Redis) -> None:
+        first, second = (self.made(valkey, n)[0] for n in range(2))
+        other = self.made(valkey, 2, "b")[0]
+        for name in (first, second, other):
+            run(valkey, batches.begin(name, 9))
+        assert self.block(first, 0, 4, 6) == [4]
+        assert self.block(second, 0, 4, 6) == [2]
+        assert self.block(second, 2, 4, 6) == [0]
+        assert self.block(other, 0, 4, 6) == [4]
+        for k in range(3):
+            run(valkey, protocol.cancel(batches.task_id(first, k)))
+        assert self.block(second, 2, 4, 6) == [0], "they have ended, and are not written"
+        run(valkey, batches.written(first, written(0, 3)))
+        assert self.block(second, 2, 9, 6) == [3]
+
+    def test_their_bytes_in_the_inputs_are_bounded_together(
+        self, valkey: Redis, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(batches, "MAX_BYTES", 450)
+        first, second = (self.made(valkey, n)[0] for n in range(2))
+        for name in (first, second):
+            run(valkey, batches.begin(name, 9))
+        assert self.block(first, 0, 3, 99) == [3]
+        assert self.block(second, 0, 3, 99) == [1]
+
+        async def read() -> tuple[int, int]:
+            async with AsyncClient(valkey_url) as client:
+                return await batches.lines_of(client.store, "a")
+
+        assert asyncio.run(read()) == (4, 400)

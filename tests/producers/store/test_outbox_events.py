@@ -86,6 +86,20 @@ def test_endpoints_hear_what_they_ask_for_of_their_tenant(server: Server) -> Non
     assert told(server) == {(name, "cancelled") for name in ("all", "mine", "ends")}
 
 
+def test_endpoints_of_other_tenants_are_not_looked_at(server: Server) -> None:
+    endpoint(server, "mine", tenant="acme")
+    cancelled(server, origin="task")
+    server.redis.delete(keys.endpoints_of("acme"))
+    cancelled(server, "t2", origin="task")
+    assert len(told(server)) == 1, "the set of its tenant is what is read"
+    endpoint(server, "another", tenant="other")  # by an earlier release: the sets are made anew
+    cancelled(server, "t3", origin="task")
+    assert [row["endpoint"] for row in server.rows() if row["object"] == "t3"] == ["mine"]
+    server.redis.hdel(keys.WEBHOOK_ENDPOINTS, "mine")
+    cancelled(server, "t4", origin="task")
+    assert len(server.rows()) == 2
+
+
 @pytest.mark.parametrize("tenant", ["acme", 'ü & "co"', None])
 def test_a_tenant_is_who_it_says(server: Server, tenant: str | None) -> None:
     for name in ("acme", 'ü & "co"', "other"):

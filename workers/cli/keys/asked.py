@@ -31,7 +31,7 @@ KEPT: Final = {
     "max_file_bytes": "Most bytes of all files that are kept.",
     "max_files": "Most files that are kept.",
     "max_batches": "Most batches that have not ended.",
-    "max_batch_lines": "Most lines of batches that wait, run, or are to be written.",
+    "max_lines": "Most lines of batches that wait, run, or are to be written.",
     "max_endpoints": "Most webhook endpoints.",
     "max_task_bytes": "Most bytes of tasks and their results that are kept.",
 }

@@ -31,7 +31,18 @@ OF_ENGINES: Final = {name: one for name, one in ENGINE.items() if name != "devic
 OF_WORKERS: Final = ("max_worker_deaths", "max_step_seconds", "no_breaker", "spot_provider", "spot_metadata_url")
 OF_THE_GATEWAY: Final = (
     *("auth", "insecure", "max_queued", "max_queued_per_tenant", "max_queued_in_all", "max_wait", "cors_origin"),
-    *("proxy_headers", "max_file", "max_file_bytes", "max_files", "files_redirect", "webhook_allow", "prices"),
+    *(
+        "proxy_headers",
+        "max_file",
+        "max_file_bytes",
+        "max_files",
+        "max_batches",
+        "max_endpoints",
+        "max_task_bytes",
+        "files_redirect",
+        "webhook_allow",
+        "prices",
+    ),
 )
 OF_WEBHOOKS: Final = ("webhook_allow",)
 

@@ -86,6 +86,15 @@ def gateway(
     max_files: Annotated[
         int, typer.Option(min=0, help="Most files of one tenant, as --max-file-bytes. 0: any.")
     ] = 10_000,
+    max_batches: Annotated[
+        int, typer.Option(min=0, help="Most batches of one tenant that have not ended, as --max-file-bytes. 0: any.")
+    ] = 100,
+    max_endpoints: Annotated[
+        int, typer.Option(min=0, help="Most webhook endpoints of one tenant, as --max-file-bytes. 0: any.")
+    ] = 20,
+    max_task_bytes: Annotated[
+        int, typer.Option(min=0, help="Most bytes of one tenant's tasks and results in the store. 0: any.")
+    ] = 4 << 30,
     webhook_allow: WebhookAllow = None,
     prices: Prices = None,
     await_model: Annotated[
@@ -127,6 +136,9 @@ def gateway(
         max_file=max_file,
         max_file_bytes=max_file_bytes,
         max_files=max_files,
+        max_batches=max_batches,
+        max_endpoints=max_endpoints,
+        max_task_bytes=max_task_bytes,
         webhook_allow=tuple(webhook_allow or ()),
         prices=None if prices is None else str(prices),
     )

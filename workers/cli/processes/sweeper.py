@@ -50,6 +50,13 @@ def sweeper(
     max_batch_lines: Annotated[
         int, typer.Option(min=1, help="Lines of one batch that are queued, or wait to be written, at a time.")
     ] = 20_000,
+    max_lines_per_tenant: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="The same of all batches of a tenant; `penstock tenants limit --max-lines` goes before it.",
+        ),
+    ] = 100_000,
     log_level: LogLevel = "info",
 ) -> None:
     """Repair what dead processes left: unsent tasks, unsettled results, lost readers. Run batches. Compact streams.
@@ -73,6 +80,7 @@ def sweeper(
         files_dir=str(files_dir or FILES_DIR),
         results_to_files=results_to_files,
         batch_lines=max_batch_lines,
+        tenant_lines=max_lines_per_tenant,
     )
     if name is not None:
         settings = replace(settings, name=name)

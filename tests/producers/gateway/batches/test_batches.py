@@ -21,7 +21,7 @@ from producers.store.access.api_keys import Key
 from producers.store.access.principal import Limits
 from producers.sweeper.batches.endpoint import Answer, Finished, Planned
 from tests.producers.contract.test_trace import GOOD
-from tests.producers.gateway.conftest import Ask
+from tests.producers.gateway.conftest import Ask, Open
 from tests.producers.gateway.openai.conftest import MESSAGES
 
 DAY = 24 * 3600
@@ -181,3 +181,22 @@ async def test_a_worker_s_refusal_is_told_in_the_line_s_words(
         endpoints.close()
     error = json.loads(answer.body)["error"]
     assert (error["param"], error["message"]) == (theirs, f"{theirs} is too much")
+
+
+def test_a_tenant_may_have_so_many_open_batches(open_door: Open, model: str, valkey: Redis) -> None:
+    http = open_door(max_batches=2).http
+
+    def make(tenant: str) -> httpx.Response:
+        tenant_ = {"penstock-tenant": tenant}
+        file = http.post("/v1/files", data={"purpose": "batch"}, files={"file": b"{}"}, headers=tenant_).json()["id"]
+        body = {"input_file_id": file, "endpoint": CHATS, "completion_window": "24h"}
+        return http.post("/v1/batches", json=body, headers=tenant_)
+
+    first, _, third = (make("acme") for _ in range(3))
+    assert (third.status_code, third.json()["error"]["code"]) == (429, "too_many_batches")
+    assert "2 batches" in third.json()["error"]["message"]
+    assert make("other").status_code == 200
+    run(valkey, batches.fail(first.json()["id"], []))
+    assert make("acme").status_code == 200
+    valkey.hset(keys.TENANT_LIMITS, "large", json.dumps({"max_batches": 3}))
+    assert [make("large").status_code for _ in range(4)] == [200, 200, 200, 429]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -11,7 +12,7 @@ from redis import Redis
 
 from producers.contract import keys
 from producers.contract.webhook import EVENT_TYPES
-from producers.store.endpoints import MAX_ENDPOINTS, MAX_OF_A_TENANT
+from producers.store.endpoints import MAX_ENDPOINTS
 
 URL = "https://1.1.1.1/hook"
 
@@ -129,8 +130,35 @@ def test_a_tenant_has_a_most_of_its_own_that_others_do_not_share(http: httpx.Cli
             "/v1/webhook_endpoints", json={"url": URL, "event_types": ["response.failed"], "name": name, **more}
         )
 
-    assert {made(tenant="acme").status_code for _ in range(MAX_OF_A_TENANT)} == {200}
+    assert {made(tenant="acme").status_code for _ in range(20)} == {200}
     refused = made(tenant="acme")
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "too_many_endpoints")
     assert "acme" in refused.json()["error"]["message"]
     assert {made(tenant="other").status_code, made().status_code} == {200}
+
+
+def test_the_most_of_a_tenant_can_be_set_and_ten_tenants_take_no_others_place(open_door: Any, valkey: Redis) -> None:
+    valkey.hset(keys.TENANT_LIMITS, "large", json.dumps({"max_endpoints": 25}))
+    http = open_door(max_endpoints=21).http
+
+    def made(tenant: str) -> int:
+        body = {"url": URL, "event_types": ["response.failed"], "tenant": tenant}
+        return http.post("/v1/webhook_endpoints", json=body).status_code
+
+    for number in range(10):
+        assert [made(f"hostile-{number}") for _ in range(22)] == [200] * 21 + [400]
+    assert [made("large") for _ in range(26)] == [200] * 25 + [400]
+    assert made("other") == 200
+
+
+def test_changes_of_endpoints_push_no_change_of_a_key_out_of_the_audit_log(http: httpx.Client, valkey: Redis) -> None:
+    key = http.post("/v1/keys", json={"tenant": "acme"}).json()["id"]
+    before = valkey.xlen(keys.AUDIT)
+    body = {"url": URL, "event_types": ["response.failed"]}
+    made = http.post("/v1/webhook_endpoints", json=body).json()["id"]
+    for _ in range(3):
+        http.post(f"/v1/webhook_endpoints/{made}/rotate_secret")
+    assert valkey.xlen(keys.AUDIT) == before
+    told = [(change["did"], change["what"]) for change in http.get("/v1/audit").json()["data"]]
+    assert told == [("endpoint.rotate_secret", made)] * 3 + [("endpoint.create", made), ("key.create", key)]
+    assert http.get("/v1/audit", params={"limit": 2}).json()["data"][1]["did"] == "endpoint.rotate_secret"

@@ -22,7 +22,7 @@ from producers.store import batches, files, protocol
 from producers.store.access.api_keys import Key
 from producers.store.access.principal import Limits
 from producers.store.usage.prices import Prices
-from producers.sweeper.batches.duty import Batches
+from producers.sweeper.batches.duty import Batches, Turns
 from producers.sweeper.compact import Moving, compact
 from producers.sweeper.deadlines import expire_late
 from producers.sweeper.files import remove_files
@@ -365,3 +365,42 @@ async def test_a_batch_without_prices_spends_no_budget_in_money(valkey: Redis, v
     async with sweeping(valkey_url, job):
         await auntil(job.ended)
     assert {line["response"]["status_code"] for line in job.lines("error").values()} == {403}
+
+
+async def test_a_tenants_batches_share_a_window_and_anothers_has_its_own(
+    valkey: Redis, valkey_url: str, tmp_path: Path
+) -> None:
+    valkey.hset(keys.TENANT_LIMITS, "acme", json.dumps({"max_lines": 3}))
+    first, second = (Job(valkey, tmp_path, [GOOD] * 6, tenant="acme") for _ in range(2))
+    other = Job(valkey, tmp_path, [GOOD] * 6, tenant="other")
+
+    def lines() -> int:
+        return sum(job.read().count("line") for job in (first, second))
+
+    async with sweeping(valkey_url, other, max_lines=5):
+        await auntil(lambda: (lines(), other.read().count("line")) == (3, 5))
+        for job in (first, second):
+            for line in range(job.read().count("line")):
+                run(valkey, protocol.cancel(batches.task_id(job.id, line)))
+            run(valkey, batches.cancel(job.id))
+        await auntil(lambda: first.ended() and second.ended())
+    assert other.read().count("line") == 5
+
+
+async def test_a_tenant_with_many_batches_gets_half_of_the_steps_and_the_others_their_turns() -> None:
+    turns, held, done = Turns(2, 1), asyncio.Event(), list[str]()
+
+    async def step(tenant: str) -> None:
+        async with turns.turn(tenant):
+            done.append(tenant)
+            await held.wait()
+
+    async with asyncio.TaskGroup() as group:
+        for tenant in ["many"] * 5 + ["small", "third"]:
+            group.create_task(step(tenant))
+        await auntil(lambda: len(done) == 2)
+        assert done == ["many", "small"]
+        held.set()
+    assert done[2] == "third", "it came after all of the first one's"
+    assert len(done) == 7
+    assert turns._tenants == {}

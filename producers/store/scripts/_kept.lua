@@ -1,0 +1,88 @@
+-- Shared by ADMIT, _settle.lua and DELETE. It counts the bytes of a tenant's tasks that are in the store, in the script
+-- that changes them. A record's `kept` says what is counted of it: `<bytes>`, and once its
+-- time to live has begun `<bytes> <end>`. Bytes whose end has come count no more, so nobody has to see a record expire.
+local KEPT_TTL = 5356800 -- 62 days: longer than any task's time to live
+
+local function kept_of(tenant)
+  return 'penstock:kept:' .. (tenant or '')
+end
+
+local function kept_add(kept, bytes)
+  if redis.call('HINCRBY', kept, 'total', bytes) < 0 then -- somebody removed the counts meanwhile
+    redis.call('HSET', kept, 'total', 0)
+  end
+  redis.call('EXPIRE', kept, KEPT_TTL)
+end
+
+-- Takes out the bytes whose end has come.
+local function kept_lapse(kept, now)
+  local first = redis.call('HGET', kept, 'next')
+  if not first or tonumber(first) * 1000 > now then
+    return
+  end
+  local all, over, next_end = redis.call('HGETALL', kept), 0, nil
+  for i = 1, #all, 2 do
+    local at = tonumber(all[i])
+    if at and at * 1000 <= now then
+      over = over + tonumber(all[i + 1])
+      redis.call('HDEL', kept, all[i])
+    elseif at then
+      next_end = math.min(next_end or at, at)
+    end
+  end
+  if next_end then
+    redis.call('HSET', kept, 'next', next_end)
+  else
+    redis.call('HDEL', kept, 'next')
+  end
+  kept_add(kept, -over)
+end
+
+-- Counts a new record of these fields and values. Answers: its `kept`
+local function kept_begins(kept, fields)
+  local bytes = 0
+  for _, part in ipairs(fields) do
+    bytes = bytes + #tostring(part)
+  end
+  kept_add(kept, bytes)
+  return bytes
+end
+
+-- The record and its stream go in `ttl` seconds: each entry of the stream counts 32 bytes, and that is when all of them
+-- count no more. Ends are rounded up, so that there are few of them.
+local function kept_ends(task, stream, now, ttl)
+  local r = redis.call('HMGET', task, 'kept', 'tenant')
+  local bytes = tonumber(r[1] or nil)
+  if not bytes then
+    return
+  end
+  local kept, more = kept_of(r[2]), 32 * redis.call('XLEN', stream)
+  local step = ttl <= 3600 and 60 or ttl <= 86400 and 900 or 21600
+  local at = math.ceil((now / 1000 + ttl + 60) / step) * step
+  kept_add(kept, more)
+  redis.call('HINCRBY', kept, at, bytes + more)
+  local first = redis.call('HGET', kept, 'next')
+  if not first or tonumber(first) > at then
+    redis.call('HSET', kept, 'next', at)
+  end
+  redis.call('HSET', task, 'kept', string.format('%.0f %.0f', bytes + more, at))
+end
+
+-- The record goes now.
+local function kept_gone(task)
+  local r = redis.call('HMGET', task, 'kept', 'tenant')
+  local bytes, at = string.match(r[1] or '', '^(%d+) ?(%d*)$')
+  if not bytes then
+    return
+  end
+  local kept = kept_of(r[2])
+  if at ~= '' then
+    if redis.call('HEXISTS', kept, at) == 0 then
+      return
+    end
+    if redis.call('HINCRBY', kept, at, -bytes) <= 0 then
+      redis.call('HDEL', kept, at)
+    end
+  end
+  kept_add(kept, -bytes)
+end
