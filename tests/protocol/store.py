@@ -39,7 +39,7 @@ FIELDS = {
     *("v", "status", "nonce", "created", "queued", "started", "first", "finished", "settled", "deadline", "plain"),
     *("n", "prompt_tokens", "cancel", "claim", "owner", "deaths", "lost", "claims", "stuck", "mark", "end"),
     *("reasons", "usage", "error", "began", "waits", "tier", "tokens", "tenant", "prompt", "discarded", "again"),
-    *("letter", "version", "queue", "fingerprint", "origin", "webhook", "webhook_secret"),
+    *("letter", "version", "queue", "fingerprint", "origin", "webhook", "webhook_secret", "kept"),
 }
 
 
@@ -171,6 +171,19 @@ class Pair(Calls):
         for t, stored in kept.items():
             self._same(t, self.model[t], stored)
         assert self.server.waiting() == counts(stored.fields for stored in kept.values())
+        self._same_bytes([stored.fields for stored in kept.values()])
+
+    def _same_bytes(self, records: list[dict[str, str]]) -> None:
+        """A tenant's bytes are those of its records without an end, and what counts until an end, also of records that
+        have gone by then."""
+        for tenant in ("", "a"):
+            mine = [r["kept"].split() for r in records if "kept" in r and r.get("tenant", "") == tenant]
+            said = {name.decode(): int(number) for name, number in self.redis.hgetall(keys.kept(tenant)).items()}
+            ends = {int(name): number for name, number in said.items() if name.isdecimal()}
+            assert said.get("total", 0) == sum(int(one[0]) for one in mine if len(one) == 1) + sum(ends.values())
+            for end in {one[1] for one in mine if len(one) == 2}:
+                assert ends[int(end)] >= sum(int(one[0]) for one in mine if one[1:] == [end])
+            assert not ends or said["next"] <= min(ends), "or they would count for ever"
 
     def _same_rows(self, wakes: int) -> None:
         """Rows outlive the records of earlier lives; each is written once, with the end that it tells of."""
