@@ -50,6 +50,14 @@ class TaskExists(PenstockError):
     """Another task has this id."""
 
 
+class TaskErased(TaskExists):
+    """A task with this id was deleted, and is not made again."""
+
+
+class TaskInBatch(PenstockError):
+    """The task is a line of a batch, so that it cannot be deleted by itself."""
+
+
 class IdempotencyKeyReused(PenstockError):
     """The idempotency key was used for another task."""
 

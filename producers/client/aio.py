@@ -245,3 +245,11 @@ class AsyncHandle:
         `result(raise_for_status=False)` then returns the output so far. Raises TaskNotFound.
         """
         return await self._client.run(operations.cancel(self.id, self._client.patience))
+
+    async def delete(self) -> None:
+        """Delete the task and all that is stored of it; one that has not ended is cancelled first. Webhooks that were
+        not sent yet are not sent any more (docs/tasks.md says what stays where, and for how long).
+
+        Raises TaskNotFound, and TaskInBatch for a line of a batch.
+        """
+        await self._client.run(operations.delete(self.id, self._client.patience))

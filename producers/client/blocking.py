@@ -236,6 +236,14 @@ class Handle:
         """
         return self._client.run(operations.cancel(self.id, self._client.patience))
 
+    def delete(self) -> None:
+        """Delete the task and all that is stored of it; one that has not ended is cancelled first. Webhooks that were
+        not sent yet are not sent any more (docs/tasks.md says what stays where, and for how long).
+
+        Raises TaskNotFound, and TaskInBatch for a line of a batch.
+        """
+        self._client.run(operations.delete(self.id, self._client.patience))
+
     def _batches(self, start: int, until: float | None) -> Generator[list[Event]]:
         portal, client = self._client.reading()
         reader = client.reader(self.id, start)

@@ -13,7 +13,16 @@ from producers.connection.script import text
 from producers.contract import keys
 from producers.contract.record import Record
 from producers.contract.task import Task
-from producers.errors import IdempotencyKeyReused, InvalidTask, TaskExists, TaskNotFinal, TaskNotFound, shown
+from producers.errors import (
+    IdempotencyKeyReused,
+    InvalidTask,
+    TaskErased,
+    TaskExists,
+    TaskInBatch,
+    TaskNotFinal,
+    TaskNotFound,
+    shown,
+)
 from producers.store import idempotency, protocol
 from producers.store.idempotency import Entry
 
@@ -58,13 +67,27 @@ def cancel(task_id: str, patience_s: float) -> Steps[bool]:
     return bool(accepted) or state in (b"cancelled", "cancelled")
 
 
+def delete(task_id: str, patience_s: float) -> Steps[None]:
+    """Delete a task and all that is stored of it, cancelled if it has not ended. Raises TaskNotFound, also for one that
+    another call has deleted, and TaskInBatch."""
+    answer = yield from persistently(protocol.delete(task_id, uuid.uuid4().hex), patience_s)
+    status = text(answer[0])
+    if status == "gone":
+        raise not_found(task_id)
+    if status == "batch":
+        raise TaskInBatch(
+            f"Task {task_id} is a line of batch {text(answer[1])}, and its result goes into the batch's files; cancel "
+            "the batch, or delete its files once it has ended"
+        )
+
+
 def models(patience_s: float) -> Steps[list[dict[str, Any]]]:
     (raw,) = yield from persistently(Read((("HGETALL", keys.MODELS),)), patience_s)
     return [json.loads(card) for _, card in sorted(raw.items())]
 
 
 def not_found(task_id: str) -> TaskNotFound:
-    return TaskNotFound(f"There is no task {task_id}: never submitted, or past its time to live")
+    return TaskNotFound(f"There is no task {task_id}: never submitted, deleted, or past its time to live")
 
 
 def stored(
@@ -131,6 +154,9 @@ def submit_as(
         return entry.id
     try:
         yield from submit(directory, task, entry.id, patience_s, {**more, "idempotency": entry.name})
+    except TaskErased:  # nothing of the request is to stay, nor the digest of it
+        yield from persistently(Read((("UNLINK", entry.name),)), patience_s)
+        raise
     except TaskExists:  # an equal call came at the same time; or it is a stranger with the id that the caller chose
         (ours,) = yield from persistently(Read((("HGET", keys.task(entry.id), "idempotency"),)), patience_s)
         if ours is None or text(ours) != entry.name:

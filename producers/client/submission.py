@@ -21,7 +21,7 @@ from producers.connection.trouble import CODES, Trouble, said, trouble
 from producers.contract import keys
 from producers.contract.message import Message
 from producers.contract.task import Task
-from producers.errors import InvalidTask, SubmitFailed, TaskExists, UnknownModel, shown
+from producers.errors import InvalidTask, SubmitFailed, TaskErased, TaskExists, UnknownModel, shown
 from producers.store import protocol
 from producers.store.usage.limits import Charge
 from producers.store.waiting import Room, refused
@@ -211,6 +211,8 @@ def _admit(
     answer = text(answer)
     if answer == "exists":
         raise TaskExists(f"There is a task {task_id} already; choose another id, or none to be given one")
+    if answer == "erased":
+        raise TaskErased(f"Task {task_id} was deleted, and its id is not used again so soon; choose another id")
     if answer == "late":
         # The machine may have slept, or the store failed over to a server with another clock: measure again.
         directory.forget(task.model)

@@ -22,6 +22,7 @@ SUBMITTING: Final = "penstock:submitting"  # zset: task id -> ms; tasks whose me
 DEADLINES: Final = "penstock:deadlines"  # zset: task id -> ms; unfinished tasks with a deadline or a cancel
 UNSETTLED: Final = "penstock:unsettled"  # zset: task id -> ms; final tasks that are not settled
 SETTLED: Final = "penstock:settled"  # zset: task id -> ms; settled tasks whose streams are not compacted
+ERASING: Final = "penstock:erasing"  # zset: task id -> ms of DELETE; what is not in the store is to be erased, too
 SWEEPER: Final = "penstock:sweeper"  # string with a TTL: the sweeper that leads
 SWEPT: Final = "penstock:swept"  # hash: a sweeper's duty -> how often it was done
 WAITING: Final = "penstock:waiting"  # hash: kind, or kind and queue -> tasks that wait (`producers.store.waiting`)
@@ -86,6 +87,16 @@ def stream(task_id: str) -> str:
 def result(task_id: str) -> str:
     """Hash: the compacted stream; block number -> entries (`producers.contract.stream.events`)."""
     return f"penstock:result:{task_id}"
+
+
+def erased(task_id: str) -> str:
+    """String with a TTL: a task with this id was deleted, and is not made again. The value: that call's nonce."""
+    return f"penstock:erased:{task_id}"
+
+
+def celery_result(task_id: str) -> str:
+    """String with a TTL: the result of a plain Celery task, as Celery's result backend has it."""
+    return f"celery-task-meta-{task_id}"
 
 
 def channel(task_id: str) -> str:

@@ -25,6 +25,7 @@
 | `shortened` | overload shortened its outputs (JSON): `to` so many tokens, `from` the `max_tokens` that it asked for |
 | `retried_from` | id of the task that this one repeats |
 | `webhook`, `webhook_secret` | the task's own webhook (JSON: url, events); its secret, else the tenant's own is used |
+| `rows` | names of the outbox's rows for its events, with spaces between |
 | `reply` | where the reply to the message that made it goes (JSON, see `producers.sources.messages.replies`) |
 | `traceparent` | the trace of its caller that it belongs to (`producers.contract.trace`) |
 | `response` | of a response (`/v1/responses`): constant fields of its JSON, and its conversation |

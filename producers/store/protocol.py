@@ -25,6 +25,10 @@ SWEEP_AGE_MS: Final = 30_000
 DEFAULT_TTL_S: Final = 24 * 3600
 #: Time (s) after which the writer of a noted blob counts as dead: far more than a commit, or a join, takes.
 NOTED_S: Final = 6 * 3600
+#: Time (s) for which at least the id of a deleted task is kept: longer than a request that makes it may be under way.
+ERASED_S: Final = 3600
+#: The same of a plain Celery task, which its message would make again: SQS keeps a message for 14 days at most.
+ERASED_PLAIN_S: Final = 15 * 24 * 3600
 #: Worker deaths without a new token after which a task is given up; or STRETCH times as many deaths in all.
 MAX_DEATHS: Final = 3
 #: Silence (s) after which a reader counts as gone.
@@ -43,7 +47,8 @@ def admit(
     charge: str = "",
     bounds: str = "",
 ) -> Call:
-    """ADMIT: create a record. Answers `new`, `mine` (the same request came before), `exists` or `late`.
+    """ADMIT: create a record. Answers `new`, `mine` (the same request came before), `exists`, `erased` (a task with
+    this id was deleted) or `late`.
 
     `accounts`: those that are charged, as `charge` says (JSON, `producers.store.usage.limits`): then the answer is not
     `new`, but what is read there. `bounds`: on what waits (JSON, `producers.store.waiting.Room`); where one is reached,
@@ -67,9 +72,14 @@ def cancel(task_id: str) -> Call:
     return Call(script(PACKAGE, "cancel"), (keys.task(task_id), keys.stream(task_id)), (task_id,))
 
 
-def delete(task_id: str) -> Call:
-    """DELETE: remove a task, cancelled if it has not ended. Answers its status before, or `gone`."""
-    return Call(script(PACKAGE, "delete"), (keys.task(task_id), keys.stream(task_id)), (task_id,))
+def delete(task_id: str, nonce: str) -> Call:
+    """DELETE: remove a task, cancelled if it has not ended, and all that the store has of it.
+
+    `nonce`: of this call, which is repeated with it. Answers `[its status before]`, `[mine]` (the same call came
+    before), `[gone]` or `[batch, id]`: it is a line of that batch, and stays.
+    """
+    kept = (ERASED_S, ERASED_PLAIN_S)
+    return Call(script(PACKAGE, "delete"), (keys.task(task_id), keys.stream(task_id)), (task_id, nonce, *kept))
 
 
 def unread(task_id: str, over_ms: int) -> Call:
@@ -87,8 +97,8 @@ def expire(task_id: str) -> Call:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """CLAIM's answer: `lost`, `done` with the reason to keep the message, if any, `busy`, `elsewhere` with the queue
-    that the message belongs to, `settle` or `go` with the record."""
+    """CLAIM's answer: `lost`, `done` with the reason to keep the message, if any, `erased` (a plain task that was
+    deleted), `busy`, `elsewhere` with the queue that the message belongs to, `settle` or `go` with the record."""
 
     answer: str
     record: Record | None = None
@@ -215,7 +225,8 @@ def finish(
 
 
 def settle(task_id: str, default_ttl_s: int = DEFAULT_TTL_S, letter: str = "") -> Call:
-    """SETTLE: mark a final record as settled. Answers 1, 0 if the record is not final, or -1 if there is none.
+    """SETTLE: mark a final record as settled. Answers 1, 0 if the record is not final, -1 if there is none,
+    or -2 if it was deleted.
 
     `letter`: the reason to keep its message as a dead letter, which CLAIM repeats to whoever gets the message.
     """

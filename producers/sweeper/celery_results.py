@@ -48,6 +48,8 @@ class CeleryResults:
             if record.plain and record.final:
                 result = await self._client.get(task_id).result(raise_for_status=False)
                 told += await asyncio.to_thread(self._tell, record, summary(result))
+                if not await self._client.store.exists(record.key):  # deleted since: nobody else looks for its result
+                    await self._client.store.unlink(keys.celery_result(task_id))
             self._told.add(task_id)
         return told
 

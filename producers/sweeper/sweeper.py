@@ -40,6 +40,7 @@ from producers.sweeper.batches.expand import WINDOW
 from producers.sweeper.celery_results import CeleryResults
 from producers.sweeper.compact import AGE_MS, Moving, compact
 from producers.sweeper.deadlines import expire_late
+from producers.sweeper.erased import erase
 from producers.sweeper.files import remove_files
 from producers.sweeper.leader import LEASE_S as LEADER_LEASE_S
 from producers.sweeper.leader import Leadership
@@ -192,7 +193,8 @@ async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: End
         often: tuple[Duty, ...] = (tell, pack, returned, add_up)
         expired_files = partial(_named, "files", partial(remove_files, client.store, blobs))
         removals = (partial(_named, "removed", pools.sweep), partial(_named, "removed", stale.sweep))
-        seldom: tuple[Duty, ...] = (*removals, trim, expired_files)
+        deleted = partial(_named, "erased", partial(erase, client))
+        seldom: tuple[Duty, ...] = (*removals, trim, expired_files, deleted)
         for duties, every_s in ((often, settings.every), (seldom, settings.seldom)):
             for duty in duties:
                 group.create_task(_repeat(client, duty, every_s))

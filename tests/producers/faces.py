@@ -61,6 +61,9 @@ class AsyncHandleFace:
     def cancel(self) -> bool:
         return self.portal.call(self.handle.cancel())
 
+    def delete(self) -> None:
+        self.portal.call(self.handle.delete())
+
     def result(self, timeout: float | None = None, *, raise_for_status: bool = True) -> Result:
         return self.portal.call(self.handle.result(timeout, raise_for_status=raise_for_status))
 

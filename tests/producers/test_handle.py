@@ -12,7 +12,18 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from producers import AsyncClient, Client, End, PenstockError, Prompt, TaskFailed, TaskNotFound, Token
+from producers import (
+    AsyncClient,
+    Client,
+    End,
+    PenstockError,
+    Prompt,
+    TaskErased,
+    TaskFailed,
+    TaskInBatch,
+    TaskNotFound,
+    Token,
+)
 from producers.contract import keys
 from tests.producers.conftest import QUEUE
 from tests.producers.faces import Face
@@ -163,6 +174,39 @@ def test_a_finished_task_is_not_cancelled(client: Face, worker: FakeWorker) -> N
     worker.serve(handle.id)
     assert handle.cancel() is False
     assert handle.result(timeout=60).status == "completed"
+
+
+def test_a_deleted_task_is_unknown(client: Face, worker: FakeWorker, valkey: Redis) -> None:
+    running, done = (client.submit(model="tiny", prompt=[1], idempotency_key=key) for key in "ab")
+    worker.claim(running.id)
+    worker.serve(done.id)
+    for handle in (running, done):
+        handle.delete()
+        with pytest.raises(TaskNotFound, match=handle.id):
+            handle.delete()
+        with pytest.raises(TaskNotFound):
+            handle.status()
+    assert worker.append(running.id, 0, ["x"])[0] == "gone"
+    assert list(client.tasks.list()) == []
+    assert client.submit(model="tiny", prompt=[1], idempotency_key="a").id != running.id
+
+
+def test_a_batchs_line_is_not_deleted_by_itself(client: Face, valkey: Redis) -> None:
+    handle = client.submit(model="tiny", prompt=[1])
+    valkey.hset(keys.task(handle.id), "batch", "batch_7")
+    with pytest.raises(TaskInBatch, match="batch_7"):
+        handle.delete()
+    assert handle.status().status == "queued"
+
+
+def test_the_id_of_a_deleted_task_is_not_taken_at_once(client: Face, valkey: Redis) -> None:
+    client.submit(model="tiny", prompt=[1], task_id="mine").delete()
+    for key in (None, "k"):
+        with pytest.raises(TaskErased, match="mine was deleted"):
+            client.submit(model="tiny", prompt=[2], task_id="mine", idempotency_key=key)
+    assert not valkey.keys(keys.idempotency("*")), "nothing of the refused request is kept"
+    valkey.delete(keys.erased("mine"))
+    assert client.submit(model="tiny", prompt=[2], task_id="mine", idempotency_key="k").id == "mine"
 
 
 def test_a_task_that_is_not_there_is_not_found(client: Face) -> None:

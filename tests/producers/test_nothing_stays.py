@@ -49,6 +49,7 @@ async def _load(client: AsyncClient, valkey: Redis, worker: FakeWorker) -> None:
     assert keyed == await submit(idempotency_key="k")
     worker.serve(keyed)
     await client.get(await submit(ttl=300)).cancel()
+    await client.get(await submit(idempotency_key="deleted", tenant="b")).delete()
     late = await submit(timeout=600, tier="batch")
     valkey.hset(keys.task(late), "deadline", 5)
     valkey.zadd(keys.DEADLINES, {late: 5})
@@ -128,6 +129,8 @@ def _time_passes(valkey: Redis) -> None:
             valkey.delete(name)
     for name in valkey.keys("penstock:delayed:*"):
         valkey.zadd(name, dict.fromkeys(valkey.zrange(name, 0, -1), 1), xx=True)
+    if erasing := valkey.zrange(keys.ERASING, 0, -1):
+        valkey.zadd(keys.ERASING, dict.fromkeys(erasing, 1), xx=True)
     if noted := valkey.zrange(keys.FILE_NOTES, 0, -1):
         valkey.zadd(keys.FILE_NOTES, dict.fromkeys(noted, 1), xx=True)
 

@@ -113,6 +113,15 @@ class Server:
         found = [self.redis.hgetall(keys.webhook_row(name)) for name in names]
         return [{field.decode(): value.decode() for field, value in row.items()} for row in found]
 
+    def erased(self, task_ids: Iterable[str]) -> dict[str, str]:
+        """The deleted tasks, whose ids are kept for a time, with the nonces of their DELETE; all in the index."""
+        found = {task_id: self.redis.get(keys.erased(task_id)) for task_id in task_ids}
+        kept = {task_id: nonce.decode() for task_id, nonce in found.items() if nonce is not None}
+        assert {name.decode() for name in self.redis.zrange(keys.ERASING, 0, -1)} == set(kept)
+        assert all(self.redis.ttl(keys.erased(task_id)) > 0 for task_id in kept)
+        assert not [task_id for task_id in kept if self.redis.zscore(keys.TASKS, task_id) is not None]
+        return kept
+
     def waiting(self) -> tuple[Counter[str], ...]:
         """The counts of what waits: tasks and tokens by kind and queue, tasks by tenant."""
         found = [self.redis.hgetall(name) for name in (keys.WAITING, keys.WAITING_TOKENS, keys.WAITING_TENANTS)]

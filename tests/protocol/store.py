@@ -39,7 +39,7 @@ FIELDS = {
     *("v", "status", "nonce", "created", "queued", "started", "first", "finished", "settled", "deadline", "plain"),
     *("n", "prompt_tokens", "cancel", "claim", "owner", "deaths", "lost", "claims", "stuck", "mark", "end"),
     *("reasons", "usage", "error", "began", "waits", "tier", "tokens", "tenant", "prompt", "discarded", "again"),
-    *("letter", "version", "queue", "fingerprint", "origin", "webhook", "webhook_secret", "kept"),
+    *("letter", "version", "queue", "fingerprint", "origin", "webhook", "webhook_secret", "kept", "rows"),
 }
 
 
@@ -101,7 +101,8 @@ def counts(records: Iterable[dict[str, str]]) -> tuple[Counter[str], ...]:
 class Pair(Calls):
     """`model` is what the records should be; `published` what was heard; `controls` what workers should be told;
     `rows` what the outbox has, of them `past` of records that are gone; `owed` what the ledger has of those; `taken_up`
-    the tokens that later workers took up; `died` the deaths that were counted at a task's end."""
+    the tokens that later workers took up; `died` the deaths that were counted at a task's end; `erased` the tasks that
+    were deleted, with the nonce of that."""
 
     redis: Redis
     mutant: Mutant | None = None
@@ -117,6 +118,8 @@ class Pair(Calls):
         self.owed: Counter[tuple[str, ...]] = Counter()
         self.taken_up: Counter[str] = Counter()
         self.died: dict[str, int] = {}
+        self.erased: dict[str, str] = {}
+        self.deletes = 0
         self.redis.hset(keys.WEBHOOK_ENDPOINTS, "we_1", json.dumps(ENDPOINT))
         for inc, pool in zip(INCS, POOLS, strict=True):
             self.server.lease(inc, True)
@@ -133,6 +136,13 @@ class Pair(Calls):
         self.past += rows_of(t, r.told)
         self.owed += billed(t, r, self.taken_up.pop(t, 0), self.died.pop(t, r.deaths))
         self.model[t] = None
+
+    def erase(self, t: str, last: Rec, nonce: str) -> None:
+        """A task is deleted: the ledger's row is left of it, and the rows of earlier lives of its id."""
+        self.forget(t, last)
+        self.past -= rows_of(t, last.told)
+        self.rows -= rows_of(t, last.told)
+        self.erased[t] = nonce
 
     def note_what_was_taken_up(self, t: str, before: Rec | None) -> None:
         """After a CLAIM: what an earlier worker had computed by then is computed again."""
@@ -159,6 +169,7 @@ class Pair(Calls):
         assert controls == self.controls
         self.controls = []
         self._same_rows(wakes)
+        assert self.server.erased(TASKS) == self.erased
         now = Counter(self.owed)
         for t, r in self.model.items():
             if r and r.end:

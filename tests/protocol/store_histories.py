@@ -285,7 +285,30 @@ def be_deleted(kind: type[StoreMachine]) -> None:
         machine.append([("t1", False, True, 0, 0, 1)])
         machine.finish("t1", False, "completed", 9)
         machine.settle("t1")
-    assert machine.past["t1 cancelled own"] == 2
+        machine.admit("t1", "mine", False)
+        assert machine.model["t1"] is None
+        machine.its_id_may_be_used_again("t1")
+    assert not machine.past
+    machine.teardown()
+
+
+def be_deleted_for_good(kind: type[StoreMachine]) -> None:
+    """A plain task's message makes no record again. Rows of an earlier life of an id are not this one's to take."""
+    machine = kind()
+    machine.begin(begun=(0, 0, 0), alive=(True, True, True))
+    for deleted in (False, True):
+        machine.claim("p", "i1", False, False, False)
+        machine.append([("p", False, True, 0, 0, 2)])
+        machine.finish("p", True, "completed", 9)
+        if deleted:
+            machine.delete("p", True)
+        else:
+            machine.settle("p")
+            machine.ttl_runs_out("p")
+    assert machine.past["p completed we_1"] == 1
+    machine.settle("p")
+    machine.claim("p", "i2", False, False, False)
+    assert machine.model["p"] is None
     machine.teardown()
 
 
@@ -338,6 +361,7 @@ HISTORIES: tuple[Callable[[type[StoreMachine]], None], ...] = (
     keep_the_letter,
     be_buried,
     be_deleted,
+    be_deleted_for_good,
     cancel_what_the_dead_left,
     cancel_what_dies_then,
     come_late,

@@ -50,6 +50,7 @@ SMALL = {
     "outbox": with_faults(SCENARIOS["outbox"], crash=1, cancel=1, dcrash=1),
     "delete": with_faults(SCENARIOS["delete"], delete=1, crash=1),
     "delete-running": with_faults(SCENARIOS["delete-running"], delete=1, crash=1, lost=1),
+    "delete-plain": with_faults(SCENARIOS["delete-plain"], delete=1, crash=1),
     "delete-producer": with_faults(SCENARIOS["delete-producer"], delete=1, pcrash=1),
     "outbox-rows": with_faults(SCENARIOS["outbox-rows"], stall=1, refuse=2),
     "outbox-untaken": with_faults(SCENARIOS["outbox-untaken"], stall=1, untaken=1),

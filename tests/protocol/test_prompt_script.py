@@ -129,7 +129,7 @@ class PromptMachine(Pair):
 
     def delete(self) -> None:
         """Seldom by luck, as nothing comes after it."""
-        self.server.run(protocol.delete(TASK))
+        self.server.run(protocol.delete(TASK, "x"))
         r = self.model[TASK]
         _, last = scripts.delete(r, ALL)
         assert r

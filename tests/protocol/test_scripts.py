@@ -77,7 +77,7 @@ class StoreMachine(Pair):
             fields = prompt_fields(t) | sent_to(t) | deadline(t)
             answer = text(self.server.run(protocol.admit(t, nonce, asked, fields)))
             new = begun(scripts.SUBMITTED, t)
-            expected, self.model[t] = scripts.admit(self.model[t], nonce, late, ALL, new)
+            expected, self.model[t] = scripts.admit(self.model[t], nonce, late, ALL, new, erased=t in self.erased)
             assert answer == expected
 
         self.do(step)
@@ -115,6 +115,7 @@ class StoreMachine(Pair):
                 condemned=condemned,
                 kind=kind,
                 serving=serving,
+                erased=t in self.erased,
             )
             r = self.model[t]
             letter = LETTER if expected == "done" and r and r.letter else ""
@@ -206,7 +207,7 @@ class StoreMachine(Pair):
 
         def step() -> None:
             answer = self.server.run(protocol.settle(t, TTL, LETTER if letter else ""))
-            expected, self.model[t] = scripts.settle(self.model[t], letter=letter)
+            expected, self.model[t] = scripts.settle(self.model[t], letter=letter, erased=t in self.erased)
             assert answer == expected
 
         self.do(step)
@@ -295,22 +296,36 @@ class StoreMachine(Pair):
     def delete(self, t: str, now: bool) -> None:
         if not now:
             return
+        self.deletes += 1
+        nonce = f"d{self.deletes}"
 
         def step() -> None:
             r = self.model[t]
-            answer = text(self.server.run(protocol.delete(t)))
+            self.server.redis.set(keys.celery_result(t), "{}")
+            answer = text(self.server.run(protocol.delete(t, nonce))[0])
             expected, last = scripts.delete(r, ALL)
+            if r is None and self.erased.get(t) == nonce:
+                expected = "mine"
             assert answer == expected
+            assert self.server.redis.exists(keys.celery_result(t)) == (r is None)
             if r is None or last is None:
                 return
             if last is not r and r.owner in self.live:
                 self.controls = [*self.controls, (keys.control(r.owner), f"cancel {t}")]
-            self.forget(t, last)
+            self.erase(t, last, nonce)
 
         self.do(step)
         if self.model[t] is None and self.published[t]:
             assert json.loads(self.published[t][-1])["end"]
             self.published[t] = []
+
+    @rule(t=tasks)
+    @precondition(lambda self: self.erased)
+    def its_id_may_be_used_again(self, t: str) -> None:
+        """A deleted task's, once its time is over."""
+        if self.erased.pop(t, None):
+            self.server.redis.delete(keys.erased(t))
+            self.server.redis.zrem(keys.ERASING, t)
 
     @rule(t=tasks, valid=mostly, now=rarely)
     @precondition(lambda self: any(self.model.values()))

@@ -86,18 +86,43 @@ def test_after_the_end_it_is_not_accepted(rig: Rig) -> None:
 
 
 def test_deleted_before_it_is_settled(rig: Rig) -> None:
-    """Nothing is left of a client's task; a plain one, whose record a failover may lose, is made again."""
+    """Nothing is left of it, nor the result that a plain one's worker has stored since; the others go on. A plain one
+    whose record a failover has lost is made again."""
     worker = rig.worker(WORKER_PLUGINS="tests.workers.plugins:settles_when_told", SEEN_URL=rig.url)
-    plain = rig.sender().send_task(keys.TASK_NAME, kwargs={"prompt": [1], "max_tokens": 4, "seed": 0})
+    app, kwargs = rig.sender(), {"prompt": [1], "max_tokens": 4, "seed": 0}
+    lost, plain = (app.send_task(keys.TASK_NAME, kwargs=kwargs) for _ in range(2))
+    assert lost.get(timeout=60)
     assert plain.get(timeout=60)
     (deleted,) = rig.fill(1)
     rig.until(lambda: rig.status(deleted) == "completed")
-    run_many(rig.store, [delete(deleted), delete(plain.id)])
+    rig.store.delete(keys.task(lost.id), keys.stream(lost.id))
+    run_many(rig.store, [delete(deleted, "x"), delete(plain.id, "x")])
+    assert not rig.store.exists(keys.celery_result(plain.id))
+    rig.store.set(keys.celery_result(plain.id), "stored by its worker, which was about to")
     rig.redis.set("go", 1)
-    rig.check([plain.id])
+    rig.check([lost.id])
     rig.check_nothing_left()
     assert not rig.status(deleted)
-    assert f"the end of task {deleted}" not in worker.log.read_text()
+    assert not rig.status(plain.id)
+    assert not rig.store.exists(keys.celery_result(plain.id))
+    assert f"the end of task {lost.id}" in worker.log.read_text()
+    for task_id in (deleted, plain.id):
+        assert f"the end of task {task_id}" not in worker.log.read_text()
+
+
+def test_a_plain_task_that_is_deleted_while_it_runs_is_not_made_again(rig: Rig) -> None:
+    """Its worker drops it and goes on; a copy of its message, which holds the prompt, is dropped, too."""
+    rig.worker(STUB_STEP_S=0.01)
+    app = rig.sender()
+    sent = app.send_task(keys.TASK_NAME, kwargs={"prompt": [1], "max_tokens": 4000, "seed": 0})
+    other = app.send_task(keys.TASK_NAME, kwargs={"prompt": [1], "max_tokens": 100, "seed": 0})
+    rig.until(lambda: rig.tokens(sent.id) > 3 and rig.tokens(other.id) > 3)
+    run_many(rig.store, [delete(sent.id, "x")])
+    app.send_task(keys.TASK_NAME, kwargs={"prompt": [1], "max_tokens": 4000, "seed": 0}, task_id=sent.id)
+    rig.check([other.id])
+    rig.check_nothing_left()
+    left = [name for name in rig.store.keys("*") if sent.id in name]
+    assert left == [keys.erased(sent.id)]
 
 
 def test_at_every_moment_the_answer_is_kept(rig: Rig) -> None:

@@ -141,7 +141,7 @@ def test_so_it_does_where_broker_and_store_are_two_servers() -> None:
 def test_what_was_deleted_while_it_ran_is_not_computed_again(rig: Rig) -> None:
     """Nor is it held, or anybody's concern, when its worker is taken."""
     wronged, ids = with_tasks(rig)
-    run_many(rig.store, [delete(task_id) for task_id in ids])
+    run_many(rig.store, [delete(task_id, "x") for task_id in ids])
     rig.check_nothing_left()
     second = rig.worker(**SOON)
     wronged.process.send_signal(signal.SIGSTOP)

@@ -82,6 +82,9 @@ class Gateway:
     def cancel(self, task_id: str) -> dict[str, Any]:
         return self.json("POST", path_of("tasks", task_id, "/cancel"))
 
+    def delete(self, task_id: str) -> dict[str, Any]:
+        return self.json("DELETE", path_of("tasks", task_id))
+
     def explain(self, task_id: str) -> dict[str, Any]:
         """Where a task is, as `GET /v1/tasks/{id}/explain` says it."""
         return self.json("GET", path_of("tasks", task_id, "/explain"))

@@ -1,4 +1,4 @@
-"""`penstock tasks`: lists tasks and retries them. It needs only a gateway's URL."""
+"""`penstock tasks`: lists, retries and deletes tasks. It needs only a gateway's URL."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Annotated, Any
 
 import typer
 
+from workers.cli.client import Refused
 from workers.cli.commands import Commands
-from workers.cli.exits import CALLER_STATUS
+from workers.cli.exits import CALLER_STATUS, Failure
 from workers.cli.options import DEFAULT_URL, Url
 from workers.cli.tasks import Json, TaskId, gateway_at, pair
 from workers.cli.terminal.show import say
 
-app = Commands("Tasks", CALLER_STATUS, "tasks", "Tasks of all callers: list them, retry them.")
+app = Commands("Tasks", CALLER_STATUS, "tasks", "Tasks of all callers: list, retry, delete them.")
 
 
 @app.shown("penstock tasks ls --status failed --since 3600", "ls")
@@ -57,6 +58,30 @@ def retry(task_id: TaskId, as_json: Json = False, url: Url = DEFAULT_URL) -> Non
     """Submit a task that has ended once more, as a new task, and print its id."""
     task = gateway_at(url).retry(task_id)
     typer.echo(json.dumps(task) if as_json else task["id"])
+
+
+@app.shown("penstock tasks delete 0b7c7c3e-6a51-4d3c-9f0e-8f5f3a1f2f11")
+def delete(
+    task_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="The ids of the tasks.")],
+    as_json: Json = False,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Delete tasks and all that is stored of them, and print their ids. Those that have not ended are cancelled first.
+
+    One that cannot be deleted is told, and the others are deleted all the same.
+    """
+    gateway = gateway_at(url)
+    refused: list[Refused] = []
+    for task_id in task_ids:
+        try:
+            answer = gateway.delete(task_id)
+        except Refused as error:
+            typer.echo(f"{task_id} is not deleted: {error}", err=True)
+            refused.append(error)
+        else:
+            typer.echo(json.dumps(answer) if as_json else task_id)
+    if refused:
+        raise Failure(f"{len(refused)} of {len(task_ids)} tasks are not deleted", refused[-1].status)
 
 
 def _line(task: dict[str, Any]) -> str:

@@ -146,6 +146,8 @@ class Claimer(threading.Thread):
             self._deliveries.life_is_over(delivery.incarnation)
         elif claimed.answer == "done":
             self._deliveries.done(delivery, claimed.letter, settled=True)
+        elif claimed.answer == "erased":
+            self._finisher.erase(delivery)
         elif claimed.answer == "busy":
             self._deliveries.give_back(delivery, self._served.settings.retry_after)
         elif claimed.answer == "elsewhere":

@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 #: The request header in which it leaves what the body of `penstock.generate` is to return or raise.
 OUTCOME = "penstock_outcome"
 BATCH = 256
-#: Endings that are no final status: published again by Celery's retry; handed back; kept as a dead letter.
-RETRY, BACK, DEAD = "retry", "back", "dead"
+#: Endings that are no final status: published again by Celery's retry; handed back; kept as a dead letter; deleted.
+RETRY, BACK, DEAD, ERASED = "retry", "back", "dead", "erased"
 RETRY_S = 1.0
 #: Times that Celery's side of a task may fail, other than by a server that is away.
 MAX_FAILURES = 3
@@ -114,6 +114,10 @@ class Finisher(threading.Thread):
         error = error_json("dead_lettered", f"The message cannot be used: {reason}")
         self._queue.put(_Ending(delivery, DEAD, error, reason=reason, claimed=claimed))
 
+    def erase(self, delivery: Delivery) -> None:
+        """Its plain task was deleted: remove the result that a worker may have stored since; then ACK."""
+        self._queue.put(_Ending(delivery, ERASED, claimed=False))
+
     def stop(self, timeout: float) -> bool:
         """True once everything that was said before is settled."""
         self._queue.put(None)
@@ -158,12 +162,17 @@ class Finisher(threading.Thread):
         if end.otherwise is not None:  # no copy was sent, so there is no other try
             end.otherwise()
             return False
-        end.traced, end.reason = True, end.reason or f"Celery's side of it failed: {exc!r}"
+        end.traced = True
+        if end.status != ERASED:  # whose message is not kept: Celery removes the result in its time
+            end.reason = end.reason or f"Celery's side of it failed: {exc!r}"
         return True
 
     def _tell_celery(self, end: _Ending) -> None:
         """Raises what went wrong, which may be that result backend or broker are away."""
         delivery, job = end.delivery, end.delivery.job
+        if end.status == ERASED:
+            self._app.backend.delete(self._app.backend.get_key_for_task(delivery.task_id))
+            return
         if delivery.revoked:
             return  # it has announced the revocation itself
         if job is None:
@@ -252,6 +261,8 @@ class Finisher(threading.Thread):
             self._deliveries.give_back(delivery, end.delay)
         elif end.status == RETRY or answer > 0:
             self._deliveries.done(delivery, _dead_letter(end), settled=end.status != RETRY)
+        elif answer == -2 and delivery.plain is not None:
+            self.erase(delivery)
         elif answer < 0 and delivery.plain is None:  # no record: CLAIM would say `done`
             self._deliveries.done(delivery, settled=True)
         else:

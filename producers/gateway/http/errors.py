@@ -25,6 +25,8 @@ from producers.errors import (
     PenstockError,
     ResultUnavailable,
     SubmitFailed,
+    TaskErased,
+    TaskInBatch,
     TaskNotFinal,
     TaskNotFound,
     UnknownModel,
@@ -135,7 +137,9 @@ def problem_of(error: Exception, principal: Principal = LOCAL) -> Problem:
             return Problem(429, str(error), code=error.code, headers=_retry(error.wait_s))
         case TaskNotFinal():
             return Problem(409, str(error), code="task_not_final", headers=ONCE)
-        case TaskNotFound():
+        case TaskInBatch():
+            return Problem(409, str(error), code="task_in_batch", headers=ONCE)
+        case TaskNotFound() | TaskErased():
             return Problem(404, str(error), code="task_not_found")
         case BrokenRecord():
             warn_throttled(logger, "%s", error)

@@ -1,4 +1,4 @@
-"""The routes of `/v1/tasks`: submit, list, get, stream, cancel, retry."""
+"""The routes of `/v1/tasks`: submit, list, get, stream, cancel, retry, delete."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from producers.gateway.http.request.body import read_task
 from producers.gateway.tasks import listing, outcome, wait
 from producers.gateway.tasks.own import cancelled, owned, task_of
 from producers.gateway.tasks.submit import encoded, made, submitted
-from producers.gateway.tasks.views import Cancelled, TaskList, TaskView, errors
+from producers.gateway.tasks.views import Cancelled, Deleted, TaskList, TaskView, errors
 
 router = APIRouter(prefix="/v1/tasks", tags=["tasks"])
 
@@ -120,6 +120,16 @@ async def cancel(request: Request, task_id: str) -> Response:
         return await outcome.answer(gateway, handle, record, accepted=accepted)
     said = Cancelled(accepted=accepted, **TaskView.of(record).model_dump())
     return Response(said.model_dump_json(), media_type="application/json")
+
+
+@router.delete("/{task_id}", dependencies=CANCELS, response_model=Deleted, responses=errors(404, 409))
+async def delete(request: Request, task_id: str) -> Response:
+    """Delete a task and all that is stored of it; one that has not ended is cancelled first.
+
+    Afterwards its id is unknown, and webhooks that were not sent yet are not sent any more.
+    """
+    await (await task_of(request, task_id)).delete()
+    return _json(Deleted(id=task_id))
 
 
 async def _accepted(request: Request, task: Task, more: Mapping[str, str | int]) -> Response:

@@ -164,6 +164,14 @@ class Cancelled(TaskView):
     accepted: bool
 
 
+class Deleted(BaseModel):
+    """The answer to a delete."""
+
+    id: str
+    object: Literal["task.deleted"] = "task.deleted"
+    deleted: Literal[True] = True
+
+
 class TaskList(BaseModel):
     """A part of the tasks, as OpenAI's lists: `last_id` is the `after` of the next part."""
 

@@ -20,7 +20,7 @@ from producers.connection.connect import SILENT_S, connect_async
 from producers.connection.script import arun
 from producers.contract import keys
 from producers.contract.trace import trace_fields
-from producers.errors import InvalidTask, PenstockError, TaskExists
+from producers.errors import InvalidTask, PenstockError, TaskErased, TaskExists
 from producers.sources.consumer import Consumer
 from producers.sources.inbox import BadMessage, Inbox, Received
 from producers.sources.messages import envelope
@@ -84,6 +84,8 @@ class Messages(Source):
         try:
             asked = envelope.read(message)
             await self._submit(asked)
+        except TaskErased:  # the message came once more
+            log.info("source %s: the task of message %s was deleted", self.name, message.id)
         except (InvalidTask, TaskExists) as refused:
             await self._refuse(asked, refused)
             raise BadMessage(str(refused)) from refused

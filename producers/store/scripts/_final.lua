@@ -15,7 +15,8 @@ local function prompt_used(task)
   return redis.call('HGET', task, 'started') and redis.call('HGET', task, 'prompt_tokens') or 0
 end
 
-local function finalise(task, stream, id, status, reasons, err, prompt, cached)
+-- silent: no event is told, for the task is about to be deleted.
+local function finalise(task, stream, id, status, reasons, err, prompt, cached, silent)
   local r = redis.call('HMGET', task, 'n', 'discarded', 'batch', 'reserved', 'created')
   -- No task has more than 64 choices: a record that says 10^11 must not keep the store busy for hours.
   local n, out = math.min(tonumber(r[1] or '1'), 64), tonumber(r[2] or '0')
@@ -36,7 +37,9 @@ local function finalise(task, stream, id, status, reasons, err, prompt, cached)
   if r[4] then
     settle_charge(task, r[4], prompt, cached, out, tonumber(r[5]), now_ms())
   end
-  outbox_task(task, id, status)
+  if not silent then
+    outbox_task(task, id, status)
+  end
   wait_ends(task)
   if r[3] and redis.call('HEXISTS', 'penstock:batch:' .. r[3], 'status') == 1 then
     redis.call('HINCRBY', 'penstock:batch:' .. r[3], status == 'completed' and 'completed' or 'failed', 1)

@@ -10,7 +10,8 @@
 -- an id that is used again has events of its own. of: what the object is; each field may be absent (nil or false):
 -- tenant, model; webhook (JSON) and secret of its own; reply (JSON, `producers.sources.messages.replies`); plain (a
 -- Celery task that no client sent).
--- A webhook or an endpoint that cannot be read gets nothing: it must keep no task from its end.
+-- A webhook or an endpoint that cannot be read gets nothing: it must keep no task from its end. A task's record has the
+-- names of its rows (`rows`).
 local function outbox_wants(json, types, event, default)
   local fine, hook = pcall(cjson.decode, json)
   if not fine or type(hook) ~= 'table' or type(hook.url) ~= 'string' then
@@ -36,7 +37,7 @@ local function outbox_endpoints(count, tenant)
   return endpoints_in(sets)
 end
 
--- source: of a reply, the source whose processes send it; false: a webhook.
+-- source: of a reply, the source whose processes send it; false: a webhook. Returns the name of a new row.
 local function outbox_row(name, fields, of, source)
   local row = 'penstock:webhooks:row:' .. name
   if redis.call('EXISTS', row) == 1 then
@@ -57,27 +58,30 @@ local function outbox_row(name, fields, of, source)
   end
   redis.call('ZADD', due, t[1] * 1000 + math.floor(t[2] / 1000), name)
   redis.pcall('PUBLISH', 'penstock:webhooks:wake', source or '') -- a user without this channel waits for the next look
+  return name
 end
 
+-- Returns the names of the rows that it wrote.
 local function outbox_event(event, object, created, of)
   local own = of.webhook and outbox_wants(of.webhook, 'events', event, event ~= 'response.in_progress')
   local reply = of.reply and outbox_wants(of.reply, 'events', event, event ~= 'response.in_progress')
   local endpoints = redis.call('HLEN', 'penstock:webhooks:endpoints')
   if not own and not reply and endpoints == 0 then -- most tasks: nobody is to be told
-    return
+    return {}
   end
+  local names = {}
   local webhook = 'evt_' .. redis.sha1hex(object .. ':' .. created .. ':' .. event)
   if own then
     local fields = { 'webhook_id', webhook, 'type', event, 'object', object, 'url', own.url }
     if of.secret then
       fields[9], fields[10] = 'secret', of.secret
     end
-    outbox_row(webhook .. '.own', fields, of)
+    names[1] = outbox_row(webhook .. '.own', fields, of)
   end
   if reply and type(reply.source) == 'string' then
     local fields = { 'webhook_id', webhook, 'type', event, 'object', object, 'url', reply.url, 'source', reply.source,
       'reply', of.reply }
-    outbox_row(webhook .. '.reply', fields, of, reply.source)
+    names[#names + 1] = outbox_row(webhook .. '.reply', fields, of, reply.source)
   end
   local all = endpoints > 0 and outbox_endpoints(endpoints, of.tenant) or {}
   for i = 1, #all, 2 do
@@ -86,9 +90,10 @@ local function outbox_event(event, object, created, of)
     local mine = to and (to.tenant == cjson.null or to.tenant == of.tenant)
     if mine and to.enabled ~= false and (to.celery == true or not of.plain) then
       local fields = { 'webhook_id', webhook, 'type', event, 'object', object, 'url', to.url, 'endpoint', all[i] }
-      outbox_row(webhook .. '.' .. all[i], fields, of)
+      names[#names + 1] = outbox_row(webhook .. '.' .. all[i], fields, of)
     end
   end
+  return names
 end
 
 -- The event that a task's record has this status: of tasks and background responses, and of plain Celery tasks. A
@@ -102,6 +107,10 @@ local function outbox_task(task, id, status)
   if r[1] == 'task' or r[1] == 'response' or r[2] then
     local object = r[1] == 'response' and 'resp_' .. id or id
     local of = { plain = r[2], tenant = r[4], model = r[5], webhook = r[6], secret = r[7], reply = r[9] }
-    outbox_event('response.' .. status, object, r[3] or '', of)
+    local names = outbox_event('response.' .. status, object, r[3] or '', of)
+    if names[1] then
+      local before = redis.call('HGET', task, 'rows')
+      redis.call('HSET', task, 'rows', (before and before .. ' ' or '') .. table.concat(names, ' '))
+    end
   end
 end

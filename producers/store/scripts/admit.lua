@@ -1,5 +1,6 @@
 #!lua
--- ADMIT | no record -> `submitting`; else nothing. A request older than the submit window is refused.
+-- ADMIT | no record -> `submitting`; else nothing. A request older than the submit window is refused, and so is an id
+-- whose task was deleted (DELETE).
 -- The record's field `idempotency` names the entry of the request's Idempotency-Key (IDEMPOTENT): it is marked as made.
 -- A task with the `origin` task enters the index that lists it, and its tenant's own. With accounts,
 -- they are charged in the same script; if a limit, or a bound on what waits or is kept, is reached, nothing is written.
@@ -7,7 +8,7 @@
 -- KEYS: task, submitting, deadlines, then the accounts that are charged
 -- ARGV: id, nonce, asked (ms, server time as the client estimates it), window (ms), what the accounts are asked for
 --       (JSON, `charge` in _limits.lua), bounds (JSON, `waiting_full`; empty: none), field, value, ...
--- Answers: new | mine (the same request was admitted before, and its reply was lost) | exists | late;
+-- Answers: new | mine (the same request was admitted before, and its reply was lost) | exists | erased | late;
 --          with accounts, in place of `new`, what `charge` answers (_limits.lua); what `waiting_full` answers
 -- include: producers.connection/_now.lua
 -- include: _limits.lua
@@ -21,6 +22,9 @@ local now = now_ms()
 local known = redis.call('HMGET', task, 'nonce', 'status')
 if known[2] then
   return known[1] == nonce and 'mine' or 'exists'
+end
+if redis.call('EXISTS', 'penstock:erased:' .. id) == 1 then
+  return 'erased'
 end
 if now - asked > window then
   return 'late'

@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
 -- CLAIM(c, inc, plain, pool) | The first rule that applies:
--- 1 own lease gone: `lost`. 2 no record: a plain message creates one, a client's message is `done`.
+-- 1 own lease gone: `lost`. 2 no record: a plain message creates one, unless that was deleted (DELETE): `erased`; a
+-- client's message is `done`.
 -- 3 claim = c: repeat the answer. 4 settled: `done`, with the reason to keep the message, if SETTLE noted one.
 -- 5 owner live: `busy`, also when final or cancelled.
 -- 6 final: take the claim, `settle`. 7 neither cancelled nor late, and `elsewhere`: it was sent to another version, or
@@ -16,7 +17,7 @@
 -- KEYS: task, stream
 -- ARGV: id, claim, inc, plain 0|1, N, condemned 0|1, the worker's version, its version's queue, its fingerprint, then
 --       for a plain message field, value, ...
--- Answers: {lost} {done} {busy}; {done, reason}; {elsewhere, the queue that its message belongs to};
+-- Answers: {lost} {done} {erased} {busy}; {done, reason}; {elsewhere, the queue that its message belongs to};
 --          {settle, status, field, value, ...}; {go, status, field, value, ...} (the whole record)
 -- include: _final.lua
 -- include: _late.lua
@@ -38,6 +39,9 @@ local now = now_ms()
 if not r[1] then
   if ARGV[4] ~= '1' then
     return { 'done' }
+  end
+  if redis.call('EXISTS', 'penstock:erased:' .. id) == 1 then
+    return { 'erased' }
   end
   local fields = { 'v', '1', 'status', 'queued', 'plain', '1', 'created', now, 'deaths', 0 }
   for i = 10, #ARGV do

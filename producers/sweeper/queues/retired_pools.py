@@ -3,7 +3,7 @@
     told:     how many tasks wait, in the log whenever that changed (and in /metrics, always), once nobody has served
               them for a while: after a restart, workers load their model first. Not where an autoscaler has decided
               that they need no worker yet
-    removed:  messages whose tasks are settled, or past their time to live: a worker would only put them down
+    removed:  messages whose tasks are settled, deleted or past their time to live: a worker would only put them down
     retired:  a pool with nothing left, in its own queue or in that of its version, if no card names that; after an
               hour. What workers measured of a version goes when neither pool nor card names it
 
@@ -118,18 +118,24 @@ class RetiredPools:
         return left
 
     async def _over(self, page: Iterable[bytes]) -> dict[bytes, str]:
-        """Messages, with their tasks, that CLAIM would answer with `done`.
+        """Messages, with their tasks, that CLAIM would answer with `done` or `erased`.
 
-        Their tasks are settled, or were a client's and have no record any more.
+        Their tasks are settled or deleted, or were a client's and have no record any more.
         """
         found = [(raw, headers) for raw in page if (headers := _headers(raw)) is not None]
-        records = await ask(
-            self._store, [("HMGET", keys.task(headers["id"]), "status", "settled") for _, headers in found]
+        ids = [headers["id"] for _, headers in found]
+        answers = await ask(
+            self._store,
+            [
+                *(("HMGET", keys.task(task_id), "status", "settled") for task_id in ids),
+                *(("EXISTS", keys.erased(task_id)) for task_id in ids),
+            ],
         )
+        records, erased = answers[: len(ids)], answers[len(ids) :]
         return {
             raw: headers["id"]
-            for (raw, headers), (status, settled) in zip(found, records, strict=True)
-            if settled is not None or (status is None and not is_plain(headers))
+            for (raw, headers), (status, settled), gone in zip(found, records, erased, strict=True)
+            if settled is not None or (status is None and (gone or not is_plain(headers)))
         }
 
     async def _retire(self, queues: Sequence[str], about: str, pruned: Pruned) -> None:

@@ -17,7 +17,7 @@ from producers.connection.script import run, text
 from producers.contract import keys
 from producers.sources.messages.answer import Reply
 from producers.sources.messages.replies import TRIES
-from producers.store import outbox
+from producers.store import outbox, protocol
 from tests.aws import Aws
 from tests.aws_faults import Fault, faulty
 from tests.chaos.sourcing import SourcesProcess
@@ -106,6 +106,21 @@ class TestLists:
             assert run(valkey, outbox.replay(name)) == b"replayed"
             process.until(lambda: told()[1] > 0)
             assert told()[0] == "due"
+
+    def test_a_message_whose_task_was_deleted_does_not_make_it_again(
+        self, valkey_url: str, valkey: Redis, serving: Serving, tmp_path: Path
+    ) -> None:
+        """It comes once more, as after a kill: nothing is made of it, kept of it, or answered."""
+        with SourcesProcess(valkey_url, tmp_path, LIST) as process:
+            pushed(valkey, TASK | {"id": "gone"})
+            task_id = process.until(lambda: popped(valkey))["id"]
+            process.until(lambda: valkey.hget(keys.task(task_id), "settled"))
+            run(valkey, protocol.delete(task_id, "x"))
+            pushed(valkey, TASK | {"id": "gone"}, TASK | {"id": "next"})
+            assert process.until(lambda: popped(valkey))["correlation_id"] == "next"
+            process.until(lambda: not valkey.exists("orders", "orders:taken", "orders:hidden"))
+            assert not valkey.exists(keys.task(task_id), "orders:dead")
+            assert len(valkey.keys(keys.idempotency("*"))) == 1
 
     def test_equal_messages_are_two_tasks_unless_they_have_an_id(
         self, valkey_url: str, valkey: Redis, serving: Serving, tmp_path: Path

@@ -105,7 +105,7 @@ async def test_the_file_of_a_task_that_is_removed_goes_at_once(
     task_id = made(aclient, worker, 3)
     await moved(aclient, blobs)
     if how == "deleted":
-        run(valkey, protocol.delete(task_id))
+        run(valkey, protocol.delete(task_id, "x"))
     elif how == "used anew":
         valkey.delete(keys.task(task_id))
         run(valkey, protocol.admit(task_id, "n", int(valkey.time()[0]) * 1000, {"task": "{}", "n": 1}))

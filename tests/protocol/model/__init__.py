@@ -29,6 +29,7 @@ and what the good end is; `search` visits every state within a scenario's budget
   S22 a living worker is taken for dead only if it lost its alive connections while it was suspended; it then takes the
       counts back (S7)   S23 what is returned early is not refused for an owner whose lease stands on the store
   S24 the counts of what waits have each task that is submitting or queued, once, and no other
+  S25 a task that was deleted is not made again, and leaves no row; with S5, nor a result where Celery has results
   S19 on SQS a task that is not settled is in the index, in a worker's books or stored, whatever SQS has
   S20 the index has nothing that does not wait, unless SQS or a process failed  S21 a message leaves one dead letter
 

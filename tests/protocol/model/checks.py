@@ -91,6 +91,8 @@ def good(s: State, cfg: Cfg) -> bool:
             return False
         if r and r.why == "dead" and not (t in s.dead or g.unlisted or (cfg.sqs and not cfg.books)):
             return False
+    if s.results & s.erased:
+        return False
     if s.index or s.fields or s.stored or s.reap or s.due:
         return False
     if s.lease and s.lease[0] != "none":

@@ -16,7 +16,7 @@ def producer_steps(s: State, p: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     """Producer p: ADMIT, send, QUEUED; a plain Celery sender only sends."""
     pc, t, lost = s.prods[p], p % cfg.tasks, spend(s, "lost")
     if pc == "admit":
-        answer, r = scripts.admit(s.recs[t], p, False, rules)
+        answer, r = scripts.admit(s.recs[t], p, False, rules, erased=t in s.erased)
         s2, to = store(s, t, r), "done"
         if answer != "exists":
             s2, to = haunt(s2, t, accepted=True), "index" if cfg.books and "index_first" in rules else "send"
@@ -107,8 +107,11 @@ def client_steps(s: State, t: int, rules: Rules) -> Iterator[Step]:
         yield f"CANCEL {t} -> {status}", False, haunt(s2, t, cancelled=accepted)._replace(budget=b)
     if (b := spend(s, "delete")) and r and "admit" not in s.prods:
         status, last = scripts.delete(r, rules)
-        s2 = haunt(store(s, t, last), t, spared=True)  # only tasks without links are deleted
-        yield f"DELETE {t}, {status} before", False, s2._replace(recs=put(s2.recs, t, None), budget=b)
+        s2 = haunt(store(s, t, last), t, spared=True, erased=True)  # its links are not sent any more
+        if s.rows and "delete_rows" in rules:
+            s2 = s2._replace(rows=put(s2.rows, t, ()))
+        s2 = s2._replace(recs=put(s2.recs, t, None), erased=s.erased | {t}, results=s.results - {t}, budget=b)
+        yield f"DELETE {t}, {status} before", False, s2
 
 
 def fault_steps(s: State, t: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:

@@ -55,7 +55,12 @@ RULES: dict[str, Rule] = {
     ),
     "expire_cancel": Rule("cancel", "EXPIRE under an accepted cancel writes cancelled"),
     "delete_ends": Rule(
-        "delete", "DELETE makes final what has not ended, with terminal entry and rows, before it goes; in one script"
+        "delete", "DELETE makes final what has not ended, with terminal entry, before it goes; in one script"
+    ),
+    "delete_rows": Rule("delete", "DELETE takes a task's rows along, in the same script"),
+    "erase_noted": Rule("delete-plain", "DELETE notes the id, by which CLAIM makes no record of its message again"),
+    "erase_result": Rule(
+        "delete-plain", "whoever gets a deleted task's message removes the result that was stored since, before ACK"
     ),
     "late_begun": Rule(
         "cancel", "past its deadline, a task that was ever taken up is incomplete, and keeps what it has; others fail"

@@ -134,6 +134,7 @@ _LIST = [
     _world("outbox-undone", posts=1, workers=(0,), undo=1, unmark=1, dcrash=1, refuse=1, length=0),
     _world("delete", posts=1, workers=(0,), delete=1, crash=1, expire=1, lost=1, length=1),
     _world("delete-running", delete=1, crash=1, expire=1, lost=1, drain=1),
+    _world("delete-plain", plain=True, delete=1, crash=1, lost=1, dup=1, length=1),
     _world("delete-producer", sent=False, delete=1, pcrash=1, lost=1, crash=1, length=1),
     _world("books", books=True, workers=(0,), crash=1, dup=1, late=1, length=0),
     _world("books-lapse", books=True, expire=1, crash=1, length=0),

@@ -88,9 +88,14 @@ def _late(r: Rec, rules: Rules, **changes: Any) -> Rec:
     return _final(r, "incomplete" if begun else "failed", rules, why="expired", **changes)
 
 
-def admit(r: Rec | None, nonce: Any, late: bool, rules: Rules, new: Rec = SUBMITTED) -> tuple[str, Rec | None]:
+def admit(
+    r: Rec | None, nonce: Any, late: bool, rules: Rules, new: Rec = SUBMITTED, *, erased: bool = False
+) -> tuple[str, Rec | None]:
+    """`erased`: a task with this id was deleted."""
     if r is not None and "admit_absent" in rules:
         return ("mine" if r.nonce == nonce or "admit_nonce" not in rules else "exists"), r
+    if erased:
+        return "erased", r
     if late:
         return "late", r
     return "new", new._replace(nonce=nonce)
@@ -116,14 +121,17 @@ def claim(
     condemned: bool = False,
     kind: Any = None,
     serving: Container[Any] = (),
+    erased: bool = False,
 ) -> tuple[str, Rec | None]:
     """`made`: the record that a plain message makes; None for a client's message, whose record ADMIT made. `kind`: the
-    worker's (version, pool); `serving`: the kinds that have a live worker."""
+    worker's (version, pool); `serving`: the kinds that have a live worker. `erased`: as of `admit`."""
     if "claim_lease" in rules and inc not in live:
         return "lost", r
     if r is None:
         if made is None and "gone_drop" in rules:
             return "done", r
+        if erased and "erase_noted" in rules:
+            return "erased", r
         r = (made or QUEUED)._replace(waits=0)  # nobody counted a plain message
     if "claim_idem" in rules and r.claim == c:
         return ("settle" if r.status in FINAL else "go"), r
@@ -238,9 +246,9 @@ def finish(
     return "won", _final(r, status, rules)
 
 
-def settle(r: Rec | None, *, letter: bool = False) -> tuple[int, Rec | None]:
+def settle(r: Rec | None, *, letter: bool = False, erased: bool = False) -> tuple[int, Rec | None]:
     if r is None:
-        return -1, r
+        return -2 if erased else -1, r
     if r.status not in FINAL:
         return 0, r
     return 1, r._replace(settled=True, claim=None, owner=None, letter=r.letter or letter)
@@ -322,12 +330,12 @@ def cancel(r: Rec | None, live: Container[Any], rules: Rules) -> tuple[bool, str
 
 
 def delete(r: Rec | None, rules: Rules) -> tuple[str, Rec | None]:
-    """The status before it, and the record as its readers and its rows have it last. There is none afterwards."""
+    """The status before it, and the record as its readers have it last. There is none afterwards, nor a row of it."""
     if r is None:
         return "gone", r
     if r.status in FINAL or "delete_ends" not in rules:
         return r.status, r
-    return r.status, _final(r, "cancelled", rules)
+    return r.status, _final(r._replace(hook=frozenset()), "cancelled", rules)
 
 
 def unread(

@@ -142,7 +142,7 @@ class Ghost(NamedTuple):
     again; `unlisted`: the broker lost the message of a task that was given up, so that no dead letter may be kept;
     `idle`: times in a row that it was taken up and nothing came of it; `spared`: settled with no links to send, or none
     that are known; `undone`: a failover lost its end, whose links went out or will; `letters`: dead letters kept;
-    `blurred`: SQS showed its message to two."""
+    `blurred`: SQS showed its message to two; `erased`: it was deleted."""
 
     accepted: bool
     final: str | None = None
@@ -155,6 +155,7 @@ class Ghost(NamedTuple):
     undone: bool = False
     letters: int = 0
     blurred: bool = False
+    erased: bool = False
     bad: str = ""
 
 
@@ -190,7 +191,9 @@ class State(NamedTuple):
     `posts`: deliverers. Of SQS's books: `index`: (task, its age: `true`, `old`, or `new` whatever its message is);
     `fields`: in flight; `stored`: tasks to be sent later; `reap`: the incarnation that is reaped, and its fields to be
     made visible; `due`: what is being sent from the store; `old`: messages that SQS will drop. `alive`, `watch`: see
-    `alive`. `held`: worker processes that are held back: they fetch nothing, and CLAIM counts them for no pool."""
+    `alive`. `held`: worker processes that are held back: they fetch nothing, and CLAIM counts them for no pool.
+    `erased`: tasks that were deleted, as the store has noted; `results`: plain ones whose result Celery has, where they
+    may be deleted."""
 
     queue: tuple[Message, ...]
     infl: frozenset[Delivery]
@@ -224,6 +227,8 @@ class State(NamedTuple):
     alive: frozenset[tuple[int, str, str]] = frozenset()
     watch: frozenset[tuple[int, int, str]] = frozenset()
     held: frozenset[int] = frozenset()
+    erased: frozenset[int] = frozenset()
+    results: frozenset[int] = frozenset()
 
 
 IDLE = Slot("idle")

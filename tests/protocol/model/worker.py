@@ -9,6 +9,7 @@ from tests.protocol.model import scripts
 from tests.protocol.model.rules import ALL
 from tests.protocol.model.scripts import FINAL, Rec, Rules
 from tests.protocol.model.state import (
+    FAULT,
     IDLE,
     SQS,
     Cfg,
@@ -190,6 +191,7 @@ def _claim(s: State, p: Slot, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step
         condemned=p.note == "condemned",
         kind=kind,
         serving=lives,
+        erased=t in s.erased,
     )
     s2 = store(s, t, r2)
     if answer == "elsewhere" and r:
@@ -214,6 +216,7 @@ def _claim(s: State, p: Slot, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step
         "go": "score" if cfg.prompt and not scored else "run",
         "settle": "trace",
         "done": "ack",
+        "erased": "forget" if "erase_result" in rules else "ack",
         # an earlier call, whose reply was lost, may have taken it
         "lost": "release_back" if "lapse_release" in rules else back,
         "busy": back if "busy_no_ack" in rules else "ack",
@@ -300,12 +303,20 @@ def _put_down(s: State, p: Slot, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     t = p.msg[0]
     r = s.recs[t]
     if p.pc == "trace":
-        yield "tracer: result, links", p._replace(pc="settle"), haunt(s, t, links=min(s.ghosts[t].links + 1, 2))
+        after = s._replace(results=s.results | {t}) if may_lose_results(cfg) else s
+        yield "tracer: result, links", p._replace(pc="settle"), haunt(after, t, links=min(s.ghosts[t].links + 1, 2))
+    elif p.pc == "forget":
+        yield "removes the result", p._replace(pc="ack"), s._replace(results=s.results - {t})
     elif p.pc == "settle":
-        settled, r2 = scripts.settle(r, letter=p.note == "dead" and "letter_noted" in rules)
+        letter = p.note == "dead" and "letter_noted" in rules
+        settled, r2 = scripts.settle(r, letter=letter, erased=t in s.erased)
         pc = "ack" if settled > 0 or "settle_answer" not in rules else "release_back"
-        after = _no_record(p, cfg, rules) if settled < 0 else p._replace(pc=pc)
-        yield f"SETTLE -> {settled}", after, store(s, t, r2)
+        pc = "forget" if settled == -2 else pc
+        yield (
+            f"SETTLE -> {settled}",
+            _no_record(p, cfg, rules) if settled == -1 else p._replace(pc=pc),
+            store(s, t, r2),
+        )
     elif p.pc in ("release_back", "release_ack"):
         note = "released" if p.pc == "release_ack" and p.note != "buried" else p.note
         yield (
@@ -328,6 +339,11 @@ def _put_down(s: State, p: Slot, cfg: Cfg, rules: Rules) -> Iterator[Step]:
             yield p.pc.upper(), IDLE, after
     elif p.pc == "hold":
         yield "keeps the delivery, does nothing", IDLE, s
+
+
+def may_lose_results(cfg: Cfg) -> bool:
+    """Elsewhere nobody asks what Celery has."""
+    return cfg.plain and cfg.budget[FAULT["delete"]] > 0
 
 
 def _unsettled(s: State, p: Slot, cfg: Cfg) -> bool:

@@ -317,5 +317,16 @@ class TestTasks:
         worker.serve(task_id)
         assert task_of(valkey, penstock("tasks", "retry", task_id).out.strip()) == task_of(valkey, task_id)
 
+    def test_delete_prints_the_ids_that_are_gone(self, penstock: Run, valkey: Redis) -> None:
+        first, second = submitted(penstock), submitted(penstock)
+        ran = penstock("tasks", "delete", first, "nobody", second)
+        assert (ran.status, ran.out) == (2, f"{first}\n{second}\n")
+        assert "nobody is not deleted: There is no task nobody" in ran.err
+        assert "1 of 3 tasks are not deleted" in ran.err
+        assert not valkey.exists(keys.task(first), keys.task(second))
+        third = submitted(penstock)
+        said = json.loads(penstock("tasks", "delete", third, "--json").out)
+        assert said == {"id": third, "object": "task.deleted", "deleted": True}
+
     def test_a_key_submits_once(self, penstock: Run) -> None:
         assert len({submitted(penstock, "--idempotency-key", "k") for _ in range(2)}) == 1

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from celery import chord
 
+from producers.connection.script import run
 from producers.contract import keys
+from producers.store.protocol import delete
 from tests.aws_faults import Fault, Faults
 from tests.stub_engine import text_of
 from tests.workers.sqs.conftest import SqsRig
@@ -25,6 +27,21 @@ def test_kombus_senders_reach_workers_at_the_default_tier(sqs: SqsRig) -> None:
     assert {sqs.record(one.id)["tier"] for one in sent} == {"default"}
     sqs.until_settled([one.id for one in sent])
     sqs.check_nothing_left()
+
+
+def test_a_deleted_task_is_not_made_again_by_its_message(sqs: SqsRig) -> None:
+    """SQS shows it until a worker deletes it."""
+    sqs.worker(STUB_STEP_S=0.01)
+    app = sqs.sender()
+    kwargs = {"prompt": [1], "seed": 3, "max_tokens": 4000}
+    sent = app.send_task(keys.TASK_NAME, kwargs=kwargs)
+    sqs.until(lambda: sqs.tokens(sent.id) > 3)
+    run(sqs.store, delete(sent.id, "x"))
+    app.send_task(keys.TASK_NAME, kwargs=kwargs, task_id=sent.id)
+    other = app.send_task(keys.TASK_NAME, kwargs=kwargs | {"max_tokens": 5})
+    assert other.get(timeout=60)["text"] == text_of(3, 0, 5)
+    sqs.check_nothing_left()
+    assert [name for name in sqs.store.keys("*") if sent.id in name] == [keys.erased(sent.id)]
 
 
 def test_links_and_retries_go_by_sqs(sqs: SqsRig) -> None:

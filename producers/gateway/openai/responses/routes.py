@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -9,9 +10,8 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from producers.client.aio import AsyncHandle
-from producers.client.steps import persistently
 from producers.contract.record import Record
-from producers.errors import shown
+from producers.errors import TaskNotFound, shown
 from producers.gateway.context import gateway_of
 from producers.gateway.http.caller import CANCELS, READS, SUBMITS, principal_of, tenant_of
 from producers.gateway.http.errors import Problem
@@ -25,7 +25,6 @@ from producers.gateway.openai.responses.stream import ResponseStream
 from producers.gateway.openai.responses.view import PREFIX, About, Output
 from producers.gateway.tasks.own import cancelled
 from producers.gateway.tasks.views import errors
-from producers.store import protocol
 
 router = APIRouter(prefix="/v1/responses", tags=["openai"])
 
@@ -98,10 +97,10 @@ async def cancel(request: Request, response_id: str) -> Response:
     responses={**_ONE, 200: {}},
 )
 async def delete(request: Request, response_id: str) -> Response:
-    """Delete a response; one that has not ended is cancelled."""
-    gateway = gateway_of(request)
+    """Delete a response and all that is stored of it; one that has not ended is cancelled."""
     handle, _, _ = await _found(request, response_id)
-    await gateway.client.run(persistently(protocol.delete(handle.id), gateway.client.patience))
+    with suppress(TaskNotFound):  # another request deletes it at the same time
+        await handle.delete()
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 

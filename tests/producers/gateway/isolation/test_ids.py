@@ -48,6 +48,8 @@ ATTACKS: list[tuple[str, str, dict[str, Any]]] = [
     ("POST", "/v1/tasks/{task}/retry", {}),
     ("POST", "/v1/tasks/{running}/retry", {}),
     ("POST", "/v1/tasks/{task}/retry", KEYED),
+    ("DELETE", "/v1/tasks/{task}", {}),
+    ("DELETE", "/v1/tasks/{running}", {}),
     ("GET", "/v1/tasks?after={task}", {}),
     ("GET", "/v1/tasks?after={task}&order=asc", {}),
     ("GET", "/v1/tasks/{response}", {}),

@@ -72,7 +72,7 @@ def test_what_is_deleted_or_never_began_has_a_row_and_ends_once(
     cancelled, deleted = (client.submit(model=model, prompt=[1]) for _ in range(2))
     for _ in range(2):
         cancelled.cancel()
-        run(valkey, protocol.delete(deleted.id))
+        run(valkey, protocol.delete(deleted.id, "x"))
     assert valkey.xlen(keys.LEDGER) == 2
     (found,) = read(valkey_url)
     assert found.counts == tuple(2 if name == "cancelled" else 0 for name in COUNTS)

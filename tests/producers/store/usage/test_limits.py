@@ -226,7 +226,7 @@ class Machine(RuleBasedStateMachine):
                 name, "c", "completed", reasons="[]", nexts=nexts, prompt_tokens=PROMPT, cached_tokens=cached
             ),
             "cancel": protocol.cancel(name),
-            "delete": protocol.delete(name),
+            "delete": protocol.delete(name, "x"),
             "expire": protocol.expire(name),
             "give up": protocol.claim(name, "d", "other", pool, max_deaths=1),
         }

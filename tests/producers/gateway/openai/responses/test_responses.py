@@ -266,7 +266,7 @@ class TestEnding:
         for call in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):
             with pytest.raises(openai.NotFoundError):
                 call(made.id)
-        assert not [key for key in valkey.scan_iter("*") if name.encode() in key]
+        assert [key for key in valkey.scan_iter("*") if name.encode() in key] == [keys.erased(name).encode()]
         for index in (keys.SUBMITTING, keys.DEADLINES, keys.UNSETTLED, keys.SETTLED, keys.READERS):
             assert valkey.zscore(index, name) is None
 
