@@ -114,7 +114,7 @@ STORE = {
     ),
     "DELETE tells no end": ("delete", "if not FINAL[r[1]] then", "if false then"),
     "DELETE leaves it to the sweeper": ("delete", "'unsettled', ", ""),
-    "DELETE leaves its rows": ("delete", "forget_rows(task)\n", ""),
+    "DELETE leaves its rows": ("delete", "forget_rows(task)\nredis", "redis"),
     "DELETE leaves rows that are due": ("delete", "'webhooks:due', ", ""),
     "DELETE calls back whom it leaves": ("delete", "prompt_used(task), 0, true)", "prompt_used(task), 0)"),
     "DELETE lists it": ("delete", "'readers', 'tasks' }", "'readers' }"),
