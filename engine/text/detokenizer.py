@@ -11,7 +11,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -189,7 +189,7 @@ class _ByteTable(dict[int, bytes]):
     def __missing__(self, token_id: int) -> bytes:
         token = self._token_of(token_id) or ""
         try:
-            data = bytes(_BYTE_OF[char] for char in token)
+            data = bytes(BYTE_ALPHABET[char] for char in token)
         except KeyError:
             # An added token with characters outside the byte alphabet is literal text.
             data = token.encode("utf-8")
@@ -243,4 +243,5 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTE_OF = _byte_alphabet()
+#: The character that stands for a byte in a byte-level vocabulary -> the byte.
+BYTE_ALPHABET: Final = _byte_alphabet()

@@ -24,7 +24,7 @@ def check(tokenizer: Mapping[str, Any]) -> None:
     """Check the parsed file. Raises ModelError naming the harmful part. Malformed parts are left to the library."""
     for name in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
         growth, around = 1.0, 0
-        for part in _flat(tokenizer.get(name)):
+        for part in flat(tokenizer.get(name)):
             match part.get("type"):
                 case "Replace":
                     growth *= _growth(part)
@@ -44,7 +44,7 @@ def check(tokenizer: Mapping[str, Any]) -> None:
                 raise ModelError(f"tokenizer.json has a {name} that makes a text over {MOST_GROWTH} times longer")
 
 
-def _flat(part: Any) -> Iterator[Mapping[str, Any]]:
+def flat(part: Any) -> Iterator[Mapping[str, Any]]:
     """Yield a part and all parts inside it, in order."""
     waiting = [part]
     while waiting:

@@ -6,13 +6,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
 import tokenizers
 
 from engine.errors import ModelError, RequestError
 from engine.text import sanity
-from engine.text.detokenizer import Detokenizer, byte_speller, detokenizer_factory
+from engine.text.detokenizer import BYTE_ALPHABET, Detokenizer, byte_speller, detokenizer_factory
 from engine.text.files import read_files, read_object
+
+#: The most bytes of UTF-8 that NFC makes one byte of: of U+1FBE U+0308 U+0341, with 7 bytes, it makes U+0390, with 2.
+_NFC_SHRINKS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,11 @@ class Tokenizer:
         except (KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"tokenizer.json has a decoder that cannot be used: {error!r}") from error
         self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
+        try:
+            #: The most bytes of a text (UTF-8) that one token stands for; None where that is not known.
+            self.bytes_per_token = _bytes_per_token(parsed)
+        except (KeyError, TypeError, AttributeError):  # parts that the library reads in another way
+            self.bytes_per_token = None
         self.bos_token_id, self.eos_token_ids = self._special_ids(files)
 
     @classmethod
@@ -61,6 +70,10 @@ class Tokenizer:
             # This method of the library releases the GIL and computes no offsets.
             ids: list[int] = self._backend.encode_batch_fast([valid], add_special_tokens=add_special_tokens)[0].ids
         return ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """A lower bound of the tokens of a text, told from its size alone."""
+        return 0 if self.bytes_per_token is None else -(-len(text.encode("utf-8", "replace")) // self.bytes_per_token)
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Decode tokens as one text, without special tokens. Raises RequestError as `encode` does."""
@@ -118,6 +131,36 @@ def _token_ids(file: str, key: str, value: object) -> tuple[int, ...]:
     if not all(type(token_id) is int and 0 <= token_id < 1 << 31 for token_id in ids):
         raise ModelError(f"{file} has {key}={value!r}, which is not a token id or a list of them")
     return tuple(dict.fromkeys(ids))
+
+
+def _bytes_per_token(parsed: Mapping[str, Any]) -> int | None:
+    """The most bytes of a text that a token of this tokenizer.json stands for.
+
+    That is known of byte-level BPE, in which each character of a token is a byte of the text, if no part drops or
+    rewrites text: no normalizer but NFC, which shortens a text by no more than _NFC_SHRINKS, and no added token that
+    takes the spaces around it. Else None: a text of any size may be few tokens.
+    """
+    model, added = parsed["model"], parsed.get("added_tokens") or []
+    normalizers = [part["type"] for part in sanity.flat(parsed.get("normalizer")) if part["type"] != "Sequence"]
+    splits = [part for part in sanity.flat(parsed.get("pre_tokenizer")) if part["type"] != "Sequence"]
+    vocabulary = model.get("vocab")
+    if model.get("type") != "BPE" or not isinstance(vocabulary, dict) or not {*normalizers} <= {"NFC"}:
+        return None
+    if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+        return None
+    if not all(map(_keeps_text, splits)) or all(part["type"] != "ByteLevel" for part in splits):
+        return None
+    if any(token.get("lstrip") or token.get("rstrip") for token in added):
+        return None
+    if not vocabulary.keys() >= BYTE_ALPHABET.keys():  # BPE drops a byte that it has no token for
+        return None
+    longest = max(map(len, (*vocabulary, *(token["content"].encode("utf-8", "replace") for token in added))))
+    return longest * (_NFC_SHRINKS if normalizers else 1)
+
+
+def _keeps_text(split: Mapping[str, Any]) -> bool:
+    """Whether a step of the pre_tokenizer keeps all of a text."""
+    return split["type"] in ("ByteLevel", "Digits") or (split["type"] == "Split" and split["behavior"] != "Removed")
 
 
 def _load(files: Mapping[str, bytes]) -> tokenizers.Tokenizer:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -106,3 +107,77 @@ def test_a_missing_file_is_refused_by_name(tmp_path):
         Tokenizer({})
     with pytest.raises(ModelError, match=r"has no tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
+
+
+def variant(byte_level, **changes) -> Tokenizer:
+    return Tokenizer({"tokenizer.json": json.dumps(json.loads(byte_level.to_str()) | changes).encode()})
+
+
+TEXTS = [
+    "",
+    "x",
+    " " * 999,
+    "é🗼" * 50,
+    "<think> ｜é" * 9,
+    "<|end|>",
+    "def f(x):\n    return x\n" * 20,
+    "a\ud800b",
+    "e\u0301" * 40,
+]
+
+
+@pytest.mark.parametrize("normalizer", [None, {"type": "NFC"}, {"type": "Sequence", "normalizers": [{"type": "NFC"}]}])
+def test_the_size_of_a_text_bounds_its_tokens_from_below(byte_level, normalizer):
+    tokenizer = variant(byte_level, normalizer=normalizer)
+    for text in TEXTS:
+        assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False)), text
+    assert tokenizer.fewest_tokens("x" * 10**6) > 5000
+
+
+def test_nfc_shortens_no_text_by_more_than_the_bound_takes_for_granted():
+    longest = {}  # of all ways to write a character of a decomposition, in bytes
+    characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
+    for char in characters:
+        decomposed = unicodedata.normalize("NFD", char)
+        if len(decomposed) == 1:
+            longest[decomposed] = max(longest.get(decomposed, 0), len(decomposed.encode()), len(char.encode()))
+    shrinks = max(
+        sum(longest[part] for part in unicodedata.normalize("NFD", char)) / len(char.encode())
+        for char in characters
+        if unicodedata.normalize("NFC", char) == char
+    )
+    assert shrinks == 3.5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+        {"normalizer": {"type": "Replace", "pattern": {"String": "z"}, "content": ""}},
+        {"normalizer": {"type": "NFKC"}},
+        {"pre_tokenizer": {"type": "WhitespaceSplit"}},
+        {"pre_tokenizer": None},
+        {
+            "pre_tokenizer": {
+                "type": "Sequence",
+                "pretokenizers": [
+                    {"type": "Split", "pattern": {"Regex": "z+"}, "behavior": "Removed", "invert": False},
+                    {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+                ],
+            }
+        },
+    ],
+)
+def test_parts_that_drop_text_leave_no_bound(byte_level, changes):
+    assert variant(byte_level, **changes).bytes_per_token is None
+    assert variant(byte_level, **changes).fewest_tokens("x" * 10**6) == 0
+
+
+def test_tokens_that_swallow_spaces_or_lack_a_byte_leave_no_bound(byte_level, byte_fallback):
+    state = json.loads(byte_level.to_str())
+    state["added_tokens"][0]["lstrip"] = True
+    assert Tokenizer({"tokenizer.json": json.dumps(state).encode()}).bytes_per_token is None
+    lacking = json.loads(byte_level.to_str())
+    del lacking["model"]["vocab"]["ÿ"]
+    assert Tokenizer({"tokenizer.json": json.dumps(lacking).encode()}).bytes_per_token is None
+    assert Tokenizer({"tokenizer.json": byte_fallback.to_str().encode()}).bytes_per_token is None
