@@ -1,4 +1,5 @@
--- Shared by ADMIT and BATCH_EXPAND, which charge accounts for a task, and _final.lua, which settles that at its end.
+-- Shared by ADMIT and BATCH_EXPAND, which charge accounts for a task, REFUSED, which charges them for a request that
+-- became none, and _final.lua, which settles a task's charge at its end.
 -- An account is one hash (`producers/store/usage/limits.py`), so one script decides for all gateways. Minutes and
 -- months are the server's, in UTC; a count of an earlier one is 0.
 
@@ -118,14 +119,45 @@ local function over(a, limits, asked, output)
   end
 end
 
+-- What callers are told of their accounts: {said, whose, ms until the next minute, then for requests and for tokens of
+-- a minute what is left, and of how many (-1: no such limit), of the account with the least}.
+local function told(said, whose, accounts, limits, now)
+  local answer = { said, whose, 60000 - now % 60000, -1, -1, -1, -1 }
+  local function tell(at, most, used)
+    local left = most and math.max(0, most - used)
+    if most and (answer[at + 1] < 0 or left < answer[at]) then
+      answer[at], answer[at + 1] = left, most
+    end
+  end
+  for i, a in ipairs(accounts) do
+    tell(4, limits[i].rpm, a.requests)
+    tell(6, limits[i].tpm, a.tokens)
+  end
+  return answer
+end
+
+-- Charges all accounts for a request that was refused after work. A limit that is reached keeps none from that.
+local function charge_refused(names, limits, now)
+  local accounts, whose = {}, -1
+  for i, name in ipairs(names) do
+    local a = account_at(name, now)
+    a.requests = a.requests + 1
+    keep(a)
+    accounts[i] = a
+    if whose < 0 and limits[i].rpm and a.requests >= limits[i].rpm then
+      whose = i - 1
+    end
+  end
+  return told('refused', whose, accounts, limits, now)
+end
+
 -- Charges all accounts for a task, if every limit of each allows it; else changes nothing. A task of `asked.least`
 -- below `asked.output` may be shortened to what is left of a budget.
 -- asked: limits (of each account), tokens (estimated, for `tpm`), prompt, output, least (tokens of a choice), width,
 --        rates (of `cost`; there if a limit is `budget_money`), all (tokens of prompts, and least ones of outputs, of
 --        all tasks of its request; there if they are taken together or not at all)
--- Answers: {new | the limit that is reached, which account's (from 0), ms until the next minute, then for requests and
---          for tokens of a minute what is left, and of how many (-1: no such limit), of the account with the least};
---          the record's `reserved`; the task's output, if it is shortened
+-- Answers: what `told` does of {new | the limit that is reached, which account's (from 0)}; the record's `reserved`;
+--          the task's output, if it is shortened
 local function charge(names, asked, now)
   local accounts, output = {}, asked.output
   for i, name in ipairs(names) do
@@ -141,22 +173,14 @@ local function charge(names, asked, now)
     end
   end
   local reserved, pledged = most(asked, output)
-  local answer = { said or 'new', whose, 60000 - now % 60000, -1, -1, -1, -1 }
-  local function tell(at, most, used)
-    local left = most and math.max(0, most - used)
-    if most and (answer[at + 1] < 0 or left < answer[at]) then
-      answer[at], answer[at + 1] = left, most
-    end
-  end
-  for i, a in ipairs(accounts) do
-    if not said then
+  if not said then
+    for _, a in ipairs(accounts) do
       a.requests, a.tokens = a.requests + 1, a.tokens + asked.tokens
       a.open, a.reserved, a.pledged = a.open + 1, a.reserved + reserved, a.pledged + pledged
       keep(a, true)
     end
-    tell(4, asked.limits[i].rpm, a.requests)
-    tell(6, asked.limits[i].tpm, a.tokens)
   end
+  local answer = told(said or 'new', whose, accounts, asked.limits, now)
   local kept = cjson.encode({ accounts = names, estimate = asked.tokens, tokens = reserved,
     money = asked.rates and whole(pledged), rates = asked.rates })
   return answer, kept, output < asked.output and output or nil

@@ -2,6 +2,7 @@
 
     ADMIT: a limit is reached ─▶ nothing is written, 429
            else ─▶ record with `reserved`, its accounts charged ─▶ any end of the task: settled by what it used
+    refused after a gateway had worked for it ─▶ REFUSED: one more of `requests`
 
 An account is the hash `penstock:limits:<key id>`, or `penstock:limits:tenant:<name>`. One script makes the record and
 charges its key's and its tenant's, one script makes the record final and settles them (`scripts/_limits.lua`). So
@@ -14,6 +15,8 @@ whichever process dies.
 | `open`, `reserved` | tasks that have not ended, and the most tokens that they may use |
 | `month`, `spent` | prompt and output tokens of tasks that ended in this month (UTC) |
 | `pledged`, `paid` | the same as `reserved` and `spent` in money, in billionths of the currency |
+
+`requests` also has the requests that were refused after a gateway had rendered, tokenized or compiled for them.
 
 Budgets reserve the most that a task may use, so no budget is overrun: its prompt, and for each choice `max_tokens`, or
 what the context leaves. A task that names no `max_tokens` is shortened to what is left of a budget, which the record's
@@ -30,11 +33,13 @@ rates}.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
+from producers.connection.script import Call, script, text
+from producers.contract import keys
 from producers.contract.task import Task
 from producers.errors import LimitReached
 from producers.store.access.principal import Account
@@ -76,7 +81,9 @@ class Charge:
     """Tokens of the prompts, and the least of the outputs, of all tasks of the request, if they are taken together or
     not at all: what no budget has left for them, no wait brings. The first one asks for that."""
     told: list[Any] = field(default_factory=list)
-    """ADMIT's answer (`charge` in `scripts/_limits.lua`); of several tasks, the one with the least left."""
+    """ADMIT's answer (`told` in `scripts/_limits.lua`); of several tasks, the one with the least left."""
+    counted: bool = False
+    """Whether the request counts in `requests` by now, or cannot, since a minute's are used up."""
 
     @property
     def names(self) -> list[str]:
@@ -91,6 +98,15 @@ class Charge:
         together = "" if self.all is None else f', "all": {[*self.all]}'
         return f'{{"limits": [{limits}], "tokens": {estimate}, {numbers}{rates}{together}}}'
 
+    @property
+    def used_up(self) -> Account | None:
+        """The account of which no request of this minute is left, where ADMIT or REFUSED has said which one that is."""
+        said, whose, _, _, most, *_ = self.told
+        if text(said) == "new":
+            of = [account for account in self.accounts if account.limits.rpm == most]
+            return of[0] if len(of) == 1 else None
+        return self.accounts[int(whose)] if text(said) in ("rpm", "refused") and int(whose) >= 0 else None
+
     def check(self, estimate: int) -> None:
         """Raise LimitReached for a task of so many tokens that no minute has room for."""
         for account in self.accounts:
@@ -102,6 +118,7 @@ class Charge:
         """Take what ADMIT answered, which begins with what it `said`. Raises LimitReached."""
         if not self.told or answer[3:] < self.told[3:]:
             self.told = answer
+        self.counted = self.counted or said in ("new", "rpm")
         if said == "new":
             return
         account, tokens = self.accounts[int(answer[1])], json.loads(asked)["tokens"]
@@ -116,6 +133,13 @@ class Charge:
         }
         message = f"This {account.whose} may have {SAID[said].format(**most, **more)}."
         raise LimitReached(message, CODES[said], None if never else wait_s)
+
+
+def refused(accounts: Sequence[Account]) -> Call:
+    """REFUSED: a request of these accounts was refused after work. Answers what `Charge.told` takes."""
+    limits = ", ".join([account.limits.asked for account in accounts])
+    names = [keys.account(account.name) for account in accounts]
+    return Call(script("producers.store", "refused"), names, (f"[{limits}]",))
 
 
 def _renewed() -> str:

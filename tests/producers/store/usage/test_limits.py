@@ -17,7 +17,9 @@ from redis import Redis
 from producers.connection.script import run, text
 from producers.contract import keys
 from producers.store import protocol
+from producers.store.access import principal
 from producers.store.access.principal import Limits
+from producers.store.usage.limits import refused
 from tests.exhaustive import few
 from tests.histories import histories
 from tests.producers.fake_worker import FakeWorker
@@ -201,6 +203,19 @@ class Machine(RuleBasedStateMachine):
         least = [n for told in zip(*(one.left() for one in accounts), strict=True) for n in min(told)]
         assert said[2:] == [60_000 - self.now % 60_000, *least]
 
+    @rule(names=st.sampled_from(EACH))
+    def refuse(self, names: list[str]) -> None:
+        """A request was refused after a gateway had worked for it: whatever is used up, it counts."""
+        accounts = [self.accounts[one] for one in names]
+        self.turn(accounts)
+        for account in accounts:
+            account.requests += 1
+        said = self.run(refused([principal.Account(one, LIMITS[one]) for one in names]))
+        used_up = [place for place, one in enumerate(accounts) if one.requests >= (one.limits.rpm or 0)]
+        assert (text(said[0]), said[1]) == ("refused", used_up[0] if used_up else -1)
+        least = [n for told in zip(*(one.left() for one in accounts), strict=True) for n in min(told)]
+        assert said[2:] == [60_000 - self.now % 60_000, *least]
+
     @precondition(lambda self: self.open)
     @rule(
         which=st.integers(0, 9),
@@ -298,6 +313,8 @@ def test_scripts_and_model_agree(valkey: Redis, examples: int) -> None:
             ("a.paid + a.pledged + money >", "a.paid + money >"),
             ("math.max(need, all_need)", "need"),
             ("math.max(money, all_money)", "money"),
+            ("a.requests = a.requests + 1", "a.open = a.open + 1"),
+            ("if whose < 0 and limits[i].rpm", "if limits[i].rpm"),
         ],
         ("a.spent + a.reserved + need", "a.spent + need"),
         ("keep(a, true)", "keep(accounts[1], true)"),
