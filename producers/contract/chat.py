@@ -9,6 +9,8 @@ from typing import Any, Final
 from producers.errors import InvalidTask, shown
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+#: Most messages of a request. A template walks through them several times.
+MAX_MESSAGES: Final = 4096
 #: Separator that joins a content's text parts.
 BETWEEN_PARTS: Final = "\n"
 #: Further fields of a message that templates may read.
@@ -46,6 +48,8 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
         raise refused("messages", value, "a list of messages", "invalid_type")
     if not value:
         raise InvalidTask("messages is empty; give at least one message", code="empty_array", param="messages")
+    if len(value) > MAX_MESSAGES:
+        raise too_many(len(value))
     return [_message(message, f"messages[{at}]") for at, message in enumerate(value)]
 
 
@@ -132,6 +136,12 @@ def read_string(value: Any, place: str) -> str:
     except UnicodeEncodeError as error:
         raise refused(place, value, f"valid Unicode: it has a lone surrogate at character {error.start}") from None
     return value
+
+
+def too_many(count: int, param: str = "messages") -> InvalidTask:
+    """The error for more messages than a request may have."""
+    said = f"{param} has {count} messages; at most {MAX_MESSAGES} are taken"
+    return InvalidTask(said, code="array_above_max_length", param=param)
 
 
 def refused(place: str, value: Any, wanted: str, code: str = "invalid_value") -> InvalidTask:

@@ -22,6 +22,7 @@ from producers.gateway.admission.destinations import Destinations
 from producers.gateway.admission.limits import Admission
 from producers.gateway.awaited import Awaited
 from producers.gateway.context import Gateway
+from producers.gateway.executor import Executor
 from producers.gateway.http import errors
 from producers.gateway.http.caller import MEASURES
 from producers.gateway.http.edge import Edge
@@ -124,6 +125,7 @@ def _parts(
 ) -> Gateway:
     blobs = open_blobs(settings.files_dir)
     prompts, templates = Prompts(client.store), Templates(client.store)
+    accounts = Accounts(client, prices, settings.kept)
     bounds = Bounds(
         settings.max_queued_in_all,
         settings.max_queued,
@@ -139,11 +141,12 @@ def _parts(
         reach=Reach(blobs),
         readers=ReaderLeases(client, settings.reader_lease, settings.patience),
         callers=Callers(client.store) if settings.auth == "keys" else None,
-        accounts=Accounts(client, prices, settings.kept),
-        admission=Admission(client, bounds, settings.max_wait),
+        accounts=accounts,
+        admission=Admission(client, bounds, accounts.spent, settings.max_wait),
         destinations=destinations,
         metrics=figures,
         streams=streams,
+        bodies=Executor("penstock-body", 2),
         large=asyncio.Semaphore(LARGE_RESULTS),
         prices=prices,
         awaited=Awaited(client, prompts, templates, settings.awaited),
@@ -169,6 +172,7 @@ async def _running(gateway: Gateway, fair_share: FairShare) -> AsyncGenerator[No
     finally:
         gateway.prompts.close()
         gateway.templates.close()
+        gateway.bodies.close()
         for task in keeping:
             task.cancel()
         await asyncio.wait(keeping)

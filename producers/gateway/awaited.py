@@ -11,6 +11,7 @@ from typing import Any, Final
 from producers.admin.fleet import read_fleet
 from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES
+from producers.gateway.http.work import Work
 from producers.gateway.text.blobs import TOKENIZER
 from producers.gateway.text.prompts import Prompts
 from producers.gateway.text.templates import Templates
@@ -68,7 +69,7 @@ class Awaited:
                 await self._prompts.tokenizer(card)
             if "chat" in card["capabilities"]:
                 # The first render starts the template's process, and compiles it there.
-                await self._templates.render(card, [{"role": "user", "content": "Hello"}])
+                await self._templates.render(card, [{"role": "user", "content": "Hello"}], Work())
         except FAILURES:
             raise
         except Exception as error:  # noqa: BLE001 - the gateway would never be ready, for one model's files

@@ -13,6 +13,7 @@ from producers.gateway.admission.callers import Callers
 from producers.gateway.admission.destinations import Destinations
 from producers.gateway.admission.limits import Admission
 from producers.gateway.awaited import Awaited
+from producers.gateway.executor import Executor
 from producers.gateway.http.streams import Streams
 from producers.gateway.metrics import Metrics
 from producers.gateway.reach import Reach
@@ -43,6 +44,8 @@ class Gateway:
     destinations: Destinations
     metrics: Metrics
     streams: Streams
+    bodies: Executor
+    """Unpacks and parses large bodies."""
     large: asyncio.Semaphore
     """Permits for large results in memory."""
     prices: Prices | None

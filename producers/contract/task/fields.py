@@ -36,6 +36,9 @@ MAX_BEST_TOKENS: Final = 16_384
 BYTES_PER_TOKEN: Final = 3
 #: Assumed output tokens of a task without max_tokens.
 ASSUMED_OUTPUT: Final = 256
+#: Characters of JSON, and numbers in it, above which the interpreter is given up now and then while they are read.
+LARGE_JSON: Final = 64 * 1024
+MANY_NUMBERS: Final = 1 << 18
 #: Longest name (characters) in an error's `param`; longer ones are cut and get no spelling hint.
 MAX_LABEL: Final = 64
 
@@ -56,11 +59,11 @@ def _prompt(value: Any) -> Any:
             raise InvalidTask(
                 f"prompt has {len(value)} token ids; at most {MAX_PROMPT_TOKENS} are taken", param="prompt"
             )
-        for at, token in enumerate(value):
-            if type(token) is not int or not 0 <= token <= MAX_INT32:
-                raise InvalidTask(
-                    f"prompt[{at}] is {shown(token)}; a token id is an integer from 0 to {MAX_INT32}", param="prompt"
-                )
+        if value and not ({*map(type, value)} == {int} and min(value) >= 0 and max(value) <= MAX_INT32):
+            at, token = next((at, one) for at, one in enumerate(value) if not _is_token(one))
+            raise InvalidTask(
+                f"prompt[{at}] is {shown(token)}; a token id is an integer from 0 to {MAX_INT32}", param="prompt"
+            )
     if not isinstance(value, (str, list, tuple)):
         raise InvalidTask(
             f"prompt is {shown(value)}; it must be text or a list of token ids", param="prompt", code="invalid_type"
@@ -68,6 +71,10 @@ def _prompt(value: Any) -> Any:
     if not value:
         raise InvalidTask("prompt is empty; give text, or at least one token id", param="prompt", code="empty_prompt")
     return value if isinstance(value, str) else tuple(value)
+
+
+def _is_token(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_INT32
 
 
 def _messages(value: Any) -> Any:
@@ -172,11 +179,28 @@ Prompt = Annotated[str | tuple[int, ...], BeforeValidator(_prompt, json_schema_i
 def read_json(body: str | bytes) -> Any:
     """Parse JSON text. Raises InvalidTask if it is not UTF-8 or not JSON."""
     try:
-        return json.loads(body if isinstance(body, str) else body.decode())
+        return json.loads(body if isinstance(body, str) else body.decode(), **_turns(body))
     except UnicodeDecodeError as error:
         raise InvalidTask(f"the body is not UTF-8: bad byte at {error.start}", code="invalid_utf8") from None
     except (ValueError, RecursionError) as error:
         raise InvalidTask(f"the body is not JSON: {error}", code="invalid_json") from None
+
+
+def _turns(body: str | bytes) -> dict[str, Any]:
+    """Functions that read numbers of a large text. They are Python's, so other threads have their turns in between:
+    the parser by itself holds the interpreter until it has read all of them."""
+    if len(body) <= LARGE_JSON:
+        return {}
+    commas = body.count(",") if isinstance(body, str) else body.count(b",")
+    return {"parse_float": _number} | ({"parse_int": _integer} if commas > MANY_NUMBERS else {})
+
+
+def _number(text: str) -> float:
+    return float(text)
+
+
+def _integer(text: str) -> int:
+    return int(text)
 
 
 def label(name: str) -> str:

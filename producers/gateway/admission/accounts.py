@@ -1,6 +1,8 @@
 """Accounts of a request: what its key and its tenant may use, and its tasks made to fit.
 
 tasks ─▶ sized: within the largest prompt and output ─▶ the request's Charge ─▶ ADMIT (`producers.store.usage.limits`)
+a minute's requests are known to be used up ─▶ check_spent: refused, before the body is read
+refused after work ─▶ charge_refused: one more of a minute's requests
 
 A tenant's limits are those that the store had at most FRESH_S ago. They hold for whoever submits as this tenant: all of
 its keys together, and where no keys are asked for, all who name it.
@@ -8,28 +10,37 @@ its keys together, and where no keys are asked for, all who name it.
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from starlette.requests import HTTPConnection
 
 from producers.client.aio import AsyncClient
-from producers.client.steps import Read, persistently
+from producers.client.steps import FAILURES, Read, once, persistently
+from producers.connection.connect import SILENT_S
 from producers.contract import keys
 from producers.contract.task import Task
-from producers.errors import shown
+from producers.errors import PenstockError, shown
 from producers.gateway.admission.callers import FRESH_S
 from producers.gateway.admission.callers import KEPT as TENANTS
+from producers.gateway.admission.spent import Spent
 from producers.gateway.http import idempotency
 from producers.gateway.http.caller import principal_of
 from producers.gateway.http.errors import Problem
+from producers.gateway.http.work import Work
 from producers.gateway.lru_cache import LruCache
 from producers.store.access import tenants
 from producers.store.access.principal import KEPT, NO_LIMITS, Account, Limits
-from producers.store.usage.limits import Charge, needed
+from producers.store.usage.limits import Charge, needed, refused
 from producers.store.usage.prices import Prices
+
+#: What a request asks of a minute's tokens that is refused before it is read.
+NO_TOKENS: Final = json.dumps({"tokens": 0})
 
 
 class Accounts:
@@ -40,6 +51,37 @@ class Accounts:
         self._prices = prices
         self._kept = kept
         self._tenants: LruCache[str, Limits] = LruCache(TENANTS, fresh=FRESH_S)
+        self.spent: Final = Spent()
+
+    async def check_spent(self, connection: HTTPConnection, tenant: str | None) -> None:
+        """Refuse a request of a key or tenant that is known to have none left in this minute, as ADMIT would.
+
+        One with an Idempotency-Key may be a replay, which costs nothing: it is let in if that key has made something,
+        and `idempotency.note_body` refuses it if it is another request. Raises LimitReached, Problem,
+        redis.exceptions.RedisError or OSError.
+        """
+        accounts = await self.limited(connection, tenant)
+        charge = next((said for account in accounts if (said := self.spent.charge_of(account)) is not None), None)
+        if charge is None or await idempotency.may_replay(connection, self._client, tenant=tenant):
+            return
+        connection.scope["state"]["charge"] = charge
+        charge.hear("rpm", charge.told, NO_TOKENS)
+
+    async def charge_refused(self, connection: HTTPConnection, work: Work) -> None:
+        """Count a request that is refused after work was done for it, unless ADMIT has. The store may be away: then
+        nothing is counted."""
+        state = connection.scope["state"]
+        charge: Charge | None = state.get("charge")
+        if charge is not None and charge.counted:
+            return
+        with suppress(*FAILURES, PenstockError, Problem):
+            async with asyncio.timeout(SILENT_S):
+                accounts = [account for account in await work.limited() if account.limits.rpm is not None]
+                if not accounts:
+                    return
+                told = await self._client.run(once(refused(accounts)))
+                state["charge"] = charge = Charge(tuple(accounts), told=told, counted=True)
+                self.spent.note(charge)
 
     async def sized(self, connection: HTTPConnection, tasks: Sequence[Task]) -> list[Task]:
         """The tasks within their key's and tenant's largest prompt and output, before their Idempotency-Key is taken.

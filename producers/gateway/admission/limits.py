@@ -21,6 +21,7 @@ from producers.client.submission import TASK
 from producers.contract.task import Task
 from producers.errors import QueueFull, shown
 from producers.gateway.admission.overload import Overload
+from producers.gateway.admission.spent import Spent
 from producers.gateway.http.caller import principal_of
 from producers.gateway.http.errors import ONCE, Problem
 from producers.store.access.principal import NO_LIMITS, Limits, Principal
@@ -39,10 +40,12 @@ class Entered:
 
 
 class Admission:
-    """The admission of one gateway's callers. `max_wait`: as of `Overload`."""
+    """The admission of one gateway's callers. `spent`: hears what ADMIT says of accounts. `max_wait`: as of
+    `Overload`."""
 
-    def __init__(self, client: AsyncClient, bounds: Bounds, max_wait: float = 0.0) -> None:
+    def __init__(self, client: AsyncClient, bounds: Bounds, spent: Spent, max_wait: float = 0.0) -> None:
         self._client = client
+        self._spent = spent
         self._bounds = bounds
         self.overload = Overload(client.store, bounds, max_wait)
 
@@ -87,6 +90,8 @@ class Admission:
             known = await self._client.known(task.model)
             tokens = task.kv_tokens(int(known.card["context_length"]))
             raise await self.overload.full(error, known.queue, task.tier, tokens) from None
+        finally:
+            self._spent.note(charge)
 
     def _room(self, request: HTTPConnection) -> Room:
         """The bounds for a caller. A tenant's own goes before that of all tenants (`Accounts.sized` has it read)."""

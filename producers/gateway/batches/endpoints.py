@@ -20,6 +20,7 @@ from producers.errors import InvalidTask, LimitReached, PenstockError, UnknownMo
 from producers.gateway.admission.accounts import charge_for, fitted, there
 from producers.gateway.admission.limits import check_may_use
 from producers.gateway.http.errors import Problem, body_of, problem_of
+from producers.gateway.http.work import Work
 from producers.gateway.openai.lines import COMPLETIONS, answer_line, in_words_of, read_line
 from producers.gateway.openai.prompts import MAX_TOKENS
 from producers.gateway.tasks.foreground import problem_of_end
@@ -95,14 +96,14 @@ class LineEndpoints:
     ) -> Planned | Answer:
         """A line's task within limits, and its charge. Its text is counted here, as the gateway counts a caller's."""
         task, card = plan.task, plan.known.card
-        context = int(card["context_length"])
+        context, work = int(card["context_length"]), _work(accounts, task.tenant)
         try:
             if task.messages is not None:
-                text = await self._templates.render(card, task.messages)
-                ids = await self._prompts.encode(card, text, special=False)
+                text = await self._templates.render(card, task.messages, work)
+                ids = await self._prompts.encode(card, text, work, special=False)
                 task = task.model_copy(update={"prompt": ids, "messages": None})
             elif isinstance(task.prompt, str):
-                task = task.model_copy(update={"prompt": await self._prompts.encode(card, task.prompt)})
+                task = task.model_copy(update={"prompt": await self._prompts.encode(card, task.prompt, work)})
             shortens = task.max_tokens is None
             for account in accounts:
                 task = fitted(account, task, context)
@@ -132,6 +133,15 @@ class LineEndpoints:
             return await self._prompts.tokenizer((await self._client.known(model)).card)
         except (PenstockError, Problem) as error:
             return _refused(error)
+
+
+def _work(accounts: Sequence[Account], tenant: str | None) -> Work:
+    """The work on a line."""
+
+    async def limited() -> Sequence[Account]:
+        return accounts
+
+    return Work(tenant or "", limited)
 
 
 def _usual(body: Mapping[str, Any], limits: Sequence[Limits]) -> Mapping[str, Any]:

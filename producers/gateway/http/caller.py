@@ -45,8 +45,11 @@ class Needs(SecurityBase):
     scheme_name = "key"
     model = HTTPBearer(description="an API key, `psk_...`, where the gateway asks for keys (`--auth keys`)")
 
-    def __init__(self, scope: str) -> None:
+    def __init__(self, scope: str, *, tasks: bool = False) -> None:
+        """`tasks`: requests become tasks, which count in a minute's. Those of an account that is known to have none
+        left are refused before their body is read."""
         self.scope = scope
+        self.tasks = tasks
 
     async def __call__(self, connection: HTTPConnection) -> None:
         gateway = connection.app.state.gateway
@@ -55,6 +58,8 @@ class Needs(SecurityBase):
         state = connection.scope.setdefault("state", {})  # `connection.state` would make another one for each name
         if callers is None:
             state["principal"] = LOCAL
+            if self.tasks and gateway.accounts.spent:
+                await gateway.accounts.check_spent(connection, _named(connection.scope["headers"]))
             return
         token = token_of(connection.scope["headers"])
         principal = callers.again(token) or await callers.principal(token, _address(connection) or "nobody")
@@ -62,11 +67,15 @@ class Needs(SecurityBase):
             raise Problem(403, f"This key lacks the scope {self.scope}.", code="missing_scope")
         same(principal, _named(connection.scope["headers"]), TENANT)
         state["principal"], state[OPENED] = principal, token
+        if self.tasks and gateway.accounts.spent:
+            await gateway.accounts.check_spent(connection, principal.tenant)
 
 
 SUBMITS, READS, CANCELS, MEASURES, ADMINISTERS = (
     [Depends(Needs(scope))] for scope in ("submit", "read", "cancel", "metrics", "admin")
 )
+#: Of endpoints whose requests become tasks at once.
+SUBMITS_TASKS: Final = [Depends(Needs("submit", tasks=True))]
 
 
 def principal_of(connection: HTTPConnection) -> Principal:

@@ -44,6 +44,8 @@ FULL = "The memory or disk of the store or the broker is full: nothing new is ta
 #: 409 and 5xx.
 RETRY_AFTER = {"retry-after": "1"}
 ONCE = {"x-should-retry": "false"}
+#: HTTP status of a request whose client left before the answer; it is only counted.
+CLIENT_LEFT = 499
 
 
 class Problem(Exception):
@@ -189,6 +191,9 @@ def _invalid(error: RequestValidationError) -> Problem:
 
 async def _handle(request: Request, error: Exception) -> JSONResponse:
     problem = problem_of(error, getattr(request.state, "principal", LOCAL))
+    work = request.scope["state"].get("work") if "state" in request.scope else None
+    if work is not None and work.done and 400 <= problem.status < 500:
+        await request.app.state.gateway.accounts.charge_refused(request, work)
     if problem.status in (429, 503):
         request.app.state.metrics.refused(problem.code, getattr(request.state, "tier", UNKNOWN))
     return response_of(problem)

@@ -9,6 +9,7 @@ Call it after all checks that may refuse the request, so that a corrected body m
 
 from __future__ import annotations
 
+import json
 from typing import Any, Final
 
 from fastapi import Request
@@ -17,6 +18,7 @@ from starlette.requests import HTTPConnection
 from producers.client.aio import AsyncClient
 from producers.client.operations import stored
 from producers.client.steps import Read, persistently
+from producers.connection.script import text
 from producers.contract import keys
 from producers.errors import shown
 from producers.gateway.http.errors import Problem, wrong
@@ -26,6 +28,8 @@ from producers.store.idempotency import Entry
 HEADER: Final = "idempotency-key"
 #: The header of an answer that is not its request's own, but an earlier one's.
 REPLAYED: Final = {"idempotent-replayed": "true"}
+#: The name in a request's state of the digest of the only body that it may have.
+REPLAYS: Final = "replays"
 #: The header for OpenAPI (`parameters` of an operation, whose `responses` then have 422).
 PARAMETER: Final[dict[str, Any]] = {
     "name": "Idempotency-Key",
@@ -50,14 +54,63 @@ async def first(
     entry, same = _named(request, key, tenant, digest)
     found = await client.run(stored(entry, same, new_id, client.patience))
     if found is None:
-        raise Problem(
-            422,
-            f"The Idempotency-Key {shown(key)} was used for another request (another body or URL) within the last 24 "
-            "hours; give each request a key of its own.",
-            code="idempotency_key_reused",
-            param="Idempotency-Key",
-        )
+        raise _reused(key)
     return found
+
+
+def _reused(key: str) -> Problem:
+    return Problem(
+        422,
+        f"The Idempotency-Key {shown(key)} was used for another request (another body or URL) within the last 24 "
+        "hours; give each request a key of its own.",
+        code="idempotency_key_reused",
+        param="Idempotency-Key",
+    )
+
+
+async def may_replay(connection: HTTPConnection, client: AsyncClient, *, tenant: str | None) -> bool:
+    """Whether the request's key has made something, before its body is read: only the same body is let in then, see
+    `note_body`. Raises Problem for a bad key, redis.exceptions.RedisError or OSError."""
+    key = connection.headers.get(HEADER)
+    if key is None:
+        return False
+    read = Read((("HMGET", _entry(key, tenant), "digest", "made"),))
+    ((digest, done),) = await client.run(persistently(read, client.patience))
+    if done is None:
+        return False
+    connection.scope["state"][REPLAYS] = text(digest)
+    return True
+
+
+async def made_prompts(
+    request: HTTPConnection, client: AsyncClient, tasks: int, *, tenant: str | None
+) -> list[tuple[int, ...]] | None:
+    """The token ids of the prompts of a request's tasks, if an earlier request of the same key and body made all of
+    them: a replay is rendered and tokenized no more. None if it did not, or a prompt is kept as text. Raises as
+    `first`."""
+    key = request.headers.get(HEADER)
+    if key is None:
+        return None
+    made_id = await _made_id(request, client, key, tenant)
+    if made_id is None:
+        return None
+    reads = tuple(("HGET", keys.task(one), "task") for one in idempotency.ids(made_id, tasks))
+    found: list[tuple[int, ...]] = []
+    for kept in await client.run(persistently(Read(reads), client.patience)):
+        prompt = None if kept is None else json.loads(kept).get("prompt")
+        if not isinstance(prompt, list):
+            return None
+        found.append(tuple(prompt))
+    if (work := request.scope["state"].get("work")) is not None:
+        work.done = False  # to read a replay is free
+    return found
+
+
+async def _made_id(request: HTTPConnection, client: AsyncClient, key: str, tenant: str | None) -> str | None:
+    """The id of what an earlier request of the same key and body has made, if it has."""
+    entry, same = _named(request, key, tenant)
+    found = await client.run(persistently(Read(idempotency.look(entry)), client.patience))
+    return idempotency.made_id(same, found)
 
 
 async def was_made(request: HTTPConnection, client: AsyncClient, tasks: int, *, tenant: str | None) -> bool:
@@ -66,9 +119,8 @@ async def was_made(request: HTTPConnection, client: AsyncClient, tasks: int, *, 
     key = request.headers.get(HEADER)
     if key is None:
         return False
-    entry, same = _named(request, key, tenant)
-    found = await client.run(persistently(Read(idempotency.look(entry)), client.patience))
-    if (made_id := idempotency.made_id(same, found)) is None:
+    made_id = await _made_id(request, client, key, tenant)
+    if made_id is None:
         return False
     names = [keys.task(one) for one in idempotency.ids(made_id, tasks)]
     (there,) = await client.run(persistently(Read((("EXISTS", *names),)), client.patience))
@@ -77,10 +129,17 @@ async def was_made(request: HTTPConnection, client: AsyncClient, tasks: int, *, 
 
 def _named(request: HTTPConnection, key: str, tenant: str | None, digest: str | None = None) -> tuple[str, str]:
     """The name of a key's entry, and the digest of the request. Raises Problem for a bad key."""
+    return _entry(key, tenant), _digest(request, digest or request.state.digest)
+
+
+def _entry(key: str, tenant: str | None) -> str:
     if not idempotency.KEY.fullmatch(key):
         raise wrong("Idempotency-Key", key, "1 to 255 visible ASCII characters, without spaces.")
-    same = idempotency.digest(request.url.path.encode(), (digest or request.state.digest).encode())
-    return idempotency.name(tenant, key), same
+    return idempotency.name(tenant, key)
+
+
+def _digest(request: HTTPConnection, body: str) -> str:
+    return idempotency.digest(request.url.path.encode(), body.encode())
 
 
 async def made(client: AsyncClient, entry: Entry) -> None:
@@ -89,6 +148,12 @@ async def made(client: AsyncClient, entry: Entry) -> None:
 
 
 def note_body(request: Request, body: bytes) -> None:
-    """Keep the digest of an unpacked body for `first`, where the request has a key."""
-    if HEADER in request.headers:
-        request.state.digest = idempotency.digest(body)
+    """Keep the digest of an unpacked body for `first`, where the request has a key. Raises Problem for another request
+    than the one as whose replay it was let in."""
+    key = request.headers.get(HEADER)
+    if key is None:
+        return
+    request.state.digest = idempotency.digest(body)
+    replays = request.scope["state"].get(REPLAYS)
+    if replays is not None and _digest(request, request.state.digest) != replays:
+        raise _reused(key)

@@ -19,9 +19,11 @@ from producers.contract.stream.events import End
 from producers.contract.task import Task
 from producers.gateway.admission.limits import check_may_use
 from producers.gateway.context import Gateway, gateway_of
-from producers.gateway.http.caller import SUBMITS, principal_of, tenant_of
+from producers.gateway.http import idempotency
+from producers.gateway.http.caller import SUBMITS_TASKS, principal_of, tenant_of
 from producers.gateway.http.errors import invalid_value
 from producers.gateway.http.request.body import read_object
+from producers.gateway.http.work import work_of
 from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, News, Output, head, made, news, respond
 from producers.gateway.openai.arrays import joined
 from producers.gateway.openai.forms import NESTED, TEXT, formed
@@ -87,7 +89,7 @@ class _Chat:
 
 @router.post(
     "/completions",
-    dependencies=SUBMITS,
+    dependencies=SUBMITS_TASKS,
     response_class=JSONResponse,
     response_model=None,
     responses=RESPONSES,
@@ -102,7 +104,7 @@ async def create(request: Request) -> Response:
     check_may_use(principal_of(request), task)
     known = await gateway.client.known(task.model)
     calling = None if chat.tools is None else await _calling(gateway, known.card, chat.tools)
-    task = task.model_copy(update={"prompt": await _prompt(gateway, known.card, chat, task)})
+    task = task.model_copy(update={"prompt": await _prompt(request, gateway, known.card, chat, task)})
     if calling is not None:
         task = task.model_copy(update={"grammar": calling.grammar})
     scorer = None if chat.logprobs is None else ChatLogprobs(await gateway.prompts.tokenizer(known.card))
@@ -174,13 +176,18 @@ async def _calling(gateway: Gateway, card: Mapping[str, Any], tools: Tools) -> C
     return await asyncio.to_thread(make_calling, tools, template, await gateway.prompts.tokenizer(card), style)
 
 
-async def _prompt(gateway: Gateway, card: Mapping[str, Any], chat: _Chat, task: Task) -> tuple[int, ...]:
+async def _prompt(
+    request: Request, gateway: Gateway, card: Mapping[str, Any], chat: _Chat, task: Task
+) -> tuple[int, ...]:
     """The token ids of the messages, after all other checks."""
+    work = work_of(request)
     with chat.asked.in_its_words():
         task.check(card)
         check_chats(card)
-        text = await gateway.templates.render(card, chat.messages, **chat.template)
-        return await gateway.prompts.encode(card, text, special=False)
+        if (made := await idempotency.made_prompts(request, gateway.client, 1, tenant=task.tenant)) is not None:
+            return made[0]
+        text = await gateway.templates.render(card, chat.messages, work, **chat.template)
+        return await gateway.prompts.encode(card, text, work, special=False)
 
 
 def shape(index: int, choice: Choice) -> Iterator[bytes | bytearray]:

@@ -14,10 +14,13 @@ from starlette.responses import Response
 from engine.text import Tokenizer
 from producers.contract.stream.events import End
 from producers.contract.task import Task
+from producers.gateway.admission.accounts import check_number
 from producers.gateway.admission.limits import check_may_use
 from producers.gateway.context import Gateway, gateway_of
-from producers.gateway.http.caller import SUBMITS, principal_of, tenant_of
+from producers.gateway.http import idempotency
+from producers.gateway.http.caller import SUBMITS_TASKS, principal_of, tenant_of
 from producers.gateway.http.request.body import read_object
+from producers.gateway.http.work import Work, work_of
 from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, News, head, made, news, respond, weight
 from producers.gateway.openai.arrays import joined
 from producers.gateway.openai.echo import Echo, echoed
@@ -32,7 +35,7 @@ router = APIRouter(prefix="/v1", tags=["openai"])
 
 @router.post(
     "/completions",
-    dependencies=SUBMITS,
+    dependencies=SUBMITS_TASKS,
     response_class=JSONResponse,
     response_model=None,
     responses=RESPONSES,
@@ -47,10 +50,16 @@ async def create(request: Request) -> Response:
     check_may_use(principal_of(request), tasks[0])
     known = await gateway.client.known(asked.model)
     accounts = await gateway.accounts.limited(request, tasks[0].tenant)
-    tasks = await wanted.encoded(gateway, known.card, tasks, accounts[0].limits.max_output if accounts else None)
+    if len(tasks) > 1 and idempotency.HEADER not in request.headers:
+        for account in accounts:
+            check_number(account, len(tasks))
+    work = work_of(request)
+    made = await idempotency.made_prompts(request, gateway.client, len(tasks), tenant=tasks[0].tenant)
+    most = accounts[0].limits.max_output if accounts else None
+    tasks = await wanted.encoded(gateway, known.card, tasks, work, most, made)
     wanted.check_size(tasks)
     tokenizer = await gateway.prompts.tokenizer(known.card) if wanted.logprobs else None
-    echoes = await _echoes(gateway, known.card, wanted, tasks, tokenizer)
+    echoes = await _echoes(gateway, known.card, wanted, tasks, work, tokenizer)
     scorers = _scorers(wanted, tokenizer, echoes)
     with asked.in_its_words():
         foreground = await keyed(request, gateway, tasks)
@@ -72,12 +81,17 @@ async def create(request: Request) -> Response:
 
 
 async def _echoes(
-    gateway: Gateway, card: Mapping[str, Any], wanted: Completion, tasks: Sequence[Task], tokenizer: Tokenizer | None
+    gateway: Gateway,
+    card: Mapping[str, Any],
+    wanted: Completion,
+    tasks: Sequence[Task],
+    work: Work,
+    tokenizer: Tokenizer | None,
 ) -> list[Echo]:
     """The echo of each prompt, with which its choices begin; empty without `echo`."""
     if not wanted.echo:
         return []
-    texts = await wanted.texts(gateway, card)
+    texts = await wanted.texts(gateway, card, work)
     return [Echo(text, len(task.prompt), tokenizer) for text, task in zip(texts, tasks, strict=True)]
 
 

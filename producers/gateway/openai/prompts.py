@@ -12,6 +12,7 @@ from producers.contract.task import MAX_LOGPROBS, MAX_PROMPT_BYTES, MAX_PROMPT_T
 from producers.errors import InvalidTask, shown
 from producers.gateway.context import Gateway
 from producers.gateway.http.errors import Problem, invalid_value
+from producers.gateway.http.work import Work
 from producers.gateway.openai.forms import NESTED, TEXT, formed
 from producers.gateway.openai.parameters import Asked, Parameters, flag
 from producers.gateway.text.prompts import InvalidPrompt
@@ -74,21 +75,30 @@ class Completion:
         return [self._task(at, prompt) for at, prompt in enumerate(self.prompts)]
 
     async def encoded(
-        self, gateway: Gateway, card: Mapping[str, Any], tasks: Sequence[Task], most: int | None = None
+        self,
+        gateway: Gateway,
+        card: Mapping[str, Any],
+        tasks: Sequence[Task],
+        work: Work,
+        most: int | None = None,
+        made: Sequence[tuple[int, ...]] | None = None,
     ) -> list[Task]:
-        """The tasks with token ids, checked against the model. `most`: the key's largest output, if it has one.
+        """The tasks with token ids, checked against the model. `most`: the key's largest output, if it has one. `made`:
+        the prompts that an earlier request of this Idempotency-Key made of the same texts.
 
         Raises InvalidTask, and as `Prompts.encode`.
         """
         found = {at: task.prompt for at, task in enumerate(tasks) if isinstance(task.prompt, str)}
-        ids = await self._each(found, partial(gateway.prompts.encode_all, card, special=self.special))
+        ids = dict(enumerate(made or ()))
+        if made is None:
+            ids = await self._each(found, partial(gateway.prompts.encode_all, card, work=work, special=self.special))
         usual = min(MAX_TOKENS, most or MAX_TOKENS)
         return [self._checked(card, at, task, ids.get(at), usual) for at, task in enumerate(tasks)]
 
-    async def texts(self, gateway: Gateway, card: Mapping[str, Any]) -> list[str]:
+    async def texts(self, gateway: Gateway, card: Mapping[str, Any], work: Work) -> list[str]:
         """Each prompt's text. Raises as `encoded` does."""
         found = {at: prompt for at, prompt in enumerate(self.prompts) if not isinstance(prompt, str)}
-        decoded = await self._each(found, partial(gateway.prompts.decode_all, card))
+        decoded = await self._each(found, partial(gateway.prompts.decode_all, card, work=work))
         return [prompt if isinstance(prompt, str) else decoded[at] for at, prompt in enumerate(self.prompts)]
 
     async def _each(self, prompts: Mapping[int, P], work: Callable[[Sequence[P]], Awaitable[list[T]]]) -> dict[int, T]:

@@ -23,7 +23,7 @@ from producers.errors import PenstockError, TaskExists, TaskNotFound
 from producers.gateway.context import Gateway
 from producers.gateway.http import idempotency
 from producers.gateway.http.caller import charge_of, marks
-from producers.gateway.http.errors import ONCE, Problem, unavailable
+from producers.gateway.http.errors import CLIENT_LEFT, ONCE, Problem, unavailable
 from producers.gateway.http.sse import watch
 from producers.gateway.http.streams import why_stopped
 from producers.gateway.text.forms import check_followed
@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: HTTP status of a request whose client left before the answer; it is only counted.
-CLIENT_LEFT: Final = 499
 #: Error code of a task that failed through no fault of its request -> HTTP status. Other codes are a worker's refusals.
 FAULTS: Final = {"engine_error": 500, "dead_lettered": 500, "failed": 500, "expired": 504}
 #: Codes for which a retry is useless: it would wait as long, or kill as many workers.

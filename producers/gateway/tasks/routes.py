@@ -17,7 +17,7 @@ from producers.contract.task import Task
 from producers.errors import PenstockError
 from producers.gateway.context import gateway_of
 from producers.gateway.http import idempotency
-from producers.gateway.http.caller import CANCELS, READS, SUBMITS, principal_of
+from producers.gateway.http.caller import CANCELS, READS, SUBMITS_TASKS, principal_of
 from producers.gateway.http.caller import PARAMETER as TENANT_PARAMETER
 from producers.gateway.http.errors import Problem
 from producers.gateway.http.request.body import read_task
@@ -34,7 +34,7 @@ ENDED: Final[dict[str, Any]] = {"model": TaskView, "description": "The task ende
 
 @router.post(
     "",
-    dependencies=SUBMITS,
+    dependencies=SUBMITS_TASKS,
     status_code=202,
     response_model=TaskView,
     responses={200: ENDED, **errors(404, 413, 415, 422, 429)},
@@ -48,7 +48,7 @@ async def submit(request: Request) -> Response:
     gateway = gateway_of(request)
     task = owned(request, await read_task(request, gateway.settings.max_body))
     request.state.tier = task.tier
-    return await _accepted(request, await encoded(gateway, task), TASK)
+    return await _accepted(request, await encoded(request, gateway, task), TASK)
 
 
 @router.get(
@@ -90,7 +90,7 @@ async def look(request: Request, task_id: str) -> Response:
 
 @router.post(
     "/{task_id}/retry",
-    dependencies=SUBMITS,
+    dependencies=SUBMITS_TASKS,
     status_code=202,
     response_model=TaskView,
     responses={200: ENDED, **errors(404, 409, 422, 429)},
@@ -100,10 +100,10 @@ async def retry(request: Request, task_id: str) -> Response:
     """Submit a task that has ended once more, as a new task with the same fields, seed and webhook."""
     task, more = repeated(await (await task_of(request, task_id)).status())
     request.state.tier = task.tier
+    idempotency.note_body(request, b"")
     # A text's tokens are not counted where no gateway submitted it.
     if await gateway_of(request).accounts.limited(request, task.tenant):
-        task = await encoded(gateway_of(request), task)
-    idempotency.note_body(request, b"")
+        task = await encoded(request, gateway_of(request), task)
     return await _accepted(request, task, more)
 
 

@@ -20,11 +20,12 @@ from producers.gateway.context import Gateway
 from producers.gateway.http import idempotency
 from producers.gateway.http.caller import charge_of, marks
 from producers.gateway.http.errors import gone
+from producers.gateway.http.work import work_of
 from producers.gateway.tasks.views import TaskView, WebhookView
 from producers.gateway.text.forms import check_followed
 
 
-async def encoded(gateway: Gateway, task: Task) -> Task:
+async def encoded(request: Request, gateway: Gateway, task: Task) -> Task:
     """The task with token ids in place of text or messages; its webhook may be called.
 
     Raises InvalidTask, UnknownModel or Problem.
@@ -34,13 +35,16 @@ async def encoded(gateway: Gateway, task: Task) -> Task:
     task.check(card)
     if task.webhook is not None:
         await gateway.destinations.check(task.webhook.url, "webhook.url")
-    if task.messages is not None:
-        text = await gateway.templates.render(card, task.messages)
-        ids = await gateway.prompts.encode(card, text, special=False)
-    elif isinstance(task.prompt, str):
-        ids = await gateway.prompts.encode(card, task.prompt)
-    else:
+    if task.prompt_tokens is not None:
         return task
+    work = work_of(request, task.tenant)
+    if (made := await idempotency.made_prompts(request, gateway.client, 1, tenant=task.tenant)) is not None:
+        ids = made[0]
+    elif task.messages is not None:
+        text = await gateway.templates.render(card, task.messages, work)
+        ids = await gateway.prompts.encode(card, text, work, special=False)
+    else:
+        ids = await gateway.prompts.encode(card, str(task.prompt), work)
     task = task.model_copy(update={"prompt": ids, "messages": None})
     task.check(card)
     return task

@@ -1,23 +1,30 @@
-"""Tokenises and detokenises prompts, with the tokenizer that the model's card names by hash."""
+"""Tokenises and detokenises prompts, with the tokenizer that the model's card names by hash.
+
+texts ─▶ sizes: what is too long whatever its tokens are is refused here, for every endpoint
+      ─▶ small: a thread │ large: a process that can be killed (`engine.confined`); in turns of tenants ─▶ token ids
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final, TypeVar
 
 from redis.asyncio import Redis
 
+from engine.confined import Stopped
 from engine.text import ModelError, RequestError, Tokenizer
+from engine.text.confined_tokenizer import ConfinedTokenizer, TextError
 from producers.errors import InvalidTask, shown
-from producers.gateway.http.errors import RETRY_AFTER, Problem
+from producers.gateway.executor import CallerLeft, Executor, ExecutorBusy, ExecutorClosed, ExecutorFull
+from producers.gateway.http.errors import CLIENT_LEFT, RETRY_AFTER, Problem
+from producers.gateway.http.work import Work
 from producers.gateway.lru_cache import LruCache
 from producers.gateway.text.blobs import TOKENIZER, broken, read_blobs
-from producers.gateway.text.executor import Executor, ExecutorBusy, ExecutorClosed
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +35,19 @@ T = TypeVar("T")
 KEPT: Final = 16
 #: Threads of one tokenizer. It releases the GIL, but a model's own patterns may be arbitrarily slow.
 THREADS: Final = 2
-#: Most requests waiting for one tokenizer, which takes a millisecond for some thousand characters.
+#: Most requests waiting for one tokenizer, which takes a millisecond for some thousand characters. If more come, the
+#: last ones of the tenant that has most of them are refused.
 WAITING: Final = 256
+#: Characters of a request's texts. Up to the first, they are tokenised without a look at their size; above the second,
+#: they are no small request's company.
+SHORT, LARGE = 4096, 64 * 1024
 #: Longest wait (s) of a request for its turn.
 PATIENCE_S: Final = 10.0
 #: Time limit (s) for all texts of a request, from the start of the first.
 LIMIT_S: Final = 10.0
+#: The same for large texts, which `engine.text.confined_tokenizer` limits; and the most processes for them.
+WAITING_LARGE, PATIENCE_LARGE_S = 64, 30.0
+KEPT_LARGE: Final = 2
 
 
 class InvalidPrompt(InvalidTask):
@@ -50,30 +64,37 @@ class Prompts:
     def __init__(self, store: Redis) -> None:
         self._store = store
         self._encoders: LruCache[str, _Encoder] = LruCache(KEPT, _Encoder.close)
+        self._large: LruCache[str, _Process] = LruCache(KEPT_LARGE, _Process.close)
 
-    async def encode(self, card: Mapping[str, Any], text: str, *, special: bool = True) -> tuple[int, ...]:
+    async def encode(self, card: Mapping[str, Any], text: str, work: Work, *, special: bool = True) -> tuple[int, ...]:
         """Token ids of a prompt; with `special`, including the tokenizer's special tokens around it.
 
-        Raises InvalidTask, and Problem if the tokenizer is unavailable or too many requests wait for it.
+        Raises InvalidTask, Problem if the tokenizer is unavailable or too many requests wait for it, and
+        redis.exceptions.RedisError or OSError.
         """
-        return (await self.encode_all(card, (text,), special=special))[0]
+        return (await self.encode_all(card, (text,), work, special=special))[0]
 
     async def encode_all(
-        self, card: Mapping[str, Any], texts: Sequence[str], *, special: bool = True
+        self, card: Mapping[str, Any], texts: Sequence[str], work: Work, *, special: bool = True
     ) -> list[tuple[int, ...]]:
         """Token ids of each of a request's prompts. Raises as `encode`, and InvalidPrompt for a refused text."""
-
-        def encoded(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-            ids = tokenizer.encode(text, special)
+        if any(len(text) > SHORT for text in texts):
+            await self._check_sizes(card, texts, work)
+        encoded = await self._each(
+            card,
+            texts,
+            work,
+            lambda tokenizer, text: tuple(tokenizer.encode(text, special)),
+            lambda confined: confined.encode_all(texts, special),
+        )
+        for at, ids in enumerate(encoded):
             if not ids:
-                raise RequestError("prompt has no token: the model's tokenizer drops all of it", param="prompt")
-            return tuple(ids)
+                raise InvalidPrompt("prompt has no token: the model's tokenizer drops all of it", at)
+        return encoded
 
-        return await self._each(card, texts, encoded)
-
-    async def decode_all(self, card: Mapping[str, Any], prompts: Sequence[Sequence[int]]) -> list[str]:
+    async def decode_all(self, card: Mapping[str, Any], prompts: Sequence[Sequence[int]], work: Work) -> list[str]:
         """The text of each of a request's prompts, without special tokens. Raises as `encode_all` does."""
-        return await self._each(card, prompts, Tokenizer.decode)
+        return await self._each(card, prompts, work, Tokenizer.decode, lambda confined: confined.decode_all(prompts))
 
     async def tokenizer(self, card: Mapping[str, Any]) -> Tokenizer:
         """The model's tokenizer. Raises as `encode` does."""
@@ -81,22 +102,52 @@ class Prompts:
 
     def close(self) -> None:
         self._encoders.clear()
+        self._large.clear()
 
-    async def _each(self, card: Mapping[str, Any], prompts: Sequence[P], work: Callable[[Tokenizer, P], T]) -> list[T]:
+    async def _check_sizes(self, card: Mapping[str, Any], texts: Sequence[str], work: Work) -> None:
+        """Refuse texts that have too many tokens by their size alone, with the errors of those that were counted.
+
+        Raises InvalidPrompt, also for more than a key or tenant may have.
+        """
+        tokenizer, context = await self.tokenizer(card), int(card["context_length"])
+        fewest = [tokenizer.fewest_tokens(text) if len(text) > SHORT else 0 for text in texts]
+        for at, tokens in enumerate(fewest):
+            if tokens > context:
+                said = (
+                    f"This model's maximum context length is {context} tokens. However, you requested at least "
+                    f"{tokens} tokens in the prompt: it has {len(texts[at].encode())} bytes of UTF-8, and no token of "
+                    f"{shown(card['name'])} stands for more than {tokenizer.bytes_per_token}. Shorten the prompt, or "
+                    "use a model with more context."
+                )
+                raise InvalidPrompt(said, at, code="context_length_exceeded")
+        for account in await work.limited():
+            most = account.limits.max_prompt
+            if most is not None and max(fewest) > most:
+                said = f"The prompt has at least {max(fewest)} tokens; with this {account.whose} it may have {most}."
+                raise InvalidPrompt(said, fewest.index(max(fewest)), code="prompt_too_long")
+
+    async def _each(
+        self,
+        card: Mapping[str, Any],
+        prompts: Sequence[P],
+        work: Work,
+        small: Callable[[Tokenizer, P], T],
+        large: Callable[[ConfinedTokenizer], list[T]],
+    ) -> list[T]:
+        """`small`: processes one prompt. `large`: processes all of them, where those are large."""
         if not prompts:
             return []
+        encoder = await self._encoder(card)
         while True:
-            encoder = await self._encoder(card)
             with suppress(ExecutorClosed):  # it was evicted meanwhile
-                return await encoder.each(prompts, work)
+                if sum(map(len, prompts)) > LARGE:
+                    process = await self._large.get(_digest(card), lambda: self._start(card))
+                    return await process.all(len(prompts), large, work)
+                return await encoder.each(prompts, small, work)
+            encoder = await self._encoder(card)
 
     async def _encoder(self, card: Mapping[str, Any]) -> _Encoder:
-        digest = card["files"].get(TOKENIZER)
-        if digest is None:
-            raise InvalidTask(
-                f"model {shown(card['name'])} has no tokenizer; give the prompt as token ids", param="prompt"
-            )
-        return await self._encoders.get(digest, lambda: self._load(card))
+        return await self._encoders.get(_digest(card), lambda: self._load(card))
 
     async def _load(self, card: Mapping[str, Any]) -> _Encoder:
         files = await read_blobs(self._store, card, (TOKENIZER,))
@@ -106,46 +157,105 @@ class Prompts:
             logger.error("the tokenizer of %s cannot be used: %s", card["name"], error)
             raise broken(card["name"], TOKENIZER) from error
 
+    async def _start(self, card: Mapping[str, Any]) -> _Process:
+        files = await read_blobs(self._store, card, (TOKENIZER,))
+        return _Process(ConfinedTokenizer(files[TOKENIZER]))
+
 
 class _Encoder:
-    """A tokenizer and its threads."""
+    """A tokenizer and its threads, for small texts."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self._executor = Executor("penstock-tokenize", THREADS)
 
-    async def each(self, prompts: Sequence[P], work: Callable[[Tokenizer, P], T]) -> list[T]:
-        if self._executor.waiting >= WAITING:
-            raise _busy(f"{WAITING} requests wait for this model's tokenizer already")
+    async def each(self, prompts: Sequence[P], do: Callable[[Tokenizer, P], T], work: Work) -> list[T]:
         given_up = threading.Event()
-        try:
-            return await self._executor.run(
-                partial(self._each, prompts, work, given_up), patience=PATIENCE_S, limit=LIMIT_S
-            )
-        except ExecutorBusy:
-            raise _busy(f"this model's tokenizer was busy with others' prompts for {PATIENCE_S:g} s") from None
-        except TimeoutError:
-            what = "the prompt" if len(prompts) == 1 else f"the {len(prompts)} prompts"
-            raise InvalidTask(
-                f"the model's tokenizer was not done with {what} within {LIMIT_S:g} s", param="prompt"
-            ) from None
-        finally:
-            given_up.set()
+        turn = {"tenant": work.tenant, "most": WAITING, "patience": PATIENCE_S, "limit": LIMIT_S}
+        with _told(work, WAITING, PATIENCE_S):
+            try:
+                return await self._executor.run(partial(self._each, prompts, do, given_up), **turn)
+            except TimeoutError:
+                raise InvalidTask(
+                    f"the model's tokenizer was not done with {_what(len(prompts))} within {LIMIT_S:g} s",
+                    param="prompt",
+                ) from None
+            finally:
+                given_up.set()
 
-    def _each(self, prompts: Sequence[P], work: Callable[[Tokenizer, P], T], given_up: threading.Event) -> list[T]:
+    def _each(self, prompts: Sequence[P], do: Callable[[Tokenizer, P], T], given_up: threading.Event) -> list[T]:
         """Process prompts one by one on a thread of the executor; stop between two if the caller has given up."""
         done: list[T] = []
         for at, prompt in enumerate(prompts):
             if given_up.is_set():
                 break
             try:
-                done.append(work(self.tokenizer, prompt))
+                done.append(do(self.tokenizer, prompt))
             except RequestError as error:
                 raise InvalidPrompt(str(error), at, param=error.param, code=error.code) from error
         return done
 
     def close(self) -> None:
         self._executor.close()
+
+
+class _Process:
+    """A tokenizer's process for large texts, and the thread that talks to it."""
+
+    def __init__(self, confined: ConfinedTokenizer) -> None:
+        self._confined = confined
+        self._executor = Executor("penstock-tokenize-large")
+
+    async def all(self, count: int, do: Callable[[ConfinedTokenizer], list[T]], work: Work) -> list[T]:
+        turn = {"tenant": work.tenant, "most": WAITING_LARGE, "patience": PATIENCE_LARGE_S}
+        with _told(work, WAITING_LARGE, PATIENCE_LARGE_S):
+            try:
+                return await self._executor.run_killable(
+                    partial(do, self._confined), self._confined.kill, work.left, **turn
+                )
+            except CallerLeft:
+                raise Problem(CLIENT_LEFT, "The client left before its text was read.", code="client_left") from None
+            except Stopped as error:
+                raise InvalidTask(
+                    f"the model's tokenizer was stopped on {_what(count)}: {error}",
+                    param="prompt",
+                    code="tokenizer_stopped",
+                ) from None
+            except TextError as error:
+                raise InvalidPrompt(str(error), error.at, param=error.param, code=error.code) from error
+
+    def close(self) -> None:
+        """Does not wait: what runs is ended by its limits, and the process then."""
+        self._executor.close(self._confined.close)
+
+
+@contextmanager
+def _told(work: Work, waiting: int, patience_s: float) -> Iterator[None]:
+    """Errors of an executor become the caller's. Work that began is noted as done."""
+    try:
+        yield
+    except ExecutorFull:
+        raise _busy(f"{waiting} requests wait for this model's tokenizer already") from None
+    except ExecutorBusy:
+        raise _busy(f"this model's tokenizer was busy with others' prompts for {patience_s:g} s") from None
+    except ExecutorClosed:
+        raise
+    except BaseException:
+        work.done = True
+        raise
+    work.done = True
+
+
+def _digest(card: Mapping[str, Any]) -> str:
+    """The hash of a model's tokenizer. Raises InvalidTask if it has none."""
+    digest: str | None = card["files"].get(TOKENIZER)
+    if digest is None:
+        raise InvalidTask(f"model {shown(card['name'])} has no tokenizer; give the prompt as token ids", param="prompt")
+    return digest
+
+
+def _what(count: int) -> str:
+    return "the prompt" if count == 1 else f"the {count} prompts"
 
 
 def _busy(why: str) -> Problem:

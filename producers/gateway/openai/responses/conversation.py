@@ -2,10 +2,13 @@
 
 previous_response_id -> its record: items, and its output as one more -> + the request's items -> rendered, encoded
                                                                       -> too long, with truncation: the oldest go
+
+With truncation, a conversation that no request may send is cut by its size alone, before it is rendered.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Final
@@ -13,13 +16,15 @@ from typing import Any, Final
 from starlette.requests import Request
 
 from producers.client.aio import AsyncHandle
+from producers.contract.chat import MAX_MESSAGES
 from producers.contract.record import Record
 from producers.contract.stream.events import Token
-from producers.contract.task import Task
+from producers.contract.task import MAX_PROMPT_BYTES, Task
 from producers.errors import InvalidTask, TaskNotFound, shown
 from producers.gateway.context import Gateway
 from producers.gateway.http.caller import principal_of, tenant_of
 from producers.gateway.http.errors import Problem
+from producers.gateway.http.work import Work
 from producers.gateway.openai.parameters import check_chats
 from producers.gateway.openai.responses.items import Item
 from producers.gateway.openai.responses.request import Wanted
@@ -27,11 +32,13 @@ from producers.gateway.openai.responses.view import PREFIX, About
 from producers.gateway.tasks.own import task_of
 
 #: Codes of an error that a shorter prompt cures.
-TOO_LONG: Final = ("context_length_exceeded", "kv_capacity_exceeded")
+TOO_LONG: Final = ("context_length_exceeded", "kv_capacity_exceeded", "prompt_too_long")
 #: Share of the context that truncation leaves for an output without max_output_tokens: one in so many.
 ROOM: Final = 4
 #: Roles of messages that stay at the beginning of a conversation.
 STAY: Final = ("system", "developer")
+#: Bytes of JSON around messages, with the template's variables.
+_AROUND: Final = 100
 
 
 async def find(request: Request, response_id: str) -> tuple[AsyncHandle, Record, About] | None:
@@ -79,7 +86,7 @@ async def before(request: Request, response_id: str) -> list[Item]:
 
 
 async def fitted(
-    gateway: Gateway, card: Mapping[str, Any], wanted: Wanted, task: Task, items: Sequence[Item]
+    gateway: Gateway, card: Mapping[str, Any], wanted: Wanted, task: Task, items: Sequence[Item], work: Work
 ) -> tuple[Task, list[Item]]:
     """The task with its prompt, and the items that are in it. Raises InvalidTask, and what rendering does.
 
@@ -90,24 +97,43 @@ async def fitted(
         task.check(card)
         check_chats(card)
         stay, starts = _starts(items, wanted.truncate)
+        if wanted.previous is not None:
+            work.size = None  # the body is not all of it
 
         def left(at: int) -> list[Item]:
             return [*items[:stay], *items[starts[at] :]]
 
         async def filled(at: int) -> Task:
-            full = task.model_copy(update={"prompt": await _prompt(gateway, card, wanted, left(at))})
+            full = task.model_copy(update={"prompt": await _prompt(gateway, card, wanted, left(at), work)})
             full.check(card)
             if full.max_tokens is None and at < len(starts) - 1:
                 full.model_copy(update={"max_tokens": int(card["context_length"]) // ROOM}).check(card)
             return full
 
-        full, at = await _first_that_fits(filled, len(starts))
+        first = 0 if len(starts) == 1 else _first_of_size(wanted, items, stay, starts)
+        full, at = await _first_that_fits(filled, first, len(starts))
         return full, left(at)
 
 
-async def _first_that_fits(filled: Callable[[int], Awaitable[Task]], count: int) -> tuple[Task, int]:
-    """The first of `count` tasks, ever shorter, that is not too long, and its place. Raises what the last one does."""
-    low, high, at = 0, count - 1, 0
+def _first_of_size(wanted: Wanted, items: Sequence[Item], stay: int, starts: Sequence[int]) -> int:
+    """The first of the places where the others may begin that leaves no more than a request may have; else the last."""
+    sizes = [len(json.dumps(message, ensure_ascii=False).encode()) + 2 for message in wanted.messages(items)]
+    fixed = len(sizes) - len(items) + stay  # instructions, and what stays
+    size, count, behind = sum(sizes[:fixed]), fixed, sizes[len(sizes) - len(items) :]
+    first, at = len(starts) - 1, len(items)
+    for place in range(len(starts) - 1, -1, -1):
+        size, count = size + sum(behind[starts[place] : at]), count + at - starts[place]
+        at = starts[place]
+        if size + _AROUND > MAX_PROMPT_BYTES or count > MAX_MESSAGES:
+            break
+        first = place
+    return first
+
+
+async def _first_that_fits(filled: Callable[[int], Awaitable[Task]], first: int, count: int) -> tuple[Task, int]:
+    """The first of `count` tasks, ever shorter, that is not too long, and its place; not before `first`. Raises what
+    the last one does."""
+    low, high, at = first, count - 1, first
     fits: tuple[Task, int] | None = None
     while low <= high:
         try:
@@ -129,8 +155,10 @@ def _starts(items: Sequence[Item], truncate: bool) -> tuple[int, list[int]]:
     return stay, [stay, *turns]
 
 
-async def _prompt(gateway: Gateway, card: Mapping[str, Any], wanted: Wanted, items: Sequence[Item]) -> tuple[int, ...]:
+async def _prompt(
+    gateway: Gateway, card: Mapping[str, Any], wanted: Wanted, items: Sequence[Item], work: Work
+) -> tuple[int, ...]:
     text = await gateway.templates.render(
-        card, wanted.messages(items), add_generation_prompt=True, continue_final_message=False
+        card, wanted.messages(items), work, add_generation_prompt=True, continue_final_message=False
     )
-    return await gateway.prompts.encode(card, text, special=False)
+    return await gateway.prompts.encode(card, text, work, special=False)

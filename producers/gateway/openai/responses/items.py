@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-from producers.contract.chat import BETWEEN_PARTS, read_string, refused
+from producers.contract.chat import BETWEEN_PARTS, MAX_MESSAGES, read_string, refused, too_many
 from producers.errors import InvalidTask, shown
 
 #: Role -> the type of its text parts.
@@ -90,6 +90,8 @@ def read_input(value: Any) -> list[Item]:
         raise refused("input", value, "text or a list of messages", "invalid_type")
     if not value:
         raise InvalidTask("input is empty; give text, or at least one message", code="empty_array", param="input")
+    if len(value) > MAX_MESSAGES:
+        raise too_many(len(value), "input")
     return [_message(item, f"input[{at}]") for at, item in enumerate(value)]
 
 

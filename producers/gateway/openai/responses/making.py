@@ -14,6 +14,7 @@ from producers.gateway.admission.limits import check_may_use
 from producers.gateway.context import Gateway
 from producers.gateway.http import idempotency
 from producers.gateway.http.caller import principal_of
+from producers.gateway.http.work import work_of
 from producers.gateway.openai.answer import respond
 from producers.gateway.openai.logprobs import ChatLogprobs
 from producers.gateway.openai.responses import conversation
@@ -38,8 +39,14 @@ async def make(request: Request, gateway: Gateway, wanted: Wanted) -> Response:
     if task.webhook is not None:
         await gateway.destinations.check(task.webhook.url, "webhook.url")
     known = await gateway.client.known(task.model)
-    items = [*([] if wanted.previous is None else await conversation.before(request, wanted.previous)), *wanted.items]
-    task, items = await conversation.fitted(gateway, known.card, wanted, task, items)
+    made = await idempotency.made_prompts(request, gateway.client, 1, tenant=task.tenant)
+    items = wanted.items
+    if made is not None:  # its record has its conversation
+        task = task.model_copy(update={"prompt": made[0]})
+    else:
+        earlier = [] if wanted.previous is None else await conversation.before(request, wanted.previous)
+        work = work_of(request)
+        task, items = await conversation.fitted(gateway, known.card, wanted, task, [*earlier, *items], work)
     with wanted.asked.in_its_words():
         (task,) = await gateway.accounts.sized(request, [task])
         task = bounded(task, known.card).resolved(known.card)

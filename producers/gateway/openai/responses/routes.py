@@ -13,7 +13,7 @@ from producers.client.aio import AsyncHandle
 from producers.contract.record import Record
 from producers.errors import TaskNotFound, shown
 from producers.gateway.context import gateway_of
-from producers.gateway.http.caller import CANCELS, READS, SUBMITS, principal_of, tenant_of
+from producers.gateway.http.caller import CANCELS, READS, SUBMITS_TASKS, principal_of, tenant_of
 from producers.gateway.http.errors import Problem
 from producers.gateway.http.request.body import read_object
 from producers.gateway.openai.responses import conversation, query
@@ -46,7 +46,7 @@ _ONE: Final = {200: {"content": _JSON}, **errors(404)}
 
 @router.post(
     "",
-    dependencies=SUBMITS,
+    dependencies=SUBMITS_TASKS,
     response_class=JSONResponse,
     response_model=None,
     responses={**_BOTH, **errors(404, 409, 413, 415, 422, 429, 504)},

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from producers.gateway.text.executor import Executor, ExecutorBusy
+from producers.gateway.executor import Executor, ExecutorBusy, ExecutorFull
 from tests.waiting import until
 
 
@@ -72,6 +72,72 @@ async def test_what_waits_for_too_long_is_not_begun() -> None:
     executor.close()
 
 
+async def test_tenants_take_turns_however_much_one_of_them_asks_for() -> None:
+    executor, go = Executor("test"), threading.Event()
+    seen: list[str] = []
+    held = asyncio.create_task(executor.run(go.wait, tenant="greedy"))
+    await asyncio.sleep(0)
+    asked = [("greedy", 4), ("acme", 2), ("other", 1)]
+    waiting = [
+        asyncio.create_task(executor.run(lambda name=f"{tenant} {k}": seen.append(name), tenant=tenant))
+        for tenant, count in asked
+        for k in range(count)
+    ]
+    await asyncio.sleep(0)
+    assert executor.waiting == 8
+    go.set()
+    await asyncio.gather(held, *waiting)
+    assert seen == ["greedy 0", "acme 0", "other 0", "greedy 1", "acme 1", "greedy 2", "greedy 3"]
+    assert executor.waiting == 0
+    executor.close()
+
+
+async def test_no_tenant_has_a_second_thread_while_another_waits() -> None:
+    executor, go, seen = Executor("test", 2), [threading.Event() for _ in range(3)], list[str]()
+
+    def work(k: int, name: str) -> None:
+        seen.append(name)
+        go[k].wait()
+
+    greedy = [asyncio.create_task(executor.run(lambda k=k: work(k, "greedy"), tenant="greedy")) for k in range(2)]
+    await asyncio.to_thread(until, lambda: len(seen) == 2)  # nobody else waits: it has both
+    more = [asyncio.create_task(executor.run(lambda: work(2, "greedy"), tenant="greedy")) for _ in range(2)]
+    await asyncio.sleep(0)
+    acme = asyncio.create_task(executor.run(lambda: seen.append("acme"), tenant="acme"))
+    await asyncio.sleep(0)
+    go[0].set()
+    await acme
+    assert seen[2] == "acme"
+    for event in go:
+        event.set()
+    await asyncio.gather(*greedy, *more)
+    executor.close()
+
+
+async def test_where_too_much_waits_whoever_has_most_of_it_is_refused() -> None:
+    executor, go = Executor("test"), threading.Event()
+    seen: list[str] = []
+
+    def ask(tenant: str) -> asyncio.Task[None]:
+        return asyncio.create_task(executor.run(lambda: seen.append(tenant), tenant=tenant, most=5))
+
+    held = asyncio.create_task(executor.run(go.wait, tenant="greedy", most=5))
+    await asyncio.sleep(0)
+    greedy = [ask("greedy") for _ in range(6)]
+    await asyncio.sleep(0)
+    assert [type(one.exception()) for one in greedy if one.done()] == [ExecutorFull] * 2
+    acme = [ask("acme") for _ in range(4)]
+    await asyncio.sleep(0.01)
+    assert [one.done() for one in greedy] == [False, False, True, True, True, True], "the last ones made room"
+    assert [one.done() for one in acme] == [False, False, True, True], "up to an equal share"
+    assert executor.waiting == 5
+    go.set()
+    done = await asyncio.gather(held, *greedy, *acme, return_exceptions=True)
+    assert seen == ["greedy", "acme", "greedy", "acme"]
+    assert sum(isinstance(one, ExecutorFull) for one in done) == 6
+    executor.close()
+
+
 async def test_closing_does_the_last_thing_last() -> None:
     executor, told = Executor("test", threads=1), threading.Event()
     seen: list[str] = []
@@ -85,7 +151,7 @@ async def test_closing_does_the_last_thing_last() -> None:
 
 def test_work_that_never_ends_does_not_keep_the_process() -> None:
     code = (
-        "import asyncio, threading\nfrom producers.gateway.text.executor import Executor\n"
+        "import asyncio, threading\nfrom producers.gateway.executor import Executor\n"
         "async def main():\n    try:\n        await Executor('x').run(threading.Event().wait, limit=0.01)\n"
         "    except TimeoutError:\n        print('gave up')\nasyncio.run(main())\n"
     )

@@ -1,0 +1,87 @@
+"""Bodies whose JSON would hold the interpreter are refused by their parts, or read in turns."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from producers.contract.task import fields, read_json
+from producers.gateway.http.request import body
+from producers.gateway.http.request.body import MAX_PARTS, count_parts
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(alphabet='[]{}",\\ax') | st.floats(allow_nan=False),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(alphabet='{["\\b'), inner),
+    max_leaves=30,
+)
+
+
+def parts(value: Any) -> int:
+    if isinstance(value, dict):
+        return 1 + len(value) + sum(map(parts, value.values()))
+    return 1 + sum(map(parts, value)) if isinstance(value, list) else int(isinstance(value, str))
+
+
+@given(VALUES, st.sampled_from([1, 3, 1 << 18]))
+def test_lists_objects_and_strings_are_counted_outside_of_strings(value: Any, size: int) -> None:
+    text = json.dumps(value).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(body, "SLICE", size)
+        assert count_parts(text, -1) == parts(value)
+    assert count_parts(text, len(text)) >= parts(value)
+
+
+@pytest.mark.parametrize(
+    "part", [b"[],", b'{"a":1},', b'"a",', b'{"role":"user","content":"x"},'], ids=["lists", "objects", "texts", "chat"]
+)
+def test_a_body_of_too_many_parts_is_refused_without_being_parsed(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch, model: str, part: bytes
+) -> None:
+    parsed: list[int] = []
+    loads = json.loads
+    monkeypatch.setattr(fields.json, "loads", lambda text, **more: parsed.append(len(text)) or loads(text, **more))
+    large = b'{"model": "tiny", "messages": [' + part * (MAX_PARTS + 1) + b"1]}"
+    for path in ("chat/completions", "completions", "responses", "tasks"):
+        answer = http.post(f"/v1/{path}", content=large, headers={"content-type": "application/json"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "too_many_parts"), answer.text
+    assert max(parsed, default=0) < len(large) // 2
+
+
+def test_text_of_brackets_and_quotes_is_text(http: httpx.Client, model: str) -> None:
+    prompt = '[{"' * 50_000
+    answer = http.post("/v1/tasks", json={"model": model, "prompt": prompt})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+@pytest.fixture
+def others_turns() -> Iterator[list[int]]:
+    """Counts the turns that another thread has. The interpreter changes threads wherever it may."""
+    turns, over, before = [0], threading.Event(), sys.getswitchinterval()
+
+    def count() -> None:
+        while not over.is_set():
+            turns[0] += 1
+
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=count)
+    thread.start()
+    yield turns
+    over.set()
+    thread.join()
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("number", [b"7,", b"0.5,"])
+def test_others_have_turns_while_many_numbers_are_read(others_turns: list[int], number: bytes) -> None:
+    text = b"[" + number * 300_000 + b"1]"
+    before = others_turns[0]
+    assert len(read_json(text)) == 300_001
+    assert others_turns[0] - before > 1000
