@@ -135,7 +135,7 @@ def terminal(tmp_path: Path, aws: Aws) -> Terminal:
 def test_the_quick_start(terminal: Terminal, aws: Aws) -> None:
     _, setup, streamed, text = follow(terminal, lines("Quick start"))
     assert setup.count("created   queue pen-") == 5
-    assert re.search(r"store   redis://127\.0\.0\.1:\d+/0, kept in ", terminal.log), "up's own server"
+    assert re.search(r"store   redis://:\*\*\*@127\.0\.0\.1:\d+/0, kept in ", terminal.log), "up's own server"
     assert streamed.strip()
     assert text.strip()
     for url in aws.client("sqs").list_queues()["QueueUrls"]:

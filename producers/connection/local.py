@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +15,12 @@ FILES_DIR: Final = DATA_DIR / "files"
 PORT: Final = "port"
 #: The file in a data directory with the broker's URL, where its server is the store alone.
 BROKER: Final = "broker"
+#: The file in a data directory with its server's password. An `up` of an earlier release has none, and its server
+#: lets in everybody on the machine.
+PASSWORD: Final = "password"  # noqa: S105 - a file's name
 HOST: Final = "127.0.0.1"
+#: What a password file may hold, as `secrets.token_urlsafe` writes it: no character of it means anything in a URL.
+WELL_FORMED: Final = re.compile(r"[A-Za-z0-9_-]{16,128}")
 
 
 def servers(broker: str | None, store: str | None) -> tuple[str, str]:
@@ -57,10 +63,25 @@ def store_of(broker: str, store: str | None) -> str:
     return store or broker
 
 
+def urls_in(data_dir: Path) -> tuple[str, str]:
+    """The whole URLs of a data directory's broker and store. Raises ValueError as `servers` does."""
+    store = _server_in(data_dir)
+    return _broker_in(data_dir) or store, store
+
+
+def server_url(port: int, password: str) -> str:
+    """The URL of a data directory's server. `password`: empty where it asks for none."""
+    return f"redis://:{password}@{HOST}:{port}/0" if password else f"redis://{HOST}:{port}/0"
+
+
 def _broker_here() -> str:
+    return _broker_in(DATA_DIR)
+
+
+def _broker_in(data_dir: Path) -> str:
     """Empty: the server here is both, or there is none."""
     try:
-        return (DATA_DIR / BROKER).read_text().strip()
+        return (data_dir / BROKER).read_text().strip()
     except (OSError, ValueError):
         return ""
 
@@ -70,11 +91,43 @@ def _server_here() -> str:
 
 
 def _server_in(data_dir: Path) -> str:
+    _check_owner(data_dir)
+    # The password first: a new port is written before its new password, so that no old port is told the new one.
+    password = password_in(data_dir)
     file = data_dir / PORT
     try:
-        return f"redis://{HOST}:{int(file.read_text())}/0"
+        return server_url(int(file.read_text()), password)
+    except PermissionError as error:
+        raise ValueError(f"cannot read {file}: {error.strerror}; run this as the user of its `penstock up`") from error
     except (OSError, ValueError) as error:
         raise ValueError(
             f"no server is given, and `penstock up` has not run in this directory ({file} holds no port): give a URL, "
-            "or set BROKER_URL; `penstock up` prints its own"
+            "or set BROKER_URL; `penstock url`, where a `penstock up` runs, prints its own"
         ) from error
+
+
+def _check_owner(data_dir: Path) -> None:
+    """Raises ValueError for another user's directory: its server may be a trap. Root may use all."""
+    try:
+        owner = data_dir.stat().st_uid
+    except OSError:
+        return  # it cannot be read either, which is said there
+    if os.geteuid() not in (owner, 0):
+        raise ValueError(
+            f"the data directory {data_dir} and its server belong to another user (uid {owner}): run this as that "
+            "user, or give a URL"
+        )
+
+
+def password_in(data_dir: Path) -> str:
+    """The password of a data directory's server; empty where it has none. Raises ValueError if it cannot be read."""
+    file = data_dir / PASSWORD
+    try:
+        password = file.read_text("ascii").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError as error:
+        raise ValueError(f"cannot read {file}: {error.strerror}; run this as the user of its `penstock up`") from error
+    if WELL_FORMED.fullmatch(password) is None:
+        raise ValueError(f"{file} holds no password: the next start of `penstock up` writes a new one")
+    return password

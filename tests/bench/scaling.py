@@ -26,6 +26,7 @@ from statistics import quantiles
 from typing import Any
 
 from producers.client.aio import AsyncClient
+from producers.connection.local import urls_in
 from producers.contract import keys
 from producers.store.fleet.scaling import decisions
 from tests.bench.streamed import System
@@ -54,7 +55,7 @@ async def running(args: argparse.Namespace, cool_down: float, folder: Path) -> A
                 if process.returncode is not None:
                     raise SystemExit((folder / "log").read_text())
                 await asyncio.sleep(0.05)
-            server = f"redis://127.0.0.1:{(folder / 'port').read_text().strip()}/0"
+            server, _ = urls_in(folder)
             async with AsyncClient(server) as client:
                 yield System(ready[1], server, client, model.name)
         finally:

@@ -30,6 +30,7 @@ from typing import Final
 from redis import Redis
 from redis.exceptions import RedisError
 
+from producers.connection.local import urls_in
 from producers.connection.script import script
 from tests.processes import ROOT, free_port, guarded
 from workers.cli.client import Gateway
@@ -86,7 +87,7 @@ class System:
     def _listen(self) -> None:
         files = [file.relative_to(ROOT) for file in (ROOT / "producers").rglob("scripts/[a-z]*.lua")]
         names = {script(".".join(file.parts[:-2]), file.stem).sha: str(file) for file in files}
-        store = Redis(port=int((self._folder / "port").read_text()))
+        store = Redis.from_url(urls_in(self._folder)[1])
         with store.monitor() as monitor, contextlib.suppress(RedisError):  # it ends with the system
             for said in monitor.listen():
                 words = said["command"].split()

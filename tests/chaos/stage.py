@@ -30,7 +30,7 @@ from tests.waiting import within
 from tests.warm import Forked
 from workers.chaos.checker import Stores, Violation
 from workers.chaos.checker.rest import workers_of
-from workers.chaos.client import Settings
+from workers.chaos.client import SETTINGS, Settings
 from workers.chaos.injector import Handle, Healing
 from workers.chaos.journal import Journal, journal_path
 from workers.chaos.load import WITHOUT_CELERY, Load
@@ -191,7 +191,8 @@ class Stage:
     def run_quietly(self, variants: Sequence[int], seconds: float) -> list[Violation]:
         within(lambda: all(slot.ready for slot in self.slots.values() if slot.running), BOOT_S)
         settings = replace(self._client("quiet-1", 0), variants=tuple(variants), step=1, open_tasks=8)
-        process = self._start(_python("workers.chaos.client", settings.text()), {}, self.logs / "quiet.log")
+        argv, env = _python("workers.chaos.client"), {SETTINGS: settings.text()}
+        process = self._start(argv, env, self.logs / "quiet.log")
         ended = within(lambda: process.poll() is not None, seconds) and process.poll() == 0
         return [] if ended else [unended("the run in quiet", "did not come to its end")]
 
@@ -317,7 +318,8 @@ class Stage:
 
     def _reader(self, name: str, process: str, urls: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         settings = self._client(name, int(name.rpartition("-")[2]) - 1)
-        return _python("workers.chaos.client", replace(settings, number=int(process.rpartition(".g")[2])).text()), {}
+        settings = replace(settings, number=int(process.rpartition(".g")[2]))
+        return _python("workers.chaos.client"), {SETTINGS: settings.text()}
 
     def _client(self, name: str, first: int) -> Settings:
         number = first % self.shape.gateways
@@ -384,8 +386,8 @@ class Stage:
         """The keeper sees to it."""
 
 
-def _python(module: str, argument: str) -> list[str]:
-    return [sys.executable, "-m", module, argument]
+def _python(module: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", module, *arguments]
 
 
 def _urls(urls: Mapping[str, str]) -> dict[str, str]:

@@ -136,7 +136,9 @@ def test_the_load_ends_with_the_process_that_began_it_however_that_ends(tmp_path
     with subprocess.Popen([sys.executable, "-c", _LOAD, settings.text()], stdout=subprocess.PIPE) as chaos:
         assert chaos.stdout is not None
         load = int(chaos.stdout.readline())
-        assert argv_of(load)
+        argv = argv_of(load)
+        assert argv
+        assert valkey_url not in " ".join(argv), "it may hold a password, and everybody sees a command line"
         chaos.kill()
     try:
         until(lambda: not argv_of(load))

@@ -142,11 +142,14 @@ def test_a_chord_gives_the_last_prompt_what_all_said(served: Rig, app: Celery) -
     assert prompt_of(served, result.id) == "\n\n".join(text_of(seed, 0, 4) for seed in seeds)
 
 
-def test_the_examples_in_the_documentation_run(served: Rig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_examples_in_the_documentation_run(
+    served: Rig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     readme, page = ((ROOT / name).read_text("utf-8") for name in ("README.md", "docs/celery.md"))
     first, _on_sqs, second = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert first in readme, "the same example stands in both"
-    example = (first + second).replace("redis://127.0.0.1:6379/0", served.url).replace("tiny", "stub")
+    monkeypatch.setenv("BROKER_URL", served.url)
+    example = (first + second).replace("tiny", "stub")
     exec(compile(example, "docs/celery.md", "exec"), {})
     assert capsys.readouterr().out.split()
 

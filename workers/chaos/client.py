@@ -1,4 +1,4 @@
-"""A process of clients and readers: `python -m workers.chaos.client SETTINGS` (JSON, see `Settings`).
+"""A process of clients and readers: `python -m workers.chaos.client`, with its `Settings` in the environment.
 
     (numbers) -> submit through the gateway, the client library or Celery -> journal
               -> read by stream, by poll or not at all, cancel, leave and come back -> journal
@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
-import sys
 from collections.abc import Awaitable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Final
 
 from pydantic import TypeAdapter
 
@@ -26,6 +27,9 @@ from workers.chaos.journal import Journal
 from workers.chaos.load import Load, Manner, quiet
 from workers.chaos.senders import Holder, Senders
 from workers.chaos.talk import Talk
+
+#: The environment variable with the settings, as JSON: URLs may hold passwords, and everybody sees a command line.
+SETTINGS: Final = "PENSTOCK_CHAOS_CLIENT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,4 +156,4 @@ async def _main(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(Settings.parse(sys.argv[1])))
+    asyncio.run(_main(Settings.parse(os.environ[SETTINGS])))

@@ -6,6 +6,7 @@ plan.json -> clients -> injector -> calm: all read to their ends -> quiet: the s
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from redis import Redis
 from producers.connection.connect import connect
 from workers.chaos.checker import Case, History, Report, Stores, Violation, Watcher, judge
 from workers.chaos.checker.store import letters_of, wait_until_over
-from workers.chaos.client import Settings
+from workers.chaos.client import SETTINGS, Settings
 from workers.chaos.injector import Injector, Scene
 from workers.chaos.journal import Journal, journal_path
 from workers.chaos.load import LINKS
@@ -174,9 +175,10 @@ class OneClient:
         return _ended(process, "the run in quiet", seconds)
 
     def _start(self, settings: Settings) -> subprocess.Popen[bytes]:
-        argv = [sys.executable, "-P", "-m", "workers.chaos.client", settings.text()]
+        argv = [sys.executable, "-P", "-m", "workers.chaos.client"]
+        env = {**os.environ, SETTINGS: settings.text()}
         with (self.folder / f"{settings.name}.log").open("wb") as log:
-            process = subprocess.Popen(guarded(argv), stdout=log, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(guarded(argv), stdout=log, stderr=subprocess.STDOUT, env=env)
         self._ends.callback(process.kill)
         return process
 

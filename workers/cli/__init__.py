@@ -29,7 +29,7 @@ __all__ = ["app_of", "main"]
 
 #: The modules with commands, in the order of --help, and the commands that each adds.
 MODULES: Final = {
-    "local.up": "up",
+    "local.up": "up url",
     "demo.command": "demo",
     "local.run": "run",
     "local.chat": "chat",

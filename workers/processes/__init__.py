@@ -17,6 +17,9 @@ from typing import Final
 
 GUARD: Final = str(Path(__file__).with_name("guard.py"))
 
+#: The umask of `penstock up` and its processes: what they write, callers' data too, is this user's alone.
+UMASK: Final = 0o077
+
 #: The `penstock` command. -P keeps a folder named `workers` in the current directory from being imported instead of
 #: ours.
 PENSTOCK: Final = (sys.executable, "-P", "-m", "workers.cli")

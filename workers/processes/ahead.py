@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 from typing import Final
 
-from workers.processes import guarded
+from workers.processes import UMASK, guarded
 
 STANDBY: Final = (sys.executable, "-P", "-m", "workers.processes.standby.process")
 
@@ -50,6 +50,7 @@ def begin(*imports: str) -> None:
                 stdout=sys.stderr,
                 pass_fds=(number,),
                 start_new_session=True,
+                umask=UMASK,  # as `penstock up` has it by the time when it starts others
             )
         except (OSError, ValueError):  # nothing left to start it with; or our stderr is closed
             ours.close()

@@ -45,7 +45,7 @@ class Folder(Place):
         self.name = ""
         self.moves = moves
         self._inbox, self._outbox, self._done = (self._folder / name for name in ("inbox", "outbox", "done"))
-        self._writing = FolderBlobs(self._outbox)
+        self._writing = FolderBlobs(self._outbox, mode=0o666)  # others may read results: the umask says
 
     def open(self) -> None:
         """Make inbox and outbox, if they are not there, and the folder's name."""

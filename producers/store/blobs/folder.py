@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,23 @@ from producers.store.blobs.base import PIECE, BlobNotFound, Blobs, BlobWriter, c
 
 
 class FolderBlobs(Blobs):
-    """The folder is made by the first writer: a gateway that nobody sends files to needs none."""
+    """The folder is made by the first writer: a gateway that nobody sends files to needs none.
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    `mode`: the rights of its files, less the umask. Callers' data is for this user alone: all processes that share the
+    folder run as one.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], mode: int = 0o600) -> None:
         self._folder = Path(folder).absolute()
+        self._mode = mode
         self.place = str(self._folder)
         self._incoming = self._folder / ".incoming"
 
     def writer(self, name: str) -> FolderWriter:
-        self._incoming.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return FolderWriter(self._incoming / secrets.token_hex(16), self._folder, checked(name))
+        if not self._incoming.exists():
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._incoming.mkdir(mode=0o700, exist_ok=True)
+        return FolderWriter(self._incoming / secrets.token_hex(16), self._folder, checked(name), self._mode)
 
     def join(self, name: str, parts: Sequence[str]) -> int:
         with self.writer(name) as writer:
@@ -73,12 +81,12 @@ class FolderBlobs(Blobs):
 class FolderWriter(BlobWriter):
     """Writes a file at `path`, to be renamed into `folder`."""
 
-    def __init__(self, path: Path, folder: Path, name: str) -> None:
+    def __init__(self, path: Path, folder: Path, name: str, mode: int) -> None:
         self.size = 0
         self._name = name
         self._path = path
         self._folder = folder
-        self._file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by __exit__
+        self._file = open(path, "xb", buffering=0, opener=partial(os.open, mode=mode))  # noqa: SIM115 - see __exit__
 
     def write(self, data: bytes | memoryview) -> None:
         left = memoryview(data)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from redis import Redis
 
 from producers import AsyncClient, Client
-from producers.connection.local import servers
+from producers.connection.local import servers, the_store, urls_in
 from tests.producers.gateway.conftest import publish
 from workers.cli.local.embedded import DataDir
 
@@ -34,8 +35,10 @@ async def test_clients_find_what_runs_in_their_directory(elsewhere: Path, valkey
 
 def test_it_is_where_a_data_directory_has_its_port() -> None:
     with DataDir(Path(".penstock")) as data:
-        url = f"redis://127.0.0.1:{data.port()}/0"
+        url = f"redis://:{data.password()}@127.0.0.1:{data.port()}/0"
     assert servers(None, None) == (url, url)
+    assert the_store(None, Path(".penstock")) == url
+    assert urls_in(Path(".penstock")) == (url, url)
 
 
 def test_what_is_given_goes_before_variables_and_these_before_what_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,8 +56,9 @@ def test_the_server_of_a_data_directory_is_the_store_alone_where_the_broker_is_o
 ) -> None:
     sqs = "sqs://us-east-1?prefix=pen-"
     with DataDir(Path(".penstock")) as data:
-        url = f"redis://127.0.0.1:{data.port()}/0"
+        url = f"redis://:{data.password()}@127.0.0.1:{data.port()}/0"
         data.tell(sqs)
+        assert urls_in(Path(".penstock")) == (sqs, url)
         assert servers(None, None) == servers(sqs, None) == (sqs, url)
         monkeypatch.setenv("BROKER_URL", sqs)
         assert servers(None, None) == (sqs, url)
@@ -63,6 +67,28 @@ def test_the_server_of_a_data_directory_is_the_store_alone_where_the_broker_is_o
         monkeypatch.delenv("BROKER_URL")
         data.tell(None)
     assert servers(None, None) == (url, url)
+
+
+def test_that_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a trap, and its password is not for us."""
+    with DataDir(Path(".penstock")) as data:
+        url = data.url(data.port())
+    owner = os.getuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(ValueError, match=rf"\.penstock and its server belong to another user \(uid {owner}\)"):
+        servers(None, None)
+    with pytest.raises(ValueError, match="run this as that user"):
+        the_store(None, Path(".penstock"))
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert servers(None, None) == (url, url), "root may use all"
+
+
+def test_a_file_without_a_password_is_told_of() -> None:
+    with DataDir(Path(".penstock")) as data:
+        data.port()
+    Path(".penstock/password").write_text("two words\n")
+    with pytest.raises(ValueError, match=r"\.penstock/password holds no password: the next start"):
+        servers(None, None)
 
 
 @pytest.mark.parametrize("written", [None, "", "x"])

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import signal
+import stat
 import time
 from pathlib import Path
 
@@ -121,6 +122,19 @@ def test_a_killed_writer_leaves_nothing_visible_and_what_it_leaves_is_cleaned(tm
     time.sleep(0.01)
     assert blobs.clean(0) == 1
     assert _files(tmp_path) == 0
+
+
+def test_a_blob_is_for_this_user_alone_whatever_the_umask(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        with FolderBlobs(tmp_path / "files").writer("a") as writer:
+            writer.commit()
+        assert [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "files", tmp_path / "files" / "a")] == [
+            0o700,
+            0o600,
+        ]
+    finally:
+        os.umask(old)
 
 
 def _files(folder: Path) -> int:

@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from producers.connection.local import HOST
 from workers.autoscaler.actuators import ActuatorError
 from workers.cli.client import Gateway
 from workers.cli.exits import Exit, Failure
@@ -156,7 +155,7 @@ class System:
             self._data = await embedded.open_data_dir(plan.data_dir)
             port = self._data.port()
             self._data.tell(plan.broker)
-            self.store = f"redis://{HOST}:{port}/0"
+            self.store = self._data.url(port)
             await embedded.started(await self._begin(embedded.valkey(self._data, port)), self._data, port)
         self.broker, self.store = self.broker or self.store, self.store or self.broker
         await asyncio.to_thread(check_servers, self.broker, self.store, (), worker=True)

@@ -1,15 +1,17 @@
-"""`penstock up`: the whole system on one machine, until it is told to stop."""
+"""`penstock up`: the whole system on one machine, until it is told to stop. `penstock url`: where its server is."""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from producers.connection.local import DATA_DIR
+from workers.cli.admin.servers import DataDir
 from workers.cli.commands import Commands
-from workers.cli.exits import PROCESS_STATUS, Failure, check_extras
+from workers.cli.exits import CALLER_STATUS, PROCESS_STATUS, Failure, check_extras, refusing
 from workers.cli.keys import auth as keys_or_none
 from workers.cli.models.references import MODEL, complete_model, find_models
 from workers.cli.options import DEFAULT_URL, FilesDir, Gpus, LogLevel
@@ -146,10 +148,12 @@ def up(
     kept for the next start.
     """
     import asyncio
+    import os
     from functools import partial
 
     from workers.cli.gpus.choice import choose, gpus_here
     from workers.cli.starting import checked_level, set_up_logging
+    from workers.processes import UMASK
     from workers.runtime.cold_start import COLD_START
 
     check_extras("gateway", "worker", "webhooks")
@@ -198,6 +202,7 @@ def up(
         sources=sources,
     )
 
+    os.umask(UMASK)  # not before: other users may serve a model that was pulled
     COLD_START.mark("imports")
     server = "an embedded Valkey server" if plan.embedded else "the broker that was given"
     relayed(
@@ -210,24 +215,46 @@ def up(
     relayed("up", "stopped; queued tasks are kept for the next start")
 
 
+class Server(StrEnum):
+    """What has a URL."""
+
+    BROKER = "broker"
+    STORE = "store"
+
+
+@app.shown("export BROKER_URL=$(penstock url)", status=CALLER_STATUS)
+def url(
+    which: Annotated[Server, typer.Argument(help="Its broker, or its store, where that is another server.")] = (
+        Server.BROKER
+    ),
+    data_dir: DataDir = None,
+) -> None:
+    """Print the URL of a `penstock up` on this machine, with its password: for Celery and other programs."""
+    from producers.connection.local import urls_in
+
+    with refusing(ValueError):
+        broker, store = urls_in(data_dir or DATA_DIR)
+    typer.echo(broker if which is Server.BROKER else store)
+
+
 async def _serve(system: System, asks: keys_or_none.Auth) -> None:
     import asyncio
 
-    from producers.connection.connect import shown
     from workers.runtime.cold_start import COLD_START
 
     models = [model.name for model in system.plan.models]
     elsewhere = "" if system.url == DEFAULT_URL else f" --url {system.url}"
     kept = f", kept in {system.plan.data_dir}" if system.plan.embedded else ""
-    store = "" if system.store == system.broker else f"  store   {shown(system.store)}{kept}\n"
+    store = "" if system.store == system.broker else f"  store   {_masked(system, system.store)}{kept}\n"
     health = "".join(f" http://127.0.0.1:{port}/readyz" for port in system.plan.health_ports if port is not None)
     typer.echo(
         f"\nPenstock is ready at {system.url}\n"
         f"  start   {COLD_START}\n"
         f"  models  {', '.join(models)}\n"
         f"  auth    {keys_or_none.said(asks, system.plan.host, _of_the_store(system))}\n"
-        f"  broker  {shown(system.broker)}{kept if not store else ''}\n"
+        f"  broker  {_masked(system, system.broker)}{kept if not store else ''}\n"
         + store
+        + _whole(system)
         + f"  workers {numbers(system.plan.rules)}{health}\n"
         + "".join(f"          {child.program.name}: {child.status}\n" for child in system.children if child.status)
         + f"  webhooks to public https:// URLs{_allowed(system)}\n"
@@ -235,6 +262,22 @@ async def _serve(system: System, asks: keys_or_none.Auth) -> None:
         f"{how_to_end()} drains and stops it.\n"
     )
     await asyncio.Event().wait()
+
+
+def _masked(system: System, url: str) -> str:
+    """A server's URL without what must not be read over a shoulder, or in a log."""
+    from producers.connection.connect import shown
+
+    own = system.plan.embedded and url == system.store
+    return shown(url).replace("://", "://:***@", 1) if own else shown(url)
+
+
+def _whole(system: System) -> str:
+    """The line with the command that prints the embedded server's URL; none where there is no such server."""
+    if not system.plan.embedded:
+        return ""
+    which = "" if system.store == system.broker else " store"
+    return f"          its whole URL, for Celery: penstock url{which}{_of_the_store(system)}\n"
 
 
 def _rules(workers: int | None, least: int | None, most: int | None, cool_down: float | None, gpus: int) -> Rules:

@@ -7,6 +7,7 @@ import fcntl
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -17,13 +18,16 @@ from pathlib import Path
 import pytest
 from redis import Redis
 from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError
 from redis.retry import Retry
 
+from producers.connection.local import server_url, urls_in
 from tests.waiting import until
 from workers.cli.exits import Failure
 from workers.cli.local import embedded
 from workers.cli.local.embedded import DataDir, LeftBehind, open_data_dir, started, valkey
 from workers.processes.supervisor import Child
+from workers.runtime.host.proc import argv_of
 
 
 class TestDataDir:
@@ -72,6 +76,74 @@ class TestDataDir:
         with pytest.raises(Failure, match="cannot use the data directory"):
             DataDir(tmp_path / "file" / "data")
 
+    @pytest.mark.parametrize("mode", [0o755, 0o777])
+    def test_of_an_earlier_release_is_closed_to_others(self, tmp_path: Path, mode: int) -> None:
+        folder = tmp_path / "data"
+        DataDir(folder).close()
+        folder.chmod(mode)
+        with DataDir(folder):
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+    def test_with_the_files_of_a_gateway_is_taken(self, tmp_path: Path) -> None:
+        folder = tmp_path / "data"
+        (folder / "files").mkdir(parents=True)
+        folder.chmod(0o755)
+        DataDir(folder).close()
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+    @pytest.mark.parametrize(("mode", "name"), [(0o755, "thesis.txt"), (0o1777, "lock")])
+    def test_that_holds_more_than_ours_is_not_closed_to_others(self, tmp_path: Path, mode: int, name: str) -> None:
+        folder = tmp_path / "home"
+        folder.mkdir()
+        (folder / name).write_text("")
+        folder.chmod(mode)
+        with pytest.raises(Failure, match=f"chmod 700 {folder}"):
+            DataDir(folder)
+        assert stat.S_IMODE(folder.stat().st_mode) == mode
+        assert sorted(path.name for path in folder.iterdir()) == [name]
+
+    def test_of_another_user_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        with pytest.raises(Failure, match=rf"belongs to another user \(uid {os.getuid()}\)"):
+            DataDir(tmp_path)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_that_is_a_link_is_refused_and_nothing_is_written_there(self, tmp_path: Path) -> None:
+        (tmp_path / "there").mkdir(mode=0o755)
+        (tmp_path / "data").symlink_to(tmp_path / "there")
+        with pytest.raises(Failure, match=rf"is a link; give the directory itself: --data-dir {tmp_path / 'there'}"):
+            DataDir(tmp_path / "data")
+        assert list((tmp_path / "there").iterdir()) == []
+
+    @pytest.mark.parametrize("name", ["password", "port", "valkey.conf"])
+    def test_writes_through_no_link(self, tmp_path: Path, name: str) -> None:
+        (tmp_path / "mine").write_text("as it was")
+        (tmp_path / "data").mkdir(mode=0o700)
+        (tmp_path / "data" / name).symlink_to(tmp_path / "mine")
+        with DataDir(tmp_path / "data") as data:
+            data.port()
+            data.configure()
+        assert (tmp_path / "mine").read_text() == "as it was"
+        assert not (tmp_path / "data" / name).is_symlink()
+
+    def test_keeps_its_password_and_makes_another_for_another_port(self, tmp_path: Path) -> None:
+        """Who has taken the port was told the password by every client that called there meanwhile."""
+        with DataDir(tmp_path) as data:
+            port, password = data.port(), data.password()
+            assert len(password) == 43
+        with DataDir(tmp_path) as data:
+            assert (data.port(), data.password()) == (port, password)
+            with socket.create_server(("127.0.0.1", port)):
+                data.port()
+            assert data.password() not in ("", password)
+
+    @pytest.mark.parametrize("written", ["", "two words", "\u00e4" * 20])
+    def test_makes_a_password_whatever_the_file_says(self, tmp_path: Path, written: str) -> None:
+        (tmp_path / "password").write_text(written)
+        with DataDir(tmp_path) as data:
+            assert data.url(data.port()) == server_url(data.port(), data.password())
+            assert (tmp_path / "password").read_text().strip() == data.password()
+
     def test_keeps_its_port_while_that_is_free(self, tmp_path: Path) -> None:
         with DataDir(tmp_path) as data:
             port = data.port()
@@ -111,7 +183,7 @@ async def server(data: DataDir, *options: str) -> AsyncIterator[tuple[Child, Red
     await child.start()
     try:
         await started(child, data, port)
-        with Redis(port=port, decode_responses=True, retry=Retry(NoBackoff(), 0)) as redis:
+        with Redis(port=port, password=data.password(), decode_responses=True, retry=Retry(NoBackoff(), 0)) as redis:
             yield child, redis
     finally:
         await child.stop(60)
@@ -154,6 +226,32 @@ async def test_a_server_with_much_to_read_is_waited_for(tmp_path: Path) -> None:
             assert redis.dbsize() == 100
 
 
+async def test_the_server_asks_for_the_password_which_no_command_line_shows(tmp_path: Path) -> None:
+    with DataDir(tmp_path) as data:
+        async with server(data) as (child, redis):
+            port = redis.connection_pool.connection_kwargs["port"]
+            for password in (None, "", "wrong"):
+                with Redis(port=port, password=password) as stranger, pytest.raises(AuthenticationError):
+                    stranger.ping()
+            for url in (data.url(port), *urls_in(tmp_path)):
+                with Redis.from_url(url) as ours:
+                    assert ours.execute_command("ACL", "WHOAMI") == b"default"
+            assert child.pid is not None
+            assert data.password() not in " ".join([*child.program.argv, *argv_of(child.pid)])
+            assert data.password() not in (tmp_path / "valkey.log").read_text()
+
+
+async def test_the_server_keeps_the_data_of_a_release_that_had_no_password(tmp_path: Path) -> None:
+    with DataDir(tmp_path) as data:
+        async with server(data) as (_, redis):
+            redis.set("a", "b")
+        (tmp_path / "password").unlink()
+        (tmp_path / "valkey.conf").unlink()
+        async with server(data) as (_, redis):
+            assert redis.get("a") == "b"
+            assert urls_in(tmp_path)[0] == data.url(redis.connection_pool.connection_kwargs["port"])
+
+
 async def test_the_server_holds_the_lock_of_its_directory(tmp_path: Path) -> None:
     with DataDir(tmp_path) as data:
         async with server(data) as (_, redis):
@@ -172,5 +270,7 @@ async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
         child = Child(valkey(data, port), lambda name, line: None)
         await child.start()
         # What listens there is no Valkey: it never answers, and ours dies.
+        password = data.password()
         with pytest.raises(Failure, match="in use"):
             await started(child, data, port)
+        assert data.password() != password, "what listens there was told it"

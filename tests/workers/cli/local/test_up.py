@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from redis import Redis
 
 from tests.aws import Aws
 from tests.processes import free_port
@@ -22,6 +23,7 @@ from tests.producers.gateway.conftest import TINY, until
 from tests.workers.cli.local.conftest import PATIENCE_S, PENSTOCK, Up, final, task, whole
 from tests.workers.library.hub_server import Hub, Repo, running_hub
 from workers.cli.client import Gateway, Refused
+from workers.runtime.host.proc import argv_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -44,6 +46,48 @@ def with_its_key(system: Up, url: str, monkeypatch: pytest.MonkeyPatch) -> Gatew
     assert f"penstock keys create --tenant NAME --data-dir {system.data_dir}" in system.out
     monkeypatch.setenv("PENSTOCK_API_KEY", made.stdout)
     return Gateway(url)
+
+
+def strangers_get_nothing(system: Up) -> None:
+    """No other user of the machine reads the server's password, or a file; and without it the server does nothing."""
+    told = re.search(r"broker  redis://:\*\*\*@127\.0\.0\.1:(\d+)/0, kept in .*\n.*: (penstock url .*)", system.out)
+    assert told is not None, system.out
+    argv = [*PENSTOCK, *told[2].split()[1:]]
+    url = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
+    password = (system.data_dir / "password").read_text().strip()
+    assert url == f"redis://:{password}@127.0.0.1:{told[1]}/0"
+    with Redis.from_url(url) as redis:
+        assert redis.ping()
+    assert system.children().keys() >= {"valkey", "gateway", "worker", "sweeper", "webhooks"}
+    for pid in (system.process.pid, *system.children().values()):
+        assert password not in " ".join(argv_of(pid))
+        # The environment has it. The kernel shows that to its own user and root alone.
+        assert Path(f"/proc/{pid}/environ").stat().st_mode & 0o077 == 0
+        assert "Umask:\t0077\n" in Path(f"/proc/{pid}/status").read_text()
+    assert password not in system.out
+    modes = {path: path.stat().st_mode & 0o777 for path in (system.data_dir, *system.data_dir.rglob("*"))}
+    assert {path: mode for path, mode in modes.items() if mode != (0o700 if path.is_dir() else 0o600)} == {}
+    if os.getuid() == 0:
+        assert as_nobody(int(told[1])) == "-NOAUTH"
+
+
+def as_nobody(port: int) -> str:
+    """What the server answers another user of the machine."""
+    ours, theirs = socket.socketpair()
+    if (child := os.fork()) == 0:
+        try:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            with socket.create_connection(("127.0.0.1", port)) as server:
+                server.sendall(b"HGETALL penstock:webhooks:secrets\r\n")
+                theirs.sendall(server.recv(100))
+        finally:
+            os._exit(0)
+    theirs.close()
+    os.waitpid(child, 0)
+    with ours:
+        return ours.recv(100).decode().split()[0]
 
 
 def answers(url: str) -> bool:
@@ -69,6 +113,7 @@ def test_what_dies_is_started_again_the_next_start_finds_the_queue_and_a_second_
     gateway = with_its_key(system, url, monkeypatch)
     assert re.search(r"start   \d+\.\d\d s: process \d.*, imports .*, store .*, workers .*, gateway \d", system.out)
     assert re.search(r"worker: Ready in \d+\.\d\d s: process \d.*, imports .*, weights .*, warm_up \d", system.out)
+    strangers_get_nothing(system)
     first = [born(system.children()[kind]) for kind in ("worker", "valkey")]
     assert first[0] < first[1], "it begins before its supervisor's imports"
 
@@ -184,9 +229,8 @@ def test_with_queues_on_sqs_its_own_server_is_the_store(up: Callable[..., Up], a
             b"--files-dir"
             in Path(f"/proc/{running.children()[kind]}/cmdline").read_bytes().replace(b"\0", b" ").split()
         )
-    assert re.search(
-        r"broker  sqs://us-east-1\?prefix=\S+\n  store   redis://127\.0\.0\.1:\d+/0, kept in ", running.out
-    )
+    assert re.search(r"broker  sqs://us-east-1\?prefix=\S+\n", running.out)
+    assert re.search(r"store   redis://:\*\*\*@127\.0\.0\.1:\d+/0, kept in .*\n.*penstock url store", running.out)
     ended = final(gateway, gateway.submit(task(max_tokens=4, tier="priority"))["id"])
     assert (ended["status"], len(ended["choices"][0]["token_ids"])) == ("completed", 4)
     queues = aws.client("sqs").list_queues(QueueNamePrefix="pen-tiny_")["QueueUrls"]
