@@ -57,7 +57,7 @@ $(TOOLS)/.installed: requirements/tools.txt
 	$(TOOLS)/bin/python -m $(INSTALL) -r requirements/tools.txt
 	@touch $@
 
-EXTRAS := gateway worker webhooks aws kubernetes sources
+EXTRAS := gateway worker webhooks aws kubernetes sources secrets
 # `--no-config`: PyPI's hashes alone, whatever indexes this machine has.
 COMPILE = $(TOOLS)/bin/uv pip compile --quiet --no-config --universal --python-version 3.11 --generate-hashes \
 	--no-annotate --custom-compile-command "make lock"

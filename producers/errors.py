@@ -46,6 +46,10 @@ class QueueFull(PenstockError):
         self.most = most
 
 
+class SecretUnreadable(PenstockError):
+    """The file with the keys for stored secrets, or such a secret, cannot be read here. The message shows neither."""
+
+
 class TaskExists(PenstockError):
     """Another task has this id."""
 

@@ -175,7 +175,7 @@ def record_fields(task: Task, known: Known) -> dict[str, str | int]:
     if task.metadata:
         fields["metadata"] = json.dumps(task.metadata)
     if task.webhook is not None:
-        fields |= task.webhook.fields()
+        fields |= task.webhook.stored()
     return fields
 
 

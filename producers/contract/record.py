@@ -24,7 +24,8 @@
 | `metadata` | the task's metadata (JSON), if it has some |
 | `shortened` | overload shortened its outputs (JSON): `to` so many tokens, `from` the `max_tokens` that it asked for |
 | `retried_from` | id of the task that this one repeats |
-| `webhook`, `webhook_secret` | the task's own webhook (JSON: url, events); its secret, else the tenant's own is used |
+| `webhook` | the task's own webhook (JSON: url, events) |
+| `webhook_secret` | its secret, as `producers.contract.sealing` stores it; absent: the tenant's own is used |
 | `rows` | names of the outbox's rows for its events, with spaces between |
 | `reply` | where the reply to the message that made it goes (JSON, see `producers.sources.messages.replies`) |
 | `traceparent` | the trace of its caller that it belongs to (`producers.contract.trace`) |

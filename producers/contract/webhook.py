@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from producers.contract.sealing import seal
 from producers.errors import InvalidTask, shown
 
 #: Events of a task or a background response that has ended.
@@ -132,9 +133,14 @@ class Webhook:
         )
 
     def fields(self) -> dict[str, str]:
-        """The fields of a record (`producers.contract.record`) that say so."""
+        """The fields of a record (`producers.contract.record`) that say so, the secret in plain."""
         said = {"webhook": json.dumps({"url": self.url, "events": list(self.events)})}
         return said if self.secret is None else said | {"webhook_secret": self.secret}
+
+    def stored(self) -> dict[str, str]:
+        """The same as they are stored: the secret is encrypted if there is a key. Raises SecretUnreadable."""
+        said = self.fields()
+        return said if self.secret is None else said | {"webhook_secret": seal(self.secret)}
 
 
 def checked_url(url: Any, param: str) -> str:

@@ -4,9 +4,10 @@
 
 An endpoint is a field of the hash `penstock:webhooks:endpoints`, by its id: a JSON object with the fields of
 `Endpoint`. Sets have the ids of each tenant's (`scripts/_endpoints.lua`). Tenants' own secrets are fields of
-`penstock:webhooks:secrets`, by tenant ('' for tasks without one). Both are changed by SWAP, which writes only over what
-was read, and appends the change to the audit log. Every call may raise redis.exceptions.RedisError or OSError, and may
-be called again.
+`penstock:webhooks:secrets`, by tenant ('' for tasks without one). Secrets are encrypted where the process that makes
+them has a key (`producers.contract.sealing`). Both hashes are changed by SWAP, which writes only over what was read,
+and appends the change to the audit log. Every call may raise redis.exceptions.RedisError or OSError, and may be called
+again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import arun, text
 from producers.contract import keys
 from producers.contract.ids import timed_id
-from producers.contract.webhook import new_secret
+from producers.contract.sealing import seal, unseal
+from producers.contract.webhook import hint, new_secret
+from producers.errors import SecretUnreadable
 from producers.store import outbox
 from producers.store.access.audit import Change
 from producers.store.outbox import Row
@@ -55,7 +58,10 @@ class TooManyEndpoints(Exception):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Secrets:
-    """A secret, and the one before it while that still signs. `old_until`: unix time (s)."""
+    """A secret, and the one before it while that still signs, as they are stored. `old_until`: unix time (s).
+
+    What makes or reads one raises SecretUnreadable where its key is missing.
+    """
 
     secret: str
     old: str | None = None
@@ -63,22 +69,38 @@ class Secrets:
 
     @classmethod
     def new(cls) -> Self:
-        return cls(new_secret())
+        return cls(seal(new_secret()))
 
     @classmethod
     def parse(cls, said: Any) -> Self:
         """Fields of a later version are left out. Raises ValueError, TypeError or KeyError."""
-        return cls(**{one.name: said[one.name] for one in fields(cls)})
+        read = cls(**{one.name: said[one.name] for one in fields(cls)})
+        if not isinstance(read.secret, str) or not isinstance(read.old, str | None):
+            raise TypeError("a secret is no text")
+        return read
 
     def signing(self, now: float) -> list[str]:
-        """The secrets to sign with, the newest first."""
-        return [self.secret, self.old] if self.old is not None and now < self.old_until else [self.secret]
+        """The secrets to sign with, in plain, the newest first."""
+        both = [self.secret, self.old] if self.old is not None and now < self.old_until else [self.secret]
+        return [unseal(one) for one in both]
+
+    def plain(self) -> str:
+        """The newest secret."""
+        return unseal(self.secret)
+
+    def hint(self) -> str:
+        """The newest secret as it may be shown, less its last characters where they cannot be read here."""
+        try:
+            return hint(self.plain())
+        except SecretUnreadable:
+            return hint("")
 
     def rotated(self, now: float, *, keep_old: bool) -> Self:
         """A new secret; the present one still signs for OVERLAP_S, if it is to be kept."""
+        self.plain()  # a process without its key would store the new one in plain
         if keep_old:
-            return replace(self, secret=new_secret(), old=self.secret, old_until=int(now) + OVERLAP_S)
-        return replace(self, secret=new_secret(), old=None, old_until=0)
+            return replace(self, secret=seal(new_secret()), old=self.secret, old_until=int(now) + OVERLAP_S)
+        return replace(self, secret=seal(new_secret()), old=None, old_until=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +201,9 @@ async def of_tenant(store: Redis, tenant: str | None) -> list[Endpoint]:
     return sorted(filter(None, map(Endpoint.parse, found)), key=lambda one: one.id, reverse=True)
 
 
-async def change(store: Redis, endpoint_id: str, how: Callable[[Endpoint], Endpoint], audit: Change) -> Endpoint | None:
+async def change(
+    store: Redis, endpoint_id: str, how: Callable[[Endpoint], Endpoint], audit: Change | None
+) -> Endpoint | None:
     """Change an endpoint by a function, which may be called again if another process changes it meanwhile.
 
     None where there is none.
@@ -190,7 +214,8 @@ async def change(store: Redis, endpoint_id: str, how: Callable[[Endpoint], Endpo
         if (new := how(old)) == old:
             return new
         if await arun(store, swap(keys.WEBHOOK_ENDPOINTS, endpoint_id, text(raw), new.to_json(), audit=audit)):
-            audit.say()
+            if audit is not None:
+                audit.say()
             return new
     return None
 

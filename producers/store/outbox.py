@@ -17,7 +17,7 @@ all replays have the same. The row is the hash `penstock:webhooks:row:<name>`:
 | `webhook_id`, `type`, `object`, `at` | the event: `evt_...`, `response.completed`, `data.id`, server time (s) |
 | `url` | where it goes; of an endpoint as it was then: its current one counts |
 | `endpoint` | the endpoint's id; absent for a task's own webhook |
-| `secret` | of a task's own webhook: `whsec_...`; absent: the endpoint's, or the tenant's |
+| `secret` | of a task's own webhook (`producers.contract.sealing`); absent: the endpoint's, or the tenant's |
 | `tenant`, `model` | of the task, where it has them |
 | `source`, `reply` | of a reply: the source that sends it, and what the record's `reply` says |
 | `state` | due, delivered, dead |

@@ -48,6 +48,7 @@ MODULES: Final = {
     "admin.dlq": "dlq",
     "keys.tenants": "tenants",
     "keys.commands": "keys audit",
+    "keys.secrets": "secrets",
     "admin.usage": "usage",
     "webhooks.commands": "webhooks",
     "aws.commands": "aws",

@@ -12,7 +12,7 @@ from workers.cli.commands import Commands
 from workers.cli.exits import PROCESS_STATUS, Exit, Failure, refusing
 from workers.cli.options import Broker, FilesDir, HealthPort, LogLevel, Store
 from workers.cli.options.checks import finite
-from workers.cli.starting import look_at_files, look_at_servers, set_up_logging, store_of
+from workers.cli.starting import look_at_files, look_at_servers, set_up_logging, store_of, use_secrets_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,6 +49,7 @@ def sources(
     from workers.runtime.health import Health
 
     set_up_logging(log_level)
+    use_secrets_key(None)
     folders = {f"folder{number}": str(path) for number, path in enumerate(watch_folder or (), 1)}
     if config is None and not folders:
         raise Failure("there is no source: name a file with --config, or a folder with --watch-folder")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from errno import EACCES, EADDRINUSE
+from pathlib import Path
 
 from workers.cli.exits import Failure, refusing
 
@@ -21,6 +23,20 @@ def look_at_files(place: str) -> None:
 
     with refusing(ServerRefused):
         check_files(place)
+
+
+def use_secrets_key(file: Path | None) -> None:
+    """Encrypt and read secrets with the keys of this file from now on, here and in processes that are started.
+
+    None: the file that the environment names, if any. Raises Failure for a file that cannot be used.
+    """
+    from producers.contract.sealing import KEY_FILE, keyring
+    from producers.errors import SecretUnreadable
+
+    if file is not None:
+        os.environ[KEY_FILE] = str(file.absolute())
+    with refusing(SecretUnreadable):
+        keyring()
 
 
 def store_of(broker: str, store: str | None) -> str:

@@ -14,7 +14,7 @@ from producers.contract import keys
 from producers.contract.record import error_json
 from producers.contract.task import Task
 from producers.contract.trace import trace_fields
-from producers.errors import InvalidTask
+from producers.errors import InvalidTask, SecretUnreadable
 from workers.state.delivery import Plain
 from workers.state.served import Served
 
@@ -39,15 +39,15 @@ def plain_fields(served: Served, now_ms: int, headers: dict[str, Any], arguments
     try:
         kwargs = _with_prompt(arguments.get("args") or (), kwargs)
         task = _resolved(served, {"model": served.model, "tier": _tier(headers), **kwargs})
-    except InvalidTask as exc:
+        webhook = {} if task.webhook is None else task.webhook.stored()
+    except (InvalidTask, SecretUnreadable) as exc:
         # A webhook may hold a secret, which is not shown with the record.
         fields["task"] = json.dumps({name: value for name, value in kwargs.items() if name != "webhook"}, default=str)
-        return Plain(fields, error_json(exc.code, str(exc), exc.param))
-    fields |= {"task": task.to_json(), "tier": task.tier, "n": task.n}
+        code, param = (exc.code, exc.param) if isinstance(exc, InvalidTask) else ("secret_unreadable", "webhook.secret")
+        return Plain(fields, error_json(code, str(exc), param))
+    fields |= {"task": task.to_json(), "tier": task.tier, "n": task.n, **webhook}
     if task.ttl is not None:
         fields["ttl"] = task.ttl
-    if task.webhook is not None:
-        fields |= task.webhook.fields()
     deadline = _deadline_ms(now_ms, headers, task)
     if deadline is not None:
         fields["deadline"] = deadline

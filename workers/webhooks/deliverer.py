@@ -17,7 +17,7 @@ from producers.connection.connect import SILENT_S as ANSWER_S
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call
 from producers.connection.trouble import fault
-from producers.errors import shown
+from producers.errors import SecretUnreadable, shown
 from producers.store import endpoints, outbox
 from producers.store.access.audit import Change
 from producers.store.endpoints import TEST_PREFIX, Endpoint
@@ -37,6 +37,8 @@ LOOK_S: Final = 1.0
 PATIENCE_S: Final = 8.0
 #: Time (s) after which a row is tried again for which this process had no file descriptor, memory or port.
 OWN_TROUBLE_S: Final = 5.0
+#: Time (s) after which a row is tried again whose secret this process cannot read.
+NO_KEY_S: Final = 30.0
 #: Time (s) for which the store took no call, after which the process is not ready.
 SILENT_S: Final = 10.0
 #: Time (s) before each try, counted from the one before it; after the last there is none.
@@ -78,6 +80,8 @@ class Deliverer:
         self._heard_at = time.monotonic()
         self._fault = "the store does not answer"
         """The reason of the last round that failed."""
+        self._unreadable, self._unreadable_at = "", float("-inf")
+        """Why a secret could not be read lately, and when."""
 
     async def run(self) -> None:
         """Take and deliver, until `stop`; then let running tries end for the drain's time, and give the rest back."""
@@ -100,7 +104,12 @@ class Deliverer:
     def unready(self) -> list[str]:
         """As `workers.runtime.health.Watched`. While it takes no rows for want of places, it does not ask the store."""
         silent = time.monotonic() - self._heard_at > SILENT_S and self._limits.free > 0
-        return ["it drains"] * self.stopping + [f"no rows were taken for {SILENT_S:g} s: {self._fault}"] * silent
+        no_key = time.monotonic() - self._unreadable_at < 2 * NO_KEY_S
+        return (
+            ["it drains"] * self.stopping
+            + [f"no rows were taken for {SILENT_S:g} s: {self._fault}"] * silent
+            + [f"deliveries wait: {self._unreadable}"] * no_key
+        )
 
     def stop(self) -> None:
         """End; a second call gives back at once what is not delivered yet."""
@@ -142,7 +151,9 @@ class Deliverer:
             places = await targets(self._client.store, rows)
         calls: list[Call] = []
         for row, target in zip(rows, places, strict=True):
-            if isinstance(target, str):
+            if isinstance(target, SecretUnreadable):
+                calls.append(self._without_key(row, holder, target))
+            elif isinstance(target, str):
                 calls.append(outbox.dead(row, holder, Attempt(int(time.time()), 0, error=target)))
             elif (visit := self._limits.visit(target.receiver)) is not None:
                 task = asyncio.create_task(self._deliver(row, holder, target, visit))
@@ -152,6 +163,14 @@ class Deliverer:
                 delay = int(1000 * self._limits.put_off_s(target.receiver)) + 1
                 calls.append(outbox.retry(row, holder, delay))
         await asyncio.gather(*(self._client.run(once(call)) for call in calls))
+
+    def _without_key(self, row: Row, holder: str, error: SecretUnreadable) -> Call:
+        """The call that puts a row off, untried: it is sent signed, or not at all. A test does not wait for the key."""
+        self._unreadable, self._unreadable_at = str(error), time.monotonic()
+        warn_throttled(log, "deliveries wait: %s", error)
+        if row.webhook_id.startswith(TEST_PREFIX):
+            return outbox.dead(row, holder, Attempt(int(time.time()), 0, error=str(error)))
+        return outbox.retry(row, holder, int(NO_KEY_S * 1000))
 
     async def _deliver(self, row: Row, holder: str, target: Target, visit: Visit) -> None:
         outcome: Outcome | None = None

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 from redis.asyncio import Redis
 
+from producers.contract.sealing import unseal
 from producers.contract.webhook import Destination
+from producers.errors import SecretUnreadable
 from producers.store import endpoints
-from producers.store.endpoints import Endpoint
+from producers.store.endpoints import Endpoint, Secrets
 from producers.store.outbox import Row
 
 
@@ -33,17 +35,20 @@ class Target:
         return f"{origin} {self.whose}"
 
 
-async def targets(store: Redis, rows: Sequence[Row]) -> list[Target | str]:
-    """For each row a target, or why it has none. Raises redis.exceptions.RedisError or OSError."""
+async def targets(store: Redis, rows: Sequence[Row]) -> list[Target | SecretUnreadable | str]:
+    """For each row a target, or why it has none: for good, or until this process has the secret's key.
+
+    Raises redis.exceptions.RedisError or OSError.
+    """
     named = await endpoints.get_many(store, list({row.endpoint for row in rows if row.endpoint is not None}))
     own = {row.tenant for row in rows if row.endpoint is None and row.secret is None}
     secrets = {tenant: await _of_tenant(store, tenant) for tenant in own}
-    found: list[Target | str] = []
+    found: list[Target | SecretUnreadable | str] = []
     for row in rows:
-        if row.endpoint is not None:
-            found.append(_of_endpoint(named.get(row.endpoint)))
-        else:
-            found.append(_of_task(row, secrets))
+        try:
+            found.append(_of_task(row, secrets) if row.endpoint is None else _of_endpoint(named.get(row.endpoint)))
+        except SecretUnreadable as error:
+            found.append(error)
     return found
 
 
@@ -55,14 +60,22 @@ def _of_endpoint(one: Endpoint | None) -> Target | str:
     return Target(one.url, one.secrets.signing(time.time()), one.id)
 
 
-async def _of_tenant(store: Redis, tenant: str | None) -> Sequence[str]:
-    """The secrets that sign now; none if what is stored cannot be read."""
+async def _of_tenant(store: Redis, tenant: str | None) -> Secrets | SecretUnreadable | None:
+    """A tenant's secrets; None if what is stored cannot be read."""
     try:
-        return (await endpoints.own_secrets(store, tenant)).signing(time.time())
+        return await endpoints.own_secrets(store, tenant)
+    except SecretUnreadable as error:
+        return error
     except (ValueError, TypeError, KeyError):
-        return ()
+        return None
 
 
-def _of_task(row: Row, secrets: Mapping[str | None, Sequence[str]]) -> Target | str:
-    signing = [row.secret] if row.secret is not None else secrets[row.tenant]
+def _of_task(row: Row, secrets: Mapping[str | None, Secrets | SecretUnreadable | None]) -> Target | str:
+    signing: Sequence[str] = ()
+    if row.secret is not None:
+        signing = [unseal(row.secret)]
+    elif isinstance(own := secrets[row.tenant], SecretUnreadable):
+        raise own
+    elif own is not None:
+        signing = own.signing(time.time())
     return Target(row.url, signing, f"of {row.tenant or ''}") if signing else "the tenant's secret cannot be read"

@@ -24,6 +24,7 @@ from producers.errors import (
     LimitReached,
     PenstockError,
     ResultUnavailable,
+    SecretUnreadable,
     SubmitFailed,
     TaskErased,
     TaskInBatch,
@@ -150,6 +151,10 @@ def problem_of(error: Exception, principal: Principal = LOCAL) -> Problem:
             warn_throttled(logger, "%s", error)
             message = "The result is in a file that this gateway cannot read now; its log says why."
             return unavailable(message, code="file_unavailable")
+        case SecretUnreadable():
+            warn_throttled(logger, "%s", error)
+            message = "A webhook's secret cannot be encrypted, or read, by this gateway now; its log says why."
+            return unavailable(message, code="secret_unreadable")
         case SubmitFailed():
             warn_throttled(logger, "submit failed: %s", error)
             return unavailable(str(error), code=error.code)

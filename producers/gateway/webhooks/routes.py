@@ -71,7 +71,7 @@ async def create(request: Request, response: Response) -> EndpointWithSecret:
         if entry.state == "made":  # its answer may have been lost, and the secret with it
             made = _found(await endpoints.get(gateway.client.store, endpoint_id), endpoint_id)
             response.headers.update(idempotency.REPLAYED)
-            return EndpointWithSecret.of(made, signing_secret=made.secrets.secret)
+            return EndpointWithSecret.of(made, signing_secret=made.secrets.plain())
     made = Endpoint(id=endpoint_id, name=name, secrets=Secrets.new(), created_at=now, updated_at=now, **fields)
     most = (await gateway.accounts.kept(made.tenant)).max_endpoints
     audit = actor_of(request).did("endpoint.create", made.id, made.tenant)
@@ -82,7 +82,7 @@ async def create(request: Request, response: Response) -> EndpointWithSecret:
         raise Problem(400, f"{whose}, the most; delete one first.", code="too_many_endpoints") from None
     if entry is not None:
         await idempotency.made(gateway.client, entry)
-    return EndpointWithSecret.of(made, signing_secret=made.secrets.secret)
+    return EndpointWithSecret.of(made, signing_secret=made.secrets.plain())
 
 
 def _many(tenant: str | None, most: int | None) -> str:
@@ -165,7 +165,7 @@ async def rotate_secret(request: Request, endpoint_id: str) -> EndpointWithSecre
         return replace(one, secrets=one.secrets.rotated(now, keep_old=keep), updated_at=now)
 
     one = _found(await endpoints.change(gateway_of(request).client.store, endpoint_id, rotated, audit), endpoint_id)
-    return EndpointWithSecret.of(one, signing_secret=one.secrets.secret)
+    return EndpointWithSecret.of(one, signing_secret=one.secrets.plain())
 
 
 @router.post(

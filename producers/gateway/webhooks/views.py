@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field
 
-from producers.contract.webhook import EVENT_TYPES, MAX_URL, hint
+from producers.contract.webhook import EVENT_TYPES, MAX_URL
 from producers.gateway.tasks.views import Named, Page
 from producers.store.endpoints import Endpoint
 
@@ -68,7 +68,7 @@ class EndpointView(Named):
     @classmethod
     def of(cls, one: Endpoint, **more: Any) -> Self:
         shown = {name: value for name, value in asdict(one).items() if name != "secrets"}
-        return cls(**shown, signing_secret_hint=hint(one.secrets.secret), **more)
+        return cls(**shown, signing_secret_hint=one.secrets.hint(), **more)
 
 
 class EndpointWithSecret(EndpointView):

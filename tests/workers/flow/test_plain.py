@@ -6,11 +6,14 @@ import json
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from producers.contract.keys import Pool
+from producers.contract.sealing import KEY_FILE, new_key, unseal
+from producers.contract.webhook import new_secret
 from workers.flow.plain import plain_fields
 from workers.settings import WorkerSettings
 from workers.state.served import Served
@@ -146,3 +149,20 @@ def test_a_message_that_must_not_be_decoded_has_a_record_all_the_same() -> None:
         "task": "{}",
         "nonce": "",
     }
+
+
+def test_its_webhooks_secret_is_encrypted_where_the_worker_has_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook = {"url": "https://own.example/", "secret": new_secret()}
+    assert fields(prompt="x", webhook=hook)["webhook_secret"] == hook["secret"]
+    file = tmp_path / "secrets.key"
+    file.write_text(new_key())
+    monkeypatch.setenv(KEY_FILE, str(file))
+    found = fields(prompt="x", webhook=hook)
+    assert hook["secret"] not in str(found)
+    assert unseal(found["webhook_secret"]) == hook["secret"]
+    file.unlink()
+    refused = plain_fields(SERVED, NOW_MS, {}, {"args": [], "kwargs": {"prompt": "x", "webhook": hook}})
+    assert json.loads(refused.error or "")["code"] == "secret_unreadable"
+    assert hook["secret"] not in str(refused)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from standardwebhooks import Webhook
 from producers import AsyncClient
 from producers.connection.script import run, text
 from producers.contract import keys
+from producers.contract.sealing import KEY_FILE, new_key, parse
 from producers.contract.webhook import new_secret
 from producers.store import outbox
 from producers.store.endpoints import Endpoint, Secrets
@@ -239,3 +241,48 @@ async def test_a_store_that_answers_and_refuses_is_told_from_one_that_does_not_a
             await running
             assert ("evalsha" in one.unready()[-1]) is (reason == "cannot be used: ")
     valkey.acl_deluser("limited")
+
+
+def test_an_event_without_its_key_waits_unsent_until_the_key_is_there(
+    valkey_url: str, valkey: Redis, receiver: Receiver, tmp_path: Path
+) -> None:
+    """Whoever's secret it is: an endpoint's, a tenant's, a task's own. A test event ends at once, and says why."""
+    ring = parse(line := new_key(), "file")
+    secrets = {who: new_secret() for who in ("endpoint", "tenant", "own")}
+    sealed = {who: ring.seal(secret) for who, secret in secrets.items()}
+    valkey.hset(keys.WEBHOOK_SECRETS, "acme", json.dumps(asdict(Secrets(sealed["tenant"]))))
+    url = f"{receiver.url}/ok"
+    endpoint = add_endpoint(valkey, url, Secrets(sealed["endpoint"]))
+    names = {
+        "endpoint": put(valkey, "endpoint", url, endpoint=endpoint),
+        "tenant": put(valkey, "tenant", url, tenant="acme"),
+        "own": put(valkey, "own", url, sealed["own"]),
+    }
+    test = put(valkey, "test_1", url, endpoint=endpoint)
+    plain = put(valkey, "plain", url, secret := new_secret())
+    file = tmp_path / "secrets.key"
+    file.write_text(f"{new_key()}\n")
+    env = {KEY_FILE: str(file)}
+
+    def put_off() -> bool:
+        due: Any = valkey.zrange(keys.WEBHOOKS_DUE, 0, -1, withscores=True)
+        now: Any = valkey.time()
+        return len(due) == 3 and all(score > 1000 * (now[0] + 10) for _, score in due)
+
+    with WebhooksProcess(valkey_url, **env) as process:
+        assert verified((ended(process, valkey, plain), receiver.event())[1], secret).id == "evt_plain"
+        dead = ended(process, valkey, test)
+        assert (dead.state, len(dead.attempts)) == ("dead", 1)
+        assert f"the key '{next(iter(ring.keys))}', which {file} lacks" in dead.attempts[0].error
+        process.until(lambda: "deliveries wait: " in process.log.read_text())
+        process.until(put_off)
+        assert [row_of(valkey, name).tries for name in names.values()] == [0, 0, 0]
+        assert len(receiver.events) == 1
+        with file.open("a") as lines:
+            lines.write(line)
+        valkey.zadd(keys.WEBHOOKS_DUE, dict.fromkeys(names.values(), 1))
+        rows = {who: ended(process, valkey, name) for who, name in names.items()}
+    assert {row.state for row in rows.values()} == {"delivered"}
+    for who in names:
+        (event,) = [event for event in receiver.events if event.id == f"evt_{who}"]
+        assert verified(event, secrets[who]).type == "response.completed"

@@ -14,7 +14,7 @@ from workers.cli.commands import Commands
 from workers.cli.exits import CALLER_STATUS, PROCESS_STATUS, Failure, check_extras, refusing
 from workers.cli.keys import auth as keys_or_none
 from workers.cli.models.references import MODEL, complete_model, find_models
-from workers.cli.options import DEFAULT_URL, FilesDir, Gpus, LogLevel
+from workers.cli.options import DEFAULT_URL, FilesDir, Gpus, LogLevel, SecretsKey
 from workers.cli.options.checks import check_spot, finite, health_ports
 from workers.cli.options.declared import ENGINE, options_of, takes
 from workers.cli.options.said_again import said_again
@@ -134,6 +134,7 @@ def up(
     ] = None,
     gateway: dict[str, Any],
     files_dir: FilesDir = None,
+    secrets_key: SecretsKey = None,
     sources: Annotated[
         Path | None, typer.Option(help="Run the event sources of this TOML file, too (docs/sources.md).")
     ] = None,
@@ -152,7 +153,7 @@ def up(
     from functools import partial
 
     from workers.cli.gpus.choice import choose, gpus_here
-    from workers.cli.starting import checked_level, set_up_logging
+    from workers.cli.starting import checked_level, set_up_logging, use_secrets_key
     from workers.processes import UMASK
     from workers.runtime.cold_start import COLD_START
 
@@ -166,6 +167,7 @@ def up(
     asks = keys_or_none.decided(gateway.get("auth"), "insecure" in gateway, host)
     level = checked_level(log_level)
     set_up_logging(level, "autoscaler | ")  # what else runs in this process says nothing
+    use_secrets_key(secrets_key)
 
     chosen = choose(gpus, gpus_here()) if gpus is not None else ()
     names = model or ["tiny"]

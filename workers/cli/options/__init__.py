@@ -78,6 +78,16 @@ FilesDir = Annotated[
     ),
 ]
 
+SecretsKey = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="PENSTOCK_SECRETS_KEY_FILE",
+        dir_okay=False,
+        help="Encrypt webhooks' secrets in the store with the keys of this file, which `penstock secrets key` makes. "
+        "Unset: they are stored in plain.",
+    ),
+]
+
 WebhookAllow = Annotated[
     list[str] | None,
     typer.Option(

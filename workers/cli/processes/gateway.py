@@ -12,9 +12,9 @@ from producers.connection.local import FILES_DIR
 from workers.cli.exits import needs, refusing
 from workers.cli.keys import auth as keys_or_none
 from workers.cli.keys.auth import AskFor, Insecure
-from workers.cli.options import Broker, FilesDir, LogLevel, Port, Prices, Store, WebhookAllow
+from workers.cli.options import Broker, FilesDir, LogLevel, Port, Prices, SecretsKey, Store, WebhookAllow
 from workers.cli.options.checks import finite, origins, proxies
-from workers.cli.starting import look_at_files, look_at_servers, open_port, set_up_logging, store_of
+from workers.cli.starting import look_at_files, look_at_servers, open_port, set_up_logging, store_of, use_secrets_key
 
 
 def gateway(
@@ -96,6 +96,7 @@ def gateway(
         int, typer.Option(min=0, help="Most bytes of one tenant's tasks and results in the store. 0: any.")
     ] = 4 << 30,
     webhook_allow: WebhookAllow = None,
+    secrets_key: SecretsKey = None,
     prices: Prices = None,
     await_model: Annotated[
         list[str] | None,
@@ -111,6 +112,7 @@ def gateway(
     with needs("gateway"):
         from producers.gateway import GatewaySettings, serve
     set_up_logging(log_level)
+    use_secrets_key(secrets_key)
     listener = socket.socket(fileno=fd) if fd is not None else open_port(host, port, listens=False)
     address = listener.getsockname()[0]
     asks = keys_or_none.decided(auth, insecure, address)

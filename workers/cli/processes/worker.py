@@ -15,7 +15,7 @@ from workers.cli.options import Broker, Gpus, LogLevel, Store
 from workers.cli.options.checks import check_spot, finite, health_ports, place, process_name, provider
 from workers.cli.options.declared import ENGINE, takes
 from workers.cli.options.said_again import said_again
-from workers.cli.starting import checked_level, store_of
+from workers.cli.starting import checked_level, store_of, use_secrets_key
 from workers.cli.terminal.show import relayed
 from workers.processes import PENSTOCK
 
@@ -106,6 +106,7 @@ def worker(
     # Until it serves, nothing that it makes is garbage: to look for some takes a quarter of the imports' time.
     gc.disable()
     check_extras("worker")
+    use_secrets_key(None)
     with needs("worker"):
         from engine.errors import EngineError
         from workers.runtime.worker import run_worker

@@ -10,9 +10,9 @@ import typer
 from workers.cli.admin.servers import system
 from workers.cli.commands import Commands
 from workers.cli.exits import OPERATOR_STATUS, PROCESS_STATUS, Exit, Failure, needs, refusing
-from workers.cli.options import AnyBroker, Broker, HealthPort, Json, LogLevel, Store, WebhookAllow
+from workers.cli.options import AnyBroker, Broker, HealthPort, Json, LogLevel, SecretsKey, Store, WebhookAllow
 from workers.cli.options.checks import finite
-from workers.cli.starting import look_at_servers, set_up_logging, store_of
+from workers.cli.starting import look_at_servers, set_up_logging, store_of, use_secrets_key
 from workers.cli.terminal.show import say
 from workers.cli.webhooks import deliveries, listen
 from workers.cli.webhooks.listen import Tenant
@@ -32,6 +32,7 @@ def run(
     broker: Broker,
     store: Store = None,
     webhook_allow: WebhookAllow = None,
+    secrets_key: SecretsKey = None,
     drain_timeout: Annotated[
         float, typer.Option(min=0, callback=finite, help="Seconds that running deliveries may go on after SIGTERM.")
     ] = 25.0,
@@ -45,6 +46,7 @@ def run(
         from workers.webhooks import process
         from workers.webhooks.deliverer import WebhookSettings
     set_up_logging(log_level)
+    use_secrets_key(secrets_key)
     allowed = tuple(webhook_allow or ())
     settings = WebhookSettings(store_of(broker, store), allowed, drain=drain_timeout, health_port=health_port)
     with refusing(ValueError):
@@ -121,18 +123,19 @@ def secret(
     store: Store = None,
 ) -> None:
     """Show the secret that signs the webhooks of a tenant's tasks which name none of their own."""
+    from producers.errors import SecretUnreadable
     from producers.store import endpoints
     from producers.store.access.audit import Change, operator
 
     if drop_old and not rotate:
         raise Failure("--drop-old needs --rotate")
-    with system(broker, store) as (client, loop):
+    with refusing(SecretUnreadable), system(broker, store) as (client, loop):
         if rotate:
             audit = Change(operator(), "webhook_secret.rotate", tenant or "", tenant)
             found = loop.run(endpoints.rotate_own(client.store, tenant, audit, keep_old=not drop_old))
         else:
             found = loop.run(endpoints.own_secrets(client.store, tenant))
-    typer.echo(found.secret)
+        typer.echo(found.plain())
 
 
 app.shown("penstock webhooks listen --port 9000", status=PROCESS_STATUS)(listen.listen)

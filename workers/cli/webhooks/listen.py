@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from workers.cli.admin.servers import system
-from workers.cli.exits import Failure, needs
+from workers.cli.exits import Failure, needs, refusing
 from workers.cli.options import AnyBroker, Port, Store
 
 if TYPE_CHECKING:
@@ -68,10 +68,11 @@ def listen(
 
 
 def _own(broker: str | None, store: str | None, tenant: str | None) -> str:
+    from producers.errors import SecretUnreadable
     from producers.store import endpoints
 
-    with system(broker, store) as (client, loop):
-        return loop.run(endpoints.own_secrets(client.store, tenant)).secret
+    with refusing(SecretUnreadable), system(broker, store) as (client, loop):
+        return loop.run(endpoints.own_secrets(client.store, tenant)).plain()
 
 
 def _handler(received: Callable[[bytes, dict[str, str]], None]) -> type[BaseHTTPRequestHandler]:

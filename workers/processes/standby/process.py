@@ -37,7 +37,9 @@ MOST_BYTES: Final = 400 << 20
 #: Read when a process starts, whoever imports it: also scripts and modules that are imported later.
 OURS: Final = ("engine", "producers", "workers")
 #: Environment variables that are read when a worker starts, and not before by what it imports.
-LATE: Final = frozenset({"BROKER_URL", "STORE_URL", "CUDA_VISIBLE_DEVICES", "NOTIFY_SOCKET"})
+LATE: Final = frozenset(
+    {"BROKER_URL", "STORE_URL", "CUDA_VISIBLE_DEVICES", "NOTIFY_SOCKET", "PENSTOCK_SECRETS_KEY_FILE"}
+)
 
 Stamp = dict[str, tuple[int, int] | None]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -13,9 +14,11 @@ from redis import Redis
 from typer.main import get_command
 
 from producers.contract import keys
+from producers.contract.sealing import KEY_FILE, new_key
+from producers.contract.webhook import new_secret
 from producers.store.access import api_keys
 from tests.producers.contract.test_trace import GOOD
-from tests.producers.gateway.conftest import Door, Make
+from tests.producers.gateway.conftest import Door, Make, Open
 from tests.producers.gateway.test_keys import as_caller
 from workers.cli.app import app
 
@@ -75,3 +78,30 @@ def test_no_secret_is_anywhere_but_in_the_answer_that_made_it(
         for token in (owner, made["key"], new, wrong):
             assert token[21:] not in text, surface
     assert not {"api_key", "key", "token", "secret"} & set(options(get_command(app)))
+
+
+def test_with_a_key_file_no_dump_of_the_store_has_a_webhooks_secret(
+    open_door: Open, model: str, valkey: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of endpoints, old ones that still sign, of tenants, of tasks, and of events that wait."""
+    (tmp_path / "secrets.key").write_text(new_key())
+    monkeypatch.setenv(KEY_FILE, str(tmp_path / "secrets.key"))
+    door = open_door(webhook_allow=("127.0.0.0/8",))
+    http = httpx.Client(base_url=door.url, timeout=60)
+    hook = {"url": "http://127.0.0.1:9/", "secret": new_secret()}
+    endpoint = {"url": "http://127.0.0.1:9/", "event_types": ["response.cancelled"]}
+    created = http.post("/v1/webhook_endpoints", json=endpoint).json()
+    rotated = http.post(f"/v1/webhook_endpoints/{created['id']}/rotate_secret", json={}).json()
+    tasks = [
+        http.post("/v1/tasks", json={"model": model, "prompt": "x", "webhook": hook} | more).json()["id"]
+        for more in ({}, {"tenant": "acme"})
+    ]
+    for task_id in tasks:
+        http.post(f"/v1/tasks/{task_id}/cancel").raise_for_status()
+    dump = everything(valkey)
+    made = [created["signing_secret"], rotated["signing_secret"], hook["secret"]]
+    assert valkey.zcard(keys.WEBHOOKS_DUE) == 4, "for each task a row of its own, and one for the endpoint"
+    for secret in made:
+        assert secret.startswith("whsec_")
+        assert secret.removeprefix("whsec_") not in dump
+    assert dump.count("enc1.") == 6, "an endpoint's two, and those of the tasks' records and rows"

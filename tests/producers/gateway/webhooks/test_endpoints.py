@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,7 +12,8 @@ import pytest
 from redis import Redis
 
 from producers.contract import keys
-from producers.contract.webhook import EVENT_TYPES
+from producers.contract.sealing import KEY_FILE, new_key
+from producers.contract.webhook import EVENT_TYPES, new_secret
 from producers.store.endpoints import MAX_ENDPOINTS
 
 URL = "https://1.1.1.1/hook"
@@ -162,3 +164,37 @@ def test_changes_of_endpoints_push_no_change_of_a_key_out_of_the_audit_log(http:
     told = [(change["did"], change["what"]) for change in http.get("/v1/audit").json()["data"]]
     assert told == [("endpoint.rotate_secret", made)] * 3 + [("endpoint.create", made), ("key.create", key)]
     assert http.get("/v1/audit", params={"limit": 2}).json()["data"][1]["did"] == "endpoint.rotate_secret"
+
+
+def test_a_gateway_without_the_key_tells_so_and_stores_nothing_in_plain(
+    http: httpx.Client, valkey: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "secrets.key").write_text(new_key())
+    monkeypatch.setenv(KEY_FILE, str(tmp_path / "secrets.key"))
+    body, again = {"url": URL, "event_types": ["response.completed"]}, {"idempotency-key": "k"}
+    made = http.post("/v1/webhook_endpoints", json=body, headers=again).json()
+    path = f"/v1/webhook_endpoints/{made['id']}"
+    assert http.get(path).json()["signing_secret_hint"] == f"whsec_...{made['signing_secret'][-4:]}"
+    assert http.post("/v1/webhook_endpoints", json=body, headers=again).json() == made
+    before = valkey.hgetall(keys.WEBHOOK_ENDPOINTS)
+
+    monkeypatch.delenv(KEY_FILE)
+    assert http.get(path).json()["signing_secret_hint"] == "whsec_..."
+    for answer in (
+        http.post("/v1/webhook_endpoints", json=body, headers=again),
+        http.post(f"{path}/rotate_secret", json={"keep_old_secret_active_for_24_hours": False}),
+    ):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "secret_unreadable")
+        assert answer.headers["retry-after"] == "1"
+    assert valkey.hgetall(keys.WEBHOOK_ENDPOINTS) == before
+
+    monkeypatch.setenv(KEY_FILE, str(tmp_path / "none"))
+    for path, asked in (
+        ("/v1/webhook_endpoints", body),
+        ("/v1/tasks", {"model": "tiny", "prompt": "x", "webhook": {"url": URL, "secret": new_secret()}}),
+    ):
+        answer = http.post(path, json=asked)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "secret_unreadable")
+        assert str(tmp_path) not in answer.text
+    assert valkey.hgetall(keys.WEBHOOK_ENDPOINTS) == before
+    assert list(valkey.scan_iter("penstock:task:*")) == []

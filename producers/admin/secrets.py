@@ -1,0 +1,111 @@
+"""Encrypts the secrets that the store already holds with the first key of the key file (`producers.contract.sealing`).
+
+    endpoints, tenants' own -> records of tasks -> rows of the outbox, which get theirs from records
+
+Each is written only over what was read, so it may run beside everything, and again. A process without the key file
+still writes plain ones: restart all with it first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass, replace
+
+from redis.asyncio import Redis
+
+from producers.connection.script import arun, text
+from producers.contract import keys
+from producers.contract.sealing import Keyring
+from producers.errors import SecretUnreadable
+from producers.store import endpoints
+from producers.store.endpoints import Endpoint, Secrets
+from producers.store.protocol import swap
+
+#: Keys that one SCAN looks at.
+PAGE = 1000
+
+
+@dataclass(slots=True)
+class Sealed:
+    """What was encrypted anew, by kind, and the secrets whose key is not in the file."""
+
+    endpoints: int = 0
+    tenants: int = 0
+    tasks: int = 0
+    deliveries: int = 0
+    unreadable: int = 0
+
+
+async def seal_all(store: Redis, keyring: Keyring) -> Sealed:
+    """Encrypt all secrets with the first key. Raises redis.exceptions.RedisError or OSError; call it again then."""
+    done = Sealed()
+    for one in await endpoints.every(store):
+        try:
+            changed = _resealed(one.secrets, keyring) != one.secrets
+        except SecretUnreadable:
+            done.unreadable += 1
+            continue
+        if changed:
+            await endpoints.change(store, one.id, lambda one: _endpoint(one, keyring), None)
+            done.endpoints += 1
+    done.tenants = await _tenants(store, keyring, done)
+    done.tasks = await _fields(store, keys.task("*"), "webhook_secret", keyring, done)
+    done.deliveries = await _fields(store, keys.webhook_row("*"), "secret", keyring, done)
+    return done
+
+
+def _resealed(one: Secrets, keyring: Keyring) -> Secrets:
+    return replace(one, secret=keyring.seal(one.secret), old=None if one.old is None else keyring.seal(one.old))
+
+
+def _endpoint(one: Endpoint, keyring: Keyring) -> Endpoint:
+    return replace(one, secrets=_resealed(one.secrets, keyring))
+
+
+async def _tenants(store: Redis, keyring: Keyring, done: Sealed) -> int:
+    count = 0
+    for tenant in await store.execute_command("HKEYS", keys.WEBHOOK_SECRETS):
+        while (raw := await store.execute_command("HGET", keys.WEBHOOK_SECRETS, tenant)) is not None:
+            old = Secrets.parse(json.loads(raw))
+            try:
+                new = _resealed(old, keyring)
+            except SecretUnreadable:
+                done.unreadable += 1
+                break
+            if new == old:
+                break
+            if await arun(store, swap(keys.WEBHOOK_SECRETS, text(tenant), text(raw), json.dumps(asdict(new)))):
+                count += 1
+                break
+    return count
+
+
+async def _fields(store: Redis, pattern: str, field: str, keyring: Keyring, done: Sealed) -> int:
+    """Encrypt one field of all hashes with such names. Nothing but its end changes it, so one look is enough."""
+    count = 0
+    async for page in _pages(store, pattern):
+        async with store.pipeline(transaction=False) as pipe:
+            for name in page:
+                pipe.hget(name, field)
+            found = await pipe.execute()
+        for name, stored in zip(page, found, strict=True):
+            if stored is None or keyring.is_current(text(stored)):
+                continue
+            try:
+                new = keyring.seal(text(stored))
+            except SecretUnreadable:
+                done.unreadable += 1
+                continue
+            count += await arun(store, swap(text(name), field, text(stored), new))
+    return count
+
+
+async def _pages(store: Redis, pattern: str) -> AsyncIterator[list[bytes]]:
+    cursor = 0
+    while True:
+        cursor, page = await store.scan(cursor, match=pattern, count=PAGE)
+        if page:
+            yield page
+        if not cursor:
+            return
