@@ -86,11 +86,12 @@ def snippets() -> Iterator[tuple[str, bool]]:
 
 
 def named(pattern: str) -> dict[str, bool]:
-    """What follows the pattern in any snippet, without remarks and brackets; and whether it is whole."""
+    """What follows the pattern in any snippet, without remarks, brackets and the end of a `$(...)`; and whether it is
+    whole."""
     found: dict[str, bool] = {}
     for snippet, whole in snippets():
         if one := re.search(rf"(?:^|\s|/)(?:{pattern}) (.*)$", snippet):
-            line = re.sub(r"\s+#.*|\s+> \S+$|[\[\]]", "", one[1])
+            line = re.sub(r"\s+#.*|\s+> \S+$|[\[\]]|\)$", "", one[1])
             found[line] = found.get(line, False) or (whole and " ... " not in line)
     return found
 
