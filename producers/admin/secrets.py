@@ -97,15 +97,15 @@ async def _fields(store: Redis, pattern: str, field: str, keyring: Keyring, done
             except SecretUnreadable:
                 done.unreadable += 1
                 continue
-            count += await arun(store, swap(text(name), field, text(stored), new))
+            count += await arun(store, swap(name, field, text(stored), new))
     return count
 
 
-async def _pages(store: Redis, pattern: str) -> AsyncIterator[list[bytes]]:
+async def _pages(store: Redis, pattern: str) -> AsyncIterator[list[str]]:
     cursor = 0
     while True:
         cursor, page = await store.scan(cursor, match=pattern, count=PAGE)
         if page:
-            yield page
+            yield [text(name) for name in page]
         if not cursor:
             return

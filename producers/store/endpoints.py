@@ -74,10 +74,9 @@ class Secrets:
     @classmethod
     def parse(cls, said: Any) -> Self:
         """Fields of a later version are left out. Raises ValueError, TypeError or KeyError."""
-        read = cls(**{one.name: said[one.name] for one in fields(cls)})
-        if not isinstance(read.secret, str) or not isinstance(read.old, str | None):
+        if not isinstance(said["secret"], str) or not isinstance(said["old"], str | None):
             raise TypeError("a secret is no text")
-        return read
+        return cls(**{one.name: said[one.name] for one in fields(cls)})
 
     def signing(self, now: float) -> list[str]:
         """The secrets to sign with, in plain, the newest first."""
