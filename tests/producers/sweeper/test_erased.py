@@ -65,6 +65,24 @@ async def test_dead_letters_and_results_go_until_no_more_can_come(
     assert not valkey.exists(keys.ERASING)
 
 
+async def test_a_user_who_may_not_touch_celerys_keys_leaves_the_result_to_the_sweeper(
+    aclient: AsyncClient, valkey: Redis, valkey_url: str, worker: FakeWorker
+) -> None:
+    """As a gateway's may be (docs/servers.md)."""
+    ended(worker, "t")
+    valkey.set(keys.celery_result("t"), "xyzzy")
+    rights = ("~penstock:*", "&penstock:*", "+@all", "-@admin", "-@dangerous", "+info")
+    valkey.execute_command("ACL", "SETUSER", "gate", "on", ">pw", *rights)
+    try:
+        with Redis.from_url(valkey_url.replace("://", "://gate:pw@")) as gate:
+            assert run(gate, protocol.delete("t", "x")) == [b"completed"]
+    finally:
+        valkey.execute_command("ACL", "DELUSER", "gate")
+    assert not valkey.exists(keys.task("t"))
+    assert valkey.exists(keys.celery_result("t"))
+    assert await erase(aclient) == Erased(results=1)
+
+
 async def test_a_message_of_a_deleted_plain_task_makes_it_no_more(valkey: Redis, worker: FakeWorker) -> None:
     ended(worker, "t")
     run(valkey, protocol.delete("t", "x"))
