@@ -115,11 +115,18 @@ class Server:
 
     def erased(self, task_ids: Iterable[str]) -> dict[str, str]:
         """The deleted tasks, whose ids are kept for a time, with the nonces of their DELETE; all in the index."""
-        found = {task_id: self.redis.get(keys.erased(task_id)) for task_id in task_ids}
-        kept = {task_id: nonce.decode() for task_id, nonce in found.items() if nonce is not None}
-        assert {name.decode() for name in self.redis.zrange(keys.ERASING, 0, -1)} == set(kept)
-        assert all(self.redis.ttl(keys.erased(task_id)) > 0 for task_id in kept)
-        assert not [task_id for task_id in kept if self.redis.zscore(keys.TASKS, task_id) is not None]
+        ids = list(task_ids)
+        with self.redis.pipeline(transaction=False) as pipe:
+            for task_id in ids:
+                pipe.get(keys.erased(task_id))
+                pipe.ttl(keys.erased(task_id))
+            for index in (keys.ERASING, keys.TASKS):
+                pipe.zrange(index, 0, -1)
+            *found, erasing, listed = pipe.execute()
+        kept = {task_id: nonce.decode() for task_id, nonce in zip(ids, found[::2], strict=True) if nonce is not None}
+        assert {name.decode() for name in erasing} == set(kept)
+        assert all(ttl > 0 for nonce, ttl in zip(found[::2], found[1::2], strict=True) if nonce is not None)
+        assert not kept.keys() & {name.decode() for name in listed}
         return kept
 
     def waiting(self) -> tuple[Counter[str], ...]:

@@ -135,7 +135,7 @@ class PromptMachine(Pair):
         assert r
         assert last
         self.controls = [(keys.control(r.owner), f"cancel {TASK}")]
-        self.forget(TASK, last)
+        self.erase(TASK, last, "x")
         self.compare()
         self.published[TASK] = []
 
