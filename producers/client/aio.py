@@ -18,9 +18,10 @@ from producers.client.reader import Reader
 from producers.client.steps import Fetch, Pause, Send, Step, Steps, T, adrive
 from producers.client.submission import TASK, Directory, Known, submit
 from producers.client.tasks import AsyncTasks
-from producers.connection.connect import SILENT_S, connect_async
+from producers.connection.connect import SILENT_S, SMALL_EACH, SMALL_POOL, connect_pools
 from producers.connection.local import servers
 from producers.connection.script import Call, arun, ask
+from producers.connection.turns import Turns
 from producers.contract.message import Message
 from producers.contract.record import Record
 from producers.contract.stream.events import Event
@@ -56,11 +57,16 @@ class AsyncClient:
         #: Where results are that were moved to files.
         self.places = Places(files_dir or os.environ.get("FILES_DIR"))
         broker, store = servers(broker, store)
-        #: The store and the broker (`connect_async`), for what the client has no method for.
-        self.store: Redis = connect_async(store)
+        self._pools = connect_pools(store)
+        #: The store and the broker, for what the client has no method for; and the store by connections that callers'
+        #: requests never take.
+        self.store: Redis = self._pools.general
+        self.reserved: Redis = self._pools.reserved
         self.broker = connect_broker(broker, store, self.store)
-        self._one_server = store == broker
+        #: Whether the store is the broker, too.
+        self.one_server = store == broker
         self.directory = Directory(ordered=self.broker.capabilities.order_per_key)
+        self._fetches = Turns(SMALL_POOL, SMALL_EACH)
         self._hub = Hub(self.store)
         self._closed = False
 
@@ -124,7 +130,7 @@ class AsyncClient:
         """Raise redis.exceptions.RedisError or OSError unless store and broker each answer the first request."""
         async with asyncio.timeout(SILENT_S):
             await self.store.execute_command("PING")
-            if not self._one_server:
+            if not self.one_server:
                 await self.broker.ping()
 
     def reader(self, task_id: str, start: int = 0) -> Reader:
@@ -146,7 +152,7 @@ class AsyncClient:
         """Close all connections. Streams that are being read end with an error."""
         self._closed = True
         await self._hub.aclose()
-        await self.store.aclose()
+        await self._pools.aclose()
         await self.broker.aclose()
 
     async def __aenter__(self) -> Self:
@@ -164,8 +170,9 @@ class AsyncClient:
             if isinstance(step, Send):
                 return await self.send(step.message)
             if isinstance(step, Fetch):
-                return await asyncio.to_thread(self.places.block, step.reference, step.number)
-            return await ask(self.store, step.commands)
+                async with self._fetches.turn(SILENT_S):
+                    return await asyncio.to_thread(self.places.block, step.reference, step.number)
+            return await ask(self._pools.bulk if step.bulk else self.store, step.commands)
 
 
 class AsyncHandle:

@@ -7,6 +7,9 @@ A compacted stream (`producers.sweeper.compact`) is read as blocks, from the sto
 there names. Each read asks for the stream first and then for the block. Blocks replace a stream in one step, so the
 first of the two that exists is complete.
 
+What is there already is read in slices of about SLICE bytes, by connections of which the process has few; the next one
+is read once the last one was taken. So a reader of a long past holds one slice, and the event loop is soon free again.
+
 The first read serves finished tasks without a subscription. When the subscription is confirmed, the stream is read
 again, so that nothing is lost between the two. Events that came twice are dropped by their position.
 """
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -35,10 +38,16 @@ Entries = list[tuple[int, Event | None]]
 
 #: Highest start position: entry ids are 64-bit, and an id is the position + 1.
 MAX_POSITION: Final = (1 << 63) - 2
-#: Stream entries read at a time.
-CHUNK: Final = 1000
-#: Most bytes parsed on the event loop; more are parsed in a thread. Log probabilities of a long prompt are megabytes.
+#: Bytes of entries that are read and given at a time: about a millisecond's work, parsing and sending included. For the
+#: work of an entry beside that of its bytes, it counts as so many more.
+SLICE: Final = 1 << 14
+ENTRY: Final = 50
+#: Entries that are read first, before their size is known.
+FIRST: Final = 16
+#: Most bytes parsed on the event loop; more are parsed in a thread. A piece of a prompt's log probabilities has many.
 INLINE: Final = 1 << 16
+#: Largest block (bytes) that a reader keeps until all of its slices are taken; a larger one is read again for each.
+KEPT: Final = 1 << 18
 #: Estimated bytes of entries in one byte of a block.
 SQUEEZED: Final = 5
 #: Silence (s) on the channel after which the stream is read.
@@ -51,10 +60,10 @@ class Cursor:
     """A reader's position and state, without I/O.
 
     `behind`: the stream must be read, since messages of the channel do not continue at `position`. `ended`: no more
-    events will come.
+    events will come. `count`: how many entries of the stream are read next.
     """
 
-    __slots__ = ("behind", "ended", "position", "task_id")
+    __slots__ = ("behind", "count", "ended", "position", "task_id")
 
     def __init__(self, task_id: str, start: int) -> None:
         if type(start) is not int or not 0 <= start <= MAX_POSITION:
@@ -63,6 +72,7 @@ class Cursor:
         self.position = start
         self.behind = True
         self.ended = False
+        self.count = FIRST
 
     @property
     def block(self) -> int:
@@ -78,17 +88,17 @@ class Cursor:
         return Read(
             (
                 ("HMGET", keys.task(self.task_id), "status", "end"),
-                ("XRANGE", keys.stream(self.task_id), f"{self.position + 1}-0", "+", "COUNT", CHUNK),
+                ("XRANGE", keys.stream(self.task_id), f"{self.position + 1}-0", "+", "COUNT", self.count),
                 ("HMGET", keys.result(self.task_id), self.block, "blob"),
-            )
+            ),
+            bulk=True,
         )
 
-    def replay(
-        self, record: tuple[bytes | None, bytes | None], entries: Entries, compacted: bool = False
-    ) -> list[Event]:
+    def replay(self, record: tuple[bytes | None, bytes | None], entries: Entries, more: bool | None) -> list[Event]:
         """New events in the answer to `query`. Raises TaskNotFound.
 
-        `record`: its status and end. `entries`: of the stream, or of a block if `compacted`.
+        `record`: its status and end. `entries`: of the stream, or of a block. `more`: whether others follow them, as
+        far as that is known; of a block it is not, and they do where it had any.
         """
         status, end = record
         if status is None:
@@ -96,7 +106,8 @@ class Cursor:
             raise not_found(self.task_id)
         before = self.position
         events = self._take(entries)
-        more = self.position > before if compacted else len(entries) == CHUNK
+        if more is None:
+            more = self.position > before
         self.behind = not self.ended and more
         if end is not None and not self.behind:
             self.ended = True
@@ -132,9 +143,19 @@ def read_entries(found: Iterable[tuple[bytes, Mapping[bytes, bytes]]]) -> Entrie
     return [(position, decode(position, entry)) for position, entry in places]
 
 
-def read_block(number: int, block: bytes) -> Entries:
-    """The entries in a compacted stream's block."""
-    return [(position, decode(position, entry)) for position, entry in unpack(number, block)]
+def read_block(number: int, block: bytes, start: int = 0, most: int | None = None) -> Entries:
+    """The entries in a compacted stream's block from position `start` on. `most`: see `unpack`."""
+    return [(position, decode(position, entry)) for position, entry in unpack(number, block, start, most, ENTRY)]
+
+
+def first_slice(entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> tuple[int, int]:
+    """How many of the entries in XRANGE's answer make a slice, at least one if there are any; and the size of all."""
+    count = size = 0
+    for _, fields in entries:
+        if size < SLICE:
+            count += 1
+        size += len(fields[b"e"]) + ENTRY
+    return count, size
 
 
 def read_messages(payloads: Iterable[bytes]) -> list[Entries]:
@@ -150,6 +171,8 @@ class Reader:
         self._ask = ask
         self._hub = hub
         self._subscription: Subscription | None = None
+        #: The block that is being given, by its number, and its record.
+        self._block: tuple[int, bytes, Any] | None = None
 
     async def next(self) -> list[Event]:
         """The next events, all that are there; an empty list once the stream has ended.
@@ -163,11 +186,10 @@ class Reader:
             if cursor.behind:
                 record, found, block = await self._read()
                 if found or block is None:
-                    size = sum(len(fields[b"e"]) for _, fields in found)
-                    events = cursor.replay(record, await _parsed(size, read_entries, found))
+                    events = cursor.replay(record, *await self._sliced(found))
                 else:
-                    parse = partial(read_block, cursor.block)
-                    events = cursor.replay(record, await _parsed(SQUEEZED * len(block), parse, block), compacted=True)
+                    parse = partial(read_block, cursor.block, start=cursor.position, most=SLICE)
+                    events = cursor.replay(record, await _parsed(SQUEEZED * len(block), parse, block), None)
             elif self._subscription is None:
                 self._subscription = self._hub.follow(cursor.task_id)
             else:
@@ -180,8 +202,21 @@ class Reader:
                 return events
         return []
 
+    async def _sliced(self, found: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> tuple[Entries, bool]:
+        """The first slice of entries, parsed, and whether more follow. What is left over is read again."""
+        cursor = self._cursor
+        count, size = first_slice(found)
+        more = count < len(found) or len(found) == cursor.count
+        if found:
+            cursor.count = max(1, SLICE * len(found) // size)
+        return await _parsed(size, read_entries, found[:count]), more
+
     async def _read(self) -> tuple[Any, Any, bytes | None]:
         """The record's state, the next entries of the stream, and the next block if there is no stream."""
+        if self._block is not None and self._block[0] == self._cursor.block:
+            await asyncio.sleep(0)  # others' turn
+            return self._block[2], (), self._block[1]
+        self._block = None
         record, found, (block, moved) = await self._ask(persistently(self._cursor.query(), PATIENCE_S))
         if not found and block is None and moved is not None:
             reference = Reference.parse(moved)
@@ -191,6 +226,8 @@ class Reader:
                 record, found, _ = await self._ask(persistently(self._cursor.query(), PATIENCE_S))
                 if record[0] is not None:  # else the task was removed meanwhile, which `replay` says
                     raise _unavailable(self._cursor.task_id, reference, error) from error
+        if not found and block is not None and len(block) <= KEPT:
+            self._block = self._cursor.block, block, record
         return record, found, block
 
     def close(self) -> None:

@@ -29,9 +29,13 @@ FAILURES: Final = (redis.RedisError, OSError)
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Commands for the store, sent in one round trip. The answer is the list of their answers."""
+    """Commands for the store, sent in one round trip. The answer is the list of their answers.
+
+    `bulk`: they read much, and have a small share of a client's connections.
+    """
 
     commands: tuple[tuple[str | int, ...], ...]
+    bulk: bool = False
 
 
 @dataclass(frozen=True, slots=True)

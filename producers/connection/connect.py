@@ -13,7 +13,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from collections.abc import Hashable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
@@ -34,10 +36,18 @@ from producers.connection.hello import check_hello, not_hello
 from producers.connection.silence import ENOUGH, Silence
 from producers.connection.silence import SILENT_S as SILENT_S
 from producers.connection.trouble import NotPrimary
+from producers.connection.turns import OWNER, Turns
 
 SCHEMES: Final = ("redis", "rediss", "unix", *sentinel.SCHEMES)
-#: Most connections of one client for commands. All its readers share one more.
+#: Most connections of one client for commands; those of them that one owner (`producers.connection.turns`) may have at
+#: once. All its readers share one more.
 POOL: Final = 16
+EACH: Final = 12
+#: The same of a pool beside that: for bulk reads, or for what must go on whatever callers do.
+SMALL_POOL: Final = 4
+SMALL_EACH: Final = 2
+#: Longest wait (s) for a connection of an asyncio client; then `turns.Busy` is raised.
+WAIT_S: Final = 2.0
 #: TCP options that detect a vanished peer: keepalive probes after 5 s of silence, three times, 2 s apart, and at most
 #: 10 s (in ms) for an acknowledgement. Options that a system lacks are left out.
 TCP: Final = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}
@@ -82,12 +92,42 @@ def connection_pool(
     return redis.BlockingConnectionPool(max_connections=POOL, timeout=SILENT_S, connection_class=kind, **options)
 
 
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """Three clients of one server for asyncio, each with connections of its own, which callers get by turns.
+
+    A silent server is waited for once, by whichever notices it first.
+    """
+
+    general: redis.asyncio.Redis
+    bulk: redis.asyncio.Redis
+    """For reads of much: a small share, so that most of what the server and this process do is for others."""
+    reserved: redis.asyncio.Redis
+    """For what must go on whatever callers do: to find who they are, to notice that keys end, to say what is ready."""
+
+    async def aclose(self) -> None:
+        for client in (self.general, self.bulk, self.reserved):
+            await client.aclose()
+
+
 def connect_async(url: str) -> redis.asyncio.Redis:
     """`connect` for asyncio: an answer that takes longer than SILENT_S is a TimeoutError. The caller limits the rest.
 
     With a socket timeout, redis-py sends through `asyncio.wait_for`, which before Python 3.12 swallows a cancellation
     that comes as the sending ends. `asyncio.timeout` around a command would then have no effect.
     """
+    return _client(Turns(POOL, EACH), *_options_async(url))
+
+
+def connect_pools(url: str) -> Pools:
+    """The same, with pools for several kinds of work. They connect when they are used."""
+    kind, options = _options_async(url)
+    sizes = (POOL, EACH), (SMALL_POOL, SMALL_EACH), (SMALL_POOL, SMALL_EACH)
+    return Pools(*(_client(Turns(places, each), kind, options) for places, each in sizes))
+
+
+def _options_async(url: str) -> tuple[type, dict[str, Any]]:
+    """The class of a URL's connections, and its arguments."""
     plain, sentinels = _read(url)
     options: dict[str, Any] = {
         "socket_timeout": None,
@@ -100,11 +140,43 @@ def connect_async(url: str) -> redis.asyncio.Redis:
     base = options.pop("connection_class", AsyncConnection)
     if sentinels is not None:
         options["sentinels"] = sentinels
-    kind = _class(_AsyncFound if sentinels is not None else None, _AsyncChecked, base)
-    pool = redis.asyncio.BlockingConnectionPool(
-        max_connections=POOL, timeout=SILENT_S, connection_class=kind, **options
-    )
-    return redis.asyncio.Redis.from_pool(pool)
+    return _class(_AsyncFound if sentinels is not None else None, _AsyncChecked, base), options
+
+
+def _client(turns: Turns, kind: type, options: dict[str, Any]) -> redis.asyncio.Redis:
+    return redis.asyncio.Redis.from_pool(_TurnsPool(turns, connection_class=kind, **options))
+
+
+class _TurnsPool(redis.asyncio.ConnectionPool):
+    """A pool whose connections go by turns to the owners that wait for them. Raises `turns.Busy` after WAIT_S.
+
+    redis-py's own pool serves whoever came first, however many that are of one caller. It also takes several locks and
+    timers for each command; here a command that need not wait costs a few operations of dicts.
+    """
+
+    def __init__(self, turns: Turns, **options: Any) -> None:
+        super().__init__(max_connections=turns.places, **options)
+        self._turns = turns
+        self._owners: dict[AsyncAbstractConnection, Hashable] = {}
+
+    async def get_connection(self, *_: Any, **__: Any) -> AsyncAbstractConnection:
+        owner = OWNER.get()
+        if not self._turns.take(owner):
+            await self._turns.wait(owner, WAIT_S)
+        pool: Any = self
+        connection: AsyncAbstractConnection = pool.get_available_connection()
+        self._owners[connection] = owner
+        try:
+            await self.ensure_connection(connection)
+        except BaseException:
+            await self.release(connection)
+            raise
+        return connection
+
+    async def release(self, connection: AsyncAbstractConnection) -> None:
+        self._in_use_connections.remove(connection)
+        self._available_connections.append(connection)
+        self._turns.give(self._owners.pop(connection))
 
 
 def kombu_url(url: str) -> str:

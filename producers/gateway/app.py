@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse
 
 from producers.client.aio import AsyncClient
 from producers.connection.addresses import networks
+from producers.connection.turns import Turns
 from producers.gateway import batches, files, health, keys, metrics, models, openai, pages, usage, webhooks
 from producers.gateway.admission.accounts import Accounts
 from producers.gateway.admission.callers import Callers
@@ -28,6 +29,7 @@ from producers.gateway.http.caller import MEASURES
 from producers.gateway.http.edge import Edge
 from producers.gateway.http.fair_share import FairShare
 from producers.gateway.http.openapi import Documented
+from producers.gateway.http.streams import Bounds as StreamBounds
 from producers.gateway.http.streams import Streams
 from producers.gateway.http.trace import TracedClient
 from producers.gateway.keys import tenants
@@ -45,8 +47,10 @@ from producers.store.waiting import Bounds
 from producers.sweeper import sweeper
 from producers.sweeper.reader_leases import ReaderLeases
 
-#: Most large results (`large.LARGE`) in memory at once; each may have tens of megabytes.
-LARGE_RESULTS: Final = 4
+#: Most large results (`large.LARGE`) in memory at once, and of one tenant; each may have tens of megabytes.
+LARGE_RESULTS: Final = (4, 2)
+#: Most pieces of files that are read at once, each on a thread, and of one tenant: others need threads, too.
+FILE_READS: Final = (4, 2)
 #: Response headers that a web page may read.
 EXPOSED: Final = (
     "idempotent-replayed",
@@ -75,8 +79,9 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     if settings.files_redirect and not is_s3(settings.files_dir):
         raise ValueError(f"--files-redirect needs a bucket: --files-dir is {settings.files_dir!r}, not s3://...")
     prices = None if settings.prices is None else Prices.read(Path(settings.prices))
-    streams, fair_share = Streams(), FairShare()
-    figures = Metrics(streams.__len__)
+    bounds = StreamBounds(settings.max_streams, settings.max_streams_per_tenant)
+    streams, fair_share = Streams(bounds.within(settings.most_connections)), FairShare()
+    figures = Metrics(streams.open)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
@@ -98,7 +103,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     )
     app.state.streams = streams
     app.state.metrics = figures
-    app.add_middleware(Edge, metrics=figures, fair_share=fair_share)
+    app.add_middleware(Edge, metrics=figures, fair_share=fair_share, streams=streams)
     if settings.cors_origins:  # outside the edge, so that pages can read the errors of both
         app.add_middleware(
             CORSMiddleware,
@@ -140,14 +145,15 @@ def _parts(
         blobs=blobs,
         reach=Reach(blobs),
         readers=ReaderLeases(client, settings.reader_lease, settings.patience),
-        callers=Callers(client.store) if settings.auth == "keys" else None,
+        callers=Callers(client.reserved) if settings.auth == "keys" else None,
         accounts=accounts,
         admission=Admission(client, bounds, accounts.spent, settings.max_wait),
         destinations=destinations,
         metrics=figures,
         streams=streams,
         bodies=Executor("penstock-body", 2),
-        large=asyncio.Semaphore(LARGE_RESULTS),
+        large=Turns(*LARGE_RESULTS),
+        file_reads=Turns(*FILE_READS),
         prices=prices,
         awaited=Awaited(client, prompts, templates, settings.awaited),
     )
@@ -163,7 +169,7 @@ async def _running(gateway: Gateway, fair_share: FairShare) -> AsyncGenerator[No
         asyncio.create_task(fair_share.run(), name="look at the loop"),
     ]
     if gateway.callers is not None:
-        keeping.append(asyncio.create_task(gateway.streams.watch(client.store), name="watch keys"))
+        keeping.append(asyncio.create_task(gateway.streams.watch(client.reserved), name="watch keys"))
     if settings.sweep:
         sweeping = sweeper.run(client, reader_lease_s=settings.reader_lease)
         keeping.append(asyncio.create_task(sweeping, name="sweep"))

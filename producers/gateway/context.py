@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 
 from starlette.requests import HTTPConnection
 
 from producers.client.aio import AsyncClient
+from producers.connection.turns import Turns
 from producers.gateway.admission.accounts import Accounts
 from producers.gateway.admission.callers import Callers
 from producers.gateway.admission.destinations import Destinations
@@ -46,8 +46,10 @@ class Gateway:
     streams: Streams
     bodies: Executor
     """Unpacks and parses large bodies."""
-    large: asyncio.Semaphore
+    large: Turns
     """Permits for large results in memory."""
+    file_reads: Turns
+    """Permits to read a piece of a file."""
     prices: Prices | None
     """What tokens cost; None where that is not said."""
     awaited: Awaited

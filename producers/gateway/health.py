@@ -43,7 +43,8 @@ async def readyz(request: Request) -> JSONResponse:
     """
     gateway = gateway_of(request)
     client = gateway.client
-    servers: dict[str, Callable[[], Awaitable[object]]] = {"store": client.store.ping, "broker": client.broker.ping}
+    broker = client.reserved.ping if client.one_server else client.broker.ping
+    servers: dict[str, Callable[[], Awaitable[object]]] = {"store": client.reserved.ping, "broker": broker}
     faults = dict(zip(servers, await asyncio.gather(*map(_fault, servers.values())), strict=True))
     checks = {name: fault or "ok" for name, fault in faults.items()}
     if away := " and ".join(name for name, fault in faults.items() if fault == SILENT):
@@ -71,8 +72,8 @@ async def _starts(gateway: Gateway) -> dict[str, str]:
     """The reasons why workers do not come up. The gateway is ready all the same: tasks wait in their queues."""
     try:
         async with asyncio.timeout(PATIENCE_S):
-            seconds, _ = await gateway.client.store.time()
-            found = await states(gateway.client.store)
+            seconds, _ = await gateway.client.reserved.time()
+            found = await states(gateway.client.reserved)
     except FAILURES:
         return {}
     fresh = {pool: state for pool, state in found.items() if is_fresh(state.get("at"), seconds)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import resource
 import signal
 import socket
 from types import FrameType
@@ -19,8 +18,9 @@ from producers.gateway.http.streams import Streams
 from producers.gateway.http.websocket import MAX_MESSAGE, Socket
 from producers.gateway.settings import GatewaySettings
 
-#: Open files reserved for other things than callers' connections: store, broker, logs.
-OTHER_FILES: Final = 128
+#: Bytes that the kernel keeps of an answer beside those that are under way. What a reader does not take stays in the
+#: store, and costs nobody the work to read it: without this, the kernel took megabytes for each.
+UNSENT: Final = 1 << 16
 
 
 class _Server(uvicorn.Server):
@@ -51,6 +51,8 @@ def serve(settings: GatewaySettings, listener: socket.socket) -> None:
     app = create_app(settings)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # inherited by connections: the kernel drops stalled peers as we do
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(settings.stall * 1000))
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
     config = configured(app, settings)
     server = _Server(config, app.state.streams, settings.drain)
     for sig in (signal.SIGTERM, signal.SIGINT):
@@ -72,13 +74,10 @@ def build_routes(app: FastAPI) -> None:
 
 def configured(app: FastAPI, settings: GatewaySettings) -> uvicorn.Config:
     """The settings with which uvicorn serves the application."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return uvicorn.Config(
         app,
         loop="uvloop",
-        http=limited(
-            settings.receive, max(1, min(settings.connections, files - OTHER_FILES)), app.state.metrics.refused
-        ),
+        http=limited(settings.receive, settings.most_connections, app.state.metrics.refused),
         ws=Socket,
         ws_max_size=MAX_MESSAGE,
         ws_ping_interval=settings.heartbeat,

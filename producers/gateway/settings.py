@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from producers.connection.local import FILES_DIR
 from producers.store.access.principal import Limits
 from producers.store.protocol import READER_LEASE_S
+
+#: Open files reserved for other things than callers' connections: store, broker, logs.
+OTHER_FILES: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,12 @@ class GatewaySettings:
     """Time limit for receiving a whole request; then its connection is closed."""
     connections: int = 8192
     """Most open connections, if the limit of open files allows; further ones get 503."""
+    max_streams: int = 4096
+    """Most open streams (`producers.gateway.http.streams`); 0: as many as leave connections to other requests. Further
+    ones get 503."""
+    max_streams_per_tenant: int = 1024
+    """Most open streams of one tenant, or of one address where no keys are asked for; 0: half of all. Further ones get
+    429."""
     drain: float = 30.0
     """Time for which open requests and streams may go on after SIGTERM."""
     reader_lease: float = READER_LEASE_S
@@ -87,3 +97,9 @@ class GatewaySettings:
             max_endpoints=self.max_endpoints or None,
             max_task_bytes=self.max_task_bytes or None,
         )
+
+    @property
+    def most_connections(self) -> int:
+        """`connections`, as far as the limit of open files allows it."""
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return max(1, min(self.connections, files - OTHER_FILES))

@@ -55,7 +55,7 @@ async def usage(request: Request) -> Response:
         raise invalid_value(str(error).split(" ")[0], f"{error}.") from None
     gateway, principal = gateway_of(request), principal_of(request)
     tenant = None if principal.sees_all else principal.tenant or ""
-    async with gateway.large:
+    async with gateway.large.turn(gateway.settings.patience):
         found = await report(gateway.client.store, *span, by, tenant=tenant, prices=gateway.prices)
         if said.get("format", "csv" if CSV in request.headers.get("accept", "") else "json") == "csv":
             return Response(found.csv(), media_type=CSV)

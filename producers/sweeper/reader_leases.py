@@ -20,7 +20,7 @@ from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES, Steps, persistently
 from producers.connection.connect import SILENT_S
 from producers.connection.log_throttle import warn_throttled
-from producers.connection.script import Call, script, text
+from producers.connection.script import Call, arun, script, text
 from producers.connection.trouble import said
 from producers.contract import keys
 from producers.store import protocol
@@ -100,7 +100,8 @@ class ReaderLeases:
             held = list(self._held)
             try:
                 for start in range(0, len(held), MANY):
-                    await self._client.run(persistently(hold(held[start : start + MANY], self._lease_ms), 0.0))
+                    async with asyncio.timeout(SILENT_S):
+                        await arun(self._client.reserved, hold(held[start : start + MANY], self._lease_ms))
                 pause = self._every_s
             except FAILURES as error:
                 warn_throttled(log, "cannot renew %d reader leases, trying again: %s", len(held), error)

@@ -144,6 +144,16 @@ def pack(entries: Sequence[bytes]) -> bytes:
     return zlib.compress(b"\n".join(entries), LEVEL)
 
 
-def unpack(number: int, block: bytes) -> list[tuple[int, Any]]:
-    """The entries of block `number`, parsed, each with its position. Raises zlib.error or ValueError."""
-    return [(number * BLOCK + k, json.loads(line)) for k, line in enumerate(zlib.decompress(block).split(b"\n"))]
+def unpack(number: int, block: bytes, start: int = 0, most: int | None = None, each: int = 0) -> list[tuple[int, Any]]:
+    """The entries of block `number`, parsed, each with its position, from position `start` on. `most`: no further entry
+    is parsed once they have so many bytes, of which each counts `each` more. Raises zlib.error or ValueError."""
+    entries: list[tuple[int, Any]] = []
+    size, first = 0, number * BLOCK
+    for position, line in enumerate(zlib.decompress(block).split(b"\n"), first):
+        if position < start:
+            continue
+        if most is not None and size >= most:
+            break
+        size += len(line) + each
+        entries.append((position, json.loads(line)))
+    return entries

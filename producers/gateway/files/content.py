@@ -14,6 +14,7 @@ from fastapi import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from producers.connection.turns import Busy, Turns
 from producers.errors import shown
 from producers.gateway.http.connection import cut
 from producers.gateway.http.errors import Problem, unavailable
@@ -38,10 +39,12 @@ class FileContent(Response):
 
     media_type = "application/octet-stream"
 
-    def __init__(self, blobs: Blobs, file: File, start: int, end: int, first: bytes, stall: float) -> None:
+    def __init__(
+        self, blobs: Blobs, reads: Turns, file: File, start: int, end: int, first: bytes, stall: float
+    ) -> None:
         self.status_code = 200 if (start, end) == (0, file.size) else 206
         self.background = None
-        self._blobs, self._name = blobs, file.id
+        self._blobs, self._reads, self._name = blobs, reads, file.id
         self._at, self._end = start + len(first), end
         self._first = first
         self._stall = stall
@@ -62,24 +65,25 @@ class FileContent(Response):
             while piece:
                 async with asyncio.timeout(self._stall):
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
-                piece = await asyncio.to_thread(
-                    self._blobs.read, self._name, self._at, min(PIECE, self._end - self._at)
-                )
+                size = min(PIECE, self._end - self._at)
+                async with self._reads.turn(self._stall):
+                    piece = await asyncio.to_thread(self._blobs.read, self._name, self._at, size)
                 self._at += len(piece)
             if self._at < self._end:
                 raise BlobNotFound(f"{self._name} ends at {self._at} bytes")
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except (TimeoutError, BlobNotFound, OSError) as error:
+        except (TimeoutError, Busy, BlobNotFound, OSError) as error:
             logger.info("cut off a reader of %s: %s", self._name, str(error) or f"took nothing for {self._stall} s")
             cut(scope)
 
 
-async def content_of(request: Request, blobs: Blobs, file: File, stall: float) -> FileContent:
-    """The answer to a request for a file's content. Raises Problem, and OSError."""
+async def content_of(request: Request, blobs: Blobs, reads: Turns, file: File, stall: float) -> FileContent:
+    """The answer to a request for a file's content. `reads`: permits to read a piece. Raises Problem, and OSError."""
     start, end = _asked(request, file)
     with _known(file):
-        first = await asyncio.to_thread(blobs.read, file.id, start, min(PIECE, end - start))
-    return FileContent(blobs, file, start, end, first, stall)
+        async with reads.turn(stall):
+            first = await asyncio.to_thread(blobs.read, file.id, start, min(PIECE, end - start))
+    return FileContent(blobs, reads, file, start, end, first, stall)
 
 
 async def redirect_of(blobs: Blobs, file: File) -> Response:

@@ -158,11 +158,12 @@ async def look(request: Request, file_id: str) -> FileView:
 async def content(request: Request, file_id: str) -> Response:
     """Get a file's bytes."""
     gateway = gateway_of(request)
+    gateway.streams.enter(request.scope, "download")
     file = await file_of(request, file_id)
     with faults.telling():
         if gateway.settings.files_redirect and not request.scope.get(HEAD):
             return await redirect_of(gateway.blobs, file)
-        return await content_of(request, gateway.blobs, file, gateway.settings.stall)
+        return await content_of(request, gateway.blobs, gateway.file_reads, file, gateway.settings.stall)
 
 
 @router.delete("/{file_id}", dependencies=CANCELS, response_model=FileDeleted, responses=errors(404))

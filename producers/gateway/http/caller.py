@@ -15,6 +15,7 @@ from fastapi.openapi.models import HTTPBearer
 from fastapi.security.base import SecurityBase
 from starlette.requests import HTTPConnection
 
+from producers.connection.turns import OWNER
 from producers.contract.task import MAX_TENANT
 from producers.errors import shown
 from producers.gateway.http.errors import Problem
@@ -67,6 +68,7 @@ class Needs(SecurityBase):
             raise Problem(403, f"This key lacks the scope {self.scope}.", code="missing_scope")
         same(principal, _named(connection.scope["headers"]), TENANT)
         state["principal"], state[OPENED] = principal, token
+        OWNER.set(principal.tenant)
         if self.tasks and gateway.accounts.spent:
             await gateway.accounts.check_spent(connection, principal.tenant)
 

@@ -1,4 +1,4 @@
-"""The outermost middleware: request ids, counts, turns of callers, and answers to uncaught exceptions."""
+"""The outermost middleware: request ids, counts, turns of callers, errors nobody caught, and the end of streams."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from producers.connection.turns import OWNER
 from producers.gateway.http import trace
 from producers.gateway.http.errors import problem_of, response_of
 from producers.gateway.http.fair_share import FairShare, caller_of
+from producers.gateway.http.streams import Streams
 from producers.gateway.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,8 @@ LEFT: Final = tuple(
     )
     for at, what in ((3, "requests"), (5, "tokens"))
 )
+#: The client of a connection without an address, over a Unix socket.
+NOBODY: Final = ("nobody",)
 #: Messages that begin an answer: one to a request, to a WebSocket's handshake, and to one that is refused.
 BEGINNINGS: Final = ("http.response.start", "websocket.accept", "websocket.http.response.start")
 
@@ -48,16 +52,18 @@ BEGINNINGS: Final = ("http.response.start", "websocket.accept", "websocket.http.
 class Edge:
     """ASGI middleware. Starlette's base class would cost each streamed chunk a queue and a task."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, fair_share: FairShare) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, fair_share: FairShare, streams: Streams) -> None:
         self._app = app
         self._metrics = metrics
         self._fair_share = fair_share
+        self._streams = streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
         came = time.perf_counter()
+        OWNER.set((scope["client"] or NOBODY)[:1])  # until it is known whose key this is
         headers = Headers(scope=scope)
         trace.enter(headers)
         given = headers.get("x-request-id", "")
@@ -95,6 +101,8 @@ class Edge:
             if begun:
                 raise
             await response_of(problem_of(error))(scope, receive, send_on)
+        finally:
+            self._streams.leave(scope)
 
 
 def _client(scope: Scope) -> str:

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from producers.connection.aws import AwsError
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.trouble import CODES, Trouble, trouble
+from producers.connection.turns import Busy
 from producers.contract.task import label
 from producers.errors import (
     BrokenRecord,
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 AWAY = "The store or the broker does not answer; try again in a moment."
 REFUSES = "The store or the broker answers, but refuses; nothing was done."
+BUSY = "This gateway has as much under way for this caller as it does at once; try again in a moment."
 FULL = "The memory or disk of the store or the broker is full: nothing new is taken for now; try again later."
 #: Headers of errors that a retry after a second may cure, and of those that none does: OpenAI's clients try again after
 #: 409 and 5xx.
@@ -158,6 +160,8 @@ def problem_of(error: Exception, principal: Principal = LOCAL) -> Problem:
         case SubmitFailed():
             warn_throttled(logger, "submit failed: %s", error)
             return unavailable(str(error), code=error.code)
+        case Busy():
+            return unavailable(BUSY, code="busy")
         case RedisError() | OSError():
             warn_throttled(logger, "store or broker failed: %s: %s", type(error).__name__, error)
             found = trouble(error)

@@ -185,7 +185,7 @@ class LiveStream(Response):
         return f"event: error\ndata: {json.dumps(body_of(problem_of(error)))}\n\n".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stop = self._streams.enter(scope)
+        stop = self._streams.enter(scope, "events")
         leaving = asyncio.create_task(watch(receive, stop))
         try:
             async with aclosing(self._chunks), aclosing(self._sent(stop)) as chunks:
@@ -198,7 +198,7 @@ class LiveStream(Response):
             logger.info("dropped a stream whose reader took nothing for %s s", self._stall)
             cut(scope)
         finally:
-            self._streams.leave(stop)
+            self._streams.leave(scope)
             leaving.cancel()
 
     async def _sent(self, stop: Stop) -> AsyncGenerator[bytes]:
@@ -240,7 +240,9 @@ class EventStream(LiveStream):
 async def _encoded(batches: AsyncGenerator[list[Event]]) -> AsyncGenerator[bytes]:
     async with aclosing(batches):
         async for events in batches:
-            yield _lines(events)
+            lines = _lines(events)
+            del events  # it takes several times as much, and a slow client may take long
+            yield lines
 
 
 def _lines(events: Sequence[Event]) -> bytes:

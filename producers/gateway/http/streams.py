@@ -1,7 +1,13 @@
-"""The open streams: counted; ended when the gateway stops, or when the key that opened them lets nobody in any more.
+"""The open streams: counted and bounded; ended when the gateway stops, or when the key that opened them lets nobody
+in any more.
 
-    Needs: the key ─▶ scope ─▶ enter: its id and its secret's digest ─▶ every LOOK_S: all keys that have streams
-                                                                  ─▶ their streams stop, and say why
+    enter: whose it is, and whether that one may have another ─▶ its key's id and its secret's digest
+                                                    every LOOK_S: all keys that have streams ─▶ their streams stop
+    leave: at the request's end
+
+A stream is a request that stays open for longer than its own work takes: events as they come, on SSE or a WebSocket, an
+answer that is waited for, a file that is downloaded. A process bounds those of one tenant (all of its keys together),
+of one address where no keys are asked for, and all of them. The bound is checked before any work is done.
 
 So an answer that is under way ends within about a second after its key was revoked, disabled, or rotated away, or has
 expired. One command asks the store for 500 keys, however many streams each has. While the store is away, streams go on.
@@ -12,21 +18,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, MutableMapping
+from collections import Counter
+from collections.abc import Hashable, Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from redis.asyncio import Redis
 
 from producers.client.steps import FAILURES
 from producers.connection.log_throttle import warn_throttled
-from producers.gateway.http.errors import Problem
+from producers.gateway.http.connection import cut
+from producers.gateway.http.errors import RETRY_AFTER, Problem, unavailable
+from producers.gateway.metrics import Stream
 from producers.store.access import api_keys
 from producers.store.access.api_keys import Opened
+from producers.store.access.principal import LOCAL, Principal
 
 logger = logging.getLogger(__name__)
 
 #: Time (s) between two looks at the keys of open streams.
 LOOK_S: Final = 0.75
+#: Time (s) for which a client may still take what is sent once its key has ended; then its connection is cut.
+LAST_S: Final = 1.0
 #: Keys that one command asks for.
 AT_ONCE: Final = 500
 #: Name in a connection's state of the key that opened it; its secret is hashed where a stream is entered.
@@ -35,14 +48,48 @@ OPENED: Final = "opened"
 Stop = asyncio.Future[Problem | None]
 
 
+#: Name in a connection's state of its stream's end.
+STOP: Final = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The most streams of one gateway process. 0: any number."""
+
+    in_all: int = 0
+    each: int = 0
+    """Of one tenant; of one address where no keys are asked for."""
+
+    def within(self, connections: int) -> Bounds:
+        """These bounds for a gateway that takes so many connections: a quarter of them is left to other requests, and
+        no tenant or address may have more than half of all streams."""
+        in_all = min(self.in_all or connections, max(2, connections * 3 // 4))
+        return Bounds(in_all, min(self.each or in_all, in_all // 2))
+
+
+@dataclass(slots=True)
+class _Open:
+    kind: Stream
+    whose: Hashable
+    opened: Opened | None
+    scope: MutableMapping[str, Any]
+
+
 class Streams:
     """The open streams of a gateway, and the keys that opened them."""
 
-    def __init__(self) -> None:
-        self._open: dict[Stop, Opened | None] = {}
+    def __init__(self, bounds: Bounds = Bounds()) -> None:
+        self.bounds = bounds
+        self._open: dict[Stop, _Open] = {}
+        self._counts: Counter[Hashable] = Counter()
+        self._kinds: Counter[Stream] = Counter()
 
     def __len__(self) -> int:
         return len(self._open)
+
+    def open(self, kind: Stream) -> int:
+        """How many streams of a kind are open."""
+        return self._kinds[kind]
 
     def end(self) -> None:
         """End all streams; their clients may resume them at another gateway."""
@@ -50,27 +97,54 @@ class Streams:
             if not stop.done():
                 stop.set_result(None)
 
-    def enter(self, scope: MutableMapping[str, Any]) -> Stop:
-        """`scope`: of the stream's connection."""
+    def enter(self, scope: MutableMapping[str, Any], kind: Stream) -> Stop:
+        """The end of a request's stream, which begins at the first call. `scope`: the request's. Raises Problem where
+        as many are open as may be."""
+        state = scope.setdefault("state", {})
+        if (existing := state.get(STOP)) is not None:
+            return existing  # type: ignore[no-any-return]  # a state holds anything
+        principal: Principal = state.get("principal", LOCAL)
+        whose: Hashable = (scope.get("client") or ("nobody",))[:1] if principal.key is None else principal.tenant
+        in_all, each = self.bounds.in_all, self.bounds.each
+        if each and self._counts[whose] >= each:
+            raise _too_many(each, principal)
+        if in_all and len(self._open) >= in_all:
+            raise _full(in_all)
         stop: Stop = asyncio.get_running_loop().create_future()
-        self._open[stop] = api_keys.opened(scope.get("state", {}).get(OPENED))
+        state[STOP] = stop
+        self._open[stop] = _Open(kind, whose, api_keys.opened(state.get(OPENED)), scope)
+        self._counts[whose] += 1
+        self._kinds[kind] += 1
         return stop
 
-    def leave(self, stop: Stop) -> None:
-        self._open.pop(stop, None)
+    def leave(self, scope: Mapping[str, Any]) -> None:
+        """The request has ended. Does nothing for one without a stream."""
+        stop = scope.get("state", {}).get(STOP)
+        if stop is None or (stream := self._open.pop(stop, None)) is None:
+            return
+        self._kinds[stream.kind] -= 1
+        self._counts[stream.whose] -= 1
+        if not self._counts[stream.whose]:
+            del self._counts[stream.whose]
 
     def keys(self) -> set[str]:
         """The ids of keys that have open streams."""
-        return {opened.id for opened in self._open.values() if opened is not None}
+        return {stream.opened.id for stream in self._open.values() if stream.opened is not None}
 
     def end_of(self, found: Mapping[str, api_keys.Key | None]) -> None:
         """End the streams of those of these keys that do not let their holder in now."""
         now = time.time()
-        for stop, opened in self._open.items():
+        for stop, stream in self._open.items():
+            opened = stream.opened
             if opened is not None and opened.id in found and not stop.done():
                 key = found[opened.id]
                 if key is None or not key.accepts(opened.digest, now):
                     stop.set_result(ended())
+                    asyncio.get_running_loop().call_later(LAST_S, self._cut, stop)
+
+    def _cut(self, stop: Stop) -> None:
+        if (stream := self._open.get(stop)) is not None:
+            cut(stream.scope)
 
     async def watch(self, store: Redis) -> None:
         """End streams whose keys have ended, until it is cancelled."""
@@ -82,6 +156,17 @@ class Streams:
                     self.end_of(await api_keys.several(store, ids[start : start + AT_ONCE]))
                 except FAILURES as error:
                     warn_throttled(logger, "cannot look at the keys of open streams: %s", error)
+
+
+def _too_many(most: int, principal: Principal) -> Problem:
+    whose = "this address" if principal.key is None else "this tenant"
+    said = f"This gateway has {most} streams and waiting requests of {whose} open, which is all that it takes; "
+    return Problem(429, f"{said}close some, or try again later.", code="too_many_streams", headers=RETRY_AFTER)
+
+
+def _full(most: int) -> Problem:
+    said = f"This gateway has {most} streams and waiting requests open, which is all that it takes; try again later."
+    return unavailable(said, code="gateway_full")
 
 
 def ended() -> Problem:

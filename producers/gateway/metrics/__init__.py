@@ -19,10 +19,10 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from producers.admin.fleet import read_fleet
 from producers.client.steps import FAILURES
 from producers.connection.connect import SILENT_S
-from producers.gateway.metrics.own import UNKNOWN, Metrics
+from producers.gateway.metrics.own import UNKNOWN, Metrics, Stream
 from producers.store.waiting import queues
 
-__all__ = ["UNKNOWN", "Metrics", "router"]
+__all__ = ["UNKNOWN", "Metrics", "Stream", "router"]
 
 router = APIRouter(tags=["health"])
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -19,11 +20,14 @@ BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 #: The tier label of requests that were refused before their tier was known, or that have none.
 UNKNOWN: Final = "unknown"
 
+#: What a stream is: events of a task, an answer that is waited for, a file.
+Stream = Literal["events", "answer", "download"]
+
 
 class Metrics:
-    """One gateway's figures. `open_streams` returns the number of open streams."""
+    """One gateway's figures. `open_streams` returns the number of open streams of a kind."""
 
-    def __init__(self, open_streams: Callable[[], int]) -> None:
+    def __init__(self, open_streams: Callable[[Stream], int]) -> None:
         self.registry = CollectorRegistry()
         self.fleet: Fleet | None = None
         self.waiting: Mapping[str, Mapping[str, int]] = {}
@@ -37,8 +41,10 @@ class Metrics:
         self._submitted = Counter("tasks_submitted", "Tasks queued.", ("model", "tier"), **own)
         text = "Requests refused with 429 or 503: no room, or a server that fails. The reason is the error's code."
         self._refused = Counter("requests_refused", text, ("reason", "tier"), **own)
-        streams = Gauge("open_streams", "Streams being read, and answers being waited for.", **own)
-        streams.set_function(open_streams)
+        text = "Events being read, answers being waited for, and files being downloaded."
+        streams = Gauge("open_streams", text, ("kind",), **own)
+        for kind in get_args(Stream):
+            streams.labels(kind).set_function(partial(open_streams, kind))
         self.registry.register(_FleetCollector(self))
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:

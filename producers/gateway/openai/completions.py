@@ -44,6 +44,7 @@ router = APIRouter(prefix="/v1", tags=["openai"])
 async def create(request: Request) -> Response:
     """OpenAI's completions; docs/http.md says which parameters are taken."""
     gateway = gateway_of(request)
+    gateway.streams.enter(request.scope, "answer")
     wanted = read_completion(await read_object(request, gateway.settings.max_body), tenant_of(request))
     asked, tasks = wanted.asked, wanted.tasks()
     request.state.tier = tasks[0].tier

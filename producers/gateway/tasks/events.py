@@ -77,6 +77,7 @@ BROKEN: Final = (1011, "see the error event")
 async def follow(request: Request, task_id: str) -> Response:
     """Stream a task's events from any position on, until it ends. The same URL takes WebSockets."""
     gateway = gateway_of(request)
+    gateway.streams.enter(request.scope, "events")
     start = _start(request)
     handle = await task_of(request, task_id)
     record = await handle.status()
@@ -97,6 +98,7 @@ async def follow_on_socket(websocket: WebSocket, task_id: str) -> None:
     gateway: Gateway = websocket.app.state.gateway
     try:
         await Needs("read")(websocket)
+        stop = gateway.streams.enter(websocket.scope, "events")
         start = _start(websocket)
         handle = await task_of(websocket, task_id)
         await handle.status()
@@ -104,7 +106,6 @@ async def follow_on_socket(websocket: WebSocket, task_id: str) -> None:
         await response_of(problem_of(error))(websocket.scope, websocket.receive, websocket.send)
         return
     await websocket.accept()
-    stop = gateway.streams.enter(websocket.scope)
     leaving = asyncio.create_task(_left(websocket, stop))
     stall = gateway.settings.stall
     try:
@@ -122,7 +123,6 @@ async def follow_on_socket(websocket: WebSocket, task_id: str) -> None:
     except WebSocketDisconnect:
         pass
     finally:
-        gateway.streams.leave(stop)
         leaving.cancel()
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Final
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from producers.connection.turns import OWNER, Busy
 from producers.gateway.context import Gateway
 from producers.gateway.http.connection import cut
 from producers.gateway.http.errors import unavailable
@@ -28,17 +30,18 @@ SLOWEST: Final = 1 << 17
 
 
 async def turn(gateway: Gateway, patience: float, hint: str = "try again in a moment") -> Callable[[], None]:
-    """Acquire a permit for a large answer within `patience` seconds. Returns its release.
+    """Acquire a permit for a large answer within `patience` seconds. Returns its release, to be called once.
 
     Raises Problem, with the hint.
     """
+    owner = OWNER.get()
     try:
-        async with asyncio.timeout(patience):
-            await gateway.large.acquire()
-    except TimeoutError:
+        if not gateway.large.take(owner):
+            await gateway.large.wait(owner, patience)
+    except Busy:
         said = f"As many large results as this gateway keeps in memory are being read; {hint}."
         raise unavailable(said, code="too_many_large_results") from None
-    return gateway.large.release
+    return partial(gateway.large.give, owner)
 
 
 class Sent(Response):

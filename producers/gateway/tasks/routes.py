@@ -46,9 +46,10 @@ ENDED: Final[dict[str, Any]] = {"model": TaskView, "description": "The task ende
 async def submit(request: Request) -> Response:
     """Submit a task. It is durable once this answers."""
     gateway = gateway_of(request)
+    seconds = wait.entered(request, gateway)
     task = owned(request, await read_task(request, gateway.settings.max_body))
     request.state.tier = task.tier
-    return await _accepted(request, await encoded(request, gateway, task), TASK)
+    return await _accepted(request, await encoded(request, gateway, task), TASK, seconds)
 
 
 @router.get(
@@ -77,9 +78,9 @@ async def list_all(request: Request) -> Response:
 async def look(request: Request, task_id: str) -> Response:
     """Get a task's state, and its outputs once it is final."""
     gateway = gateway_of(request)
+    seconds = wait.entered(request, gateway)
     handle = await task_of(request, task_id)
     record = await handle.status()
-    seconds = wait.wished(request.headers)
     if seconds is not None and not record.final:
         await wait.wait(request, gateway, handle, seconds)
         record = await handle.status()
@@ -98,13 +99,14 @@ async def look(request: Request, task_id: str) -> Response:
 )
 async def retry(request: Request, task_id: str) -> Response:
     """Submit a task that has ended once more, as a new task with the same fields, seed and webhook."""
+    seconds = wait.entered(request, gateway_of(request))
     task, more = repeated(await (await task_of(request, task_id)).status())
     request.state.tier = task.tier
     idempotency.note_body(request, b"")
     # A text's tokens are not counted where no gateway submitted it.
     if await gateway_of(request).accounts.limited(request, task.tenant):
         task = await encoded(request, gateway_of(request), task)
-    return await _accepted(request, task, more)
+    return await _accepted(request, task, more, seconds)
 
 
 @router.post("/{task_id}/cancel", dependencies=CANCELS, response_model=Cancelled, responses=errors(404))
@@ -132,12 +134,11 @@ async def delete(request: Request, task_id: str) -> Response:
     return _json(Deleted(id=task_id))
 
 
-async def _accepted(request: Request, task: Task, more: Mapping[str, str | int]) -> Response:
-    """Submit an encoded task and answer with it: 202, or 200 if it ended while the caller waited."""
+async def _accepted(request: Request, task: Task, more: Mapping[str, str | int], seconds: int | None) -> Response:
+    """Submit an encoded task and answer with it: 202, or 200 if it ended while the caller waited, if so long."""
     gateway = gateway_of(request)
     task_id, record = await submitted(request, gateway, task, more)
     headers = {"location": f"/v1/tasks/{task_id}"} | (idempotency.REPLAYED if record is not None else {})
-    seconds = wait.wished(request.headers)
     if seconds is not None:
         handle = gateway.client.get(task_id)
         await wait.wait(request, gateway, handle, seconds)

@@ -37,6 +37,15 @@ def wished(headers: Headers) -> int | None:
     return None
 
 
+def entered(request: Request, gateway: Gateway) -> int | None:
+    """As `wished`; a request that waits is one of the gateway's streams from now on. Raises Problem where it has as
+    many as it takes."""
+    seconds = wished(request.headers)
+    if seconds is not None:
+        gateway.streams.enter(request.scope, "answer")
+    return seconds
+
+
 def applied(seconds: int | None) -> dict[str, str]:
     """The headers that say for how long the answer was to wait."""
     return {} if seconds is None else {"preference-applied": f"wait={seconds}"}
@@ -45,13 +54,12 @@ def applied(seconds: int | None) -> dict[str, str]:
 async def wait(request: Request, gateway: Gateway, handle: AsyncHandle, seconds: int) -> None:
     """Wait for the task's end, `seconds` at most; less if the caller leaves, the gateway stops or the store fails.
     Raises Problem if the caller's key ends."""
-    stop = gateway.streams.enter(request.scope)
+    stop = gateway.streams.enter(request.scope, "answer")
     leaving = asyncio.create_task(watch(request.receive, stop))
     end = asyncio.create_task(_end(handle))
     try:
         await asyncio.wait((end, stop), timeout=seconds, return_when="FIRST_COMPLETED")
     finally:
-        gateway.streams.leave(stop)
         leaving.cancel()
         if end.cancel():
             await asyncio.wait((end,))

@@ -5,6 +5,7 @@ import json
 import random
 import threading
 from collections.abc import Callable
+from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -16,9 +17,9 @@ from producers import AsyncClient, AsyncHandle, End, Event, Prompt, TaskNotFound
 from producers.client import reader
 from producers.client.hub import BACKLOG
 from producers.client.reader import Cursor, Entries, read_entries, read_messages
-from producers.connection.connect import POOL
+from producers.connection.connect import POOL, SMALL_POOL
 from producers.contract import keys
-from producers.contract.stream.events import decode, encode_token
+from producers.contract.stream.events import PROMPT_PIECE, decode, encode_token
 from tests.histories import examples
 from tests.producers.conftest import QUEUE, subscribers
 from tests.producers.fake_worker import FakeWorker
@@ -76,13 +77,13 @@ def test_whatever_comes_on_the_two_ways_each_event_is_given_once_in_order(data: 
     assert cursor.live(read_messages([b'[0,{"end":"completed","reasons":[],"usage":{},"error":null}]'])) == []
 
 
-def answer(cursor: Cursor, events: list[Event]) -> tuple[tuple[bytes, bytes | None], Entries]:
+def answer(cursor: Cursor, events: list[Event]) -> tuple[tuple[bytes, bytes | None], Entries, bool]:
     """What the store answers to the cursor's query when `events` are written."""
     _, xrange, _ = cursor.query().commands
     first = int(str(xrange[2]).partition("-")[0]) - 1
     end = b"completed" if events and isinstance(events[-1], End) else None
     found = [(f"{e.position + 1}-0".encode(), {b"e": entry(e).encode()}) for e in events[first:]]
-    return (b"in_progress", end), read_entries(found)
+    return (b"in_progress", end), read_entries(found), False
 
 
 def test_a_task_that_ends_before_the_start_ends_the_stream() -> None:
@@ -299,7 +300,7 @@ async def test_all_streams_share_one_connection(aclient: AsyncClient, valkey: Re
     await auntil(lambda: len(valkey.pubsub_channels()) == 200)
     clients = [c for c in valkey.client_list() if c["id"] not in others]
     assert [int(c["sub"]) for c in clients if int(c["sub"])] == [200]
-    assert len(clients) <= 1 + POOL
+    assert len(clients) <= 1 + POOL + SMALL_POOL
     for handle in handles:
         worker.serve(handle.id, ["a", "b"])
     for following in followings:
@@ -381,3 +382,38 @@ async def test_a_cancelled_wait_is_cancelled_at_whatever_point(aclient: AsyncCli
         assert waiting.cancelled()
     worker.serve(handle.id, ["a"])
     assert (await handle.result(5)).text == "a"  # and the connections are good
+
+
+async def test_a_long_past_comes_in_slices_whatever_its_entries_are(aclient: AsyncClient, worker: FakeWorker) -> None:
+    """The first ones, whose size nobody knows yet, are few; then as many are read as make about a slice."""
+    handle = await aclient.submit(model="tiny", prompt=[1] * 9, prompt_logprobs=20)
+    worker.claim(handle.id)
+    scores = (-0.125, tuple((k, -k / 8) for k in range(20)))
+    worker.prompt(handle.id, [1] * 5000, [None, *[scores] * 4999])
+    for index in range(0, 3000, 500):
+        worker.append(handle.id, index, ["ab"] * 500)
+    worker.finish(handle.id, [3000])
+    sizes: list[int] = []
+    async with aclosing(handle.batches()) as batches:
+        async for events in batches:
+            sizes.append(len(events))
+    pieces = -(-5000 // PROMPT_PIECE)
+    assert sum(sizes) == pieces + 3000 + 1
+    assert sizes[:pieces] == [1] * pieces, "each piece of the prompt's scores is more than a slice"
+    assert max(sizes) < 500, "so is what five hundred tokens are"
+    assert len(sizes) < pieces + 3000 // 100, "and what a hundred are is much less"
+
+
+async def test_readers_of_the_past_leave_connections_to_others(
+    aclient: AsyncClient, worker: FakeWorker, valkey: Redis
+) -> None:
+    handle = await aclient.submit(model="tiny", prompt="x")
+    worker.claim(handle.id)
+    for index in range(0, 6000, 500):
+        worker.append(handle.id, index, ["abcdefgh"] * 500)
+    worker.finish(handle.id, [6000])
+    others = {c["id"] for c in valkey.client_list()}
+    found = await asyncio.gather(*(Following(handle).end() for _ in range(40)))
+    assert {len(events) for events in found} == {6001}
+    mine = [c for c in valkey.client_list() if c["id"] not in others]
+    assert len(mine) <= SMALL_POOL

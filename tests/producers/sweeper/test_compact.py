@@ -108,7 +108,7 @@ async def test_a_query_finds_all_wherever_in_it_the_stream_is_compacted(
         answers.append(await aclient.store.execute_command(*command))
     record, found, (block, _), _ = answers
     entries = read_entries(found) if found else read_block(cursor.block, block)
-    given = cursor.replay(record, entries, compacted=not found)
+    given = cursor.replay(record, entries, False if found else None)
     assert [event.position for event in given] == list(range(2, 10))
     assert cursor.ended
 

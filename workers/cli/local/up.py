@@ -34,6 +34,8 @@ OF_WORKERS: Final = ("max_worker_deaths", "max_step_seconds", "no_breaker", "spo
 OF_THE_GATEWAY: Final = (
     *("auth", "insecure", "max_queued", "max_queued_per_tenant", "max_queued_in_all", "max_wait", "cors_origin"),
     *(
+        "max_streams",
+        "max_streams_per_tenant",
         "proxy_headers",
         "max_file",
         "max_file_bytes",

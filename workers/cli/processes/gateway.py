@@ -51,6 +51,22 @@ def gateway(
             help="Expected wait (s) of the tiers priority and default that counts as full, as --max-queued. 0: any.",
         ),
     ] = 0.0,
+    max_streams: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Most event streams, waiting requests and downloads that this process has open; more are refused with "
+            "503. 0: three quarters of its connections.",
+        ),
+    ] = 4096,
+    max_streams_per_tenant: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Those of one tenant, or of one address where no keys are asked for; more are refused with 429. At "
+            "most half of --max-streams. 0: that half.",
+        ),
+    ] = 1024,
     cors_origin: Annotated[
         list[str] | None,
         typer.Option(
@@ -130,6 +146,8 @@ def gateway(
         max_queued_per_tenant=max_queued_per_tenant,
         max_queued_in_all=max_queued_in_all,
         max_wait=max_wait,
+        max_streams=max_streams,
+        max_streams_per_tenant=max_streams_per_tenant,
         cors_origins=tuple(cors_origin or ()),
         proxy_headers=tuple(proxy_headers or ()),
         awaited=tuple(await_model or ()),

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from producers.connection.turns import PROCESS, Turns
 from producers.gateway import app
 from producers.gateway.openai import whole
 from producers.gateway.tasks import large
@@ -31,7 +32,7 @@ def asked(path: str, **fields: Any) -> dict[str, Any]:
 def door(open_door: Open, model: str, monkeypatch: pytest.MonkeyPatch) -> Door:
     """One large answer at a time."""
     monkeypatch.setattr(large, "LARGE", 1000)
-    monkeypatch.setattr(app, "LARGE_RESULTS", 1)
+    monkeypatch.setattr(app, "LARGE_RESULTS", (1, 1))
     monkeypatch.setattr(whole, "PATIENCE_S", 0.1)
     return open_door(stall=1)
 
@@ -40,7 +41,7 @@ def door(open_door: Open, model: str, monkeypatch: pytest.MonkeyPatch) -> Door:
 def test_they_take_turns(door: Door, http: httpx.Client, answering: Answering, path: str) -> None:
     turns = door.app.state.gateway.large
     answering.scripts = [LONG]
-    door.run(turns.acquire())
+    assert turns.take(PROCESS)
     answer = http.post(path, json=asked(path))
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["type"]) == (503, "too_many_large_results", "server_error")
@@ -49,11 +50,11 @@ def test_they_take_turns(door: Door, http: httpx.Client, answering: Answering, p
     assert len(door.app.state.gateway.readers) == 0
     answering.scripts = [says("a", n=2)]
     assert http.post(path, json=asked(path)).status_code == 200, "a small one needs no turn"
-    turns.release()
+    door.run(_released(turns))
     answering.scripts = [LONG]
     for _ in range(2):
         assert http.post(path, json=asked(path)).status_code == 200
-    until(lambda: not turns.locked())
+    until(lambda: turns.free)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -94,12 +95,12 @@ def test_what_is_beyond_a_little_waits_in_the_store(
     monkeypatch.setattr(whole.Whole, "__init__", noted)
     monkeypatch.setattr(whole, "PATIENCE_S", 60)
     turns = door.app.state.gateway.large
-    door.run(turns.acquire())
+    assert turns.take(PROCESS)
     answering.scripts = [LONG]
     answers: list[httpx.Response] = []
     asking = threading.Thread(target=lambda: answers.append(http.post(path, json=asked(path))))
     asking.start()
-    until(lambda: made and turns._waiters)
+    until(lambda: made and turns.waiting)
     before = made[0].size
     door.run(_released(turns))
     asking.join(60)
@@ -107,8 +108,8 @@ def test_what_is_beyond_a_little_waits_in_the_store(
     assert before < made[0].size / 2, "the rest came when it was its turn"
 
 
-async def _released(turns: Any) -> None:
-    turns.release()
+async def _released(turns: Turns) -> None:
+    turns.give(PROCESS)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from producers.connection.turns import PROCESS
 from producers.gateway import app
 from producers.gateway.tasks import large
 from producers.gateway.tasks.outcome import Outcome
@@ -21,7 +22,7 @@ def door(open_door: Open, model: str, monkeypatch: pytest.MonkeyPatch, request: 
     """One large result at a time. Readers are given as long as is said, or all of a test's time."""
     monkeypatch.setattr(large, "LARGE", 1000)
     monkeypatch.setattr(large, "SLOWEST", 8 << 20 if hasattr(request, "param") else 1 << 10)
-    monkeypatch.setattr(app, "LARGE_RESULTS", 1)
+    monkeypatch.setattr(app, "LARGE_RESULTS", (1, 1))
     return open_door(patience=0.2, stall=getattr(request, "param", 100))
 
 
@@ -64,7 +65,7 @@ def test_few_are_in_memory_at_once(http: httpx.Client, small: str, huge: str, re
 def test_who_takes_nothing_is_cut_off_and_makes_room(door: Door, reader: socket.socket) -> None:
     with pytest.raises(ConnectionResetError):
         until(lambda: not reader.send(b" "))
-    until(lambda: not door.app.state.gateway.large.locked())
+    until(lambda: door.app.state.gateway.large.free)
 
 
 @pytest.mark.parametrize("door", [4], indirect=True)
@@ -86,16 +87,16 @@ def test_a_reader_that_is_too_slow_on_the_whole_is_cut_off(door: Door, reader: s
     reader.settimeout(60)
     until(cut_off, 60)
     assert 0 < taken < 16_000_000
-    until(lambda: not door.app.state.gateway.large.locked())
+    until(lambda: door.app.state.gateway.large.free)
 
 
 def test_text_alone_may_be_large(door: Door, http: httpx.Client, submit: Submit, worker: FakeWorker) -> None:
     for text in ("", "x" * 1000):  # many tokens, or few of much text
         task_id = submit(prompt=[5])
         worker.serve(task_id, [text] * (10 if text else 400))
-        door.run(door.app.state.gateway.large.acquire())
+        assert door.app.state.gateway.large.take(PROCESS)
         assert http.get(f"/v1/tasks/{task_id}").status_code == 503
-        door.app.state.gateway.large.release()
+        door.app.state.gateway.large.give(PROCESS)
         assert http.get(f"/v1/tasks/{task_id}").status_code == 200
 
 

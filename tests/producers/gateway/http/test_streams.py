@@ -1,0 +1,115 @@
+"""Open streams are bounded by tenant, by address where no keys are asked for, and in all; more are refused at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+
+from producers.gateway.http.streams import Bounds
+from tests.producers.gateway.conftest import Door, Make, Open, until
+from tests.producers.gateway.test_keys import as_caller
+from tests.producers.gateway.test_keys import make as make  # the fixture
+from tests.producers.gateway.test_metrics import figures
+
+TASK = {"model": "tiny", "prompt": [1, 2, 3]}
+WAIT = {"prefer": "wait=60"}
+#: What opens a stream -> how it is asked for. None of them could succeed: they are refused before anybody looks.
+ASKED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "events": ("GET", "/v1/tasks/none/events", {}),
+    "a task's end": ("GET", "/v1/tasks/none", {"headers": WAIT}),
+    "a submit's end": ("POST", "/v1/tasks", {"headers": WAIT, "json": {"model": "none"}}),
+    "a retry's end": ("POST", "/v1/tasks/none/retry", {"headers": WAIT}),
+    "a chat": ("POST", "/v1/chat/completions", {"content": b"no JSON"}),
+    "a completion": ("POST", "/v1/completions", {"content": b"no JSON"}),
+    "a response": ("POST", "/v1/responses", {"content": b"no JSON"}),
+    "a response's events": ("GET", "/v1/responses/none?stream=true", {}),
+    "a file": ("GET", "/v1/files/none/content", {}),
+}
+
+
+@pytest.fixture
+def door(open_door: Open, model: str) -> Door:
+    return open_door(auth="keys", max_streams=4, max_streams_per_tenant=2)
+
+
+@pytest.fixture
+def task_of(door: Door) -> Callable[[str], str]:
+    """Submits a task, which waits for ever, with a key; gives its id."""
+
+    def submitted(token: str) -> str:
+        answer = httpx.post(f"{door.url}/v1/tasks", json=TASK, headers=as_caller(token), timeout=60)
+        return str(answer.json()["id"])
+
+    return submitted
+
+
+@contextmanager
+def streams(door: Door, task_id: str, count: int, headers: dict[str, str]) -> Iterator[list[httpx.Response]]:
+    """So many open streams of a task's events."""
+    with ExitStack() as stack:
+        client = stack.enter_context(httpx.Client(base_url=door.url, timeout=60, headers=headers))
+        yield [stack.enter_context(client.stream("GET", f"/v1/tasks/{task_id}/events")) for _ in range(count)]
+
+
+def refused(answer: httpx.Response) -> tuple[int, str]:
+    assert answer.headers["retry-after"] == "1"
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+def test_a_tenants_streams_are_bounded_whichever_key_opens_them(
+    door: Door, make: Make, task_of: Callable[[str], str], valkey: Redis
+) -> None:
+    one, two, other = make("acme"), make("acme"), make("other")
+    task_id, others = task_of(one), task_of(other)
+    with httpx.Client(base_url=door.url, timeout=60) as http, streams(door, task_id, 2, as_caller(one)) as opened:
+        assert [answer.status_code for answer in opened] == [200, 200]
+        before = valkey.dbsize()
+        for method, path, more in ASKED.values():
+            headers = {**as_caller(two), **more.get("headers", {})}
+            answer = http.request(method, path, **{**more, "headers": headers})
+            assert refused(answer) == (429, "too_many_streams"), path
+        with pytest.raises(InvalidStatus) as error:
+            connect(f"ws://127.0.0.1:{door.port}/v1/tasks/{task_id}/events", additional_headers=as_caller(two))
+        assert error.value.response.status_code == 429
+        assert valkey.dbsize() == before
+        assert http.get("/v1/tasks", headers=as_caller(two)).status_code == 200, "what does not wait goes on"
+        assert http.post("/v1/tasks", json=TASK, headers=as_caller(two)).status_code == 202
+        with streams(door, others, 2, as_caller(other)) as theirs:
+            assert [answer.status_code for answer in theirs] == [200, 200]
+        opened[0].close()
+        until(lambda: len(door.app.state.streams) == 1)
+        assert http.get(f"/v1/tasks/{task_id}", headers={**as_caller(two), "prefer": "wait=0"}).status_code == 200
+    until(lambda: len(door.app.state.streams) == 0)
+
+
+def test_the_streams_of_all_are_bounded(door: Door, make: Make, task_of: Callable[[str], str]) -> None:
+    tokens = [make(tenant) for tenant in ("one", "two", "three")]
+    with ExitStack() as stack:
+        for token in tokens[:2]:
+            stack.enter_context(streams(door, task_of(token), 2, as_caller(token)))
+        task_id = task_of(tokens[2])
+        answer = httpx.get(f"{door.url}/v1/tasks/{task_id}/events", headers=as_caller(tokens[2]), timeout=60)
+        assert refused(answer) == (503, "gateway_full")
+
+
+def test_without_keys_an_addresss_streams_are_bounded(open_door: Open, model: str) -> None:
+    """Whatever tenant it names."""
+    door = open_door(max_streams_per_tenant=2)
+    task_id = door.http.post("/v1/tasks", json=TASK).json()["id"]
+    with streams(door, task_id, 2, {}):
+        assert figures(door.http)["penstock_gateway_open_streams", "events"] == 2
+        answer = door.http.get(f"/v1/tasks/{task_id}/events", headers={"penstock-tenant": "another"})
+        assert refused(answer) == (429, "too_many_streams")
+
+
+def test_bounds_leave_connections_to_other_requests_and_streams_to_other_tenants() -> None:
+    assert Bounds(4096, 1024).within(8192) == Bounds(4096, 1024)
+    assert Bounds(4096, 1024).within(200) == Bounds(150, 75)
+    assert Bounds(0, 0).within(8192) == Bounds(6144, 3072)
