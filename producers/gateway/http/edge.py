@@ -63,7 +63,7 @@ class Edge:
             await self._app(scope, receive, send)
             return
         came = time.perf_counter()
-        OWNER.set((scope["client"] or NOBODY)[:1])  # until it is known whose key this is
+        OWNER.set((scope.get("client") or NOBODY)[:1])  # until it is known whose key this is
         headers = Headers(scope=scope)
         trace.enter(headers)
         given = headers.get("x-request-id", "")
