@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -28,7 +28,7 @@ from producers.gateway.text.blobs import TOKENIZER, broken, read_blobs
 
 logger = logging.getLogger(__name__)
 
-P = TypeVar("P")
+P = TypeVar("P", bound=Sized)
 T = TypeVar("T")
 
 #: Most loaded tokenizers.
@@ -171,7 +171,7 @@ class _Encoder:
 
     async def each(self, prompts: Sequence[P], do: Callable[[Tokenizer, P], T], work: Work) -> list[T]:
         given_up = threading.Event()
-        turn = {"tenant": work.tenant, "most": WAITING, "patience": PATIENCE_S, "limit": LIMIT_S}
+        turn: dict[str, Any] = {"tenant": work.tenant, "most": WAITING, "patience": PATIENCE_S, "limit": LIMIT_S}
         with _told(work, WAITING, PATIENCE_S):
             try:
                 return await self._executor.run(partial(self._each, prompts, do, given_up), **turn)
@@ -207,7 +207,7 @@ class _Process:
         self._executor = Executor("penstock-tokenize-large")
 
     async def all(self, count: int, do: Callable[[ConfinedTokenizer], list[T]], work: Work) -> list[T]:
-        turn = {"tenant": work.tenant, "most": WAITING_LARGE, "patience": PATIENCE_LARGE_S}
+        turn: dict[str, Any] = {"tenant": work.tenant, "most": WAITING_LARGE, "patience": PATIENCE_LARGE_S}
         with _told(work, WAITING_LARGE, PATIENCE_LARGE_S):
             try:
                 return await self._executor.run_killable(
