@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -19,24 +20,21 @@ Tenant = Annotated[str | None, typer.Option(help="The tenant. Unset: tasks witho
 #: Largest body (bytes) that is read; events are far smaller.
 MAX_BODY: Final = 64 * 1024
 HOST: Final = "127.0.0.1"
+#: The environment variable with the secret.
+SECRET: Final = "WEBHOOK_SECRET"  # noqa: S105 - a variable's name
 
 
 def listen(
     port: Port = 9000,
-    secret: Annotated[
-        str | None,
-        typer.Option(
-            envvar="WEBHOOK_SECRET",
-            help="The secret, whsec_... Unset: that of the tenant's own tasks. An endpoint's own "
-            "secret is in the answer that made it.",
-        ),
-    ] = None,
     tenant: Tenant = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print each event as JSON, one a line.")] = False,
     broker: AnyBroker = None,
     store: Store = None,
 ) -> None:
     """Receive webhooks on this machine: verify each and print it, until Ctrl-C. Bad signatures get 400.
+
+    WEBHOOK_SECRET has the secret, whsec_...: an endpoint's is in the answer that made it. Unset, it is that of the
+    tenant's own tasks. No option takes it, as everybody on the machine sees a command line.
 
     Gateway and webhooks process must allow this machine: penstock up --webhook-allow 127.0.0.0/8.
     """
@@ -48,7 +46,8 @@ def listen(
     from producers.errors import InvalidTask
 
     try:
-        key = checked_secret(secret, "--secret") if secret is not None else _own(broker, store, tenant)
+        secret = os.environ.get(SECRET)
+        key = checked_secret(secret, SECRET) if secret else _own(broker, store, tenant)
     except InvalidTask as error:
         raise Failure(str(error)) from None
     verify = Webhook(key).verify
@@ -93,7 +92,7 @@ def _handler(received: Callable[[bytes, dict[str, str]], None]) -> type[BaseHTTP
             try:
                 received(body, dict(self.headers))
             except (WebhookVerificationError, ValueError, KeyError, TypeError) as error:
-                typer.echo(f"not verified: {error}; an event of an endpoint needs its --secret", err=True)
+                typer.echo(f"not verified: {error}; an event of an endpoint needs its secret in {SECRET}", err=True)
                 return self._answer(400, f"not verified: {error}")
             return self._answer(200, "")
 
