@@ -24,7 +24,7 @@ from producers.errors import (
     shown,
 )
 from producers.store import idempotency, protocol
-from producers.store.idempotency import Entry
+from producers.store.idempotency import Entry, KeyBound
 
 #: Default time (s) for which a client retries a failing connection.
 PATIENCE_S: Final = 8.0
@@ -91,10 +91,16 @@ def not_found(task_id: str) -> TaskNotFound:
 
 
 def stored(
-    entry: str, digest: str, new_id: str, patience_s: float, kept_s: int = idempotency.KEPT_S
+    entry: str,
+    digest: str,
+    new_id: str,
+    patience_s: float,
+    kept_s: int = idempotency.KEPT_S,
+    bound: KeyBound | None = None,
 ) -> Steps[Entry | None]:
-    """IDEMPOTENT: what the key of an entry stands for, `new_id` if it is new; None if for another request."""
-    answer = yield from persistently(idempotency.idempotent(entry, digest, new_id, kept_s), patience_s)
+    """IDEMPOTENT: what the key of an entry stands for, `new_id` if it is new; None if for another request. Raises
+    TooManyKeys."""
+    answer = yield from persistently(idempotency.idempotent(entry, digest, new_id, kept_s, bound), patience_s)
     return idempotency.read(entry, answer)
 
 

@@ -57,6 +57,7 @@ WEBHOOK_SECRETS: Final = "penstock:webhooks:secrets"  # hash: tenant -> secrets 
 WEBHOOKS_DUE: Final = "penstock:webhooks:due"  # zset: row's name -> ms; a taken row is due again when its lease ends
 WEBHOOKS_DELIVERED: Final = "penstock:webhooks:delivered"  # zset: row's name -> ms
 WEBHOOKS_DEAD: Final = "penstock:webhooks:dead"  # zset: row's name -> ms
+WEBHOOKS_WAITING: Final = "penstock:webhooks:waiting"  # hash: tenant -> webhooks that are due
 REPLIES: Final = "penstock:replies"  # set: sources of which replies are due, or were lately (`replies`)
 WEBHOOKS_WAKE: Final = (
     "penstock:webhooks:wake"  # channel: a row is due now; a message names a reply's source, or is empty
@@ -124,6 +125,11 @@ def idempotency(digest: str) -> str:
     return f"penstock:idempotency:{digest}"
 
 
+def idempotency_keys(tenant: str) -> str:
+    """Hash with a TTL: hour (unix time / 3600 s) -> Idempotency-Keys of a tenant that began in it."""
+    return f"penstock:idempotent:{tenant}"
+
+
 def blob(sha256: str) -> str:
     """String: a tokenizer file, by its SHA-256 (hex)."""
     return f"penstock:blob:{sha256}"
@@ -157,6 +163,11 @@ def endpoints_of(tenant: str | None) -> str:
 def webhook_row(name: str) -> str:
     """Hash: one delivery of an event (`producers.store.outbox`)."""
     return f"penstock:webhooks:row:{name}"
+
+
+def webhooks_ended(state: str, tenant: str) -> str:
+    """Zset with a TTL: as WEBHOOKS_DELIVERED (`delivered`) or WEBHOOKS_DEAD (`dead`), of one tenant."""
+    return f"penstock:webhooks:{state}:{tenant}"
 
 
 def replies(source: str) -> str:

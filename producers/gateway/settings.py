@@ -41,6 +41,8 @@ class GatewaySettings:
     """Most webhook endpoints of one tenant; those without a tenant count as one tenant's."""
     max_task_bytes: int = 4 << 30
     """Most bytes of one tenant's tasks, responses and results in the store."""
+    max_idempotency_keys: int = 1_000_000
+    """Most idempotency keys of one tenant that begin within a day."""
     files_dir: str = str(FILES_DIR)
     """The folder, or the bucket's URL, for files' content, which all gateways and sweepers share."""
     files_redirect: bool = False
@@ -96,6 +98,7 @@ class GatewaySettings:
             max_batches=self.max_batches or None,
             max_endpoints=self.max_endpoints or None,
             max_task_bytes=self.max_task_bytes or None,
+            max_idempotency_keys=self.max_idempotency_keys or None,
         )
 
     @property

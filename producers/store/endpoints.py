@@ -265,6 +265,8 @@ async def send_test(store: Redis, endpoint: Endpoint, event_type: str) -> str:
         "url": endpoint.url,
         "endpoint": endpoint.id,
     }
+    if endpoint.tenant is not None:
+        row["tenant"] = endpoint.tenant
     name = f"{webhook_id}.{endpoint.id}"
     await arun(store, outbox.put(name, row))
     return name

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from producers.connection.script import Call, script, text
 from producers.contract import keys
+from producers.errors import PenstockError
 
 #: Time (s) for which a key is kept, from its first request on.
 KEPT_S: Final = 24 * 3600
@@ -54,15 +55,34 @@ def digest(*parts: bytes) -> str:
     return whole.hexdigest()
 
 
-def idempotent(entry: str, digest: str, new_id: str, kept_s: int = KEPT_S) -> Call:
+class TooManyKeys(PenstockError):
+    """A tenant has begun as many keys within a day as it may: `kept`."""
+
+    def __init__(self, kept: int) -> None:
+        super().__init__(f"there are {kept} idempotency keys of this tenant")
+        self.kept = kept
+
+
+@dataclass(frozen=True, slots=True)
+class KeyBound:
+    """The most keys that a tenant ('': requests without one) may have."""
+
+    tenant: str
+    most: int
+
+
+def idempotent(entry: str, digest: str, new_id: str, kept_s: int = KEPT_S, bound: KeyBound | None = None) -> Call:
     """IDEMPOTENT: let a key stand for a request and an id, unless it stands for one. `read` reads the answer."""
-    return Call(script(__package__, "idempotent"), (entry,), (digest, new_id, kept_s))
+    names = (entry,) if bound is None else (entry, keys.idempotency_keys(bound.tenant))
+    return Call(script(__package__, "idempotent"), names, (digest, new_id, kept_s, 0 if bound is None else bound.most))
 
 
 def read(entry: str, answer: Sequence[Any]) -> Entry | None:
-    """The request behind the key; None if that is another request."""
+    """The request behind the key; None if that is another request. Raises TooManyKeys."""
     if len(answer) == 1:
         return None
+    if len(answer) == 2:
+        raise TooManyKeys(int(answer[1]))
     state, made_id, at = map(text, answer)
     return Entry(entry, state, made_id, int(at))
 

@@ -33,6 +33,8 @@ from tests.producers.fake_worker import FakeWorker
 OLD = keys.Pool("tiny", "0ld", "cafe")
 #: Models, what sweepers counted, and the ledger, which is empty then.
 STAYS = {keys.MODELS, keys.SWEPT, keys.LEDGER, keys.USAGE_FOLDED}
+#: The longest time to live of anything (s).
+LONGEST_S = 62 * 24 * 3600
 FREE = broker.Credit((9, 9, 9, 9), (9999,) * 4)
 
 
@@ -125,7 +127,7 @@ def _age(valkey: Redis) -> None:
 def _time_passes(valkey: Redis) -> None:
     """Whatever is to live for a time has lived. What has no end is left."""
     for name in valkey.keys("*"):
-        if 60_000 < valkey.pttl(name) <= batches.KEPT_S * 1000:
+        if 60_000 < valkey.pttl(name) <= LONGEST_S * 1000:
             valkey.delete(name)
     for name in valkey.keys("penstock:delayed:*"):
         valkey.zadd(name, dict.fromkeys(valkey.zrange(name, 0, -1), 1), xx=True)

@@ -21,9 +21,9 @@ from producers.client.steps import Read, persistently
 from producers.connection.script import text
 from producers.contract import keys
 from producers.errors import shown
-from producers.gateway.http.errors import Problem, wrong
+from producers.gateway.http.errors import ONCE, Problem, wrong
 from producers.store import idempotency
-from producers.store.idempotency import Entry
+from producers.store.idempotency import Entry, KeyBound, TooManyKeys
 
 HEADER: Final = "idempotency-key"
 #: The header of an answer that is not its request's own, but an earlier one's.
@@ -52,7 +52,13 @@ async def first(
     if key is None:
         return None
     entry, same = _named(request, key, tenant, digest)
-    found = await client.run(stored(entry, same, new_id, client.patience))
+    most = (await request.app.state.gateway.accounts.kept(tenant)).max_idempotency_keys
+    bound = None if most is None else KeyBound(tenant or "", most)
+    try:
+        found = await client.run(stored(entry, same, new_id, client.patience, bound=bound))
+    except TooManyKeys as error:
+        said = f"This tenant has used {error.kept} idempotency keys within a day, the most; send it without one."
+        raise Problem(429, said, code="too_many_idempotency_keys", param="Idempotency-Key", headers=ONCE) from None
     if found is None:
         raise _reused(key)
     return found

@@ -51,6 +51,7 @@ KEPT: dict[str, str] = {
     "max_lines": "most lines of batches that wait, run, or are to be written",
     "max_endpoints": "most webhook endpoints",
     "max_task_bytes": "most bytes of tasks and their results that are kept",
+    "max_idempotency_keys": "most idempotency keys that begin within a day",
 }
 MONEY: dict[str, Any] = {
     "type": ["string", "number"],
@@ -129,6 +130,7 @@ class TenantLimits(LimitsView):
     max_lines: int | None
     max_endpoints: int | None
     max_task_bytes: int | None
+    max_idempotency_keys: int | None
 
 
 class KeyView(LimitsView):

@@ -25,7 +25,10 @@ SCOPES: Final[dict[str, str]] = {
 #: Limits by what a key has used before, which the store decides.
 COUNTED: Final = ("rpm", "tpm", "max_in_flight", "budget_tokens", "budget_money")
 #: Limits of what is kept for a tenant, which its keys have in common. Every tenant has them by the gateway's settings.
-KEPT: Final = ("max_file_bytes", "max_files", "max_batches", "max_lines", "max_endpoints", "max_task_bytes")
+KEPT: Final = (
+    *("max_file_bytes", "max_files", "max_batches", "max_lines", "max_endpoints", "max_task_bytes"),
+    "max_idempotency_keys",
+)
 #: What a budget in money is counted in: billionths of the currency. Sums below 2^53 of them are exact in scripts.
 BILLION: Final = 10**9
 
@@ -62,6 +65,8 @@ class Limits:
     """Webhook endpoints."""
     max_task_bytes: int | None = None
     """Bytes of tasks, responses and their results in the store (`producers/store/scripts/_kept.lua`)."""
+    max_idempotency_keys: int | None = None
+    """Idempotency keys that began within a day."""
 
     @classmethod
     def parse(cls, said: Mapping[str, Any]) -> Self:

@@ -1,4 +1,5 @@
 -- include: _endpoints.lua
+-- include: _outbox_kept.lua
 -- Shared by _final.lua, CLAIM, and the script that ends a batch. It writes an event into the outbox: a row for each
 -- destination that wants it (`producers/store/outbox.py` has the format). Call it in the script that makes the event
 -- true, so that nobody ever sees one without the other. Called again for the same event, it changes nothing.
@@ -51,12 +52,13 @@ local function outbox_row(name, fields, of, source)
   end
   local t = redis.call('TIME')
   redis.call('HSET', row, 'at', t[1], 'state', 'due', unpack(fields))
-  local due = 'penstock:webhooks:due'
+  local now = t[1] * 1000 + math.floor(t[2] / 1000)
   if source then
-    due = 'penstock:replies:' .. source
     redis.call('SADD', 'penstock:replies', source)
+    redis.call('ZADD', 'penstock:replies:' .. source, now, name)
+  elseif not outbox_due(row, name, of.tenant, t[1], now) then
+    return
   end
-  redis.call('ZADD', due, t[1] * 1000 + math.floor(t[2] / 1000), name)
   redis.pcall('PUBLISH', 'penstock:webhooks:wake', source or '') -- a user without this channel waits for the next look
   return name
 end

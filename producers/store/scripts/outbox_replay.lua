@@ -4,7 +4,8 @@
 -- KEYS: row, due (of webhooks), delivered, dead   ARGV: name
 -- Answers: replayed | held | gone
 -- include: producers.connection/_now.lua
-local r = redis.call('HMGET', KEYS[1], 'state', 'holder', 'source')
+-- include: _outbox_kept.lua
+local r = redis.call('HMGET', KEYS[1], 'state', 'holder', 'source', 'tenant')
 local waiting = r[3] and 'penstock:replies:' .. r[3] or KEYS[2]
 if not r[1] then
   return 'gone'
@@ -18,6 +19,10 @@ if not due then
   redis.call('HSET', KEYS[1], 'state', 'due', 'tries', 0)
   redis.call('ZREM', KEYS[3], ARGV[1])
   redis.call('ZREM', KEYS[4], ARGV[1])
+  outbox_left(ARGV[1], r[4])
+  if not r[3] then
+    outbox_waits(r[4], 1)
+  end
 end
 redis.call('HDEL', KEYS[1], 'holder')
 redis.call('ZADD', waiting, now, ARGV[1])

@@ -222,3 +222,73 @@ class TestRows:
         kept = {name for name in names if valkey.exists(keys.webhook_row(name))}
         assert kept == {text(name) for name in valkey.zrange(keys.WEBHOOKS_DELIVERED, 0, -1)}
         assert len(kept) == left
+
+
+class TestOfATenant:
+    """What is kept of a tenant's deliveries."""
+
+    def put(self, valkey: Redis, number: int, tenant: str = "acme") -> str:
+        name = f"evt_{number}.we_1"
+        fields = {"webhook_id": f"evt_{number}", "type": "response.completed", "object": "t", "url": "https://e.com/"}
+        assert run(valkey, outbox.put(name, fields | {"endpoint": "we_1", "tenant": tenant})) == 1
+        return name
+
+    def waiting(self, valkey: Redis) -> dict[bytes, bytes]:
+        found: dict[bytes, bytes] = valkey.hgetall(keys.WEBHOOKS_WAITING)
+        return found
+
+    def test_what_is_due_is_counted_whatever_becomes_of_it(self, valkey: Redis) -> None:
+        name = self.put(valkey, 1)
+        assert self.waiting(valkey) == {b"acme": b"1"}
+        (row,) = take(valkey, "a")
+        run(valkey, outbox.retry(row, "a", 0, FAILED))
+        assert self.waiting(valkey) == {b"acme": b"1"}, "it waits for its next try"
+        (row,) = take(valkey, "b")
+        for _ in range(2):
+            run(valkey, outbox.dead(row, "b", FAILED))
+        assert self.waiting(valkey) == {}
+        for _ in range(2):
+            run(valkey, outbox.replay(name))
+        assert self.waiting(valkey) == {b"acme": b"1"}
+        assert not valkey.exists(keys.webhooks_ended("dead", "acme"))
+        (row,) = take(valkey, "c")
+        run(valkey, outbox.delivered(row, "c", FINE))
+        assert self.waiting(valkey) == {}
+
+    def test_beyond_the_most_that_are_due_one_is_dead_untried_and_may_be_replayed(self, valkey: Redis) -> None:
+        valkey.hset(keys.WEBHOOKS_WAITING, "acme", 100_000)
+        name, other = self.put(valkey, 1), self.put(valkey, 2, "other")
+        assert (state(valkey, name), state(valkey, other)) == (("dead",), ("due",))
+        row = Row.parse(name, [part for item in valkey.hgetall(keys.webhook_row(name)).items() for part in item])
+        assert "100000 of this tenant are due" in row.attempts[0].error
+        run(valkey, outbox.replay(name))
+        assert state(valkey, name) == ("due",)
+
+    def test_counts_that_an_earlier_release_made_wrong_go_with_the_last_due_row(self, valkey: Redis) -> None:
+        valkey.hset(keys.WEBHOOKS_WAITING, mapping={"acme": 100_000, "other": 3})
+        self.put(valkey, 1, "other")
+        run(valkey, outbox.trim("dead", 9, 9))
+        assert self.waiting(valkey)[b"acme"] == b"100000"
+        (row,) = take(valkey, "a")
+        run(valkey, outbox.delivered(row, "a", FINE))
+        run(valkey, outbox.trim("dead", 9, 9))
+        assert self.waiting(valkey) == {}
+        assert state(valkey, self.put(valkey, 2)) == ("due",)
+
+    @pytest.mark.parametrize("end", ["delivered", "dead"])
+    def test_the_oldest_that_has_ended_goes_for_a_new_one_of_its_tenant(self, valkey: Redis, end: str) -> None:
+        ended = outbox.delivered if end == "delivered" else outbox.dead
+        first, theirs = self.put(valkey, 1), self.put(valkey, 2, "other")
+        for row in take(valkey, "a"):
+            run(valkey, ended(row, "a", FINE))
+        now = valkey.zscore(keys.webhooks_ended(end, "acme"), first) or 0
+        valkey.zadd(keys.webhooks_ended(end, "acme"), {f"later {n}": now + 1 + n / 10**6 for n in range(9999)})
+        new = self.put(valkey, 3)
+        (row,) = take(valkey, "b")
+        run(valkey, ended(row, "b", FINE))
+        assert not valkey.exists(keys.webhook_row(first))
+        assert valkey.zscore(f"penstock:webhooks:{end}", first) is None
+        assert state(valkey, new) == state(valkey, theirs) == (end,)
+        assert valkey.zcard(keys.webhooks_ended(end, "acme")) == 10_000
+        run(valkey, outbox.trim("delivered" if end == "delivered" else "dead", 0, 0))
+        assert valkey.zscore(keys.webhooks_ended(end, "acme"), new) is None

@@ -34,6 +34,7 @@ KEPT: Final = {
     "max_lines": "Most lines of batches that wait, run, or are to be written.",
     "max_endpoints": "Most webhook endpoints.",
     "max_task_bytes": "Most bytes of tasks and their results that are kept.",
+    "max_idempotency_keys": "Most idempotency keys that begin within a day.",
 }
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}
 

@@ -43,6 +43,7 @@ OF_THE_GATEWAY: Final = (
         "max_batches",
         "max_endpoints",
         "max_task_bytes",
+        "max_idempotency_keys",
         "files_redirect",
         "webhook_allow",
         "prices",

@@ -111,6 +111,9 @@ def gateway(
     max_task_bytes: Annotated[
         int, typer.Option(min=0, help="Most bytes of one tenant's tasks and results in the store. 0: any.")
     ] = 4 << 30,
+    max_idempotency_keys: Annotated[
+        int, typer.Option(min=0, help="Most idempotency keys of one tenant that begin within a day. 0: any.")
+    ] = 1_000_000,
     webhook_allow: WebhookAllow = None,
     secrets_key: SecretsKey = None,
     prices: Prices = None,
@@ -159,6 +162,7 @@ def gateway(
         max_batches=max_batches,
         max_endpoints=max_endpoints,
         max_task_bytes=max_task_bytes,
+        max_idempotency_keys=max_idempotency_keys,
         webhook_allow=tuple(webhook_allow or ()),
         prices=None if prices is None else str(prices),
     )

@@ -121,3 +121,36 @@ def test_a_bad_key_is_refused_and_leaves_nothing(post: Ask, valkey: Redis, key: 
 def test_an_entry_that_is_over_is_not_brought_back(valkey: Redis) -> None:
     assert run(valkey, idempotency.made(idempotency.name(None, "k"))) == 0
     assert not valkey.keys("*")
+
+
+def test_a_tenant_begins_so_many_keys_within_a_day(open_door: Open, model: str, valkey: Redis) -> None:
+    http = open_door(max_idempotency_keys=3).http
+
+    def post(key: str, tenant: str = "acme", **fields: Any) -> httpx.Response:
+        body = {"model": model, "prompt": "def", "tenant": tenant, **fields}
+        return http.post("/v1/tasks", json=body, headers={"idempotency-key": key})
+
+    assert [post(key).status_code for key in "abcb"] == [202] * 4
+    refused = post("d")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_idempotency_keys")
+    assert post("b").headers["idempotent-replayed"] == "true", "a key that there is counts no more"
+    assert post("d", "other").status_code == 202
+    assert len(valkey.keys("penstock:idempotency:*")) == 4
+    name = keys.idempotency_keys("acme")
+    (hour,) = map(int, valkey.hkeys(name))
+    valkey.hset(name, mapping={str(hour - 24): 1, str(hour - 25): 50, str(hour): 1})
+    assert [post(key).status_code for key in "ef"] == [202, 429]
+    assert set(map(int, valkey.hkeys(name))) == {hour - 24, hour}
+    assert 0 < valkey.ttl(name) <= 25 * 3600
+
+
+def test_a_request_that_is_refused_later_takes_its_key_too(open_door: Open, model: str, valkey: Redis) -> None:
+    """Its entry is kept, so it counts: else requests that a limit refuses would fill the store."""
+    http = open_door(max_idempotency_keys=2, max_queued=1).http
+    statuses = []
+    for key in "abcd":
+        body = {"model": model, "prompt": "def"}
+        answer = http.post("/v1/tasks", json=body, headers={"idempotency-key": key})
+        statuses.append((answer.status_code, answer.json().get("error", {}).get("code")))
+    assert statuses[2:] == [(429, "too_many_idempotency_keys")] * 2
+    assert len(valkey.keys("penstock:idempotency:*")) == 2

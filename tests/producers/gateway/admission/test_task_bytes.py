@@ -1,0 +1,86 @@
+"""The bytes of a tenant's tasks in the store: counted where records are made and end, and bounded."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis
+
+from producers.connection.script import run
+from producers.contract import keys
+from producers.store import protocol
+from tests.producers.fake_worker import FakeWorker
+from tests.producers.gateway.conftest import Open
+
+
+def total(valkey: Redis, tenant: str = "acme") -> int:
+    return int(valkey.hget(keys.kept(tenant), "total") or 0)
+
+
+def post(http: httpx.Client, model: str, tenant: str = "acme", **fields: Any) -> httpx.Response:
+    body = {"model": model, "prompt": "def f", "tenant": tenant, **fields}
+    return http.post("/v1/tasks", json=body)
+
+
+def test_a_tenant_keeps_so_many_bytes_of_tasks_waiting_or_not(open_door: Open, model: str, valkey: Redis) -> None:
+    http = open_door(max_task_bytes=6000).http
+    taken = []
+    while (answer := post(http, model, metadata={"a": "x" * 500})).status_code == 202:
+        taken.append(answer.json()["id"])
+        assert http.post(f"/v1/tasks/{taken[-1]}/cancel").json()["status"] == "cancelled"
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], answer.headers["x-should-retry"]) == (
+        429,
+        "too_many_task_bytes",
+        "false",
+    )
+    assert "6000" in error["message"]
+    assert 3 <= len(taken) <= 12
+    assert post(http, model, "other").status_code == 202
+    assert valkey.hget(keys.WAITING_TENANTS, "acme") is None
+    run(valkey, protocol.delete(taken[0]))
+    assert post(http, model).status_code == 202
+
+
+def test_a_tenants_own_limit_goes_before_the_gateways(open_door: Open, model: str, valkey: Redis) -> None:
+    valkey.hset(keys.TENANT_LIMITS, "acme", json.dumps({"max_task_bytes": 1}))
+    http = open_door(max_task_bytes=0).http
+    assert [post(http, model).status_code for _ in range(2)] == [202, 429]
+    assert [post(http, model, "other").status_code for _ in range(2)] == [202, 202]
+
+
+@pytest.mark.parametrize(("ttl", "step"), [(60, 60), (7200, 900), (86_401, 21_600)])
+def test_what_has_expired_counts_no_more(open_door: Open, model: str, valkey: Redis, ttl: int, step: int) -> None:
+    http = open_door(max_task_bytes=1).http
+    task_id = post(http, model, ttl=ttl).json()["id"]
+    before = total(valkey)
+    record = valkey.hgetall(keys.task(task_id)) | {b"status": b"submitting"}
+    assert before == sum(len(name) + len(value) for name, value in record.items() if name not in LATER)
+    run(valkey, protocol.cancel(task_id))
+    run(valkey, protocol.orphan(task_id, gone=True))
+    (end,) = [int(name) for name in valkey.hkeys(keys.kept("acme")) if name.isdigit()]
+    assert end % step == 0
+    assert time.time() + ttl <= end <= time.time() + ttl + 60 + step
+    assert total(valkey) == before + 32, "an entry of its stream: its end"
+    assert post(http, model).status_code == 429
+    valkey.hset(keys.kept("acme"), mapping={"next": 1, "1": total(valkey)})
+    valkey.hdel(keys.kept("acme"), end)
+    assert post(http, model).status_code == 202, "the end has come"
+
+
+#: Fields that a record gets after ADMIT, or that say what is counted.
+LATER = {b"kept", b"waits", b"queued"}
+
+
+def test_a_result_is_counted_until_both_go(open_door: Open, model: str, valkey: Redis, worker: FakeWorker) -> None:
+    http = open_door().http
+    task_id = post(http, model).json()["id"]
+    before = total(valkey)
+    worker.serve(task_id, ["x"] * 10)
+    assert total(valkey) == before + 32 * 11
+    assert run(valkey, protocol.delete(task_id)) == b"completed"
+    assert total(valkey) == 0
