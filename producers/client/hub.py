@@ -23,8 +23,10 @@ from producers.errors import PenstockError
 
 log = logging.getLogger(__name__)
 
-#: Most messages that wait for one reader. Beyond that they are dropped, and the reader reads the stream.
+#: Most messages that wait for one reader, and most bytes of them. Beyond that they are dropped, and the reader reads
+#: the stream.
 BACKLOG: Final = 1000
+BACKLOG_BYTES: Final = 1 << 18
 #: Interval (s) of pings on a quiet connection. It is reconnected if no answer came by the next ping.
 PING_S: Final = 5.0
 CLOSED: Final = "the client is closed"
@@ -33,24 +35,27 @@ CLOSED: Final = "the client is closed"
 class Subscription:
     """One reader's queue of messages."""
 
-    __slots__ = ("_awake", "_inbox", "_waiter", "channel", "closed", "stale")
+    __slots__ = ("_awake", "_inbox", "_size", "_waiter", "channel", "closed", "stale")
 
     def __init__(self, channel: bytes) -> None:
         self.channel = channel
         self.stale = False
         self.closed = False
         self._inbox: deque[bytes] = deque()
+        self._size = 0
         self._awake = False
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, payload: bytes) -> None:
-        if len(self._inbox) >= BACKLOG:
+        self._size += len(payload)
+        if len(self._inbox) >= BACKLOG or self._size > BACKLOG_BYTES:
             self.mark_stale()
         self._inbox.append(payload)
         self._wake()
 
     def mark_stale(self) -> None:
         self._inbox.clear()
+        self._size = 0
         self.stale = True
         self._wake()
 
@@ -84,9 +89,11 @@ class Subscription:
         if self.stale:
             self.stale = False
             self._inbox.clear()
+            self._size = 0
             return None
         payloads = list(self._inbox)
         self._inbox.clear()
+        self._size = 0
         return payloads
 
 

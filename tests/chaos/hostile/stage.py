@@ -36,7 +36,7 @@ from producers.store.protocol import admit
 from tests.processes import ROOT, Worker, free_port, guarded, running_valkey
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import CARD, QUEUE, publish
-from tests.waiting import until
+from tests.waiting import within
 
 #: Scopes of an ordinary tenant's key.
 TENANT: Final = ("submit", "read", "cancel")
@@ -171,7 +171,7 @@ def stage(*options: str, worker: bool | Mapping[str, Any] = False) -> Iterator[S
         for caller in ("attacker", "victim"):
             hostile.key(caller, scopes=TENANT)
         hostile.key("admin", scopes=("admin",))
-        until(lambda: process.poll() is not None or _ready(port))
+        assert within(lambda: process.poll() is not None or _ready(port), 110), log.read_text()
         assert process.poll() is None, log.read_text()
         yield hostile
 

@@ -86,6 +86,22 @@ async def test_too_many_messages_are_dropped_and_the_reader_told(a_hub: Hub, mon
     assert await subscription.take(1) is None
 
 
+async def test_so_are_messages_of_too_many_bytes(a_hub: Hub) -> None:
+    """A few large ones of a reader that takes nothing would have as much as thousands of small ones."""
+    subscription = a_hub.follow("t")
+    subscription.stale = False
+    half = bytes(hub.BACKLOG_BYTES // 2)
+    for _ in range(2):
+        subscription.put(half)
+    assert await subscription.take(1) == [half, half]
+    for _ in range(3):
+        subscription.put(half)
+    assert sum(map(len, subscription._inbox)) <= hub.BACKLOG_BYTES
+    assert await subscription.take(1) is None
+    subscription.put(half)
+    assert await subscription.take(1) == [half]
+
+
 async def test_a_server_that_says_nothing_is_left_for_a_new_connection(
     a_hub: Hub, valkey: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 from redis import Redis
 
 from producers import AsyncClient, Event
-from producers.client.reader import Cursor, read_block, read_entries
+from producers.client.reader import FIRST, Cursor, read_block, read_entries
 from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.stream.events import BLOCK, encode_token, pack, unpack
@@ -87,7 +87,7 @@ async def test_a_reader_goes_on_when_the_stream_is_compacted_under_it(aclient: A
     whole = await events(aclient, task_id)
     reader = aclient.reader(task_id)
     found = await reader.next()
-    assert len(found) == BLOCK
+    assert len(found) == FIRST
     assert (await compact(aclient, age_ms=0)).streams == 1
     while more := await reader.next():
         found += more
