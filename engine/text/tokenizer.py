@@ -58,12 +58,19 @@ class Tokenizer:
     def from_folder(cls, folder: str | Path) -> Tokenizer:
         return cls(read_files(folder))
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Encode a text as token ids. `add_special_tokens`: let the model's post-processor add BOS or EOS.
+    def encode(self, text: str, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
+        """Encode a text as token ids. `add_special_tokens`: let the model's post-processor add BOS or EOS. `limit`: the
+        most tokens that are of use.
 
         A rendered chat template already has its special tokens, so encode it without. Raises RequestError if the
-        tokenizer fails on the text.
+        tokenizer fails on the text, or, before it is encoded, if its size says that it has more than `limit` tokens.
         """
+        if limit is not None and (fewest := self.fewest_tokens(text)) > limit:
+            raise RequestError(
+                f"the prompt has at least {fewest} tokens, by its size; the model's context has {limit}; shorten it",
+                param="prompt",
+                code="context_length_exceeded",
+            )
         # A lone surrogate, which JSON can carry, cannot be encoded as UTF-8.
         valid = text.encode("utf-8", "replace").decode("utf-8")
         with _panics("the model's tokenizer fails on this text"):

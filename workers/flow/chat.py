@@ -10,25 +10,27 @@ from engine.text import ConfinedTemplate, TemplateSource
 
 
 class ChatPrompts:
-    """`files`: the model's, by name. The template runs in a process of its own, which begins with the first chat."""
+    """`files`: the model's, by name. `limit`: the most tokens of a prompt. The template runs in a process of its own,
+    which begins with the first chat."""
 
-    def __init__(self, files: Mapping[str, bytes], tokenizer: Any) -> None:
+    def __init__(self, files: Mapping[str, bytes], tokenizer: Any, limit: int) -> None:
         self._files = files
         self._tokenizer = tokenizer
+        self._limit = limit
         self._template: ConfinedTemplate | None = None
 
     def encode(self, messages: Sequence[Mapping[str, Any]], created_ms: int | None) -> list[int]:
         """The prompt of a task. A date in it is that of the task's creation, in UTC, so that every worker that takes
         the task up makes the same prompt.
 
-        Raises RequestError where the template does not take the messages, or cannot be used.
+        Raises RequestError where the template does not take the messages, or cannot be used, or they are too long.
         """
         now = None if created_ms is None else created_ms / 1000
         try:
             text = self._loaded().render(messages, now=now)
         except ModelError as error:
             raise RequestError(str(error), param="model", code="model_broken") from error
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, limit=self._limit)
         return ids
 
     def _loaded(self) -> ConfinedTemplate:

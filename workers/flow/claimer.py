@@ -60,7 +60,7 @@ class Claimer(threading.Thread):
         self._finisher = finisher
         self._redis = connect(served.settings.store)
         self._queue: queue.SimpleQueue[tuple[Delivery, Decode | None] | None] = queue.SimpleQueue()
-        self._chat = ChatPrompts(served.files, served.engine.tokenizer)
+        self._chat = ChatPrompts(served.files, served.engine.tokenizer, served.engine.max_model_len)
         self._suspects: deque[Delivery] = deque()
         #: Deliveries that came while a suspect ran or waited. They are claimed after it: its death would count against
         #: them, too.
@@ -287,8 +287,8 @@ class Claimer(threading.Thread):
     def _prompt_ids(self, task: Task, record: Record) -> list[int]:
         if task.messages is not None:
             return self._chat.encode(task.messages, record.time("created"))
-        prompt = task.prompt
-        return self._served.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        prompt, engine = task.prompt, self._served.engine
+        return engine.tokenizer.encode(prompt, limit=engine.max_model_len) if isinstance(prompt, str) else list(prompt)
 
     def _params(self, task: Task, delivery: Delivery) -> SamplingParams:
         """The task's own, which is resolved; without what earlier workers have published as a whole."""

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from engine.errors import ModelError
+from engine.errors import ModelError, RequestError
 from engine.text.tokenizer import Tokenizer
 
 
@@ -181,3 +181,13 @@ def test_tokens_that_swallow_spaces_or_lack_a_byte_leave_no_bound(byte_level, by
     del lacking["model"]["vocab"]["ÿ"]
     assert Tokenizer({"tokenizer.json": json.dumps(lacking).encode()}).bytes_per_token is None
     assert Tokenizer({"tokenizer.json": byte_fallback.to_str().encode()}).bytes_per_token is None
+
+
+def test_a_text_whose_size_exceeds_the_limit_is_not_encoded(byte_level, monkeypatch):
+    tokenizer = variant(byte_level)
+    longest = tokenizer.bytes_per_token
+    assert len(tokenizer.encode("x" * longest, add_special_tokens=False, limit=1)) > 1, "it may be one token"
+    monkeypatch.setattr(tokenizer, "_backend", None)
+    with pytest.raises(RequestError, match="has at least 3 tokens, by its size; the model's context has 2") as error:
+        tokenizer.encode("x" * (2 * longest + 1), limit=2)
+    assert (error.value.code, error.value.param) == ("context_length_exceeded", "prompt")
