@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from producers.gateway.executor import Executor, ExecutorBusy, ExecutorFull
+from producers.gateway.executor import CallerLeft, Executor, ExecutorBusy, ExecutorFull
 from tests.waiting import until
 
 
@@ -135,6 +135,48 @@ async def test_where_too_much_waits_whoever_has_most_of_it_is_refused() -> None:
     done = await asyncio.gather(held, *greedy, *acme, return_exceptions=True)
     assert seen == ["greedy", "acme", "greedy", "acme"]
     assert sum(isinstance(one, ExecutorFull) for one in done) == 6
+    executor.close()
+
+
+@pytest.mark.parametrize("how", ["leaves", "is cancelled", "stays"])
+async def test_work_is_ended_when_its_caller_leaves_and_no_other_work_is(how: str) -> None:
+    executor, killed, began = Executor("test"), threading.Event(), threading.Event()
+    gone = asyncio.get_running_loop().create_future()
+
+    def work() -> str:
+        began.set()
+        return "ended" if how == "stays" or killed.wait(60) else "went on"
+
+    running = asyncio.create_task(executor.run_killable(work, killed.set, lambda: gone, tenant="acme"))
+    behind = asyncio.create_task(executor.run_killable(lambda: "next", killed.set, asyncio.Event().wait))
+    await asyncio.to_thread(began.wait, 60)
+    if how == "leaves":
+        gone.set_result(None)
+        with pytest.raises(CallerLeft):
+            await running
+    elif how == "is cancelled":
+        running.cancel()
+        await asyncio.wait((running,))
+    else:
+        assert await running == "ended"
+    assert await behind == "next"
+    assert killed.is_set() == (how != "stays")
+    executor.close()
+
+
+async def test_work_whose_caller_leaves_before_it_began_ends_nothing() -> None:
+    executor, go, killed = Executor("test"), threading.Event(), threading.Event()
+    held = asyncio.create_task(executor.run(go.wait))
+    await asyncio.sleep(0)
+    gone = asyncio.get_running_loop().create_future()
+    waiting = asyncio.create_task(executor.run_killable(lambda: None, killed.set, lambda: gone))
+    await asyncio.sleep(0)
+    gone.set_result(None)
+    with pytest.raises(CallerLeft):
+        await waiting
+    assert not killed.is_set()
+    go.set()
+    await held
     executor.close()
 
 

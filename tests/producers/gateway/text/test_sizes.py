@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -189,3 +190,25 @@ def test_a_large_text_that_is_ended_is_its_callers_error_and_the_next_one_is_rea
     assert (status, code) == (400, "tokenizer_stopped")
     assert message.startswith("the model's tokenizer was stopped on the prompt: its process ended with status -9")
     assert ask(http, hostile, "tasks", prompt="b" * 70_000)[1] == "context_length_exceeded"
+
+
+def test_a_large_text_is_ended_when_its_caller_leaves(
+    http: httpx.Client, hostile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, killed = threading.Event(), threading.Event()
+
+    def held(*_: Any) -> list[tuple[int, ...]]:
+        began.set()
+        killed.wait(60)
+        return [(1,)]
+
+    monkeypatch.setattr(ConfinedTokenizer, "encode_all", held)
+    monkeypatch.setattr(ConfinedTokenizer, "kill", lambda _: killed.set())
+    body = {"model": hostile, "prompt": "b" * 70_000}
+    with httpx.Client(base_url=http.base_url, timeout=60) as leaving, ThreadPoolExecutor(1) as threads:
+        request = threads.submit(leaving.post, "/v1/tasks", json=body)
+        assert began.wait(60)
+        for link in leaving._transport._pool.connections:  # type: ignore[attr-defined]
+            link._connection._network_stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+        assert killed.wait(60)
+        assert isinstance(request.exception(60), httpx.TransportError)
