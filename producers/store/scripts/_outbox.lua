@@ -57,7 +57,7 @@ local function outbox_row(name, fields, of, source)
     redis.call('SADD', 'penstock:replies', source)
     redis.call('ZADD', 'penstock:replies:' .. source, now, name)
   elseif not outbox_due(row, name, of.tenant, t[1], now) then
-    return
+    return name
   end
   redis.pcall('PUBLISH', 'penstock:webhooks:wake', source or '') -- a user without this channel waits for the next look
   return name

@@ -19,7 +19,11 @@
 local function forget_rows(task)
   for name in string.gmatch(redis.call('HGET', task, 'rows') or '', '%S+') do
     local row = 'penstock:webhooks:row:' .. name
-    local source = redis.call('HGET', row, 'source')
+    local source, state, tenant = unpack(redis.call('HMGET', row, 'source', 'state', 'tenant'))
+    if state == 'due' and not source then
+      outbox_waits(tenant, -1)
+    end
+    outbox_left(name, tenant)
     redis.call('UNLINK', row)
     for _, place in ipairs({ 'webhooks:due', 'webhooks:delivered', 'webhooks:dead' }) do
       redis.call('ZREM', 'penstock:' .. place, name)

@@ -86,6 +86,21 @@ def test_endpoints_hear_what_they_ask_for_of_their_tenant(server: Server) -> Non
     assert told(server) == {(name, "cancelled") for name in ("all", "mine", "ends")}
 
 
+def test_rows_of_a_deleted_task_are_counted_no_more(server: Server) -> None:
+    """One that is due, and one that is dead from the beginning, since too many of its tenant are due."""
+    cancelled(server, "t1", origin="task", **OWN)
+    server.redis.hincrby(keys.WEBHOOKS_WAITING, "acme", 99_999)
+    cancelled(server, "t2", origin="task", **OWN)
+    rows = server.redis.keys(keys.webhook_row("*"))
+    assert sorted(text(server.redis.hget(name, "state")) for name in rows) == ["dead", "due"]
+    assert server.redis.zcard(keys.webhooks_ended("dead", "acme")) == 1
+    for name in ("t1", "t2"):
+        run(server.redis, protocol.delete(name, "n"))
+    assert not server.redis.keys(keys.webhook_row("*"))
+    assert server.redis.hget(keys.WEBHOOKS_WAITING, "acme") == b"99999"
+    assert not server.redis.exists(keys.webhooks_ended("dead", "acme"), keys.WEBHOOKS_DEAD)
+
+
 def test_endpoints_of_other_tenants_are_not_looked_at(server: Server) -> None:
     endpoint(server, "mine", tenant="acme")
     cancelled(server, origin="task")

@@ -42,7 +42,7 @@ def test_a_tenant_keeps_so_many_bytes_of_tasks_waiting_or_not(open_door: Open, m
     assert 3 <= len(taken) <= 12
     assert post(http, model, "other").status_code == 202
     assert valkey.hget(keys.WAITING_TENANTS, "acme") is None
-    run(valkey, protocol.delete(taken[0]))
+    run(valkey, protocol.delete(taken[0], "n"))
     assert post(http, model).status_code == 202
 
 
@@ -82,5 +82,5 @@ def test_a_result_is_counted_until_both_go(open_door: Open, model: str, valkey: 
     before = total(valkey)
     worker.serve(task_id, ["x"] * 10)
     assert total(valkey) == before + 32 * 11
-    assert run(valkey, protocol.delete(task_id)) == b"completed"
+    assert run(valkey, protocol.delete(task_id, "n")) == [b"completed"]
     assert total(valkey) == 0
