@@ -29,10 +29,12 @@ INCLUDE = "-- include: "
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A Lua script's text, and its SHA-1 for EVALSHA."""
+    """A Lua script's text, its SHA-1 for EVALSHA, and whether it reads only (`#!lua flags=no-writes`): then its caller
+    needs no right to write its keys."""
 
     text: str
     sha: str
+    reads: bool = False
 
 
 @cache
@@ -43,7 +45,8 @@ def script(package: str, name: str) -> Script:
     Raises RuntimeError if the package's files are missing.
     """
     text = _whole(package, f"{name}.lua")
-    return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+    reads = text.startswith("#!lua") and "no-writes" in text.partition("\n")[0]
+    return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest(), reads)
 
 
 def _whole(package: str, name: str) -> str:
@@ -81,12 +84,14 @@ class Call:
 
     @property
     def command(self) -> tuple[Any, ...]:
-        return ("EVALSHA", self.script.sha, len(self.keys), *self.keys, *self.args)
+        name = "EVALSHA_RO" if self.script.reads else "EVALSHA"
+        return (name, self.script.sha, len(self.keys), *self.keys, *self.args)
 
     @property
     def whole(self) -> tuple[Any, ...]:
         """The command with the script's text, for a server that does not know the script; it then keeps it."""
-        return ("EVAL", self.script.text, len(self.keys), *self.keys, *self.args)
+        name = "EVAL_RO" if self.script.reads else "EVAL"
+        return (name, self.script.text, len(self.keys), *self.keys, *self.args)
 
 
 def run(redis: Redis, call: Call) -> Any:

@@ -91,7 +91,7 @@ class System:
         with store.monitor() as monitor, contextlib.suppress(RedisError):  # it ends with the system
             for said in monitor.listen():
                 words = said["command"].split()
-                if words[0].upper() == "EVALSHA":
+                if words[0].upper() in ("EVALSHA", "EVALSHA_RO"):
                     self._scripts["store", "scripts", names.get(words[1], f"EVALSHA {words[1]}"), "", " "] += 1
 
 

@@ -66,7 +66,7 @@ def kind(requests: list[list[bytes]]) -> str:
 
 def _kind(words: list[bytes]) -> str:
     name = words[0].upper()
-    if name == b"EVALSHA":
+    if name in (b"EVALSHA", b"EVALSHA_RO"):
         return _by_sha().get(words[1]) or f"EVALSHA {_family(words[3])}"  # Celery's own
     return f"{name.decode()} {_family(words[1])}" if len(words) > 1 else name.decode()
 

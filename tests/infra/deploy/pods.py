@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import kubernetes_validate
 
+from producers.admin.deployment import CA
+from producers.admin.roles import ROLES
 from producers.contract import keys
 from tests.infra.deploy.code import grace, parsed, variables, wrong_in
 from tests.infra.deploy.keda import SCHEMAS
 
 Object = dict[str, Any]
 VERSION = "1.37"
-#: Made by hand (docs/deploy.md): it holds passwords.
-SECRET, OF_SECRET = "penstock-servers", {"BROKER_URL", "STORE_URL"}
+#: Role -> its Secret, which `penstock secrets make` makes (docs/deploy.md), and what each has.
+SECRETS, OF_SECRET = {role: f"penstock-{role}" for role in ROLES}, {"BROKER_URL", "STORE_URL"}
 
 
 def complaints(objects: list[Object]) -> list[str]:
@@ -29,6 +32,12 @@ def complaints(objects: list[Object]) -> list[str]:
         wrong = [*_shape(one), *_references(one, objects, names)]
         if one["kind"] in ("Deployment", "Job"):
             wrong += [*_pod(one), *_container(one, objects)]
+        if one["kind"] == "NetworkPolicy":
+            wrong += [
+                f"it lets out to anybody on {rule['ports']}"
+                for rule in one["spec"].get("egress", ())
+                if not rule.get("to")
+            ]
         if one["kind"] == "ScaledObject":
             wrong += _triggers(one["spec"], objects)
         found += [f"{where}: {text}" for text in wrong]
@@ -123,8 +132,9 @@ def _environment(container: Object, objects: list[Object]) -> Iterator[str]:
     given = {one["name"] for one in container.get("env", ())}
     for source in container.get("envFrom", ()):
         if "secretRef" in source:
-            if source["secretRef"]["name"] != SECRET:
-                yield f"there is no Secret {source['secretRef']['name']}"
+            role = {"models": "operator"}.get(container["args"][0], container["args"][0])
+            if source["secretRef"]["name"] != SECRETS[role]:
+                yield f"its Secret {source['secretRef']['name']} is not that of {role}"
             given |= OF_SECRET
         else:
             name = source["configMapRef"]["name"]
@@ -135,6 +145,8 @@ def _environment(container: Object, objects: list[Object]) -> Iterator[str]:
     yield from (f"nothing reads the variable {name}" for name in sorted(given - variables()))
     if not given >= OF_SECRET:
         yield "it does not know its servers"
+    if {"name": "ca", "mountPath": Path(CA).parent.as_posix(), "readOnly": True} not in container["volumeMounts"]:
+        yield "it cannot check its server's certificate"
 
 
 def _command(container: Object, spec: Object) -> Iterator[str]:

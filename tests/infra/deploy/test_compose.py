@@ -8,19 +8,32 @@ import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
 
+from producers.admin.deployment import CA, make
 from tests.infra.deploy.code import grace, parsed, variables
 from tests.processes import ROOT
 
 FOLDER = ROOT / "infra" / "compose"
 _SCHEMA = json.loads(files("check_jsonschema.builtin_schemas.vendor").joinpath("compose-spec.json").read_text("utf-8"))
 SCHEMA = jsonschema.Draft202012Validator(_SCHEMA)
-WANTED = {"valkey", "publish", "gateway", "workers", "sweeper", "webhooks", "sources", "prometheus", "grafana"}
+WANTED = {
+    "valkey",
+    "publish",
+    "operator",
+    "gateway",
+    "workers",
+    "sweeper",
+    "webhooks",
+    "sources",
+    "prometheus",
+    "grafana",
+}
 
 
 @cache
@@ -51,7 +64,8 @@ def _service(service: dict[str, Any], compose: dict[str, Any]) -> Iterator[str]:
     yield from (f"{name} is not as it must be" for name, well in wanted.items() if not well)
     environment = service.get("environment", {})
     yield from (f"nothing reads the variable {one}" for one in sorted(environment.keys() - variables()))
-    yield from (f"{one} looks like a secret" for one in environment if re.search("PASSWORD|TOKEN|SECRET", one))
+    yield from (f"{one} looks like a secret" for one in environment if re.search("(PASSWORD|TOKEN|SECRET)$", one))
+    yield from (f"port {port} is published to others" for port in service.get("ports", ()) if port[:10] != "127.0.0.1:")
     for volume in service.get("volumes", ()):
         source = volume.partition(":")[0]
         if "/" not in source and source not in compose["volumes"]:
@@ -63,6 +77,13 @@ def _service(service: dict[str, Any], compose: dict[str, Any]) -> Iterator[str]:
 
 
 def _penstock(service: dict[str, Any]) -> Iterator[str]:
+    """The autoscaler runs its workers itself, as `workers`; what is run once is the operator's."""
+    word = service["command"][0]
+    role = {"autoscaler": "workers", "models": "operator", "tenants": "operator"}.get(word, word)
+    if f"./secrets/{role}.env" not in service["env_file"]:
+        yield f"it does not log in as {role}"
+    if {"source": "ca", "target": CA} not in service["secrets"]:
+        yield "it cannot check its server's certificate"
     try:
         options = parsed(service["command"])
     except ValueError as error:
@@ -88,6 +109,24 @@ def test_valkey_refuses_what_is_new_before_the_kernel_kills_it() -> None:
     assert (program, options["--save"], options["--maxmemory-policy"]) == ("valkey-server", "", "noeviction")
     # A rewrite of the file copies what changes meanwhile; scripts that end work write beyond the bound.
     assert int(options["--maxmemory"].removesuffix("mb")) <= 0.6 * 1024 * int(valkey["mem_limit"].removesuffix("g"))
+
+
+def test_valkey_takes_tls_alone_and_no_user_without_a_password(tmp_path: Path) -> None:
+    """By the files that `penstock secrets make` makes, each of which is there."""
+    compose = said()
+    make(tmp_path, ["valkey"])
+    mounted = {name: one["file"] for name, one in compose["secrets"].items()}
+    assert all(
+        file.startswith("./secrets/") and (tmp_path / file[len("./secrets/") :]).is_file() for file in mounted.values()
+    )
+    valkey = compose["services"]["valkey"]
+    words = valkey["command"][1:]
+    options = dict(zip(words[::2], words[1::2], strict=True))
+    assert (options["--port"], options["--tls-port"]) == ("0", "6379")
+    places = {f"/run/secrets/{one}" if isinstance(one, str) else one["target"] for one in valkey["secrets"]}
+    assert places == {value for name, value in options.items() if name.endswith("file")}
+    assert "ports" not in valkey
+    assert compose["services"]["grafana"]["environment"]["GF_AUTH_ANONYMOUS_ENABLED"] == "false"
 
 
 def test_every_setting_that_it_takes_is_in_the_example() -> None:
@@ -116,6 +155,11 @@ WRONG: dict[str, tuple[Change, str]] = {
     "a root that may be written": (lambda s: s["webhooks"].update(read_only=False), "read_only"),
     "no limit": (lambda s: s["valkey"].pop("mem_limit"), "mem_limit"),
     "another port": (lambda s: s["gateway"].update(ports=["127.0.0.1:8000:8001"]), "listens on 8000"),
+    "a server for all": (lambda s: s["gateway"].update(ports=["8000:8000"]), "published to others"),
+    "another's user": (
+        lambda s: s["gateway"].update(env_file=["./secrets/operator.env"]),
+        "does not log in as gateway",
+    ),
     "no volume": (lambda s: s["gateway"].update(volumes=["uploads:/files"]), "no volume uploads"),
 }
 

@@ -9,11 +9,13 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from functools import cache
+from ipaddress import ip_address, ip_network
 from typing import Any
 
 import pytest
 import yaml
 
+from producers.connection.addresses import Address, is_public
 from tests.infra.deploy.code import wrong_in
 from tests.infra.deploy.kustomize import render
 from tests.infra.deploy.pods import complaints
@@ -121,6 +123,33 @@ def test_who_uses_aws_reaches_the_agent_of_its_credentials_and_nothing_else_by_h
 # ---- the checks find what is wrong --------------------------------------------------------------------------------
 
 
+def test_pods_reach_by_https_what_webhooks_may_call_and_no_other_address() -> None:
+    """Python's own lists, and ours, of what is not public."""
+    (rule,) = of(rendered("hpa"), "NetworkPolicy", "https")["spec"]["egress"]
+    blocks = [
+        (ip_network(one["ipBlock"]["cidr"]), [ip_network(text) for text in one["ipBlock"]["except"]])
+        for one in rule["to"]
+    ]
+
+    def reached(address: Address) -> bool:
+        return any(address in network and not any(address in but for but in excepted) for network, excepted in blocks)
+
+    edges = {
+        address + step
+        for network, excepted in blocks
+        for part in (network, *excepted)
+        for address in (part.network_address, part.broadcast_address)
+        for step in (-1, 0, 1)
+        if 0 <= int(address) + step < 2**address.max_prefixlen
+    }
+    others = "100.64.0.1 100.127.255.254 169.254.169.254 192.0.0.192 8.8.8.8 2606:4700::1111 fd00:ec2::254 fe80::1 ::1"
+    for address in {*edges, *map(ip_address, others.split())}:
+        if reached(address):
+            assert is_public(address), address
+    assert reached(ip_address("8.8.8.8"))
+    assert reached(ip_address("2606:4700::1111"))
+
+
 def of(objects: list[dict[str, Any]], kind: str, name: str) -> Any:
     return next(one for one in objects if (one["kind"], one["metadata"]["name"]) == (kind, name))
 
@@ -151,6 +180,21 @@ WRONG: dict[str, tuple[str, Change, str]] = {
         "hpa",
         lambda o: container(o, "gateway").update(env=[{"name": "BROKER", "value": "redis://a"}]),
         "nothing reads the variable BROKER",
+    ),
+    "another's user": (
+        "hpa",
+        lambda o: container(o, "gateway")["envFrom"][0]["secretRef"].update(name="penstock-operator"),
+        "penstock-operator is not that of gateway",
+    ),
+    "no authority": (
+        "hpa",
+        lambda o: container(o, "gateway")["volumeMounts"].pop(1),
+        "cannot check its server's certificate",
+    ),
+    "a way out to anybody": (
+        "hpa",
+        lambda o: of(o, "NetworkPolicy", "https")["spec"]["egress"][0].pop("to"),
+        "lets out to anybody",
     ),
     "no servers": ("hpa", lambda o: container(o, "gateway").update(envFrom=[]), "does not know its servers"),
     "files of its own": ("hpa", lambda o: container(o, "worker-tiny")["envFrom"].pop(), "FILES_DIR"),

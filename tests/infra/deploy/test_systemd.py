@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from producers.admin.roles import ROLES
 from tests.infra.deploy.code import grace, parsed, variables
 from tests.processes import ROOT
 
@@ -74,6 +75,8 @@ def _command(said: dict[str, list[str]]) -> Iterator[str]:
     limit = (said["TimeoutStopSec"] or ["0"])[0]
     if float(limit) < grace(argv):
         yield f"it is killed after {limit} s, and may need {grace(argv):g} s"
+    if f"-/etc/penstock/secrets/{argv[0]}.env" not in said["EnvironmentFile"] or argv[0] not in ROLES:
+        yield "it is not told the server's URL for its role"
     if (said["Type"] == ["notify"]) != (argv[0] == "worker"):
         yield "workers alone say that they are ready"
     if argv[0] in ("worker", "autoscaler") and (said["ProtectClock"] or said["PrivateDevices"]):
@@ -110,6 +113,7 @@ WRONG = {
     "may write everywhere": (WORKER.replace("ProtectSystem=strict", "ProtectSystem=no"), "ProtectSystem"),
     "a variable that nobody reads": (WORKER.replace("PENSTOCK_MODELS=", "PENSTOCK_MODEL="), "PENSTOCK_MODEL"),
     "hides the GPUs": (WORKER.replace("[Install]", "ProtectClock=yes\n[Install]"), "may use no GPU"),
+    "another's user": (WORKER.replace("secrets/worker.env", "secrets/operator.env"), "for its role"),
     "waits for no word": (WORKER.replace("Type=notify", "Type=exec"), "say that they are ready"),
 }
 

@@ -1,4 +1,4 @@
-"""`penstock secrets`: the file with the keys that encrypt webhooks' secrets in the store."""
+"""`penstock secrets`: a deployment's passwords and TLS, and the keys that encrypt webhooks' secrets in the store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from workers.cli.options import Json, SecretsKey
 from workers.cli.starting import use_secrets_key
 from workers.cli.terminal.show import note, say
 
-app = Commands("Operations", OPERATOR_STATUS, "secrets", "The keys that encrypt webhooks' secrets in the store.")
+app = Commands(
+    "Operations", OPERATOR_STATUS, "secrets", "A deployment's passwords and TLS, and keys that encrypt in the store."
+)
 
 
 @app.shown("penstock secrets key /etc/penstock/secrets.key")
@@ -72,3 +74,35 @@ def encrypt(
     if done.unreadable:
         note(f"{done.unreadable} secrets stay as they were: their key is not in the file")
         raise typer.Exit(Exit.TASK_FAILED)
+
+
+@app.shown("penstock secrets make infra/compose/secrets")
+def make(
+    folder: Annotated[Path, typer.Argument(help="The folder, which is made for its owner alone.")],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="The server's name or address; more for its certificate. Unset: valkey, as in Compose."),
+    ] = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="The server's port, which takes TLS alone.")] = 6379,
+    force: Annotated[
+        bool, typer.Option("--force", help="Make all anew: what runs with the old ones is let in no more.")
+    ] = False,
+) -> None:
+    """Make what a deployment's server and processes need to know each other; what is there stays."""
+    from producers.admin import deployment
+
+    with refusing(deployment.CannotMake):
+        made = deployment.make(folder, host or ["valkey"], port, force=force)
+    for name in made:
+        typer.echo(folder / name)
+    if not made:
+        typer.echo(f"Nothing is missing in {folder}.")
+
+
+@app.shown("penstock secrets users")
+def users() -> None:
+    """Print the rules of the server's users by role, without passwords."""
+    from producers.admin.roles import ROLES
+
+    for role, rights in ROLES.items():
+        typer.echo(f"{role}: resetchannels -@all {rights.rules()}")
