@@ -101,7 +101,12 @@ class Engine(StepLoop):
     def _traits(self, folder: Path, version: str) -> ModelTraits:
         eos = () if self.tokenizer else _eos(Config.of_model(read_config(folder)))
         traits = ModelTraits(version, self._model.vocab_size, eos, self._model.rope_switch)
-        return traits.with_text(self.tokenizer) if self.tokenizer else traits
+        if self.tokenizer is None:
+            return traits
+        traits = traits.with_text(self.tokenizer)
+        assert traits.grammars is not None
+        traits.grammars.prepare()
+        return traits
 
     @classmethod
     def load(
@@ -144,7 +149,7 @@ class Engine(StepLoop):
         """Generate outputs for all prompts (texts or lists of token ids) and wait. `params`: one for all, or one each.
 
         The tokenizer adds its own special tokens to texts. Raises RequestError before anything runs. A request that
-        fails later has finish_reason "error", and says why as `error`.
+        fails later, or whose form cannot be followed, has finish_reason "error", and says why as `error`.
         """
         if isinstance(prompts, str):
             raise RequestError("prompts is one text; pass a list of texts or of token-id lists", param="prompts")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -23,6 +24,8 @@ MAX_SEED: Final = (1 << 63) - 1
 MAX_SCHEMA: Final = 65_536
 MAX_REGEX: Final = 8_192
 MAX_GRAMMAR: Final = 32_768
+#: The most parts of the forms of a request's outputs, which have one each: see `parts_of_form`.
+MAX_FORM_PARTS: Final = 16_384
 #: Temperatures below this count as 0, because dividing by them would overflow.
 COLDEST: Final = 1e-5
 
@@ -153,6 +156,8 @@ class SamplingParams:
             )
         if len(forms := self.forms) > 1:
             raise RequestError(f"{forms[0]} and {forms[1]} are both given; an output has one form", param=forms[1])
+        if forms and (why := too_many_parts(forms[0], getattr(self, forms[0]), self.width)):
+            raise RequestError(why, param=forms[0], code="form_too_large")
 
     @property
     def forms(self) -> tuple[str, ...]:
@@ -198,6 +203,33 @@ DEFAULTS: Final[Mapping[str, float]] = {
 def filled(asked: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     """Those of DEFAULTS that are None or missing in `asked`: the model's own default, else everybody's."""
     return {name: model.get(name, usual) for name, usual in DEFAULTS.items() if asked.get(name) is None}
+
+
+def too_many_parts(name: str, form: str | Mapping[str, Any], outputs: int) -> str | None:
+    """Why a request may not have this form `name`; None if it may. Each of its outputs has the form read for it."""
+    parts = parts_of_form(name, form)
+    if parts * outputs <= MAX_FORM_PARTS:
+        return None
+    most = MAX_FORM_PARTS // parts
+    told = f"at most {most} outputs may have it" if most else "make it smaller"
+    return (
+        f"{name} has {parts} parts, and with {outputs} outputs that is {parts * outputs}; at most {MAX_FORM_PARTS} are "
+        f"taken: {told}"
+    )
+
+
+def parts_of_form(name: str, form: str | Mapping[str, Any]) -> int:
+    """A form's size, to which the time to read it is nearly proportional: of a schema, the members of all objects and
+    the entries of all lists; of a regular expression or grammar, a quarter of its characters."""
+    if name != "json_schema":
+        return -(-len(form) // 4)
+    parts, todo = 0, [json.loads(form) if isinstance(form, str) else form]
+    while todo:
+        one = todo.pop()
+        parts += len(one)
+        inner = one.values() if isinstance(one, Mapping) else one
+        todo += [value for value in inner if isinstance(value, dict | list | tuple)]
+    return parts
 
 
 def greedy(max_tokens: int) -> SamplingParams:

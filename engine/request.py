@@ -77,7 +77,7 @@ class Request:
     """The time of arrival in monotonic seconds. It orders requests of one tier and starts their ageing."""
     course: Course = field(default_factory=Course, compare=False)
     matchers: list[Matcher] = field(default_factory=list, compare=False, repr=False)
-    """Those of its outputs' form, one for each choice, from when it was checked until it is queued."""
+    """Those of its outputs' form, one for each choice, from when they were made until it is queued."""
 
 
 @dataclass(slots=True)
@@ -110,6 +110,8 @@ class Event:
     """The number of tokens of the candidates that best_of did not choose."""
     refused: bool = False
     """Whether the request itself caused `error`, so that a retry would not help."""
+    param: str | None = None
+    """The parameter at fault then, where it is known."""
 
 
 @dataclass(slots=True)

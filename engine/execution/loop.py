@@ -7,9 +7,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from engine.errors import DeviceLostError, EngineError, RequestError, brief
+from engine.execution.forms import FormThreads, Ticket
 from engine.execution.pipeline import Executor, Pipeline
 from engine.plan import StepWork
 from engine.request import Event, Request
@@ -17,15 +18,6 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.stats import SchedulerStats
 
 logger = logging.getLogger("penstock.engine")
-
-
-@dataclass(slots=True, eq=False)
-class _Ticket:
-    """One submission. A request id may be used again, a ticket never is."""
-
-    request: Request
-    on_event: Callable[[Event], None]
-    aborted: bool = False
 
 
 class StepLoop:
@@ -60,13 +52,15 @@ class StepLoop:
         self._stepping_since: float | None = None
         self._wake = threading.Condition()
         # Guarded by _wake: the unfinished tickets by id, and the tickets to add to or remove from the scheduler.
-        self._tickets: dict[str, _Ticket] = {}
-        self._notes: deque[_Ticket] = deque()
+        self._tickets: dict[str, Ticket] = {}
+        self._notes: deque[Ticket] = deque()
         self._closing = False
         # Held while the scheduler's state changes, not while a step computes.
         self._state = threading.Lock()
         # Used by the loop's thread alone: the tickets that the scheduler knows.
-        self._known: dict[str, _Ticket] = {}
+        self._known: dict[str, Ticket] = {}
+        grammars = scheduler.grammars
+        self._forms = None if grammars is None else FormThreads(grammars, self._prepared)
         self._pipeline = Pipeline(
             scheduler,
             executor,
@@ -86,18 +80,29 @@ class StepLoop:
         """Queue `request` and return at once. The loop's thread calls `on_event` until `Event.done`.
 
         Raises RequestError, in the caller's thread, for a request that could never run (over-long, id in use, ...), and
-        EngineError if the loop is closed. An exception raised by `on_event` is logged and has no other effect.
+        EngineError if the loop is closed. A form takes time to read, so one that cannot be followed is refused by an
+        event. An exception raised by `on_event` is logged and has no other effect.
         """
         self._scheduler.check(request)
-        ticket = _Ticket(request, on_event)
+        ticket = Ticket(request, on_event)
         with self._wake:
             if self._closing:
                 raise EngineError("the engine is closed")
             if request.id in self._tickets:
                 raise RequestError(f"request id {request.id!r} is in use", param="id", code="duplicate_request")
             self._tickets[request.id] = ticket
-            self._notes.append(ticket)
-            self._wake.notify()
+            if self._forms is None or not request.params.forms:
+                self._notes.append(ticket)
+                self._wake.notify()
+                return
+        self._forms.put(ticket)
+
+    def _prepared(self, ticket: Ticket) -> None:
+        """A request has its matchers, or cannot have them. A thread of `_forms`."""
+        with self._wake:
+            if not self._closing and not ticket.aborted:
+                self._notes.append(ticket)
+                self._wake.notify()
 
     def abort(self, request_id: str) -> bool:
         """End a request. Its blocks are free before the next step is planned. No event follows, except one that may be
@@ -113,7 +118,8 @@ class StepLoop:
 
     def stats(self) -> SchedulerStats:
         with self._state:
-            return self._scheduler.stats()
+            stats = self._scheduler.stats()
+        return stats if self._forms is None else replace(stats, waiting=stats.waiting + self._forms.waiting)
 
     def preempted(self) -> list[tuple[str, float]]:
         """(request id, seconds since) of preempted requests of which no choice runs."""
@@ -161,6 +167,7 @@ class StepLoop:
                 return
             self._read_notes()
             self._end_all(f"the engine failed: {brief(error)}")
+            self._end_unprepared(f"the engine failed: {brief(error)}")
             raise
 
     def _run_steps(self) -> None:
@@ -184,6 +191,7 @@ class StepLoop:
         except Exception:
             logger.exception("the last step failed")
         self._end_all("the engine was closed", closing=True)
+        self._end_unprepared("the engine was closed", closing=True)
 
     def _wait_for_work(self) -> bool:
         """Wait until there is work. Returns False if the loop is to end."""
@@ -238,6 +246,10 @@ class StepLoop:
                     self._scheduler.abort(request_id)
             elif not ticket.aborted:
                 self._known[request_id] = ticket
+                if ticket.refusal is not None or ticket.fault:
+                    self._deliver([_refused(ticket)])
+                    delivered = True
+                    continue
                 try:
                     with self._state:
                         events = self._scheduler.add(ticket.request)
@@ -278,6 +290,25 @@ class StepLoop:
             # The request's last event may have been lost with the step.
             events = events or [_last_event(ticket.request, message)]
             self._deliver([replace(event, finish_reason="abort") for event in events] if closing else events)
+
+    def _end_unprepared(self, message: str, *, closing: bool = False) -> None:
+        """End the requests whose matchers are being made. The loop is closed, so no more come."""
+        if self._forms is not None:
+            self._forms.close()
+        with self._wake:
+            left = [ticket for ticket in self._tickets.values() if not ticket.aborted]
+        for ticket in left:
+            self._known[ticket.request.id] = ticket
+            event = _last_event(ticket.request, message)
+            self._deliver([replace(event, finish_reason="abort") if closing else event])
+
+
+def _refused(ticket: Ticket) -> Event:
+    """The only event of a request that was found after its submission to be none that can run."""
+    if ticket.refusal is None:
+        return _last_event(ticket.request, ticket.fault)
+    event = _last_event(ticket.request, str(ticket.refusal))
+    return replace(event, refused=True, param=ticket.refusal.param)
 
 
 def _last_event(request: Request, message: str) -> Event:

@@ -1,6 +1,7 @@
 """Outputs of a given form: JSON of a schema, texts of a regular expression or of a Lark grammar. No torch.
 
-source: a request's form as a grammar of llguidance, and whether that can be followed at all; gateways ask it, too
+source: a form as a grammar of llguidance, and whether that can be followed at all
+trial: asks that in a child process, which can be ended (child: what runs there); gateways ask it, too
 matcher: follows one output token by token, and tells which tokens may come next
 
 llguidance (https://github.com/guidance-ai/llguidance) parses grammars and computes masks. It comes with the extras

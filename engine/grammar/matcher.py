@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import RequestError
-from engine.grammar.source import form_of, limits, refused, said, with_stack
+from engine.grammar.source import check_installed, form_of, new_rules, new_tokenizer, said, unreadable
+from engine.grammar.trial import MAKING, Trials
 from engine.params import SamplingParams
 
 #: Bits of allowed tokens, int32 [words]: token t is bit t % 32 of word t // 32.
@@ -18,7 +20,7 @@ Mask = NDArray[np.int32]
 
 
 class Grammars:
-    """Makes the matchers of one tokenizer's outputs. Thread-safe."""
+    """Makes the matchers of one tokenizer's outputs. Thread-safe. `close` it after use."""
 
     def __init__(self, tokenizer_json: Callable[[], str], vocab_size: int, eos: Sequence[int]) -> None:
         """`tokenizer_json`: the tokenizer as tokenizer.json has it. `vocab_size`: the model's. `eos`: the tokens that
@@ -26,19 +28,52 @@ class Grammars:
         self._json = tokenizer_json
         self._vocab_size = vocab_size
         self._eos = [token_id for token_id in eos if token_id < vocab_size]
+        self._trials: Trials | None = None
 
-    def matchers(self, params: SamplingParams, count: int = 1) -> list[Matcher]:
-        """`count` matchers, each at the beginning of an output; none for a request without a form.
+    def prepare(self) -> None:
+        """Make what all matchers share, if llguidance is installed. For a vocabulary of 128,000 tokens this holds the
+        interpreter for a second or more, so it is done before requests come."""
+        with suppress(ValueError):  # then each form is refused, with the reason
+            check_installed("form")
+            _ = self._marks, self._packed
 
-        Takes milliseconds each, for the largest forms a second; the first one of a tokenizer takes some seconds more.
-        Raises RequestError if the form cannot be followed. Each output has a matcher of its own, and no copy: copies
-        would share the lexer's states, so that one output could use up what another may need.
+    def tried(self, params: SamplingParams) -> bool:
+        """Whether `try_out` has nothing to do for the request's form."""
+        (name,) = params.forms
+        return self._trial.known(name, getattr(params, name))
+
+    def try_out(self, params: SamplingParams) -> None:
+        """Make a matcher of the request's form in another process. Takes milliseconds, for forms at the limits seconds.
+        Raises RequestError if the form cannot be followed, or it does not end."""
+        (name,) = params.forms
+        self._trial.check(name, getattr(params, name))
+
+    def maker(self, params: SamplingParams) -> Callable[[], Matcher]:
+        """Makes matchers of the request's form, each at the beginning of an output, at each call one.
+
+        Call it only after `try_out`, and on a thread with a stack of STACK_BYTES: a call takes milliseconds, for the
+        largest forms a second, nearly all of it without the interpreter's lock. Raises RequestError. Each output has a
+        matcher of its own, and no copy: copies would share the lexer's states, so that one output could use up what
+        another may need.
         """
-        form = form_of(params)
-        if form is None:
-            return []
+        (name,) = params.forms
+        form = form_of(name, getattr(params, name))
         ends = self._mask([*params.stop_token_ids, *(() if params.ignore_eos else self._eos)])
-        return [Matcher(rules, ends, self._marks) for rules in self._made(*form, count)]
+        try:
+            tokenizer, marks = self._tokenizer, self._marks
+        except ValueError as error:
+            raise unreadable(name, error) from None
+        return lambda: Matcher(new_rules(form, tokenizer), ends, marks)
+
+    def give_up(self) -> None:
+        """End a trial that runs."""
+        if self._trials is not None:
+            self._trials.kill()
+
+    def close(self) -> None:
+        """End the process in which forms are tried out, after the trial that runs."""
+        if self._trials is not None:
+            self._trials.close()
 
     def _mask(self, token_ids: Sequence[int]) -> Mask:
         """The bits of those of these tokens that the model has."""
@@ -46,30 +81,21 @@ class Grammars:
         bits[[one for one in token_ids if one < self._vocab_size]] = 1
         return np.packbits(bits, bitorder="little").view(np.int32)
 
-    def _made(self, name: str, grammar: str, count: int) -> list[Any]:
-        from llguidance import LLMatcher
-
-        def make() -> Any:
-            made = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits())
-            made.compute_bitmask()  # finds at once what only fails at the first token
-            return made
-
-        try:
-            every = with_stack(name, lambda: [make() for _ in range(count)])
-        except ValueError as error:  # of the tokenizer: a matcher keeps its errors
-            if isinstance(error, RequestError):
-                raise
-            raise refused(name, f"llguidance cannot read the model's tokenizer: {error}") from None
-        for made in every:
-            if made.is_error() or made.is_stopped():
-                raise refused(name, made.get_error() or made.stop_reason())
-        return every
+    @property
+    def _trial(self) -> Trials:
+        if self._trials is None:
+            self._trials = Trials(self._packed, MAKING)
+        return self._trials
 
     @cached_property
     def _tokenizer(self) -> Any:
-        from llguidance import LLTokenizer
+        return new_tokenizer(self._json(), self._eos)
 
-        return LLTokenizer(self._json(), n_vocab=None, eos_token=self._eos or None)
+    @cached_property
+    def _packed(self) -> dict[str, Any]:
+        from engine.grammar.child import packed
+
+        return packed(self._json(), self._eos)
 
     @cached_property
     def _marks(self) -> Mask:
@@ -78,13 +104,13 @@ class Grammars:
 
 
 class Matcher:
-    """Follows one output. Used by the thread that runs steps.
+    """Follows one output. Used by one thread at a time: the one that makes it, then the one that runs steps.
 
     The state is that after `count` tokens. It is a function of these tokens alone, so a resumed output goes on as the
     uninterrupted one would.
     """
 
-    __slots__ = ("_ends", "_marks", "_rules", "count", "error")
+    __slots__ = ("_ends", "_foreseen", "_marks", "_rules", "count", "error")
 
     def __init__(self, rules: Any, ends: Mask, marks: Mask) -> None:
         """`rules`: an LLMatcher of its own. `ends`: the tokens that may end a complete output; those that its caller
@@ -92,13 +118,22 @@ class Matcher:
         self._rules = rules
         self._ends = ends
         self._marks = marks
+        #: What `push` is to return for the output's next tokens, which the rules have taken before.
+        self._foreseen: deque[bool] = deque()
         self.count = 0
         #: Why no token can follow, if the form was found to be too complex, or the output not to have it.
         self.error = ""
 
+    def foresee(self, published: Sequence[int]) -> None:
+        """Take a resumed output's published tokens, so that `push` need not: thousands would hold a step up."""
+        self._foreseen.extend(map(self._take, published))
+
     def push(self, token_id: int) -> bool:
         """Take the output's next token, which does not end it. Returns whether nothing can follow it."""
         self.count += 1
+        return self._foreseen.popleft() if self._foreseen else self._take(token_id)
+
+    def _take(self, token_id: int) -> bool:
         if self.error or not self._rules.consume_token(token_id):
             self._fail()
             return False

@@ -5,50 +5,42 @@ from __future__ import annotations
 import json
 import math
 import re
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from engine.errors import RequestError
-from engine.params import SamplingParams
-
-T = TypeVar("T")
 
 #: Runs of white space in JSON end. Else a model may go on writing it until it meets max_tokens.
 _JSON: Final[Any] = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
 #: The same as a member of a schema within a grammar.
 SPACE: Final = f'"x-guidance": {json.dumps(_JSON)}'
 #: llguidance descends into rules that name each other: a chain of thousands takes more than a usual stack.
-_STACK_BYTES: Final = 256 << 20
+STACK_BYTES: Final = 256 << 20
 #: The most states of one output's lexer, of some 0.5 kB each: a string of bounded length takes one a character.
 _LEXER_STATES: Final = 150_000
-#: The time (s) in which a request's form has to be read. Reading on takes a thread, but nobody waits for it.
-_READING_S: Final = 10.0
 #: The least common multiple of all that numbers are to be multiples of: a lexer has as many states, thrice squared.
 _MULTIPLES: Final = 20_000
 #: The most characters of llguidance's reasons that a message shows.
 _REASON: Final = 300
 
-_starting = threading.Lock()
 
-
-def form_of(params: SamplingParams) -> tuple[str, str] | None:
-    """The request's form, as (the parameter's name, its grammar for llguidance). None if it asks for none.
-
-    Raises RequestError if llguidance is not installed.
-    """
-    if not params.forms:
-        return None
-    (name,) = params.forms
+def check_installed(name: str) -> None:
+    """Raise RequestError if llguidance is not installed, which the form `name` needs."""
     try:
-        from llguidance import LLMatcher
+        import llguidance  # noqa: F401
     except ImportError:
         raise RequestError(
             f"{name} needs the package llguidance, which is not installed here; install penstock[worker]", param=name
         ) from None
-    text = getattr(params, name)
+
+
+def form_of(name: str, text: str) -> tuple[str, str]:
+    """A form, as (the parameter's name, its grammar for llguidance). Raises RequestError."""
+    check_installed(name)
+    from llguidance import LLMatcher
+
     _check_bounds(name, text)
     if name != "json_schema":
         return name, LLMatcher.grammar_from_regex(text) if name == "regex" else LLMatcher.grammar_from_lark(text)
@@ -77,20 +69,50 @@ def parser_version() -> str:
         return ""
 
 
-def check_form(params: SamplingParams) -> None:
-    """Raise RequestError if no model could follow the request's form: it has an error, or is not supported.
+def judge(form: tuple[str, str], tokenizer: Any = None) -> None:
+    """Raise RequestError if no output could follow a form of `form_of`: it has an error, or is not supported.
 
-    Takes milliseconds, for the largest ones tenths of a second.
+    With an LLTokenizer, all is done that an output's matcher needs. Large or odd forms take seconds, or for ever, and a
+    stack of STACK_BYTES: see engine.grammar.trial.
     """
-    form = form_of(params)
-    if form is None:
+    name, grammar = form
+    if tokenizer is not None:
+        new_rules(form, tokenizer)
         return
     from llguidance import LLMatcher
 
-    name, grammar = form
-    wrong, reasons = with_stack(name, lambda: LLMatcher.validate_grammar_with_warnings(grammar, limits=limits()))
+    with _panics(name):
+        wrong, reasons = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits())
     if wrong:
         raise refused(name, reasons[0])
+
+
+def new_tokenizer(text: str, eos: Sequence[int]) -> Any:
+    """The LLTokenizer of a tokenizer.json. For a vocabulary of 128,000 tokens it takes a second or more, and holds the
+    interpreter's lock. Raises ValueError for a tokenizer of a make that llguidance does not know."""
+    from llguidance import LLTokenizer
+
+    with _panics("the tokenizer"):
+        return LLTokenizer(text, n_vocab=None, eos_token=list(eos) or None)
+
+
+def unreadable(name: str, error: ValueError) -> RequestError:
+    """The error for a form of outputs whose tokenizer `new_tokenizer` does not take."""
+    return refused(name, f"llguidance cannot read the model's tokenizer: {error}")
+
+
+def new_rules(form: tuple[str, str], tokenizer: Any) -> Any:
+    """An LLMatcher at the beginning of an output of a form of `form_of`. Most of its work is done without the
+    interpreter's lock. Raises RequestError."""
+    from llguidance import LLMatcher
+
+    name, grammar = form
+    with _panics(name):
+        made = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
+        made.compute_bitmask()  # finds at once what only fails at the first token
+    if made.is_error() or made.is_stopped():
+        raise refused(name, made.get_error() or made.stop_reason())
+    return made
 
 
 def limits() -> Any:
@@ -113,28 +135,14 @@ def said(reason: str) -> str:
     return short if len(short) <= _REASON else f"{short[:_REASON]}..."
 
 
-def with_stack(name: str, work: Callable[[], T]) -> T:
-    """Run `work`, which reads the form `name`, on a thread of its own that has a large stack. Returns what it does.
-
-    Raises RequestError if it panics, or takes too long, and what it raises.
-    """
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except Exception as error:  # noqa: BLE001 - it is raised where it is waited for
-            done.set_exception(error)
-        except BaseException as panic:  # noqa: BLE001 - pyo3's PanicException, which cannot be imported
-            done.set_exception(refused(name, f"llguidance panicked: {panic}"))
-
-    with _starting:  # the size counts for every thread that starts meanwhile
-        usual = threading.stack_size(_STACK_BYTES)
-        try:
-            threading.Thread(target=run, name="penstock-grammar", daemon=True).start()
-        finally:
-            threading.stack_size(usual)
+@contextmanager
+def _panics(name: str) -> Iterator[None]:
+    """Turn a panic of llguidance into RequestError."""
     try:
-        return done.result(_READING_S)
-    except TimeoutError:
-        raise refused(name, f"it was not read within {_READING_S:g} s") from None
+        yield
+    except Exception:
+        raise
+    except BaseException as panic:
+        if type(panic).__name__ != "PanicException":  # pyo3's, which cannot be imported
+            raise
+        raise refused(name, f"llguidance panicked: {panic}") from None

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import chain, count
 
 from engine.errors import EngineError
+from engine.grammar.matcher import Grammars
 from engine.kv import BlockTables, Capacity, long_root, root_hash
 from engine.logprobs import PromptScores
 from engine.output import OutputState
@@ -57,11 +58,15 @@ class Scheduler:
         it."""
         self._limits.check(request)
         self._traits.spelled(request.params.bad_words)
-        # Made here, for it takes time. Nobody waits for it but the caller.
-        request.matchers = self._traits.matchers(request.params)
+        self._traits.check_form(request.params)
+
+    @property
+    def grammars(self) -> Grammars | None:
+        """Makes the matchers that a request whose outputs are to have a form needs before `add`."""
+        return self._traits.grammars
 
     def add(self, request: Request) -> list[Event]:
-        """Queue a request that `check` has passed, with an id that is not in use.
+        """Queue a request that `check` has passed, with an id that is not in use, and its matchers if it has a form.
 
         Returns events (token_ids=[]) for choices that had already finished according to `resume`; usually none. The
         caller must deliver them like those of `update`.
@@ -131,8 +136,10 @@ class Scheduler:
         self._aborted += 1
         return True
 
-    def fail(self, target: Sequence | str, message: str, *, refused: bool = False) -> list[Event]:
-        """End one sequence, or all choices of a request id, with finish_reason "error". `refused`: see Event.
+    def fail(
+        self, target: Sequence | str, message: str, *, refused: bool = False, param: str | None = None
+    ) -> list[Event]:
+        """End one sequence, or all choices of a request id, with finish_reason "error". `refused`, `param`: see Event.
 
         Their blocks leave the prefix cache, because the K/V they wrote may be faulty.
         """
@@ -146,7 +153,7 @@ class Scheduler:
             if seq.status is not Status.FINISHED:
                 self._tables.forget(seq)
                 self._end(group, seq)
-                events.append(replace(group.event(seq, "error", error=message), refused=refused))
+                events.append(replace(group.event(seq, "error", error=message), refused=refused, param=param))
         return group.candidates.failed(events[-1]) if group.candidates is not None and events else events
 
     # ---- one step
@@ -312,7 +319,9 @@ class Scheduler:
         self._not_finite += not result.refused
         if result.refused and seq.matcher is not None and seq.matcher.error:
             form = seq.request.params.forms[0]
-            return self.fail(seq, f"{form} cannot be followed any further: {seq.matcher.error}", refused=True)
+            return self.fail(
+                seq, f"{form} cannot be followed any further: {seq.matcher.error}", refused=True, param=form
+            )
         return self.fail(seq, result.error or "", refused=result.refused)
 
     def _release_followers(self, group: Group, leader: Sequence) -> None:

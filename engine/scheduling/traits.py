@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from engine.errors import RequestError
-from engine.grammar.matcher import Grammars, Matcher
+from engine.grammar.matcher import Grammars
+from engine.grammar.source import check_installed
 from engine.params import SamplingParams
 from engine.text import Tokenizer
 from engine.text.detokenizer import Detokenizer
@@ -44,16 +45,14 @@ class ModelTraits:
             found |= dict.fromkeys(way for way in ways if max(way) < size)
         return tuple(found)
 
-    def matchers(self, params: SamplingParams) -> list[Matcher]:
-        """A matcher for each choice whose output is to have a form. Raises RequestError for one that cannot be
-        followed."""
+    def check_form(self, params: SamplingParams) -> None:
+        """Raise RequestError for a form that no output of this model could follow, as far as that is told at once."""
         if not params.forms:
-            return []
+            return
+        (name,) = params.forms
         if self.grammars is None:
-            raise RequestError(
-                f"the model has no tokenizer.json: it cannot follow {params.forms[0]}", param=params.forms[0]
-            )
-        return self.grammars.matchers(params, params.width)
+            raise RequestError(f"the model has no tokenizer.json: it cannot follow {name}", param=name)
+        check_installed(name)
 
     def with_text(self, tokenizer: Tokenizer) -> ModelTraits:
         """The same with a tokenizer, which knows better than config.json which tokens end an output."""

@@ -38,6 +38,7 @@ from producers.gateway.reach import Reach
 from producers.gateway.settings import GatewaySettings
 from producers.gateway.tasks import events, explain, views
 from producers.gateway.tasks import routes as tasks
+from producers.gateway.text.forms import Forms
 from producers.gateway.text.prompts import Prompts
 from producers.gateway.text.templates import Templates
 from producers.store.blobs import open_blobs
@@ -142,6 +143,7 @@ def _parts(
         client=client,
         prompts=prompts,
         templates=templates,
+        forms=Forms(),
         blobs=blobs,
         reach=Reach(blobs),
         readers=ReaderLeases(client, settings.reader_lease, settings.patience),
@@ -179,6 +181,7 @@ async def _running(gateway: Gateway, fair_share: FairShare) -> AsyncGenerator[No
         gateway.prompts.close()
         gateway.templates.close()
         gateway.bodies.close()
+        gateway.forms.close()
         for task in keeping:
             task.cancel()
         await asyncio.wait(keeping)

@@ -18,6 +18,7 @@ from producers.gateway.http.streams import Streams
 from producers.gateway.metrics import Metrics
 from producers.gateway.reach import Reach
 from producers.gateway.settings import GatewaySettings
+from producers.gateway.text.forms import Forms
 from producers.gateway.text.prompts import Prompts
 from producers.gateway.text.templates import Templates
 from producers.store.blobs import Blobs
@@ -33,6 +34,7 @@ class Gateway:
     client: AsyncClient
     prompts: Prompts
     templates: Templates
+    forms: Forms
     blobs: Blobs
     reach: Reach
     """Whether `blobs` can be used."""

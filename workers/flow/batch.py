@@ -88,7 +88,7 @@ class Batch:
         delivery.reasons[choice] = event.finish_reason
         if event.error is not None:
             code = "invalid_value" if event.refused else "engine_error"
-            error = error_json(code, event.error)
+            error = error_json(code, event.error, event.param)
             fault = not event.refused and event.error != NOT_FINITE
             failed = Conclusion(delivery, "failed", error, retry=not event.refused, fault=fault)
             (self.doubted if event.error == NOT_FINITE else self.ends)[delivery.uuid] = failed

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from engine.declared.bounds import MAX_INT32
-from engine.params import DEFAULTS, FORMS, MAX_CHOICES, MAX_GRAMMAR, MAX_PROMPT_LOGPROBS, MAX_REGEX, MAX_SCHEMA, filled
+from engine.params import (
+    DEFAULTS,
+    FORMS,
+    MAX_CHOICES,
+    MAX_GRAMMAR,
+    MAX_PROMPT_LOGPROBS,
+    MAX_REGEX,
+    MAX_SCHEMA,
+    filled,
+    too_many_parts,
+)
 from producers.contract.task.fields import (
     ASSUMED_OUTPUT,
     BYTES_PER_TOKEN,
@@ -171,6 +181,8 @@ class Task(BaseModel):
             )
         if len(forms := [name for name in FORMS if getattr(self, name) is not None]) > 1:
             raise InvalidTask(f"{forms[0]} and {forms[1]} are both given; an output has one form", param=forms[1])
+        if forms and (why := too_many_parts(forms[0], getattr(self, forms[0]), self.width)):
+            raise InvalidTask(why, param=forms[0], code="form_too_large")
         return self
 
     @classmethod

@@ -24,6 +24,7 @@ from producers.gateway.http.work import Work
 from producers.gateway.openai.lines import COMPLETIONS, answer_line, in_words_of, read_line
 from producers.gateway.openai.prompts import MAX_TOKENS
 from producers.gateway.tasks.foreground import problem_of_end
+from producers.gateway.text.forms import Forms
 from producers.gateway.text.prompts import Prompts
 from producers.gateway.text.templates import Templates
 from producers.store.access import api_keys, tenants
@@ -47,11 +48,13 @@ class LineEndpoints:
         self._client = client
         self._prompts = Prompts(client.store)
         self._templates = Templates(client.store)
+        self._forms = Forms()
         self.spent = _refused(LimitReached("The budget of this month is spent.", CODES["budget_tokens"], None))
 
     def close(self) -> None:
         self._prompts.close()
         self._templates.close()
+        self._forms.close()
 
     async def tasks(
         self,
@@ -71,7 +74,7 @@ class LineEndpoints:
         if path == COMPLETIONS:
             bodies = [_usual(body, [account.limits for account in accounts]) for body in bodies]
         planned = await asyncio.to_thread(
-            lambda: [_planned(path, body, known[str(body["model"])], principal, tenant) for body in bodies]
+            lambda: [_planned(path, body, known[str(body["model"])], self._forms, principal, tenant) for body in bodies]
         )
         if not accounts:
             return planned
@@ -151,13 +154,18 @@ def _usual(body: Mapping[str, Any], limits: Sequence[Limits]) -> Mapping[str, An
 
 
 def _planned(
-    path: str, body: Mapping[str, Any], known: Known | UnknownModel, principal: Principal, tenant: str | None
+    path: str,
+    body: Mapping[str, Any],
+    known: Known | UnknownModel,
+    forms: Forms,
+    principal: Principal,
+    tenant: str | None,
 ) -> Planned | Answer:
     if isinstance(known, UnknownModel):
         return _refused(known, principal)
     fields = {"tier": TIER} if body.get("service_tier") in (None, "auto") else {}
     try:
-        task, more = read_line(path, body, known.card, known.now_ms(), **fields, tenant=tenant)
+        task, more = read_line(path, body, known.card, known.now_ms(), forms, **fields, tenant=tenant)
         check_may_use(principal, task)
     except (Problem, InvalidTask) as error:
         return _refused(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from producers.gateway.http import idempotency
 from producers.gateway.http.caller import SUBMITS_TASKS, principal_of, tenant_of
 from producers.gateway.http.errors import invalid_value
 from producers.gateway.http.request.body import read_object
-from producers.gateway.http.work import work_of
+from producers.gateway.http.work import Work, work_of
 from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, News, Output, head, made, news, respond
 from producers.gateway.openai.arrays import joined
 from producers.gateway.openai.forms import NESTED, TEXT, formed
@@ -41,7 +40,7 @@ from producers.gateway.openai.parameters import (
 from producers.gateway.openai.tools.answer import CALLED, CallingChoice, deltas, message
 from producers.gateway.openai.tools.asked import OWN, Tools, read_tools
 from producers.gateway.openai.tools.formats import format_of
-from producers.gateway.openai.tools.grammar import Calling, make_calling
+from producers.gateway.openai.tools.grammar import Calling, make_calling, schemas
 from producers.gateway.openai.tools.spoken import Listener
 from producers.gateway.openai.whole import Choice, Whole, whole_answer
 from producers.gateway.tasks.foreground import Foreground, keyed
@@ -104,7 +103,7 @@ async def create(request: Request) -> Response:
     request.state.tier = task.tier
     check_may_use(principal_of(request), task)
     known = await gateway.client.known(task.model)
-    calling = None if chat.tools is None else await _calling(gateway, known.card, chat.tools)
+    calling = None if chat.tools is None else await _calling(gateway, known.card, chat.tools, work_of(request))
     task = task.model_copy(update={"prompt": await _prompt(request, gateway, known.card, chat, task)})
     if calling is not None:
         task = task.model_copy(update={"grammar": calling.grammar})
@@ -169,12 +168,15 @@ def read_chat(body: Mapping[str, Any], tenant: str | None) -> _Chat:
     return _Chat(asked, read_messages(own["messages"]), template, (top or 0) if wanted else None, tools)
 
 
-async def _calling(gateway: Gateway, card: Mapping[str, Any], tools: Tools) -> Calling:
-    """The model's way to call the tools. Raises InvalidTask."""
+async def _calling(gateway: Gateway, card: Mapping[str, Any], tools: Tools, work: Work) -> Calling:
+    """The model's way to call the tools. Raises InvalidTask, and Problem if too many forms of the tenant wait."""
     check_chats(card)
     template = await gateway.templates.with_tools(card)
     style = format_of(card["name"], template)
-    return await asyncio.to_thread(make_calling, tools, template, await gateway.prompts.tokenizer(card), style)
+    tokenizer = await gateway.prompts.tokenizer(card)
+    return await gateway.forms.run(
+        work, schemas(tools), lambda judge: make_calling(tools, template, tokenizer, style, judge)
+    )
 
 
 async def _prompt(

@@ -28,7 +28,7 @@ from producers.gateway.openai.prompts import MAX_TOKENS, read_completion
 from producers.gateway.openai.responses.request import Wanted, read_response
 from producers.gateway.openai.responses.view import body as response_body
 from producers.gateway.openai.whole import Choice, Whole
-from producers.gateway.text.forms import check
+from producers.gateway.text.forms import Forms
 
 CHATS, COMPLETIONS, RESPONSES = ENDPOINTS
 #: The URLs that a line may have -> parameters that need a caller who waits, or more than the line's own task, with the
@@ -54,12 +54,12 @@ _Read = tuple[Asked, Task, Wanted | None]
 
 
 def read_line(
-    url: str, body: Mapping[str, Any], card: Mapping[str, Any], now_ms: int, **fields: Any
+    url: str, body: Mapping[str, Any], card: Mapping[str, Any], now_ms: int, forms: Forms, **fields: Any
 ) -> tuple[Task, dict[str, str | int]]:
     """A line's task, resolved, and the fields of its record beside the task's own.
 
     `url`: one of URLS. `card`: of the body's model. `now_ms`: server time. `fields`: the batch's, which go before the
-    line's own. Raises Problem and InvalidTask, which name the parameter at fault.
+    line's own. It blocks. Raises Problem and InvalidTask, which name the parameter at fault.
     """
     for name, nothing in URLS[url].items():
         if body.get(name) is not None and body[name] not in nothing:
@@ -69,7 +69,7 @@ def read_line(
         if task.messages is not None:
             check_chats(card)
         task = task.resolved(card)
-        check(task)
+        forms.check_now(task)
     return task, {} if response is None else response.more(task, response.items, now_ms)
 
 

@@ -26,7 +26,7 @@ from producers.gateway.http.caller import charge_of, marks
 from producers.gateway.http.errors import CLIENT_LEFT, ONCE, Problem, unavailable
 from producers.gateway.http.sse import watch
 from producers.gateway.http.streams import why_stopped
-from producers.gateway.text.forms import check_followed
+from producers.gateway.http.work import work_of
 from producers.store.idempotency import KEPT_S, Entry, ids
 
 logger = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ async def keyed(request: Request, gateway: Gateway, tasks: Sequence[Task]) -> Fo
     With a key they are kept as long as it is, and run on for a reader lease when their caller leaves. Raises
     InvalidTask, UnknownModel or Problem.
     """
-    await check_followed(tasks[0])  # the others have the same form
+    await gateway.forms.check(tasks[0], work_of(request, tasks[0].tenant))  # the others have the same form
     tasks = await gateway.accounts.sized(request, tasks)
     if idempotency.HEADER in request.headers:
         for task in tasks:  # a request to be refused takes no key

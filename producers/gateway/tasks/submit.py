@@ -22,7 +22,6 @@ from producers.gateway.http.caller import charge_of, marks
 from producers.gateway.http.errors import gone
 from producers.gateway.http.work import work_of
 from producers.gateway.tasks.views import TaskView, WebhookView
-from producers.gateway.text.forms import check_followed
 
 
 async def encoded(request: Request, gateway: Gateway, task: Task) -> Task:
@@ -57,7 +56,7 @@ async def submitted(
 
     `more`: as of `AsyncClient.admit`. Raises Problem, and as `AsyncClient.submit`.
     """
-    await check_followed(task)
+    await gateway.forms.check(task, work_of(request, task.tenant))
     (task,) = await gateway.accounts.sized(request, [task])
     entry = await idempotency.first(request, gateway.client, str(uuid.uuid4()), tenant=task.tenant)
     if entry is not None and entry.state == "made":

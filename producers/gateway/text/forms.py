@@ -1,28 +1,144 @@
-"""Whether the form that a task's output is to have can be followed at all, before the task is queued."""
+"""Whether the form that a task's output is to have can be followed at all, before the task is queued.
+
+form ─▶ too many parts: refused ─▶ tried before, or light: judged at once ─▶ else, in its tenant's turn: tried out
+
+A trial is in a process that ends at its limits (`engine.grammar.trial`), and a tenant has one at a time. So a form that
+would be read for hours holds up its own tenant, for seconds.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
+from typing import Final, TypeVar
 
-from engine.grammar.source import check_form
+from engine.errors import RequestError
+from engine.grammar.trial import Trials, stopped
 from engine.params import FORMS, SamplingParams
-from engine.text import RequestError
 from producers.contract.task import Task
 from producers.errors import InvalidTask
+from producers.gateway.executor import Executor, ExecutorBusy
+from producers.gateway.http.errors import RETRY_AFTER, Problem
+from producers.gateway.http.work import Work
+
+T = TypeVar("T")
+#: Takes a form's name and text. Raises RequestError if it cannot be followed.
+Judge = Callable[[str, str], None]
+
+#: The trials at one time, of different tenants. Each has a process, which starts when it is first needed.
+AT_ONCE: Final = 2
+#: The most requests of a tenant that wait for its turn, and how long (s) one waits.
+WAITING: Final = 8
+PATIENCE_S: Final = 20.0
+#: The longest turn (s). One request's tools may have many schemas.
+TURN_S: Final = 10.0
 
 
-async def check_followed(task: Task) -> None:
-    """Raise InvalidTask for a form that cannot be followed."""
-    if any(getattr(task, name) is not None for name in FORMS):
-        await asyncio.to_thread(check, task)
+@dataclass(slots=True)
+class _Turn:
+    """A tenant's turn. `wanted`: the number of its requests that have it or wait for it."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    wanted: int = 0
 
 
-def check(task: Task) -> None:
-    """The same, for a thread that may wait. Where llguidance is not installed, the worker alone checks."""
-    if find_spec("llguidance") is None:
-        return
-    try:
-        check_form(SamplingParams(**{name: getattr(task, name) for name in FORMS}))
+class Forms:
+    """Judges the forms of tasks. Use it from one event loop, but for `check_now`; `close` it after use."""
+
+    def __init__(self, trials: Trials | None = None) -> None:
+        #: Where llguidance is not installed, the worker alone judges.
+        self._installed = find_spec("llguidance") is not None
+        self._trials = trials or Trials(at_once=AT_ONCE)
+        self._executor = Executor("penstock-forms", AT_ONCE)
+        self._turns: dict[str, _Turn] = {}
+
+    async def check(self, task: Task, work: Work) -> None:
+        """Raise InvalidTask for a form that cannot be followed, and Problem if too many forms of its tenant wait."""
+        form = _form(task)
+        if form is None or not self._installed:
+            return
+        try:
+            await self.run(work, [form], lambda judge: judge(*form))
+        except RequestError as error:
+            raise _invalid(error) from None
+
+    def check_now(self, task: Task) -> None:
+        """The same for the lines of batches, on a thread that may wait."""
+        form = _form(task)
+        if form is None or not self._installed:
+            return
+        try:
+            self._trials.check(*form)
+        except RequestError as error:
+            raise _invalid(error) from None
+
+    async def run(self, work: Work, forms: Sequence[tuple[str, str]], judging: Callable[[Judge], T]) -> T:
+        """Run `judging`, which judges these forms, on a thread: in its tenant's turn if one of them needs a trial.
+
+        Returns or raises what it does. Raises Problem if too many of the tenant's requests wait, or for too long.
+        """
+        if all(self._trials.known(*form) for form in forms):
+            return await asyncio.to_thread(judging, self._trials.check)
+        tenant = work.tenant
+        turn = self._turns.setdefault(tenant, _Turn())
+        if turn.wanted > WAITING:
+            raise _busy(f"{WAITING} requests of this tenant with large or unusual forms wait already")
+        turn.wanted += 1
+        work.done = True
+        taken = asyncio.create_task(self._in_turn(tenant, turn, forms[0][0], judging))
+        # A caller who leaves does not end the turn: the work goes on until its limits.
+        taken.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(taken)
+
+    async def _in_turn(self, tenant: str, turn: _Turn, name: str, judging: Callable[[Judge], T]) -> T:
+        given_up = threading.Event()
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await turn.lock.acquire()
+            try:
+                work = partial(judging, partial(self._judge, given_up))
+                return await self._executor.run(work, patience=PATIENCE_S, limit=TURN_S)
+            except TimeoutError:
+                raise stopped(name, f"it was not read within {TURN_S:g} s") from None
+            finally:
+                given_up.set()
+                turn.lock.release()
+        except (TimeoutError, ExecutorBusy):
+            raise _busy(f"others' forms took longer than {PATIENCE_S:g} s") from None
+        finally:
+            turn.wanted -= 1
+            if not turn.wanted:
+                del self._turns[tenant]
+
+    def _judge(self, given_up: threading.Event, name: str, text: str) -> None:
+        if given_up.is_set():
+            raise stopped(name, "its caller has gone")
+        self._trials.check(name, text)
+
+    def close(self) -> None:
+        """End all trials."""
+        self._executor.close()
+        self._trials.kill()
+
+
+def _form(task: Task) -> tuple[str, str] | None:
+    """A task's form, by its parameter's name, as text. Raises InvalidTask if it has too many parts."""
+    name = next((name for name in FORMS if getattr(task, name) is not None), None)
+    if name is None:
+        return None
+    try:  # a grammar of tools comes after the task's own checks
+        return name, getattr(SamplingParams(**{name: getattr(task, name)}, n=task.width), name)
     except RequestError as error:
-        raise InvalidTask(str(error), param=error.param, code=error.code) from None
+        raise _invalid(error) from None
+
+
+def _invalid(error: RequestError) -> InvalidTask:
+    return InvalidTask(str(error), param=error.param, code=error.code)
+
+
+def _busy(why: str) -> Problem:
+    return Problem(429, f"{why}; try again in a moment.", code="form_busy", headers=RETRY_AFTER)

@@ -101,9 +101,18 @@ def test_another_process_goes_on_with_the_same_tokens(engine: Engine) -> None:
 )
 def test_what_cannot_be_followed_is_refused_with_the_reason(engine: Engine, params: dict[str, Any], why: str) -> None:
     (name,) = params
-    with pytest.raises(RequestError, match=f"{name} cannot be followed.*{why}") as refusal:
-        engine.generate(["x"], SamplingParams(**params))
-    assert refusal.value.param == name
+    ended = threading.Event()
+    events: list[Event] = []
+
+    def take(event: Event) -> None:
+        events.append(event)
+        ended.set()
+
+    engine.submit(Request("refused", [1], SamplingParams(**params, n=3)), take)
+    assert ended.wait(60)
+    (event,) = events
+    assert re.search(f"{name} cannot be followed.*{why}", event.error or "")
+    assert (event.finish_reason, event.done, event.refused, event.param) == ("error", True, True, name)
 
 
 def test_rules_that_name_each_other_at_any_length_harm_nobody(engine: Engine) -> None:

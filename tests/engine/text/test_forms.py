@@ -38,7 +38,7 @@ def allowed(matcher: Matcher, size: int) -> list[int]:
 def drawn(tokenizer: tokenizers.Tokenizer, params: SamplingParams, seed: int) -> str:
     """A random text of the form, as the detokenizer writes it."""
     size, end = tokenizer.get_vocab_size(), tokenizer.token_to_id("<|end|>")
-    (matcher,) = Grammars(tokenizer.to_str, size, [end]).matchers(params)
+    matcher = Grammars(tokenizer.to_str, size, [end]).maker(params)()
     draw, output = random.Random(seed), []
     while len(output) < 400:
         token_id = draw.choice(allowed(matcher, size))

@@ -25,7 +25,6 @@ from producers.gateway.openai.responses.stream import ResponseStream
 from producers.gateway.openai.responses.view import About, Output
 from producers.gateway.tasks.foreground import Foreground
 from producers.gateway.tasks.submit import original, submitted
-from producers.gateway.text.forms import check_followed
 
 
 async def make(request: Request, gateway: Gateway, wanted: Wanted) -> Response:
@@ -75,7 +74,7 @@ async def _foreground(
 ) -> Response:
     """Submit the task, whose caller waits; with a key, the one of an earlier request, if there was one."""
     with wanted.asked.in_its_words():
-        await check_followed(task)
+        await gateway.forms.check(task, work_of(request))
     entry = await idempotency.first(request, gateway.client, str(uuid.uuid4()), tenant=task.tenant)
     if entry is not None:
         more["idempotency"] = entry.name

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from engine.grammar.source import SPACE, check_form
-from engine.params import MAX_GRAMMAR, SamplingParams
+from engine.grammar.source import SPACE
+from engine.grammar.trial import STOPPED
+from engine.params import MAX_GRAMMAR
 from engine.text import RequestError, Tokenizer
 from producers.errors import InvalidTask
 from producers.gateway.openai.tools.asked import Function, Tools, too_large
 from producers.gateway.openai.tools.formats import CallFormat
+from producers.gateway.text.forms import Judge
 
 #: Members of a schema for readers alone.
 _WORDS: Final = ("title", "description", "examples", "$comment")
@@ -33,24 +35,29 @@ class Calling:
     """Whether the output has to be calls."""
 
 
-def make_calling(tools: Tools, template: str, tokenizer: Tokenizer, style: CallFormat) -> Calling:
-    """Make the grammar; takes milliseconds. `template`: the chat template's text. Raises InvalidTask for tools that
-    cannot be followed."""
+def schemas(tools: Tools) -> list[tuple[str, str]]:
+    """The forms of the functions' arguments that `make_calling` judges."""
+    return [_form(one) for one in tools.callable]
+
+
+def make_calling(tools: Tools, template: str, tokenizer: Tokenizer, style: CallFormat, judge: Judge) -> Calling:
+    """Make the grammar; takes milliseconds. `template`: the chat template's text. `judge`: of forms. Raises InvalidTask
+    for tools that cannot be followed."""
     added = tokenizer.added_tokens()
     single = {mark: added[mark].id for mark in style.marks if mark in added}
     # Tokens that are no text to llguidance, and that a model may write all the same, such as <think>.
     free = [one.id for text, one in added.items() if not one.special and text in template and text not in single]
-    grammar = _grammar(tools, style, single, free)
+    grammar = _grammar(tools, style, single, free, judge)
     if len(grammar) > MAX_GRAMMAR:
         raise too_large(len(grammar), MAX_GRAMMAR)
     return Calling(style, grammar, single.get(style.begin), tools.must)
 
 
-def _grammar(tools: Tools, style: CallFormat, single: dict[str, int], free: Sequence[int]) -> str:
+def _grammar(tools: Tools, style: CallFormat, single: dict[str, int], free: Sequence[int], judge: Judge) -> str:
     """`single`: the marks that are one token. `free`: the tokens that may stand in text, beside plain ones."""
     repeated = f"({_literal(style.between, single)} function)*" if tools.many and style.between else ""
     calls = f"{_literal(style.opening, single)} function {repeated} {_literal(style.closing, single)}"
-    functions = " | ".join(_call(style.arguments, one) for one in tools.callable)
+    functions = " | ".join(_call(style.arguments, one, judge) for one in tools.callable)
     rules = [f"function: {functions}"]
     begin = _literal(style.begin, single)
     if tools.must:
@@ -66,10 +73,10 @@ def _grammar(tools: Tools, style: CallFormat, single: dict[str, int], free: Sequ
     return "\n".join([f"start: {before}TEXT | {before}begun {calls}", rf"begun[lazy]: /(.|\n)*/ {begin}", *rules])
 
 
-def _call(key: str, function: Function) -> str:
+def _call(key: str, function: Function, judge: Judge) -> str:
     """A call of a function. Each schema is a document of its own, in which its references hold."""
     head = json.dumps(f'{{"name": "{function.name}", "{key}": ')
-    schema = json.dumps(_lean(_followed(function)))
+    schema = json.dumps(_lean(_followed(function, judge)))
     return f'{head} %json {{{SPACE}, {schema[1:]} "}}"'
 
 
@@ -88,19 +95,23 @@ def _part(name: str, value: Any) -> Any:
     return value if name in ("enum", "const") else _lean(value)
 
 
-def _followed(function: Function) -> dict[str, object]:
+def _followed(function: Function, judge: Judge) -> dict[str, object]:
     """The schema of a function's arguments; of one that is not strict, any object if the schema cannot be followed.
 
-    Raises InvalidTask.
+    Raises InvalidTask, also if it takes too long to find out.
     """
     try:
-        check_form(SamplingParams(json_schema=json.dumps(function.parameters)))
+        judge(*_form(function))
     except RequestError as error:
-        if not function.strict:
+        if not function.strict and error.code != STOPPED:
             return {"type": "object"}
         place = f"{function.place}.parameters"
-        raise InvalidTask(str(error).replace("json_schema", place), param=place) from None
+        raise InvalidTask(str(error).replace("json_schema", place), param=place, code=error.code) from None
     return function.parameters
+
+
+def _form(function: Function) -> tuple[str, str]:
+    return "json_schema", json.dumps(function.parameters)
 
 
 def _literal(text: str, single: dict[str, int]) -> str:

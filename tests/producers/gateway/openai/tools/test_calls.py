@@ -15,6 +15,7 @@ import pytest
 import tokenizers
 
 from engine.grammar.matcher import Grammars, Matcher
+from engine.grammar.trial import Trials
 from engine.params import SamplingParams
 from engine.text import Tokenizer
 from producers.contract.stream.events import Token
@@ -40,6 +41,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}},
     {"type": "function", "function": {"name": "now", "description": "The time."}},
 ]
+TRIALS = Trials()
 SCHEMAS = {"weather": WEATHER, "now": {"type": "object", "maxProperties": 0}}
 #: What the templates of models have, in which the format shows.
 TEMPLATES = {
@@ -61,12 +63,11 @@ class Model:
     def calling(self, **own: Any) -> Calling:
         tools = read_tools({"tools": TOOLS, **own})
         assert isinstance(tools, Tools)
-        return make_calling(tools, self.template, self.tokenizer, self.style)
+        return make_calling(tools, self.template, self.tokenizer, self.style, TRIALS.check)
 
     def matcher(self, made: Calling) -> Matcher:
         grammars = Grammars(self.tokenizer.to_json, self.tokenizer.vocab_size, self.tokenizer.eos_token_ids)
-        (found,) = grammars.matchers(SamplingParams(grammar=made.grammar))
-        return found
+        return grammars.maker(SamplingParams(grammar=made.grammar))()
 
 
 @pytest.fixture(params=[f"{name}{marks}" for name in TEMPLATES for marks in ("", "-marks")])
