@@ -42,7 +42,8 @@ BAD_BODIES: dict[str, tuple[bytes, int, str, str | None, str]] = {
     "order key with a space": (bad(order_key="a b"), 400, "invalid_value", "order_key", "visible ASCII"),
     "a null": (b"null", 400, "invalid_type", None, "not null"),
     "malformed JSON": (b'{"model": "tiny", "prompt": ', 400, "invalid_json", None, "not JSON"),
-    "deep nesting": (b"[" * 100_000, 400, "invalid_json", None, "not JSON"),
+    "deep nesting": (b"[" * 50_000, 400, "invalid_json", None, "not JSON"),
+    "too many parts": (b"[" * 100_000, 400, "too_many_parts", None, "at most 65536"),
     "invalid UTF-8": (b'{"model": "tiny", "prompt": "\xff"}', 400, "invalid_utf8", None, "byte at 29"),
     "too large": (b'{"model": "' + b"x" * (4 << 20) + b'"}', 413, "body_too_large", None, str(4 << 20)),
 }
