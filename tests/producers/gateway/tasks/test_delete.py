@@ -116,7 +116,7 @@ def test_nothing_of_it_is_in_the_store(
     assert leftovers(valkey, WORD, PROMPT_JSON, "whsec_", "idempotency:") == {}
     assert set(leftovers(valkey, task_id)) == kept(task_id)
     rest = set(contents(valkey)) - before - kept(task_id)
-    others = ("penstock:drain:", "penstock:kept:", "penstock:webhooks:endpoints:")
+    others = ("penstock:drain:", "penstock:kept:", "penstock:idempotent:", "penstock:webhooks:endpoints:")
     assert {name for name in rest if not name.startswith(others)} <= {keys.lease("fake"), broker_keys.DEAD}
     assert valkey.llen(broker_keys.DEAD) == (life == "given_up"), "another task's letter stays"
     (row,) = valkey.xrange(keys.LEDGER)
