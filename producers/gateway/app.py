@@ -26,7 +26,7 @@ from producers.gateway.context import Gateway
 from producers.gateway.executor import Executor
 from producers.gateway.http import errors
 from producers.gateway.http.caller import MEASURES
-from producers.gateway.http.edge import Edge
+from producers.gateway.http.edge import ASSETS, Edge
 from producers.gateway.http.fair_share import FairShare
 from producers.gateway.http.openapi import Documented
 from producers.gateway.http.streams import Bounds as StreamBounds
@@ -117,7 +117,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     for router in (*(part.router for part in ROUTED), *openai.ROUTERS):
         app.include_router(router)
     app.include_router(metrics.router, dependencies=MEASURES)
-    app.mount(pages.ASSETS, pages.assets())
+    app.mount(ASSETS, pages.assets())
     return app
 
 

@@ -92,7 +92,7 @@ async def redirect_of(blobs: Blobs, file: File) -> Response:
         await asyncio.to_thread(blobs.size, file.id)
     url = await asyncio.to_thread(blobs.url, file.id, file.filename, URL_S)
     assert url is not None, "the settings are refused where there are no URLs"
-    return RedirectResponse(url, 307, {"cache-control": "no-store"})
+    return RedirectResponse(url, 307)
 
 
 @contextmanager

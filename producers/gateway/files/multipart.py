@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from typing import Final
 
 from fastapi import Request
@@ -14,6 +15,8 @@ from producers.gateway.http.errors import Problem, invalid_value, media_type
 #: Longest field (bytes); and most parts of a form.
 MAX_FIELD: Final = 4096
 MAX_PARTS: Final = 32
+#: Unicode's categories of characters that no name shows: control, format, surrogate, private, unassigned, line ends.
+_HIDDEN: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 #: The part that is the file.
 FILE: Final = "file"
 
@@ -88,7 +91,7 @@ class Form:
         if self._name in self.fields or (self._name == FILE and self.filename is not None):
             raise invalid_value(self._name, f"{shown(self._name)} comes twice.")
         if self._name == FILE:
-            self.filename = _text(options.get(b"filename", b"upload"), "the file's name")
+            self.filename = base_name(_text(options.get(b"filename", b"upload"), "the file's name"))
 
     def _data(self, data: bytes, start: int, end: int) -> None:
         if self._name == FILE:
@@ -104,6 +107,16 @@ class Form:
 
     def _over(self) -> None:
         self.ended = True
+
+
+def base_name(name: str) -> str:
+    """A file's name without folders and without what no name shows: control and format characters, line ends.
+
+    Whoever downloads the file may write it under this name.
+    """
+    base = name.replace("\\", "/").rpartition("/")[2]
+    base = "".join(sign for sign in base if unicodedata.category(sign) not in _HIDDEN).strip()
+    return "upload" if base in ("", ".", "..") else base
 
 
 def form_of(request: Request) -> Form:

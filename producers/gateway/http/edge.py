@@ -45,6 +45,11 @@ LEFT: Final = tuple(
 )
 #: The client of a connection without an address, over a Unix socket.
 NOBODY: Final = ("nobody",)
+#: The path of files that are the same for all callers, and may be kept by browsers and proxies.
+ASSETS: Final = "/docs/assets"
+#: Headers of answers: what they say of their type holds; and nobody keeps them, since they may be a caller's alone.
+STATIC: Final = ((b"x-content-type-options", b"nosniff"),)
+PRIVATE: Final = (*STATIC, (b"cache-control", b"no-store"))
 #: Messages that begin an answer: one to a request, to a WebSocket's handshake, and to one that is refused.
 BEGINNINGS: Final = ("http.response.start", "websocket.accept", "websocket.http.response.start")
 
@@ -79,6 +84,7 @@ class Edge:
             if message["type"] in BEGINNINGS:
                 begun = True
                 MutableHeaders(scope=message)["x-request-id"] = request_id
+                message["headers"] += STATIC if scope["path"].startswith(ASSETS) else PRIVATE
                 if (charge := scope.get("state", {}).get("charge")) is not None and charge.told:
                     message["headers"] += left(charge.told)
                 message["headers"].extend(overload(scope.get("state", {})))

@@ -173,7 +173,7 @@ class LiveStream(Response):
         self._streams = streams
         self._heartbeat = heartbeat
         self._stall = stall
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self.init_headers({"x-accel-buffering": "no"})
 
     def opening(self) -> bytes:
         return b""

@@ -6,6 +6,8 @@ import json
 import re
 import shutil
 import subprocess
+from base64 import b64encode
+from hashlib import sha256
 from pathlib import Path
 from urllib.parse import urljoin, urlsplit
 
@@ -26,8 +28,32 @@ def test_the_page_and_what_it_loads_are_here(http: httpx.Client) -> None:
     answers = {one: http.get(urljoin("/docs", one)) for one in loads}
     assert len(answers) == 4
     assert {one: answer.status_code for one, answer in answers.items()} == dict.fromkeys(loads, 200)
-    assert page.headers["content-security-policy"].startswith("default-src 'self';")
+    policy = page.headers["content-security-policy"].split("; ")
+    assert {"default-src 'self'", "frame-ancestors 'none'", "base-uri 'none'", "object-src 'none'"} <= set(policy)
+    assert "unsafe" not in page.headers["content-security-policy"]
     assert http.get("/docs/assets/none.js").json()["error"]["code"] == "not_found"
+
+
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_pages_run_nothing_that_a_stranger_could_put_in_them_and_are_in_no_frame(http: httpx.Client, path: str) -> None:
+    """What stands in them is allowed by its hash."""
+    page = http.get(path)
+    policy = dict(line.split(" ", 1) for line in page.headers["content-security-policy"].split("; "))
+    assert policy["frame-ancestors"] == "'none'"
+    assert (page.headers["referrer-policy"], page.headers["x-content-type-options"]) == ("no-referrer", "nosniff")
+    for tag in ("script", "style"):
+        texts = re.findall(f"<{tag}[^>]*>(.*?)</{tag}>", page.text, re.DOTALL)
+        hashes = [b64encode(sha256(text.encode()).digest()).decode() for text in texts if text]
+        assert policy[f"{tag}-src"].split() == ["'self'", *(f"'sha256-{one}'" for one in hashes)]
+    assert not re.findall(r"\son\w+=|\sstyle=|javascript:", page.text)
+
+
+def test_answers_are_kept_by_nobody_but_the_pages_files(http: httpx.Client) -> None:
+    for path in ("/", "/docs", "/openapi.json", "/livez", "/v1/models", "/v1/tasks/none", "/nowhere", "/metrics"):
+        assert http.get(path).headers.get_list("cache-control") == ["no-store"], path
+    asset = http.get("/docs/assets/swagger-ui.css")
+    assert "cache-control" not in asset.headers
+    assert (asset.headers["x-content-type-options"], asset.headers["content-type"][:8]) == ("nosniff", "text/css")
 
 
 def test_lists_take_the_defaults_that_the_document_has(http: httpx.Client) -> None:
@@ -61,8 +87,10 @@ def test_a_browser_shows_every_operation_and_asks_no_other_host(door: Door, http
     if browser is None:
         pytest.skip("no Chromium on this machine (Debian: apt install chromium-headless-shell)")
     log = tmp_path / "net.json"
-    told = [*FLAGS, f"--user-data-dir={tmp_path}", f"--log-net-log={log}", "--dump-dom", f"{door.url}/docs"]
-    shown = subprocess.run([browser, *told], capture_output=True, text=True, timeout=100, check=True).stdout
+    told = [*FLAGS, f"--user-data-dir={tmp_path}", f"--log-net-log={log}", "--enable-logging=stderr", "--dump-dom"]
+    run = subprocess.run([browser, *told, f"{door.url}/docs"], capture_output=True, text=True, timeout=100, check=True)
+    shown = run.stdout
+    assert "CONSOLE" not in run.stderr, "the policy refuses nothing that the page needs"
     paths = http.get("/openapi.json").json()["paths"]
     assert set(re.findall('data-path="(.+?)"', shown)) == paths.keys()
     assert shown.count('class="opblock opblock-') == sum(map(len, paths.values()))

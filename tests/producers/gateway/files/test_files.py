@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import openai
@@ -54,6 +55,30 @@ class TestOpenaisClient:
         for call in (client.files.retrieve, client.files.content, client.files.delete):
             with pytest.raises(openai.NotFoundError, match=made.id):
                 call(made.id)
+
+    @pytest.mark.parametrize(
+        ("given", "kept"),
+        [
+            ("a/b/../in.jsonl", "in.jsonl"),
+            ("/etc/passwd", "passwd"),
+            ("..\\..\\in.jsonl", "in.jsonl"),
+            ("C:\\in.jsonl", "in.jsonl"),
+            ("..", "upload"),
+            ("a/", "upload"),
+            ("in\x01\x7f\u202e\u2028.jsonl", "in.jsonl"),
+            ('é "; x=é.jsonl', 'é "; x=é.jsonl'),
+        ],
+    )
+    def test_of_a_files_name_only_what_it_shows_is_kept_without_folders(
+        self, http: httpx.Client, given: str, kept: str
+    ) -> None:
+        """Whoever downloads it may write it under that name."""
+        quoted = given.replace('"', "%22")
+        part = f'name="file"; filename="{quoted}"\r\n\r\n{{}}'.encode()
+        made = http.post("/v1/files", **form(part, PURPOSE)).json()
+        assert made["filename"] == kept.replace('"', "%22")
+        disposition = http.get(f"/v1/files/{made['id']}/content").headers["content-disposition"]
+        assert disposition == f"attachment; filename*=UTF-8''{quote(made['filename'])}"
 
     def test_files_are_listed_in_pages(self, client: openai.OpenAI) -> None:
         made = [client.files.create(file=b"", purpose="batch").id for _ in range(5)]

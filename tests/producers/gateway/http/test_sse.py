@@ -278,7 +278,7 @@ class TestStart:
 
     def test_no_proxy_is_to_keep_or_hold_back_a_stream(self, http: httpx.Client, submit: Submit) -> None:
         with http.stream("GET", f"/v1/tasks/{submit()}/events") as answer:
-            assert answer.headers["cache-control"] == "no-cache"
+            assert answer.headers["cache-control"] == "no-store"
             assert answer.headers["x-accel-buffering"] == "no"
 
 
