@@ -15,6 +15,8 @@ from typing import Final
 
 import aiodns
 
+from producers.connection.hosts import check_form
+
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
@@ -100,6 +102,10 @@ class Resolver:
             return [ip_address(host)]
         except ValueError:
             pass
+        try:
+            check_form(host)
+        except ValueError as error:
+            raise Unresolved(f"the URL {error}") from None
         self._dns = self._dns or aiodns.DNSResolver(timeout=RESOLVE_S / 2, tries=2)
         try:
             async with asyncio.timeout(RESOLVE_S):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from producers.connection.hosts import check_form
 from producers.contract.sealing import seal
 from producers.errors import InvalidTask, shown
 
@@ -83,6 +84,7 @@ class Destination:
             raise ValueError("has the port 0, on which nothing listens")
         if not parts.hostname or not _HOST.fullmatch(parts.hostname):
             raise ValueError("names no host")
+        check_form(parts.hostname)
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         return cls(parts.scheme, parts.hostname, port or (443 if parts.scheme == "https" else 80), target)
 

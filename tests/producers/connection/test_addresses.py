@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import asyncio
 from ipaddress import ip_address
+from typing import Any, NoReturn
 
+import aiodns
 import pytest
 
 from producers.connection.addresses import Resolver, Unresolved, networks, refusal
+from producers.contract.webhook import Destination
 
 PUBLIC = (
     "93.184.216.34",
@@ -58,10 +61,41 @@ def test_names_are_resolved_as_this_machine_does_and_numbers_are_themselves() ->
         try:
             assert ip_address("127.0.0.1") in await resolver.resolve("localhost")
             assert await resolver.resolve("::1") == [ip_address("::1")]
-            for host in ("nowhere.invalid", "0x7f.1", "2130706433"):  # the last two are 127.0.0.1 to some
-                with pytest.raises(Unresolved, match=host):
-                    await resolver.resolve(host)
+            with pytest.raises(Unresolved, match=r"nowhere\.invalid"):
+                await resolver.resolve("nowhere.invalid")
         finally:
             await resolver.aclose()
 
     asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("0177.0.0.1", "010.8.8.8", "0x7f.0.0.1", "0x7f.1", "127.1", "127.0.1", "2130706433", "0x7f000001", "0"),
+        *("127.0.0.1.", "127.0.0.256", "1.2.3.4.5", "127.0.0.0x", "a.1", "::ffff:0177.0.0.1", "::1::"),
+    ],
+)
+def test_a_number_that_programs_read_differently_is_refused_by_its_form(host: str) -> None:
+    """No name server is asked."""
+
+    class Asked(aiodns.DNSResolver):
+        async def getaddrinfo(self, *args: Any, **options: Any) -> NoReturn:  # type: ignore[override]
+            raise AssertionError("it was asked for")
+
+    async def ask() -> None:
+        resolver = Resolver()
+        resolver._dns = Asked()
+        with pytest.raises(Unresolved, match="without leading zeros"):
+            await resolver.resolve(host)
+
+    asyncio.run(ask())
+    with pytest.raises(ValueError, match=r"without leading zeros|cannot be read"):
+        Destination.parse(f"https://[{host}]/" if ":" in host else f"https://{host}/")
+
+
+@pytest.mark.parametrize(
+    "host", ["192.0.2.10", "::ffff:10.0.0.1", "fd00::7", "1a.example", "x.0y", "0x.example.", "a-1"]
+)
+def test_other_hosts_are_what_they_look_like(host: str) -> None:
+    assert Destination.parse(f"https://[{host}]/" if ":" in host else f"https://{host}/").host == host
