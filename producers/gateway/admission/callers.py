@@ -5,22 +5,27 @@
 A key that is revoked at one gateway ends at all of them within FRESH_S. While the store is away, keys that opened go on
 for REMEMBERED_S after its last word on them; a wrong secret of theirs is answered 401, all others 503, never let in.
 Keys of the scope `metrics` alone go on for OBSERVED_S, so that Prometheus still reads penstock_up meanwhile.
-Wrong keys are answered alike whatever is wrong with them, and ever more slowly to one address.
+Wrong keys are answered alike whatever is wrong with them, and ever more slowly to one address. A flood of them costs
+the store little: those that come while LOOKS commands are under way share the next one. So nobody waits long for the
+store because others guess, and who has a good key is let in also from an address of which all wait.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Final, TypeVar
 
 from redis.asyncio import Redis
 
 from producers.client.steps import FAILURES
 from producers.connection.connect import SILENT_S
+from producers.connection.hosts import network_of
 from producers.gateway.http.errors import Problem
 from producers.gateway.lru_cache import LruCache
 from producers.store.access import api_keys
@@ -28,6 +33,8 @@ from producers.store.access.api_keys import Key
 from producers.store.access.principal import Principal
 
 T = TypeVar("T")
+#: Asks the store for a key by its id: the key, if there is one, and when (monotonic) the store was asked.
+Get = Callable[[str], Awaitable[tuple[Key | None, float]]]
 
 #: Time (s) for which a key counts as the store last had it.
 FRESH_S: Final = 0.5
@@ -44,6 +51,13 @@ CHALLENGE: Final = {"www-authenticate": 'Bearer realm="penstock"'}
 FREE: Final = 10
 FORGIVEN_S: Final = 60.0
 SLOWEST_S: Final = 2.0
+#: Wrong keys that wait for their answers at once: of one address (of IPv6: of 64 bits), and of all. Each holds a
+#: connection, so further ones are answered 429 at once.
+PAUSED: Final = 16
+PAUSED_IN_ALL: Final = 512
+#: Commands that look for keys which have not opened here, at once; and keys that one of them asks for.
+LOOKS: Final = 4
+LOOKED_FOR: Final = 500
 #: Whom an unknown key lets in.
 NOBODY: Final = (None, 0.0)
 
@@ -75,6 +89,11 @@ class Callers:
         self._recent: dict[str, tuple[Principal | None, float]] = {}
         self._looks: LruCache[str, _Known | None] = LruCache(KEPT, fresh=FRESH_S)
         self._wrong: dict[str, tuple[int, float]] = {}
+        self._paused: Counter[str] = Counter()
+        # Keys that the next command is to look for; and how many commands are under way.
+        self._sought: dict[str, asyncio.Future[tuple[Key | None, float]]] = {}
+        self._looking = 0
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def again(self, token: str | None) -> Principal | None:
         """The holder of a key that has opened, if the store's last word on it is fresh: most requests' way."""
@@ -85,22 +104,25 @@ class Callers:
         """The holder of a key. Raises Problem (401) for a wrong or missing key, and redis.exceptions.RedisError or
         OSError where that cannot be told now. Of all who come with a key that opened a while ago, one looks it up."""
         if token in self._recent:
-            opened = await self._looks.get(token, partial(self._opened, token))
+            opened = await self._looks.get(token, partial(self._opened, token, self._one))
         else:
-            opened = await self._opened(token or "")
+            opened = await self._opened(token or "", self._with_others)
         if opened is None or opened.key.state(time.time()) != "active":
             raise await self._refusal(address, missing=not token)
         return opened.principal
 
-    async def _opened(self, token: str) -> _Known | None:
-        """The key that this opens. A secret that opens none is looked up anew each time: so every refusal
-        takes the same time, and a secret that was made just now works at once."""
+    async def _opened(self, token: str, get: Get) -> _Known | None:
+        """The key that this opens; `get` asks the store for it.
+
+        A secret that opens none is looked up anew each time: so every refusal takes the same time, and a secret that
+        was made just now works at once.
+        """
         if (read := api_keys.read_token(token)) is None:
             return None
         key_id, secret = read
         known = self._known.get(key_id)
         if known is None or time.monotonic() - known.at >= FRESH_S or not known.key.opens(secret, time.time()):
-            known = await self._look(key_id)
+            known = await self._look(key_id, get)
         if known is None or not known.key.opens(secret, time.time()):
             self._recent.pop(token, None)
             return None
@@ -109,13 +131,12 @@ class Callers:
         _put(self._recent, token, (known.principal, known.at + left))
         return known
 
-    async def _look(self, key_id: str) -> _Known | None:
+    async def _look(self, key_id: str, get: Get) -> _Known | None:
         """The key as the store has it now. What a later look has found meanwhile goes before that, and while the store
         is away, what the last one found counts."""
         began = time.monotonic()
         try:
-            async with asyncio.timeout(SILENT_S):
-                key = await api_keys.get(self._store, key_id)
+            key, began = await get(key_id)
         except FAILURES:
             known = self._known.get(key_id)
             if known is None or began > known.until:
@@ -131,13 +152,65 @@ class Callers:
         _put(self._known, key_id, fresh)
         return fresh
 
+    async def _one(self, key_id: str) -> tuple[Key | None, float]:
+        """A key, and when the store was asked for it. Raises redis.exceptions.RedisError or OSError."""
+        began = time.monotonic()
+        async with asyncio.timeout(SILENT_S):
+            return await api_keys.get(self._store, key_id), began
+
+    async def _with_others(self, key_id: str) -> tuple[Key | None, float]:
+        """As `_one`, by a command that also looks for what others ask for meanwhile."""
+        if (sought := self._sought.get(key_id)) is None:
+            sought = self._sought[key_id] = asyncio.get_running_loop().create_future()
+            if self._looking < LOOKS:
+                self._looking += 1
+                look = asyncio.create_task(self._look_for_all(), name="look for keys")
+                self._tasks.add(look)  # asyncio keeps none
+                look.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(sought)
+
+    async def _look_for_all(self) -> None:
+        """Look for keys until none is sought."""
+        try:
+            while ids := list(islice(self._sought, LOOKED_FOR)):
+                sought = [self._sought.pop(key_id) for key_id in ids]
+                began = time.monotonic()
+                try:
+                    async with asyncio.timeout(SILENT_S):
+                        found = await api_keys.several(self._store, ids)
+                except FAILURES as error:
+                    for future in sought:
+                        future.set_exception(error)
+                        future.exception()  # or asyncio complains where all who asked have left
+                else:
+                    for key_id, future in zip(ids, sought, strict=True):
+                        future.set_result((found[key_id], began))
+                finally:
+                    for future in sought:
+                        future.cancel()  # of those that are done, none
+        finally:
+            self._looking -= 1
+
     async def _refusal(self, address: str, *, missing: bool = False) -> Problem:
         """What a caller without a good key is told, and how soon."""
         if not missing:
-            await self._sleep(self._pause(address))
-            return Problem(401, "This key does not work.", code="invalid_api_key", headers=CHALLENGE)
+            return await self._wrong_key(network_of(address))
         said = "A key is missing: send it in the header `Authorization: Bearer psk_...`."
         return Problem(401, said, code="missing_api_key", headers=CHALLENGE)
+
+    async def _wrong_key(self, address: str) -> Problem:
+        pause = self._pause(address)
+        if self._paused[address] >= PAUSED or self._paused.total() >= PAUSED_IN_ALL:
+            said = "Too many wrong keys come from this address, or from all; this is one of them."
+            return Problem(429, said, code="too_many_wrong_keys", headers={"retry-after": f"{SLOWEST_S:g}"})
+        self._paused[address] += 1
+        try:
+            await self._sleep(pause)
+        finally:
+            self._paused[address] -= 1
+            if not self._paused[address]:
+                del self._paused[address]
+        return Problem(401, "This key does not work.", code="invalid_api_key", headers=CHALLENGE)
 
     def _pause(self, address: str) -> float:
         """Seconds that the next wrong key of this address waits."""

@@ -17,12 +17,13 @@ from producers.client.steps import FAILURES
 from producers.connection.connect import connect_async
 from producers.gateway import GatewaySettings
 from producers.gateway.admission import callers as module
-from producers.gateway.admission.callers import FREE, SLOWEST_S, Callers
+from producers.gateway.admission.callers import FREE, LOOKED_FOR, LOOKS, PAUSED, SLOWEST_S, Callers
 from producers.gateway.http.errors import Problem
 from producers.store.access import api_keys
 from producers.store.access.audit import Change
 from tests.processes import valkey
 from tests.producers.gateway.conftest import Door
+from tests.waiting import auntil
 
 T = TypeVar("T")
 
@@ -176,3 +177,83 @@ async def test_wrong_keys_of_an_address_are_answered_ever_more_slowly(valkey_url
     pauses.clear()
     await callers.principal(good, "guesser")
     assert pauses == [], "who has a good key does not wait for those who have none"
+
+
+async def test_only_so_many_wrong_keys_of_an_address_wait_and_of_all(
+    valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Further ones are refused at once. Who has a good key is let in all the same."""
+    monkeypatch.setattr(module, "PAUSED_IN_ALL", 2 * PAUSED)
+    over = asyncio.Event()
+
+    async def sleep(_: float) -> None:
+        await over.wait()
+
+    callers, good = Callers(connect_async(valkey_url), sleep), await made(valkey_url)
+
+    def flood(address: str, count: int) -> list[asyncio.Task[int]]:
+        return [asyncio.create_task(told(callers, wrong(number), address)) for number in range(count)]
+
+    first = flood("2001:db8::1", 3 * PAUSED)
+    await auntil(lambda: sum(task.done() for task in first) == 2 * PAUSED)
+    assert {task.result() for task in first if task.done()} == {429}
+    assert await told(callers, wrong(), "2001:db8::ffff:2") == 429, "64 bits of IPv6 are one address"
+    assert await told(callers, None, "2001:db8::1") == 401, "no key is no guess"
+    second = flood("203.0.113.1", PAUSED)
+    await auntil(lambda: callers._paused.total() == 2 * PAUSED)
+    assert await told(callers, wrong(), "203.0.113.2") == 429
+    assert (await callers.principal(good, "2001:db8::1")).tenant == "acme"
+    over.set()
+    assert {await task for task in (*first, *second)} == {401, 429}
+    assert await told(callers, wrong(), "203.0.113.2") == 401
+
+
+class Counted(Redis):
+    """A store that counts the commands for keys; it answers them once `answers` is set."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.commands: list[int] = []
+        self.answers = asyncio.Event()
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        self.commands.append(len(args) - 2)
+        await self.answers.wait()
+        return await super().execute_command(*args, **options)
+
+
+async def test_a_flood_of_wrong_keys_shares_commands_to_the_store(valkey_url: str) -> None:
+    async with Counted.from_url(valkey_url) as store:
+        callers, good = Callers(store), await made(valkey_url)
+        flood = []
+        for number in range(2 * LOOKED_FOR + LOOKS):
+            flood.append(asyncio.create_task(told(callers, wrong(number), "203.0.113.1")))
+            if number < LOOKS:
+                await auntil(lambda: len(store.commands) == len(flood))
+        right = asyncio.create_task(callers.principal(good, "203.0.113.1"))
+        await auntil(lambda: len(callers._sought) == 2 * LOOKED_FOR + 1)
+        assert store.commands == [1] * LOOKS
+        store.answers.set()
+        assert (await right).tenant == "acme"
+        assert {await task for task in flood} == {401, 429}
+        assert store.commands[LOOKS:] == [LOOKED_FOR, LOOKED_FOR, 1]
+
+
+async def test_those_who_ask_for_a_key_together_are_told_together_that_the_store_is_away() -> None:
+    callers = Callers(connect_async("redis://127.0.0.1:1"))
+    tries = [callers.principal(wrong(number % 3), "203.0.113.1") for number in range(9)]
+    assert {type(error) for error in await asyncio.gather(*tries, return_exceptions=True)} == {Lost}
+    assert not callers._sought
+    assert not callers._looking
+
+
+def wrong(number: int = 0) -> str:
+    """A key that nobody has."""
+    return f"psk_{number:016}_" + "b" * 43
+
+
+async def told(callers: Callers, token: str | None, address: str) -> int:
+    """The status with which a caller is refused."""
+    with pytest.raises(Problem) as refused:
+        await callers.principal(token, address)
+    return refused.value.status
