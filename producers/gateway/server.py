@@ -14,6 +14,7 @@ from fastapi import FastAPI
 
 from producers.gateway.app import create_app
 from producers.gateway.http.connection import limited
+from producers.gateway.http.peers import SHARE, Peers
 from producers.gateway.http.streams import Streams
 from producers.gateway.http.websocket import MAX_MESSAGE, Socket
 from producers.gateway.settings import GatewaySettings
@@ -74,10 +75,13 @@ def build_routes(app: FastAPI) -> None:
 
 def configured(app: FastAPI, settings: GatewaySettings) -> uvicorn.Config:
     """The settings with which uvicorn serves the application."""
+    most, share, figures = settings.most_connections, settings.connections_per_address, app.state.metrics
+    peers = Peers(most, max(1, most // SHARE) if share is None else share, settings.proxy_headers, figures.closed_idle)
+    figures.connections(peers.__len__)
     return uvicorn.Config(
         app,
         loop="uvloop",
-        http=limited(settings.receive, settings.most_connections, app.state.metrics.refused),
+        http=limited(settings.receive, peers, figures.refused),
         ws=Socket,
         ws_max_size=MAX_MESSAGE,
         ws_ping_interval=settings.heartbeat,

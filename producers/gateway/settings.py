@@ -56,7 +56,11 @@ class GatewaySettings:
     receive: float = 60.0
     """Time limit for receiving a whole request; then its connection is closed."""
     connections: int = 8192
-    """Most open connections, if the limit of open files allows; further ones get 503."""
+    """Most open connections, if the limit of open files allows. Idle ones make room for more; if none is, those get
+    503."""
+    connections_per_address: int | None = None
+    """Most open connections of one address, of IPv6 of 64 bits; 0: any number; None: a quarter of all. Loopback and
+    `proxy_headers` may have any number."""
     max_streams: int = 4096
     """Most open streams (`producers.gateway.http.streams`); 0: as many as leave connections to other requests. Further
     ones get 503."""

@@ -28,9 +28,10 @@ def start(script: str, *arguments: str) -> subprocess.Popen[str]:
         )
 
 
-def run_source(source: str) -> subprocess.CompletedProcess[str]:
+def run_source(source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a script given as text to its end. Skips as `start` does."""
-    return subprocess.run(_command(), cwd=INSTALLED, input=source, capture_output=True, text=True, timeout=120)
+    command = _command(*arguments)
+    return subprocess.run(command, cwd=INSTALLED, input=source, capture_output=True, text=True, timeout=120)
 
 
 def _command(*arguments: str) -> list[str]:

@@ -3,9 +3,12 @@
 - A request has to come in whole within a time, its first byte included. Of a large one, LEAST bytes have to come in
   each such time.
 - A request's line and headers may have MAX_HEAD bytes: they are kept before anybody knows who asks.
-- Of more connections than are taken, each new one is told 503 and closed.
+- Of more connections than are taken, in all or of one address, idle ones are closed (`peers`), or the new one is told
+  503 or 429.
 - A reader that takes nothing is cut off (`abort`): closed, a socket would wait for it, with all that it was sent.
 - A caller who speaks HTTP/1.0 is sent no chunks.
+- A head that a proxy may read otherwise is refused (`head`). An offer of another protocol than WebSocket is ignored.
+- A request may be sent before the answer to the one before; MAX_PIPELINED may wait for theirs.
 """
 
 from __future__ import annotations
@@ -13,17 +16,21 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import socket
 import struct
+from collections import deque
 from collections.abc import Awaitable, Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Any, ClassVar, Final
 
+import httptools
 from starlette.types import Message, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from producers.gateway.http.errors import Problem, body_of, unavailable
+from producers.gateway.http import head
+from producers.gateway.http.errors import Problem, body_of
+from producers.gateway.http.peers import Peers
 
 #: The ASGI extension with which a response finds its connection's `cut`.
 CUT: Final = "penstock.cut"
@@ -31,11 +38,14 @@ CUT: Final = "penstock.cut"
 LEAST: Final = 1 << 20
 #: Bytes that a request's line and headers may have, and what comes between two parts of its body or after them.
 MAX_HEAD: Final = 1 << 16
+#: Headers of answers: what they say of their type holds; and nobody keeps them, since they may be a caller's alone.
+STATIC: Final = ((b"x-content-type-options", b"nosniff"),)
+PRIVATE: Final = (*STATIC, (b"cache-control", b"no-store"))
 #: The SO_LINGER value that makes close discard unsent data.
 _NOW: Final = struct.pack("ii", 1, 0)
-#: A WebSocket handshake's key: 16 bytes.
-_KEY: Final = re.compile(rb"[A-Za-z0-9+/]{22}==")
-_NO_HTTP: Final = Problem(400, "This is no request in HTTP/1.1, as far as it can be read.", code="invalid_http")
+#: Requests of a connection that may wait for their answers: one read of 256 KiB could hold 8,000, each kept whole.
+MAX_PIPELINED: Final = 64
+_NO_HTTP: Final = head.invalid("This is no request in HTTP/1.1, as far as it can be read.")
 _LARGE_HEAD: Final = Problem(
     431, f"The request's line and headers have more than {MAX_HEAD} bytes.", code="head_too_large"
 )
@@ -60,34 +70,40 @@ def cut_off(transport: asyncio.Transport) -> None:
 class Connection(HttpToolsProtocol):
     """An HTTP connection with limits.
 
-    `receive`: time limit (s) for receiving a request. `most`: most open connections. `refused`: called with the error
-    code for each connection beyond that.
+    `receive`: time limit (s) for receiving a request. `peers`: the open connections. `refused`: called with the error
+    code for each connection that is not let in.
     """
 
     receive: ClassVar[float]
-    most: ClassVar[int]
+    peers: ClassVar[Peers]
     refused: ClassVar[Callable[[str], None]]
     _late: asyncio.TimerHandle | None = None
     _received = 0
     """Bytes of the body since `_wait`."""
     _unread = 0
     """Bytes since the last whole head or part of a body."""
-    _open: tuple[RequestResponseCycle, ...] = ()
+    _open: deque[RequestResponseCycle]
     """Unanswered requests, the oldest first. uvicorn reports a lost connection only to the last pipelined one."""
     _coming: RequestResponseCycle | None = None
     """The request whose body is still being received."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._open = deque()
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
-        if len(self.connections) >= self.most:
-            problem = _full(self.most)
+        super().connection_made(transport)
+        problem = self.peers.enter(self, self.client[0] if self.client else None)
+        if problem is None:
+            self._wait()
+        else:
             transport.write(_raw(problem))
             transport.close()
             type(self).refused(problem.code)
-        super().connection_made(transport)
-        self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._came()
+        self.peers.leave(self)
         super().connection_lost(exc)
         for cycle in self._open:
             cycle.disconnected = True
@@ -96,19 +112,41 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
+        self._unset_keepalive_if_required()
         self._unread += len(data)
-        super().data_received(data)
+        unparsed: bytes | memoryview = data
+        try:
+            while (offset := self._parse(unparsed)) is not None:  # up to a request that offers another protocol
+                unparsed = memoryview(unparsed)[offset:]
+                if self._should_upgrade():
+                    self._open_socket(unparsed)
+                    return
+                self.parser = head.request_parser(head.BehindHead(self))
+                self.parser.feed_data(head.same_body(self.scope["headers"], self.cycle.keep_alive))
+        except httptools.HttpParserError as error:
+            self._refuse(error.__context__ if isinstance(error.__context__, Problem) else _NO_HTTP)
+            return
         if self._unread > MAX_HEAD and not self.transport.is_closing():
             self._refuse(_LARGE_HEAD)
 
-    def handle_websocket_upgrade(self) -> None:
-        if any(not cycle.response_complete for cycle in self._open):  # a request before it is not answered yet
-            self._refuse(_NO_HTTP)
-        else:
-            super().handle_websocket_upgrade()
+    def _parse(self, data: bytes | memoryview) -> int | None:
+        """Parse data. Returns the offset behind the head of a request that offers another protocol; None: all is
+        parsed. Raises HttpParserError; the Problem that a callback raised is its context."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            offset: int = upgrade.args[0]
+            return offset
+        return None
 
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(_NO_HTTP)
+    def _open_socket(self, early: bytes | memoryview) -> None:
+        """Make a `Socket` of the connection. `early`: what came with the handshake, for whose answer clients wait."""
+        if early or any(not cycle.response_complete for cycle in self._open):  # or an earlier request waits for its own
+            self._refuse(_NO_HTTP)
+            return
+        self.handle_websocket_upgrade()
+        opened: Any = self.transport.get_protocol()
+        opened.lost = partial(self.peers.leave, self)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -119,6 +157,12 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._unread = 0
+        head.check(self.parser.get_method(), self.url, self.parser.get_http_version(), self.headers)
+        while self._open and self._open[0].response_complete:
+            self._open.popleft()
+        if len(self._open) > MAX_PIPELINED:
+            raise head.invalid(f"More than {MAX_PIPELINED} requests of this connection wait for their answers.")
+        self.peers.busy(self)
         super().on_headers_complete()
         if self.parser.should_upgrade() and self._should_upgrade():
             return  # without a cycle: a `Socket` answers
@@ -126,7 +170,7 @@ class Connection(HttpToolsProtocol):
             _end_by_closing(self.cycle)
         self.headers = []  # the scope has the request's; a trailer is none of them (RFC 9110, 6.5.1)
         self._coming = self.cycle
-        self._open = (*(cycle for cycle in self._open if not cycle.response_complete), self.cycle)
+        self._open.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._received += len(body)
@@ -134,22 +178,27 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade() and not self._should_upgrade():
+            return  # llhttp says so behind the head; `data_received` goes on with the body
         self._came()
         self._coming = None
         super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete:  # the latest
+            self.peers.idle(self)
+
+    def close_idle(self) -> None:
+        """Make room for another connection."""
+        if self.transport.get_write_buffer_size():
+            self._cut()  # its last answer is not read
+        else:
+            self.transport.close()
+
     def _should_upgrade(self) -> bool:
         """Whether the request asks for a WebSocket in a way that can be granted. Others are answered as plain HTTP."""
-        said = dict(self.headers)
-        return (
-            super()._should_upgrade()
-            and (self.parser.get_method(), self.parser.get_http_version()) == (b"GET", "1.1")
-            and said.get(b"sec-websocket-version") == b"13"
-            and _KEY.fullmatch(said.get(b"sec-websocket-key", b"")) is not None
-        )
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """Say nothing: a caller may offer any upgrade."""
+        return head.is_handshake(self.parser.get_method(), self.parser.get_http_version(), self.headers)
 
     def _wait(self) -> None:
         self._came()
@@ -198,14 +247,9 @@ def _end_by_closing(cycle: RequestResponseCycle) -> None:
     cycle.send = send_plain  # type: ignore[method-assign,assignment]  # it is made anew for each request
 
 
-def limited(receive: float, most: int, refused: Callable[[str], None]) -> type[Connection]:
+def limited(receive: float, peers: Peers, refused: Callable[[str], None]) -> type[Connection]:
     """A protocol class with these limits, for uvicorn's `http` setting."""
-    return type("Limited", (Connection,), {"receive": receive, "most": most, "refused": staticmethod(refused)})
-
-
-def _full(most: int) -> Problem:
-    said = f"This gateway has {most} connections open, which is all that it takes; try again in a moment."
-    return unavailable(said, code="too_many_connections")
+    return type("Limited", (Connection,), {"receive": receive, "peers": peers, "refused": staticmethod(refused)})
 
 
 def _slow(seconds: float) -> Problem:
@@ -216,6 +260,7 @@ def _raw(problem: Problem) -> bytes:
     """A raw response for a connection without a request."""
     body = json.dumps(body_of(problem)).encode()
     headers = {"content-type": "application/json", "content-length": len(body), "connection": "close"}
+    headers |= {name.decode(): value.decode() for name, value in PRIVATE}
     lines = [
         f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}",
         *(f"{k}: {v}" for k, v in (headers | problem.headers).items()),

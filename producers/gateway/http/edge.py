@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from producers.connection.turns import OWNER
 from producers.gateway.http import trace
+from producers.gateway.http.connection import PRIVATE, STATIC
 from producers.gateway.http.errors import problem_of, response_of
 from producers.gateway.http.fair_share import FairShare, caller_of
 from producers.gateway.http.streams import Streams
@@ -47,9 +48,6 @@ LEFT: Final = tuple(
 NOBODY: Final = ("nobody",)
 #: The path of files that are the same for all callers, and may be kept by browsers and proxies.
 ASSETS: Final = "/docs/assets"
-#: Headers of answers: what they say of their type holds; and nobody keeps them, since they may be a caller's alone.
-STATIC: Final = ((b"x-content-type-options", b"nosniff"),)
-PRIVATE: Final = (*STATIC, (b"cache-control", b"no-store"))
 #: Messages that begin an answer: one to a request, to a WebSocket's handshake, and to one that is refused.
 BEGINNINGS: Final = ("http.response.start", "websocket.accept", "websocket.http.response.start")
 

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, Final
 
 from uvicorn._types import ASGISendEvent
@@ -30,6 +31,12 @@ class Socket(WebSocketsSansIOProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.logger = _log
+        self.lost: Callable[[], None] = lambda: None
+        """Called when the connection is closed."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.lost()
 
     def shutdown(self) -> None:
         """Wait for the application, which ends when the gateway's streams do."""

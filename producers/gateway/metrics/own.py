@@ -45,7 +45,18 @@ class Metrics:
         streams = Gauge("open_streams", text, ("kind",), **own)
         for kind in get_args(Stream):
             streams.labels(kind).set_function(partial(open_streams, kind))
+        self._connections = Gauge("open_connections", "Open connections of callers, idle ones too.", **own)
+        text = "Idle connections that were closed for newcomers: of an address that has its share, or of all."
+        self._closed = Counter("idle_connections_closed", text, **own)
         self.registry.register(_FleetCollector(self))
+
+    def connections(self, count: Callable[[], int]) -> None:
+        """Report a server's open connections, from now on, as `count` gives them."""
+        self._connections.set_function(count)
+
+    def closed_idle(self) -> None:
+        """Count an idle connection that was closed for a newcomer."""
+        self._closed.inc()
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
         """Count a response that has begun. `route`: the route's template, never the URL."""

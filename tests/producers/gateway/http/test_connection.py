@@ -6,7 +6,7 @@ import json
 import logging
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx
@@ -17,6 +17,8 @@ from tests.producers.gateway.conftest import Door, Open, until
 
 #: What may come in at once, or never will (s).
 MOMENT = 0.2
+POST = b"POST /v1/tasks HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+LIVEZ = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 @contextmanager
@@ -45,7 +47,7 @@ def test_who_sends_nothing_is_given_up(open_door: Open) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"GET /livez HTTP/1.1\r\nHost: x\r\n", b"GET"])
-@pytest.mark.parametrize("before", [b"", b"GET /livez HTTP/1.1\r\n\r\n"])
+@pytest.mark.parametrize("before", [b"", b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"])
 def test_a_request_that_does_not_come_in_is_given_up(open_door: Open, before: bytes, sent: bytes) -> None:
     """Whatever came before it."""
     door = open_door()
@@ -100,15 +102,45 @@ def test_a_whole_request_is_waited_for_no_more(open_door: Open, model: str) -> N
 
 
 def test_more_connections_than_are_taken_are_told_so(open_door: Open) -> None:
-    door = open_door(connections=2)
-    address = ("127.0.0.1", door.port)
-    with socket.create_connection(address, timeout=60) as first, socket.create_connection(address, timeout=60):
-        first.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert first.recv(1 << 16).startswith(b"HTTP/1.1 200")
-        with socket.create_connection(address, timeout=60) as third:
-            status, error = answer(third)
-            assert (status, error["code"], error["type"]) == (503, "too_many_connections", "server_error")
+    """Where a request is under way on all."""
+    door = open_door(connections=1)
+    with busy(door), socket.create_connection(("127.0.0.1", door.port), timeout=60) as second:
+        status, error = answer(second)
+        assert (status, error["code"], error["type"]) == (503, "too_many_connections", "server_error")
     assert until(lambda: httpx.get(f"{door.url}/livez", timeout=60).is_success)
+
+
+def test_idle_connections_make_room_for_newcomers_and_busy_ones_do_not(open_door: Open) -> None:
+    """One after the other, those that have been idle for longest: without a request, after one, or amidst a head."""
+    door = open_door(connections=4)
+    address = ("127.0.0.1", door.port)
+    with ExitStack() as stack:
+        under_way = stack.enter_context(busy(door))
+        idle = []
+        for sent in (b"", LIVEZ, LIVEZ[:20]):
+            idle.append(stack.enter_context(socket.create_connection(address, timeout=60)))
+            idle[-1].sendall(sent)
+            if sent == LIVEZ:
+                assert idle[-1].recv(1 << 16).startswith(b"HTTP/1.1 200")
+            until(lambda: len(door.peers) == 1 + len(idle))
+        for oldest in idle:
+            newcomer = stack.enter_context(socket.create_connection(address, timeout=60))
+            newcomer.sendall(LIVEZ)
+            assert newcomer.recv(1 << 16).startswith(b"HTTP/1.1 200")
+            assert oldest.recv(1 << 16) == b""
+        under_way.sendall(b"}" + b" " * 7)
+        assert under_way.recv(1 << 16).startswith(b"HTTP/1.1 400")
+    closed = door.app.state.metrics.registry.get_sample_value("penstock_gateway_idle_connections_closed_total")
+    assert closed == 3
+
+
+@contextmanager
+def busy(door: Door) -> Iterator[socket.socket]:
+    """A connection with a request under way: its body does not come."""
+    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as connection:
+        connection.sendall(POST + b"Content-Length: 9\r\n\r\n{")
+        until(lambda: any(opened not in door.peers._idle for opened in door.peers._of))
+        yield connection
 
 
 def test_what_is_no_http_is_told_so_as_any_error_is(open_door: Open) -> None:
