@@ -44,6 +44,7 @@ from producers.gateway.text.templates import Templates
 from producers.store.blobs import open_blobs
 from producers.store.blobs.bucket import is_s3
 from producers.store.usage.prices import Prices
+from producers.store.usage.report import Reports
 from producers.store.waiting import Bounds
 from producers.sweeper import sweeper
 from producers.sweeper.reader_leases import ReaderLeases
@@ -156,6 +157,7 @@ def _parts(
         bodies=Executor("penstock-body", 2),
         large=Turns(*LARGE_RESULTS),
         file_reads=Turns(*FILE_READS),
+        reports=Reports(),
         prices=prices,
         awaited=Awaited(client, prompts, templates, settings.awaited),
     )

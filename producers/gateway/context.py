@@ -23,6 +23,7 @@ from producers.gateway.text.prompts import Prompts
 from producers.gateway.text.templates import Templates
 from producers.store.blobs import Blobs
 from producers.store.usage.prices import Prices
+from producers.store.usage.report import Reports
 from producers.sweeper.reader_leases import ReaderLeases
 
 
@@ -52,6 +53,8 @@ class Gateway:
     """Permits for large results in memory."""
     file_reads: Turns
     """Permits to read a piece of a file."""
+    reports: Reports
+    """Turns of reports of usage."""
     prices: Prices | None
     """What tokens cost; None where that is not said."""
     awaited: Awaited

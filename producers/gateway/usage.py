@@ -11,9 +11,9 @@ from pydantic import BaseModel, Field
 from producers.errors import shown
 from producers.gateway.context import gateway_of
 from producers.gateway.http.caller import READS, principal_of
-from producers.gateway.http.errors import invalid_value
+from producers.gateway.http.errors import RETRY_AFTER, Problem, invalid_value
 from producers.gateway.http.request import query
-from producers.store.usage.report import PARTS, BadSpan, read_by, read_span, report
+from producers.store.usage.report import PARTS, WAITING, BadSpan, TooManyReports, read_by, read_span, report
 
 router = APIRouter(prefix="/v1/usage", tags=["usage"])
 
@@ -55,8 +55,12 @@ async def usage(request: Request) -> Response:
         raise invalid_value(str(error).split(" ")[0], f"{error}.") from None
     gateway, principal = gateway_of(request), principal_of(request)
     tenant = None if principal.sees_all else principal.tenant or ""
-    async with gateway.large.turn(gateway.settings.patience):
-        found = await report(gateway.client.store, *span, by, tenant=tenant, prices=gateway.prices)
-        if said.get("format", "csv" if CSV in request.headers.get("accept", "") else "json") == "csv":
-            return Response(found.csv(), media_type=CSV)
-        return JSONResponse(Usage(since=span[0], until=span[1], by=list(by), data=found.rows()).model_dump())
+    try:
+        async with gateway.reports.turn(tenant), gateway.large.turn(gateway.settings.patience):
+            found = await report(gateway.client.store, *span, by, tenant=tenant, prices=gateway.prices)
+            if said.get("format", "csv" if CSV in request.headers.get("accept", "") else "json") == "csv":
+                return Response(found.csv(), media_type=CSV)
+            return JSONResponse(Usage(since=span[0], until=span[1], by=list(by), data=found.rows()).model_dump())
+    except TooManyReports:
+        text = f"{WAITING} reports of this tenant wait for another one already; try again once they are there."
+        raise Problem(429, text, code="too_many_reports", headers=RETRY_AFTER) from None

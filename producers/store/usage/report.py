@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
@@ -16,6 +18,8 @@ from redis.asyncio import Redis
 from producers.store.usage.ledger import COUNTS, STATUSES, Group, used
 from producers.store.usage.prices import Prices
 
+#: Most reports of a tenant that wait for another of it.
+WAITING: Final = 4
 #: What usage may be grouped by.
 PARTS: Final = (*Group._fields, "day")
 #: Count -> its name in a report.
@@ -32,6 +36,33 @@ NAMES: Final = {
 _LATEST: Final = 253_402_300_800
 #: Count -> how many of it are a second.
 _SECOND: Final = {"ms": 1000, "engine": 1_000_000}
+
+
+class TooManyReports(Exception):
+    """As many reports of a tenant wait as may."""
+
+
+class Reports:
+    """Lets one report of a tenant be made at a time in this process, and WAITING more wait: each reads what all tenants
+    used, so that who asks again and again would keep the store and the process busy. Use it from one event loop."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str | None, tuple[asyncio.Lock, list[None]]] = {}
+
+    @asynccontextmanager
+    async def turn(self, tenant: str | None) -> AsyncGenerator[None]:
+        """Wait for the tenant's turn; None is who sees all. Raises TooManyReports."""
+        lock, asking = self._tenants.setdefault(tenant, (asyncio.Lock(), []))
+        if len(asking) > WAITING:
+            raise TooManyReports
+        asking.append(None)
+        try:
+            async with lock:
+                yield
+        finally:
+            asking.pop()
+            if not asking:
+                del self._tenants[tenant]
 
 
 class BadSpan(ValueError):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,11 @@ import pytest
 from redis import Redis
 
 from producers.contract import keys
+from producers.gateway import usage
 from producers.store.usage.ledger import COUNTS
 from tests.producers.gateway.conftest import Door, Make, Open
 from tests.producers.gateway.test_keys import as_caller, make
+from tests.waiting import until
 
 __all__ = ["make"]
 
@@ -132,3 +137,36 @@ def test_it_comes_as_csv(http: httpx.Client, make: Make, params: dict[str, str],
 def test_what_cannot_be_asked_is_refused(http: httpx.Client, make: Make, params: dict[str, str], param: str) -> None:
     answer = http.get("/v1/usage", params=params, headers=as_caller(make()))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_a_tenants_reports_are_made_one_after_another_and_few_wait(
+    door: Door, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another tenant's is made at once, whatever the first one asks for."""
+    going, free, made = threading.Event(), threading.Event(), list[str | None]()
+    real = usage.report
+
+    async def slow(*arguments: Any, tenant: str | None, **more: Any) -> Any:
+        made.append(tenant)
+        going.set()
+        if tenant == "acme":
+            await asyncio.to_thread(free.wait, 60)
+        return await real(*arguments, tenant=tenant, **more)
+
+    monkeypatch.setattr(usage, "report", slow)
+    acme, other = as_caller(make("acme")), as_caller(make("other"))
+
+    def ask(headers: dict[str, str]) -> int:
+        return httpx.get(f"{door.url}/v1/usage", headers=headers, timeout=60).status_code
+
+    with ThreadPoolExecutor(8) as threads:
+        first = threads.submit(ask, acme)
+        assert going.wait(60)
+        asked = [threads.submit(ask, acme) for _ in range(7)]
+        until(lambda: sum(one.done() for one in asked) == 3)
+        assert ask(other) == 200
+        assert made == ["acme", "other"]
+        free.set()
+        statuses = sorted(one.result() for one in [first, *asked])
+    assert statuses == [200] * 5 + [429] * 3
+    assert ask(acme) == 200
