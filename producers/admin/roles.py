@@ -25,7 +25,7 @@ KEYS: Final = (
     "hget hset hsetnx hmget hdel hexists hgetall hincrby hkeys hlen hscan hvals "
     "lindex llen lmove blmove lpop lpos lpush lrange lrem rpop brpop rpush "
     "sadd scard sismember smembers srem sunion "
-    "zadd zcard zcount zincrby zrange zrangebyscore zrem zremrangebylex zremrangebyrank zremrangebyscore "
+    "zadd zcard zcount zincrby zpopmin zrange zrangebyscore zrem zremrangebylex zremrangebyrank zremrangebyscore "
     "zrevrangebyscore zscan zscore "
     "xadd xlen xrange xrevrange xtrim"
 )
@@ -83,6 +83,7 @@ _DELIVERIES: Final = (
 _QUEUES: Final = "penstock:queue:*"
 #: What every process tries at its start (`producers.store.servers`).
 _PROBE, _PROBE_CHANNEL = "penstock:task:probe penstock:task:probe:stream", "penstock:tokens:probe"
+_IDEMPOTENCY: Final = "penstock:idempotency:* penstock:idempotent:*"
 _FILES: Final = "penstock:file:* penstock:files:*"
 _SCALING: Final = "penstock:scale:leader penstock:scale:pools penstock:scale:retries penstock:scale:decisions"
 #: Celery's remote control and events, and kombu's tables of queues.
@@ -106,7 +107,7 @@ _AUTOSCALER: Final = Rights(
 #: Role -> what its user may do. `workers` is an autoscaler that runs workers itself (`--actuator local`).
 ROLES: Final[dict[str, Rights]] = {
     "gateway": Rights(
-        f"{_TASKS} {_QUEUES} {_FILES} penstock:idempotency:* penstock:keys penstock:audit penstock:audit:* "
+        f"{_TASKS} {_QUEUES} {_FILES} {_IDEMPOTENCY} penstock:keys penstock:audit penstock:audit:* "
         "penstock:tenants:limits penstock:weights penstock:webhooks:* penstock:usage penstock:usage:* "
         "penstock:scale:retries penstock:swept penstock:sqs:*",
         f"{_DELIVERIES} {_TASKS_READ} {_SCALING} penstock:blob:* penstock:profiles penstock:rollouts penstock:sweeper "
@@ -133,8 +134,8 @@ ROLES: Final[dict[str, Rights]] = {
     "autoscaler": _AUTOSCALER,
     "workers": Rights(f"{_WORKER.keys} {_AUTOSCALER.keys}", f"{_WORKER.reads} {_AUTOSCALER.reads}", _WORKER.channels),
     "sources": Rights(
-        f"{_TASKS} {_QUEUES} {_FILES} penstock:idempotency:* penstock:schedules penstock:source:* penstock:inbox:* "
-        "penstock:sqs:* penstock:webhooks:delivered penstock:webhooks:dead",
+        f"{_TASKS} {_QUEUES} {_FILES} {_IDEMPOTENCY} penstock:schedules penstock:source:* penstock:inbox:* "
+        "penstock:sqs:* penstock:webhooks:delivered* penstock:webhooks:dead*",
         f"{_TASKS_READ} {_DELIVERIES} penstock:tenants:limits penstock:keys penstock:blob:*",
         _TASKS_CHANNELS,
     ),
