@@ -184,7 +184,7 @@ def _request(draw: Any, known: Sequence[Route], model: str, ids: Sequence[bytes]
             )
         )
     method = route.method
-    if draw(st.integers(0, 9)) == 0:
+    if draw(st.integers(0, 5)) == 0:
         method = draw(st.sampled_from(METHODS))
     body, broken = b"", False
     headers: list[tuple[bytes, bytes]] = [(b"host", b"x")]

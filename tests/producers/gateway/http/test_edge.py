@@ -19,7 +19,7 @@ class TestEveryAnswer:
             ("GET", "/v1/nothing", 404, "not_found"),
             ("GET", "/v1/tasks/", 404, "not_found"),
             ("PUT", "/v1/tasks", 405, "method_not_allowed"),
-            ("DELETE", "/v1/tasks/x", 405, "method_not_allowed"),
+            ("PUT", "/v1/tasks/x", 405, "method_not_allowed"),
             ("PUT", "/v1/tasks/x/events", 405, "method_not_allowed"),
         ],
     )
