@@ -6,6 +6,8 @@ import json
 import os
 import socket
 from base64 import b64encode
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -14,6 +16,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from producers.client.reader import MAX_POSITION
+from producers.gateway.http.websocket import FRAMES
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Door, Open, Submit, until
 
@@ -111,6 +114,60 @@ def test_pages_of_its_own_and_of_allowed_origins_may_read(open_door: Open, submi
     for origin in ("https://chat.example", f"http://127.0.0.1:{door.port}"):
         with opened(door, f"/v1/tasks/{task_id}/events", additional_headers={"origin": origin}) as ws:
             assert read(ws)[1] == 1000
+
+
+def frames_of(kind: bytes, number: int) -> bytes:
+    """So many empty frames of a client (RFC 6455, 5.2), masked with zeros. `kind`: their first byte."""
+    return (kind + b"\x80\0\0\0\0") * number
+
+
+@pytest.mark.parametrize(
+    ("said", "taken"),
+    [
+        (frames_of(b"\x89", FRAMES), True),  # pings
+        (frames_of(b"\x8a", FRAMES), True),  # pongs
+        (frames_of(b"\x89", FRAMES + 64), False),
+        (frames_of(b"\x8a", FRAMES + 64), False),
+        (frames_of(b"\x01", 1) + frames_of(b"\x00", FRAMES + 64), False),  # a message of empty pieces, without an end
+        (frames_of(b"\x89", 100_000), False),  # would keep the event loop for seconds
+    ],
+)
+def test_a_client_that_says_much_is_cut_off(
+    open_door: Open, submit: Submit, worker: FakeWorker, said: bytes, taken: bool
+) -> None:
+    door, task_id = open_door(), submit()
+    with shaken(door, task_id) as link:
+        with suppress(ConnectionError):  # it is cut off before it has said all
+            link.sendall(said)
+        if taken:
+            worker.serve(task_id, ["heard"])
+            assert b"heard" in until_closed(link)
+        else:
+            until_closed(link)
+            assert until(lambda: not door.connections)
+
+
+@contextmanager
+def shaken(door: Door, task_id: str) -> Iterator[socket.socket]:
+    """A WebSocket of a task's events, by hand."""
+    key = b64encode(os.urandom(16)).decode()
+    lines = ["Host: x", "Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13"]
+    head = "\r\n".join([f"GET /v1/tasks/{task_id}/events HTTP/1.1", *lines, f"Sec-WebSocket-Key: {key}", "", ""])
+    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as link:
+        link.sendall(head.encode())
+        answered = b""
+        while not answered.endswith(b"\r\n\r\n"):
+            answered += link.recv(1)
+        assert answered.startswith(b"HTTP/1.1 101")
+        yield link
+
+
+def until_closed(link: socket.socket) -> bytes:
+    received = b""
+    with suppress(ConnectionError):
+        while part := link.recv(1 << 16):
+            received += part
+    return received
 
 
 @pytest.mark.parametrize(("message", "code"), [("hello", 1003), ("x" * 5000, 1009)])
