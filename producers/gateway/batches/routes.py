@@ -18,7 +18,7 @@ from producers.gateway.files.routes import file_of
 from producers.gateway.http import idempotency, trace
 from producers.gateway.http.caller import CANCELS, PARAMETER, READS, SUBMITS, principal_of, tenant_of
 from producers.gateway.http.errors import ONCE, Problem, gone, invalid_value
-from producers.gateway.http.request.body import read_object
+from producers.gateway.http.request.body import SETTINGS, read_object
 from producers.gateway.tasks.own import sees
 from producers.gateway.tasks.views import errors
 from producers.store import batches
@@ -48,7 +48,7 @@ async def create(request: Request, response: Response) -> BatchView:
     """Make a batch of a file. Its lines run once all of them have been checked."""
     gateway = gateway_of(request)
     owner = tenant_of(request)
-    window_s, fields = read(await read_object(request, gateway.settings.max_body))
+    window_s, fields = read(await read_object(request, min(gateway.settings.max_body, SETTINGS)))
     file = await file_of(request, str(fields["input_file"]), "input_file_id")
     if file.purpose != BATCH:
         raise invalid_value(

@@ -15,6 +15,7 @@ from producers.gateway.context import gateway_of
 from producers.gateway.http import idempotency
 from producers.gateway.http.caller import CANCELS, READS, SUBMITS, actor_of, principal_of, same
 from producers.gateway.http.errors import ONCE, Problem
+from producers.gateway.http.request.body import SETTINGS
 from producers.gateway.http.request.fields import documented, fields_of
 from producers.gateway.tasks.views import errors
 from producers.gateway.webhooks.views import (
@@ -209,5 +210,5 @@ def _missing(endpoint_id: str) -> Problem:
 
 
 async def _fields(request: Request, schema: Mapping[str, Any], *, optional: bool = False) -> dict[str, Any]:
-    most = gateway_of(request).settings.max_body
+    most = min(gateway_of(request).settings.max_body, SETTINGS)
     return await fields_of(request, most, schema, CHECKS, optional=optional)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 import threading
@@ -59,6 +60,36 @@ def test_text_of_brackets_and_quotes_is_text(http: httpx.Client, model: str) -> 
     prompt = '[{"' * 50_000
     answer = http.post("/v1/tasks", json={"model": model, "prompt": prompt})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("members", "more", "code"),
+    [
+        (1, b"", ""),
+        (body.MEMBERS, b"", ""),
+        (1, b"\0" * 512, ""),  # padding
+        (body.MEMBERS + 1, b"", "invalid_gzip"),  # thousands of empty ones took seconds
+        (1, gzip.compress(b"", mtime=0)[:-1], "invalid_gzip"),
+        (0, b"", "invalid_gzip"),
+        (1, b"x", "invalid_gzip"),
+    ],
+)
+def test_a_gzip_of_some_members_is_taken(http: httpx.Client, model: str, members: int, more: bytes, code: str) -> None:
+    text = json.dumps({"model": model, "prompt": "x" * members}).encode()
+    cuts = [text[at : at + 1] for at in range(members - 1)]
+    packed = b"".join(map(gzip.compress, [*cuts, text[members - 1 :]][:members])) + more
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    answer = http.post("/v1/tasks", content=packed, headers=headers)
+    assert (answer.status_code, answer.json().get("error", {}).get("code", "")) == (400 if code else 202, code)
+
+
+@pytest.mark.parametrize("path", ["batches", "webhook_endpoints", "webhook_endpoints/x/test"])
+def test_a_body_that_makes_no_task_is_small(http: httpx.Client, path: str) -> None:
+    """No limit of a minute's requests holds for it."""
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    large = gzip.compress(json.dumps({"name": "x" * body.SETTINGS}).encode())
+    answer = http.post(f"/v1/{path}", content=large, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
 
 
 @pytest.fixture
