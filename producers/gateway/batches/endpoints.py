@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -19,6 +20,7 @@ from producers.contract.stream.events import End
 from producers.errors import InvalidTask, LimitReached, PenstockError, UnknownModel
 from producers.gateway.admission.accounts import charge_for, fitted, there
 from producers.gateway.admission.limits import check_may_use
+from producers.gateway.executor import Executor
 from producers.gateway.http.errors import Problem, body_of, problem_of
 from producers.gateway.http.work import Work
 from producers.gateway.openai.lines import COMPLETIONS, answer_line, in_words_of, read_line
@@ -37,6 +39,10 @@ logger = logging.getLogger(__name__)
 
 #: A request's tier, unless it names another.
 TIER: Final = "batch"
+#: Threads that read lines, in turns of tenants: a line's form may take seconds (`producers.gateway.text.forms`).
+THREADS: Final = 4
+#: Time (s) after which no further line of a block is read: it goes on with the next block.
+READ_S: Final = 10.0
 #: The answer to a line that meets a fault of this program.
 BROKEN: Final = Problem(500, "Something went wrong here; the sweeper's log says what.", code="internal")
 
@@ -49,12 +55,14 @@ class LineEndpoints:
         self._prompts = Prompts(client.store)
         self._templates = Templates(client.store)
         self._forms = Forms()
+        self._threads = Executor("penstock-lines", THREADS)
         self.spent = _refused(LimitReached("The budget of this month is spent.", CODES["budget_tokens"], None))
 
     def close(self) -> None:
         self._prompts.close()
         self._templates.close()
         self._forms.close()
+        self._threads.close()
 
     async def tasks(
         self,
@@ -73,14 +81,22 @@ class LineEndpoints:
         accounts = await self._accounts(principal.key, tenant)
         if path == COMPLETIONS:
             bodies = [_usual(body, [account.limits for account in accounts]) for body in bodies]
-        planned = await asyncio.to_thread(
-            lambda: [_planned(path, body, known[str(body["model"])], self._forms, principal, tenant) for body in bodies]
-        )
+
+        def plan() -> list[Planned | Answer]:
+            planned: list[Planned | Answer] = []
+            until = time.monotonic() + READ_S
+            for body in bodies:
+                if planned and time.monotonic() >= until:
+                    break
+                planned.append(_planned(path, body, known[str(body["model"])], self._forms, principal, tenant))
+            return planned
+
+        planned = await self._threads.run(plan, tenant=tenant or "")
         if not accounts:
             return planned
         return [
             one if isinstance(one, Answer) else await self._within(accounts, one, prices, path, body)
-            for one, body in zip(planned, bodies, strict=True)
+            for one, body in zip(planned, bodies, strict=False)
         ]
 
     async def _accounts(self, key_id: str | None, tenant: str | None) -> list[Account]:

@@ -72,7 +72,8 @@ class Endpoints(Protocol):
         tenant: str | None = None,
         prices: Prices | None = None,
     ) -> list[Planned | Answer]:
-        """What is to be run for each request, or its refusal. The tier is `batch`, unless a request names another.
+        """What is to be run for each request, or its refusal; of the first ones alone, where they take long, of one at
+        least. The tier is `batch`, unless a request names another.
 
         `principal`: whose key made the batch. `tenant`: that of the tasks. `prices`: what they cost.
         """

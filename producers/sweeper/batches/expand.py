@@ -16,6 +16,7 @@ holds for each batch, and for all of a tenant's together.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -39,6 +40,8 @@ BLOCK_BYTES: Final = 1 << 20
 #: Most lines of a batch in the store, and their bytes in the input. Workers take thousands of lines a second at most.
 WINDOW: Final = 20_000
 WINDOW_BYTES: Final = 64 << 20
+#: Time (s) after which a step begins no further block: lines with forms may take seconds each, and others wait.
+EXPAND_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class Expander:
         lines, size = await batches.lines_of(self._client.store, batch.tenant)
         if lines >= most_of_tenant or size >= batches.MAX_BYTES:  # else a block would be made ready for nothing
             return 0
+        over = time.monotonic() + EXPAND_S
         coming = self._begin(batch, line, offset)
         while coming is not None and done < most:
             try:
@@ -91,7 +95,8 @@ class Expander:
             finally:
                 coming.cancel()
             line, offset = line + len(ready.block.entries), ready.block.entries[-1].offset
-            coming = self._begin(batch, line, offset) if done + len(ready.block.entries) < most else None
+            goes_on = done + len(ready.block.entries) < most and time.monotonic() < over
+            coming = self._begin(batch, line, offset) if goes_on else None
             try:
                 made = await self._make(batch, ready, most_of_tenant)
             except BaseException:
@@ -156,7 +161,7 @@ def _block(batch: Batch, found: Requests, planned: Sequence[Planned | Answer], s
     entries: list[Entry] = []
     messages: dict[int, Message] = {}
     accounts: Sequence[str] = ()
-    for line, (plan, behind) in enumerate(zip(planned, found.ends, strict=True), found.first):
+    for line, (plan, behind) in enumerate(zip(planned, found.ends, strict=False), found.first):
         if isinstance(plan, Answer):
             entries.append(Entry(behind, error=plan.to_json()))
             continue

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from decimal import Decimal
 from pathlib import Path
@@ -14,14 +16,17 @@ from typing import Any
 import pytest
 from redis import Redis
 
+from engine.grammar.trial import Trials
 from producers import AsyncClient
 from producers.connection.script import run
 from producers.contract import keys
+from producers.gateway.batches import endpoints as line_endpoints
 from producers.gateway.batches.endpoints import LineEndpoints
 from producers.store import batches, files, protocol
 from producers.store.access.api_keys import Key
 from producers.store.access.principal import Limits
 from producers.store.usage.prices import Prices
+from producers.sweeper.batches import expand
 from producers.sweeper.batches.duty import Batches, Turns
 from producers.sweeper.compact import Moving, compact
 from producers.sweeper.deadlines import expire_late
@@ -385,6 +390,42 @@ async def test_a_tenants_batches_share_a_window_and_anothers_has_its_own(
             run(valkey, batches.cancel(job.id))
         await auntil(lambda: first.ended() and second.ended())
     assert other.read().count("line") == 5
+
+
+async def test_lines_whose_forms_take_long_hold_up_no_other_tenant(
+    valkey: Redis, valkey_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their trials keep no thread that others' steps need."""
+    over, begun = threading.Event(), threading.Event()
+
+    def check(_: Trials, name: str, text: str) -> None:
+        begun.set()
+        over.wait(60)
+
+    monkeypatch.setattr(Trials, "check", check)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    slow = Job(valkey, tmp_path / "slow", [{**GOOD, "regex": "a&b"}] * 8, tenant="slow")
+    async with sweeping(valkey_url, slow) as client:
+        await auntil(begun.is_set)
+        quick = Job(valkey, tmp_path / "slow", [GOOD] * 8, tenant="quick")
+        await auntil(lambda: quick.read().count("line") == 8)
+        assert slow.read().count("line") == 0
+        over.set()
+        await auntil(lambda: slow.read().count("line") == 8)
+        assert client is not None
+
+
+@pytest.mark.parametrize("where", [(line_endpoints, "READ_S"), (expand, "EXPAND_S")])
+async def test_a_step_that_takes_long_goes_on_with_the_next_one(
+    valkey: Redis, valkey_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[Any, str]
+) -> None:
+    """A block may have one line then, and a step one block."""
+    monkeypatch.setattr(*where, 0.0)
+    job = Job(valkey, tmp_path, [GOOD, BAD, *[GOOD] * 7])
+    async with sweeping(valkey_url, job):
+        await auntil(lambda: job.read().count("line") == 9 and not valkey.zcard(keys.SUBMITTING))
+    made = [line for line in range(9) if valkey.exists(keys.task(batches.task_id(job.id, line)))]
+    assert made == [0, *range(2, 9)]
 
 
 async def test_a_tenant_with_many_batches_gets_half_of_the_steps_and_the_others_their_turns() -> None:
