@@ -51,8 +51,8 @@ from producers.sweeper.reader_leases import ReaderLeases
 
 #: Most large results (`large.LARGE`) in memory at once, and of one tenant; each may have tens of megabytes.
 LARGE_RESULTS: Final = (4, 2)
-#: Most pieces of files that are read at once, each on a thread, and of one tenant: others need threads, too.
-FILE_READS: Final = (4, 2)
+#: Most pieces of files that are read or written at once, each on a thread, and of one tenant: others need threads, too.
+FILE_PIECES: Final = (4, 2)
 #: Response headers that a web page may read.
 EXPOSED: Final = (
     "idempotent-replayed",
@@ -156,7 +156,7 @@ def _parts(
         streams=streams,
         bodies=Executor("penstock-body", 2),
         large=Turns(*LARGE_RESULTS),
-        file_reads=Turns(*FILE_READS),
+        file_pieces=Turns(*FILE_PIECES),
         reports=Reports(),
         prices=prices,
         awaited=Awaited(client, prompts, templates, settings.awaited),

@@ -51,8 +51,8 @@ class Gateway:
     """Unpacks and parses large bodies."""
     large: Turns
     """Permits for large results in memory."""
-    file_reads: Turns
-    """Permits to read a piece of a file."""
+    file_pieces: Turns
+    """Permits to read or write a piece of a file, on a thread."""
     reports: Reports
     """Turns of reports of usage."""
     prices: Prices | None

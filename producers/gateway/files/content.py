@@ -40,11 +40,11 @@ class FileContent(Response):
     media_type = "application/octet-stream"
 
     def __init__(
-        self, blobs: Blobs, reads: Turns, file: File, start: int, end: int, first: bytes, stall: float
+        self, blobs: Blobs, pieces: Turns, file: File, start: int, end: int, first: bytes, stall: float
     ) -> None:
         self.status_code = 200 if (start, end) == (0, file.size) else 206
         self.background = None
-        self._blobs, self._reads, self._name = blobs, reads, file.id
+        self._blobs, self._pieces, self._name = blobs, pieces, file.id
         self._at, self._end = start + len(first), end
         self._first = first
         self._stall = stall
@@ -66,7 +66,7 @@ class FileContent(Response):
                 async with asyncio.timeout(self._stall):
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
                 size = min(PIECE, self._end - self._at)
-                async with self._reads.turn(self._stall):
+                async with self._pieces.turn(self._stall):
                     piece = await asyncio.to_thread(self._blobs.read, self._name, self._at, size)
                 self._at += len(piece)
             if self._at < self._end:
@@ -77,13 +77,13 @@ class FileContent(Response):
             cut(scope)
 
 
-async def content_of(request: Request, blobs: Blobs, reads: Turns, file: File, stall: float) -> FileContent:
-    """The answer to a request for a file's content. `reads`: permits to read a piece. Raises Problem, and OSError."""
+async def content_of(request: Request, blobs: Blobs, pieces: Turns, file: File, stall: float) -> FileContent:
+    """The answer to a request for a file's content. `pieces`: permits to read one. Raises Problem, and OSError."""
     start, end = _asked(request, file)
     with _known(file):
-        async with reads.turn(stall):
+        async with pieces.turn(stall):
             first = await asyncio.to_thread(blobs.read, file.id, start, min(PIECE, end - start))
-    return FileContent(blobs, reads, file, start, end, first, stall)
+    return FileContent(blobs, pieces, file, start, end, first, stall)
 
 
 async def redirect_of(blobs: Blobs, file: File) -> Response:

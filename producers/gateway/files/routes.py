@@ -88,7 +88,8 @@ async def _made(gateway: Gateway, upload: Upload, asked: Asked, owner: str | Non
     file = File(file_id, upload.writer.size, asked.filename, asked.purpose, now, now + asked.kept_s, owner or "")
     for name in {file_id, upload.name}:  # a commit under another name may leave the first one, if it is killed
         await files.note(store, name)
-    await asyncio.to_thread(upload.writer.commit, file_id)
+    async with gateway.file_pieces.turn(gateway.settings.stall):
+        await asyncio.to_thread(upload.writer.commit, file_id)
     answer = text(await arun(store, files.made(file, upload.name)))
     if answer == "late":
         raise unavailable("The file was written too slowly; send it again.", code="service_unavailable")
@@ -163,7 +164,7 @@ async def content(request: Request, file_id: str) -> Response:
     with faults.telling():
         if gateway.settings.files_redirect and not request.scope.get(HEAD):
             return await redirect_of(gateway.blobs, file)
-        return await content_of(request, gateway.blobs, gateway.file_reads, file, gateway.settings.stall)
+        return await content_of(request, gateway.blobs, gateway.file_pieces, file, gateway.settings.stall)
 
 
 @router.delete("/{file_id}", dependencies=CANCELS, response_model=FileDeleted, responses=errors(404))
@@ -172,7 +173,9 @@ async def delete(request: Request, file_id: str) -> FileDeleted:
     gateway = gateway_of(request)
     await file_of(request, file_id)
     with faults.telling():
-        if not await files.remove(gateway.client.store, gateway.blobs, file_id):
+        async with gateway.file_pieces.turn(gateway.settings.stall):
+            removed = await files.remove(gateway.client.store, gateway.blobs, file_id)
+        if not removed:
             raise _none(file_id)
     return FileDeleted(id=file_id, deleted=True)
 

@@ -124,7 +124,7 @@ class Upload(AbstractAsyncContextManager["Upload"]):
         most = limit if declared is None else min(declared, limit)
         self._room = Room(gateway, name, tenant, limits, most)
         self._first = 0 if declared is None else max(0, most - FORM)
-        self._blobs = gateway.blobs
+        self._blobs, self._pieces, self._stall = gateway.blobs, gateway.file_pieces, gateway.settings.stall
 
     async def __aenter__(self) -> Upload:
         await self._room.hold(self._first)
@@ -160,7 +160,8 @@ class Upload(AbstractAsyncContextManager["Upload"]):
                 self._hash.update(data)
             self.writer.write(data)
 
-        await asyncio.to_thread(write)
+        async with self._pieces.turn(self._stall):
+            await asyncio.to_thread(write)
 
     async def __aexit__(self, *how: Any) -> None:
         try:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
 import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -15,11 +18,16 @@ import httpx
 import openai
 import pytest
 from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
 
+from producers.admin import keys as admin
 from producers.contract import keys
+from producers.gateway.app import FILE_PIECES
 from producers.gateway.files import routes
 from producers.gateway.files.multipart import MAX_PARTS
+from producers.store.access.audit import Actor
 from producers.store.blobs import FolderBlobs
+from producers.store.blobs.folder import FolderWriter
 from producers.store.files import LEASE_S
 from tests.conformance.conftest import gateway
 from tests.producers.gateway.conftest import Ask, Door, Open, until
@@ -375,3 +383,47 @@ class TestRoom:
         made = [self.send(door)[1] for _ in range(3)]
         page = door.http.get("/v1/files", headers={"penstock-tenant": "acme"}).json()
         assert ([file["id"] for file in page["data"]], page["has_more"]) == (made[:0:-1], True)
+
+
+@pytest.mark.parametrize("slow", ["write", "commit"])
+def test_uploads_of_one_tenant_keep_no_thread_that_others_need(
+    open_door: Open, valkey_url: str, monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    door, tokens = open_door(auth="keys"), {name: asyncio.run(key_of(valkey_url, name)) for name in ("many", "other")}
+    over, lock, running = threading.Event(), threading.Lock(), [0]
+    as_it_is = getattr(FolderWriter, slow)
+
+    def slowly(writer: FolderWriter, *given: Any) -> None:
+        if vars(writer).get("slow") or given == (b"slow",):
+            with lock:
+                running[0] += 1
+            over.wait(60)
+        as_it_is(writer, *given)
+
+    def marked(writer: FolderWriter, data: bytes) -> None:
+        vars(writer)["slow"] = data == b"slow"
+        write(writer, data)
+
+    write = FolderWriter.write
+    if slow == "commit":
+        monkeypatch.setattr(FolderWriter, "write", marked)
+    monkeypatch.setattr(FolderWriter, slow, slowly)
+
+    def upload(tenant: str, data: bytes) -> int:
+        headers = {"authorization": f"Bearer {tokens[tenant]}"}
+        form = {"files": {"file": ("a", data)}, "data": {"purpose": "batch"}}
+        return httpx.post(f"{door.url}/v1/files", headers=headers, timeout=60, **form).status_code
+
+    with ThreadPoolExecutor(40) as threads:
+        many = [threads.submit(upload, "many", b"slow") for _ in range(40)]
+        assert until(lambda: running[0] == FILE_PIECES[1])
+        assert upload("other", b"quick") == 200
+        assert running[0] == FILE_PIECES[1]
+        over.set()
+        assert {one.result() for one in many} == {200}
+
+
+async def key_of(url: str, tenant: str) -> str:
+    async with AsyncRedis.from_url(url) as store:
+        _, token = await admin.create(store, {"tenant": tenant, "scopes": ("submit",)}, Actor("test"))
+    return token
