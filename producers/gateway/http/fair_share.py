@@ -16,6 +16,7 @@ from typing import Final
 
 from starlette.types import Scope
 
+from producers.connection.hosts import network_of
 from producers.gateway.http.caller import token_of
 
 #: Time (s) between two looks at the loop.
@@ -86,11 +87,14 @@ class FairShare:
 
 
 def caller_of(scope: Scope) -> str:
-    """The caller of a request: the id of its key if that let somebody in a moment ago, else its address."""
+    """The caller of a request: the id of its key if that has let somebody in here, else its address (of IPv6: 64 bits).
+
+    That is no authentication. A key that is asked for again now and then is not counted with all who share its address.
+    """
     callers = scope["app"].state.gateway.callers if "app" in scope else None
     if callers is not None:
-        principal = callers.again(token_of(scope["headers"]))
-        if principal is not None:
-            return str(principal.key)
+        key = callers.opened_before(token_of(scope["headers"]))
+        if key is not None:
+            return str(key)
     client = scope.get("client")
-    return client[0] if client else "nobody"
+    return network_of(client[0]) if client else "nobody"

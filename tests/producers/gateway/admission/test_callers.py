@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import httpx
@@ -19,6 +20,7 @@ from producers.gateway import GatewaySettings
 from producers.gateway.admission import callers as module
 from producers.gateway.admission.callers import FREE, LOOKED_FOR, LOOKS, PAUSED, SLOWEST_S, Callers
 from producers.gateway.http.errors import Problem
+from producers.gateway.http.fair_share import caller_of
 from producers.store.access import api_keys
 from producers.store.access.audit import Change
 from tests.processes import valkey
@@ -58,6 +60,24 @@ async def test_keys_that_were_seen_go_on_while_the_store_is_away_and_no_others(
 
     with pytest.raises(FAILURES):  # use does not prolong it: meanwhile no revocation comes through
         await used_on_and_on()
+
+
+async def test_whose_request_it_is_is_known_by_a_key_that_was_seen_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else who asks now and then would wait with those who flood from the same address."""
+    monkeypatch.setattr(module, "FRESH_S", 0.0)
+    with valkey() as (url, _):
+        seen, unseen = await made(url), await made(url)
+        callers = Callers(connect_async(url))
+        await callers.principal(seen, "here")
+    assert callers.again(seen) is None
+    app = SimpleNamespace(state=SimpleNamespace(gateway=SimpleNamespace(callers=callers)))
+    for token, address, whose in (
+        (seen, "192.0.2.1", seen.split("_")[1]),
+        (unseen, "192.0.2.1", "192.0.2.1"),
+        (None, "2001:db8::1:2:3:4", "2001:db8::/64"),
+    ):
+        headers = [] if token is None else [(b"authorization", b"Bearer " + token.encode())]
+        assert caller_of({"app": app, "headers": headers, "client": (address, 1)}) == whose
 
 
 def test_a_key_of_the_metrics_alone_reads_that_the_store_is_away_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
