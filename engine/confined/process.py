@@ -70,6 +70,10 @@ class ConfinedProcess:
         self._limits = limits or Limits()
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
+        # Whether a call has its turn, and whether that one is to end. `kill` and the call agree on these by a lock that
+        # nobody holds for long.
+        self._calling = self._killed = False
+        self._agreeing = threading.Lock()
 
     def call(self, request: Any) -> Any:
         """The target's answer.
@@ -79,15 +83,27 @@ class ConfinedProcess:
         """
         frame = _frame(request)
         with self._lock:
-            deadline = time.monotonic() + self._limits.wall
-            if self._child is None or self._child.poll() is not None:
-                self._end()
-                self._set_up(deadline)
-            return self._exchange(frame, deadline)
+            with self._agreeing:
+                self._calling, self._killed = True, False
+            try:
+                deadline = time.monotonic() + self._limits.wall
+                if self._child is None or self._child.poll() is not None:
+                    self._end()
+                    self._set_up(deadline)
+                if self._killed:  # before there was a child to be killed
+                    self._end()
+                    raise Stopped("it was killed")
+                return self._exchange(frame, deadline)
+            finally:
+                with self._agreeing:
+                    self._calling = False
 
     def kill(self) -> None:
-        """End the child now, whatever it does. A call that waits for it raises Stopped; a later one starts another."""
-        child = self._child
+        """End the call that has its turn, whatever its child does: it raises Stopped. A later call starts another."""
+        with self._agreeing:
+            if not self._calling:
+                return
+            self._killed, child = True, self._child
         if child is not None:
             with contextlib.suppress(OSError):
                 child.kill()

@@ -14,6 +14,7 @@ import pytest
 
 from engine.confined import ConfinedProcess, Limits, Stopped
 from engine.errors import ModelError, RequestError
+from tests.waiting import until
 
 Make = Callable[..., ConfinedProcess]
 
@@ -78,11 +79,30 @@ def test_a_call_whose_process_is_killed_says_so(make: Make) -> None:
 
     thread = threading.Thread(target=spin)
     thread.start()
-    while not process._lock.locked():
-        pass
+    until(lambda: process._calling)
     process.kill()
     thread.join()
-    assert why == ["its process ended with status -9"]
+    assert why[0] in ("its process ended with status -9", "it was killed")
+    assert process.call("fine") == "fine"
+
+
+def test_a_kill_before_there_is_a_child_ends_the_call_and_a_kill_without_a_call_ends_none(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = make("refusing", cpu=100.0)
+    starts = process._start
+
+    def start() -> Any:
+        process.kill()
+        return starts()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(process, "_start", start)
+        with pytest.raises(Stopped, match="it was killed"):
+            process.call("spin")
+    process.kill()
+    assert process.call("fine") == "fine"
+    process.kill()
     assert process.call("fine") == "fine"
 
 
