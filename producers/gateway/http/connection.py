@@ -2,7 +2,9 @@
 
 - A request has to come in whole within a time, its first byte included. Of a large one, LEAST bytes have to come in
   each such time.
-- A request's line and headers may have MAX_HEAD bytes: they are kept before anybody knows who asks.
+- A request's line and headers may have MAX_HEAD bytes and MAX_HEADERS headers: they are kept before anybody knows who
+  asks. A body may not come in small chunks alone, each of which takes as long as kilobytes.
+- Who sends much lets others have their turn after each read.
 - Of more connections than are taken, in all or of one address, idle ones are closed (`peers`), or the new one is told
   503 or 429.
 - A reader that takes nothing is cut off (`abort`): closed, a socket would wait for it, with all that it was sent.
@@ -38,6 +40,12 @@ CUT: Final = "penstock.cut"
 LEAST: Final = 1 << 20
 #: Bytes that a request's line and headers may have, and what comes between two parts of its body or after them.
 MAX_HEAD: Final = 1 << 16
+#: Headers of a request, and fields behind a body in chunks.
+MAX_HEADERS: Final = 256
+#: Pieces of a body, each a chunk or what one read has, from which on they must have so many bytes on average.
+PIECES, PIECE = 1024, 64
+#: Bytes of a read after which others have a turn: of who sends on, uvloop reads 8 MiB at once otherwise.
+TURN: Final = 1 << 17
 #: Headers of answers: what they say of their type holds; and nobody keeps them, since they may be a caller's alone.
 STATIC: Final = ((b"x-content-type-options", b"nosniff"),)
 PRIVATE: Final = (*STATIC, (b"cache-control", b"no-store"))
@@ -80,6 +88,8 @@ class Connection(HttpToolsProtocol):
     _late: asyncio.TimerHandle | None = None
     _received = 0
     """Bytes of the body since `_wait`."""
+    _pieces = _size = 0
+    """Pieces and bytes of the body."""
     _unread = 0
     """Bytes since the last whole head or part of a body."""
     _open: deque[RequestResponseCycle]
@@ -126,8 +136,17 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserError as error:
             self._refuse(error.__context__ if isinstance(error.__context__, Problem) else _NO_HTTP)
             return
-        if self._unread > MAX_HEAD and not self.transport.is_closing():
-            self._refuse(_LARGE_HEAD)
+        if self.transport.is_closing():
+            return
+        if self._unread > MAX_HEAD or len(self.headers or ()) > MAX_HEADERS:  # None before the first request
+            self._refuse(_LARGE_HEAD if self._unread > MAX_HEAD else _many_headers())
+        elif len(data) >= TURN and not self.flow.read_paused:
+            self.transport.pause_reading()
+            self.loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        if not self.flow.read_paused and not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def _parse(self, data: bytes | memoryview) -> int | None:
         """Parse data. Returns the offset behind the head of a request that offers another protocol; None: all is
@@ -153,10 +172,13 @@ class Connection(HttpToolsProtocol):
         extended: dict[str, Any] = dict(self.scope)
         extended["extensions"] = {CUT: self._cut}
         self.scope.update(extended)  # type: ignore[typeddict-item]  # an extension of ours
+        self._pieces = self._size = 0
         self._wait()
 
     def on_headers_complete(self) -> None:
         self._unread = 0
+        if len(self.headers) > MAX_HEADERS:
+            raise _many_headers()
         head.check(self.parser.get_method(), self.url, self.parser.get_http_version(), self.headers)
         while self._open and self._open[0].response_complete:
             self._open.popleft()
@@ -173,8 +195,13 @@ class Connection(HttpToolsProtocol):
         self._open.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
-        self._received += len(body)
+        size = len(body)
+        self._received += size
+        self._size += size
+        self._pieces += 1
         self._unread = 0
+        if self._pieces > PIECES and self._size < PIECE * self._pieces:
+            raise head.invalid(f"The body comes in more than {PIECES} chunks of less than {PIECE} bytes.")
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -250,6 +277,10 @@ def _end_by_closing(cycle: RequestResponseCycle) -> None:
 def limited(receive: float, peers: Peers, refused: Callable[[str], None]) -> type[Connection]:
     """A protocol class with these limits, for uvicorn's `http` setting."""
     return type("Limited", (Connection,), {"receive": receive, "peers": peers, "refused": staticmethod(refused)})
+
+
+def _many_headers() -> Problem:
+    return Problem(431, f"The request has more than {MAX_HEADERS} headers.", code="head_too_large")
 
 
 def _slow(seconds: float) -> Problem:

@@ -6,13 +6,14 @@ import json
 import logging
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import pairwise
 from typing import Any
 
 import httpx
 import pytest
 
-from producers.gateway.http.connection import MAX_HEAD
+from producers.gateway.http.connection import MAX_HEAD, MAX_HEADERS, PIECE, PIECES, TURN, Connection
 from tests.producers.gateway.conftest import Door, Open, until
 
 #: What may come in at once, or never will (s).
@@ -158,6 +159,66 @@ def test_a_head_without_end_is_refused_before_it_fills_the_memory(open_door: Ope
         connection.sendall(begins.ljust(MAX_HEAD + 1, b"a"))
         status, error = answer(connection)
         assert (status, error["code"], error["type"]) == (431, "head_too_large", "invalid_request_error")
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["headers", "trailers"])
+@pytest.mark.parametrize("number", [MAX_HEADERS - 20, MAX_HEADERS + 20])
+def test_a_request_has_no_thousands_of_headers(open_door: Open, behind: bool, number: int) -> None:
+    fields = b"a: b\r\n" * number
+    sent = LIVEZ[:-2] + fields + b"\r\n"
+    if behind:
+        sent = LIVEZ[:-2] + b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + fields
+    with socket.create_connection(("127.0.0.1", open_door().port), timeout=60) as connection:
+        connection.sendall(sent)
+        assert int(connection.recv(1 << 16).split()[1]) == (200 if number < MAX_HEADERS else 431)
+
+
+@pytest.mark.parametrize("path", [b"/v1/tasks", b"/v1/none"], ids=["read", "answered before"])
+def test_a_body_in_tiny_chunks_alone_is_refused(open_door: Open, path: bytes) -> None:
+    """Whoever reads it. Each of these chunks costs the event loop as much as kilobytes."""
+    door = open_door()
+    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as connection:
+        connection.sendall(POST.replace(b"/v1/tasks", path) + b"Transfer-Encoding: chunked\r\n\r\n")
+        with suppress(ConnectionError):  # it is closed before all is sent
+            connection.sendall(b"1\r\n1\r\n" * 40 * PIECES)
+        until(lambda: not door.connections)
+
+
+def test_a_body_in_thousands_of_chunks_is_read(open_door: Open, model: str) -> None:
+    text = json.dumps({"model": model, "prompt": "x", "metadata": {}}).encode() + b" " * PIECES * PIECE * 3
+    pieces = [text[at : at + 2 * PIECE] for at in range(0, len(text), 2 * PIECE)]
+    assert len(pieces) > PIECES
+    headers = {"content-type": "application/json"}
+    answer = httpx.post(f"{open_door().url}/v1/tasks", content=iter(pieces), headers=headers, timeout=60)
+    assert answer.status_code == 202
+
+
+def test_others_have_their_turn_while_one_sends_on(open_door: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read of much is the last one until what else is to be done was done."""
+    door, order = open_door(), list[str]()
+    received, read_on = Connection.data_received, Connection._read_on
+
+    def noted(connection: Connection, data: bytes) -> None:
+        received(connection, data)
+        if len(data) >= TURN:
+            order.append("read")
+
+    def noted_turn(connection: Connection) -> None:
+        order.append("turn")
+        read_on(connection)
+
+    monkeypatch.setattr(Connection, "data_received", noted)
+    monkeypatch.setattr(Connection, "_read_on", noted_turn)
+    size = 64 << 20
+    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as connection:
+        connection.sendall(POST.replace(b"/v1/tasks", b"/v1/none") + b"Content-Length: %d\r\n\r\n" % size)
+        connection.sendall(bytes(size))
+        connection.sendall(LIVEZ)
+        answers = b""
+        while answers.count(b"HTTP/1.1") < 2:
+            answers += connection.recv(1 << 16)
+    assert order[:2] == ["read", "turn"]
+    assert all(pair != ("read", "read") for pair in pairwise(order))
 
 
 def test_no_refusal_stands_in_the_middle_of_an_answer(open_door: Open, model: str) -> None:
