@@ -19,7 +19,7 @@ from producers.gateway.admission.limits import check_may_use
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http import idempotency
 from producers.gateway.http.caller import SUBMITS_TASKS, principal_of, tenant_of
-from producers.gateway.http.request.body import read_object
+from producers.gateway.http.request.body import INLINE, aside, read_object
 from producers.gateway.http.work import Work, work_of
 from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, News, head, made, news, respond, weight
 from producers.gateway.openai.arrays import joined
@@ -46,7 +46,10 @@ async def create(request: Request) -> Response:
     gateway = gateway_of(request)
     gateway.streams.enter(request.scope, "answer")
     wanted = read_completion(await read_object(request, gateway.settings.max_body), tenant_of(request))
-    asked, tasks = wanted.asked, wanted.tasks()
+    asked, work = wanted.asked, work_of(request)
+    # To check a body's token ids takes as long as to parse it.
+    large = work.size is not None and work.size > INLINE
+    tasks = await aside(request, work, wanted.tasks) if large else wanted.tasks()
     request.state.tier = tasks[0].tier
     check_may_use(principal_of(request), tasks[0])
     known = await gateway.client.known(asked.model)
@@ -54,7 +57,6 @@ async def create(request: Request) -> Response:
     if len(tasks) > 1 and idempotency.HEADER not in request.headers:
         for account in accounts:
             check_number(account, len(tasks))
-    work = work_of(request)
     made = await idempotency.made_prompts(request, gateway.client, len(tasks), tenant=tasks[0].tenant)
     most = accounts[0].limits.max_output if accounts else None
     tasks = await wanted.encoded(gateway, known.card, tasks, work, most, made)

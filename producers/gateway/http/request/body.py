@@ -65,16 +65,17 @@ async def _parsed(request: Request, limit: int, parse: Callable[[bytes], T]) -> 
     body = await _read(request, limit)
     work = work_of(request)
     if unpack is not None:
-        body = await _aside(request, work, partial(unpack, body, limit))
+        body = await aside(request, work, partial(unpack, body, limit))
     note_body(request, body)
     work.size = len(body)
     if len(body) <= INLINE:
         return parse(body)
-    return await _aside(request, work, partial(_parse_large, body, parse))
+    return await aside(request, work, partial(_parse_large, body, parse))
 
 
-async def _aside(request: Request, work: Work, do: Callable[[], T]) -> T:
-    """What `do` returns or raises, run on a thread. Raises Problem if too many bodies wait."""
+async def aside(request: Request, work: Work, do: Callable[[], T]) -> T:
+    """What `do` returns or raises, run on a thread, for what a large body makes long. Raises Problem if too many bodies
+    wait."""
     try:
         found: T = await request.app.state.gateway.bodies.run(do, tenant=work.tenant, most=WAITING, patience=PATIENCE_S)
     except (ExecutorFull, ExecutorBusy):

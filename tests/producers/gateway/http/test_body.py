@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.contract.task import fields, read_json
+from producers.contract.task import Task, fields, read_json
 from producers.gateway.http.request import body
 from producers.gateway.http.request.body import MAX_PARTS, count_parts
+from producers.gateway.openai.prompts import Completion
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(alphabet='[]{}",\\ax') | st.floats(allow_nan=False),
@@ -90,6 +91,23 @@ def test_a_body_that_makes_no_task_is_small(http: httpx.Client, path: str) -> No
     large = gzip.compress(json.dumps({"name": "x" * body.SETTINGS}).encode())
     answer = http.post(f"/v1/{path}", content=large, headers=headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+
+
+@pytest.mark.parametrize(("tokens", "thread"), [(1, False), (body.INLINE, True)])
+def test_tokens_of_a_large_body_are_checked_on_a_thread(
+    http: httpx.Client, model: str, monkeypatch: pytest.MonkeyPatch, tokens: int, thread: bool
+) -> None:
+    """Thousands of them in many prompts take a quarter of a second."""
+    names, tasks = list[str](), Completion.tasks
+
+    def noted(wanted: Completion) -> list[Task]:
+        names.append(threading.current_thread().name)
+        return tasks(wanted)
+
+    monkeypatch.setattr(Completion, "tasks", noted)
+    answer = http.post("/v1/completions", json={"model": model, "prompt": [[7] * tokens, [7] * 2000]})
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert [name == "penstock-body" for name in names] == [thread]
 
 
 @pytest.fixture
