@@ -29,6 +29,7 @@ from producers.gateway.http.caller import MEASURES
 from producers.gateway.http.edge import ASSETS, Edge
 from producers.gateway.http.fair_share import FairShare
 from producers.gateway.http.openapi import Documented
+from producers.gateway.http.request.body import BodyRoom
 from producers.gateway.http.streams import Bounds as StreamBounds
 from producers.gateway.http.streams import Streams
 from producers.gateway.http.trace import TracedClient
@@ -49,6 +50,8 @@ from producers.store.waiting import Bounds
 from producers.sweeper import sweeper
 from producers.sweeper.reader_leases import ReaderLeases
 
+#: Most bytes of large bodies in memory at once, until they are parsed, and of one tenant.
+BODY_BYTES: Final = (1 << 30, 1 << 28)
 #: Most large results (`large.LARGE`) in memory at once, and of one tenant; each may have tens of megabytes.
 LARGE_RESULTS: Final = (4, 2)
 #: Most pieces of files that are read or written at once, each on a thread, and of one tenant: others need threads, too.
@@ -155,6 +158,7 @@ def _parts(
         metrics=figures,
         streams=streams,
         bodies=Executor("penstock-body", 2),
+        body_room=BodyRoom(*BODY_BYTES),
         large=Turns(*LARGE_RESULTS),
         file_pieces=Turns(*FILE_PIECES),
         reports=Reports(),

@@ -14,6 +14,7 @@ from producers.gateway.admission.destinations import Destinations
 from producers.gateway.admission.limits import Admission
 from producers.gateway.awaited import Awaited
 from producers.gateway.executor import Executor
+from producers.gateway.http.request.body import BodyRoom
 from producers.gateway.http.streams import Streams
 from producers.gateway.metrics import Metrics
 from producers.gateway.reach import Reach
@@ -49,6 +50,8 @@ class Gateway:
     streams: Streams
     bodies: Executor
     """Unpacks and parses large bodies."""
+    body_room: BodyRoom
+    """Room for large bodies that come in."""
     large: Turns
     """Permits for large results in memory."""
     file_pieces: Turns

@@ -9,12 +9,14 @@ the same size. So a body of more parts than any request needs is refused without
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, Final, TypeVar
 
 from fastapi import Request
 
+from producers.connection.turns import OWNER
 from producers.contract.task import Task, read_json
 from producers.errors import InvalidTask, shown
 from producers.gateway.executor import ExecutorBusy, ExecutorClosed, ExecutorFull
@@ -43,6 +45,47 @@ SLICE = 256 * 1024
 WAITING, PATIENCE_S = 64, 10.0
 
 
+class BodyRoom:
+    """The bytes of large bodies that come in or are parsed, bounded in all and by owner (`OWNER`): a caller with many
+    connections may send slowly on all of them. Use it from one event loop."""
+
+    def __init__(self, in_all: int, each: int) -> None:
+        self._free, self._each = in_all, each
+        self._held: Counter[Hashable] = Counter()
+
+    def take(self, owner: Hashable, size: int) -> None:
+        """Raises Problem where there is no room."""
+        if size > self._free or self._held[owner] + size > self._each:
+            raise _busy("As many large bodies come in as this gateway holds for you, or for all")
+        self._free -= size
+        self._held[owner] += size
+
+    def give(self, owner: Hashable, size: int) -> None:
+        self._free += size
+        self._held[owner] -= size
+        if not self._held[owner]:
+            del self._held[owner]
+
+
+class _Held:
+    """What one body holds of the room, beyond INLINE."""
+
+    __slots__ = ("_owner", "_room", "_size")
+
+    def __init__(self, room: BodyRoom) -> None:
+        self._room, self._owner, self._size = room, OWNER.get(), 0
+
+    def grow(self, size: int) -> None:
+        """Hold so many bytes. Raises Problem."""
+        if size > INLINE:
+            self._room.take(self._owner, size - self._size)
+            self._size = size
+
+    def give_up(self) -> None:
+        if self._size:
+            self._room.give(self._owner, self._size)
+
+
 async def read_task(request: Request, limit: int) -> Task:
     """The task in a request's body. Raises InvalidTask, and Problem for a body that is too large or not JSON."""
     return await _parsed(request, limit, Task.parse_json)
@@ -62,15 +105,19 @@ async def _parsed(request: Request, limit: int, parse: Callable[[bytes], T]) -> 
         said = f"it has {shown(kind)}" if kind else "it has none"
         raise media_type(f"The request must have the content type application/json; {said}.", accept="application/json")
     unpack = _unpacking(request)
-    body = await _read(request, limit)
-    work = work_of(request)
-    if unpack is not None:
-        body = await aside(request, work, partial(unpack, body, limit))
-    note_body(request, body)
-    work.size = len(body)
-    if len(body) <= INLINE:
-        return parse(body)
-    return await aside(request, work, partial(_parse_large, body, parse))
+    held = _Held(request.app.state.gateway.body_room)
+    try:
+        body = await _read(request, limit, held)
+        work = work_of(request)
+        if unpack is not None:
+            body = await aside(request, work, partial(unpack, body, limit))
+        note_body(request, body)
+        work.size = len(body)
+        if len(body) <= INLINE:
+            return parse(body)
+        return await aside(request, work, partial(_parse_large, body, parse))
+    finally:
+        held.give_up()
 
 
 async def aside(request: Request, work: Work, do: Callable[[], T]) -> T:
@@ -79,8 +126,7 @@ async def aside(request: Request, work: Work, do: Callable[[], T]) -> T:
     try:
         found: T = await request.app.state.gateway.bodies.run(do, tenant=work.tenant, most=WAITING, patience=PATIENCE_S)
     except (ExecutorFull, ExecutorBusy):
-        said = "Too many large bodies wait to be read here; try again in a moment."
-        raise Problem(429, said, code="body_busy", headers=RETRY_AFTER) from None
+        raise _busy("Too many large bodies wait to be read here") from None
     except ExecutorClosed:
         raise unavailable("This gateway is stopping; send the request again.", code="stopping") from None
     except BaseException:
@@ -150,7 +196,11 @@ def _no_gzip(why: str) -> Problem:
 CODINGS: Final[dict[str, Callable[[bytes, int], bytes] | None]] = {"identity": None, "gzip": _gunzip, "x-gzip": _gunzip}
 
 
-async def _read(request: Request, limit: int) -> bytes:
+def _busy(why: str) -> Problem:
+    return Problem(429, f"{why}; try again in a moment.", code="body_busy", headers=RETRY_AFTER)
+
+
+async def _read(request: Request, limit: int, held: _Held) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit)
@@ -158,6 +208,11 @@ async def _read(request: Request, limit: int) -> bytes:
     async for chunk in request.stream():
         size += len(chunk)
         if size <= limit:
+            try:
+                held.grow(size)
+            except Problem as problem:
+                problem.headers["connection"] = "close"  # the rest of it is not read
+                raise
             body += chunk
         elif size > COURTESY * limit:
             break

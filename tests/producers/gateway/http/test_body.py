@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,9 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from producers.contract.task import Task, fields, read_json
+from producers.gateway import app
 from producers.gateway.http.request import body
 from producers.gateway.http.request.body import MAX_PARTS, count_parts
 from producers.gateway.openai.prompts import Completion
+from tests.producers.gateway.conftest import Open, until
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(alphabet='[]{}",\\ax') | st.floats(allow_nan=False),
@@ -108,6 +111,33 @@ def test_tokens_of_a_large_body_are_checked_on_a_thread(
     answer = http.post("/v1/completions", json={"model": model, "prompt": [[7] * tokens, [7] * 2000]})
     assert answer.json()["error"]["code"] == "context_length_exceeded"
     assert [name == "penstock-body" for name in names] == [thread]
+
+
+def test_large_bodies_that_do_not_end_are_bounded(open_door: Open, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has many connections may send slowly on all. What came goes with its connection."""
+    monkeypatch.setattr(app, "BODY_BYTES", (1 << 20, 300_000))
+    door = open_door()
+    room = door.app.state.gateway.body_room
+    head = b"POST /v1/tasks HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as first:
+        first.sendall(head + b" " * 200_000)
+        assert until(lambda: room._held.total() == 200_000)
+        with socket.create_connection(("127.0.0.1", door.port), timeout=60) as second:
+            second.sendall(head + b" " * 200_000)
+            answer = second.recv(1 << 16)
+            assert answer.startswith(b"HTTP/1.1 429")
+            assert b"connection: close" in answer.lower()
+            assert b"body_busy" in answer
+        small = httpx.post(f"{door.url}/v1/tasks", json={"model": model, "prompt": "x"}, timeout=60)
+        assert small.status_code == 202
+    assert until(lambda: room._held.total() == 0)
+    large = json.dumps({"model": model, "prompt": "x"}).encode().ljust(200_000)
+    answers = [
+        httpx.post(f"{door.url}/v1/tasks", content=large, headers={"content-type": "application/json"}, timeout=60)
+        for _ in range(3)
+    ]
+    assert [one.status_code for one in answers] == [202] * 3
+    assert room._held.total() == 0
 
 
 @pytest.fixture
