@@ -210,8 +210,8 @@ async def _read(request: Request, limit: int, held: _Held) -> bytes:
         if size <= limit:
             try:
                 held.grow(size)
-            except Problem as problem:
-                problem.headers["connection"] = "close"  # the rest of it is not read
+            except Problem as busy:
+                busy.headers["connection"] = "close"  # the rest of it is not read
                 raise
             body += chunk
         elif size > COURTESY * limit:
