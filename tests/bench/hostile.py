@@ -41,7 +41,7 @@ PATIENCE_S: Final = 30.0
 #: For how long (s) the attacker's process may import.
 START_S: Final = 120.0
 #: The core of the gateway, Valkey, the worker and the victim, and that of the attacker.
-CORES: Final = (0, 1)
+CORES: Final = sorted(os.sched_getaffinity(0))[:: max(1, len(os.sched_getaffinity(0)) - 1)][:2]
 
 
 def load(model: str, options: dict[str, Any]) -> tuple[StubEngine, dict[str, bytes]]:
@@ -139,9 +139,11 @@ class Measured:
     """What the attacker was answered: statuses, or `closed`."""
 
 
-def attack(name: str | None, port: int, hostile: dict[str, str], task_id: str, seconds: float, done: Any) -> None:
+def attack(
+    name: str | None, core: int, port: int, hostile: dict[str, str], task_id: str, seconds: float, done: Any
+) -> None:
     """The attacker's process: puts True when it begins, then what it was answered."""
-    os.sched_setaffinity(0, {CORES[1]})
+    os.sched_setaffinity(0, {core})
     done.put(True)
     end = time.monotonic() + seconds
     if name is None:
@@ -246,7 +248,15 @@ async def victim(hostile: Stage, seconds: float) -> Measured:
 
 def measured(name: str | None, seconds: float) -> Measured:
     """One attack on a stage of its own."""
+    before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {CORES[0]})  # inherited by what the stage starts
+    try:
+        return _measured(name, seconds)
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _measured(name: str | None, seconds: float) -> Measured:
     factory = {"model": "tiny", "engine_factory": "tests.bench.hostile:load"}
     with stage(*OPTIONS, worker=factory) as hostile:
         task_id = hostile.finished("attacker", tokens=LARGE, logprobs=2)
@@ -255,7 +265,8 @@ def measured(name: str | None, seconds: float) -> Measured:
         assert hostile.http("victim", "POST", CHATS, json=CHAT).status_code == 200
         context = mp.get_context("spawn")
         done = context.Queue()
-        attacker = context.Process(target=attack, args=(name, hostile.port, hostile.keys, task_id, seconds, done))
+        arguments = (name, CORES[-1], hostile.port, hostile.keys, task_id, seconds, done)
+        attacker = context.Process(target=attack, args=arguments)
         attacker.start()
         done.get(timeout=START_S)
         found = asyncio.run(victim(hostile, seconds))
