@@ -169,7 +169,7 @@ def test_a_tiny_run_ends_well(module: str, arguments: str, places: dict[str, str
     start(module, *(places.get(word, word) for word in arguments.split()))
 
 
-@pytest.mark.parametrize("target", [line.partition(" ")[0] for line in named("make")])
+@pytest.mark.parametrize("target", [line.partition(" ")[0] for line in named("(?<!secrets )make")])
 def test_a_target_can_be_made(target: str) -> None:
     subprocess.run(["make", "-n", target], cwd=ROOT, check=True, capture_output=True)
 

@@ -17,8 +17,9 @@ FILES = sorted(
     file for room in ("producers", "workers") for kind in ("*.py", "*.lua") for file in (ROOT / room).rglob(kind)
 )
 #: The checker judges what the servers hold, and must not believe the product. Sources take messages of other programs
-#: from lists that are no queues of a broker.
+#: from lists that are no queues of a broker. Rights name every key and command of a server's users.
 OTHERS = (
+    ROOT / "producers" / "admin" / "roles.py",
     ROOT / "workers" / "chaos" / "checker",
     ROOT / "producers" / "sources",
     *(ROOT / "producers" / "store" / "scripts" / f"list_{name}.lua" for name in ("take", "bury")),
