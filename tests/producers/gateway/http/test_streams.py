@@ -31,6 +31,7 @@ ASKED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "a response": ("POST", "/v1/responses", {"content": b"no JSON"}),
     "a response's events": ("GET", "/v1/responses/none?stream=true", {}),
     "a file": ("GET", "/v1/files/none/content", {}),
+    "a test of a webhook": ("POST", "/v1/webhook_endpoints/none/test", {"content": b"no JSON"}),
 }
 
 
