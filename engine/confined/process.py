@@ -48,7 +48,7 @@ class Limits:
     stack: int = 0
     """Bytes of the stack on which the work runs; 0: the system's usual one."""
     nice: int = 0
-    """By how much the child yields to this process, see nice(2)."""
+    """Niceness that the child adds to this process's, see nice(2)."""
 
 
 class Stopped(Exception):

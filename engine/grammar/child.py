@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import llguidance  # noqa: F401
+import llguidance  # noqa: F401 - a sealed process cannot import it later
 
 from engine.grammar.source import form_of, judge, new_tokenizer, unreadable
 
@@ -23,8 +23,8 @@ def packed(tokenizer: str, eos: Sequence[int]) -> dict[str, Any]:
 
 
 def judged(setup: dict[str, Any] | None) -> Callable[[list[str]], None]:
-    """What the child runs for each form, given as [the parameter's name, its text]. `setup`: of `packed`, and matchers
-    are made; None: forms are only validated."""
+    """Makes the function that the child runs for each form, given as [the parameter's name, its text]. `setup`: that of
+    `packed`, and matchers are made; None: forms are only validated."""
     tokenizer: Any = None
 
     def judge_one(form: list[str]) -> None:

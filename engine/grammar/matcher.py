@@ -118,7 +118,7 @@ class Matcher:
         self._rules = rules
         self._ends = ends
         self._marks = marks
-        #: What `push` is to return for the output's next tokens, which the rules have taken before.
+        #: Answers of `push` for the output's next tokens, which the rules have taken before.
         self._foreseen: deque[bool] = deque()
         self.count = 0
         #: Why no token can follow, if the form was found to be too complex, or the output not to have it.

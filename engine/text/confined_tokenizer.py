@@ -68,7 +68,7 @@ class ConfinedTokenizer:
 
 
 def worker(setup: Mapping[str, str]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """What the child runs for each request."""
+    """Makes the function that the child runs for each request."""
     tokenizer = Tokenizer({"tokenizer.json": setup["tokenizer"].encode()})
 
     def work(request: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from urllib.parse import quote, unquote, urlsplit
 from producers.admin.roles import ROLES, user_line
 from producers.errors import PenstockError
 
-#: Where processes find the certificate of the authority, on every platform.
+#: Path at which processes find the certificate of the authority, on every platform.
 CA: Final = "/etc/penstock/ca.crt"
 DAYS: Final = 825
 AUTHORITY: Final = (

@@ -29,7 +29,7 @@ KEYS: Final = (
     "zrevrangebyscore zscan zscore "
     "xadd xlen xrange xrevrange xtrim"
 )
-#: Of a plain Celery application that sends tasks, and waits for their results.
+#: Commands of a plain Celery application, which sends tasks and waits for their results.
 SENDER: Final = (
     "hello ping select auth client|setinfo client|setname multi exec lpush llen sadd srem smembers "
     "zadd zrem zrangebyscore get mget del subscribe unsubscribe psubscribe punsubscribe"
@@ -60,7 +60,7 @@ class Rights:
         )
 
 
-#: What a task's way through the store touches, from ADMIT to SETTLE: each process that may end a task needs it.
+#: Keys that a task's way through the store touches, from ADMIT to SETTLE: each process that may end a task needs it.
 _TASKS: Final = (
     "penstock:task:* penstock:stream:* penstock:result:* penstock:tasks penstock:tasks:* penstock:tenants "
     "penstock:submitting penstock:deadlines penstock:unsettled penstock:settled penstock:readers penstock:waiting "
@@ -81,7 +81,7 @@ _DELIVERIES: Final = (
     "penstock:arrivals penstock:unserved penstock:weights penstock:sqs:*"
 )
 _QUEUES: Final = "penstock:queue:*"
-#: What every process tries at its start (`producers.store.servers`).
+#: Keys that every process tries at its start (`producers.store.servers`).
 _PROBE, _PROBE_CHANNEL = "penstock:task:probe penstock:task:probe:stream", "penstock:tokens:probe"
 _IDEMPOTENCY: Final = "penstock:idempotency:* penstock:idempotent:*"
 _FILES: Final = "penstock:file:* penstock:files:*"

@@ -149,7 +149,7 @@ def read_block(number: int, block: bytes, start: int = 0, most: int | None = Non
 
 
 def first_slice(entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> tuple[int, int]:
-    """How many of the entries in XRANGE's answer make a slice, at least one if there are any; and the size of all."""
+    """Number of entries of XRANGE's answer that make a slice, at least one if there are any; and the size of all."""
     count = size = 0
     for _, fields in entries:
         if size < SLICE:

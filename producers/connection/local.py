@@ -19,7 +19,7 @@ BROKER: Final = "broker"
 #: lets in everybody on the machine.
 PASSWORD: Final = "password"  # noqa: S105 - a file's name
 HOST: Final = "127.0.0.1"
-#: What a password file may hold, as `secrets.token_urlsafe` writes it: no character of it means anything in a URL.
+#: Text of a password file, as `secrets.token_urlsafe` writes it: no character of it means anything in a URL.
 WELL_FORMED: Final = re.compile(r"[A-Za-z0-9_-]{16,128}")
 
 

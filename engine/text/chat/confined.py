@@ -6,7 +6,7 @@ A child renders one template only, so it cannot affect the templates of other mo
 from __future__ import annotations
 
 import codecs
-import html  # noqa: F401
+import html  # noqa: F401 - these, and Jinja's own two below: a sealed process cannot import them later
 import pprint  # noqa: F401
 import textwrap  # noqa: F401
 from collections.abc import Callable, Mapping, Sequence
@@ -79,7 +79,8 @@ class ConfinedTemplate:
 
 
 def renderer(source: dict[str, Any]) -> Callable[[dict[str, Any]], str]:
-    """What the child runs for each request. The template is compiled with the first one, under its limits."""
+    """Makes the function that the child runs for each request. The template is compiled with the first one, under its
+    limits."""
     template: ChatTemplate | None = None
 
     def render(request: dict[str, Any]) -> str:
