@@ -26,6 +26,7 @@ from typing import Any, Final
 from redis.asyncio import Redis
 
 from producers.client.steps import FAILURES
+from producers.connection.hosts import network_of
 from producers.connection.log_throttle import warn_throttled
 from producers.gateway.http.connection import cut
 from producers.gateway.http.errors import RETRY_AFTER, Problem, unavailable
@@ -58,7 +59,7 @@ class Bounds:
 
     in_all: int = 0
     each: int = 0
-    """Of one tenant; of one address where no keys are asked for."""
+    """Of one tenant; of one address (of IPv6: 64 bits) where no keys are asked for."""
 
     def within(self, connections: int) -> Bounds:
         """These bounds for a gateway that takes so many connections: a quarter of them is left to other requests, and
@@ -104,7 +105,8 @@ class Streams:
         if (existing := state.get(STOP)) is not None:
             return existing  # type: ignore[no-any-return]  # a state holds anything
         principal: Principal = state.get("principal", LOCAL)
-        whose: Hashable = (scope.get("client") or ("nobody",))[:1] if principal.key is None else principal.tenant
+        network = network_of((scope.get("client") or ("nobody",))[0])
+        whose: Hashable = (network,) if principal.key is None else principal.tenant
         in_all, each = self.bounds.in_all, self.bounds.each
         if each and self._counts[whose] >= each:
             raise _too_many(each, principal)

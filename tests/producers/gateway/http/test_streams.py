@@ -110,6 +110,19 @@ def test_without_keys_an_addresss_streams_are_bounded(open_door: Open, model: st
         assert refused(answer) == (429, "too_many_streams")
 
 
+def test_an_ipv6_host_is_one_address_whichever_of_its_own_it_sends_from(open_door: Open, model: str) -> None:
+    """It has 2 ** 64 of them."""
+    door = open_door(max_streams_per_tenant=2, proxy_headers=("127.0.0.1",))
+    task_id = door.http.post("/v1/tasks", json=TASK).json()["id"]
+    same, other = ({"x-forwarded-for": f"2001:db8:0:{network}::7"} for network in (1, 2))
+    with streams(door, task_id, 1, {"x-forwarded-for": "2001:db8:0:1::1"}):
+        with streams(door, task_id, 1, {"x-forwarded-for": "2001:db8:0:1:ffff::1"}):
+            answer = door.http.get(f"/v1/tasks/{task_id}/events", headers=same)
+            assert refused(answer) == (429, "too_many_streams")
+        with streams(door, task_id, 1, other) as theirs:
+            assert theirs[0].status_code == 200
+
+
 def test_bounds_leave_connections_to_other_requests_and_streams_to_other_tenants() -> None:
     assert Bounds(4096, 1024).within(8192) == Bounds(4096, 1024)
     assert Bounds(4096, 1024).within(200) == Bounds(150, 75)
