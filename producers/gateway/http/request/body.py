@@ -3,7 +3,7 @@
 bytes ─▶ unpacked ─▶ small: parsed here │ large, in turns of tenants: a thread counts its parts, then parses it
 
 Python's parser holds the interpreter until it is done, and lists and keys take it a hundred times longer than text of
-the same size. So a body of more parts than any request needs is refused without being parsed.
+the same size, numbers ten times. So a body of more parts than any request needs is refused without being parsed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 from fastapi import Request
 
 from producers.connection.turns import OWNER
-from producers.contract.task import Task, read_json
+from producers.contract.task import MAX_PROMPT_TOKENS, Task, read_json
 from producers.errors import InvalidTask, shown
 from producers.gateway.executor import ExecutorBusy, ExecutorClosed, ExecutorFull
 from producers.gateway.http.errors import RETRY_AFTER, Problem, media_type, unavailable
@@ -34,6 +34,8 @@ INLINE = 64 * 1024
 #: Most lists, objects and strings of a body, names of members included: about 50 ms of the interpreter's time. 4,096
 #: messages of text parts have two thirds of them.
 MAX_PARTS = 1 << 16
+#: Most values of a body, numbers included: as many as the longest prompt has token ids, and all else.
+MAX_VALUES: Final = MAX_PROMPT_TOKENS + MAX_PARTS
 #: Most bytes of a body that makes no task: such requests do not count in a minute's, so none may take long.
 SETTINGS: Final = 256 * 1024
 #: Most files in one gzip (RFC 1952, 2.2), of which clients send one; and zlib's number for gzip.
@@ -139,8 +141,9 @@ async def aside(request: Request, work: Work, do: Callable[[], T]) -> T:
 def _parse_large(body: bytes, parse: Callable[[bytes], T]) -> T:
     """Parse a large body. Raises Problem for one of too many parts."""
     if (parts := count_parts(body, MAX_PARTS)) > MAX_PARTS:
-        said = f"The body has {parts} lists, objects and strings; at most {MAX_PARTS} are taken"
-        raise Problem(400, f"{said}: send less at a time.", code="too_many_parts")
+        raise _too_many(f"{parts} lists, objects and strings", MAX_PARTS)
+    if (values := count_values(body, MAX_VALUES)) > MAX_VALUES:
+        raise _too_many(f"{values} values", MAX_VALUES)
     return parse(body)
 
 
@@ -149,14 +152,31 @@ def count_parts(body: bytes, enough: int) -> int:
     count = body.count(b"[") + body.count(b"{") + body.count(b'"')
     if count <= enough:
         return count
+    brackets, quotes = _outside_of_strings(body, b"[", b"{")
+    return brackets + quotes // 2
+
+
+def count_values(body: bytes, enough: int) -> int:
+    """One more than a JSON text's commas: with the lists and objects they bound its values. An upper bound of that; the
+    exact number if it is above `enough`."""
+    commas = body.count(b",")
+    return 1 + (commas if commas < enough else _outside_of_strings(body, b",")[0])
+
+
+def _outside_of_strings(body: bytes, *signs: bytes) -> tuple[int, int]:
+    """How often these characters are in a JSON text outside of its strings, and the quotes around those."""
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # the quotes that are left begin and end strings
-    quotes = brackets = 0
+    quotes = count = 0
     for at in range(0, len(plain), SLICE):
         texts = plain[at : at + SLICE].split(b'"')
         outside = b"".join(texts[quotes % 2 :: 2])
-        brackets += outside.count(b"[") + outside.count(b"{")
+        count += sum(map(outside.count, signs))
         quotes += len(texts) - 1
-    return brackets + quotes // 2
+    return count, quotes
+
+
+def _too_many(what: str, most: int) -> Problem:
+    return Problem(400, f"The body has {what}; at most {most} are taken: send less at a time.", code="too_many_parts")
 
 
 def _unpacking(request: Request) -> Callable[[bytes, int], bytes] | None:

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.contract.task import Task, fields, read_json
+from producers.contract.task import MAX_PROMPT_TOKENS, Task, fields, read_json
 from producers.gateway import app
 from producers.gateway.http.request import body
-from producers.gateway.http.request.body import MAX_PARTS, count_parts
+from producers.gateway.http.request.body import MAX_PARTS, MAX_VALUES, count_parts, count_values
 from producers.gateway.openai.prompts import Completion
 from tests.producers.gateway.conftest import Open, until
 
@@ -35,33 +35,52 @@ def parts(value: Any) -> int:
     return 1 + sum(map(parts, value)) if isinstance(value, list) else int(isinstance(value, str))
 
 
+def values(value: Any) -> int:
+    """One, and all but the first of each list and object."""
+    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    return 1 + max(0, len(inner) - 1) + sum(values(one) - 1 for one in inner)
+
+
 @given(VALUES, st.sampled_from([1, 3, 1 << 18]))
 def test_lists_objects_and_strings_are_counted_outside_of_strings(value: Any, size: int) -> None:
     text = json.dumps(value).encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(body, "SLICE", size)
         assert count_parts(text, -1) == parts(value)
+        assert count_values(text, 0) == values(value)
     assert count_parts(text, len(text)) >= parts(value)
+    assert count_values(text, len(text) + 1) >= values(value)
 
 
 @pytest.mark.parametrize(
-    "part", [b"[],", b'{"a":1},', b'"a",', b'{"role":"user","content":"x"},'], ids=["lists", "objects", "texts", "chat"]
+    ("part", "most"),
+    [
+        (b"[],", MAX_PARTS),
+        (b'{"a":1},', MAX_PARTS),
+        (b'"a",', MAX_PARTS),
+        (b'{"role":"user","content":"x"},', MAX_PARTS),
+        (b"7,", MAX_VALUES),
+    ],
+    ids=["lists", "objects", "texts", "chat", "numbers"],
 )
 def test_a_body_of_too_many_parts_is_refused_without_being_parsed(
-    http: httpx.Client, monkeypatch: pytest.MonkeyPatch, model: str, part: bytes
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch, model: str, part: bytes, most: int
 ) -> None:
     parsed: list[int] = []
     loads = json.loads
     monkeypatch.setattr(fields.json, "loads", lambda text, **more: parsed.append(len(text)) or loads(text, **more))
-    large = b'{"model": "tiny", "messages": [' + part * (MAX_PARTS + 1) + b"1]}"
+    large = b'{"model": "tiny", "messages": [' + part * (most + 1) + b"1]}"
     for path in ("chat/completions", "completions", "responses", "tasks"):
         answer = http.post(f"/v1/{path}", content=large, headers={"content-type": "application/json"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "too_many_parts"), answer.text
     assert max(parsed, default=0) < len(large) // 2
 
 
-def test_text_of_brackets_and_quotes_is_text(http: httpx.Client, model: str) -> None:
-    prompt = '[{"' * 50_000
+@pytest.mark.parametrize("prompt", ['[{"' * 50_000, "," * 1_000_000, [7] * MAX_PROMPT_TOKENS])
+def test_signs_in_a_text_are_text_and_a_prompt_is_as_long_as_any_may_be(
+    http: httpx.Client, model: str, monkeypatch: pytest.MonkeyPatch, prompt: str | list[int]
+) -> None:
+    monkeypatch.setattr(body, "MAX_VALUES", MAX_VALUES if isinstance(prompt, list) else MAX_PARTS)
     answer = http.post("/v1/tasks", json={"model": model, "prompt": prompt})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
 
