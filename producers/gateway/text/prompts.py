@@ -1,7 +1,8 @@
 """Tokenises and detokenises prompts, with the tokenizer that the model's card names by hash.
 
 texts ─▶ sizes: what is too long whatever its tokens are is refused here, for every endpoint
-      ─▶ small: a thread │ large: a process that can be killed (`engine.confined`); in turns of tenants ─▶ token ids
+      ─▶ small: a thread of the tokenizer's │ large: a process that can be killed (`engine.confined`), one of a few for
+         all models; in turns of tenants ─▶ token ids
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -21,7 +23,7 @@ from engine.text import ModelError, RequestError, Tokenizer
 from engine.text.confined_tokenizer import ConfinedTokenizer, TextError
 from producers.errors import InvalidTask, shown
 from producers.gateway.executor import CallerLeft, Executor, ExecutorBusy, ExecutorClosed, ExecutorFull
-from producers.gateway.http.errors import CLIENT_LEFT, RETRY_AFTER, Problem
+from producers.gateway.http.errors import CLIENT_LEFT, RETRY_AFTER, Problem, unavailable
 from producers.gateway.http.work import Work
 from producers.gateway.lru_cache import LruCache
 from producers.gateway.text.blobs import TOKENIZER, broken, read_blobs
@@ -45,7 +47,7 @@ SHORT, LARGE = 4096, 64 * 1024
 PATIENCE_S: Final = 10.0
 #: Time limit (s) for all texts of a request, from the start of the first.
 LIMIT_S: Final = 10.0
-#: The same for large texts, which `engine.text.confined_tokenizer` limits; and the most processes for them.
+#: The same for large texts of all models, which `engine.text.confined_tokenizer` limits; and the most processes.
 WAITING_LARGE, PATIENCE_LARGE_S = 64, 30.0
 KEPT_LARGE: Final = 2
 
@@ -64,7 +66,7 @@ class Prompts:
     def __init__(self, store: Redis) -> None:
         self._store = store
         self._encoders: LruCache[str, _Encoder] = LruCache(KEPT, _Encoder.close)
-        self._large: LruCache[str, _Process] = LruCache(KEPT_LARGE, _Process.close)
+        self._large = _LargeTexts(self._file)
 
     async def encode(self, card: Mapping[str, Any], text: str, work: Work, *, special: bool = True) -> tuple[int, ...]:
         """Token ids of a prompt; with `special`, including the tokenizer's special tokens around it.
@@ -102,7 +104,7 @@ class Prompts:
 
     def close(self) -> None:
         self._encoders.clear()
-        self._large.clear()
+        self._large.close()
 
     async def _check_sizes(self, card: Mapping[str, Any], texts: Sequence[str], work: Work) -> None:
         """Refuse texts that have too many tokens by their size alone, with the errors of those that were counted.
@@ -138,11 +140,10 @@ class Prompts:
         if not prompts:
             return []
         encoder = await self._encoder(card)
+        if sum(map(len, prompts)) > LARGE:
+            return await self._large.all(card, len(prompts), large, work)
         while True:
             with suppress(ExecutorClosed):  # it was evicted meanwhile
-                if sum(map(len, prompts)) > LARGE:
-                    process = await self._large.get(_digest(card), lambda: self._start(card))
-                    return await process.all(len(prompts), large, work)
                 return await encoder.each(prompts, small, work)
             encoder = await self._encoder(card)
 
@@ -150,16 +151,15 @@ class Prompts:
         return await self._encoders.get(_digest(card), lambda: self._load(card))
 
     async def _load(self, card: Mapping[str, Any]) -> _Encoder:
-        files = await read_blobs(self._store, card, (TOKENIZER,))
+        files = {TOKENIZER: await self._file(card)}
         try:
             return _Encoder(await asyncio.to_thread(Tokenizer, files))
         except ModelError as error:
             logger.error("the tokenizer of %s cannot be used: %s", card["name"], error)
             raise broken(card["name"], TOKENIZER) from error
 
-    async def _start(self, card: Mapping[str, Any]) -> _Process:
-        files = await read_blobs(self._store, card, (TOKENIZER,))
-        return _Process(ConfinedTokenizer(files[TOKENIZER]))
+    async def _file(self, card: Mapping[str, Any]) -> bytes:
+        return (await read_blobs(self._store, card, (TOKENIZER,)))[TOKENIZER]
 
 
 class _Encoder:
@@ -172,7 +172,7 @@ class _Encoder:
     async def each(self, prompts: Sequence[P], do: Callable[[Tokenizer, P], T], work: Work) -> list[T]:
         given_up = threading.Event()
         turn: dict[str, Any] = {"tenant": work.tenant, "most": WAITING, "patience": PATIENCE_S, "limit": LIMIT_S}
-        with _told(work, WAITING, PATIENCE_S):
+        with _told(work, "this model's tokenizer", WAITING, PATIENCE_S):
             try:
                 return await self._executor.run(partial(self._each, prompts, do, given_up), **turn)
             except TimeoutError:
@@ -200,18 +200,52 @@ class _Encoder:
 
 
 class _Process:
-    """A tokenizer's process for large texts, and the thread that talks to it."""
+    """A tokenizer's process for large texts. `tenant`: whose text it was started for."""
 
-    def __init__(self, confined: ConfinedTokenizer) -> None:
-        self._confined = confined
-        self._executor = Executor("penstock-tokenize-large")
+    __slots__ = ("confined", "digest", "tenant")
 
-    async def all(self, count: int, do: Callable[[ConfinedTokenizer], list[T]], work: Work) -> list[T]:
+    def __init__(self, tokenizer: bytes, digest: str, tenant: str) -> None:
+        self.confined = ConfinedTokenizer(tokenizer)
+        self.digest = digest
+        self.tenant = tenant
+
+
+class _LargeTexts:
+    """Tokenizers' processes for large texts, KEPT_LARGE of them, and as many threads that talk to them: so one is free
+    for the text whose turn it is.
+
+    A text takes a free process of its tokenizer, or starts one. That ends a free one which its own tenant had started,
+    if there is one, else the one that is free for longest: who goes from model to model waits for processes to start,
+    and makes few others wait for them.
+    """
+
+    def __init__(self, read: Callable[[Mapping[str, Any]], Coroutine[Any, Any, bytes]]) -> None:
+        """`read`: the tokenizer.json of a card, on the event loop."""
+        self._read = read
+        self._executor = Executor("penstock-tokenize-large", KEPT_LARGE)
+        #: Guards the below, and that no process is killed for a text which it does not work on.
+        self._lock = threading.Lock()
+        self._free: list[_Process] = []
+        """The one that is free for longest is the first."""
+        self._working = 0
+        self._closed = False
+
+    async def all(
+        self, card: Mapping[str, Any], count: int, do: Callable[[ConfinedTokenizer], list[T]], work: Work
+    ) -> list[T]:
+        loop, request = asyncio.get_running_loop(), _Request()
+
+        def read() -> bytes:
+            return asyncio.run_coroutine_threadsafe(self._read(card), loop).result()
+
         turn: dict[str, Any] = {"tenant": work.tenant, "most": WAITING_LARGE, "patience": PATIENCE_LARGE_S}
-        with _told(work, WAITING_LARGE, PATIENCE_LARGE_S):
+        with _told(work, "the tokenizer of large texts", WAITING_LARGE, PATIENCE_LARGE_S):
             try:
                 return await self._executor.run_killable(
-                    partial(do, self._confined), self._confined.kill, work.left, **turn
+                    partial(self._work, do, _digest(card), work.tenant, read, request),
+                    partial(self._kill, request),
+                    work.left,
+                    **turn,
                 )
             except CallerLeft:
                 raise Problem(CLIENT_LEFT, "The client left before its text was read.", code="client_left") from None
@@ -223,21 +257,97 @@ class _Process:
                 ) from None
             except TextError as error:
                 raise InvalidPrompt(str(error), error.at, param=error.param, code=error.code) from error
+            except ExecutorClosed:
+                raise unavailable("This gateway is stopping; send the request again.", code="stopping") from None
 
     def close(self) -> None:
-        """Does not wait: what runs is ended by its limits, and the process then."""
-        self._executor.close(self._confined.close)
+        """Does not wait: what runs is ended by its limits, and the processes then."""
+        with self._lock:
+            self._closed = True
+        self._executor.close(self._end_free)
+
+    # ---- on the threads
+
+    def _work(
+        self,
+        do: Callable[[ConfinedTokenizer], list[T]],
+        digest: str,
+        tenant: str,
+        read: Callable[[], bytes],
+        request: _Request,
+    ) -> list[T]:
+        with self._lock:
+            self._working += 1
+            process = self._take(digest)
+            ended = None if process is not None else self._make_room(tenant)
+        try:
+            if ended is not None:
+                ended.confined.close()
+            if process is None:
+                process = _Process(read(), digest, tenant)
+            with self._lock:
+                if request.given_up:
+                    raise Stopped("nobody waits for it any more")
+                request.process = process
+            return do(process.confined)
+        finally:
+            with self._lock:
+                request.process = None
+                self._working -= 1
+                if process is not None:
+                    self._free.append(process)
+                closed = self._closed
+            if closed:
+                self._end_free()
+
+    def _take(self, digest: str) -> _Process | None:
+        """The last free process of a tokenizer, which is not free then; under the lock."""
+        process = next((one for one in reversed(self._free) if one.digest == digest), None)
+        if process is not None:
+            self._free.remove(process)
+        return process
+
+    def _make_room(self, tenant: str) -> _Process | None:
+        """The process that is to end before another one starts for this tenant, which is not free then; under the
+        lock."""
+        if len(self._free) + self._working <= KEPT_LARGE:
+            return None
+        process = next((one for one in self._free if one.tenant == tenant), self._free[0])
+        self._free.remove(process)
+        return process
+
+    def _end_free(self) -> None:
+        with self._lock:
+            free, self._free = self._free, []
+        for process in free:
+            process.confined.close()
+
+    # ---- on the event loop
+
+    def _kill(self, request: _Request) -> None:
+        with self._lock:
+            request.given_up = True
+            if request.process is not None:
+                request.process.confined.kill()
+
+
+@dataclass(slots=True)
+class _Request:
+    """One request's large texts. `process`: what works on them now. `given_up`: nobody waits for them."""
+
+    process: _Process | None = None
+    given_up: bool = False
 
 
 @contextmanager
-def _told(work: Work, waiting: int, patience_s: float) -> Iterator[None]:
+def _told(work: Work, what: str, waiting: int, patience_s: float) -> Iterator[None]:
     """Errors of an executor become the caller's. Work that began is noted as done."""
     try:
         yield
     except ExecutorFull:
-        raise _busy(f"{waiting} requests wait for this model's tokenizer already") from None
+        raise _busy(f"{waiting} requests wait for {what} already") from None
     except ExecutorBusy:
-        raise _busy(f"this model's tokenizer was busy with others' prompts for {patience_s:g} s") from None
+        raise _busy(f"{what} was busy with others' prompts for {patience_s:g} s") from None
     except ExecutorClosed:
         raise
     except BaseException:

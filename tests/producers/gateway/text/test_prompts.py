@@ -15,23 +15,33 @@ import pytest
 from redis import Redis
 
 from engine.text import Tokenizer
+from engine.text.confined_tokenizer import ConfinedTokenizer
 from producers.contract import keys
 from producers.gateway.text import prompts
-from tests.producers.gateway.conftest import CARD, TINY
+from producers.gateway.text.prompts import KEPT_LARGE
+from tests.producers.gateway.conftest import CARD, TINY, Door, until
 
 
 @pytest.fixture
 def hostile(valkey: Redis, model: str) -> str:
     """Like `tiny`, but the tokenizer's pattern backtracks for as long as the library lets it, and that drops z."""
     pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
-    drops = {"type": "Replace", "pattern": {"String": "z"}, "content": ""}
-    changed = {"pre_tokenizer": pattern, "normalizer": drops}
+    return published(valkey, "hostile", {"pre_tokenizer": pattern, "normalizer": dropping("z")})
+
+
+def dropping(letter: str) -> dict[str, Any]:
+    """A normalizer with which a text's size says nothing of its tokens."""
+    return {"type": "Replace", "pattern": {"String": letter}, "content": ""}
+
+
+def published(valkey: Redis, name: str, changed: dict[str, Any]) -> str:
+    """A model like `tiny`, but for its tokenizer."""
     data = json.dumps(json.loads((TINY / "tokenizer.json").read_text()) | changed).encode()
     digest = hashlib.sha256(data).hexdigest()
     valkey.set(keys.blob(digest), data)
-    card = replace(CARD, name="hostile", files=CARD.files | {"tokenizer.json": digest})
-    valkey.hset(keys.MODELS, "hostile", json.dumps({"v": 1, **asdict(card)}))
-    return "hostile"
+    card = replace(CARD, name=name, files=CARD.files | {"tokenizer.json": digest})
+    valkey.hset(keys.MODELS, name, json.dumps({"v": 1, **asdict(card)}))
+    return name
 
 
 def ask(http: httpx.Client, model: str, prompt: str) -> dict[str, Any]:
@@ -122,3 +132,49 @@ def test_waiting_for_others_prompts_is_no_fault_of_the_prompt(
         monkeypatch.setattr(prompts, limit, 100.0)
     go.set()
     assert ask(http, hostile, "b") == {"status": 202}
+
+
+class TestLargeTextsOfManyModels:
+    """Their tokenizers are in processes, of which there are few."""
+
+    @pytest.fixture
+    def models(self, valkey: Redis, model: str) -> list[str]:
+        return [published(valkey, f"like-{letter}", {"normalizer": dropping(letter)}) for letter in "wxyz"]
+
+    def test_no_more_processes_work_than_are_kept(
+        self, door: Door, models: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        go, begun = threading.Event(), threading.Semaphore(0)
+
+        def held_up(*_: Any) -> list[tuple[int, ...]]:
+            begun.release()
+            go.wait(60)
+            return [(1,)]
+
+        monkeypatch.setattr(ConfinedTokenizer, "encode_all", held_up)
+        with ThreadPoolExecutor(len(models)) as threads:
+            waiting = [threads.submit(ask, door.http, model, "b" * 70_000) for model in models]
+            assert all(begun.acquire(timeout=60) for _ in range(KEPT_LARGE))
+            executor = door.app.state.gateway.prompts._large._executor
+            assert until(lambda: executor.waiting == len(models))
+            more = begun.acquire(blocking=False)
+            go.set()
+            assert [one.result() for one in waiting] == [{"status": 202}] * len(models)
+        assert not more, "a third process"
+
+    def test_a_tenant_that_goes_from_model_to_model_ends_the_processes_that_it_started_itself(
+        self, http: httpx.Client, models: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        used = list[ConfinedTokenizer]()
+        monkeypatch.setattr(ConfinedTokenizer, "encode_all", lambda self, *_: used.append(self) or [(1,)])
+
+        def ask_as(tenant: str, model: str) -> ConfinedTokenizer:
+            body = {"model": model, "prompt": "b" * 70_000}
+            assert http.post("/v1/tasks", json=body, headers={"penstock-tenant": tenant}).status_code == 202
+            return used[-1]
+
+        first = ask_as("victim", models[0])
+        for model in (*models[1:], *models):
+            ask_as("attacker", model)
+        assert ask_as("victim", models[0]) is first
+        assert len(set(used)) == len(models) * 2 - 1
