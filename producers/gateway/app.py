@@ -107,6 +107,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         redirect_slashes=False,  # unknown paths get our JSON error, not a redirect without a body
     )
     app.state.streams = streams
+    app.state.fair_share = fair_share
     app.state.metrics = figures
     app.add_middleware(Edge, metrics=figures, fair_share=fair_share, streams=streams)
     if settings.cors_origins:  # outside the edge, so that pages can read the errors of both

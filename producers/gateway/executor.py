@@ -12,11 +12,14 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from producers.gateway.http.fair_share import SHARE, Share
 
 T = TypeVar("T")
 
@@ -39,12 +42,14 @@ class ExecutorFull(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """`begun`: there where it had to wait. `done`: cancelled once its caller has left."""
+    """`begun`: there where it had to wait. `done`: cancelled once its caller has left. `share`: to which its time is
+    charged."""
 
     work: Callable[[], Any]
     tenant: str
     done: asyncio.Future[Any]
     begun: asyncio.Future[None] | None = None
+    share: Share | None = None
 
 
 class Executor:
@@ -88,7 +93,7 @@ class Executor:
         if self._closed:
             raise ExecutorClosed
         loop = self._loop = asyncio.get_running_loop()
-        job = _Job(work, tenant, loop.create_future())
+        job = _Job(work, tenant, loop.create_future(), share=SHARE.get())
         if most is not None and self.waiting >= most:
             self._make_room(tenant)
         if self._free and not self._queues:
@@ -195,8 +200,10 @@ class Executor:
         self._running[job.tenant] += 1
         self._handed.put(job)
 
-    def _ended(self, job: _Job, answer: Any, error: BaseException | None) -> None:
+    def _ended(self, job: _Job, used: float, answer: Any, error: BaseException | None) -> None:
         self._free += 1
+        if job.share is not None:
+            job.share.used += used
         self._running[job.tenant] -= 1
         if not self._running[job.tenant]:
             del self._running[job.tenant]
@@ -214,11 +221,12 @@ class Executor:
                 continue
             answer: Any = None
             error: BaseException | None = None
+            began = time.perf_counter()
             try:
                 answer = job.work()
             except BaseException as raised:  # noqa: BLE001 - it is raised where it is waited for
                 error = raised
             assert self._loop is not None  # whoever asked for it runs on one
             with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
-                self._loop.call_soon_threadsafe(self._ended, job, answer, error)
+                self._loop.call_soon_threadsafe(self._ended, job, time.perf_counter() - began, answer, error)
             del job, answer, error  # else they are kept until the next one comes

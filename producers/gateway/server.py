@@ -81,7 +81,7 @@ def configured(app: FastAPI, settings: GatewaySettings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="uvloop",
-        http=limited(settings.receive, peers, figures.refused),
+        http=limited(settings.receive, peers, app.state.fair_share, figures.refused),
         ws=Socket,
         ws_max_size=MAX_MESSAGE,
         ws_ping_interval=settings.heartbeat,

@@ -100,10 +100,10 @@ class Callers:
         principal, until = self._recent.get(token or "", NOBODY)
         return principal if time.monotonic() < until else None
 
-    def opened_before(self, token: str | None) -> str | None:
-        """The id of a key that has let somebody in here, maybe long ago: it may not work any more."""
+    def tenant_before(self, token: str | None) -> str | None:
+        """The tenant of a key that has let somebody in here, maybe long ago: it may not work any more."""
         principal, _ = self._recent.get(token or "", NOBODY)
-        return None if principal is None else principal.key
+        return None if principal is None else principal.tenant
 
     async def principal(self, token: str | None, address: str) -> Principal:
         """The holder of a key. Raises Problem (401) for a wrong or missing key, and redis.exceptions.RedisError or

@@ -7,14 +7,16 @@ Endpoints without a scope are open to all; a test knows them by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any, Final
 
 from fastapi import Depends
 from fastapi.openapi.models import HTTPBearer
 from fastapi.security.base import SecurityBase
 from starlette.requests import HTTPConnection
+from starlette.types import Scope
 
+from producers.connection.hosts import network_of
 from producers.connection.turns import OWNER
 from producers.contract.task import MAX_TENANT
 from producers.errors import shown
@@ -115,6 +117,21 @@ def same(principal: Principal, named: str | None, param: str) -> None:
         raise Problem(
             403, f"{param} is {shown(named)}, and this key another tenant's.", code="wrong_tenant", param=param
         )
+
+
+def caller_of(scope: Scope) -> Hashable:
+    """The caller of a request: the tenant of its key if that has let somebody in here, else its address (of IPv6: 64
+    bits).
+
+    That is no authentication. A key that is asked for again now and then is not counted with all who share its address.
+    """
+    gateway = getattr(scope["app"].state, "gateway", None)
+    if gateway is not None and gateway.callers is not None:
+        tenant = gateway.callers.tenant_before(token_of(scope["headers"]))
+        if tenant is not None:
+            return "tenant", tenant
+    client = scope.get("client")
+    return network_of(client[0]) if client else "nobody"
 
 
 def _named(headers: Iterable[tuple[bytes, bytes]]) -> str | None:

@@ -20,6 +20,7 @@ import json
 import os
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -32,10 +33,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from producers.gateway.http import head
 from producers.gateway.http.errors import Problem, body_of
+from producers.gateway.http.fair_share import FairShare, Share, too_many_waiting
 from producers.gateway.http.peers import Peers
 
-#: The ASGI extension with which a response finds its connection's `cut`.
+#: The ASGI extensions with which a response finds its connection's `cut`, and the connection, unless it is a WebSocket.
 CUT: Final = "penstock.cut"
+CONNECTION: Final = "penstock.connection"
 #: Bytes of a body that have to come in each `receive` seconds, where it does not come whole.
 LEAST: Final = 1 << 20
 #: Bytes that a request's line and headers may have, and what comes between two parts of its body or after them.
@@ -49,6 +52,8 @@ TURN: Final = 1 << 17
 #: Headers of answers: what they say of their type holds; and nobody keeps them, since they may be a caller's alone.
 STATIC: Final = ((b"x-content-type-options", b"nosniff"),)
 PRIVATE: Final = (*STATIC, (b"cache-control", b"no-store"))
+#: Seconds that the kernel takes to hand over a byte, of which the event loop's clock tells nothing.
+COPIED_S: Final = 5e-10
 #: The SO_LINGER value that makes close discard unsent data.
 _NOW: Final = struct.pack("ii", 1, 0)
 #: Requests of a connection that may wait for their answers: one read of 256 KiB could hold 8,000, each kept whole.
@@ -66,6 +71,12 @@ def cut(scope: Scope) -> None:
         end()
 
 
+def connection_of(scope: Scope) -> Connection | None:
+    """A request's connection; None under another server, and for a WebSocket."""
+    found: Connection | None = (scope.get("extensions") or {}).get(CONNECTION)
+    return found
+
+
 def cut_off(transport: asyncio.Transport) -> None:
     """Close a connection now, and discard what was not sent."""
     fileno = transport.get_extra_info("socket").fileno()
@@ -78,12 +89,13 @@ def cut_off(transport: asyncio.Transport) -> None:
 class Connection(HttpToolsProtocol):
     """An HTTP connection with limits.
 
-    `receive`: time limit (s) for receiving a request. `peers`: the open connections. `refused`: called with the error
-    code for each connection that is not let in.
+    `receive`: time limit (s) for receiving a request. `peers`: the open connections. `fair_share`: the callers' turns.
+    `refused`: called with the error code for each connection that is not let in.
     """
 
     receive: ClassVar[float]
     peers: ClassVar[Peers]
+    fair_share: ClassVar[FairShare]
     refused: ClassVar[Callable[[str], None]]
     _late: asyncio.TimerHandle | None = None
     _received = 0
@@ -96,6 +108,12 @@ class Connection(HttpToolsProtocol):
     """Unanswered requests, the oldest first. uvicorn reports a lost connection only to the last pipelined one."""
     _coming: RequestResponseCycle | None = None
     """The request whose body is still being received."""
+    share: Share | None = None
+    """The share of the latest request's caller, to which the time for what comes in is charged."""
+    turn: asyncio.Future[bool] | None = None
+    """The place of a request that waits for its turn."""
+    _reads: asyncio.Future[bool] | None = None
+    """The place of a body that waits for its turn to be read."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -118,10 +136,31 @@ class Connection(HttpToolsProtocol):
         for cycle in self._open:
             cycle.disconnected = True
             cycle.message_event.set()
+        for turn in (self.turn, self._reads):
+            if turn is not None and not turn.done():
+                turn.set_result(False)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
+        began, share = time.perf_counter(), self.share
+        self._take(data)
+        if share is not None:
+            share.used += time.perf_counter() - began + COPIED_S * len(data)
+            reading = self._coming is not None and not self._waits_to_read
+            if reading and not self.fair_share.may(share, time.monotonic()):
+                self._wait_to_read(share)
+
+    def _wait_to_read(self, share: Share) -> None:
+        """Take more of a body when it is the turn of its caller."""
+        self._reads = self.fair_share.wait(share)
+        if self._reads is None:
+            self._refuse(too_many_waiting())
+        else:
+            self.transport.pause_reading()
+            self._reads.add_done_callback(lambda _: self._read_on())
+
+    def _take(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         self._unread += len(data)
         unparsed: bytes | memoryview = data
@@ -144,8 +183,12 @@ class Connection(HttpToolsProtocol):
             self.transport.pause_reading()
             self.loop.call_soon(self._read_on)
 
+    @property
+    def _waits_to_read(self) -> bool:
+        return self._reads is not None and not self._reads.done()
+
     def _read_on(self) -> None:
-        if not self.flow.read_paused and not self.transport.is_closing():
+        if not self._waits_to_read and not self.flow.read_paused and not self.transport.is_closing():
             self.transport.resume_reading()
 
     def _parse(self, data: bytes | memoryview) -> int | None:
@@ -170,7 +213,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         extended: dict[str, Any] = dict(self.scope)
-        extended["extensions"] = {CUT: self._cut}
+        extended["extensions"] = {CUT: self._cut, CONNECTION: self}
         self.scope.update(extended)  # type: ignore[typeddict-item]  # an extension of ours
         self._pieces = self._size = 0
         self._wait()
@@ -239,7 +282,9 @@ class Connection(HttpToolsProtocol):
 
     def _is_late(self) -> None:
         coming = self._received >= LEAST and not self.cycle.response_complete
-        if coming or self.flow.read_paused:  # or an earlier request of this connection is not answered yet
+        if (
+            coming or self.flow.read_paused or not self.transport.is_reading()
+        ):  # or an earlier request of this connection is not answered yet
             self._wait()
         elif not self.transport.is_closing():
             self._refuse(_slow(self.receive))
@@ -274,9 +319,10 @@ def _end_by_closing(cycle: RequestResponseCycle) -> None:
     cycle.send = send_plain  # type: ignore[method-assign,assignment]  # it is made anew for each request
 
 
-def limited(receive: float, peers: Peers, refused: Callable[[str], None]) -> type[Connection]:
+def limited(receive: float, peers: Peers, fair_share: FairShare, refused: Callable[[str], None]) -> type[Connection]:
     """A protocol class with these limits, for uvicorn's `http` setting."""
-    return type("Limited", (Connection,), {"receive": receive, "peers": peers, "refused": staticmethod(refused)})
+    limits = {"receive": receive, "peers": peers, "fair_share": fair_share, "refused": staticmethod(refused)}
+    return type("Limited", (Connection,), limits)
 
 
 def _many_headers() -> Problem:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 import time
@@ -17,10 +16,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from producers.connection.turns import OWNER
 from producers.gateway.http import trace
-from producers.gateway.http.connection import PRIVATE, STATIC
+from producers.gateway.http.caller import caller_of
+from producers.gateway.http.connection import PRIVATE, STATIC, connection_of
 from producers.gateway.http.errors import problem_of, response_of
-from producers.gateway.http.fair_share import FairShare, caller_of
-from producers.gateway.http.streams import Streams
+from producers.gateway.http.fair_share import SHARE, FairShare, Measured, Share, too_many_waiting
+from producers.gateway.http.streams import STOP, Streams
 from producers.gateway.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,8 @@ LEFT: Final = tuple(
     )
     for at, what in ((3, "requests"), (5, "tokens"))
 )
+#: Paths that ask for this process's health alone.
+PROBES: Final = frozenset({"/livez", "/readyz", "/health", "/metrics"})
 #: The client of a connection without an address, over a Unix socket.
 NOBODY: Final = ("nobody",)
 #: The path of files that are the same for all callers, and may be kept by browsers and proxies.
@@ -65,7 +67,32 @@ class Edge:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
+        share = self._fair_share.enter(caller_of(scope), time.monotonic(), probes=scope["path"] in PROBES)
+        SHARE.set(share)
+        connection = connection_of(scope)
+        if connection is not None:
+            connection.share = share
+        try:
+            app = self._app
+            if not self._fair_share.may(share, time.monotonic()):
+                place = self._fair_share.wait(share)
+                if place is None:
+                    app = response_of(too_many_waiting())
+                else:
+                    if connection is not None:
+                        connection.turn = place
+                    if not await place:
+                        return
+            request = Measured(self._handle(app, scope, receive, send, share), share)
+            await request
+            if STOP not in scope.get("state", {}):  # a stream has used more since its answer began
+                share.learn(request.used)
+        finally:
+            self._fair_share.leave(share)
+
+    async def _handle(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, share: Share) -> None:
         came = time.perf_counter()
+        share.running += 1
         OWNER.set((scope.get("client") or NOBODY)[:1])  # until it is known whose key this is
         headers = Headers(scope=scope)
         trace.enter(headers)
@@ -80,6 +107,8 @@ class Edge:
         async def send_on(message: Message) -> None:
             nonlocal begun
             if message["type"] in BEGINNINGS:
+                if not begun:
+                    share.running -= 1
                 begun = True
                 MutableHeaders(scope=message)["x-request-id"] = request_id
                 message["headers"] += STATIC if scope["path"].startswith(ASSETS) else PRIVATE
@@ -91,12 +120,12 @@ class Edge:
             elif message["type"] == "websocket.close" and not begun:  # the framework's answer where no route matches
                 await response_of(problem_of(HTTPException(404)))(scope, receive, send_on)
                 return
+            elif message.get("more_body") or message["type"] == "websocket.send":
+                await share.turn()
             await send(message)
 
-        if self._fair_share.behind and (pause := self._fair_share.pause(caller_of(scope))):
-            await asyncio.sleep(pause)
         try:
-            await self._app(scope, receive, send_on)
+            await app(scope, receive, send_on)
         except ClientDisconnect:
             logger.info("request %s: its client (%s) left before it was read", request_id, _client(scope))
         except Exception as error:
@@ -106,6 +135,8 @@ class Edge:
                 raise
             await response_of(problem_of(error))(scope, receive, send_on)
         finally:
+            if not begun:
+                share.running -= 1
             self._streams.leave(scope)
 
 

@@ -1,100 +1,260 @@
-"""Lets the busiest callers wait while a gateway's event loop is behind with its work.
+"""Lets callers who use most of a gateway's time wait, while it is behind with its work.
 
-    every LOOK_S: how late the loop came to it ─▶ behind: a pause, which grows, else it shrinks to none
-    a request while the loop is behind ─▶ its caller had more than a fair share of the latest requests ─▶ it waits
+    a request's steps on the event loop, its bytes, its work on threads ─▶ time that its caller has used (`Share`)
+    each LOOK_S: how late the loop came to it ─▶ behind: a cap on each caller's time, which falls; else it rises to none
+    a request of a caller that has used more than the cap ─▶ waits in its caller's line until that is paid off
 
 One process answers all callers. Limits of keys count tasks, but what is refused, or only reads, takes time as well: a
 caller with many connections would have most of it. A caller who is alone has all of it, and none waits while the loop
-keeps up. A caller is a key that works, else an address.
+keeps up. A caller is a tenant whose key works, else an address (`caller_of`).
+
+Time is measured by a clock on the wall, since the processor's own costs twenty times as much to read. So what other
+processes take of the processor meanwhile is counted as well, to all callers alike.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import Final
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator, Hashable
+from contextvars import ContextVar
+from typing import Any, Final, TypeVar
 
-from starlette.types import Scope
+from producers.gateway.http.errors import RETRY_AFTER, Problem
 
-from producers.connection.hosts import network_of
-from producers.gateway.http.caller import token_of
+T = TypeVar("T")
 
 #: Time (s) between two looks at the loop.
 LOOK_S: Final = 0.05
 #: The loop is behind if it comes later than this (s) to what it has to do, on average.
-BEHIND_S: Final = 0.01
-#: It is to blame for that only if it computes for this part of the time: else others have the processor.
+BEHIND_S: Final = 0.002
+#: It is to blame for that only if its process computes for this part of the time: else others have the processor.
 BUSY: Final = 0.25
 #: Weight of the latest look in the averages.
-WEIGHT: Final = 0.3
-#: Shortest and longest pause (s), and by how much one look changes it.
-SHORTEST_S, LONGEST_S, GROWS, SHRINKS = 0.005, 0.5, 1.5, 0.8
-#: Looks after which the requests that were counted are forgotten, in two halves.
-WINDOW: Final = 10
-#: Requests of a caller in that time that never wait.
-FREE: Final = 10
+WEIGHT: Final = 0.2
+#: The first cap: seconds that each caller may use in a second. By how much one look changes it, and the cap that is
+#: none.
+FIRST, FALLS, RISES, NONE = 0.4, 0.8, 1.02, 1.0
+#: The cap never falls below an equal part of so many seconds a second, nor of a third of them for fewer callers.
+SHARED, FEWEST = 0.6, 3
+#: Seconds that a caller who has used little may use at once.
+DEPTH_S: Final = 0.03
+#: Time (s) for which a caller counts as one of the callers after its latest request.
+KEPT_S: Final = 10.0
+#: Seconds a second that who only asks for this process's health may use without being one of the callers.
+LITTLE_S: Final = 0.05
+#: Callers that are told apart; further ones are taken for one.
+MOST_CALLERS: Final = 10_000
+#: Requests of one caller that may wait; a further one is refused.
+MOST_WAITING: Final = 512
+#: Shortest and longest time (s) until a line is looked at again.
+SOON_S, LATE_S = 0.002, 0.25
+
+
+class Share:
+    """The time of one caller."""
+
+    __slots__ = ("_all", "at", "before", "counted", "debt", "first", "line", "open", "running", "seen", "used")
+
+    def __init__(self, fair_share: FairShare) -> None:
+        self._all = fair_share
+        self.used = self.before = 0.0
+        """Seconds that were used by all of its requests, and by those up to the latest sweep."""
+        self.open = 0
+        """Requests that have not ended."""
+        self.running = 0
+        """Requests whose answer has not begun; what they will use is not known yet."""
+        self.first = 0.001
+        """Seconds that a request uses, on average."""
+        self.line: deque[asyncio.Future[bool]] = deque()
+        """Requests that wait, the next one first."""
+        self.seen = float("-inf")
+        """When (monotonic) it asked for anything but this process's health."""
+        self.debt = self.counted = self.at = 0.0
+        """Seconds by which it has used more than the cap, of `counted` used ones, at a time (monotonic)."""
+
+    async def turn(self) -> None:
+        """Wait while it has used more than the cap, unless many requests of it wait already."""
+        if not self._all.may(self, time.monotonic()) and (place := self._all.wait(self)) is not None:
+            await place
+
+    def learn(self, used: float) -> None:
+        """Take what a request has used, s."""
+        self.first += WEIGHT * (used - self.first)
+
+
+#: The share of the caller whose request is handled now, to which threads and further tasks charge their time.
+SHARE: Final[ContextVar[Share | None]] = ContextVar("share", default=None)
+
+
+class Measured(Generator[Any, Any, T]):
+    """A coroutine, each step of which is charged to a caller."""
+
+    __slots__ = ("_share", "_steps", "used")
+
+    def __init__(self, steps: Coroutine[Any, Any, T], share: Share) -> None:
+        self._steps = steps
+        self._share = share
+        self.used = 0.0
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self
+
+    def __next__(self) -> Any:
+        return self.send(None)
+
+    def send(self, value: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return self._steps.send(value)
+        finally:
+            self._charge(time.perf_counter() - began)
+
+    def throw(self, *error: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return self._steps.throw(*error)
+        finally:
+            self._charge(time.perf_counter() - began)
+
+    def close(self) -> None:
+        self._steps.close()
+
+    def _charge(self, used: float) -> None:
+        self.used += used
+        self._share.used += used
+
+
+async def in_thread(do: Callable[..., T], *arguments: Any) -> T:
+    """What `do` returns or raises, run on a thread. Its time is charged to the caller whose request is handled now."""
+    share, began = SHARE.get(), time.perf_counter()
+    try:
+        return await asyncio.to_thread(do, *arguments)
+    finally:
+        if share is not None:
+            share.used += time.perf_counter() - began
+
+
+async def turn() -> None:
+    """Let others have their turn, amid the work for a request: wait where its caller has used more than the cap."""
+    share = SHARE.get()
+    if share is not None:
+        await share.turn()
+
+
+async def measured(steps: Coroutine[Any, Any, T]) -> T:
+    """What a coroutine returns or raises. Its steps are charged to the caller whose request is handled now."""
+    share = SHARE.get()
+    return await (steps if share is None else Measured(steps, share))
 
 
 class FairShare:
-    """The callers of one gateway, counted while its loop is behind."""
+    """The callers of one gateway. Use it on its event loop."""
 
     def __init__(self) -> None:
-        self._pause = 0.0
+        self.cap: float | None = None
+        """Seconds that each caller may use in a second; None: as many as it can."""
         self._late = 0.0
         self._load = 0.0
-        self._looks = 0
-        self._counts: dict[str, int] = {}
-        self._before: dict[str, int] = {}
-        self._total = self._total_before = 0
+        self._shares: dict[Hashable, Share] = {}
+        self._others = Share(self)
+        self._callers = 0
+        self._swept = float("-inf")
 
-    @property
-    def behind(self) -> bool:
-        """Whether requests are counted, and may have to wait (`pause`)."""
-        return self._late > BEHIND_S or self._pause > 0
+    def enter(self, caller: Hashable, now: float, *, probes: bool) -> Share:
+        """Note a caller's request. `probes`: it only asks whether this process is well. Returns its share, to be given
+        back by `leave`."""
+        share = self._shares.get(caller)
+        if share is None:
+            share = self._others
+            if len(self._shares) < MOST_CALLERS:
+                share = self._shares[caller] = Share(self)
+        if not probes:
+            share.seen = now
+        share.open += 1
+        return share
 
-    def pause(self, caller: str) -> float:
-        """Count a caller's request. Returns the seconds for which it has to wait before it is handled."""
-        self._total += 1
-        self._counts[caller] = self._counts.get(caller, 0) + 1
-        if not self._pause:
-            return 0.0
-        count = self._counts[caller] + self._before.get(caller, 0)
-        fair = (self._total + self._total_before) / max(len(self._counts), len(self._before))
-        return self._pause if count > max(FREE, fair) else 0.0
+    def leave(self, share: Share) -> None:
+        """A request has ended."""
+        share.open -= 1
 
-    def look(self, late: float, load: float) -> None:
+    def may(self, share: Share, now: float) -> bool:
+        """Whether a caller's next request may begin."""
+        return not share.line and self._paid(share, now)
+
+    def wait(self, share: Share) -> asyncio.Future[bool] | None:
+        """The place of a request in its caller's line; None: the line is full. It is done once its turn has come, and
+        may be set to False meanwhile, by who knows that its client has left."""
+        if len(share.line) >= MOST_WAITING:
+            return None
+        place: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        share.line.append(place)
+        if len(share.line) == 1:
+            self._look_again(share)
+        return place
+
+    def look(self, late: float, load: float, now: float) -> None:
         """Take what the last LOOK_S showed: how late the loop came (s), and the part of the time that it computed."""
         self._late += WEIGHT * (late - self._late)
         self._load += WEIGHT * (load - self._load)
-        if self._late > BEHIND_S and self._load > BUSY:
-            self._pause = min(LONGEST_S, max(SHORTEST_S, GROWS * self._pause))
-        else:
-            shorter = SHRINKS * self._pause
-            self._pause = shorter if shorter >= SHORTEST_S else 0.0
-        self._looks += 1
-        if self._looks % (WINDOW // 2) == 0:
-            self._before, self._counts = self._counts, {}
-            self._total_before, self._total = self._total, 0
+        if now - self._swept >= 1:
+            self._sweep(now)
+        if self._late > BEHIND_S and self._load > BUSY and self._callers > 1:
+            if self.cap is None:
+                for share in self._shares.values():
+                    share.debt, share.counted, share.at = 0.0, share.used, now
+            least = SHARED / max(FEWEST, self._callers)
+            self.cap = FIRST if self.cap is None else max(least, FALLS * self.cap)
+        elif self.cap is not None:
+            higher = RISES * self.cap
+            self.cap = higher if higher < NONE and self._callers > 1 else None
 
     async def run(self) -> None:
         """Look at the loop that runs this, until it is cancelled."""
-        due, used = time.monotonic() + LOOK_S, time.thread_time()
+        due, used = time.monotonic() + LOOK_S, time.process_time()
         while True:
             await asyncio.sleep(due - time.monotonic())
-            now, used_now = time.monotonic(), time.thread_time()
-            self.look(max(0.0, now - due), (used_now - used) / (now - due + LOOK_S))
+            now, used_now = time.monotonic(), time.process_time()
+            self.look(max(0.0, now - due), (used_now - used) / (now - due + LOOK_S), now)
             due, used = now + LOOK_S, used_now
 
+    def _sweep(self, now: float) -> None:
+        """Count the callers, and forget those that have not asked for a while."""
+        self._swept = now
+        self._callers = 0
+        for caller, share in list(self._shares.items()):
+            if share.seen >= now - KEPT_S or share.used - share.before > LITTLE_S:
+                self._callers += 1
+            elif not share.open:
+                del self._shares[caller]
+            share.before = share.used
 
-def caller_of(scope: Scope) -> str:
-    """The caller of a request: the id of its key if that has let somebody in here, else its address (of IPv6: 64 bits).
+    def _paid(self, share: Share, now: float) -> bool:
+        """Whether a caller has used no more than the cap."""
+        if self.cap is None:
+            return True
+        paid = self.cap * (now - share.at)
+        share.debt = max(-DEPTH_S, share.debt + share.used - share.counted - paid)
+        share.counted, share.at = share.used, now
+        return share.debt + share.running * share.first <= 0
 
-    That is no authentication. A key that is asked for again now and then is not counted with all who share its address.
-    """
-    callers = scope["app"].state.gateway.callers if "app" in scope else None
-    if callers is not None:
-        key = callers.opened_before(token_of(scope["headers"]))
-        if key is not None:
-            return str(key)
-    client = scope.get("client")
-    return network_of(client[0]) if client else "nobody"
+    def _look_again(self, share: Share) -> None:
+        after = (share.debt + share.running * share.first) / (self.cap or NONE)
+        asyncio.get_running_loop().call_later(min(LATE_S, max(SOON_S, after)), self._next, share)
+
+    def _next(self, share: Share) -> None:
+        """Let the next request of a line begin, if it may."""
+        line = share.line
+        while line and line[0].done():
+            line.popleft()
+        if line and self._paid(share, time.monotonic()):
+            line.popleft().set_result(True)
+        if line:
+            self._look_again(share)
+
+
+def too_many_waiting() -> Problem:
+    """The error for a request whose caller's line is full."""
+    said = f"This gateway has {MOST_WAITING} requests of yours that wait for their turn; try again in a moment."
+    return Problem(429, said, code="too_many_waiting", headers={**RETRY_AFTER, "connection": "close"})

@@ -29,6 +29,7 @@ from producers.contract.stream.result import logprobs_view, prompt_view
 from producers.errors import PenstockError
 from producers.gateway.http.connection import cut
 from producers.gateway.http.errors import Problem, body_of, problem_of
+from producers.gateway.http.fair_share import measured
 from producers.gateway.http.streams import Stop, Streams, why_stopped
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class Feed:
         self._loop = asyncio.get_running_loop()
         self._heard = self._loop.time()
         self._timer = self._loop.call_later(heartbeat, self._beat)
-        self._task = asyncio.create_task(self._pump(chunks))
+        self._task = asyncio.create_task(measured(self._pump(chunks)))
         for end in (stop, self._task):
             end.add_done_callback(self._tell)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
@@ -17,6 +16,7 @@ from producers.contract.stream.events import End, Event, Logprobs, Prompt, Token
 from producers.gateway.context import Gateway
 from producers.gateway.http import idempotency
 from producers.gateway.http.errors import body_of, problem_of
+from producers.gateway.http.fair_share import in_thread
 from producers.gateway.http.sse import LiveStream
 from producers.gateway.openai.parameters import Asked
 from producers.gateway.tasks.foreground import Foreground, stopping
@@ -131,7 +131,7 @@ async def respond(asked: Asked, foreground: Foreground, answer: Callable[[], Awa
 
 async def made(weight: int, make: Callable[[], T]) -> T:
     """Call `make`, in a thread if its `weight` is large, so that the event loop serves others."""
-    return make() if weight <= INLINE else await asyncio.to_thread(make)
+    return make() if weight <= INLINE else await in_thread(make)
 
 
 def usage_of(ends: Iterable[End]) -> dict[str, Any]:

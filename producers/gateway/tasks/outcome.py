@@ -7,7 +7,6 @@ A result may have tens of megabytes as JSON and many times that as objects, and 
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
@@ -21,6 +20,7 @@ from producers.contract.record import Record
 from producers.contract.stream.events import Event, Prompt, Token
 from producers.contract.stream.result import logprobs_view, prompt_view
 from producers.gateway.context import Gateway
+from producers.gateway.http.fair_share import in_thread, turn
 from producers.gateway.tasks import large
 from producers.gateway.tasks.views import TaskView
 
@@ -51,8 +51,9 @@ async def collected(
     try:
         async with aclosing(handle.batches()) as batches:
             async for events in batches:
+                await turn()
                 if any(not isinstance(event, Token) or event.logprobs for event in events):
-                    await asyncio.to_thread(outcome.take, events)
+                    await in_thread(outcome.take, events)
                 else:
                     outcome.take(events)
                 if release is None and outcome.size > large.LARGE:

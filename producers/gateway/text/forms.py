@@ -23,6 +23,7 @@ from producers.contract.task import Task
 from producers.errors import InvalidTask
 from producers.gateway.executor import Executor, ExecutorBusy
 from producers.gateway.http.errors import RETRY_AFTER, Problem
+from producers.gateway.http.fair_share import in_thread
 from producers.gateway.http.work import Work
 
 T = TypeVar("T")
@@ -82,7 +83,7 @@ class Forms:
         Returns or raises what it does. Raises Problem if too many of the tenant's requests wait, or for too long.
         """
         if all(self._trials.known(*form) for form in forms):
-            return await asyncio.to_thread(judging, self._trials.check)
+            return await in_thread(judging, self._trials.check)
         tenant = work.tenant
         turn = self._turns.setdefault(tenant, _Turn())
         if turn.wanted > WAITING:

@@ -19,8 +19,8 @@ from producers.connection.connect import connect_async
 from producers.gateway import GatewaySettings
 from producers.gateway.admission import callers as module
 from producers.gateway.admission.callers import FREE, LOOKED_FOR, LOOKS, PAUSED, SLOWEST_S, Callers
+from producers.gateway.http.caller import caller_of
 from producers.gateway.http.errors import Problem
-from producers.gateway.http.fair_share import caller_of
 from producers.store.access import api_keys
 from producers.store.access.audit import Change
 from tests.processes import valkey
@@ -72,7 +72,7 @@ async def test_whose_request_it_is_is_known_by_a_key_that_was_seen_once(monkeypa
     assert callers.again(seen) is None
     app = SimpleNamespace(state=SimpleNamespace(gateway=SimpleNamespace(callers=callers)))
     for token, address, whose in (
-        (seen, "192.0.2.1", seen.split("_")[1]),
+        (seen, "192.0.2.1", ("tenant", "acme")),
         (unseen, "192.0.2.1", "192.0.2.1"),
         (None, "2001:db8::1:2:3:4", "2001:db8::/64"),
     ):

@@ -1,43 +1,207 @@
-"""While a gateway's loop is behind, its busiest callers wait, and nobody else does."""
+"""While a gateway's loop is behind, callers who use most of its time wait, and nobody else does."""
 
 from __future__ import annotations
 
-from producers.gateway.http.fair_share import FREE, LONGEST_S, WINDOW, FairShare
+import asyncio
+import socket
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any, Final
+
+import httpx
+import pytest
+
+from producers.gateway.http import fair_share as module
+from producers.gateway.http.fair_share import (
+    FIRST,
+    KEPT_S,
+    LOOK_S,
+    MOST_CALLERS,
+    MOST_WAITING,
+    SHARE,
+    SHARED,
+    FairShare,
+    Share,
+    in_thread,
+    measured,
+    turn,
+)
+from tests.producers.gateway.conftest import Door, Open
+from tests.waiting import until
+
+LATE: Final = {"late": 0.05, "load": 0.9}
+WELL: Final = {"late": 0.0, "load": 0.9}
+NOTHING: Final[Mapping[str, float]] = {}
+NOWHERE: Final = b"GET /nowhere HTTP/1.1\r\nhost: here\r\n\r\n"
 
 
-def looked(share: FairShare, late: float, load: float, times: int = 40) -> FairShare:
-    """The same after some looks at a loop that comes so late (s), with this part of the time computing."""
-    for _ in range(times):
-        share.look(late, load)
-    return share
+class Loop:
+    """A loop that is looked at again and again, and its callers."""
+
+    def __init__(self, *callers: str) -> None:
+        self.now = 0.0
+        self.fair = FairShare()
+        self.shares = {caller: self.asks(caller) for caller in callers}
+
+    def asks(self, caller: str, probes: bool = False) -> Share:
+        share = self.fair.enter(caller, self.now, probes=probes)
+        self.fair.leave(share)
+        return share
+
+    def looks(self, seconds: float = 2, uses: Mapping[str, float] = NOTHING, **shown: float) -> Loop:
+        """Look for some seconds, in each of which callers use some."""
+        for _ in range(round(seconds / LOOK_S)):
+            self.now += LOOK_S
+            for caller, used in uses.items():
+                self.shares[caller].used += used * LOOK_S
+            self.fair.look(now=self.now, **shown)
+        return self
+
+    def may(self, caller: str) -> bool:
+        return self.fair.may(self.shares[caller], self.now)
 
 
-def test_nobody_is_counted_while_the_loop_keeps_up() -> None:
-    assert not looked(FairShare(), late=0.002, load=0.9).behind
+def test_who_uses_more_than_the_cap_waits_until_that_is_paid_off_and_others_do_not() -> None:
+    loop = Loop("much", "little").looks(uses={"much": 0.9, "little": 0.05}, **LATE)
+    assert loop.fair.cap == pytest.approx(SHARED / 3)
+    assert (loop.may("much"), loop.may("little")) == (False, True)
+    loop.now += 10
+    assert loop.may("much")
 
 
-def test_the_busiest_caller_waits_while_the_loop_is_behind_and_others_do_not() -> None:
-    share = looked(FairShare(), late=0.05, load=0.9)
-    assert share.behind
-    pauses = {caller: [share.pause(caller) for _ in range(count)] for caller, count in (("many", 500), ("few", FREE))}
-    assert pauses["few"] == [0.0] * FREE
-    assert pauses["many"][-1] == 0.0  # it was alone
-    assert share.pause("many") == LONGEST_S
-    looked(share, late=0.05, load=0.9, times=WINDOW)
-    assert share.pause("many") == 0.0  # what is long ago is forgotten
+def test_nobody_waits_while_the_loop_keeps_up_or_others_have_the_processor() -> None:
+    for late, load in ((0.0, 0.9), (0.5, 0.1)):
+        loop = Loop("much", "little").looks(late=late, load=load, uses={"much": 0.9, "little": 0.05})
+        assert loop.fair.cap is None
+        assert loop.may("much")
 
 
 def test_a_caller_who_is_alone_never_waits() -> None:
-    share = looked(FairShare(), late=0.05, load=0.9)
-    assert {share.pause("alone") for _ in range(1000)} == {0.0}
+    loop = Loop("alone")
+    loop.shares["prober"] = loop.asks("prober", probes=True)
+    assert loop.looks(uses={"alone": 0.9, "prober": 0.01}, **LATE).fair.cap is None
+    loop.shares["another"] = loop.asks("another")
+    assert loop.looks(**LATE).fair.cap is not None
+    assert loop.looks(KEPT_S + 1, **LATE).fair.cap is None  # both are forgotten
 
 
-def test_nobody_waits_where_others_have_the_processor() -> None:
-    share = looked(FairShare(), late=0.5, load=0.1)
-    for caller in ("few", "many"):
-        assert {share.pause(caller) for _ in range(1 if caller == "few" else 500)} == {0.0}
+def test_who_floods_with_probes_is_a_caller() -> None:
+    loop = Loop("one")
+    loop.shares["prober"] = loop.fair.enter("prober", 0.0, probes=True)
+    loop.looks(uses={"prober": 0.9}, **LATE)
+    assert (loop.may("prober"), loop.may("one")) == (False, True)
 
 
-def test_pauses_end_when_the_loop_keeps_up_again() -> None:
-    share = looked(FairShare(), late=0.05, load=0.9)
-    assert not looked(share, late=0.0, load=0.5).behind
+def test_the_cap_is_no_less_than_an_equal_part_and_ends_when_the_loop_keeps_up() -> None:
+    loop = Loop(*map(str, range(10))).looks(**LATE)
+    assert loop.fair.cap == pytest.approx(SHARED / 10)
+    for caller in loop.shares:
+        loop.asks(caller)
+    assert loop.looks(8, **WELL).fair.cap is None
+
+
+def test_callers_are_not_told_apart_without_bound() -> None:
+    loop = Loop(*map(str, range(MOST_CALLERS + 2)))
+    assert loop.shares[str(MOST_CALLERS)] is loop.shares[str(MOST_CALLERS + 1)]
+
+
+async def test_steps_threads_and_further_tasks_are_charged_to_the_caller() -> None:
+    share = Share(FairShare())
+    SHARE.set(share)
+
+    async def works(fails: bool) -> int:
+        await asyncio.sleep(0)
+        if fails:
+            raise KeyError
+        await asyncio.sleep(3600)
+        return 1
+
+    seen = [share.used]
+    assert await measured(asyncio.sleep(0, 5)) == 5
+    seen.append(share.used)
+    with pytest.raises(KeyError):
+        await measured(works(fails=True))
+    seen.append(share.used)
+    task = asyncio.create_task(measured(works(fails=False)))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    seen.append(share.used)
+    assert await in_thread(int, "7") == 7
+    seen.append(share.used)
+    assert seen == sorted(set(seen))
+
+
+async def test_a_line_is_served_in_its_order_and_is_bounded() -> None:
+    fair = FairShare()
+    share, fair.cap = Share(fair), FIRST
+    share.used = 60.0
+    SHARE.set(share)
+    places: list[Any] = [fair.wait(share) for _ in range(MOST_WAITING)]
+    assert fair.wait(share) is None
+    await turn()  # amid its work, a request goes on rather than to fail
+    places[1].set_result(False)  # its client has left
+    order: list[int] = []
+    for at in (0, 2, 3):
+        places[at].add_done_callback(lambda _, at=at: order.append(at))
+    fair.cap = None
+    await asyncio.wait_for(places[3], 60)
+    await asyncio.sleep(0)
+    assert order == [0, 2, 3]
+
+
+@pytest.fixture
+def capped(open_door: Open, monkeypatch: pytest.MonkeyPatch) -> Door:
+    """A gateway whose callers by address have to wait."""
+    monkeypatch.setattr(FairShare, "look", lambda *_: None)
+    door = open_door()
+    share = door.app.state.fair_share.enter("127.0.0.1", 0.0, probes=True)
+    share.used = share.debt = 1e9
+    door.app.state.fair_share.cap = 0.001
+    return door
+
+
+def line_of(door: Door) -> list[asyncio.Future[bool]]:
+    return [place for place in door.app.state.fair_share.enter("127.0.0.1", 0.0, probes=True).line if not place.done()]
+
+
+def test_requests_wait_in_line_and_those_whose_clients_left_are_not_handled(capped: Door) -> None:
+    with ExitStack() as stack:
+        clients = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", capped.port), timeout=60)) for _ in range(3)
+        ]
+        for client in clients:
+            client.sendall(NOWHERE)
+        assert until(lambda: len(line_of(capped)) == 3)
+        clients[1].close()
+        assert until(lambda: len(line_of(capped)) == 2)
+        capped.app.state.fair_share.cap = None
+        for client in (clients[0], clients[2]):
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 404")
+    answered = capped.app.state.metrics.registry.get_sample_value
+    labels = {"method": "GET", "route": "unmatched", "status": "404"}
+    assert answered("penstock_gateway_requests_total", labels) == 2
+
+
+def test_more_waiting_requests_than_a_line_has_are_refused(capped: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_WAITING", 0)
+    answer = httpx.get(f"{capped.url}/nowhere", timeout=60)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "too_many_waiting")
+    assert "x-request-id" in answer.headers
+
+
+def test_a_body_is_read_when_it_is_its_callers_turn(capped: Door) -> None:
+    """And whole: a request that waits, and a body that waits, do not forget each other."""
+    fair = capped.app.state.fair_share
+    head = b"POST /v1/tasks HTTP/1.1\r\nhost: here\r\ncontent-type: application/json\r\ncontent-length: 4000000\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", capped.port), timeout=60) as client:
+        fair.cap = None
+        client.sendall(b"GET /livez HTTP/1.1\r\nhost: here\r\n\r\n")
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        fair.cap = 0.001
+        client.sendall(head + b" " * 1000)
+        assert until(lambda: len(line_of(capped)) == 2)
+        fair.cap = None
+        client.sendall(b" " * 3_999_000)
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 400")

@@ -17,6 +17,7 @@ from uvicorn.server import ServerState
 
 from producers.contract import keys
 from producers.gateway.http.connection import MAX_PIPELINED, Connection, limited
+from producers.gateway.http.fair_share import FairShare
 from producers.gateway.http.peers import Peers
 from tests.fuzz.answers import Answer, take
 from tests.producers.gateway.conftest import Door
@@ -83,7 +84,7 @@ class Requests:
 
     def __init__(self) -> None:
         self.read: list[tuple[str, str, bytes]] = []
-        protocol = limited(60, Peers(100, 0, (), lambda: None), lambda code: None)
+        protocol = limited(60, Peers(100, 0, (), lambda: None), FairShare(), lambda code: None)
         config = uvicorn.Config(self._app, interface="asgi3", http=protocol, log_config=None)
         config.load()
         self._config = config
