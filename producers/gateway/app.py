@@ -24,10 +24,10 @@ from producers.gateway.admission.limits import Admission
 from producers.gateway.awaited import Awaited
 from producers.gateway.context import Gateway
 from producers.gateway.executor import Executor
+from producers.gateway.fair_share import FairShare
 from producers.gateway.http import errors
 from producers.gateway.http.caller import MEASURES
 from producers.gateway.http.edge import ASSETS, Edge
-from producers.gateway.http.fair_share import FairShare
 from producers.gateway.http.openapi import Documented
 from producers.gateway.http.request.body import BodyRoom
 from producers.gateway.http.streams import Bounds as StreamBounds

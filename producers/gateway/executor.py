@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from producers.gateway.http.fair_share import SHARE, Share
+from producers.gateway.fair_share import SHARE, Share
 
 T = TypeVar("T")
 

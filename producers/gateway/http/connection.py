@@ -31,9 +31,9 @@ import httptools
 from starlette.types import Message, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from producers.gateway.fair_share import FairShare, Share
 from producers.gateway.http import head
-from producers.gateway.http.errors import Problem, body_of
-from producers.gateway.http.fair_share import FairShare, Share, too_many_waiting
+from producers.gateway.http.errors import Problem, body_of, too_many_waiting
 from producers.gateway.http.peers import Peers
 
 #: The ASGI extensions with which a response finds its connection's `cut`, and the connection, unless it is a WebSocket.

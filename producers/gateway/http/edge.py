@@ -15,11 +15,11 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from producers.connection.turns import OWNER
+from producers.gateway.fair_share import SHARE, FairShare, Measured, Share
 from producers.gateway.http import trace
 from producers.gateway.http.caller import caller_of
 from producers.gateway.http.connection import PRIVATE, STATIC, connection_of
-from producers.gateway.http.errors import problem_of, response_of
-from producers.gateway.http.fair_share import SHARE, FairShare, Measured, Share, too_many_waiting
+from producers.gateway.http.errors import problem_of, response_of, too_many_waiting
 from producers.gateway.http.streams import STOP, Streams
 from producers.gateway.metrics import Metrics
 

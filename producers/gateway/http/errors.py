@@ -34,6 +34,7 @@ from producers.errors import (
     UnknownModel,
     shown,
 )
+from producers.gateway.fair_share import MOST_WAITING
 from producers.gateway.metrics import UNKNOWN
 from producers.store.access.principal import LOCAL, Principal
 
@@ -102,6 +103,12 @@ def media_type(message: str, **accept: str) -> Problem:
 def unavailable(message: str, *, code: str, param: str | None = None) -> Problem:
     """The error for what is not there for now: a retry may find it."""
     return Problem(503, message, code=code, param=param, headers=RETRY_AFTER)
+
+
+def too_many_waiting() -> Problem:
+    """The error for a request whose caller's line (`FairShare`) is full."""
+    said = f"This gateway has {MOST_WAITING} requests of yours that wait for their turn; try again in a moment."
+    return Problem(429, said, code="too_many_waiting", headers={**RETRY_AFTER, "connection": "close"})
 
 
 def gone(message: str, *, code: str) -> Problem:

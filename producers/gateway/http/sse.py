@@ -27,9 +27,9 @@ from producers.client.steps import FAILURES
 from producers.contract.stream.events import Event, Prompt, Token
 from producers.contract.stream.result import logprobs_view, prompt_view
 from producers.errors import PenstockError
+from producers.gateway.fair_share import measured
 from producers.gateway.http.connection import cut
 from producers.gateway.http.errors import Problem, body_of, problem_of
-from producers.gateway.http.fair_share import measured
 from producers.gateway.http.streams import Stop, Streams, why_stopped
 
 logger = logging.getLogger(__name__)

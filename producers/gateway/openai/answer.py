@@ -14,9 +14,9 @@ from starlette.types import Receive, Scope, Send
 from producers.client.submission import Known
 from producers.contract.stream.events import End, Event, Logprobs, Prompt, Token
 from producers.gateway.context import Gateway
+from producers.gateway.fair_share import in_thread
 from producers.gateway.http import idempotency
 from producers.gateway.http.errors import body_of, problem_of
-from producers.gateway.http.fair_share import in_thread
 from producers.gateway.http.sse import LiveStream
 from producers.gateway.openai.parameters import Asked
 from producers.gateway.tasks.foreground import Foreground, stopping

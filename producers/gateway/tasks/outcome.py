@@ -20,7 +20,7 @@ from producers.contract.record import Record
 from producers.contract.stream.events import Event, Prompt, Token
 from producers.contract.stream.result import logprobs_view, prompt_view
 from producers.gateway.context import Gateway
-from producers.gateway.http.fair_share import in_thread, turn
+from producers.gateway.fair_share import in_thread, turn
 from producers.gateway.tasks import large
 from producers.gateway.tasks.views import TaskView
 

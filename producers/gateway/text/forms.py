@@ -22,8 +22,8 @@ from engine.params import FORMS, SamplingParams
 from producers.contract.task import Task
 from producers.errors import InvalidTask
 from producers.gateway.executor import Executor, ExecutorBusy
+from producers.gateway.fair_share import in_thread
 from producers.gateway.http.errors import RETRY_AFTER, Problem
-from producers.gateway.http.fair_share import in_thread
 from producers.gateway.http.work import Work
 
 T = TypeVar("T")

@@ -16,8 +16,8 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from producers.contract import keys
+from producers.gateway.fair_share import FairShare
 from producers.gateway.http.connection import MAX_PIPELINED, Connection, limited
-from producers.gateway.http.fair_share import FairShare
 from producers.gateway.http.peers import Peers
 from tests.fuzz.answers import Answer, take
 from tests.producers.gateway.conftest import Door

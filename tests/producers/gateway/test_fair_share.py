@@ -11,8 +11,8 @@ from typing import Any, Final
 import httpx
 import pytest
 
-from producers.gateway.http import fair_share as module
-from producers.gateway.http.fair_share import (
+from producers.gateway import fair_share as module
+from producers.gateway.fair_share import (
     FIRST,
     KEPT_S,
     LOOK_S,

@@ -21,8 +21,6 @@ from collections.abc import Callable, Coroutine, Generator, Hashable
 from contextvars import ContextVar
 from typing import Any, Final, TypeVar
 
-from producers.gateway.http.errors import RETRY_AFTER, Problem
-
 T = TypeVar("T")
 
 #: Time (s) between two looks at the loop.
@@ -252,9 +250,3 @@ class FairShare:
             line.popleft().set_result(True)
         if line:
             self._look_again(share)
-
-
-def too_many_waiting() -> Problem:
-    """The error for a request whose caller's line is full."""
-    said = f"This gateway has {MOST_WAITING} requests of yours that wait for their turn; try again in a moment."
-    return Problem(429, said, code="too_many_waiting", headers={**RETRY_AFTER, "connection": "close"})
