@@ -15,11 +15,14 @@ from typing import Any, Final
 
 from engine.text import Tokenizer
 from producers.client.aio import AsyncClient
+from producers.client.steps import once
 from producers.client.submission import Known
 from producers.contract.stream.events import End
+from producers.contract.task import Task
 from producers.errors import InvalidTask, LimitReached, PenstockError, UnknownModel
 from producers.gateway.admission.accounts import charge_for, fitted, there
 from producers.gateway.admission.limits import check_may_use
+from producers.gateway.admission.spent import Spent
 from producers.gateway.executor import Executor
 from producers.gateway.http.errors import Problem, body_of, problem_of
 from producers.gateway.http.work import Work
@@ -31,7 +34,7 @@ from producers.gateway.text.prompts import Prompts
 from producers.gateway.text.templates import Templates
 from producers.store.access import api_keys, tenants
 from producers.store.access.principal import LOCAL, Account, Limits, Principal
-from producers.store.usage.limits import CODES
+from producers.store.usage.limits import CODES, Charge, refused
 from producers.store.usage.prices import Prices
 from producers.sweeper.batches.endpoint import Answer, Finished, Planned
 
@@ -56,6 +59,7 @@ class LineEndpoints:
         self._templates = Templates(client.store)
         self._forms = Forms()
         self._threads = Executor("penstock-lines", THREADS)
+        self._used_up = Spent()
         self.spent = _refused(LimitReached("The budget of this month is spent.", CODES["budget_tokens"], None))
 
     def close(self) -> None:
@@ -79,6 +83,8 @@ class LineEndpoints:
             except UnknownModel as error:
                 known[model] = error
         accounts = await self._accounts(principal.key, tenant)
+        if any(self._used_up.charge_of(account) is not None for account in accounts):
+            return []
         if path == COMPLETIONS:
             bodies = [_usual(body, [account.limits for account in accounts]) for body in bodies]
 
@@ -88,7 +94,12 @@ class LineEndpoints:
             for body in bodies:
                 if planned and time.monotonic() >= until:
                     break
-                planned.append(_planned(path, body, known[str(body["model"])], self._forms, principal, tenant))
+                forms = _LineForms(self._forms, first=not planned)
+                try:
+                    plan = _planned(path, body, known[str(body["model"])], forms, principal, tenant)
+                except _Later:
+                    break
+                planned.append(plan)
             return planned
 
         planned = await self._threads.run(plan, tenant=tenant or "")
@@ -98,6 +109,15 @@ class LineEndpoints:
             one if isinstance(one, Answer) else await self._within(accounts, one, prices, path, body)
             for one, body in zip(planned, bodies, strict=False)
         ]
+
+    async def charge_refused(self, requests: int, principal: Principal, tenant: str | None) -> None:
+        accounts = await self._accounts(principal.key, tenant)
+        counting = [account for account in accounts if account.limits.rpm is not None]
+        if not counting:
+            return
+        for _ in range(requests):
+            told = await self._client.run(once(refused(counting)))
+            self._used_up.note(Charge(tuple(counting), told=told, counted=True))
 
     async def _accounts(self, key_id: str | None, tenant: str | None) -> list[Account]:
         """The accounts of a batch's key and tenant, with the limits that they have now."""
@@ -132,9 +152,9 @@ class LineEndpoints:
                 charge.shortens = shortens
                 charge.check(task.kv_tokens(context))
         except (Problem, InvalidTask) as error:
-            return _refused(in_words_of(path, body, error))
+            return replace(_refused(in_words_of(path, body, error)), worked=work.done)
         except LimitReached as error:
-            return _refused(error)
+            return replace(_refused(error), worked=work.done)
         return replace(plan, task=task, charge=charge)
 
     async def answers(self, path: str, finished: Sequence[Finished]) -> list[Answer]:
@@ -152,6 +172,28 @@ class LineEndpoints:
             return await self._prompts.tokenizer((await self._client.known(model)).card)
         except (PenstockError, Problem) as error:
             return _refused(error)
+
+
+class _Later(Exception):
+    """The line's form has to be tried out, which may take seconds: it begins a block of its own."""
+
+
+class _LineForms:
+    """Checks the form of a line. Trials of lines that a limit keeps off would be for nothing, and not counted: so only
+    that of a block's `first` line is tried out. `worked`: it was."""
+
+    def __init__(self, forms: Forms, *, first: bool) -> None:
+        self._forms = forms
+        self._first = first
+        self.worked = False
+
+    def check(self, task: Task) -> None:
+        """Raises InvalidTask, and _Later."""
+        if not self._forms.known(task):
+            if not self._first:
+                raise _Later
+            self.worked = True
+        self._forms.check_now(task)
 
 
 def _work(accounts: Sequence[Account], tenant: str | None) -> Work:
@@ -173,7 +215,7 @@ def _planned(
     path: str,
     body: Mapping[str, Any],
     known: Known | UnknownModel,
-    forms: Forms,
+    forms: _LineForms,
     principal: Principal,
     tenant: str | None,
 ) -> Planned | Answer:
@@ -181,10 +223,12 @@ def _planned(
         return _refused(known, principal)
     fields = {"tier": TIER} if body.get("service_tier") in (None, "auto") else {}
     try:
-        task, more = read_line(path, body, known.card, known.now_ms(), forms, **fields, tenant=tenant)
+        task, more = read_line(path, body, known.card, known.now_ms(), forms.check, **fields, tenant=tenant)
         check_may_use(principal, task)
     except (Problem, InvalidTask) as error:
-        return _refused(error)
+        return replace(_refused(error), worked=forms.worked)
+    except _Later:
+        raise
     except Exception:  # a fault of ours is the line's error: it must not hold up the batch for ever
         logger.exception("a line of a batch for %s cannot be read", path)
         return _refused(BROKEN)

@@ -28,7 +28,6 @@ from producers.gateway.openai.prompts import MAX_TOKENS, read_completion
 from producers.gateway.openai.responses.request import Wanted, read_response
 from producers.gateway.openai.responses.view import body as response_body
 from producers.gateway.openai.whole import Choice, Whole
-from producers.gateway.text.forms import Forms
 
 CHATS, COMPLETIONS, RESPONSES = ENDPOINTS
 #: The URLs that a line may have -> parameters that need a caller who waits, or more than the line's own task, with the
@@ -54,12 +53,18 @@ _Read = tuple[Asked, Task, Wanted | None]
 
 
 def read_line(
-    url: str, body: Mapping[str, Any], card: Mapping[str, Any], now_ms: int, forms: Forms, **fields: Any
+    url: str,
+    body: Mapping[str, Any],
+    card: Mapping[str, Any],
+    now_ms: int,
+    check_form: Callable[[Task], None],
+    **fields: Any,
 ) -> tuple[Task, dict[str, str | int]]:
     """A line's task, resolved, and the fields of its record beside the task's own.
 
-    `url`: one of URLS. `card`: of the body's model. `now_ms`: server time. `fields`: the batch's, which go before the
-    line's own. It blocks. Raises Problem and InvalidTask, which name the parameter at fault.
+    `url`: one of URLS. `card`: of the body's model. `now_ms`: server time. `check_form`: as `Forms.check_now`; it may
+    block. `fields`: the batch's, which go before the line's own. Raises Problem and InvalidTask, which name the
+    parameter at fault.
     """
     for name, nothing in URLS[url].items():
         if body.get(name) is not None and body[name] not in nothing:
@@ -69,7 +74,7 @@ def read_line(
         if task.messages is not None:
             check_chats(card)
         task = task.resolved(card)
-        forms.check_now(task)
+        check_form(task)
     return task, {} if response is None else response.more(task, response.items, now_ms)
 
 

@@ -48,7 +48,7 @@ class _Turn:
 
 
 class Forms:
-    """Judges the forms of tasks. Use it from one event loop, but for `check_now`; `close` it after use."""
+    """Judges the forms of tasks. Use it from one event loop, but for `known` and `check_now`; `close` it after use."""
 
     def __init__(self, trials: Trials | None = None) -> None:
         #: Where llguidance is not installed, the worker alone judges.
@@ -66,6 +66,11 @@ class Forms:
             await self.run(work, [form], lambda judge: judge(*form))
         except RequestError as error:
             raise _invalid(error) from None
+
+    def known(self, task: Task) -> bool:
+        """Whether `check_now` needs no trial. Raises InvalidTask for a form of too many parts."""
+        form = _form(task)
+        return form is None or not self._installed or self._trials.known(*form)
 
     def check_now(self, task: Task) -> None:
         """The same for the lines of batches, on a thread that may wait."""

@@ -21,10 +21,12 @@ from producers.store.usage.prices import Prices
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An HTTP answer. `body`: JSON in ASCII, without line breaks."""
+    """An HTTP answer. `body`: JSON in ASCII, without line breaks. `worked`: it refuses a request for which work was
+    done, so it counts (`Endpoints.charge_refused`)."""
 
     status: int
     body: bytes
+    worked: bool = False
 
     def to_json(self) -> str:
         return f'{{"status": {self.status}, "body": {self.body.decode("ascii")}}}'
@@ -73,10 +75,14 @@ class Endpoints(Protocol):
         prices: Prices | None = None,
     ) -> list[Planned | Answer]:
         """What is to be run for each request, or its refusal; of the first ones alone, where they take long, of one at
-        least. The tier is `batch`, unless a request names another.
+        least. Nothing while the key or tenant is known to have none of a minute's requests left. The tier is `batch`,
+        unless a request names another.
 
         `principal`: whose key made the batch. `tenant`: that of the tasks. `prices`: what they cost.
         """
+
+    async def charge_refused(self, requests: int, principal: Principal, tenant: str | None) -> None:
+        """Count requests that were refused after work in a minute's, as those of callers who wait."""
 
     async def answers(self, path: str, finished: Sequence[Finished]) -> list[Answer]:
         """The answer to each request. Its status is 200 if the request got what it asked for."""

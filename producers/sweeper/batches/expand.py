@@ -6,7 +6,8 @@
 Killed after BATCH_EXPAND, the records stay `submitting`, and `producers.sweeper.unsent` sends their messages.
 
 Lines of a key or tenant with limits are charged in that script, as ADMIT charges a task. A line that their budget has
-not enough left for is refused; any other limit keeps lines off, and the next look goes on with them.
+not enough left for is refused; any other limit keeps lines off, and the next look goes on with them. Lines that are
+refused after work count in a minute's requests, as those of callers who wait.
 
 Only so many lines are in the store at a time that no input fills its memory: a line's record has its prompt, and stays
 until its result is written. The next lines follow when results were written (`producers.sweeper.batches.write`). That
@@ -46,10 +47,12 @@ EXPAND_S: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """A block to be made, and the messages of its lines, by their numbers."""
+    """A block to be made, and the messages of its lines, by their numbers. `worked`: the numbers of those that are
+    refused after work."""
 
     block: Block
     messages: Mapping[int, Message]
+    worked: Sequence[int]
 
 
 class Expander:
@@ -94,6 +97,8 @@ class Expander:
                 ready = await coming
             finally:
                 coming.cancel()
+            if not ready.block.entries:  # a minute's requests are used up
+                break
             line, offset = line + len(ready.block.entries), ready.block.entries[-1].offset
             goes_on = done + len(ready.block.entries) < most and time.monotonic() < over
             coming = self._begin(batch, line, offset) if goes_on else None
@@ -104,6 +109,8 @@ class Expander:
                     coming.cancel()
                 raise
             done += made
+            if worked := sum(number < ready.block.first + made for number in ready.worked):
+                await self._endpoints.charge_refused(worked, batch.principal, batch.tenant or None)
             if made < len(ready.block.entries):  # a limit keeps lines off; or another sweeper leads by now; or an end
                 break
         if coming is not None:
@@ -160,10 +167,13 @@ def _shared(batch: Batch) -> Mapping[str, str | int]:
 def _block(batch: Batch, found: Requests, planned: Sequence[Planned | Answer], spent: str) -> _Ready:
     entries: list[Entry] = []
     messages: dict[int, Message] = {}
+    worked: list[int] = []
     accounts: Sequence[str] = ()
     for line, (plan, behind) in enumerate(zip(planned, found.ends, strict=False), found.first):
         if isinstance(plan, Answer):
             entries.append(Entry(behind, error=plan.to_json()))
+            if plan.worked:
+                worked.append(line)
             continue
         task, name, fields, charge = plan.task, batches.task_id(batch.id, line), _fields(batch, line, plan), ""
         tokens, at = int(fields["tokens"]), plan.known.now_ms()
@@ -171,7 +181,7 @@ def _block(batch: Batch, found: Requests, planned: Sequence[Planned | Answer], s
             accounts, charge = plan.charge.names, plan.charge.asked(task, plan.known.card, tokens)
         entries.append(Entry(behind, name, fields, charge))
         messages[line] = Message(name, plan.known.queue, task.tier, task.width, tokens, batch.tenant, at)
-    return _Ready(Block(found.first, entries, accounts, spent), messages)
+    return _Ready(Block(found.first, entries, accounts, spent), messages, worked)
 
 
 def _fields(batch: Batch, line: int, plan: Planned) -> dict[str, str | int]:

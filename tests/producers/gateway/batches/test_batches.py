@@ -156,7 +156,7 @@ async def test_a_line_of_text_is_counted_where_there_are_limits(valkey: Redis, v
     assert 0 < (fits.task.prompt_tokens or 0) <= 60
     assert isinstance(long, Answer)
     error = json.loads(long.body)["error"]
-    assert (error["code"], error["param"]) == ("prompt_too_long", "messages")
+    assert (error["code"], error["param"], long.worked) == ("prompt_too_long", "messages", True)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_a_line_is_answered_as_its_endpoint_answers(
     body = {"model": model, **BODIES[url]}
     answering.scripts = [says("Hello", " world", n=body.get("n", 1), reason="length")]
     answer = http.post(url, json=body).json()
-    task, more = read_line(url, body, json.loads(CARD.to_json()), 5_000, FORMS, tier="batch", ttl=60)
+    task, more = read_line(url, body, json.loads(CARD.to_json()), 5_000, FORMS.check_now, tier="batch", ttl=60)
     assert (task.tier, task.ttl, task.temperature) == ("batch", 60, body.get("temperature", 0.7))
     (asked,) = answering.records
     fields = Record.parse(asked.id, valkey.hgetall(keys.task(asked.id))).fields
@@ -65,7 +65,7 @@ async def events(door: Door, task_id: str) -> list[Any]:
 )
 def test_what_a_line_may_not_ask_for(url: str, fields: dict[str, Any], param: str) -> None:
     with pytest.raises((Problem, InvalidTask)) as caught:
-        read_line(url, {"model": "tiny", **BODIES[url], **fields}, json.loads(CARD.to_json()), 0, FORMS)
+        read_line(url, {"model": "tiny", **BODIES[url], **fields}, json.loads(CARD.to_json()), 0, FORMS.check_now)
     assert caught.value.param == param
 
 
@@ -73,11 +73,13 @@ def test_what_a_line_may_not_ask_for(url: str, fields: dict[str, Any], param: st
 def test_a_model_without_a_template_is_refused_as_by_the_endpoint(url: str) -> None:
     card = json.loads(CARD.to_json()) | {"capabilities": ["generate"]}
     with pytest.raises(InvalidTask, match="send its prompts to /v1/completions") as caught:
-        read_line(url, {"model": "tiny", **BODIES[url]}, card, 0, FORMS)
+        read_line(url, {"model": "tiny", **BODIES[url]}, card, 0, FORMS.check_now)
     assert (caught.value.param, caught.value.code) == ("model", "unsupported_model")
 
 
 def test_messages_are_left_to_the_worker() -> None:
-    task, _ = read_line(RESPONSES, {"model": "tiny", **BODIES[RESPONSES]}, json.loads(CARD.to_json()), 0, FORMS)
+    task, _ = read_line(
+        RESPONSES, {"model": "tiny", **BODIES[RESPONSES]}, json.loads(CARD.to_json()), 0, FORMS.check_now
+    )
     assert isinstance(task, Task)
     assert [message["role"] for message in task.messages or ()] == ["system", "user"]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from engine.grammar.trial import Trials
+from engine.grammar.trial import Trials, stopped
 from producers import AsyncClient
 from producers.connection.script import run
 from producers.contract import keys
@@ -413,6 +413,38 @@ async def test_lines_whose_forms_take_long_hold_up_no_other_tenant(
         over.set()
         await auntil(lambda: slow.read().count("line") == 8)
         assert client is not None
+
+
+async def test_lines_that_are_refused_after_work_count_in_a_minute_and_wait_once_it_is_used_up(
+    valkey: Redis, valkey_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A form that is never read to its end takes seconds."""
+    tried = list[str]()
+
+    def check(_: Trials, name: str, text: str) -> None:
+        tried.append(text)
+        raise stopped(name, "it never ends")
+
+    monkeypatch.setattr(Trials, "check", check)
+    forms = [{**GOOD, "regex": f"{'a' * 200}{number}"} for number in range(8)]
+    job = Job(valkey, tmp_path, [GOOD, *forms], **limited(valkey, rpm=4))
+    account = keys.account("k" * 16)
+
+    def counted() -> tuple[int, int]:
+        minute, requests = valkey.hmget(account, "minute", "requests")
+        return int(minute or 0), int(requests or 0)
+
+    async with sweeping(valkey_url, job):
+        await auntil(lambda: counted()[1] >= 4)
+        begun, _ = counted()
+        await asyncio.sleep(0.5)  # many looks
+        if counted()[0] == begun:
+            assert len(tried) <= 4, "those before the fourth request was counted, and one that was begun meanwhile"
+        limited(valkey, rpm=100)
+        await auntil(lambda: job.read().count("line") == 9)
+        await auntil(lambda: counted()[0] != begun or counted()[1] == 9)
+    assert len(tried) == 8, "each once"
+    assert job.read().count("failed") == 8
 
 
 @pytest.mark.parametrize("where", [(line_endpoints, "READ_S"), (expand, "EXPAND_S")])
