@@ -244,6 +244,8 @@ def _check_together(given: Mapping[str, Any]) -> None:
     for name in ("models", "tiers", *LIMITS):
         if given.get(name) and not {"submit", "admin"} & {*given["scopes"]}:
             scopes = ", ".join(given["scopes"])
+            if name == "max_streams" and "read" in given["scopes"]:
+                continue  # it reads streams, and files
             said = f"with the scopes {scopes} a key may submit nothing, so {name} would have no effect"
             raise InvalidTask(said, param=name)
 

@@ -137,6 +137,7 @@ def _parts(
     blobs = open_blobs(settings.files_dir)
     prompts, templates = Prompts(client.store), Templates(client.store)
     accounts = Accounts(client, prices, settings.kept)
+    streams.limits_of = accounts.limits_of
     bounds = Bounds(
         settings.max_queued_in_all,
         settings.max_queued,

@@ -100,7 +100,7 @@ class Accounts:
     async def _sized(self, connection: HTTPConnection, tasks: Sequence[Task]) -> list[Task]:
         tenant = tasks[0].tenant
         state = connection.scope["state"]
-        state["tenant_limits"] = limits = await self._of(tenant)
+        state["tenant_limits"] = limits = await self.limits_of(tenant)
         accounts = there(principal_of(connection).account, tenants.account(tenant or "", limits))
         if not accounts:
             return [*tasks]
@@ -125,17 +125,18 @@ class Accounts:
     async def limited(self, connection: HTTPConnection, tenant: str | None) -> list[Account]:
         """The accounts of the caller's key and of its tenant (`there`). Raises redis.exceptions.RedisError or
         OSError."""
-        account = tenants.account(tenant or "", await self._of(tenant))
+        account = tenants.account(tenant or "", await self.limits_of(tenant))
         return there(principal_of(connection).account, account)
 
     async def kept(self, tenant: str | None) -> Limits:
         """The limits of what is kept for a tenant: its own, else the gateway's. Raises redis.exceptions.RedisError or
         OSError."""
-        limits = await self._of(tenant)
+        limits = await self.limits_of(tenant)
         own = {name: getattr(limits, name) for name in KEPT}
         return replace(self._kept, **{name: most for name, most in own.items() if most is not None})
 
-    async def _of(self, tenant: str | None) -> Limits:
+    async def limits_of(self, tenant: str | None) -> Limits:
+        """A tenant's limits. Raises redis.exceptions.RedisError or OSError."""
         return NO_LIMITS if tenant is None else await self._tenants.get(tenant, partial(self._read, tenant))
 
     async def _read(self, tenant: str) -> Limits:

@@ -159,7 +159,7 @@ async def look(request: Request, file_id: str) -> FileView:
 async def content(request: Request, file_id: str) -> Response:
     """Get a file's bytes."""
     gateway = gateway_of(request)
-    gateway.streams.enter(request.scope, "download")
+    await gateway.streams.enter(request.scope, "download")
     file = await file_of(request, file_id)
     with faults.telling():
         if gateway.settings.files_redirect and not request.scope.get(HEAD):

@@ -186,7 +186,7 @@ class LiveStream(Response):
         return f"event: error\ndata: {json.dumps(body_of(problem_of(error)))}\n\n".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stop = self._streams.enter(scope, "events")
+        stop = await self._streams.enter(scope, "events")
         leaving = asyncio.create_task(watch(receive, stop))
         try:
             async with aclosing(self._chunks), aclosing(self._sent(stop)) as chunks:

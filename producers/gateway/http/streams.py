@@ -7,7 +7,8 @@ in any more.
 
 A stream is a request that stays open for longer than its own work takes: events as they come, on SSE or a WebSocket, an
 answer that is waited for, a file that is downloaded. A process bounds those of one tenant (all of its keys together),
-of one address where no keys are asked for, and all of them. The bound is checked before any work is done.
+of one address where no keys are asked for, and all of them. A key and a tenant may have a bound of their own beside
+that, `max_streams`. The bounds are checked before any work is done.
 
 So an answer that is under way ends within about a second after its key was revoked, disabled, or rotated away, or has
 expired. One command asks the store for 500 keys, however many streams each has. While the store is away, streams go on.
@@ -19,7 +20,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Hashable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Hashable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -33,7 +34,7 @@ from producers.gateway.http.errors import RETRY_AFTER, Problem, unavailable
 from producers.gateway.metrics import Stream
 from producers.store.access import api_keys
 from producers.store.access.api_keys import Opened
-from producers.store.access.principal import LOCAL, Principal
+from producers.store.access.principal import LOCAL, NO_LIMITS, Limits, Principal
 
 logger = logging.getLogger(__name__)
 
@@ -72,17 +73,24 @@ class Bounds:
 class _Open:
     kind: Stream
     whose: Hashable
+    key: str | None
     opened: Opened | None
     scope: MutableMapping[str, Any]
 
 
+async def _unlimited(tenant: str | None) -> Limits:
+    return NO_LIMITS
+
+
 class Streams:
-    """The open streams of a gateway, and the keys that opened them."""
+    """The open streams of a gateway, and the keys that opened them. `limits_of`: asks for a tenant's limits."""
 
     def __init__(self, bounds: Bounds = Bounds()) -> None:
         self.bounds = bounds
+        self.limits_of: Callable[[str | None], Awaitable[Limits]] = _unlimited
         self._open: dict[Stop, _Open] = {}
         self._counts: Counter[Hashable] = Counter()
+        self._of_keys: Counter[str | None] = Counter()
         self._kinds: Counter[Stream] = Counter()
 
     def __len__(self) -> int:
@@ -98,25 +106,35 @@ class Streams:
             if not stop.done():
                 stop.set_result(None)
 
-    def enter(self, scope: MutableMapping[str, Any], kind: Stream) -> Stop:
+    async def enter(self, scope: MutableMapping[str, Any], kind: Stream) -> Stop:
         """The end of a request's stream, which begins at the first call. `scope`: the request's. Raises Problem where
-        as many are open as may be."""
+        as many are open as may be, and redis.exceptions.RedisError or OSError where the tenant's limits cannot be
+        read."""
         state = scope.setdefault("state", {})
         if (existing := state.get(STOP)) is not None:
             return existing  # type: ignore[no-any-return]  # a state holds anything
         principal: Principal = state.get("principal", LOCAL)
         network = network_of((scope.get("client") or ("nobody",))[0])
         whose: Hashable = (network,) if principal.key is None else principal.tenant
-        in_all, each = self.bounds.in_all, self.bounds.each
+        in_all, each, of_key = self.bounds.in_all, self.bounds.each, principal.limits.max_streams
+        if of_key is not None and self._of_keys[principal.key] >= of_key:
+            raise _over_limit(of_key, "key")
         if each and self._counts[whose] >= each:
             raise _too_many(each, principal)
         if in_all and len(self._open) >= in_all:
             raise _full(in_all)
         stop: Stop = asyncio.get_running_loop().create_future()
         state[STOP] = stop
-        self._open[stop] = _Open(kind, whose, api_keys.opened(state.get(OPENED)), scope)
+        self._open[stop] = _Open(kind, whose, principal.key, api_keys.opened(state.get(OPENED)), scope)
         self._counts[whose] += 1
+        self._of_keys[principal.key] += 1
         self._kinds[kind] += 1
+        if principal.key is not None:
+            # It counts while the limits are read: requests that wait for a store that is away are bounded, too.
+            of_tenant = (await self.limits_of(principal.tenant)).max_streams
+            if of_tenant is not None and self._counts[whose] > of_tenant:
+                self.leave(scope)  # before the next one looks, so that as many as may be get in
+                raise _over_limit(of_tenant, "tenant")
         return stop
 
     def leave(self, scope: Mapping[str, Any]) -> None:
@@ -128,6 +146,9 @@ class Streams:
         self._counts[stream.whose] -= 1
         if not self._counts[stream.whose]:
             del self._counts[stream.whose]
+        self._of_keys[stream.key] -= 1
+        if not self._of_keys[stream.key]:
+            del self._of_keys[stream.key]
 
     def keys(self) -> set[str]:
         """The ids of keys that have open streams."""
@@ -163,6 +184,11 @@ class Streams:
 def _too_many(most: int, principal: Principal) -> Problem:
     whose = "this address" if principal.key is None else "this tenant"
     said = f"This gateway has {most} streams and waiting requests of {whose} open, which is all that it takes; "
+    return Problem(429, f"{said}close some, or try again later.", code="too_many_streams", headers=RETRY_AFTER)
+
+
+def _over_limit(most: int, whose: str) -> Problem:
+    said = f"This {whose} may have {most} streams and waiting requests open at one gateway, its max_streams; "
     return Problem(429, f"{said}close some, or try again later.", code="too_many_streams", headers=RETRY_AFTER)
 
 

@@ -42,6 +42,7 @@ LIMITS: dict[str, str] = {
     "max_prompt": "most tokens of a prompt",
     "max_output": "most tokens of a choice's output",
     "max_waiting": "most of its tasks that wait for a worker",
+    "max_streams": "most streams and waiting requests that are open at one gateway",
     "shorten_to": "most tokens of a choice's output under overload, of the default tier",
 }
 KEPT: dict[str, str] = {
@@ -117,6 +118,7 @@ class LimitsView(BaseModel):
     max_prompt: int | None
     max_output: int | None
     max_waiting: int | None
+    max_streams: int | None
 
 
 class TenantLimits(LimitsView):

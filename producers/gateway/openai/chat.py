@@ -97,7 +97,7 @@ class _Chat:
 async def create(request: Request) -> Response:
     """OpenAI's chat completions; docs/http.md says which parameters are taken."""
     gateway = gateway_of(request)
-    gateway.streams.enter(request.scope, "answer")
+    await gateway.streams.enter(request.scope, "answer")
     chat = read_chat(await read_object(request, gateway.settings.max_body), tenant_of(request))
     asked, task = chat.asked, chat.asked.task([0], logprobs=chat.logprobs)
     request.state.tier = task.tier

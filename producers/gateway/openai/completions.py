@@ -44,7 +44,7 @@ router = APIRouter(prefix="/v1", tags=["openai"])
 async def create(request: Request) -> Response:
     """OpenAI's completions; docs/http.md says which parameters are taken."""
     gateway = gateway_of(request)
-    gateway.streams.enter(request.scope, "answer")
+    await gateway.streams.enter(request.scope, "answer")
     wanted = read_completion(await read_object(request, gateway.settings.max_body), tenant_of(request))
     asked, work = wanted.asked, work_of(request)
     # To check a body's token ids takes as long as to parse it.

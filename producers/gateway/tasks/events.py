@@ -77,7 +77,7 @@ BROKEN: Final = (1011, "see the error event")
 async def follow(request: Request, task_id: str) -> Response:
     """Stream a task's events from any position on, until it ends. The same URL takes WebSockets."""
     gateway = gateway_of(request)
-    gateway.streams.enter(request.scope, "events")
+    await gateway.streams.enter(request.scope, "events")
     start = _start(request)
     handle = await task_of(request, task_id)
     record = await handle.status()
@@ -98,7 +98,7 @@ async def follow_on_socket(websocket: WebSocket, task_id: str) -> None:
     gateway: Gateway = websocket.app.state.gateway
     try:
         await Needs("read")(websocket)
-        stop = gateway.streams.enter(websocket.scope, "events")
+        stop = await gateway.streams.enter(websocket.scope, "events")
         start = _start(websocket)
         handle = await task_of(websocket, task_id)
         await handle.status()

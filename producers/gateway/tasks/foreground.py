@@ -187,7 +187,7 @@ async def keyed(request: Request, gateway: Gateway, tasks: Sequence[Task]) -> Fo
 async def answered(request: Request, gateway: Gateway, waiting: Callable[[], Awaitable[T]]) -> T:
     """Run `waiting` and return its result. Raises Problem if the client leaves, its key ends or the gateway stops
     first."""
-    stop = gateway.streams.enter(request.scope, "answer")
+    stop = await gateway.streams.enter(request.scope, "answer")
     leaving = asyncio.create_task(watch(request.receive, stop))
     work = asyncio.ensure_future(waiting())
     try:

@@ -46,7 +46,7 @@ ENDED: Final[dict[str, Any]] = {"model": TaskView, "description": "The task ende
 async def submit(request: Request) -> Response:
     """Submit a task. It is durable once this answers."""
     gateway = gateway_of(request)
-    seconds = wait.entered(request, gateway)
+    seconds = await wait.entered(request, gateway)
     task = owned(request, await read_task(request, gateway.settings.max_body))
     request.state.tier = task.tier
     return await _accepted(request, await encoded(request, gateway, task), TASK, seconds)
@@ -78,7 +78,7 @@ async def list_all(request: Request) -> Response:
 async def look(request: Request, task_id: str) -> Response:
     """Get a task's state, and its outputs once it is final."""
     gateway = gateway_of(request)
-    seconds = wait.entered(request, gateway)
+    seconds = await wait.entered(request, gateway)
     handle = await task_of(request, task_id)
     record = await handle.status()
     if seconds is not None and not record.final:
@@ -99,7 +99,7 @@ async def look(request: Request, task_id: str) -> Response:
 )
 async def retry(request: Request, task_id: str) -> Response:
     """Submit a task that has ended once more, as a new task with the same fields, seed and webhook."""
-    seconds = wait.entered(request, gateway_of(request))
+    seconds = await wait.entered(request, gateway_of(request))
     task, more = repeated(await (await task_of(request, task_id)).status())
     request.state.tier = task.tier
     idempotency.note_body(request, b"")

@@ -37,12 +37,12 @@ def wished(headers: Headers) -> int | None:
     return None
 
 
-def entered(request: Request, gateway: Gateway) -> int | None:
+async def entered(request: Request, gateway: Gateway) -> int | None:
     """As `wished`; a request that waits is one of the gateway's streams from now on. Raises Problem where it has as
-    many as it takes."""
+    many as it takes, and as `Streams.enter`."""
     seconds = wished(request.headers)
     if seconds is not None:
-        gateway.streams.enter(request.scope, "answer")
+        await gateway.streams.enter(request.scope, "answer")
     return seconds
 
 
@@ -54,7 +54,7 @@ def applied(seconds: int | None) -> dict[str, str]:
 async def wait(request: Request, gateway: Gateway, handle: AsyncHandle, seconds: int) -> None:
     """Wait for the task's end, `seconds` at most; less if the caller leaves, the gateway stops or the store fails.
     Raises Problem if the caller's key ends."""
-    stop = gateway.streams.enter(request.scope, "answer")
+    stop = await gateway.streams.enter(request.scope, "answer")
     leaving = asyncio.create_task(watch(request.receive, stop))
     end = asyncio.create_task(_end(handle))
     try:

@@ -179,7 +179,7 @@ async def rotate_secret(request: Request, endpoint_id: str) -> EndpointWithSecre
 async def test(request: Request, endpoint_id: str) -> EndpointTested:
     """Deliver a made-up event to an endpoint, as any other event is delivered but once, and wait for the answer."""
     gateway = gateway_of(request)
-    gateway.streams.enter(request.scope, "answer")
+    await gateway.streams.enter(request.scope, "answer")
     event_type = (await _fields(request, TEST))["event_type"]
     one = await _own(request, endpoint_id)
     row = await endpoints.tested(gateway.client.store, one, event_type, TEST_S)

@@ -49,6 +49,8 @@ class Limits:
     """What these tasks may cost in a month: a decimal number, in the currency of the gateways' prices."""
     max_waiting: int | None = None
     """Tasks that wait for a worker."""
+    max_streams: int | None = None
+    """Streams and waiting requests that are open at one gateway (`producers/gateway/http/streams.py`)."""
     max_prompt: int | None = None
     max_output: int | None = None
     """Tokens of one task's prompt, and of one choice's output."""

@@ -24,6 +24,7 @@ LIMITS: Final = {
     "max_prompt": "Most tokens of a prompt.",
     "max_output": "Most tokens of a choice's output.",
     "max_waiting": "Most tasks that wait for a worker.",
+    "max_streams": "Most streams and waiting requests that are open at one gateway process.",
     "shorten_to": "Most tokens of a choice's output under overload, default tier.",
 }
 #: The same of a tenant alone: what is kept for it.

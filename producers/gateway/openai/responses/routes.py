@@ -55,7 +55,7 @@ _ONE: Final = {200: {"content": _JSON}, **errors(404)}
 async def create(request: Request) -> Response:
     """OpenAI's Responses; docs/responses.md says which parameters are taken."""
     gateway = gateway_of(request)
-    gateway.streams.enter(request.scope, "answer")
+    await gateway.streams.enter(request.scope, "answer")
     wanted = read_response(await read_object(request, gateway.settings.max_body), tenant_of(request))
     return await make(request, gateway, wanted)
 
@@ -71,7 +71,7 @@ async def retrieve(request: Request, response_id: str, after: Annotated[int | No
     """Get a response; as a stream, all of its events, or those after one of them."""
     gateway = gateway_of(request)
     if after is not None:
-        gateway.streams.enter(request.scope, "events")
+        await gateway.streams.enter(request.scope, "events")
     handle, record, about = await _found(request, response_id)
     if after is None:
         return await answer(gateway, handle, record, about)

@@ -1,7 +1,10 @@
-"""Open streams are bounded by tenant, by address where no keys are asked for, and in all; more are refused at once."""
+"""Open streams are bounded by key, by tenant, by address where no keys are asked for, and in all; more are refused at
+once."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,7 +15,10 @@ from redis import Redis
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from producers.gateway.http.streams import Bounds
+from producers.contract import keys
+from producers.gateway.http.errors import Problem
+from producers.gateway.http.streams import Bounds, Streams
+from producers.store.access.principal import Limits, Principal
 from tests.producers.gateway.conftest import Door, Make, Open, until
 from tests.producers.gateway.test_keys import as_caller
 from tests.producers.gateway.test_keys import make as make  # the fixture
@@ -88,6 +94,47 @@ def test_a_tenants_streams_are_bounded_whichever_key_opens_them(
         until(lambda: len(door.app.state.streams) == 1)
         assert http.get(f"/v1/tasks/{task_id}", headers={**as_caller(two), "prefer": "wait=0"}).status_code == 200
     until(lambda: len(door.app.state.streams) == 0)
+
+
+@pytest.mark.parametrize("whose", ["key", "tenant"])
+def test_a_key_and_a_tenant_may_have_a_bound_of_their_own(
+    door: Door, make: Make, task_of: Callable[[str], str], valkey: Redis, whose: str
+) -> None:
+    shared = whose == "tenant"
+    if shared:
+        valkey.hset(keys.TENANT_LIMITS, "acme", json.dumps({"max_streams": 1}))
+    one, two = make("acme", **({} if shared else {"max_streams": 1})), make("acme")
+    task_id = task_of(one)
+    with httpx.Client(base_url=door.url, timeout=60) as http, streams(door, task_id, 1, as_caller(one)) as opened:
+        assert [answer.status_code for answer in opened] == [200]
+        answer = http.get(f"/v1/tasks/{task_id}/events", headers=as_caller(one))
+        assert refused(answer) == (429, "too_many_streams")
+        assert answer.json()["error"]["message"].startswith(f"This {whose} may have 1 streams")
+        with http.stream("GET", f"/v1/tasks/{task_id}/events", headers=as_caller(two)) as answer:
+            assert answer.status_code == (429 if shared else 200)
+        opened[0].close()
+        until(lambda: len(door.app.state.streams) == 0)
+        with streams(door, task_id, 1, as_caller(one)) as opened:
+            assert [answer.status_code for answer in opened] == [200]
+
+
+async def test_of_requests_that_come_at_once_as_many_get_in_as_a_tenants_bound_lets() -> None:
+    """Its limits are read while they are counted."""
+    found, read = Streams(), asyncio.Event()
+
+    async def limits_of(tenant: str | None) -> Limits:
+        await read.wait()
+        return Limits(max_streams=2)
+
+    found.limits_of = limits_of
+    holder = Principal("id", "acme", frozenset({"read"}))
+    asked = [asyncio.create_task(found.enter({"state": {"principal": holder}}, "events")) for _ in range(5)]
+    await asyncio.sleep(0)
+    assert len(found) == 5
+    read.set()
+    ends = await asyncio.gather(*asked, return_exceptions=True)
+    assert [isinstance(end, Problem) for end in ends].count(True) == 3
+    assert len(found) == 2
 
 
 def test_the_streams_of_all_are_bounded(door: Door, make: Make, task_of: Callable[[str], str]) -> None:

@@ -60,6 +60,8 @@ def test_a_key_is_shown_once_and_kept_hashed(admin: httpx.Client, door: Door, va
         ({"tenant": "a", "budget_tokens": 10**12 + 1}, "budget_tokens"),
         ({"tenant": "a", "max_in_flight": True}, "max_in_flight"),
         ({"tenant": "a", "max_output": 1.5}, "max_output"),
+        ({"tenant": "a", "max_streams": 0}, "max_streams"),
+        ({"tenant": "a", "max_streams": 5, "scopes": ["metrics"]}, "max_streams"),
         ({"tenant": "a", "max_prompt": 11, "tpm": 10}, "max_prompt"),
         ({"tenant": "a", "max_output": 11, "budget_tokens": 10}, "max_output"),
         *(
@@ -106,7 +108,7 @@ def test_a_keys_limits_are_changed_on_every_gateway_and_what_it_used_counts(
     for field, wrong in (("rpm", 0), ("tpm", "5"), ("scopes", ["admin"]), ("name", None), ("expires_at", 5)):
         refused = change(**{field: wrong})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
-    assert change(max_prompt=50).status_code == 200
+    assert change(max_prompt=50, max_streams=7).json()["max_streams"] == 7
     assert change(tpm=49).json()["error"]["param"] == "max_prompt"
     assert [change(budget_money=one).json()["budget_money"] for one in (12.5, "0.10", None)] == ["12.5", "0.1", None]
     assert change(models=None).json()["models"] == []

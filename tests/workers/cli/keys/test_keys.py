@@ -43,6 +43,7 @@ def test_a_key_that_was_made_here_opens_a_gateway_until_it_is_revoked(
     first = made(penstock, "--scopes", "submit, read", "--models", model, "--tiers", "flex", "--name", "CI", *limits)
     assert [first[name] for name in ("rpm", "tpm", "budget_tokens", "max_output")] == [60, None, 1000, 100]
     assert (first["scopes"], first["models"], first["tiers"]) == (["submit", "read"], [model], ["flex"])
+    assert made(penstock, "--scopes", "read", "--max-streams", "3")["max_streams"] == 3
     assert status(first["key"]) == 200
     rotated = json.loads(penstock("keys", "rotate", first["id"], "--overlap", "0", "--json").out)
     until(lambda: (status(first["key"]), status(rotated["key"])) == (401, 200))

@@ -83,6 +83,7 @@ def test_a_tenants_limits_are_shown_and_changed(operate: Run) -> None:
     assert (
         operate("tenants", "limit", "acme", "--budget-money", "2.50").out == "acme: budget_money 2.5, max_output 100\n"
     )
+    assert operate("tenants", "limit", "acme", "--max-streams", "8").out.endswith(", max_streams 8, max_output 100\n")
 
 
 def test_what_is_kept_for_a_tenant_is_limited_and_for_a_key_it_is_not(operate: Run) -> None:
