@@ -12,7 +12,7 @@ import pytest
 from redis import Redis
 
 from producers.contract import keys
-from tests.producers.gateway.conftest import CARD, Door
+from tests.producers.gateway.conftest import CARD, Door, Open
 from tests.producers.gateway.openai.conftest import MESSAGES, Answering, chunks, says, send
 
 TEMPLATE = """{% for tool in tools or [] %}{{ tool | tojson }} {% endfor %}<tool_call> arguments
@@ -115,8 +115,9 @@ def test_content_that_was_held_back_is_said_once(calls: str, http: httpx.Client,
 
 
 def test_the_template_for_tools_is_taken_where_there_is_one(
-    valkey: Redis, model: str, http: httpx.Client, answering: Answering
+    valkey: Redis, model: str, open_door: Open, answering: Answering
 ) -> None:
+    """By a gateway of its own: one remembers a card for 2 s, and the next test's store lacks this card's template."""
     named = [{"name": "default", "template": "none"}, {"name": "tool_use", "template": TEMPLATE}]
     config = json.dumps({"chat_template": named}).encode()
     digest = hashlib.sha256(config).hexdigest()
@@ -125,7 +126,7 @@ def test_the_template_for_tools_is_taken_where_there_is_one(
     card = replace(CARD, files={**files, "tokenizer_config.json": digest})
     valkey.hset(keys.MODELS, CARD.name, card.to_json())
     answering.scripts = [says(*PIECES)]
-    answer = send(http, "/v1/chat/completions", {"model": model, "messages": MESSAGES, "tools": TOOLS})
+    answer = send(open_door().http, "/v1/chat/completions", {"model": model, "messages": MESSAGES, "tools": TOOLS})
     assert answer.json()["choices"][0]["finish_reason"] == "tool_calls"
 
 
