@@ -50,6 +50,7 @@ STORE = {
     "ADMIT counts no bytes": ("admit", "local bytes = kept_begins(kept, fields)", "local bytes = 1"),
     "SETTLE counts bytes for ever": ("settle", "    kept_ends(task, stream, now, ttl)\n", ""),
     "DELETE counts bytes that are gone": ("delete", "forget_rows(task)\nkept_gone(task)", "forget_rows(task)"),
+    "DELETE counts no ids": ("delete", "kept_id(r[4], id, now_ms(), ttl)\n", ""),
     "FINISH bills nobody": ("finish", "  ledger_row(task, id, status, prompt, cached, out)\n", ""),
     "FINISH asks for no claim": ("finish", "if r[2] ~= claim then", "if false then"),
     "FINISH takes what is gone for another's": ("finish", "return { 'gone' }", "return { 'other' }"),

@@ -1,6 +1,7 @@
 -- Shared by ADMIT, _settle.lua and DELETE. It counts the bytes of a tenant's tasks that are in the store, in the script
 -- that changes them. A record's `kept` says what is counted of it: `<bytes>`, and once its
 -- time to live has begun `<bytes> <end>`. Bytes whose end has come count no more, so nobody has to see a record expire.
+-- The id that DELETE keeps of a task counts in the record's place until its own end.
 local KEPT_TTL = 5356800 -- 62 days: longer than any task's time to live
 
 local function kept_of(tenant)
@@ -48,8 +49,21 @@ local function kept_begins(kept, fields)
   return bytes
 end
 
+-- These bytes, which are in the total, go in `ttl` seconds. Ends are rounded up, so that there are few of them.
+-- Answers: their end
+local function kept_until(kept, bytes, now, ttl)
+  local step = ttl <= 3600 and 60 or ttl <= 86400 and 900 or 21600
+  local at = math.ceil((now / 1000 + ttl + 60) / step) * step
+  redis.call('HINCRBY', kept, at, bytes)
+  local first = redis.call('HGET', kept, 'next')
+  if not first or tonumber(first) > at then
+    redis.call('HSET', kept, 'next', at)
+  end
+  return at
+end
+
 -- The record and its stream go in `ttl` seconds: each entry of the stream counts 32 bytes, and that is when all of them
--- count no more. Ends are rounded up, so that there are few of them.
+-- count no more.
 local function kept_ends(task, stream, now, ttl)
   local r = redis.call('HMGET', task, 'kept', 'tenant')
   local bytes = tonumber(r[1] or nil)
@@ -57,15 +71,16 @@ local function kept_ends(task, stream, now, ttl)
     return
   end
   local kept, more = kept_of(r[2]), 32 * redis.call('XLEN', stream)
-  local step = ttl <= 3600 and 60 or ttl <= 86400 and 900 or 21600
-  local at = math.ceil((now / 1000 + ttl + 60) / step) * step
   kept_add(kept, more)
-  redis.call('HINCRBY', kept, at, bytes + more)
-  local first = redis.call('HGET', kept, 'next')
-  if not first or tonumber(first) > at then
-    redis.call('HSET', kept, 'next', at)
-  end
+  local at = kept_until(kept, bytes + more, now, ttl)
   redis.call('HSET', task, 'kept', string.format('%.0f %.0f', bytes + more, at))
+end
+
+-- The id of a deleted task is kept for `ttl` seconds: a key of its own, of some 120 bytes and the id.
+local function kept_id(tenant, id, now, ttl)
+  local kept, bytes = kept_of(tenant), 120 + #id
+  kept_add(kept, bytes)
+  kept_until(kept, bytes, now, ttl)
 end
 
 -- The record goes now.

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- DELETE(nonce) | a record that is no line of a batch: it, its stream and its blocks are gone, it leaves every index,
 -- and with it go the rows of its events, its Idempotency-Key's entry and its Celery result; its bytes are counted no
--- more. A task that is not final is cancelled first, in the same script, so that its readers get an end; nothing is told
+-- more, but for its id's, as long as that is kept. A task that is not final is cancelled first, in the same script, so that its readers get an end; nothing is told
 -- to webhooks. No record: nothing.
 -- A live owner is told to stop. Whatever it, a message or a sweeper still does finds no record: APPEND and FINISH say
 -- `gone`, CLAIM says `done`. What is deleted stays so: a key with the id alone keeps ADMIT from making it again, and
@@ -71,6 +71,7 @@ if r[4] then
   end
 end
 redis.call('SET', erased, ARGV[2], 'EX', ttl)
+kept_id(r[4], id, now_ms(), ttl)
 redis.call('ZADD', 'penstock:erasing', now_ms(), id)
 redis.pcall('UNLINK', 'celery-task-meta-' .. id) -- a user without this key leaves it to the sweeper
 return { r[1] }

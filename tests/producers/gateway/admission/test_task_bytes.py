@@ -83,4 +83,19 @@ def test_a_result_is_counted_until_both_go(open_door: Open, model: str, valkey: 
     worker.serve(task_id, ["x"] * 10)
     assert total(valkey) == before + 32 * 11
     assert run(valkey, protocol.delete(task_id, "n")) == [b"completed"]
-    assert total(valkey) == 0
+    assert total(valkey) == 120 + len(task_id), "its id is kept for an hour"
+
+
+def test_who_submits_and_deletes_keeps_no_more_than_others(open_door: Open, model: str, valkey: Redis) -> None:
+    http = open_door(max_task_bytes=3000).http
+    deleted = 0
+    while (answer := post(http, model)).status_code == 202:
+        task_id = answer.json()["id"]
+        before = total(valkey)
+        assert http.delete(f"/v1/tasks/{task_id}").is_success
+        assert total(valkey) < before, "a DELETE makes room"
+        deleted += 1
+    assert answer.json()["error"]["code"] == "too_many_task_bytes"
+    assert 15 < deleted < 3000 / (120 + 36) + 1
+    (end,) = [int(name) for name in valkey.hkeys(keys.kept("acme")) if name.isdigit()]
+    assert time.time() + 3600 <= end <= time.time() + 3720
