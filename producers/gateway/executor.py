@@ -107,7 +107,8 @@ class Executor:
         self, work: Callable[[], T], kill: Callable[[], None], left: Callable[[], Awaitable[None]], **turn: Any
     ) -> T:
         """As `run`, which `turn` is for, with work that `kill` ends. It is ended if it runs when its caller is
-        cancelled, or when `left` returns: then this raises CallerLeft. The executor has one thread."""
+        cancelled, or when `left` returns: then this raises CallerLeft. The executor has one thread, or `kill` ends no
+        other work than this."""
         began, ended = False, False
 
         def noted() -> T:
@@ -128,7 +129,7 @@ class Executor:
         finally:
             leaving.cancel()
             running.cancel()
-            # The next work begins on this event loop, so what runs now can be no other.
+            # The next work begins on this event loop, so what one thread runs now can be no other.
             if began and not ended:
                 kill()
 
