@@ -49,7 +49,8 @@ API_KEYS: Final = "penstock:keys"  # hash: id -> key (JSON, `producers.store.acc
 AUDIT: Final = "penstock:audit"  # stream: changes of keys, endpoints, routing (`producers.store.access.audit`)
 AUDIT_ENDPOINTS: Final = "penstock:audit:endpoints"  # stream: the same of webhook endpoints, which tenants change
 LEDGER: Final = "penstock:ledger"  # stream: a row for each final task (`producers.store.usage.ledger`)
-USAGE: Final = "penstock:usage"  # zset: hour or day with sums of the ledger -> unix s of its beginning
+USAGE: Final = "penstock:usage:sums"  # zset: hour or day with sums of the ledger -> unix s of its beginning
+USAGE_UNSPLIT: Final = "penstock:usage"  # the same of those that earlier releases wrote, of all tenants in one hash
 USAGE_FOLDED: Final = "penstock:usage:folded"  # string: id of the last row that is in the sums
 WEBHOOK_ENDPOINTS: Final = "penstock:webhooks:endpoints"  # hash: id -> endpoint (JSON), see `producers.store.outbox`
 ENDPOINTS_INDEXED: Final = "penstock:webhooks:endpoints:indexed"  # string: how many endpoints are in `endpoints_of`
@@ -191,8 +192,18 @@ def account(name: str) -> str:
     return f"penstock:limits:{name}"
 
 
-def usage(bucket: str) -> str:
-    """Hash: sums of an hour or a day, `hour:<unix s>` or `day:<unix s>` (`producers.store.usage.ledger`)."""
+def usage(bucket: str, tenant: str) -> str:
+    """Hash: a tenant's sums of an hour or a day, `hour:<unix s>` or `day:<unix s>` (`producers.store.usage.ledger`)."""
+    return f"penstock:usage:sums:{bucket}:{tenant}"
+
+
+def usage_tenants(bucket: str) -> str:
+    """Set: the tenants that have sums of an hour or a day."""
+    return f"penstock:usage:tenants:{bucket}"
+
+
+def usage_unsplit(bucket: str) -> str:
+    """Hash: sums of all tenants, as earlier releases wrote them."""
     return f"penstock:usage:{bucket}"
 
 

@@ -12,8 +12,9 @@ from producers.client.aio import AsyncClient
 from producers.connection.script import arun
 from producers.store.usage.ledger import MOST, fold, prune, roll
 
-#: Age (s) at which a row becomes part of a sum of its hour, and such a sum part of its day's.
-FOLD_AFTER_S: Final = 600.0
+#: Age (s) at which a row becomes part of a sum of its hour, and such a sum part of its day's. Who asks for usage reads
+#: the rows of all tenants that are younger.
+FOLD_AFTER_S: Final = 60.0
 ROLL_AFTER_S: Final = 48 * 3600.0
 #: Time (s) for which a day is kept.
 KEPT_S: Final = 400 * 24 * 3600.0

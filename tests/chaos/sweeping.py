@@ -147,7 +147,10 @@ class Left:
         if self.redis.llen(QUEUE) not in (1, 2):  # the sweeper may have died between send and QUEUED
             found.append(f"{self.redis.llen(QUEUE)} messages were sent")
         days = [name.decode() for name in self.redis.zrange(keys.USAGE, 0, -1)]
-        sums = [list(map(int, said.split())) for day in days for said in self.redis.hvals(keys.usage(day))]
+        hashes = [
+            keys.usage(day, tenant.decode()) for day in days for tenant in self.redis.smembers(keys.usage_tenants(day))
+        ]
+        sums = [list(map(int, said.split())) for name in hashes for said in self.redis.hvals(name)]
         tasks, tokens = (sum(said[k] for said in sums for k in at) for at in (range(4), [COUNTS.index("output")]))
         if (tasks, tokens) != (len(self.ids) + 3, self.tokens):
             found.append(f"the ledger counts {tasks} tasks of {tokens} tokens, not {self.tokens}: {sums}")

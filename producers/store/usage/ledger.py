@@ -18,9 +18,11 @@ count once |
 | `engine` | the engine's time for it (microseconds), of all starts, as far as workers have noted it (`contract.run`) |
 
 FOLD adds rows to the sums of their hours, ROLL hours to days (UTC). Each adds and removes in one script, so that a task
-is counted once, as a row or in a sum, whoever dies when. `penstock:usage:hour:<unix s>` and `:day:<unix s>` are hashes:
-`[key, tenant, model, version, tier]` (JSON) -> its COUNTS, with spaces between. `penstock:usage` has all of them, by
-their beginning; `penstock:usage:folded` is the id of the last row that FOLD took.
+is counted once, as a row or in a sum, whoever dies when. `penstock:usage:sums:hour:<unix s>:<tenant>` and
+`...:day:<unix s>:<tenant>` are hashes: `[key, tenant, model, version, tier]` (JSON) -> its COUNTS, with spaces between.
+`penstock:usage:sums` has the hours and days by their beginning, `penstock:usage:tenants:<hour or day>` the tenants of
+each; `penstock:usage:folded` is the id of the last row that FOLD took. Earlier releases had one hash for all tenants,
+`penstock:usage:<hour or day>`, all of them in `penstock:usage`: ROLL splits those.
 """
 
 from __future__ import annotations
@@ -69,9 +71,9 @@ def fold(age_ms: int, most: int = MOST) -> Call:
 
 
 def roll(age_s: int, most: int = MOST) -> Call:
-    """ROLL: add about `most` sums of the oldest hour that began longer ago than `age_s` to its day's. Answers how many;
-    0 once there is no such hour."""
-    return Call(script(PACKAGE, "ledger_roll"), (keys.USAGE,), (age_s, most))
+    """ROLL: add about `most` sums of the oldest hour that began longer ago than `age_s` to its day's, or split as many
+    of an earlier release by tenants. Answers how many; 0 once there is nothing of either."""
+    return Call(script(PACKAGE, "ledger_roll"), (keys.USAGE, keys.USAGE_UNSPLIT), (age_s, most))
 
 
 async def prune(store: Redis, age_s: float) -> int:
@@ -81,11 +83,12 @@ async def prune(store: Redis, age_s: float) -> int:
     """
     old = await store.zrangebyscore(keys.USAGE, "-inf", time.time() - age_s)
     days = [day for day in map(text, old) if day.startswith("day:")]
-    async with store.pipeline(transaction=True) as pipe:
-        for day in days:
-            pipe.unlink(keys.usage(day))
+    for day in days:
+        whose = [text(tenant) for tenant in await store.smembers(keys.usage_tenants(day))]
+        async with store.pipeline(transaction=True) as pipe:
+            pipe.unlink(keys.usage_tenants(day), *(keys.usage(day, tenant) for tenant in whose))
             pipe.zrem(keys.USAGE, day)
-        await pipe.execute()
+            await pipe.execute()
     return len(days)
 
 
@@ -93,10 +96,10 @@ async def used(store: Redis, since: int, until: int, tenant: str | None = None) 
     """The usage from `since` until before `until` (unix s): rows by their hours, and the hours and days that begin
     in that time; of one tenant, or of all. Each task that ended before the call is counted once.
 
-    It reads the rows of all tenants. Raises redis.exceptions.RedisError or OSError.
+    It reads the rows of all tenants, and of the sums one tenant's alone. Raises redis.exceptions.RedisError or OSError.
     """
     while True:
-        folded, sums = await _sums(store, since, until)
+        folded, sums = await _sums(store, since, until, tenant)
         rows = await _rows(store, folded, max(0, since) * 1000, until * 1000, tenant)
         if await store.get(keys.USAGE_FOLDED) == folded:  # else FOLD took some of the rows meanwhile
             return [one for one in sums if tenant in (None, one.group.tenant)] + rows
@@ -123,22 +126,37 @@ async def _rows(store: Redis, folded: bytes | None, since_ms: int, until_ms: int
         first = f"({text(page[-1][0])}"
 
 
-async def _sums(store: Redis, since: int, until: int) -> tuple[bytes | None, list[Used]]:
-    """The id of the last row in the sums, and the sums of a time, as they stood at one moment."""
-    span = keys.USAGE, since, f"({until}"
+async def _sums(store: Redis, since: int, until: int, tenant: str | None) -> tuple[bytes | None, list[Used]]:
+    """The id of the last row in the sums, and the sums of a time, as they stood at one moment: of one tenant, or of
+    all; those that an earlier release wrote are of all."""
+    span = since, f"({until}"
+
+    def ask(pipe: Any, buckets: list[Any]) -> None:
+        """For the hours and days of the time, and whose sums these have."""
+        pipe.zrangebyscore(keys.USAGE, *span)
+        pipe.zrangebyscore(keys.USAGE_UNSPLIT, *span)
+        for bucket in buckets if tenant is None else ():
+            pipe.smembers(keys.usage_tenants(text(bucket)))
+
     while True:
-        names: list[Any] = await store.zrangebyscore(*span)
+        split: list[Any] = await store.zrangebyscore(keys.USAGE, *span)
+        async with store.pipeline(transaction=False) as pipe:
+            ask(pipe, split)
+            names = await pipe.execute()
+        hashes = [(bucket, keys.usage_unsplit(text(bucket))) for bucket in names[1]]
+        for bucket, whose in zip(split, [[tenant]] * len(split) if tenant is not None else names[2:], strict=True):
+            hashes += [(bucket, keys.usage(text(bucket), text(one))) for one in whose]
         async with store.pipeline(transaction=True) as pipe:
             pipe.get(keys.USAGE_FOLDED)
-            pipe.zrangebyscore(*span)
-            for name in names:
-                pipe.hgetall(keys.usage(text(name)))
-            folded, now, *sums = await pipe.execute()
-        if names == now:
+            ask(pipe, split)
+            for _, name in hashes:
+                pipe.hgetall(name)
+            folded, *found = await pipe.execute()
+        if found[: len(names)] == names and names[0] == split:
             return folded, [
-                Used(int(text(name).split(":")[1]), Group(*json.loads(group)), _counts(counts))
-                for name, hour in zip(names, sums, strict=True)
-                for group, counts in hour.items()
+                Used(int(text(bucket).split(":")[1]), Group(*json.loads(group)), _counts(counts))
+                for (bucket, _), sums in zip(hashes, found[len(names) :], strict=True)
+                for group, counts in sums.items()
             ]
 
 

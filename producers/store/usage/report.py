@@ -43,8 +43,9 @@ class TooManyReports(Exception):
 
 
 class Reports:
-    """Lets one report of a tenant be made at a time in this process, and WAITING more wait: each reads what all tenants
-    used, so that who asks again and again would keep the store and the process busy. Use it from one event loop."""
+    """Lets one report of a tenant be made at a time in this process, and WAITING more wait: each reads the latest rows
+    of all tenants, so that who asks again and again would keep the store and the process busy. Use it from one event
+    loop."""
 
     def __init__(self) -> None:
         self._tenants: dict[str | None, tuple[asyncio.Lock, list[None]]] = {}

@@ -11,6 +11,9 @@ from typing import Final
 from redis import Redis
 
 LEDGER: Final = "penstock:ledger"
+#: The hours and days that have sums; each one's tenants; of each tenant a hash beside the first.
+SUMS: Final = "penstock:usage:sums"
+TENANTS: Final = "penstock:usage:tenants:"
 STATUSES: Final = ("completed", "failed", "cancelled", "incomplete")
 #: What a sum counts, in its order.
 COUNTS: Final = (*STATUSES, "prompt", "cached", "output", "discarded", "again", "attempts", "deaths", "ms", "engine")
@@ -30,14 +33,19 @@ class Ledger:
     def read(cls, store: Redis) -> Ledger:
         """The ledger as it stands at one moment. `store`: a client that decodes replies."""
         while True:
-            buckets: list[str] = sorted(store.zrange("penstock:usage", 0, -1))  # type: ignore[arg-type]
+            buckets: list[str] = sorted(store.zrange(SUMS, 0, -1))  # type: ignore[arg-type]
+            tenants = [sorted(map(str, store.smembers(f"{TENANTS}{bucket}"))) for bucket in buckets]
             pipe = store.pipeline(transaction=True)
             pipe.xrange(LEDGER)
-            pipe.zrange("penstock:usage", 0, -1)
+            pipe.zrange(SUMS, 0, -1)
             for bucket in buckets:
-                pipe.hgetall(f"penstock:usage:{bucket}")
-            rows, now, *sums = pipe.execute()
-            if sorted(now) == buckets:
+                pipe.smembers(f"{TENANTS}{bucket}")
+            for bucket, whose in zip(buckets, tenants, strict=True):
+                for tenant in whose:
+                    pipe.hgetall(f"{SUMS}:{bucket}:{tenant}")
+            rows, now, *found_sets = pipe.execute()
+            sums = found_sets[len(buckets) :]
+            if sorted(now) == buckets and [sorted(whose) for whose in found_sets[: len(buckets)]] == tenants:
                 break
         found = cls(dict(rows), total(row for _, row in rows))
         for group, said in (one for bucket in sums for one in bucket.items()):

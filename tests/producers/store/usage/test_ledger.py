@@ -28,10 +28,10 @@ HOUR, DAY = 3600, 86400
 BEGIN = 1_763_942_400
 
 
-def read(url: str, since: int = ALL[0], until: int = ALL[1]) -> list[Used]:
+def read(url: str, since: int = ALL[0], until: int = ALL[1], tenant: str | None = None) -> list[Used]:
     async def found() -> list[Used]:
         async with AsyncRedis.from_url(url) as store:
-            return await used(store, since, until)
+            return await used(store, since, until, tenant)
 
     return asyncio.run(found())
 
@@ -114,12 +114,26 @@ class Machine(RuleBasedStateMachine):
     def roll(self, days: int, most: int) -> None:
         run(self.valkey, roll(days * DAY, most))
 
+    @rule()
+    def write_as_an_earlier_release(self) -> None:
+        """It had the sums of all tenants in one hash."""
+        for raw in self.valkey.zrange(keys.USAGE, 0, -1):
+            bucket = raw.decode()
+            for tenant in self.valkey.smembers(keys.usage_tenants(bucket)):
+                name = keys.usage(bucket, tenant.decode())
+                if not self.valkey.exists(keys.usage_unsplit(bucket)):
+                    self.valkey.hset(keys.usage_unsplit(bucket), mapping=self.valkey.hgetall(name))
+                    self.valkey.zadd(keys.USAGE_UNSPLIT, {bucket: int(bucket.split(":")[1])})
+                    self.valkey.delete(name)
+
     @invariant()
     def each_is_counted_once_and_whole_days_are_right_however_much_is_in_sums(self) -> None:
         since = (self.now // DAY - 3) * DAY
         for begin, end in (ALL, (since, since + 2 * DAY)):
             wanted = totals(one for one in self.written if begin <= one.start < end)
             assert totals(read(self.url, begin, end)) == wanted
+            its = (one for one in self.written if begin <= one.start < end and one.group.tenant == "a")
+            assert totals(read(self.url, begin, end, "a")) == totals(its)
 
 
 @pytest.mark.parametrize("examples", few([5, 20], 5))
@@ -158,6 +172,24 @@ async def test_who_reads_while_others_fold_counts_each_task_once(valkey: Redis, 
             await asyncio.sleep(0)
 
 
+async def test_of_the_sums_a_tenants_question_reads_its_own(valkey: Redis, valkey_url: str) -> None:
+    numbers = dict.fromkeys(COUNTS[len(STATUSES) :], 1)
+    for k in range(50):
+        row = Group("k", f"t{k}", "m", "v", "flex")._asdict() | {"status": "completed"} | numbers
+        valkey.xadd(keys.LEDGER, row, id=f"{(BEGIN + k) * 1000}-0")
+    while run(valkey, fold(0)):
+        pass
+    async with AsyncRedis.from_url(valkey_url) as store, store.monitor() as seen, store.client() as asking:
+        assert len(await used(asking, *ALL, "t7")) == 1
+        valkey.echo("done")
+        commands = []
+        while (said := (await seen.next_command())["command"]) != "ECHO done":
+            commands.append(said)
+    assert [said for said in commands if said.startswith(("HGETALL", "SMEMBERS"))] == [
+        f"HGETALL {keys.usage(f'hour:{BEGIN}', 't7')}"
+    ]
+
+
 async def test_old_days_go_and_nothing_else_does(valkey: Redis, valkey_url: str) -> None:
     now = int(valkey.time()[0])
     row = Group("k", "t", "m", "v", "flex")._asdict() | dict.fromkeys(COUNTS[len(STATUSES) :], 1)
@@ -171,5 +203,6 @@ async def test_old_days_go_and_nothing_else_does(valkey: Redis, valkey_url: str)
         assert len(await used(store, *ALL)) == 3
         assert await prune(store, 1.0) == 1
     left = {name.decode() for name in valkey.keys("penstock:usage:*:*")}
-    assert left == {keys.usage(f"hour:{(now - 2 * DAY) // HOUR * HOUR}")}
+    hour = f"hour:{(now - 2 * DAY) // HOUR * HOUR}"
+    assert left == {keys.usage(hour, "t"), keys.usage_tenants(hour)}
     assert valkey.xlen(keys.LEDGER) == 1
