@@ -141,10 +141,10 @@ async def turn() -> None:
         await share.turn()
 
 
-async def measured(steps: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine returns or raises. Its steps are charged to the caller whose request is handled now."""
+async def measured(do: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:
+    """What `do` returns or raises. Its steps are charged to the caller whose request is handled now."""
     share = SHARE.get()
-    return await (steps if share is None else Measured(steps, share))
+    return await (do(*arguments) if share is None else Measured(do(*arguments), share))
 
 
 class FairShare:
@@ -160,14 +160,19 @@ class FairShare:
         self._callers = 0
         self._swept = float("-inf")
 
-    def enter(self, caller: Hashable, now: float, *, probes: bool) -> Share:
-        """Note a caller's request. `probes`: it only asks whether this process is well. Returns its share, to be given
-        back by `leave`."""
+    def of(self, caller: Hashable) -> Share:
+        """A caller's share."""
         share = self._shares.get(caller)
         if share is None:
             share = self._others
             if len(self._shares) < MOST_CALLERS:
                 share = self._shares[caller] = Share(self)
+        return share
+
+    def enter(self, caller: Hashable, now: float, *, probes: bool) -> Share:
+        """Note a caller's request. `probes`: it only asks whether this process is well. Returns its share, to be given
+        back by `leave`."""
+        share = self.of(caller)
         if not probes:
             share.seen = now
         share.open += 1

@@ -31,6 +31,7 @@ import httptools
 from starlette.types import Message, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from producers.connection.hosts import network_of
 from producers.gateway.fair_share import FairShare, Share
 from producers.gateway.http import head
 from producers.gateway.http.errors import Problem, body_of, too_many_waiting
@@ -46,12 +47,14 @@ MAX_HEAD: Final = 1 << 16
 #: Headers of a request, and fields behind a body in chunks.
 MAX_HEADERS: Final = 256
 #: Pieces of a body, each a chunk or what one read has, from which on they must have so many bytes on average.
-PIECES, PIECE = 1024, 64
+PIECES, PIECE = 256, 64
 #: Bytes of a read after which others have a turn: of who sends on, uvloop reads 8 MiB at once otherwise.
 TURN: Final = 1 << 17
 #: Headers of answers: what they say of their type holds; and nobody keeps them, since they may be a caller's alone.
 STATIC: Final = ((b"x-content-type-options", b"nosniff"),)
 PRIVATE: Final = (*STATIC, (b"cache-control", b"no-store"))
+#: Seconds that a connection takes to be made and closed, beside its requests.
+CONNECTED_S: Final = 2e-4
 #: Seconds that the kernel takes to hand over a byte, of which the event loop's clock tells nothing.
 COPIED_S: Final = 5e-10
 #: The SO_LINGER value that makes close discard unsent data.
@@ -109,7 +112,9 @@ class Connection(HttpToolsProtocol):
     _coming: RequestResponseCycle | None = None
     """The request whose body is still being received."""
     share: Share | None = None
-    """The share of the latest request's caller, to which the time for what comes in is charged."""
+    """The share to which the time for what comes in is charged: of its address, then of the latest request's caller."""
+    lost = False
+    """Whether it is closed, so that nobody reads an answer."""
     turn: asyncio.Future[bool] | None = None
     """The place of a request that waits for its turn."""
     _reads: asyncio.Future[bool] | None = None
@@ -121,15 +126,18 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         super().connection_made(transport)
-        problem = self.peers.enter(self, self.client[0] if self.client else None)
-        if problem is None:
-            self._wait()
-        else:
+        host = self.client[0] if self.client else None
+        self.share = self.fair_share.of(network_of(host) if host else None)
+        self.share.used += CONNECTED_S
+        if (problem := self.peers.enter(self, host)) is not None:
             transport.write(_raw(problem))
             transport.close()
             type(self).refused(problem.code)
+        else:
+            self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.lost = True
         self._came()
         self.peers.leave(self)
         super().connection_lost(exc)

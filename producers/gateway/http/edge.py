@@ -67,9 +67,11 @@ class Edge:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
+        connection = connection_of(scope)
+        if connection is not None and connection.lost:
+            return
         share = self._fair_share.enter(caller_of(scope), time.monotonic(), probes=scope["path"] in PROBES)
         SHARE.set(share)
-        connection = connection_of(scope)
         if connection is not None:
             connection.share = share
         try:

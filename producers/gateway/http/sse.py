@@ -101,7 +101,7 @@ class Feed:
         self._loop = asyncio.get_running_loop()
         self._heard = self._loop.time()
         self._timer = self._loop.call_later(heartbeat, self._beat)
-        self._task = asyncio.create_task(measured(self._pump(chunks)))
+        self._task = asyncio.create_task(measured(self._pump, chunks))
         for end in (stop, self._task):
             end.add_done_callback(self._tell)
 

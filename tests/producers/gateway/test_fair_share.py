@@ -26,6 +26,7 @@ from producers.gateway.fair_share import (
     measured,
     turn,
 )
+from producers.gateway.http.connection import CONNECTED_S
 from tests.producers.gateway.conftest import Door, Open
 from tests.waiting import until
 
@@ -117,12 +118,12 @@ async def test_steps_threads_and_further_tasks_are_charged_to_the_caller() -> No
         return 1
 
     seen = [share.used]
-    assert await measured(asyncio.sleep(0, 5)) == 5
+    assert await measured(asyncio.sleep, 0, 5) == 5
     seen.append(share.used)
     with pytest.raises(KeyError):
-        await measured(works(fails=True))
+        await measured(works, True)
     seen.append(share.used)
-    task = asyncio.create_task(measured(works(fails=False)))
+    task = asyncio.create_task(measured(works, False))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -189,6 +190,16 @@ def test_more_waiting_requests_than_a_line_has_are_refused(capped: Door, monkeyp
     answer = httpx.get(f"{capped.url}/nowhere", timeout=60)
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "too_many_waiting")
     assert "x-request-id" in answer.headers
+
+
+def test_connections_are_charged_to_their_address(open_door: Open) -> None:
+    door = open_door()
+    share = door.app.state.fair_share.of("127.0.0.1")
+    before = share.used
+    for _ in range(5):
+        with socket.create_connection(("127.0.0.1", door.port), timeout=60):
+            pass
+    assert until(lambda: share.used >= before + 5 * CONNECTED_S)
 
 
 def test_a_body_is_read_when_it_is_its_callers_turn(capped: Door) -> None:
