@@ -34,7 +34,7 @@ for _, bucket in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', '(' .. stri
   if start then
     local day, moved = math.floor(start / 86400) * 86400, 0
     local tenants = 'penstock:usage:tenants:' .. bucket
-    for _, tenant in ipairs(redis.call('SRANDMEMBER', tenants, ARGV[2])) do
+    for _, tenant in ipairs(redis.call('SMEMBERS', tenants)) do
       local hour = 'penstock:usage:sums:' .. bucket .. ':' .. tenant
       moved = moved + move(hour, 'day:' .. string.format('%.0f', day), day)
       if redis.call('EXISTS', hour) == 0 then
