@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from producers.connection.hosts import network_of
 from producers.connection.turns import OWNER
 from producers.gateway.fair_share import SHARE, FairShare, Measured, Share
 from producers.gateway.http import trace
@@ -95,7 +96,7 @@ class Edge:
     async def _handle(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, share: Share) -> None:
         came = time.perf_counter()
         share.running += 1
-        OWNER.set((scope.get("client") or NOBODY)[:1])  # until it is known whose key this is
+        OWNER.set((network_of((scope.get("client") or NOBODY)[0]),))  # until it is known whose key this is
         headers = Headers(scope=scope)
         trace.enter(headers)
         given = headers.get("x-request-id", "")

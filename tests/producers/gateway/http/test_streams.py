@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from producers.contract import keys
+from producers.gateway import app
 from producers.gateway.http.errors import Problem
 from producers.gateway.http.streams import Bounds, Streams
 from producers.store.access.principal import Limits, Principal
@@ -168,6 +170,23 @@ def test_an_ipv6_host_is_one_address_whichever_of_its_own_it_sends_from(open_doo
             assert refused(answer) == (429, "too_many_streams")
         with streams(door, task_id, 1, other) as theirs:
             assert theirs[0].status_code == 200
+
+
+def test_bodies_that_come_in_from_an_ipv6_host_are_of_one_address(
+    open_door: Open, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "BODY_BYTES", (1 << 30, 100_000))
+    door = open_door(proxy_headers=("127.0.0.1",))
+    head = b"POST /v1/tasks HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 90000\r\n"
+    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as slow:
+        slow.sendall(head + b"X-Forwarded-For: 2001:db8:0:1::1\r\n\r\n" + b" " * 80_000)
+        until(lambda: door.app.state.gateway.body_room._held.total() >= 80_000)
+        large = json.dumps(TASK).encode().ljust(80_000)
+        statuses = [
+            door.http.post("/v1/tasks", content=large, headers={"content-type": "application/json"} | whose).status_code
+            for whose in ({"x-forwarded-for": f"2001:db8:0:{network}::7"} for network in (1, 2))
+        ]
+    assert statuses == [429, 202]
 
 
 def test_bounds_leave_connections_to_other_requests_and_streams_to_other_tenants() -> None:
