@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, Final
 
 from tests.chaos.hostile.stage import TENANT, Stage, stage
@@ -282,7 +283,8 @@ def _measured(name: str | None, seconds: float) -> Measured:
         context = mp.get_context("spawn")
         done = context.Queue()
         arguments = (name, CORES[-1], hostile.port, hostile.keys, task_id, seconds, done)
-        attacker = context.Process(target=attack, args=arguments)
+        # By its name: run as a command this module is called `__main__`, which may be another one there.
+        attacker = context.Process(target=import_module("tests.bench.hostile").attack, args=arguments)
         attacker.start()
         done.get(timeout=START_S)
         found = asyncio.run(victim(hostile, seconds))
