@@ -54,6 +54,12 @@ class Limits:
 class Stopped(Exception):
     """The work was ended: it exceeded a limit, or its process ended. The text says which."""
 
+    def __init__(self, why: str, *, again: bool = False) -> None:
+        """`again`: the same work would be ended again, however busy the machine is: it took too much processor time or
+        memory, or it failed."""
+        super().__init__(why)
+        self.again = again
+
 
 class ConfinedProcess:
     """A target's work in a child process. Blocking and thread-safe: calls take turns. The first one starts the child.
@@ -138,7 +144,8 @@ class ConfinedProcess:
         except (OSError, EOFError):
             status = self._end()
             if status == -signal.SIGPROF:
-                raise Stopped(f"it took more than {self._limits.cpu:g} s of processor time") from None
+                why = f"it took more than {self._limits.cpu:g} s of processor time"
+                raise Stopped(why, again=True) from None
             raise Stopped(f"its process ended with status {status}") from None
         except BaseException:  # interrupted: the next answer on the pipe would not belong to the next frame
             self._end()
@@ -152,7 +159,7 @@ class ConfinedProcess:
                 raise ModelError(message)
             case _:
                 self._end()
-                raise Stopped(str(answer.get("stopped")))
+                raise Stopped(str(answer.get("stopped")), again=True)
 
     def _start(self) -> subprocess.Popen[bytes]:
         env = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}

@@ -10,9 +10,10 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import llguidance  # noqa: F401 - a sealed process cannot import it later
+import llguidance  # a sealed process cannot import it later
 
-from engine.grammar.source import form_of, judge, new_tokenizer, unreadable
+from engine.errors import RequestError
+from engine.grammar.source import check_speed, form_of, judge, new_rules, new_tokenizer, unreadable
 
 
 def packed(tokenizer: str, eos: Sequence[int]) -> dict[str, Any]:
@@ -23,19 +24,32 @@ def packed(tokenizer: str, eos: Sequence[int]) -> dict[str, Any]:
 
 
 def judged(setup: dict[str, Any] | None) -> Callable[[list[str]], None]:
-    """Makes the function that the child runs for each form, given as [the parameter's name, its text]. `setup`: that of
-    `packed`, and matchers are made; None: forms are only validated."""
+    """Makes the function that the child runs for each form, given as [the parameter's name, its text]: it makes a
+    matcher, and finds an output's first tokens. `setup`: that of `packed`; None: every byte is a token."""
     tokenizer: Any = None
 
     def judge_one(form: list[str]) -> None:
         nonlocal tokenizer
         name, text = form
-        if setup is not None and tokenizer is None:
-            own = zlib.decompress(base64.b64decode(setup["tokenizer"])).decode()
+        if tokenizer is None:
             try:
-                tokenizer = new_tokenizer(own, setup["eos"])
+                tokenizer = _tokenizer(setup)
             except ValueError as error:
                 raise unreadable(name, error) from None
-        judge(form_of(name, text), tokenizer)
+        grammar = form_of(name, text)
+        try:
+            rules = new_rules(grammar, tokenizer)
+        except RequestError:
+            if setup is not None:
+                raise
+            judge(grammar)  # it may name tokens, of which a model has others than bytes
+            return
+        check_speed(name, rules, tokenizer)
 
     return judge_one
+
+
+def _tokenizer(setup: dict[str, Any] | None) -> Any:
+    if setup is None:
+        return llguidance.LLTokenizer("byte")
+    return new_tokenizer(zlib.decompress(base64.b64decode(setup["tokenizer"])).decode(), setup["eos"])

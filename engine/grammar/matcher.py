@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.grammar.source import check_installed, form_of, new_rules, new_tokenizer, said, unreadable
-from engine.grammar.trial import MAKING, Trials
+from engine.grammar.source import check_installed, form_of, new_rules, new_tokenizer, said, slow, unreadable
+from engine.grammar.trial import MAKING, Trials, key_of
 from engine.params import SamplingParams
 
 #: Bits of allowed tokens, int32 [words]: token t is bit t % 32 of word t // 32.
 Mask = NDArray[np.int32]
+
+#: The processor time (s) that finding one token may take at no cost. Ordinary forms take less (docs/notes/forms.md).
+_TOKEN_S: Final = 0.01
+#: The processor time (s) beyond that which one output's tokens may take in all. The others of a step wait for it.
+_OUTPUT_S: Final = 0.5
 
 
 class Grammars:
@@ -57,13 +63,16 @@ class Grammars:
         another may need.
         """
         (name,) = params.forms
-        form = form_of(name, getattr(params, name))
+        text = getattr(params, name)
+        self._trial.check_known(name, text)
+        form = form_of(name, text)
         ends = self._mask([*params.stop_token_ids, *(() if params.ignore_eos else self._eos)])
         try:
             tokenizer, marks = self._tokenizer, self._marks
         except ValueError as error:
             raise unreadable(name, error) from None
-        return lambda: Matcher(new_rules(form, tokenizer), ends, marks)
+        pace = Pace(self._trial, name, text)
+        return lambda: Matcher(new_rules(form, tokenizer), ends, marks, pace)
 
     def give_up(self) -> None:
         """End a trial that runs."""
@@ -103,6 +112,22 @@ class Grammars:
         return self._mask(self._tokenizer.eos_tokens)
 
 
+class Pace:
+    """Whether a form has proved too slow to be followed in steps, by any output of any request."""
+
+    def __init__(self, trials: Trials, name: str, text: str) -> None:
+        self._trials = trials
+        self._name = name
+        self._key = key_of(name, text)
+
+    def too_slow(self) -> bool:
+        return self._trials.refuses(self._key)
+
+    def found_slow(self, why: str) -> None:
+        """Refuse the form from now on."""
+        self._trials.refuse(self._key, slow(self._name, why))
+
+
 class Matcher:
     """Follows one output. Used by one thread at a time: the one that makes it, then the one that runs steps.
 
@@ -110,18 +135,22 @@ class Matcher:
     uninterrupted one would.
     """
 
-    __slots__ = ("_ends", "_foreseen", "_marks", "_rules", "count", "error")
+    __slots__ = ("_ends", "_foreseen", "_marks", "_pace", "_rules", "_spent", "count", "error")
 
-    def __init__(self, rules: Any, ends: Mask, marks: Mask) -> None:
+    def __init__(self, rules: Any, ends: Mask, marks: Mask, pace: Pace) -> None:
         """`rules`: an LLMatcher of its own. `ends`: the tokens that may end a complete output; those that its caller
-        named may be text elsewhere, and cut it. `marks`: see Grammars."""
+        named may be text elsewhere, and cut it. `marks`: see Grammars. `pace`: the form's, the same for all its
+        outputs."""
         self._rules = rules
         self._ends = ends
         self._marks = marks
+        self._pace = pace
+        #: The processor time (s) that tokens took beyond _TOKEN_S each.
+        self._spent = 0.0
         #: Answers of `push` for the output's next tokens, which the rules have taken before.
         self._foreseen: deque[bool] = deque()
         self.count = 0
-        #: Why no token can follow, if the form was found to be too complex, or the output not to have it.
+        #: Why no token can follow, if the form was found to be too complex or slow, or the output not to have it.
         self.error = ""
 
     def foresee(self, published: Sequence[int]) -> None:
@@ -131,7 +160,12 @@ class Matcher:
     def push(self, token_id: int) -> bool:
         """Take the output's next token, which does not end it. Returns whether nothing can follow it."""
         self.count += 1
-        return self._foreseen.popleft() if self._foreseen else self._take(token_id)
+        if self._foreseen:
+            return self._foreseen.popleft()
+        began = time.thread_time()
+        ended = self._take(token_id)
+        self._spend(time.thread_time() - began)
+        return ended
 
     def _take(self, token_id: int) -> bool:
         if self.error or not self._rules.consume_token(token_id):
@@ -140,11 +174,18 @@ class Matcher:
         return bool(self._rules.is_stopped())
 
     def allow(self, mask: Mask, ahead: Sequence[int] = ()) -> None:
-        """Fill `mask` with the tokens that may come next, after those `ahead` of the state. Where `ahead` itself is not
-        of the form, all may: that place of the output will never be."""
+        """Fill `mask` with the tokens that may come next, after those `ahead` of the state; with none on an `error`.
+        Where `ahead` itself is not of the form, all may: that place of the output will never be."""
+        if not self.error and self._pace.too_slow():
+            self.error = "another output of this form took too long"
+        if not self.error:
+            began = time.thread_time()
+            self._fill(mask, ahead)
+            self._spend(time.thread_time() - began)
         if self.error:
             mask.fill(0)
-            return
+
+    def _fill(self, mask: Mask, ahead: Sequence[int]) -> None:
         if ahead and self._rules.validate_tokens(list(ahead)) < len(ahead):
             mask.fill(-1)
             return
@@ -154,16 +195,24 @@ class Matcher:
         complete = self._rules.is_accepting()
         if self._rules.is_error():
             self._fail()
-        elif ahead:
+            return
+        if ahead:
             self._rules.rollback(len(ahead))
         mask.fill(0)
-        if self.error:
-            return
         mask[: len(bits)] = bits[: len(mask)]
         # An end comes where the form is complete, and there alone.
         mask &= ~self._marks
         if complete:
             mask |= self._ends
+
+    def _spend(self, took: float) -> None:
+        """Enter the processor time (s) that the thread of steps has spent on this output, which others wait for."""
+        if took <= _TOKEN_S:
+            return
+        self._spent += took - _TOKEN_S
+        if self._spent > _OUTPUT_S and not self.error:
+            self.error = f"finding its tokens took {self._spent:.2g} s of processor time more than usual"
+            self._pace.found_slow(self.error)
 
     def _fail(self) -> None:
         self.error = self.error or said(self._rules.get_error()) or "the output left its form"

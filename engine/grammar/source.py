@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +24,12 @@ STACK_BYTES: Final = 256 << 20
 _LEXER_STATES: Final = 150_000
 #: The least common multiple of all that numbers are to be multiples of: a lexer has as many states, thrice squared.
 _MULTIPLES: Final = 20_000
+#: The code of the error for a form whose tokens take too long to find, for which every output of a step waits.
+SLOW: Final = "form_slow"
+#: The most processor time (s) that finding one token may take in a trial. Ordinary forms take a tenth of it at most.
+_TOKEN_S: Final = 0.1
+#: The tokens that are found in a trial.
+_TRIED_TOKENS: Final = 16
 #: The most characters of llguidance's reasons that a message shows.
 _REASON: Final = 300
 
@@ -69,18 +77,14 @@ def parser_version() -> str:
         return ""
 
 
-def judge(form: tuple[str, str], tokenizer: Any = None) -> None:
+def judge(form: tuple[str, str]) -> None:
     """Raise RequestError if no output could follow a form of `form_of`: it has an error, or is not supported.
 
-    With an LLTokenizer, all is done that an output's matcher needs. Large or odd forms take seconds, or for ever, and a
-    stack of STACK_BYTES: see engine.grammar.trial.
+    Large or odd forms take seconds, or for ever, and a stack of STACK_BYTES: see engine.grammar.trial.
     """
-    name, grammar = form
-    if tokenizer is not None:
-        new_rules(form, tokenizer)
-        return
     from llguidance import LLMatcher
 
+    name, grammar = form
     with _panics(name):
         wrong, reasons = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits())
     if wrong:
@@ -113,6 +117,41 @@ def new_rules(form: tuple[str, str], tokenizer: Any) -> Any:
     if made.is_error() or made.is_stopped():
         raise refused(name, made.get_error() or made.stop_reason())
     return made
+
+
+def check_speed(name: str, rules: Any, tokenizer: Any) -> None:
+    """Raise RequestError if one of an output's first tokens takes more than _TOKEN_S to find.
+
+    `rules`: those of `new_rules`, which are then somewhere in the output. The output opens and closes what JSON can
+    open and close, since a form may branch there; elsewhere its tokens are drawn.
+    """
+    draw = random.Random(0)  # noqa: S311 - not for secrets
+    marks = [token_id for mark in (b'"', b"{", b"[", b",", b":") for token_id in tokenizer.tokenize_bytes(mark)]
+    ends = sum(1 << token_id for token_id in set(tokenizer.eos_tokens))
+    for _ in range(_TRIED_TOKENS):
+        rules.consume_tokens(rules.compute_ff_tokens())
+        began = time.thread_time()
+        allowed = int.from_bytes(rules.compute_bitmask(), "little") & ~ends
+        if allowed:
+            rules.consume_token(next(one for one in (*marks, _drawn(allowed, draw)) if allowed >> one & 1))
+        took = time.thread_time() - began
+        if took > _TOKEN_S:
+            raise slow(name, f"finding one token took {took:.2g} s of processor time; {_TOKEN_S:g} s may be taken")
+        if not allowed:
+            return
+
+
+def _drawn(bits: int, draw: random.Random) -> int:
+    """The place of one of the bits that are set."""
+    place = draw.randrange(bits.bit_length())
+    rest = bits >> place
+    return place + (rest & -rest).bit_length() - 1
+
+
+def slow(name: str, why: str) -> RequestError:
+    """The error for a form whose tokens take too long to find."""
+    many = "objects of many properties that may be missing, as alternatives to each other, are the usual cause"
+    return RequestError(f"{name} cannot be followed: it is too slow: {why} ({many})", param=name, code="form_slow")
 
 
 def limits() -> Any:

@@ -2,6 +2,8 @@
 
 form ─▶ tried before: its verdict ─▶ light: judged here ─▶ else in the child (`engine.grammar.child`), under its limits
 
+A verdict that depends on the machine's speed is remembered for some minutes: a form that was ended or that is too slow.
+
 llguidance has forms of 2 kB over which it computes for hours, and no call of it can be ended. A light form is one that
 it has always read in a few milliseconds: the kinds of rules and their number say so (docs/notes/forms.md).
 """
@@ -10,14 +12,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import queue
 import threading
+import time
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any, Final
 
 from engine.confined import ConfinedProcess, Limits, Stopped
 from engine.errors import RequestError
-from engine.grammar.source import STACK_BYTES, check_installed, form_of, judge
+from engine.grammar.source import SLOW, STACK_BYTES, check_installed, form_of, judge
 from engine.params import parts_of_form
 
 TARGET: Final = "engine.grammar.child:judged"
@@ -29,6 +34,8 @@ VALIDATION: Final = Limits(cpu=2.0, wall=10.0, memory=512 << 20, output=1 << 16,
 MAKING: Final = Limits(cpu=15.0, wall=60.0, memory=2 << 30, output=1 << 16, stack=STACK_BYTES, nice=5)
 #: The most verdicts that are remembered. One is a hash and an error's text.
 KEPT: Final = 1024
+#: How long (s) a verdict is remembered that depends on the machine's speed.
+REMEMBERED_S: Final = 300.0
 #: The most parts of a light schema, and characters of a light regular expression or grammar.
 _LIGHT_PARTS: Final = 256
 _LIGHT_CHARACTERS: Final = 128
@@ -49,6 +56,15 @@ _BESIDE: Final = frozenset(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """What is known about a form. `reason`: why it cannot be followed; "" if it can. `until`: on time.monotonic."""
+
+    reason: str = ""
+    code: str = ""
+    until: float = math.inf
+
+
 class Trials:
     """Judges forms. Blocking and thread-safe. `close` it after use."""
 
@@ -62,49 +78,79 @@ class Trials:
         for one in reversed(self._processes):
             self._free.put(one)
         self._lock = threading.Lock()
-        #: The hash of a form -> why it cannot be followed; "" for one that can.
-        self._verdicts: OrderedDict[bytes, str] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
+        """By the hash of a form."""
 
     def known(self, name: str, text: str) -> bool:
         """Whether `check` answers at once: the form was tried before, or is light."""
-        with self._lock:
-            if _hash(name, text) in self._verdicts:
-                return True
-        return light(name, text)
+        return self._recall(key_of(name, text)) is not None or light(name, text)
 
     def check(self, name: str, text: str) -> None:
-        """Raise RequestError if no output can follow the form; with the code STOPPED if its trial was ended."""
-        key = _hash(name, text)
+        """Raise RequestError if no output can follow the form; with the code STOPPED if its trial was ended, and SLOW
+        if its tokens take too long to find."""
+        key = key_of(name, text)
+        if self._recall(key) is not None:
+            self.check_known(name, text)
+            return
+        check_installed(name)
+        try:
+            self._judge(name, text)
+        except Stopped as error:
+            failed = stopped(name, f"reading it was stopped: {error}")
+            if error.again:
+                self._remember(key, failed)
+            raise failed from None
+        except RequestError as error:
+            self._remember(key, error)
+            raise
+        self._remember(key, None)
+
+    def check_known(self, name: str, text: str) -> None:
+        """Raise the RequestError that `check` has raised, or `refuse` was given, for the form."""
+        verdict = self._recall(key_of(name, text))
+        if verdict is not None and verdict.reason:
+            raise RequestError(verdict.reason, param=name, code=verdict.code)
+
+    def refuse(self, key: bytes, error: RequestError) -> None:
+        """Have `check` and `check_known` raise this for the form of this `key_of`."""
+        self._remember(key, error)
+
+    def refuses(self, key: bytes) -> bool:
+        """Whether `check_known` raises for the form of this `key_of`."""
+        verdict = self._recall(key)
+        return verdict is not None and bool(verdict.reason)
+
+    def _recall(self, key: bytes) -> _Verdict | None:
         with self._lock:
             verdict = self._verdicts.get(key)
-            if verdict is not None:
-                self._verdicts.move_to_end(key)
-        if verdict is None:
-            check_installed(name)
-            try:
-                verdict = self._judged(name, text)
-            except Stopped as error:  # not remembered: the machine may have been busy
-                raise stopped(name, f"reading it was stopped: {error}") from None
-            with self._lock:
-                self._verdicts[key] = verdict
-                if len(self._verdicts) > KEPT:
-                    self._verdicts.popitem(last=False)
-        if verdict:
-            raise RequestError(verdict, param=name)
+            if verdict is None:
+                return None
+            if verdict.until < time.monotonic():
+                del self._verdicts[key]
+                return None
+            self._verdicts.move_to_end(key)
+            return verdict
 
-    def _judged(self, name: str, text: str) -> str:
+    def _remember(self, key: bytes, error: RequestError | None) -> None:
+        verdict = _Verdict()
+        if error is not None:
+            lasts = REMEMBERED_S if error.code in (STOPPED, SLOW) else math.inf
+            verdict = _Verdict(str(error), error.code, time.monotonic() + lasts)
+        with self._lock:
+            self._verdicts[key] = verdict
+            self._verdicts.move_to_end(key)
+            if len(self._verdicts) > KEPT:
+                self._verdicts.popitem(last=False)
+
+    def _judge(self, name: str, text: str) -> None:
+        if light(name, text):
+            judge(form_of(name, text))
+            return
+        process = self._free.get()
         try:
-            if light(name, text):
-                judge(form_of(name, text))
-                return ""
-            process = self._free.get()
-            try:
-                process.call([name, text])
-            finally:
-                self._free.put(process)
-        except RequestError as error:
-            return str(error)
-        return ""
+            process.call([name, text])
+        finally:
+            self._free.put(process)
 
     def kill(self) -> None:
         """End the children, and the trials that run; a later one starts another."""
@@ -143,5 +189,6 @@ def _light(schema: Any) -> bool:
     return all(map(_light, inner))
 
 
-def _hash(name: str, text: str) -> bytes:
+def key_of(name: str, text: str) -> bytes:
+    """The key by which a form's verdict is remembered."""
     return hashlib.sha256(f"{name} {text}".encode()).digest()

@@ -131,6 +131,27 @@ def test_a_form_that_grows_too_complex_fails_its_own_request_alone(engine: Engin
     assert (found[1].text, found[1].error) == ("abc", None)
 
 
+def test_a_form_that_is_too_slow_ends_its_outputs_and_the_others_go_on(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.grammar.matcher._TOKEN_S", -1.0)  # each mask and each token costs a second
+    monkeypatch.setattr("engine.grammar.matcher._OUTPUT_S", 20.5)
+    slow, plain = SamplingParams(regex="[ab]{400}", max_tokens=100), SamplingParams(max_tokens=40, ignore_eos=True)
+    *pair, other, short = engine.generate(["w", "x", "y", "z"], [slow, slow, plain, SamplingParams(regex="abc")])
+    # Of two outputs of one form, the first to spend its time ends both.
+    assert sorted(one.error or "" for one in pair) == [
+        "regex cannot be followed any further: another output of this form took too long",
+        "regex cannot be followed any further: finding its tokens took 21 s of processor time more than usual",
+    ]
+    assert max(len(one.token_ids) for one in pair) == 10
+    assert (len(other.token_ids), other.error) == (40, None)
+    assert (short.text, short.error) == ("abc", None)
+    monkeypatch.undo()
+    (again,) = engine.generate(["x"], slow)
+    assert "regex cannot be followed: it is too slow: finding its tokens took 21 s" in (again.error or "")
+    assert said(engine, regex="[ab]{40}")[1] == "stop"
+
+
 def test_what_an_output_uses_up_another_still_has(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.grammar.source._LEXER_STATES", 400)
     params = SamplingParams(regex="[ab]*a[ab]{12}", temperature=5.0, seed=1, max_tokens=300, ignore_eos=True)

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from engine.confined import Limits
+from engine.confined import Limits, Stopped
 from engine.errors import RequestError
-from engine.grammar import trial
-from engine.grammar.child import packed
+from engine.grammar import source, trial
+from engine.grammar.child import judged, packed
+from engine.grammar.source import SLOW
 from engine.grammar.trial import MAKING, STOPPED, Trials, light
 from engine.params import MAX_FORM_PARTS, SamplingParams, parts_of_form
 from engine.text import Tokenizer
@@ -40,7 +41,8 @@ def test_a_form_that_is_read_for_hours_is_ended_and_others_go_on(making: bool) -
     setup = packed(tokenizer.to_json(), tokenizer.eos_token_ids) if making else None
     trials = Trials(setup, BRIEF if not making else Limits(cpu=1.0, memory=MAKING.memory, stack=trial.STACK_BYTES))
     try:
-        for _ in range(2):  # it is not remembered: the machine may have been busy
+        for tried in (False, True):  # the second time it is remembered
+            assert trials.known("json_schema", ENDLESS) == tried
             with pytest.raises(RequestError, match=r"json_schema cannot be followed: .*processor time") as refused:
                 trials.check("json_schema", ENDLESS)
             assert (refused.value.code, refused.value.param) == (STOPPED, "json_schema")
@@ -73,9 +75,66 @@ def test_a_verdict_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(RequestError, match="grammar is bad"):
             trials.check("grammar", bad)
     assert asked == [("grammar", good), ("grammar", bad)]
-    assert trials.known("grammar", good)
     trials.check("grammar", other)
     assert not trials.known("grammar", good), "the oldest made room"
+    assert trials.known("grammar", bad)
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "remembered"),
+    [
+        (Stopped("it took more than 2 s of processor time", again=True), STOPPED, True),
+        (Stopped("it did not end within 10 s"), STOPPED, False),  # the machine may have been busy
+        (RequestError("it is too slow", code=SLOW), SLOW, True),
+    ],
+)
+def test_a_verdict_that_hangs_on_the_machine_is_remembered_for_a_while(
+    failure: Exception, code: str, remembered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    class Fake:
+        def __init__(self, *args: Any) -> None:
+            pass
+
+        def call(self, form: Any) -> None:
+            asked.append(form)
+            raise failure
+
+    monkeypatch.setattr(trial, "ConfinedProcess", Fake)
+    trials = Trials()
+
+    def check() -> None:
+        with pytest.raises(RequestError) as refused:
+            trials.check("grammar", "start: a & b")
+        assert refused.value.code == code
+
+    check()
+    check()
+    assert len(asked) == (1 if remembered else 2)
+    monkeypatch.setattr(trial, "REMEMBERED_S", -1.0)
+    trials = Trials()
+    check()
+    assert not trials.known("grammar", "start: a & b")
+
+
+@pytest.mark.parametrize("making", [False, True])
+def test_a_form_whose_tokens_take_too_long_is_refused(making: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer.from_folder(TINY)
+    judge = judged(packed(tokenizer.to_json(), tokenizer.eos_token_ids) if making else None)
+    several = json.dumps({"items": {"anyOf": [{"properties": {name: {"type": "integer"}}} for name in "abc"]}})
+    forms = [["json_schema", several], ["regex", r"\w{2,9}(, \w+)*"], ["grammar", 'start: "a"+ | /[bc]/']]
+    for form in forms:
+        judge(form)
+    monkeypatch.setattr(source, "_TOKEN_S", 0.0)
+    for form in forms:
+        with pytest.raises(RequestError, match="cannot be followed: it is too slow: finding one token took") as refused:
+            judge(form)
+        assert (refused.value.code, refused.value.param) == (SLOW, form[0])
+
+
+def test_tokens_that_a_grammar_names_are_no_fault_where_only_bytes_are_known() -> None:
+    judged(None)(["grammar", 'start: <[2000]> "a" <|im_end|>'])
 
 
 def test_more_trials_than_processes_wait() -> None:
