@@ -60,7 +60,7 @@ class Share:
         self.used = self.before = 0.0
         """Seconds that were used by all of its requests, and by those up to the latest sweep."""
         self.open = 0
-        """Requests that have not ended."""
+        """Requests that have not ended, but those that ask for this process's health alone."""
         self.running = 0
         """Requests whose answer has not begun; what they will use is not known yet."""
         self.first = 0.001
@@ -169,18 +169,9 @@ class FairShare:
                 share = self._shares[caller] = Share(self)
         return share
 
-    def enter(self, caller: Hashable, now: float, *, probes: bool) -> Share:
-        """Note a caller's request. `probes`: it only asks whether this process is well. Returns its share, to be given
-        back by `leave`."""
-        share = self.of(caller)
-        if not probes:
-            share.seen = now
-        share.open += 1
-        return share
-
-    def leave(self, share: Share) -> None:
-        """A request has ended."""
-        share.open -= 1
+    def seen(self, caller: Hashable, now: float) -> None:
+        """Count a caller as one of the callers from now (monotonic) on, for a while."""
+        self.of(caller).seen = now
 
     def may(self, share: Share, now: float) -> bool:
         """Whether a caller's next request may begin."""
@@ -227,9 +218,9 @@ class FairShare:
         self._swept = now
         self._callers = 0
         for caller, share in list(self._shares.items()):
-            if share.seen >= now - KEPT_S or share.used - share.before > LITTLE_S:
+            if share.open or share.seen >= now - KEPT_S or share.used - share.before > LITTLE_S:
                 self._callers += 1
-            elif not share.open:
+            else:
                 del self._shares[caller]
             share.before = share.used
 

@@ -71,7 +71,8 @@ class Edge:
         connection = connection_of(scope)
         if connection is not None and connection.lost:
             return
-        share = self._fair_share.enter(caller_of(scope), time.monotonic(), probes=scope["path"] in PROBES)
+        share, counts = self._fair_share.of(caller_of(scope)), scope["path"] not in PROBES
+        share.open += counts
         SHARE.set(share)
         if connection is not None:
             connection.share = share
@@ -91,7 +92,9 @@ class Edge:
             if STOP not in scope.get("state", {}):  # a stream has used more since its answer began
                 share.learn(request.used)
         finally:
-            self._fair_share.leave(share)
+            share.open -= counts
+            if counts:  # now it is known whose a key is that came for the first time
+                self._fair_share.seen(caller_of(scope), time.monotonic())
 
     async def _handle(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, share: Share) -> None:
         came = time.perf_counter()

@@ -45,9 +45,9 @@ class Loop:
         self.shares = {caller: self.asks(caller) for caller in callers}
 
     def asks(self, caller: str, probes: bool = False) -> Share:
-        share = self.fair.enter(caller, self.now, probes=probes)
-        self.fair.leave(share)
-        return share
+        if not probes:
+            self.fair.seen(caller, self.now)
+        return self.fair.of(caller)
 
     def looks(self, seconds: float = 2, uses: Mapping[str, float] = NOTHING, **shown: float) -> Loop:
         """Look for some seconds, in each of which callers use some."""
@@ -88,9 +88,20 @@ def test_a_caller_who_is_alone_never_waits() -> None:
 
 def test_who_floods_with_probes_is_a_caller() -> None:
     loop = Loop("one")
-    loop.shares["prober"] = loop.fair.enter("prober", 0.0, probes=True)
+    loop.shares["prober"] = loop.asks("prober", probes=True)
+    loop.shares["prober"].used = 1.0
     loop.looks(uses={"prober": 0.9}, **LATE)
     assert (loop.may("prober"), loop.may("one")) == (False, True)
+
+
+def test_who_has_a_request_under_way_is_a_caller_and_a_prober_is_forgotten() -> None:
+    loop = Loop("alone")
+    loop.asks("prober", probes=True)
+    stream = loop.fair.of("reads a stream")
+    stream.open += 1
+    assert loop.looks(KEPT_S - 1, uses={"alone": 0.9}, **LATE).fair.cap is not None
+    stream.open -= 1
+    assert loop.looks(2, uses={"alone": 0.9}, **LATE).fair.cap is None
 
 
 def test_the_cap_is_no_less_than_an_equal_part_and_ends_when_the_loop_keeps_up() -> None:
@@ -157,14 +168,14 @@ def capped(open_door: Open, monkeypatch: pytest.MonkeyPatch) -> Door:
     """A gateway whose callers by address have to wait."""
     monkeypatch.setattr(FairShare, "look", lambda *_: None)
     door = open_door()
-    share = door.app.state.fair_share.enter("127.0.0.1", 0.0, probes=True)
+    share = door.app.state.fair_share.of("127.0.0.1")
     share.used = share.debt = 1e9
     door.app.state.fair_share.cap = 0.001
     return door
 
 
 def line_of(door: Door) -> list[asyncio.Future[bool]]:
-    return [place for place in door.app.state.fair_share.enter("127.0.0.1", 0.0, probes=True).line if not place.done()]
+    return [place for place in door.app.state.fair_share.of("127.0.0.1").line if not place.done()]
 
 
 def test_requests_wait_in_line_and_those_whose_clients_left_are_not_handled(capped: Door) -> None:

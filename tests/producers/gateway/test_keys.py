@@ -225,3 +225,14 @@ def test_a_key_names_no_tenant_but_its_own(http: httpx.Client, make: Make, model
     body = b'{"model": "tiny", "prompt": "x", "tenant": "acme", "tenant": "other"}'
     both = http.post("/v1/tasks", content=body, headers={**headers, "content-type": "application/json"})
     assert (both.status_code, both.json()["error"]["code"]) == (403, "wrong_tenant")
+
+
+def test_a_key_that_comes_for_the_first_time_is_one_caller_and_not_two(
+    open_door: Open, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FairShare, "look", lambda *_: None)
+    door = open_door(auth="keys")
+    fair = door.app.state.fair_share
+    assert httpx.get(f"{door.url}/v1/models", headers=as_caller(make("acme")), timeout=60).status_code == 200
+    assert until(lambda: fair.of(("tenant", "acme")).seen > 0)
+    assert fair.of("127.0.0.1").seen < 0
