@@ -17,6 +17,7 @@ from redis.asyncio import Redis as AsyncRedis
 
 from producers.admin import keys as admin
 from producers.contract import keys
+from producers.gateway.fair_share import FairShare
 from producers.store.access import api_keys
 from producers.store.access.api_keys import Key
 from producers.store.access.audit import Change
