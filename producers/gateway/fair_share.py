@@ -35,7 +35,7 @@ WEIGHT: Final = 0.2
 #: none.
 FIRST, FALLS, RISES, NONE = 0.4, 0.8, 1.02, 1.0
 #: The cap never falls below an equal part of so many seconds a second, nor of a third of them for fewer callers.
-SHARED, FEWEST = 0.6, 3
+SHARED, FEWEST = 0.5, 3
 #: Seconds that a caller who has used little may use at once.
 DEPTH_S: Final = 0.03
 #: Time (s) for which a caller counts as one of the callers after its latest request.

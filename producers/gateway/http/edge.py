@@ -45,7 +45,7 @@ LEFT: Final = tuple(
     )
     for at, what in ((3, "requests"), (5, "tokens"))
 )
-#: Paths that ask for this process's health alone.
+#: Paths that ask for this process's health alone. They wait in lines of their own: a prober may share its address.
 PROBES: Final = frozenset({"/livez", "/readyz", "/health", "/metrics"})
 #: The client of a connection without an address, over a Unix socket.
 NOBODY: Final = ("nobody",)
@@ -71,7 +71,8 @@ class Edge:
         connection = connection_of(scope)
         if connection is not None and connection.lost:
             return
-        share, counts = self._fair_share.of(caller_of(scope)), scope["path"] not in PROBES
+        counts = scope["path"] not in PROBES
+        share = self._fair_share.of(caller_of(scope) if counts else ("probes", caller_of(scope)))
         share.open += counts
         SHARE.set(share)
         if connection is not None:
