@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator, Hashable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Hashable
 from contextvars import ContextVar
 from typing import Any, Final, TypeVar
 
@@ -145,6 +145,11 @@ async def measured(do: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -
     """What `do` returns or raises. Its steps are charged to the caller whose request is handled now."""
     share = SHARE.get()
     return await (do(*arguments) if share is None else Measured(do(*arguments), share))
+
+
+async def next_of(items: AsyncGenerator[T]) -> T | None:
+    """The next item; None at the end. For `measured`."""
+    return await anext(items, None)
 
 
 class FairShare:

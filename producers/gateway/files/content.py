@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from producers.connection.turns import Busy, Turns
 from producers.errors import shown
+from producers.gateway.fair_share import turn
 from producers.gateway.http.connection import cut
 from producers.gateway.http.errors import Problem, unavailable
 from producers.store.blobs import BlobNotFound, Blobs
@@ -63,6 +64,7 @@ class FileContent(Response):
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             while piece:
+                await turn()
                 async with asyncio.timeout(self._stall):
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
                 size = min(PIECE, self._end - self._at)

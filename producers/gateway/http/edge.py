@@ -127,8 +127,6 @@ class Edge:
             elif message["type"] == "websocket.close" and not begun:  # the framework's answer where no route matches
                 await response_of(problem_of(HTTPException(404)))(scope, receive, send_on)
                 return
-            elif message.get("more_body") or message["type"] == "websocket.send":
-                await share.turn()
             await send(message)
 
         try:

@@ -27,7 +27,7 @@ from producers.client.steps import FAILURES
 from producers.contract.stream.events import Event, Prompt, Token
 from producers.contract.stream.result import logprobs_view, prompt_view
 from producers.errors import PenstockError
-from producers.gateway.fair_share import measured
+from producers.gateway.fair_share import measured, turn
 from producers.gateway.http.connection import cut
 from producers.gateway.http.errors import Problem, body_of, problem_of
 from producers.gateway.http.streams import Stop, Streams, why_stopped
@@ -88,6 +88,7 @@ class Feed:
     """Chunks as they come, or a heartbeat after so many seconds without, until they end or `stop` is set.
 
     One task asks for them all, and one timer runs: a task and a timer for each chunk took as long as all the rest.
+    A chunk waits for its caller's turn here, so that heartbeats go on meanwhile.
     """
 
     def __init__(self, chunks: AsyncGenerator[bytes], stop: asyncio.Future[Any], heartbeat: float) -> None:
@@ -144,6 +145,7 @@ class Feed:
             chunk = await anext(chunks, None)
             if chunk is None:
                 return
+            await turn()
             self._ready = chunk
             self._news.set()
 

@@ -23,6 +23,7 @@ from producers.client.steps import FAILURES
 from producers.contract.stream.events import Event
 from producers.errors import PenstockError
 from producers.gateway.context import Gateway, gateway_of
+from producers.gateway.fair_share import measured, next_of, turn
 from producers.gateway.http.caller import READS, Needs
 from producers.gateway.http.connection import cut
 from producers.gateway.http.errors import Problem, body_of, problem_of, response_of, wrong
@@ -131,7 +132,7 @@ async def _sent(
 ) -> tuple[int, str]:
     """Send events until they end or `stop` is set. Returns how to close. Raises TimeoutError for a stalled reader."""
     while True:
-        coming: asyncio.Future[list[Event] | None] = asyncio.ensure_future(anext(batches, None))
+        coming: asyncio.Future[list[Event] | None] = asyncio.ensure_future(measured(next_of, batches))
         try:
             await asyncio.wait((coming, stop), return_when="FIRST_COMPLETED")
             if not coming.done():
@@ -154,6 +155,7 @@ def _error(error: Exception) -> tuple[str, str]:
 
 async def _send(websocket: WebSocket, events: Sequence[tuple[str, str]], stall: float) -> None:
     for name, data in events:
+        await turn()
         async with asyncio.timeout(stall):
             await websocket.send_text(f'{{"event":"{name}","data":{data}}}')
 

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Final, TypeVar
 
@@ -21,6 +21,7 @@ from producers.contract.stream.events import End, Event
 from producers.contract.task import Task
 from producers.errors import PenstockError, TaskExists, TaskNotFound
 from producers.gateway.context import Gateway
+from producers.gateway.fair_share import measured, next_of
 from producers.gateway.http import idempotency
 from producers.gateway.http.caller import charge_of, marks
 from producers.gateway.http.errors import CLIENT_LEFT, ONCE, Problem, unavailable
@@ -184,12 +185,12 @@ async def keyed(request: Request, gateway: Gateway, tasks: Sequence[Task]) -> Fo
     return Foreground(request, gateway, kept, {"idempotency": entry.name}, ids(entry.id, len(tasks)), entry)
 
 
-async def answered(request: Request, gateway: Gateway, waiting: Callable[[], Awaitable[T]]) -> T:
+async def answered(request: Request, gateway: Gateway, waiting: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run `waiting` and return its result. Raises Problem if the client leaves, its key ends or the gateway stops
     first."""
     stop = await gateway.streams.enter(request.scope, "answer")
     leaving = asyncio.create_task(watch(request.receive, stop))
-    work = asyncio.ensure_future(waiting())
+    work = asyncio.ensure_future(measured(waiting))
     try:
         await asyncio.wait((work, stop), return_when="FIRST_COMPLETED")
         if work.done():
@@ -215,7 +216,7 @@ async def merged(streams: Sequence[AsyncGenerator[list[Event]]]) -> AsyncGenerat
     coming: dict[asyncio.Future[list[Event] | None], int] = {}
     try:
         for number, stream in enumerate(streams):
-            coming[asyncio.ensure_future(anext(stream, None))] = number
+            coming[asyncio.ensure_future(measured(next_of, stream))] = number
         while coming:
             done, _ = await asyncio.wait(coming, return_when="FIRST_COMPLETED")
             news: list[tuple[int, Event]] = []
@@ -224,7 +225,7 @@ async def merged(streams: Sequence[AsyncGenerator[list[Event]]]) -> AsyncGenerat
                 events = future.result()
                 if events is not None:
                     news += [(number, event) for event in events]
-                    coming[asyncio.ensure_future(anext(streams[number], None))] = number
+                    coming[asyncio.ensure_future(measured(next_of, streams[number]))] = number
             if news:
                 yield news
     finally:

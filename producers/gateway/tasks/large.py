@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from producers.connection.turns import OWNER, Busy
+from producers.gateway import fair_share
 from producers.gateway.context import Gateway
 from producers.gateway.http.connection import cut
 from producers.gateway.http.errors import unavailable
@@ -68,6 +69,7 @@ class Sent(Response):
             async with asyncio.timeout(None if self._release is None else self._stall + self._size / SLOWEST):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 for chunk in self._chunks():
+                    await fair_share.turn()
                     async with asyncio.timeout(self._stall):
                         await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})

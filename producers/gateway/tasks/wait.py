@@ -14,6 +14,7 @@ from producers.client.aio import AsyncHandle
 from producers.client.steps import FAILURES
 from producers.errors import PenstockError
 from producers.gateway.context import Gateway
+from producers.gateway.fair_share import measured
 from producers.gateway.http.sse import watch
 from producers.gateway.http.streams import why_stopped
 
@@ -56,7 +57,7 @@ async def wait(request: Request, gateway: Gateway, handle: AsyncHandle, seconds:
     Raises Problem if the caller's key ends."""
     stop = await gateway.streams.enter(request.scope, "answer")
     leaving = asyncio.create_task(watch(request.receive, stop))
-    end = asyncio.create_task(_end(handle))
+    end = asyncio.create_task(measured(_end, handle))
     try:
         await asyncio.wait((end, stop), timeout=seconds, return_when="FIRST_COMPLETED")
     finally:

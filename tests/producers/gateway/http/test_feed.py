@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
+from producers.gateway.fair_share import SHARE, FairShare
 from producers.gateway.http.sse import HEARTBEAT, Feed
 
 
@@ -50,3 +51,21 @@ def test_what_the_chunks_raise_comes_after_the_chunks() -> None:
             await feed.close()
 
     asyncio.run(first())
+
+
+async def test_a_chunk_waits_for_its_callers_turn_with_heartbeats() -> None:
+    fair = FairShare()
+    share, fair.cap = fair.of("caller"), 0.001
+    share.used = 1e9
+    SHARE.set(share)
+
+    async def chunks() -> AsyncGenerator[bytes]:
+        yield b"one"
+
+    feed = Feed(chunks(), asyncio.get_running_loop().create_future(), heartbeat=0.005)
+    assert [await feed.next() for _ in range(2)] == [HEARTBEAT] * 2
+    fair.cap = None
+    while (chunk := await feed.next()) == HEARTBEAT:
+        pass
+    assert chunk == b"one"
+    await feed.close()
