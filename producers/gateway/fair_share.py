@@ -46,6 +46,8 @@ LITTLE_S: Final = 0.05
 MOST_CALLERS: Final = 10_000
 #: Requests of one caller that may wait; a further one is refused.
 MOST_WAITING: Final = 512
+#: A request is taken to use no less than this (s), where it is told how many of a line may begin at once.
+LEAST_S: Final = 1e-4
 #: Shortest and longest time (s) until a line is looked at again.
 SOON_S, LATE_S = 0.002, 0.25
 
@@ -62,7 +64,7 @@ class Share:
         self.open = 0
         """Requests that have not ended, but those that ask for this process's health alone."""
         self.running = 0
-        """Requests whose answer has not begun; what they will use is not known yet."""
+        """Requests whose answer has not begun; what they will use is not known yet. Some wait long for their tasks."""
         self.first = 0.001
         """Seconds that a request uses, on average."""
         self.line: deque[asyncio.Future[bool]] = deque()
@@ -179,8 +181,8 @@ class FairShare:
         self.of(caller).seen = now
 
     def may(self, share: Share, now: float) -> bool:
-        """Whether a caller's next request may begin."""
-        return not share.line and self._paid(share, now)
+        """Whether a caller's next request may begin. Without a cap it waits for no line that one has left."""
+        return self.cap is None or (not share.line and self._paid(share, now))
 
     def wait(self, share: Share) -> asyncio.Future[bool] | None:
         """The place of a request in its caller's line; None: the line is full. It is done once its turn has come, and
@@ -201,7 +203,7 @@ class FairShare:
             self._sweep(now)
         if self._late > BEHIND_S and self._load > BUSY and self._callers > 1:
             if self.cap is None:
-                for share in self._shares.values():
+                for share in (*self._shares.values(), self._others):
                     share.debt, share.counted, share.at = 0.0, share.used, now
             least = SHARED / max(FEWEST, self._callers)
             self.cap = FIRST if self.cap is None else max(least, FALLS * self.cap)
@@ -236,18 +238,28 @@ class FairShare:
         paid = self.cap * (now - share.at)
         share.debt = max(-DEPTH_S, share.debt + share.used - share.counted - paid)
         share.counted, share.at = share.used, now
-        return share.debt + share.running * share.first <= 0
+        return self._owed(share) <= 0
+
+    def _owed(self, share: Share) -> float:
+        """Seconds that a caller has to pay off. Those that its running requests may use are no more than it may have in
+        hand: else many that wait for their tasks, or large ones, would let none of it go on before they end."""
+        return -DEPTH_S if self.cap is None else share.debt + min(DEPTH_S, share.running * share.first)
 
     def _look_again(self, share: Share) -> None:
-        after = (share.debt + share.running * share.first) / (self.cap or NONE)
+        after = self._owed(share) / (self.cap or NONE)
         asyncio.get_running_loop().call_later(min(LATE_S, max(SOON_S, after)), self._next, share)
 
     def _next(self, share: Share) -> None:
-        """Let the next request of a line begin, if it may."""
+        """Let the next requests of a line begin: as many as its caller may pay."""
         line = share.line
+        if self._paid(share, time.monotonic()):
+            more = 1 + int(-self._owed(share) / max(share.first, LEAST_S))
+            while line and more > 0:
+                place = line.popleft()
+                if not place.done():
+                    place.set_result(True)
+                    more -= 1
         while line and line[0].done():
             line.popleft()
-        if line and self._paid(share, time.monotonic()):
-            line.popleft().set_result(True)
         if line:
             self._look_again(share)

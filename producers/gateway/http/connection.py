@@ -29,6 +29,7 @@ from typing import Any, ClassVar, Final
 
 import httptools
 from starlette.types import Message, Scope
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from producers.connection.hosts import network_of
@@ -89,6 +90,20 @@ def cut_off(transport: asyncio.Transport) -> None:
     transport.abort()
 
 
+class _Flow(FlowControl):
+    """A connection's flow. `waits`: whether a body waits in line, so that who reads it does not make it go on."""
+
+    def __init__(self, transport: asyncio.Transport, waits: Callable[[], bool]) -> None:
+        super().__init__(transport)
+        self._waits = waits
+
+    def resume_reading(self) -> None:
+        if self._waits():
+            self.read_paused = False
+        else:
+            super().resume_reading()
+
+
 class Connection(HttpToolsProtocol):
     """An HTTP connection with limits.
 
@@ -113,6 +128,8 @@ class Connection(HttpToolsProtocol):
     """The request whose body is still being received."""
     share: Share | None = None
     """The share to which the time for what comes in is charged: of its address, then of the latest request's caller."""
+    _known = False
+    """Whether `share` is that of the latest request's caller: a proxy's connection carries those of many."""
     lost = False
     """Whether it is closed, so that nobody reads an answer."""
     turn: asyncio.Future[bool] | None = None
@@ -126,6 +143,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         super().connection_made(transport)
+        self.flow = _Flow(transport, lambda: self._waits_to_read)
         host = self.client[0] if self.client else None
         self.share = self.fair_share.of(network_of(host) if host else None)
         self.share.used += CONNECTED_S
@@ -155,9 +173,13 @@ class Connection(HttpToolsProtocol):
         self._take(data)
         if share is not None:
             share.used += time.perf_counter() - began + COPIED_S * len(data)
-            reading = self._coming is not None and not self._waits_to_read
+            reading = self._coming is not None and self._known and not self._waits_to_read
             if reading and not self.fair_share.may(share, time.monotonic()):
                 self._wait_to_read(share)
+
+    def belongs_to(self, share: Share) -> None:
+        """Take the share of the latest request's caller."""
+        self.share, self._known = share, True
 
     def _wait_to_read(self, share: Share) -> None:
         """Take more of a body when it is the turn of its caller."""
@@ -242,6 +264,7 @@ class Connection(HttpToolsProtocol):
         if self.scope["http_version"] == "1.0":
             _end_by_closing(self.cycle)
         self.headers = []  # the scope has the request's; a trailer is none of them (RFC 9110, 6.5.1)
+        self._known = False
         self._coming = self.cycle
         self._open.append(self.cycle)
 

@@ -76,7 +76,7 @@ class Edge:
         share.open += counts
         SHARE.set(share)
         if connection is not None:
-            connection.share = share
+            connection.belongs_to(share)
         try:
             app = self._app
             if not self._fair_share.may(share, time.monotonic()):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Mapping
-from contextlib import ExitStack
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import ExitStack, suppress
 from typing import Any, Final
 
 import httpx
 import pytest
 
+from producers.contract.stream.events import Event
 from producers.gateway import fair_share as module
 from producers.gateway.fair_share import (
+    DEPTH_S,
     FIRST,
     KEPT_S,
     LOOK_S,
@@ -20,13 +23,15 @@ from producers.gateway.fair_share import (
     MOST_WAITING,
     SHARE,
     SHARED,
+    SOON_S,
     FairShare,
     Share,
     in_thread,
     measured,
     turn,
 )
-from producers.gateway.http.connection import CONNECTED_S
+from producers.gateway.http.connection import CONNECTED_S, Connection
+from producers.gateway.tasks.foreground import merged
 from tests.producers.gateway.conftest import Door, Open
 from tests.waiting import until
 
@@ -145,6 +150,17 @@ async def test_steps_threads_and_further_tasks_are_charged_to_the_caller() -> No
     assert seen == sorted(set(seen))
 
 
+async def test_what_reads_a_requests_tasks_is_charged_to_its_caller() -> None:
+    share = Share(FairShare())
+    SHARE.set(share)
+
+    async def events() -> AsyncGenerator[list[Event]]:
+        yield []
+
+    assert [batch async for batch in merged([events()])] == []
+    assert share.used > 0
+
+
 async def test_a_line_is_served_in_its_order_and_is_bounded() -> None:
     fair = FairShare()
     share, fair.cap = Share(fair), FIRST
@@ -161,6 +177,42 @@ async def test_a_line_is_served_in_its_order_and_is_bounded() -> None:
     await asyncio.wait_for(places[3], 60)
     await asyncio.sleep(0)
     assert order == [0, 2, 3]
+
+
+async def test_requests_that_wait_for_their_tasks_or_use_much_do_not_lock_their_caller_out() -> None:
+    fair = FairShare()
+    share, fair.cap = Share(fair), FIRST
+    share.running, share.first = 500, 0.1
+    SHARE.set(share)
+    await asyncio.wait_for(turn(), 60)  # it is one of them
+
+
+async def test_a_line_goes_on_as_fast_as_its_caller_may_and_at_once_without_a_cap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fair, looks = FairShare(), []
+    share, fair.cap = Share(fair), FIRST
+    monkeypatch.setattr(asyncio.get_running_loop(), "call_later", lambda after, *_: looks.append(after))
+    places = [fair.wait(share) for _ in range(100)]
+    share.debt, share.first, share.at = -DEPTH_S, 0.001, time.monotonic()
+    fair._next(share)
+    assert 10 <= sum(place.done() for place in places if place) <= 32
+    share.used = 1e9
+    assert not fair.may(share, time.monotonic())
+    fair.cap = None
+    assert fair.may(share, time.monotonic())
+    while share.line:
+        fair._next(share)
+        assert looks[-1] == SOON_S
+    assert len(looks) < 10
+
+
+def test_who_is_not_told_apart_pays_nothing_for_the_time_without_a_cap() -> None:
+    loop = Loop(*map(str, range(MOST_CALLERS)))
+    others = loop.shares["late"] = loop.fair.of("late")
+    others.used = 1e6
+    assert loop.looks(LOOK_S * 2, **LATE).fair.cap is not None
+    assert loop.may("late")
 
 
 @pytest.fixture
@@ -214,17 +266,54 @@ def test_connections_are_charged_to_their_address(open_door: Open) -> None:
     assert until(lambda: share.used >= before + 5 * CONNECTED_S)
 
 
+on_body = Connection.on_body
+HEAD: Final = b"POST /v1/tasks HTTP/1.1\r\nhost: here\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+
+
 def test_a_body_is_read_when_it_is_its_callers_turn(capped: Door) -> None:
     """And whole: a request that waits, and a body that waits, do not forget each other."""
     fair = capped.app.state.fair_share
-    head = b"POST /v1/tasks HTTP/1.1\r\nhost: here\r\ncontent-type: application/json\r\ncontent-length: 4000000\r\n\r\n"
     with socket.create_connection(("127.0.0.1", capped.port), timeout=60) as client:
-        fair.cap = None
-        client.sendall(NOWHERE)
-        assert client.recv(1 << 16).startswith(b"HTTP/1.1 404")
-        fair.cap = 0.001
-        client.sendall(head + b" " * 1000)
+        client.sendall(HEAD % 4_000_000)
+        assert until(lambda: len(line_of(capped)) == 1)
+        client.sendall(b" " * 1000)
         assert until(lambda: len(line_of(capped)) == 2)
         fair.cap = None
         client.sendall(b" " * 3_999_000)
         assert client.recv(1 << 16).startswith(b"HTTP/1.1 400")
+
+
+def test_a_body_that_waits_in_line_is_not_read_by_its_handler(capped: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    fair, share, read = capped.app.state.fair_share, capped.app.state.fair_share.of("127.0.0.1"), []
+    monkeypatch.setattr(Connection, "on_body", lambda self, body: (read.append(len(body)), on_body(self, body)))
+    with socket.create_connection(("127.0.0.1", capped.port), timeout=60) as client:
+        fair.cap = None
+        client.sendall(HEAD % 4_000_000 + b" " * 1000)
+        assert until(lambda: share.running == 1)
+        share.debt, fair.cap = 1e9, 0.001
+        client.sendall(b" " * 500_000)
+        assert until(lambda: line_of(capped))
+        capped.run(asyncio.sleep(0.2))  # its handler asks for more
+        client.settimeout(0.2)
+        with suppress(TimeoutError):
+            client.sendall(b" " * 3_499_000)
+        assert sum(read) < 501_000
+        assert len(line_of(capped)) == 1
+
+
+def test_a_body_does_not_wait_in_the_line_of_who_had_its_connection_before(
+    capped: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy's connection carries requests of many."""
+    fair = capped.app.state.fair_share
+    monkeypatch.setattr("producers.gateway.http.edge.caller_of", lambda scope: dict(scope["headers"])[b"who"])
+    head = HEAD.replace(b"\r\n\r\n", b"\r\nwho: %b\r\n\r\n")
+    with socket.create_connection(("127.0.0.1", capped.port), timeout=60) as client:
+        for who in (b"one", b"another"):
+            client.sendall(head % (2, who) + b"{")
+            assert until(lambda who=who: fair.of(who).running == 1)
+            client.sendall(b"}")
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 4")
+            share = fair.of(b"one")
+            share.used = share.debt = 1e9
+            assert not share.line
