@@ -28,6 +28,7 @@ from producers.gateway.fair_share import FairShare
 from producers.gateway.http import errors
 from producers.gateway.http.caller import MEASURES
 from producers.gateway.http.edge import ASSETS, Edge
+from producers.gateway.http.in_turn import InTurn
 from producers.gateway.http.openapi import Documented
 from producers.gateway.http.request.body import BodyRoom
 from producers.gateway.http.streams import Bounds as StreamBounds
@@ -109,7 +110,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     app.state.streams = streams
     app.state.fair_share = fair_share
     app.state.metrics = figures
-    app.add_middleware(Edge, metrics=figures, fair_share=fair_share, streams=streams)
+    app.add_middleware(Edge, metrics=figures, streams=streams)
     if settings.cors_origins:  # outside the edge, so that pages can read the errors of both
         app.add_middleware(
             CORSMiddleware,
@@ -118,6 +119,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             allow_headers=["*"],
             expose_headers=EXPOSED,
         )
+    app.add_middleware(InTurn, fair_share=fair_share)  # outside of CORS, too
     errors.install(app)
     for router in (*(part.router for part in ROUTED), *openai.ROUTERS):
         app.include_router(router)

@@ -42,7 +42,7 @@ DEPTH_S: Final = 0.03
 KEPT_S: Final = 10.0
 #: Seconds a second that who only asks for this process's health may use without being one of the callers.
 LITTLE_S: Final = 0.05
-#: Callers that are told apart; further ones are taken for one.
+#: Callers that are told apart, of which half are kept for tenants; further ones are taken for one.
 MOST_CALLERS: Final = 10_000
 #: Requests of one caller that may wait; a further one is refused.
 MOST_WAITING: Final = 512
@@ -50,6 +50,11 @@ MOST_WAITING: Final = 512
 LEAST_S: Final = 1e-4
 #: Shortest and longest time (s) until a line is looked at again.
 SOON_S, LATE_S = 0.002, 0.25
+
+
+def is_tenant(caller: Hashable) -> bool:
+    """Whether a caller is a tenant whose key works, `("tenant", its name)`, and not a mere address."""
+    return isinstance(caller, tuple) and caller[0] == "tenant"
 
 
 class Share:
@@ -172,7 +177,7 @@ class FairShare:
         share = self._shares.get(caller)
         if share is None:
             share = self._others
-            if len(self._shares) < MOST_CALLERS:
+            if len(self._shares) < (MOST_CALLERS if is_tenant(caller) else MOST_CALLERS // 2):
                 share = self._shares[caller] = Share(self)
         return share
 
@@ -223,13 +228,16 @@ class FairShare:
     def _sweep(self, now: float) -> None:
         """Count the callers, and forget those that have not asked for a while."""
         self._swept = now
-        self._callers = 0
+        tenants = addresses = 0
         for caller, share in list(self._shares.items()):
             if share.open or share.seen >= now - KEPT_S or share.used - share.before > LITTLE_S:
-                self._callers += 1
+                tenants += is_tenant(caller)
+                addresses += not is_tenant(caller)
             else:
                 del self._shares[caller]
             share.before = share.used
+        # Addresses cost nothing: beside tenants, thousands of them do not make an equal part small.
+        self._callers = tenants + (min(addresses, tenants) if tenants else addresses)
 
     def _paid(self, share: Share, now: float) -> bool:
         """Whether a caller has used no more than the cap."""

@@ -1,4 +1,4 @@
-"""The outermost middleware: request ids, counts, turns of callers, errors nobody caught, and the end of streams."""
+"""The middleware around all routes: request ids, counts, errors nobody caught, and the end of streams."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from producers.connection.hosts import network_of
 from producers.connection.turns import OWNER
-from producers.gateway.fair_share import SHARE, FairShare, Measured, Share
+from producers.gateway.fair_share import SHARE
 from producers.gateway.http import trace
-from producers.gateway.http.caller import caller_of
-from producers.gateway.http.connection import PRIVATE, STATIC, connection_of
+from producers.gateway.http.connection import PRIVATE, STATIC
 from producers.gateway.http.errors import problem_of, response_of, too_many_waiting
-from producers.gateway.http.streams import STOP, Streams
+from producers.gateway.http.in_turn import FULL
+from producers.gateway.http.streams import Streams
 from producers.gateway.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -45,8 +45,6 @@ LEFT: Final = tuple(
     )
     for at, what in ((3, "requests"), (5, "tokens"))
 )
-#: Paths that ask for this process's health alone. They wait in lines of their own: a prober may share its address.
-PROBES: Final = frozenset({"/livez", "/readyz", "/health", "/metrics"})
 #: The client of a connection without an address, over a Unix socket.
 NOBODY: Final = ("nobody",)
 #: The path of files that are the same for all callers, and may be kept by browsers and proxies.
@@ -58,46 +56,18 @@ BEGINNINGS: Final = ("http.response.start", "websocket.accept", "websocket.http.
 class Edge:
     """ASGI middleware. Starlette's base class would cost each streamed chunk a queue and a task."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, fair_share: FairShare, streams: Streams) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, streams: Streams) -> None:
         self._app = app
         self._metrics = metrics
-        self._fair_share = fair_share
         self._streams = streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        connection = connection_of(scope)
-        if connection is not None and connection.lost:
-            return
-        counts = scope["path"] not in PROBES
-        share = self._fair_share.of(caller_of(scope) if counts else ("probes", caller_of(scope)))
-        share.open += counts
-        SHARE.set(share)
-        if connection is not None:
-            connection.belongs_to(share)
-        try:
-            app = self._app
-            if not self._fair_share.may(share, time.monotonic()):
-                place = self._fair_share.wait(share)
-                if place is None:
-                    app = response_of(too_many_waiting())
-                else:
-                    if connection is not None:
-                        connection.turn = place
-                    if not await place:
-                        return
-            request = Measured(self._handle(app, scope, receive, send, share), share)
-            await request
-            if STOP not in scope.get("state", {}):  # a stream has used more since its answer began
-                share.learn(request.used)
-        finally:
-            share.open -= counts
-            if counts:  # now it is known whose a key is that came for the first time
-                self._fair_share.seen(caller_of(scope), time.monotonic())
-
-    async def _handle(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, share: Share) -> None:
+        app = response_of(too_many_waiting()) if scope.get("state", {}).get(FULL) else self._app
+        share = SHARE.get()
+        assert share is not None  # `InTurn` has set it
         came = time.perf_counter()
         share.running += 1
         OWNER.set((network_of((scope.get("client") or NOBODY)[0]),))  # until it is known whose key this is

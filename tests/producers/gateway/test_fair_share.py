@@ -38,6 +38,9 @@ from tests.waiting import until
 LATE: Final = {"late": 0.05, "load": 0.9}
 WELL: Final = {"late": 0.0, "load": 0.9}
 NOTHING: Final[Mapping[str, float]] = {}
+PREFLIGHT: Final = (
+    b"OPTIONS /v1/tasks HTTP/1.1\r\nhost: here\r\norigin: http://there\r\naccess-control-request-method: POST\r\n\r\n"
+)
 NOWHERE: Final = b"GET /nowhere HTTP/1.1\r\nhost: here\r\n\r\n"
 
 
@@ -120,6 +123,14 @@ def test_the_cap_is_no_less_than_an_equal_part_and_ends_when_the_loop_keeps_up()
 def test_callers_are_not_told_apart_without_bound() -> None:
     loop = Loop(*map(str, range(MOST_CALLERS + 2)))
     assert loop.shares[str(MOST_CALLERS)] is loop.shares[str(MOST_CALLERS + 1)]
+    assert loop.fair.of(("tenant", "acme")) is not loop.fair.of(("tenant", "other"))
+
+
+def test_addresses_do_not_make_the_part_of_a_tenant_small() -> None:
+    loop = Loop(*map(str, range(300)))
+    for tenant in ("acme", "other"):
+        loop.fair.seen(("tenant", tenant), 0.0)
+    assert loop.looks(**LATE).fair.cap == pytest.approx(SHARED / 4)
 
 
 async def test_steps_threads_and_further_tasks_are_charged_to_the_caller() -> None:
@@ -219,7 +230,7 @@ def test_who_is_not_told_apart_pays_nothing_for_the_time_without_a_cap() -> None
 def capped(open_door: Open, monkeypatch: pytest.MonkeyPatch) -> Door:
     """A gateway whose callers by address have to wait."""
     monkeypatch.setattr(FairShare, "look", lambda *_: None)
-    door = open_door()
+    door = open_door(cors_origins=["http://there"])
     share = door.app.state.fair_share.of("127.0.0.1")
     share.used = share.debt = 1e9
     door.app.state.fair_share.cap = 0.001
@@ -236,17 +247,17 @@ def test_requests_wait_in_line_and_those_whose_clients_left_are_not_handled(capp
         clients = [
             stack.enter_context(socket.create_connection(("127.0.0.1", capped.port), timeout=60)) for _ in range(3)
         ]
-        for client in clients:
-            client.sendall(NOWHERE)
+        for client, request in zip(clients, (NOWHERE, NOWHERE, PREFLIGHT), strict=True):
+            client.sendall(request)
         assert until(lambda: len(line_of(capped)) == 3)
         clients[1].close()
         assert until(lambda: len(line_of(capped)) == 2)
         capped.app.state.fair_share.cap = None
-        for client in (clients[0], clients[2]):
-            assert client.recv(1 << 16).startswith(b"HTTP/1.1 404")
+        assert clients[0].recv(1 << 16).startswith(b"HTTP/1.1 404")
+        assert clients[2].recv(1 << 16).startswith(b"HTTP/1.1 200")
     answered = capped.app.state.metrics.registry.get_sample_value
     labels = {"method": "GET", "route": "unmatched", "status": "404"}
-    assert answered("penstock_gateway_requests_total", labels) == 2
+    assert answered("penstock_gateway_requests_total", labels) == 1
 
 
 def test_more_waiting_requests_than_a_line_has_are_refused(capped: Door, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +317,7 @@ def test_a_body_does_not_wait_in_the_line_of_who_had_its_connection_before(
 ) -> None:
     """A proxy's connection carries requests of many."""
     fair = capped.app.state.fair_share
-    monkeypatch.setattr("producers.gateway.http.edge.caller_of", lambda scope: dict(scope["headers"])[b"who"])
+    monkeypatch.setattr("producers.gateway.http.in_turn.caller_of", lambda scope: dict(scope["headers"])[b"who"])
     head = HEAD.replace(b"\r\n\r\n", b"\r\nwho: %b\r\n\r\n")
     with socket.create_connection(("127.0.0.1", capped.port), timeout=60) as client:
         for who in (b"one", b"another"):

@@ -1,0 +1,63 @@
+"""The outermost middleware: each request begins when it is its caller's turn, and its time is charged to its caller.
+
+It stands outside of what answers requests by itself, as CORS does preflights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Coroutine
+from typing import Any, Final, cast
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from producers.gateway.fair_share import SHARE, FairShare, Measured
+from producers.gateway.http.caller import caller_of
+from producers.gateway.http.connection import connection_of
+from producers.gateway.http.streams import STOP
+
+#: Paths that ask for this process's health alone. They wait in lines of their own: a prober may share its address.
+PROBES: Final = frozenset({"/livez", "/readyz", "/health", "/metrics"})
+#: Name in a request's state, where its caller has as many that wait as may be: the edge refuses it.
+FULL: Final = "full_line"
+
+
+class InTurn:
+    """ASGI middleware."""
+
+    def __init__(self, app: ASGIApp, fair_share: FairShare) -> None:
+        self._app = app
+        self._fair_share = fair_share
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        connection = connection_of(scope)
+        if connection is not None and connection.lost:
+            return
+        counts = scope["path"] not in PROBES
+        share = self._fair_share.of(caller_of(scope) if counts else ("probes", caller_of(scope)))
+        share.open += counts
+        SHARE.set(share)
+        if connection is not None:
+            connection.belongs_to(share)
+        try:
+            if not self._fair_share.may(share, time.monotonic()):
+                place = self._fair_share.wait(share)
+                if place is None:
+                    scope.setdefault("state", {})[FULL] = True
+                else:
+                    if connection is not None:
+                        connection.turn = place
+                    if not await place:
+                        return
+            handling = cast("Coroutine[Any, Any, None]", self._app(scope, receive, send))
+            request = Measured(handling, share)
+            await request
+            if STOP not in scope.get("state", {}):  # a stream has used more since its answer began
+                share.learn(request.used)
+        finally:
+            share.open -= counts
+            if counts:  # now it is known whose a key is that came for the first time
+                self._fair_share.seen(caller_of(scope), time.monotonic())
