@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Hashable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Hashable, Sequence
 from contextvars import ContextVar
 from typing import Any, Final, TypeVar
 
@@ -27,15 +27,19 @@ T = TypeVar("T")
 LOOK_S: Final = 0.05
 #: The loop is behind if it comes later than this (s) to what it has to do, on average.
 BEHIND_S: Final = 0.002
-#: It is to blame for that only if its process computes for this part of the time: else others have the processor.
-BUSY: Final = 0.25
+#: It is to blame for that only if its process computes for this part of the time: else others have the processor. So
+#: callers together always have that much.
+BUSY: Final = 0.5
 #: Weight of the latest look in the averages.
 WEIGHT: Final = 0.2
 #: The first cap: seconds that each caller may use in a second. By how much one look changes it, and the cap that is
 #: none.
 FIRST, FALLS, RISES, NONE = 0.4, 0.8, 1.02, 1.0
-#: The cap never falls below an equal part of so many seconds a second, nor of a third of them for fewer callers.
-SHARED, FEWEST = 0.5, 3
+#: The cap never falls below what each of those who use most would have of so many seconds a second, if they shared
+#: equally what the others leave of them.
+SHARED: Final = 0.5
+#: There is a cap only while some caller uses less than this part of it: callers who all use much are alike.
+LIGHT: Final = 0.8
 #: Seconds that a caller who has used little may use at once.
 DEPTH_S: Final = 0.03
 #: Time (s) for which a caller counts as one of the callers after its latest request.
@@ -55,6 +59,17 @@ SOON_S, LATE_S = 0.002, 0.25
 def is_tenant(caller: Hashable) -> bool:
     """Whether a caller is a tenant whose key works, `("tenant", its name)`, and not a mere address."""
     return isinstance(caller, tuple) and caller[0] == "tenant"
+
+
+def equal_part(wanted: Sequence[float], together: float) -> float:
+    """The most that each may have so that all have `together`: who wants less leaves the rest to the others. `wanted`
+    is sorted; if that is less than all, the rest is left to the last one."""
+    for at, one in enumerate(wanted):
+        part = together / (len(wanted) - at)
+        if one > part or at == len(wanted) - 1:
+            return part
+        together -= one
+    return together
 
 
 class Share:
@@ -169,7 +184,9 @@ class FairShare:
         self._load = 0.0
         self._shares: dict[Hashable, Share] = {}
         self._others = Share(self)
-        self._callers = 0
+        self._unlike = False
+        """Whether there are callers of whom one uses much less than another."""
+        self._least = SHARED
         self._swept = float("-inf")
 
     def of(self, caller: Hashable) -> Share:
@@ -206,15 +223,14 @@ class FairShare:
         self._load += WEIGHT * (load - self._load)
         if now - self._swept >= 1:
             self._sweep(now)
-        if self._late > BEHIND_S and self._load > BUSY and self._callers > 1:
+        if self._late > BEHIND_S and self._load > BUSY and self._unlike:
             if self.cap is None:
                 for share in (*self._shares.values(), self._others):
                     share.debt, share.counted, share.at = 0.0, share.used, now
-            least = SHARED / max(FEWEST, self._callers)
-            self.cap = FIRST if self.cap is None else max(least, FALLS * self.cap)
+            self.cap = max(self._least, FIRST if self.cap is None else FALLS * self.cap)
         elif self.cap is not None:
             higher = RISES * self.cap
-            self.cap = higher if higher < NONE and self._callers > 1 else None
+            self.cap = higher if higher < NONE and self._unlike else None
 
     async def run(self) -> None:
         """Look at the loop that runs this, until it is cancelled."""
@@ -226,18 +242,23 @@ class FairShare:
             due, used = now + LOOK_S, used_now
 
     def _sweep(self, now: float) -> None:
-        """Count the callers, and forget those that have not asked for a while."""
-        self._swept = now
-        tenants = addresses = 0
+        """See what callers have used since the last time, and forget those that have not asked for a while."""
+        tenants, addresses = list[float](), list[float]()
+        passed = min(now - self._swept, 60.0)
         for caller, share in list(self._shares.items()):
-            if share.open or share.seen >= now - KEPT_S or share.used - share.before > LITTLE_S:
-                tenants += is_tenant(caller)
-                addresses += not is_tenant(caller)
+            used = (share.used - share.before) / passed
+            if share.open or share.seen >= now - KEPT_S or used > LITTLE_S:
+                (tenants if is_tenant(caller) else addresses).append(used)
             else:
                 del self._shares[caller]
             share.before = share.used
-        # Addresses cost nothing: beside tenants, thousands of them do not make an equal part small.
-        self._callers = tenants + (min(addresses, tenants) if tenants else addresses)
+        if tenants and len(addresses) > len(tenants):
+            # Addresses cost nothing: thousands of them do not make the part of a tenant small.
+            addresses = [sum(addresses) / len(tenants)] * len(tenants)
+        used_by = sorted(tenants + addresses)
+        self._least = equal_part(used_by, SHARED)
+        self._unlike = len(used_by) > 1 and used_by[0] < LIGHT * self._least
+        self._swept = now
 
     def _paid(self, share: Share, now: float) -> bool:
         """Whether a caller has used no more than the cap."""

@@ -72,7 +72,7 @@ class Loop:
 
 def test_who_uses_more_than_the_cap_waits_until_that_is_paid_off_and_others_do_not() -> None:
     loop = Loop("much", "little").looks(uses={"much": 0.9, "little": 0.05}, **LATE)
-    assert loop.fair.cap == pytest.approx(SHARED / 3)
+    assert loop.fair.cap == pytest.approx(SHARED - 0.05)
     assert (loop.may("much"), loop.may("little")) == (False, True)
     loop.now += 10
     assert loop.may("much")
@@ -83,6 +83,11 @@ def test_nobody_waits_while_the_loop_keeps_up_or_others_have_the_processor() -> 
         loop = Loop("much", "little").looks(late=late, load=load, uses={"much": 0.9, "little": 0.05})
         assert loop.fair.cap is None
         assert loop.may("much")
+
+
+def test_callers_who_all_use_much_do_not_wait_for_each_other() -> None:
+    loop = Loop("one", "two").looks(5, uses={"one": 0.5, "two": 0.45}, **LATE)
+    assert loop.fair.cap is None
 
 
 def test_a_caller_who_is_alone_never_waits() -> None:
@@ -97,7 +102,7 @@ def test_a_caller_who_is_alone_never_waits() -> None:
 def test_who_floods_with_probes_is_a_caller() -> None:
     loop = Loop("one")
     loop.shares["prober"] = loop.asks("prober", probes=True)
-    loop.shares["prober"].used = 1.0
+    loop.shares["prober"].used = 10.0
     loop.looks(uses={"prober": 0.9}, **LATE)
     assert (loop.may("prober"), loop.may("one")) == (False, True)
 
@@ -113,8 +118,9 @@ def test_who_has_a_request_under_way_is_a_caller_and_a_prober_is_forgotten() -> 
 
 
 def test_the_cap_is_no_less_than_an_equal_part_and_ends_when_the_loop_keeps_up() -> None:
-    loop = Loop(*map(str, range(6))).looks(**LATE)
-    assert loop.fair.cap == pytest.approx(SHARED / 6)
+    much = [str(at) for at in range(4)]
+    loop = Loop("little", *much).looks(6, uses={"little": 0.02, **dict.fromkeys(much, 0.2)}, **LATE)
+    assert loop.fair.cap == pytest.approx((SHARED - 0.02) / 4)
     for caller in loop.shares:
         loop.asks(caller)
     assert loop.looks(8, **WELL).fair.cap is None
@@ -130,7 +136,10 @@ def test_addresses_do_not_make_the_part_of_a_tenant_small() -> None:
     loop = Loop(*map(str, range(300)))
     for tenant in ("acme", "other"):
         loop.fair.seen(("tenant", tenant), 0.0)
-    assert loop.looks(**LATE).fair.cap == pytest.approx(SHARED / 4)
+    loop.shares["acme"] = loop.fair.of(("tenant", "acme"))
+    assert loop.looks(5, uses={"acme": 0.5}, **LATE).fair.cap == SHARED
+    flood = dict.fromkeys(map(str, range(300)), 0.01)
+    assert loop.looks(5, uses={"acme": 0.5, **flood}, **LATE).fair.cap == pytest.approx(SHARED / 3)
 
 
 async def test_steps_threads_and_further_tasks_are_charged_to_the_caller() -> None:
@@ -222,7 +231,7 @@ def test_who_is_not_told_apart_pays_nothing_for_the_time_without_a_cap() -> None
     loop = Loop(*map(str, range(MOST_CALLERS)))
     others = loop.shares["late"] = loop.fair.of("late")
     others.used = 1e6
-    assert loop.looks(LOOK_S * 2, **LATE).fair.cap is not None
+    assert loop.looks(LOOK_S * 8, **LATE).fair.cap is not None
     assert loop.may("late")
 
 
