@@ -230,7 +230,7 @@ class FairShare:
             self.cap = max(self._least, FIRST if self.cap is None else FALLS * self.cap)
         elif self.cap is not None:
             higher = RISES * self.cap
-            self.cap = higher if higher < NONE and self._unlike else None
+            self.cap = higher if higher < NONE else None
 
     async def run(self) -> None:
         """Look at the loop that runs this, until it is cancelled."""

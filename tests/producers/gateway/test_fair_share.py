@@ -114,7 +114,7 @@ def test_who_has_a_request_under_way_is_a_caller_and_a_prober_is_forgotten() -> 
     stream.open += 1
     assert loop.looks(KEPT_S - 1, uses={"alone": 0.9}, **LATE).fair.cap is not None
     stream.open -= 1
-    assert loop.looks(2, uses={"alone": 0.9}, **LATE).fair.cap is None
+    assert loop.looks(4, uses={"alone": 0.9}, **LATE).fair.cap is None
 
 
 def test_the_cap_is_no_less_than_an_equal_part_and_ends_when_the_loop_keeps_up() -> None:
