@@ -34,7 +34,7 @@ VALIDATION: Final = Limits(cpu=2.0, wall=10.0, memory=512 << 20, output=1 << 16,
 MAKING: Final = Limits(cpu=15.0, wall=60.0, memory=2 << 30, output=1 << 16, stack=STACK_BYTES, nice=5)
 #: The most verdicts that are remembered. One is a hash and an error's text.
 KEPT: Final = 1024
-#: How long (s) a verdict is remembered that depends on the machine's speed.
+#: Time (s) for which a verdict is remembered that depends on the machine's speed.
 REMEMBERED_S: Final = 300.0
 #: The most parts of a light schema, and characters of a light regular expression or grammar.
 _LIGHT_PARTS: Final = 256
@@ -58,7 +58,7 @@ _BESIDE: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """What is known about a form. `reason`: why it cannot be followed; "" if it can. `until`: on time.monotonic."""
+    """A form's verdict. `reason`: why it cannot be followed; "" if it can. `until`: on time.monotonic."""
 
     reason: str = ""
     code: str = ""
@@ -79,7 +79,7 @@ class Trials:
             self._free.put(one)
         self._lock = threading.Lock()
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
-        """By the hash of a form."""
+        """Verdicts, by the hash of a form."""
 
     def known(self, name: str, text: str) -> bool:
         """Whether `check` answers at once: the form was tried before, or is light."""

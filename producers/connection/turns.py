@@ -19,7 +19,7 @@ from redis.exceptions import ConnectionError
 
 #: The owner of this process's own work, which has no most.
 PROCESS: Final = ""
-#: Who owns what is done now: a gateway sets the caller's tenant, or its network before that is known, for each request.
+#: Owner of what is done now: a gateway sets the caller's tenant, or its network before that is known, for each request.
 OWNER: Final[ContextVar[Hashable]] = ContextVar("owner", default=PROCESS)
 
 

@@ -44,7 +44,7 @@ LIGHT: Final = 0.8
 DEPTH_S: Final = 0.03
 #: Time (s) for which a caller counts as one of the callers after its latest request.
 KEPT_S: Final = 10.0
-#: Seconds a second that who only asks for this process's health may use without being one of the callers.
+#: Seconds a second that a mere prober of this process's health may use without being one of the callers.
 LITTLE_S: Final = 0.05
 #: Callers that are told apart, of which half are kept for tenants; further ones are taken for one.
 MOST_CALLERS: Final = 10_000
@@ -147,7 +147,8 @@ class Measured(Generator[Any, Any, T]):
 
 
 async def in_thread(do: Callable[..., T], *arguments: Any) -> T:
-    """What `do` returns or raises, run on a thread. Its time is charged to the caller whose request is handled now."""
+    """Run `do` on a thread, and return or raise what it does. Its time is charged to the caller whose request is
+    handled now."""
     share, began = SHARE.get(), time.perf_counter()
     try:
         return await asyncio.to_thread(do, *arguments)
@@ -164,7 +165,7 @@ async def turn() -> None:
 
 
 async def measured(do: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:
-    """What `do` returns or raises. Its steps are charged to the caller whose request is handled now."""
+    """Run `do`, and return or raise what it does. Its steps are charged to the caller whose request is handled now."""
     share = SHARE.get()
     return await (do(*arguments) if share is None else Measured(do(*arguments), share))
 
@@ -187,7 +188,7 @@ class FairShare:
         self._unlike = False
         """Whether there are callers of whom one uses much less than another."""
         self._least = SHARED
-        self._swept = float("-inf")
+        self._swept = time.monotonic()
 
     def of(self, caller: Hashable) -> Share:
         """A caller's share."""
@@ -244,9 +245,8 @@ class FairShare:
     def _sweep(self, now: float) -> None:
         """See what callers have used since the last time, and forget those that have not asked for a while."""
         tenants, addresses = list[float](), list[float]()
-        passed = min(now - self._swept, 60.0)
         for caller, share in list(self._shares.items()):
-            used = (share.used - share.before) / passed
+            used = (share.used - share.before) / (now - self._swept)
             if share.open or share.seen >= now - KEPT_S or used > LITTLE_S:
                 (tenants if is_tenant(caller) else addresses).append(used)
             else:

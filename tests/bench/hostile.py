@@ -283,7 +283,7 @@ def _measured(name: str | None, seconds: float) -> Measured:
         context = mp.get_context("spawn")
         done = context.Queue()
         arguments = (name, CORES[-1], hostile.port, hostile.keys, task_id, seconds, done)
-        # By its name: run as a command this module is called `__main__`, which may be another one there.
+        # Found by its name: as a command, this module is `__main__`, which is another one in the attacker's process.
         attacker = context.Process(target=import_module("tests.bench.hostile").attack, args=arguments)
         attacker.start()
         done.get(timeout=START_S)

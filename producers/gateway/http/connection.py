@@ -313,9 +313,8 @@ class Connection(HttpToolsProtocol):
 
     def _is_late(self) -> None:
         coming = self._received >= LEAST and not self.cycle.response_complete
-        if (
-            coming or self.flow.read_paused or not self.transport.is_reading()
-        ):  # or an earlier request of this connection is not answered yet
+        # Nothing is read while a body waits for its turn, or an earlier request of this connection for its answer.
+        if coming or self.flow.read_paused or not self.transport.is_reading():
             self._wait()
         elif not self.transport.is_closing():
             self._refuse(_slow(self.receive))

@@ -60,7 +60,7 @@ class Bounds:
 
     in_all: int = 0
     each: int = 0
-    """Of one tenant; of one address (of IPv6: 64 bits) where no keys are asked for."""
+    """The most of one tenant; of one address (of IPv6: 64 bits) where no keys are asked for."""
 
     def within(self, connections: int) -> Bounds:
         """These bounds for a gateway that takes so many connections: a quarter of them is left to other requests, and

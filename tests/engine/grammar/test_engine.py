@@ -138,7 +138,7 @@ def test_a_form_that_is_too_slow_ends_its_outputs_and_the_others_go_on(
     monkeypatch.setattr("engine.grammar.matcher._OUTPUT_S", 20.5)
     slow, plain = SamplingParams(regex="[ab]{400}", max_tokens=100), SamplingParams(max_tokens=40, ignore_eos=True)
     *pair, other, short = engine.generate(["w", "x", "y", "z"], [slow, slow, plain, SamplingParams(regex="abc")])
-    # Of two outputs of one form, the first to spend its time ends both.
+    # The first of two outputs of one form to spend its time ends both.
     assert sorted(one.error or "" for one in pair) == [
         "regex cannot be followed any further: another output of this form took too long",
         "regex cannot be followed any further: finding its tokens took 21 s of processor time more than usual",

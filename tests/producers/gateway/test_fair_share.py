@@ -48,7 +48,7 @@ class Loop:
     """A loop that is looked at again and again, and its callers."""
 
     def __init__(self, *callers: str) -> None:
-        self.now = 0.0
+        self.now = time.monotonic()
         self.fair = FairShare()
         self.shares = {caller: self.asks(caller) for caller in callers}
 
@@ -72,7 +72,7 @@ class Loop:
 
 def test_who_uses_more_than_the_cap_waits_until_that_is_paid_off_and_others_do_not() -> None:
     loop = Loop("much", "little").looks(uses={"much": 0.9, "little": 0.05}, **LATE)
-    assert loop.fair.cap == pytest.approx(SHARED - 0.05)
+    assert loop.fair.cap == pytest.approx(SHARED - 0.05, rel=0.01)
     assert (loop.may("much"), loop.may("little")) == (False, True)
     loop.now += 10
     assert loop.may("much")
@@ -102,7 +102,6 @@ def test_a_caller_who_is_alone_never_waits() -> None:
 def test_who_floods_with_probes_is_a_caller() -> None:
     loop = Loop("one")
     loop.shares["prober"] = loop.asks("prober", probes=True)
-    loop.shares["prober"].used = 10.0
     loop.looks(uses={"prober": 0.9}, **LATE)
     assert (loop.may("prober"), loop.may("one")) == (False, True)
 
@@ -120,7 +119,7 @@ def test_who_has_a_request_under_way_is_a_caller_and_a_prober_is_forgotten() -> 
 def test_the_cap_is_no_less_than_an_equal_part_and_ends_when_the_loop_keeps_up() -> None:
     much = [str(at) for at in range(4)]
     loop = Loop("little", *much).looks(6, uses={"little": 0.02, **dict.fromkeys(much, 0.2)}, **LATE)
-    assert loop.fair.cap == pytest.approx((SHARED - 0.02) / 4)
+    assert loop.fair.cap == pytest.approx((SHARED - 0.02) / 4, rel=0.01)
     for caller in loop.shares:
         loop.asks(caller)
     assert loop.looks(8, **WELL).fair.cap is None
@@ -135,7 +134,7 @@ def test_callers_are_not_told_apart_without_bound() -> None:
 def test_addresses_do_not_make_the_part_of_a_tenant_small() -> None:
     loop = Loop(*map(str, range(300)))
     for tenant in ("acme", "other"):
-        loop.fair.seen(("tenant", tenant), 0.0)
+        loop.fair.seen(("tenant", tenant), loop.now)
     loop.shares["acme"] = loop.fair.of(("tenant", "acme"))
     assert loop.looks(5, uses={"acme": 0.5}, **LATE).fair.cap == SHARED
     flood = dict.fromkeys(map(str, range(300)), 0.01)
@@ -231,7 +230,7 @@ def test_who_is_not_told_apart_pays_nothing_for_the_time_without_a_cap() -> None
     loop = Loop(*map(str, range(MOST_CALLERS)))
     others = loop.shares["late"] = loop.fair.of("late")
     others.used = 1e6
-    assert loop.looks(LOOK_S * 8, **LATE).fair.cap is not None
+    assert loop.looks(**LATE).fair.cap is not None
     assert loop.may("late")
 
 

@@ -70,7 +70,7 @@ class BodyRoom:
 
 
 class _Held:
-    """What one body holds of the room, beyond INLINE."""
+    """The part of the room that one body holds, beyond INLINE."""
 
     __slots__ = ("_owner", "_room", "_size")
 
@@ -123,8 +123,8 @@ async def _parsed(request: Request, limit: int, parse: Callable[[bytes], T]) -> 
 
 
 async def aside(request: Request, work: Work, do: Callable[[], T]) -> T:
-    """What `do` returns or raises, run on a thread, for what a large body makes long. Raises Problem if too many bodies
-    wait."""
+    """Run `do` on a thread, for what a large body makes long, and return or raise what it does. Raises Problem if too
+    many bodies wait."""
     try:
         found: T = await request.app.state.gateway.bodies.run(do, tenant=work.tenant, most=WAITING, patience=PATIENCE_S)
     except (ExecutorFull, ExecutorBusy):
@@ -164,7 +164,7 @@ def count_values(body: bytes, enough: int) -> int:
 
 
 def _outside_of_strings(body: bytes, *signs: bytes) -> tuple[int, int]:
-    """How often these characters are in a JSON text outside of its strings, and the quotes around those."""
+    """Count these characters in a JSON text outside of its strings, and the quotes around those."""
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # the quotes that are left begin and end strings
     quotes = count = 0
     for at in range(0, len(plain), SLICE):
