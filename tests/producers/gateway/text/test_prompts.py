@@ -138,8 +138,10 @@ class TestLargeTextsOfManyModels:
     """Their tokenizers are in processes, of which there are few."""
 
     @pytest.fixture
-    def models(self, valkey: Redis, model: str) -> list[str]:
-        return [published(valkey, f"like-{letter}", {"normalizer": dropping(letter)}) for letter in "wxyz"]
+    def models(self, valkey: Redis, model: str, request: pytest.FixtureRequest) -> list[str]:
+        """Each test's own: the gateway, which all share, keeps processes of the test before."""
+        words = [f"{request.function.__name__}-{letter}" for letter in "wxyz"]
+        return [published(valkey, word, {"normalizer": dropping(word)}) for word in words]
 
     def test_no_more_processes_work_than_are_kept(
         self, door: Door, models: list[str], monkeypatch: pytest.MonkeyPatch
