@@ -42,6 +42,8 @@ SHARED: Final = 0.5
 LIGHT: Final = 0.8
 #: Seconds that a caller who has used little may use at once.
 DEPTH_S: Final = 0.03
+#: Time (s) between two sweeps over what each caller uses; and before the first cap, so that a flood is soon told.
+SWEEP_S, FIRST_SWEEP_S = 1.0, 0.25
 #: Time (s) for which a caller counts as one of the callers after its latest request.
 KEPT_S: Final = 10.0
 #: Seconds a second that a mere prober of this process's health may use without being one of the callers.
@@ -222,9 +224,10 @@ class FairShare:
         """Take what the last LOOK_S showed: how late the loop came (s), and the part of the time that it computed."""
         self._late += WEIGHT * (late - self._late)
         self._load += WEIGHT * (load - self._load)
-        if now - self._swept >= 1:
+        behind = self._late > BEHIND_S and self._load > BUSY
+        if now - self._swept >= (FIRST_SWEEP_S if behind and self.cap is None else SWEEP_S):
             self._sweep(now)
-        if self._late > BEHIND_S and self._load > BUSY and self._unlike:
+        if behind and self._unlike:
             if self.cap is None:
                 for share in (*self._shares.values(), self._others):
                     share.debt, share.counted, share.at = 0.0, share.used, now

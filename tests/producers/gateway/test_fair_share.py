@@ -78,6 +78,11 @@ def test_who_uses_more_than_the_cap_waits_until_that_is_paid_off_and_others_do_n
     assert loop.may("much")
 
 
+def test_a_flood_is_told_within_half_a_second() -> None:
+    loop = Loop("much", "little").looks(0.5, uses={"much": 0.9, "little": 0.05}, **LATE)
+    assert (loop.may("much"), loop.may("little")) == (False, True)
+
+
 def test_nobody_waits_while_the_loop_keeps_up_or_others_have_the_processor() -> None:
     for late, load in ((0.0, 0.9), (0.5, 0.1)):
         loop = Loop("much", "little").looks(late=late, load=load, uses={"much": 0.9, "little": 0.05})
