@@ -18,10 +18,11 @@ from producers.client.steps import FAILURES, Read, Send, Steps, lost, persistent
 from producers.connection.connect import SILENT_S
 from producers.connection.script import text
 from producers.connection.trouble import CODES, Trouble, said, trouble
-from producers.contract import keys
+from producers.contract import keys, levels
 from producers.contract.message import Message
 from producers.contract.task import Task
 from producers.errors import InvalidTask, SubmitFailed, TaskErased, TaskExists, UnknownModel, shown
+from producers.release import release
 from producers.store import protocol
 from producers.store.usage.limits import Charge
 from producers.store.waiting import Room, refused
@@ -134,7 +135,7 @@ def submit(
     fields = record_fields(task, known) | dict(more)
     yield from _admit(directory, task, task_id, known, fields, patience_s, charge, room)
     tokens, tenant, at = int(fields["tokens"]), task.tenant or "", known.now_ms()
-    message = Message(task_id, known.queue, task.tier, task.width, tokens, tenant, at, task.order_key or "")
+    message = Message(task_id, str(fields["queue"]), task.tier, task.width, tokens, tenant, at, task.order_key or "")
     try:
         yield from persistently(Send(message), patience_s)
     except FAILURES as error:
@@ -153,15 +154,19 @@ def submit(
 
 def record_fields(task: Task, known: Known) -> dict[str, str | int]:
     """The record's fields (`producers.contract.record`) that ADMIT writes for a resolved task."""
+    level = levels.level_of(task.model_dump(exclude_defaults=True)) if levels.FEATURES else 0
     fields: dict[str, str | int] = {
         "task": task.to_json(),
+        "release": release(),
         "model": task.model,
         "version": known.card["version"],
-        "queue": known.queue,
+        "queue": levels.queue_of(known.queue, level),
         "tier": task.tier,
         "n": task.n,
         "tokens": task.kv_tokens(int(known.card["context_length"])),
     }
+    if level:
+        fields["level"] = level
     if task.tenant is not None:
         fields["tenant"] = task.tenant
     if task.order_key is not None:
@@ -190,7 +195,7 @@ def _admit(
     room: Room | None,
 ) -> Steps[None]:
     names, asked = ((), "") if charge is None else (charge.names, charge.asked(task, known.card, int(fields["tokens"])))
-    bounds = "" if room is None else room.to_json(known.queue, task.tier, task.tenant or "")
+    bounds = "" if room is None else room.to_json(str(fields["queue"]), task.tier, task.tenant or "")
     now_ms, nonce = known.now_ms(), uuid.uuid4().hex
     call = protocol.admit(task_id, nonce, now_ms, fields, accounts=names, charge=asked, bounds=bounds)
     try:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from producers.contract.levels import beside
+
 #: Service tier -> (rank: lower goes first, kombu priority: the list of its messages).
 #: kombu puts a message without a priority into list 0, so `default` is 0.
 TIERS: Final[dict[str, tuple[int, int]]] = {"priority": (0, 3), "default": (1, 0), "flex": (2, 6), "batch": (3, 9)}
@@ -303,4 +305,4 @@ class Pool:
     @property
     def queues(self) -> list[str]:
         """All that its workers take from; within a tier, the first goes first."""
-        return [self.queue, self.version_queue, model_queue(self.model)]
+        return [*beside(self.queue), *beside(self.version_queue), model_queue(self.model)]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from producers.connection.script import parsed
 from producers.contract import keys
+from producers.contract.levels import beside, split
 
 
 def takers_of(pools: Mapping[str, str], cards: Mapping[str, str] | None = None) -> dict[str, list[str]]:
@@ -15,20 +16,23 @@ def takers_of(pools: Mapping[str, str], cards: Mapping[str, str] | None = None) 
     `pools` and `cards`: JSON by queue and by model, as the store has them. A model's queues are there before its pools.
     What is no card names no version: its model has the queue of plain senders alone.
     """
-    found = {queue: [queue] for queue in pools}
+    found = {queue: [own] for own in pools for queue in beside(own)}
     for name, card in (cards or {}).items():
         found[keys.model_queue(name)] = []
         if version := parsed(card).get("version"):
-            found[keys.version_queue(name, str(version))] = []
+            found |= {queue: [] for queue in beside(keys.version_queue(name, str(version)))}
     for queue, about in pools.items():
-        found.setdefault(version_queue_of(about), []).append(queue)
+        for version in beside(version_queue_of(about)):
+            found.setdefault(version, []).append(queue)
         found.setdefault(keys.model_queue(json.loads(about)["model"]), []).append(queue)
     return found
 
 
 def takes_from(pool: str, queue: str) -> bool:
-    """Whether workers of the pool with this own queue take from a pool's own queue, or a version's."""
-    return pool == queue or pool.startswith(f"{queue}.")
+    """Whether workers of the pool with this own queue take from a pool's own queue, or a version's; from one beside it
+    only those whose release can do what its tasks need."""
+    base, _ = split(queue)
+    return pool == base or pool.startswith(f"{base}.")
 
 
 def version_queue_of(about: str) -> str:

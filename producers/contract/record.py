@@ -6,6 +6,8 @@
 | `status` | submitting, queued, in_progress, completed, failed, cancelled, incomplete |
 | `task` | the task as accepted (JSON, see `producers.contract.task`) |
 | `model`, `queue`, `tier`, `n` | name, version's queue, service tier, choices |
+| `level` | the level of its worker's release that it needs, if above those of all (`producers.contract.levels`) |
+| `release` | the release of Penstock that made the record (`producers.release`) |
 | `version`, `fingerprint` | the version that runs it; the engine fingerprint of the pool that started it last |
 | `tenant`, `order_key` | the task's tenant and order key, if it names them |
 | `key` | the id of the API key that submitted it, where the gateway asked for one |

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
@@ -43,6 +42,7 @@ from producers.gateway.tasks import routes as tasks
 from producers.gateway.text.forms import Forms
 from producers.gateway.text.prompts import Prompts
 from producers.gateway.text.templates import Templates
+from producers.release import release
 from producers.store.blobs import open_blobs
 from producers.store.blobs.bucket import is_s3
 from producers.store.usage.prices import Prices
@@ -98,7 +98,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
 
     app = Documented(
         title="Penstock",
-        version=version("penstock"),
+        version=release(),
         lifespan=lifespan,
         default_response_class=JSONResponse,
         # FastAPI's own pages load scripts from other servers (`pages` do not).

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from base64 import b64encode
 from hashlib import sha256
-from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +16,8 @@ from fastapi import APIRouter
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse
 from fastapi.staticfiles import StaticFiles
+
+from producers.release import release
 
 router = APIRouter(tags=["health"])
 
@@ -37,7 +38,7 @@ FRONT: Final = f"""<!doctype html>
 <meta name="viewport" content="width=device-width">
 <title>Penstock</title>
 <style>body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 40em; margin: 3em auto; padding: 0 1em }}</style>
-<h1>Penstock {version("penstock")}</h1>
+<h1>Penstock {release()}</h1>
 <p>Language models behind a queue. This is its gateway: it takes tasks over HTTP, and workers run them.</p>
 <ul>
 <li><a href="/v1/models">/v1/models</a>: the models that there are

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from producers.connection.script import Call, script, text
-from producers.contract import keys
+from producers.contract import keys, levels
 from producers.contract.record import Record
 from producers.store.access.audit import KEPT, Change
 from producers.store.references import Reference
@@ -115,10 +115,12 @@ def claim(
     plain: Mapping[str, str | int] | None = None,
     condemned: bool = False,
     max_deaths: int = MAX_DEATHS,
+    needs: int = 0,
 ) -> Call:
     """CLAIM: take a task for a delivery; `read_claim` reads the answer.
 
     `pool`: the worker's. `plain`: the record's fields, for a plain Celery message, which may have no record yet.
+    `needs`: the level that such a message needs.
     """
     pairs = [part for item in (plain or {}).items() for part in item]
     return Call(
@@ -134,6 +136,8 @@ def claim(
             pool.version,
             pool.version_queue,
             pool.fingerprint,
+            levels.LEVEL,
+            needs,
             *pairs,
         ),
     )

@@ -49,6 +49,7 @@ from producers.sweeper.outbox import sweep as trim_outbox
 from producers.sweeper.queues.orphaned import PATIENCE_S as ORPHANED_AFTER_S
 from producers.sweeper.queues.orphaned import OrphanedQueues
 from producers.sweeper.queues.retired_pools import RETIRE_AFTER_S, RetiredPools
+from producers.sweeper.queues.unserved import UNSERVED_AFTER_S, UnservedTasks
 from producers.sweeper.reader_leases import LapsedReaders
 from producers.sweeper.stale import LETTERS_KEPT_S, UNNEEDED_S, Stale
 from producers.sweeper.unsettled import AGE_MS as ORPHAN_MS
@@ -110,6 +111,8 @@ class SweeperSettings:
     """The same of all batches of a tenant that has no limit of its own."""
     orphaned_after: float = ORPHANED_AFTER_S
     """Time without any worker's lease after which a queue's messages return to its lists."""
+    unserved_after: float = UNSERVED_AFTER_S
+    """Time after which a task is ended that no worker's release can do, though workers of its version are up."""
 
 
 async def run(
@@ -158,6 +161,7 @@ async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: End
     results = CeleryResults(client, settings.store)
     pools = RetiredPools(client, settings.retire_after)
     orphaned = OrphanedQueues(client, settings.orphaned_after)
+    undone = UnservedTasks(client, settings.unserved_after)
     blobs = open_blobs(settings.files_dir)
     moving = None if settings.results_to_files is None else Moving(blobs, settings.results_to_files)
     stale = Stale(client, letters_kept_s=settings.letters_kept, unneeded_s=settings.unneeded)
@@ -175,6 +179,9 @@ async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: End
         done = await trim_outbox(client.store, settings.delivered_kept, settings.dead_kept, settings.untaken)
         return {"removed_webhooks": done.delivered + done.dead, "untaken_replies": done.untaken}
 
+    async def end_unserved() -> Counts:
+        return {"unserved": await undone.sweep()}
+
     async def tell() -> Counts:
         return {"told": await results.tell()}
 
@@ -190,7 +197,7 @@ async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: End
             windows = {"window": settings.batch_lines, "max_lines": settings.tenant_lines}
             batches = Batches(client, blobs, endpoints, partial(_count, client), **windows)
             group.create_task(batches.run(min(BATCHES_EVERY_S, settings.every)))
-        often: tuple[Duty, ...] = (tell, pack, returned, add_up)
+        often: tuple[Duty, ...] = (tell, pack, returned, end_unserved, add_up)
         expired_files = partial(_named, "files", partial(remove_files, client.store, blobs))
         removals = (partial(_named, "removed", pools.sweep), partial(_named, "removed", stale.sweep))
         deleted = partial(_named, "erased", partial(erase, client))

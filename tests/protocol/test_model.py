@@ -46,6 +46,8 @@ SMALL = {
     "strays-slots": with_faults(SCENARIOS["strays-slots"], unack=1),
     "pools-lapse": with_faults(SCENARIOS["pools-lapse"], expire=1, drain=1),
     "pools-held": with_faults(SCENARIOS["pools-held"], hold=1, drain=1),
+    "levels": with_faults(SCENARIOS["levels"], crash=1),
+    "levels-pools": with_faults(SCENARIOS["levels-pools"], crash=2),
     "versions": with_faults(SCENARIOS["versions"], crash=1, drain=1),
     "outbox": with_faults(SCENARIOS["outbox"], crash=1, cancel=1, dcrash=1),
     "delete": with_faults(SCENARIOS["delete"], delete=1, crash=1),
@@ -75,7 +77,7 @@ SMALL = {
             *("rival", "killer", "killer-copies", "killer-plain", "turned", "innocent", "innocent-both", "sqs-lost"),
             *("orphan-plain", "compact", "undone", "undone-plain", "undone-alone", "pools", "versions-sent"),
             *("outbox-plain", "outbox-unread", "books-tidy", "books-producer", "books-broken", "books-killer"),
-            *("books-killed", "books-innocent", "books-undone"),
+            *("books-killed", "books-innocent", "books-undone", "levels-sent"),
         )
     },
 }
@@ -113,7 +115,7 @@ MANY = {
     *("reader", "sqs", "sqs-lost", "pools", "pools-lapse", "versions-sent", "orphan-plain", "outbox", "outbox-plain"),
     *("outbox-rows", "outbox-undone", "outbox-unread", "delete", "delete-producer", "alive", "alive-crash"),
     *("alive-cut", "alive-counts", "alive-split", "books", "books-broken", "books-innocent", "books-lapse"),
-    *("books-later", "books-producer", "books-reap", "books-tidy", "books-undone", "outbox-untaken"),
+    *("books-later", "books-producer", "books-reap", "books-tidy", "books-undone", "outbox-untaken", "levels-pools"),
 }
 #: The rules without which something breaks only beyond as many states: left to `make test-all`.
 LATE = {

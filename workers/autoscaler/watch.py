@@ -13,7 +13,9 @@ from typing import Any
 
 from producers.admin.fleet import Fleet, Pool
 from producers.contract import keys
+from producers.contract.levels import split
 from producers.contract.profile import Profile, sane
+from producers.contract.queues import takes_from
 from producers.store.fleet.profiles import field
 from workers.autoscaler.policy.signals import Signals, TierQueue
 from workers.autoscaler.pools import PoolSettings
@@ -32,9 +34,7 @@ def served(fleet: Fleet, pool: PoolSettings) -> list[Pool]:
     version = field(pool.model, pool.version)
     current = fleet.versions.get(pool.model) == pool.version
     return [
-        queue
-        for queue in mine
-        if queue.name == version or queue.name.startswith(f"{version}.") or (current and queue.name == pool.model)
+        queue for queue in mine if takes_from(split(queue.name)[0], version) or (current and queue.name == pool.model)
     ]
 
 
@@ -106,7 +106,7 @@ def stranded(fleet: Fleet, pool: PoolSettings) -> str:
 
 def _version(fleet: Fleet, queue: Pool) -> str:
     """The version that a queue's tasks are for. The model's own queue is for the card's."""
-    named = queue.name.removeprefix(queue.model)[1:].partition(".")[0]
+    named = split(queue.name)[0].removeprefix(queue.model)[1:].partition(".")[0]
     return named or fleet.versions.get(queue.model, "")
 
 

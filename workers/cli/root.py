@@ -31,9 +31,9 @@ def root() -> typer.Typer:
 
 def _version(asked: bool) -> None:
     if asked:
-        from importlib.metadata import version
+        from producers.release import release
 
-        typer.echo(version("penstock"))
+        typer.echo(release())
         raise typer.Exit
 
 

@@ -126,6 +126,7 @@ class Claimer(threading.Thread):
             plain=delivery.plain.fields if delivery.plain else None,
             condemned=delivery.condemned,
             max_deaths=self._served.settings.max_deaths,
+            needs=delivery.plain.level if delivery.plain else 0,
         )
 
     def _take(

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from producers.contract import keys
+from producers.contract import keys, levels
 from producers.contract.record import error_json
 from producers.contract.task import Task
 from producers.contract.trace import trace_fields
@@ -44,14 +44,18 @@ def plain_fields(served: Served, now_ms: int, headers: dict[str, Any], arguments
         # A webhook may hold a secret, which is not shown with the record.
         fields["task"] = json.dumps({name: value for name, value in kwargs.items() if name != "webhook"}, default=str)
         code, param = (exc.code, exc.param) if isinstance(exc, InvalidTask) else ("secret_unreadable", "webhook.secret")
-        return Plain(fields, error_json(code, str(exc), param))
+        # A later release may know the field.
+        return Plain(fields, error_json(code, str(exc), param), levels.LEVEL + (code == "unknown_parameter"))
+    level = levels.level_of(task.model_dump(exclude_defaults=True))
     fields |= {"task": task.to_json(), "tier": task.tier, "n": task.n, **webhook}
     if task.ttl is not None:
         fields["ttl"] = task.ttl
     deadline = _deadline_ms(now_ms, headers, task)
     if deadline is not None:
         fields["deadline"] = deadline
-    return Plain(fields)
+    if level:
+        fields["level"] = level
+    return Plain(fields, level=level)
 
 
 def _resolved(served: Served, said: dict[str, Any]) -> Task:

@@ -14,6 +14,7 @@ from producers.broker.values import Listed
 from producers.client.steps import Read, Step, drive
 from producers.connection.script import Call, run, text
 from producers.contract import keys
+from producers.contract.levels import beside
 from producers.contract.queues import version_queue_of
 from producers.sweeper.deadlines import expire_late
 from producers.sweeper.reader_leases import LapsedReaders
@@ -52,11 +53,14 @@ class Others:
         serving = {self._served.pool.queue, *(one.queue for one in alive)}
         told = {text(name): text(about) for name, about in self._store.hgetall(keys.POOLS).items()}
         pools = {queue: about for queue, about in told.items() if json.loads(about)["model"] == self._served.model}
-        for queue in pools.keys() - serving:
-            target = version_queue_of(pools[queue])
-            count = self._broker.adopt(queue, target)
-            if count > 0:
-                logger.warning("Pool %s has no worker: moved its %d queued tasks to %s", queue, count, target)
+        for pool in pools:
+            for queue, target in zip(beside(pool), beside(version_queue_of(pools[pool])), strict=True):
+                # Where a pool has workers, those of an earlier release take nothing from the queues beside its own.
+                if queue == pool and pool in serving:
+                    continue
+                count = self._broker.adopt(queue, target)
+                if count > 0:
+                    logger.warning("Pool %s has no worker: moved its %d queued tasks to %s", queue, count, target)
         versions = {queue: json.loads(about)["version"] for queue, about in pools.items()}
         for version in sorted({*versions.values()} - {versions[queue] for queue in serving & pools.keys()}):
             self._tell_of(version)

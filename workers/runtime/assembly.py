@@ -15,7 +15,9 @@ from celery import Celery
 from celery.worker import state
 from redis import Redis
 
+from producers.contract import levels
 from producers.contract.profile import Profile
+from producers.release import release
 from workers.breaker.breaker import Breaker
 from workers.breaker.figures import Window, kind_of
 from workers.flow import probe
@@ -213,6 +215,8 @@ class Runtime:
         return json.dumps(
             {
                 "worker": served.settings.name,
+                "release": release(),
+                "level": levels.LEVEL,
                 "began": self.began,
                 "queue": served.pool.queue,
                 "model": served.model,

@@ -75,6 +75,9 @@ class Plain:
 
     fields: dict[str, str | int]
     error: str | None = None
+    level: int = 0
+    """The level of its worker's release that it needs (`producers.contract.levels`); of what this worker cannot read,
+    the next one."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
 from typing import Any, Final, NoReturn
 
 import aiohttp
@@ -25,6 +24,7 @@ from yarl import URL
 
 from producers.connection.addresses import Address, Network, Resolver, Unresolved, refusal
 from producers.contract.webhook import Destination
+from producers.release import release
 from producers.store.outbox import Attempt, Row
 from workers.webhooks.schedule import retry_after
 
@@ -42,7 +42,7 @@ OVERLOADED: Final = frozenset({408, 429, 502, 503, 504})
 OURS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 
 
-USER_AGENT: Final = f"Penstock/{version('penstock')}"
+USER_AGENT: Final = f"Penstock/{release()}"
 
 
 class OwnTrouble(Exception):

@@ -13,9 +13,10 @@ from producers.admin.fleet import Fleet, Pool, read_fleet
 from producers.broker.base import Broker
 from producers.broker.values import Counted, Standing
 from producers.connection.script import ask, text
-from producers.contract import keys
+from producers.contract import keys, levels
 from producers.contract.message import Message
-from producers.contract.profile import Profile
+from producers.contract.profile import Profile, sane
+from producers.contract.queues import takes_from
 from producers.contract.record import Record
 from producers.store.fleet.scaling import is_fresh
 
@@ -33,7 +34,7 @@ class Seen:
     pool: Pool
     """The queue of the task's version: what waits there, by tier."""
     workers: list[Lease] = field(default_factory=list)
-    """Those that serve the version."""
+    """Those that serve the version, and can do what it needs."""
     standing: Standing | None = None
     """Its place in its tier; None if it does not wait there, or the broker tells no order."""
     profile: Profile = field(default_factory=Profile)
@@ -45,6 +46,10 @@ class Seen:
     """It is queued, and its message is in no queue, as far as the broker can tell."""
     orphaned: bool = False
     """It is in progress, and its worker's lease has ended."""
+    unable: list[Lease] = field(default_factory=list)
+    """Workers that serve the version, of releases that cannot do what it needs."""
+    level: int = 0
+    """What it needs (`producers.contract.levels`)."""
 
     @property
     def ready(self) -> list[Lease]:
@@ -76,7 +81,10 @@ async def look(store: Redis, broker: Broker, record: Record) -> Seen:
     fleet = await read_fleet(store, broker)
     queue = record.fields.get("queue", "")
     name = queue.removeprefix(keys.model_queue(""))
-    its = [pool for pool in fleet.pools if pool.name == name or pool.name.startswith(f"{name}.")]
+    version, level = levels.split(name)
+    its = [pool for pool in fleet.pools if takes_from(levels.split(pool.name)[0], version)]
+    workers: list[Lease] = [worker for one in its for worker in one.workers]
+    able = [worker for worker in workers if (sane(worker.get("level")) or 0) >= level]
     pool = next((pool for pool in its if pool.name == name), Pool(name, record.model))
     message = _message(record)
     standing = None
@@ -87,13 +95,15 @@ async def look(store: Redis, broker: Broker, record: Record) -> Seen:
         record,
         fleet.at * 1000,
         pool,
-        [worker for one in its for worker in one.workers],
+        able,
         standing,
-        fleet.scaling.profiles.get(name, Profile()),
-        _scaling(fleet, record.model, name),
+        fleet.scaling.profiles.get(version, Profile()),
+        _scaling(fleet, record.model, version),
         bool(fleet.scaling.leads),
         message is not None and standing is None and broker.capabilities.front_of_queue,
         await _orphaned(store, record),
+        [worker for worker in workers if worker not in able],
+        level,
     )
 
 

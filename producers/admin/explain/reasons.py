@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from producers.admin.explain.look import Lease, Seen
+from producers.contract import levels
 from producers.contract.profile import sane
 
 
@@ -61,6 +62,11 @@ def _busy(worker: Lease) -> bool:
 def _workers(seen: Seen) -> Iterator[Reason]:
     """Why nobody takes tasks of its version."""
     if seen.ready:
+        return
+    if not seen.workers and seen.unable:
+        up = ", ".join(sorted({str(worker.get("release") or "before 0.2.0") for worker in seen.unable}))
+        needed = levels.release_of(seen.level) or "a later one"
+        yield Reason("release_missing", f"it needs a worker of release {needed}, and those that are up are of {up}")
         return
     if not seen.workers:
         yield Reason("no_worker", f"no worker serves {seen.pool.name}")

@@ -12,6 +12,7 @@ from producers.broker.memory.fetch import fetch
 from producers.broker.memory.server import Server
 from producers.broker.values import Ack, Back, Capabilities, Credit, Fetched, Listed, PutDown, Rules
 from producers.connection.alive import Seen
+from producers.contract.levels import beside
 
 CAPABILITIES: Final = Capabilities(front_of_queue=True, max_message_bytes=sys.maxsize)
 #: Messages of each list that one fetch sorts, unless it is told.
@@ -72,7 +73,8 @@ class MemoryConsumer(Consumer):
             self.end_lease(incarnation)
             self.reap(incarnation)
             if self.home != self.queues[0]:
-                self._server.adopt(self.queues[0], self.home)
+                for own, version in zip(beside(self.queues[0]), beside(self.home), strict=True):
+                    self._server.adopt(own, version)
             for queue in self.queues:
                 self._server.recall(queue, takers.get(queue, self.queues), sys.maxsize)
 

@@ -14,6 +14,7 @@ from math import inf
 from producers.broker.memory.message import Unusable, read, task_id_of
 from producers.broker.memory.turns import Turns
 from producers.contract import keys
+from producers.contract.levels import split
 
 
 def places(queue: str) -> list[tuple[str, int]]:
@@ -165,7 +166,7 @@ class Server:
         return moved
 
     def adopt(self, source: str, target: str) -> int:
-        if self._one_lives([source]):
+        if self._one_lives([split(source)[0]]):
             return -1
         moved, lists = len(self.delayed[source]), {}
         for (here, _), (there, _) in zip(self.places(source), self.places(target), strict=True):

@@ -13,6 +13,7 @@ from producers.broker.redis import keys
 from producers.broker.values import Counted, Credit, Fetched, Standing
 from producers.connection.script import Call, script, text
 from producers.contract import keys as contract_keys
+from producers.contract.levels import split
 from producers.contract.message import Message
 
 PACKAGE: Final = "producers.broker.redis"
@@ -146,17 +147,20 @@ def read_standing(answer: Sequence[Any]) -> Standing | None:
 def recall(queue: str, pools: Sequence[str], count: int) -> Call:
     """RECALL: return a queue's sorted messages to its lists' fronts, if no worker of the `pools` that serve it lives.
 
-    Answers the number of messages, at most `count` (fewer: all are done), or -1 if a worker lives.
+    Answers the number of messages, at most `count` (fewer: all are done), or -1 if a worker lives. Of a queue beside
+    another, only workers count whose release can do what its tasks need.
     """
-    return Call(script(PACKAGE, "recall"), (keys.INCARNATIONS, *(name for name, _ in lists([queue]))), (count, *pools))
+    names = (keys.INCARNATIONS, *(name for name, _ in lists([queue])))
+    return Call(script(PACKAGE, "recall"), names, (count, split(queue)[1], *pools))
 
 
 def adopt(source: str, target: str) -> Call:
     """Move what waits in the own queue of a pool without workers to the front of another's lists, its version's.
-    Answers how many messages; -1 where a worker of the pool lives."""
+    Answers how many messages; -1 where a worker of the pool lives. Of a queue beside another, only workers count whose
+    release can do what its tasks need."""
     names = [name for pair in zip(lists([source]), lists([target]), strict=True) for name, _ in pair]
     delayed = (keys.delayed(source), keys.delayed(target))
-    return Call(script(PACKAGE, "adopt"), (keys.INCARNATIONS, *delayed, *names), (source,))
+    return Call(script(PACKAGE, "adopt"), (keys.INCARNATIONS, *delayed, *names), split(source))
 
 
 def due(queue: str) -> Call:

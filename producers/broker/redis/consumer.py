@@ -15,6 +15,7 @@ from producers.broker.values import Ack, Back, Capabilities, Credit, Fetched, Pu
 from producers.connection.connect import SILENT_S, connect
 from producers.connection.script import Call, run, run_many
 from producers.contract import keys as contract_keys
+from producers.contract.levels import beside
 
 CAPABILITIES: Final = Capabilities(
     front_of_queue=True,
@@ -74,7 +75,7 @@ class RedisConsumer(Leases):
     def leave(self, incarnation: str, takers: Mapping[str, Sequence[str]]) -> None:
         first = [calls.reap(incarnation)]
         if self.home != self.queues[0]:
-            first.append(calls.adopt(self.queues[0], self.home))
+            first += [calls.adopt(*pair) for pair in zip(beside(self.queues[0]), beside(self.home), strict=True)]
         recall = [calls.recall(queue, takers.get(queue, self.queues), PAGE) for queue in self.queues]
         with self._redis.pipeline(transaction=False) as pipe:
             for call in (*first, recall[0]):

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final, Literal, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from producers.admin.fleet import Fleet
 from producers.gateway.metrics import pools, scaling, workers
+from producers.release import release
 from producers.store.waiting import Pressure
 
 #: Latency buckets (s), fine in the range that an interactive caller notices.
@@ -48,6 +49,8 @@ class Metrics:
         self._connections = Gauge("open_connections", "Open connections of callers, idle ones too.", **own)
         text = "Idle connections that were closed for newcomers: of an address that has its share, or of all."
         self._closed = Counter("idle_connections_closed", text, **own)
+        text = "1; its label `release` names this gateway's release of Penstock."
+        Info("penstock_build", text, registry=self.registry).info({"release": release()})
         self.registry.register(_FleetCollector(self))
 
     def connections(self, count: Callable[[], int]) -> None:

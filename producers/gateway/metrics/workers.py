@@ -69,6 +69,9 @@ def described(fleet: Fleet) -> Iterator[Metric]:
         }.items()
     )
     yield from _figures("worker", WORKER_FIGURES, worker_labels, leases)
+    text = "1 for each worker; its label `release` names the worker's release of Penstock."
+    releases = (((*whose, str(worker.get("release", ""))), 1) for whose, worker in leases)
+    yield family("worker_info", text, (*worker_labels, "release"), releases)
     text = "0 while a worker drains or says that something is wrong with it."
     ready = ((whose, not (worker.get("draining") or worker.get("unready"))) for whose, worker in leases)
     yield family("worker_ready", text, worker_labels, ready)

@@ -1,9 +1,10 @@
--- Shared by CLAIM and EXPIRE; include it after _final.lua. It ends a task whose deadline passed while no live worker
+-- Shared by CLAIM, EXPIRE and UNSERVED; include it after _final.lua. It ends a task whose deadline passed while no live worker
 -- had it: `incomplete` with the output so far if it was ever started, else `failed`. An ended choice keeps its finish
 -- reason, which is on its last token; every other choice gets `deadline`.
-local function late(task, stream, id, claims)
+-- err: another reason than the deadline (JSON).
+local function late(task, stream, id, claims, err)
   if not claims then
-    finalise(task, stream, id, 'failed', '[]', EXPIRED, 0, 0)
+    finalise(task, stream, id, 'failed', '[]', err or EXPIRED, 0, 0)
     return 'failed'
   end
   local reasons, open = {}, 0
@@ -29,6 +30,6 @@ local function late(task, stream, id, claims)
     end
     before = '(' .. page[#page][1]
   end
-  finalise(task, stream, id, 'incomplete', '[' .. table.concat(reasons, ',') .. ']', EXPIRED, prompt_used(task), 0)
+  finalise(task, stream, id, 'incomplete', '[' .. table.concat(reasons, ',') .. ']', err or EXPIRED, prompt_used(task), 0)
   return 'incomplete'
 end

@@ -2,10 +2,13 @@
 -- CLAIM(c, inc, plain, pool) | The first rule that applies:
 -- 1 own lease gone: `lost`. 2 no record: a plain message creates one, unless that was deleted (DELETE): `erased`; a
 -- client's message is `done`.
+-- A plain message that its worker cannot read, or whose task needs a later release than the worker's, makes no record
+-- while a worker of that lives: `elsewhere`.
 -- 3 claim = c: repeat the answer. 4 settled: `done`, with the reason to keep the message, if SETTLE noted one.
 -- 5 owner live: `busy`, also when final or cancelled.
 -- 6 final: take the claim, `settle`. 7 neither cancelled nor late, and `elsewhere`: it was sent to another version, or
--- its stream has an entry and it was started last in another version, or in another pool of which a worker lives.
+-- its stream has an entry and it was started last in another version, or in another pool of which a worker lives; or it
+-- needs a later release (its record's `level`).
 -- 8 claim set, owner dead: deaths + 1 and stuck + 1; stuck = 0 if the stream has grown since the last `go`. Then 9
 -- or 10.
 -- 9 cancel, deadline, stuck >= N or deaths >= 4 N, or a message condemned by the broker
@@ -15,15 +18,16 @@
 -- The first 32 owners that died are kept in `lost`, with the number and time of their start. From 8 on, a record that
 -- is not marked as queued is marked now.
 -- KEYS: task, stream
--- ARGV: id, claim, inc, plain 0|1, N, condemned 0|1, the worker's version, its version's queue, its fingerprint, then
---       for a plain message field, value, ...
+-- ARGV: id, claim, inc, plain 0|1, N, condemned 0|1, the worker's version, its version's queue, its fingerprint, its
+--       level, that which a plain message needs (else 0), then for a plain message field, value, ...
 -- Answers: {lost} {done} {erased} {busy}; {done, reason}; {elsewhere, the queue that its message belongs to};
 --          {settle, status, field, value, ...}; {go, status, field, value, ...} (the whole record)
 -- include: _final.lua
 -- include: _late.lua
+-- include: producers.connection/_level.lua
 local task, stream = KEYS[1], KEYS[2]
 local id, claim, inc = ARGV[1], ARGV[2], ARGV[3]
-local version, queue, fingerprint = ARGV[7], ARGV[8], ARGV[9]
+local version, queue, fingerprint, level, needs = ARGV[7], ARGV[8], ARGV[9], tonumber(ARGV[10]), tonumber(ARGV[11])
 if redis.call('EXISTS', 'penstock:lease:' .. inc) == 0 then
   return { 'lost' }
 end
@@ -34,7 +38,30 @@ local function answer(kind)
   return out
 end
 local r = redis.call('HMGET', task, 'status', 'claim', 'owner', 'settled', 'cancel', 'deadline', 'deaths',
-  'claims', 'stuck', 'mark', 'began', 'letter')
+  'claims', 'stuck', 'mark', 'began', 'letter', 'level')
+-- Where a worker of these pools lives whose release can do what needs this level.
+local function lives(pools, need)
+  for _, pool in ipairs(pools) do
+    for _, worker in ipairs(redis.call('SMEMBERS', 'penstock:workers:' .. pool)) do
+      if lives_at(worker, need) then
+        return true
+      end
+    end
+  end
+end
+local function beside(name, need)
+  return need > 0 and name .. '+' .. need or name
+end
+-- The version's pools.
+local function own_pools()
+  local found = {}
+  for _, pool in ipairs(redis.call('HKEYS', 'penstock:pools')) do
+    if string.sub(pool, 1, #queue + 1) == queue .. '.' then
+      found[#found + 1] = pool
+    end
+  end
+  return found
+end
 local now = now_ms()
 if not r[1] then
   if ARGV[4] ~= '1' then
@@ -43,24 +70,22 @@ if not r[1] then
   if redis.call('EXISTS', 'penstock:erased:' .. id) == 1 then
     return { 'erased' }
   end
+  if needs > level and lives(own_pools(), needs) then
+    return { 'elsewhere', beside(queue, needs) }
+  end
   local fields = { 'v', '1', 'status', 'queued', 'plain', '1', 'created', now, 'deaths', 0 }
-  for i = 10, #ARGV do
+  for i = 12, #ARGV do
     fields[#fields + 1] = ARGV[i]
   end
   redis.call('HSET', task, unpack(fields))
   redis.call('UNLINK', stream, 'penstock:result:' .. id) -- they outlive the record of an earlier life
   r = { 'queued', false, false, false, false, redis.call('HGET', task, 'deadline'), '0', false, false, false }
+  r[13] = redis.call('HGET', task, 'level')
   if r[6] then
     redis.call('ZADD', 'penstock:deadlines', r[6], id)
   end
 end
-local function lives(pool)
-  for _, worker in ipairs(redis.call('SMEMBERS', 'penstock:workers:' .. pool)) do
-    if redis.call('EXISTS', 'penstock:lease:' .. worker) == 1 then
-      return true
-    end
-  end
-end
+local need = tonumber(r[13] or '0')
 local function elsewhere(begun)
   local own = redis.call('HMGET', task, 'version', 'queue', 'fingerprint', 'plain')
   if not own[1] and own[2] then -- an earlier release's: it was sent to a pool
@@ -71,7 +96,10 @@ local function elsewhere(begun)
     return (begun or not own[4]) and own[2]
   end
   local pool = begun and own[3] and own[3] ~= fingerprint and queue .. '.' .. own[3]
-  return pool and lives(pool) and pool
+  if pool and lives({ pool }, need) then
+    return beside(pool, need)
+  end
+  return need > level and beside(queue, need)
 end
 -- What an earlier worker had computed, and this one computes again or finds in its cache: prompt, and tokens so far.
 local function again(length)
@@ -132,7 +160,7 @@ if err then
   return answer('settle')
 end
 wait_ends(task, true)
-redis.call('HSET', task, 'status', 'in_progress', 'mark', length, 'version', version, 'queue', queue,
+redis.call('HSET', task, 'status', 'in_progress', 'mark', length, 'version', version, 'queue', beside(queue, need),
   'fingerprint', fingerprint, 'began', now)
 redis.call('HSETNX', task, 'started', now)
 redis.call('HINCRBY', task, 'claims', 1)

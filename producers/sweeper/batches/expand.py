@@ -180,7 +180,7 @@ def _block(batch: Batch, found: Requests, planned: Sequence[Planned | Answer], s
         if plan.charge is not None:
             accounts, charge = plan.charge.names, plan.charge.asked(task, plan.known.card, tokens)
         entries.append(Entry(behind, name, fields, charge))
-        messages[line] = Message(name, plan.known.queue, task.tier, task.width, tokens, batch.tenant, at)
+        messages[line] = Message(name, str(fields["queue"]), task.tier, task.width, tokens, batch.tenant, at)
     return _Ready(Block(found.first, entries, accounts, spent), messages, worked)
 
 

@@ -21,6 +21,7 @@ from typing import Final
 from producers.client.aio import AsyncClient
 from producers.connection.script import text
 from producers.contract import keys
+from producers.contract.levels import beside, split
 from producers.contract.queues import takers_of, version_queue_of
 
 log = logging.getLogger(__name__)
@@ -57,11 +58,15 @@ class OrphanedQueues:
         for worker in workers:
             if worker.queue in late and worker.left is None:
                 reaped += max(0, await self._broker.reap(worker.incarnation))
-        for queue in late:
-            if queue in pools:
-                recalled += await self._moved(queue, version_queue_of(pools[queue]))
+        for pool, about in pools.items():
+            for queue, target in zip(beside(pool), beside(version_queue_of(about)), strict=True):
+                if queue in late or (queue != pool and pool not in late):
+                    recalled += await self._moved(queue, target)
+        for queue, its in takers.items():
+            # Of a queue beside another the script looks whether a worker lives that takes from it.
+            if split(queue)[0] in pools or (queue not in late and not split(queue)[1]):
                 continue
-            recalled += (back := await self._all(queue, takers[queue]))
+            recalled += (back := await self._all(queue, its))
             if back:
                 log.warning("All workers of %s are gone: %d tasks that they had sorted are in its lists", queue, back)
         if reaped:

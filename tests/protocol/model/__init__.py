@@ -22,13 +22,15 @@ and what the good end is; `search` visits every state within a scenario's budget
   S14 a task that is cancelled waits for no worker where none has it
   S15 a task that runs was queued, by its record's times
   S16 what was begun goes on in its version, and in its pool while that has a live worker that is not held back; what
-      was sent to a version runs in that; what waits for a pool waits for one with a live worker
+      was sent to a version runs in that; what waits for a pool waits for one with a live worker;
+      what needs a later release runs on none before it
   S17 a final record has its rows in the outbox, a row its final; a first start has its row, once
   S18 a row is marked as delivered only if its receiver got it; its deliverer is not overruled while its lease stands.
       With S5: each row is delivered at last, or dead
   S22 a living worker is taken for dead only if it lost its alive connections while it was suspended; it then takes the
       counts back (S7)   S23 what is returned early is not refused for an owner whose lease stands on the store
   S24 the counts of what waits have each task that is submitting or queued, once, and no other
+  S26 a plain message that needs a later release is left to it while a worker of that lives
   S25 a task that was deleted is not made again, and leaves no row; with S5, nor a result where Celery has results
   S19 on SQS a task that is not settled is in the index, in a worker's books or stored, whatever SQS has
   S20 the index has nothing that does not wait, unless SQS or a process failed  S21 a message leaves one dead letter

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tests.protocol.model import scripts
-from tests.protocol.model.scripts import FINAL, QUEUED, Rules
-from tests.protocol.model.state import Cfg, Look, State, enqueue, fresh, of_kind, put, serving, spend, without
+from tests.protocol.model.scripts import FINAL, QUEUED, Rules, able, level_of
+from tests.protocol.model.state import Cfg, Look, State, enqueue, fresh, of_kind, order, put, serving, spend, without
 from tests.protocol.model.worker import haunt, store
 
 Step = tuple[str, bool, State]  # label, fair?, the world after it
@@ -49,25 +49,33 @@ def hold_steps(s: State, w: int) -> Iterator[Step]:
 
 def recall_steps(s: State, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     """What was sorted goes back to the list. Any order: none is modelled."""
-    if not cfg.scaled or "recall" not in rules or (s.lb and "recall_unserved" in rules):
+    if not cfg.scaled or "recall" not in rules:
         return
-    for m in sorted({m for m in s.sorted if len(m) < 3}):
+    for m in sorted({m for m in s.sorted if len(m) < 3 or m[2][1] is None}, key=order):
+        # Workers of an earlier release take nothing from the queue of what needs a later one.
+        level = level_of(m[2]) if len(m) > 2 and "recall_able" in rules else 0
+        lives = able(m[2], level, serving(s, s.lb)) if level else bool(s.lb)
+        if lives and "recall_unserved" in rules:
+            continue
         after = s._replace(sorted=without(s.sorted, m), queue=enqueue(s.queue, m))
-        if s.lb:
+        if lives:
             after = haunt(after, m[0], bad="S13 what a live worker had sorted was taken from it")
         yield f"RECALL {m[0]}", True, after
 
 
 def adopt_steps(s: State, rules: Rules) -> Iterator[Step]:
     """What waits for a pool goes to its version's queue, sorted or not: that of all, where nothing is for one
-    version."""
+    version; or that of the level that it needs."""
     lives = serving(s, s.lb)
-    for m in sorted({m for m in (*s.queue, *s.sorted) if len(m) > 2 and m[2][1] is not None}):
-        if "adopt" not in rules or (m[2] in lives and "adopt_unserved" in rules):
+    for m in sorted({m for m in (*s.queue, *s.sorted) if len(m) > 2 and m[2][1] is not None}, key=order):
+        need = level_of(m[2])
+        served = able(m[2], need if "adopt_able" in rules else 0, lives)
+        if "adopt" not in rules or (served and "adopt_unserved" in rules):
             continue
         queue, left = (without(s.queue, m), s.sorted) if m in s.queue else (s.queue, without(s.sorted, m))
-        after = s._replace(queue=enqueue(queue, m[:2]), sorted=left)
-        if m[2] in lives:
+        home = ((m[2][0], None, need),) if need and "adopt_level" in rules else ()
+        after = s._replace(queue=enqueue(queue, (*m[:2], *home)), sorted=left)
+        if able(m[2], need, lives):
             after = haunt(after, m[0], bad="S16 what waits for a live pool was taken from it")
         yield f"ADOPT {m[0]}", True, after
 

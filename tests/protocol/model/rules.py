@@ -32,6 +32,7 @@ RULES: dict[str, Rule] = {
     "owner_first": Rule("cancel", "CLAIM looks for a live owner before it finalises a cancelled or expired task"),
     "claim_version": Rule("versions", "CLAIM refuses what was begun, or sent, to a worker of another version"),
     "claim_pool": Rule("pools", "CLAIM leaves what was begun to the pool that has it, while a worker of that lives"),
+    "claim_level": Rule("levels", "CLAIM leaves what needs a later release to a worker of that, on its queue"),
     "progress_absolves": Rule("slow", "CLAIM counts against a task only the deaths since its last new token"),
     "append_claim": Rule("crash", "APPEND compares the claim"),
     "append_index": Rule("lost", "APPEND compares the index with the choice's next"),
@@ -115,8 +116,11 @@ RULES: dict[str, Rule] = {
     "lease_renews": Rule("scaled", "LEASE renews what is there alone: of what lapsed, REAP may know nothing any more"),
     "recall": Rule("scaled", "RECALL puts what dead workers had sorted back where whoever starts workers sees it"),
     "recall_unserved": Rule("scaled", "RECALL takes nothing from a queue that a live worker serves"),
+    "recall_able": Rule("levels-sent", "RECALL counts only workers that can do what waits there"),
     "adopt": Rule("pools", "ADOPT moves what waits for a pool without workers to its version's queue"),
     "adopt_unserved": Rule("pools", "ADOPT takes nothing from a pool that a live worker serves"),
+    "adopt_level": Rule("levels-pools", "ADOPT moves what needs a level to the version's queue of that level"),
+    "adopt_able": Rule("levels-pools", "ADOPT counts only workers of that level: others of the pool take nothing"),
     "sweeper_reaps": Rule("scaled", "a sweeper REAPs, too: where no worker lives, nobody else would"),
     # dead before their lease lapses
     "look_heard": Rule(

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection, Container, Iterable
 from typing import Any, NamedTuple
 
 FINAL = frozenset({"completed", "cancelled", "failed", "incomplete"})
@@ -17,9 +17,10 @@ class Rec(NamedTuple):
     `stream` holds the tokens; `prompt`, of each entry of the prompt's, how many tokens stand before it; `counted`: the
     prompt's tokens, where known; `at`: where its entries are, in the stream or, once compacted, in the result;
     `dated`: it says when it was queued; `kind`: (version, pool) that took it up last, or as it was sent (version,
-    None); `hook`: the events that somebody wants to hear of; `told`: those whose rows were written, in order;
-    `lost`: the owners whose deaths were counted, in order; `waits`: how often the counts of what waits have it;
-    `letter`: its message is to be kept as a dead letter, as whoever settled it said."""
+    None); `need`: the level of its worker's release that it asks for; `hook`: the events that somebody
+    wants to hear of; `told`: those whose rows were written, in order; `lost`: the owners whose deaths were counted, in
+    order; `waits`: how often the counts of what waits have it; `letter`: its message is to be kept as a dead letter, as
+    whoever settled it said."""
 
     status: str = "submitting"
     cancel: bool = False
@@ -43,6 +44,7 @@ class Rec(NamedTuple):
     at: str = "stream"
     dated: bool = False
     kind: Any = None
+    need: int = 0
     hook: frozenset[str] = frozenset()
     told: tuple[str, ...] = ()
     lost: tuple[Any, ...] = ()
@@ -120,11 +122,12 @@ def claim(
     made: Rec | None = None,
     condemned: bool = False,
     kind: Any = None,
-    serving: Container[Any] = (),
+    serving: Collection[Any] = (),
     erased: bool = False,
 ) -> tuple[str, Rec | None]:
     """`made`: the record that a plain message makes; None for a client's message, whose record ADMIT made. `kind`: the
-    worker's (version, pool); `serving`: the kinds that have a live worker. `erased`: as of `admit`."""
+    worker's (version, pool), with its level where that matters; `serving`: the kinds that have a live worker.
+    `erased`: as of `admit`."""
     if "claim_lease" in rules and inc not in live:
         return "lost", r
     if r is None:
@@ -132,6 +135,13 @@ def claim(
             return "done", r
         if erased and "erase_noted" in rules:
             return "erased", r
+        if (
+            made
+            and made.need > level_of(kind)
+            and able((*kind[:1], None), made.need, serving)
+            and "claim_level" in rules
+        ):
+            return "elsewhere", r  # who cannot read the message makes no record of it
         r = (made or QUEUED)._replace(waits=0)  # nobody counted a plain message
     if "claim_idem" in rules and r.claim == c:
         return ("settle" if r.status in FINAL else "go"), r
@@ -164,18 +174,31 @@ def claim(
     if not r.claims or "progress_once" not in rules:
         r = _tell(r, "in_progress", rules)
     r = _waits_no_more(r, rules) if "claim_uncounts" in rules else r
-    return "go", r._replace(status="in_progress", claims=r.claims + 1, mark=r.length, kind=kind)
+    return "go", r._replace(status="in_progress", claims=r.claims + 1, mark=r.length, kind=kind and kind[:2])
 
 
-def elsewhere(r: Rec, kind: Any, serving: Container[Any], rules: Rules, *, bound: bool) -> Any:
-    """(version, None) or (version, pool) whose queue the task's message belongs to; None where that is the caller's.
-    `bound`: it was sent to a version; else it belongs to one once it is begun."""
-    if r.kind is None or r.kind == kind:
-        return None
+def level_of(kind: Any) -> int:
+    """The level of a worker's release: the third part of its kind, where that matters."""
+    return kind[2] if kind and len(kind) > 2 else 0
+
+
+def able(home: Any, need: int, serving: Iterable[Any]) -> bool:
+    """Whether a worker of this (version, pool or None) lives that can do what a task needs."""
+    return any(kind[0] == home[0] and home[1] in (kind[1], None) and level_of(kind) >= need for kind in serving)
+
+
+def elsewhere(r: Rec, kind: Any, serving: Iterable[Any], rules: Rules, *, bound: bool) -> Any:
+    """(version, None) or (version, pool) whose queue the task's message belongs to, and with it the level that it
+    needs, above 0; None where that is the caller's. `bound`: it was sent to a version; else it belongs to one once it
+    is begun."""
     begun = r.length > 0
-    if r.kind[0] != kind[0]:
-        return (r.kind[0], None) if (begun or bound) and "claim_version" in rules else None
-    return r.kind if begun and r.kind in serving and "claim_pool" in rules else None
+    level = (r.need,) if r.need else ()
+    if r.kind is not None and r.kind[0] != kind[0]:
+        return (r.kind[0], None, *level) if (begun or bound) and "claim_version" in rules else None
+    own = begun and r.kind is not None and r.kind[:2] != kind[:2]
+    if own and able(r.kind, r.need, serving) and "claim_pool" in rules:
+        return (*r.kind[:2], *level)
+    return (kind[0], None, *level) if r.need > level_of(kind) and "claim_level" in rules else None
 
 
 def prompt(r: Rec | None, c: Any, entries: int, rules: Rules) -> tuple[str, Rec | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from tests.protocol.model.scripts import FINAL, QUEUED, Rec
+from tests.protocol.model.scripts import FINAL, QUEUED, Rec, level_of
 
 #: Faults that a scenario may spend. `turn`: from now on task 0 kills whoever decodes it. `leave`: the gateway of task
 #: 0's reader dies; `lapse`: its lease lapses, and it lives; `gone`: the broker loses the message of a final task.
@@ -66,8 +66,9 @@ class Cfg(NamedTuple):
     `orphan`, `compact`: the sweeper settles what others left, and compacts streams; `scaled`: FETCH sorts what it does
     not take, and whoever starts workers sees nothing but the list; `strays`: workers look for what they do not know;
     `broken`: no worker can make sense of a record that it has claimed, and keeps the message; `kinds[w]`: (version,
-    pool) of worker w, where that matters; `posts`: how many deliver events, of which tasks then want all; `books`: of
-    SQS, on the store; `alive`: workers look whether others are alive, but for those of an earlier release (`old`)."""
+    pool) of worker w, where that matters, and its release's level; `need`: the level that tasks need; `posts`: how many
+    deliver events, of which tasks then want all; `books`: of SQS, on the store; `alive`: workers look whether others
+    are alive, but for those of an earlier release (`old`)."""
 
     name: str
     tasks: int
@@ -89,7 +90,8 @@ class Cfg(NamedTuple):
     scaled: bool
     strays: bool
     broken: bool
-    kinds: tuple[tuple[int, int], ...]
+    kinds: tuple[tuple[int, ...], ...]
+    need: int
     posts: int
     books: bool
     alive: bool
@@ -215,7 +217,7 @@ class State(NamedTuple):
     listed: frozenset[int] = frozenset()
     looks: tuple[Look, ...] = ()
     unknown: frozenset[tuple[int, int]] = frozenset()
-    kinds: frozenset[tuple[int, tuple[int, int]]] = frozenset()
+    kinds: frozenset[tuple[int, tuple[int, ...]]] = frozenset()
     rows: tuple[tuple[Row, ...], ...] = ()
     posts: tuple[Post, ...] = ()
     index: frozenset[tuple[int, str]] = frozenset()
@@ -251,7 +253,12 @@ def put(t: tuple[Any, ...], i: int, v: Any) -> tuple[Any, ...]:
 
 def enqueue(q: tuple[Message, ...], *messages: Message) -> tuple[Message, ...]:
     """The order in a queue is not modelled: any message may be the next one fetched."""
-    return tuple(sorted(q + messages))
+    return tuple(sorted(q + messages, key=order if len(q) + len(messages) > 1 else None))
+
+
+def order(m: Message) -> tuple[Any, ...]:
+    """By task and identity; then by the queue of its own, whose pool may be None."""
+    return (m[0], m[1], *(-1 if part is None else part for part in m[2])) if len(m) > 2 else m
 
 
 def without(q: tuple[Message, ...], m: Message) -> tuple[Message, ...]:
@@ -261,7 +268,7 @@ def without(q: tuple[Message, ...], m: Message) -> tuple[Message, ...]:
 
 def message(s: State, cfg: Cfg, t: int) -> Message:
     if not cfg.sqs:
-        return (t, 0)
+        return (t, 0, (0, None, cfg.need)) if cfg.need and not cfg.plain else (t, 0)
     noted = {f.msg[1] for f in s.fields} | {f.msg[1] for f in (s.reap[1] if s.reap else ())}
     there = {m[1] for m in s.queue} | {e[2][1] for e in s.infl} | {p.msg[1] for p in s.slots if p.msg}
     return (t, fresh(there | noted | {m[1] for m in s.old}))
@@ -269,15 +276,16 @@ def message(s: State, cfg: Cfg, t: int) -> Message:
 
 def queued_record(cfg: Cfg) -> Rec:
     """As it was sent, or is made of a plain Celery message."""
-    return QUEUED._replace(hook=FINAL | {"in_progress"}) if cfg.posts else QUEUED
+    queued = QUEUED._replace(need=cfg.need) if cfg.need else QUEUED
+    return queued._replace(hook=FINAL | {"in_progress"}) if cfg.posts else queued
 
 
-def of_kind(s: State, w: int, inc: int, cfg: Cfg) -> frozenset[tuple[int, tuple[int, int]]]:
+def of_kind(s: State, w: int, inc: int, cfg: Cfg) -> frozenset[tuple[int, tuple[int, ...]]]:
     """`kinds` with a new incarnation of worker w."""
     return s.kinds | {(inc, cfg.kinds[w])} if cfg.kinds else s.kinds
 
 
-def serving(s: State, leases: frozenset[int]) -> set[tuple[int, int]]:
+def serving(s: State, leases: frozenset[int]) -> set[tuple[int, ...]]:
     """The kinds that have a live worker."""
     return {kind for inc, kind in s.kinds if inc in leases}
 
@@ -287,9 +295,11 @@ def held_back(s: State) -> set[int]:
     return {s.incs[w] for w in s.held}
 
 
-def served_by(m: Message, kind: tuple[int, int] | None) -> bool:
+def served_by(m: Message, kind: tuple[int, ...] | None) -> bool:
     """Whether a worker of this kind takes it from where it waits."""
-    return len(m) < 3 or kind is None or m[2] in (kind, (kind[0], None))
+    if len(m) < 3 or kind is None:
+        return True
+    return m[2][0] == kind[0] and m[2][1] in (kind[1], None) and level_of(m[2]) <= level_of(kind)
 
 
 def spend(s: State, fault: str) -> tuple[int, ...] | None:

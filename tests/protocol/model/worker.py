@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.protocol.model import scripts
 from tests.protocol.model.rules import ALL
-from tests.protocol.model.scripts import FINAL, Rec, Rules
+from tests.protocol.model.scripts import FINAL, Rec, Rules, able, level_of
 from tests.protocol.model.state import (
     FAULT,
     IDLE,
@@ -21,6 +21,7 @@ from tests.protocol.model.state import (
     held_back,
     is_suspect,
     message,
+    order,
     put,
     queued_record,
     served_by,
@@ -155,7 +156,7 @@ def _fetch(s: State, p: Slot, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step
     if cfg.scaled and arrived:
         yield "FETCH only sorts", p, s._replace(queue=others, sorted=enqueue(s.sorted, *arrived))
     holds_suspect = "suspect_alone" in rules and any(e[1] == inc and is_suspect(s, cfg, e[2][0]) for e in s.infl)
-    for m in sorted(set(waiting)):
+    for m in sorted(set(waiting), key=order):
         if holds_suspect and is_suspect(s, cfg, m[0]):
             continue
         if cfg.scaled:
@@ -180,6 +181,8 @@ def _claim(s: State, p: Slot, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step
     r = s.recs[t]
     made = queued_record(cfg) if cfg.plain else None
     kind, lives = dict(s.kinds).get(inc), serving(s, s.ls - held_back(s))
+    if inc in {s.incs[w] for w in cfg.old}:  # a release that knows no levels
+        rules = rules - {"claim_level"}
     answer, r2 = scripts.claim(
         r,
         p.c,
@@ -194,12 +197,17 @@ def _claim(s: State, p: Slot, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step
         erased=t in s.erased,
     )
     s2 = store(s, t, r2)
-    if answer == "elsewhere" and r:
-        home = scripts.elsewhere(r, kind, lives, rules, bound=made is None)
+    if answer == "elsewhere":
+        home = r and scripts.elsewhere(r, kind, lives, rules, bound=made is None)
+        home = home or (kind[0], None, cfg.need)  # type: ignore[index]
         yield f"CLAIM -> elsewhere {home}", p._replace(pc="move", note=home), s2
         return
     if answer == "go" and r and r.claim != p.c and scripts.elsewhere(r, kind, lives, ALL, bound=made is None):
-        s2 = haunt(s2, t, bad="S16 a task went on in another version, or in another pool than its own, which lives")
+        s2 = haunt(
+            s2, t, bad="S16 a task went on below its level, or in another version or pool than its own, which lives"
+        )
+    if answer == "go" and r is None and cfg.need > level_of(kind) and able((0, None), cfg.need, lives):
+        s2 = haunt(s2, t, bad="S26 a task was taken up by a release that cannot do it, while another lives")
     if answer == "busy" and r and (r.owner, "", "taken") in s.alive:
         s2 = haunt(s2, t, bad="S23 what was returned early is refused: its owner's lease stands on the store")
     if (

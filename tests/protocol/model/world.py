@@ -35,6 +35,7 @@ from tests.protocol.model.state import (
     Cfg,
     Ghost,
     Look,
+    Message,
     Slot,
     State,
     enqueue,
@@ -50,11 +51,18 @@ from tests.protocol.model.worker import haunt, slot_steps, take_back
 Step = tuple[str, bool, State]  # label, fair?, the world after it
 
 
+def _first(cfg: Cfg, t: int) -> Message:
+    """The message of a task, as it was sent."""
+    if cfg.sqs:
+        return (t, t)
+    return (t, 0, (0, None, cfg.need)) if cfg.need else (t, 0)
+
+
 def start(cfg: Cfg) -> State:
     incs = tuple(range(1, max(cfg.workers) + 2))
     sent = cfg.sent  # start where the producers have done their part
     return State(
-        queue=tuple((t, t) if cfg.sqs else (t, 0) for t in range(cfg.tasks)) if sent else (),
+        queue=tuple(_first(cfg, t) for t in range(cfg.tasks)) if sent else (),
         infl=frozenset(),
         lb=frozenset(incs),
         ls=frozenset(incs),

@@ -76,9 +76,9 @@ def test_ctrl_c_before_a_command_is_loaded_ends_it_quietly(tmp_path: Path) -> No
 
 
 def test_the_version_is_the_distributions(run: Run) -> None:
-    from importlib.metadata import version
+    from producers.release import release
 
-    assert run("--version").out.strip() == version("penstock")
+    assert run("--version").out.strip() == release()
 
 
 def test_an_unknown_command_has_status_2(run: Run) -> None:

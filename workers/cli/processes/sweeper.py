@@ -57,6 +57,14 @@ def sweeper(
             help="The same of all batches of a tenant; `penstock tenants limit --max-lines` goes before it.",
         ),
     ] = 100_000,
+    unserved_after: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            callback=finite,
+            help="Seconds after which a task ends that needs a later release than that of all workers that are up.",
+        ),
+    ] = 600.0,
     log_level: LogLevel = "info",
 ) -> None:
     """Repair what dead processes left: unsent tasks, unsettled results, lost readers. Run batches. Compact streams.
@@ -81,6 +89,7 @@ def sweeper(
         results_to_files=results_to_files,
         batch_lines=max_batch_lines,
         tenant_lines=max_lines_per_tenant,
+        unserved_after=unserved_after,
     )
     if name is not None:
         settings = replace(settings, name=name)

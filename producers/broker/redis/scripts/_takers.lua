@@ -1,8 +1,10 @@
--- Whether an incarnation has its lease that is listed with one of these queues; `takers` has them for its keys.
-local function one_lives(incarnations, takers)
+-- include: producers.connection/_level.lua
+-- Whether an incarnation has its lease, of a release of at least this level, that is listed with one of these queues;
+-- `takers` has them for its keys.
+local function one_lives(incarnations, takers, level)
   local listed = redis.call('HGETALL', incarnations)
   for k = 1, #listed, 2 do
-    if takers[listed[k + 1]] and redis.call('EXISTS', 'penstock:lease:' .. listed[k]) == 1 then
+    if takers[listed[k + 1]] and lives_at(listed[k], level) then
       return true
     end
   end

@@ -1,12 +1,13 @@
 #!lua flags=allow-oom
--- ADOPT | no incarnation of a pool has its lease: the waiting messages of its own queue move to the front of its
--- version's lists, in their order, and its delayed messages to that queue's; else nothing.
+-- ADOPT | no incarnation of a pool that may take them has its lease: the waiting messages of its own queue, or of one
+-- beside that, move to the front of its version's lists, in their order, and its delayed messages to that queue's; else
+-- nothing.
 -- KEYS: incarnations, delayed of the source, delayed of the target, then source list, target list, ...
--- ARGV: the pool's queue
+-- ARGV: the pool's queue; the level that tasks of the source need
 -- Answers: the number of moved messages; -1 if a worker lives
 -- include: _takers.lua
 -- include: _unsort.lua
-if one_lives(KEYS[1], { [ARGV[1]] = true }) then
+if one_lives(KEYS[1], { [ARGV[1]] = true }, tonumber(ARGV[2])) then
   return -1
 end
 local moved, lists = 0, {}

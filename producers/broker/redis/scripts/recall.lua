@@ -3,15 +3,15 @@
 -- lists' fronts, in order of arrival, so that a list's length again counts all that wait; else nothing. A live worker
 -- goes on with the sorted messages and the tenants' turns.
 -- KEYS: incarnations, list ...
--- ARGV: most messages to return; the queues of the pools whose workers serve these lists ...
+-- ARGV: most messages to return; the level that the tasks need; the queues of the pools whose workers serve these lists ...
 -- Answers: the number of returned messages (fewer than asked for: all are done); -1 if a worker lives
 -- include: _takers.lua
 -- include: _unsort.lua
 local takers = {}
-for k = 2, #ARGV do
+for k = 3, #ARGV do
   takers[ARGV[k]] = true
 end
-if one_lives(KEYS[1], takers) then
+if one_lives(KEYS[1], takers, tonumber(ARGV[2])) then
   return -1
 end
 local moved, count = 0, tonumber(ARGV[1])

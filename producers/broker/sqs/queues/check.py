@@ -16,6 +16,7 @@ from producers.connection.aws import AwsError, AwsMissing, client
 from producers.connection.script import parsed, text
 from producers.connection.trouble import Trouble
 from producers.contract import keys
+from producers.contract.levels import beside
 from producers.contract.queues import version_queue_of
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,8 @@ def announced(store: Redis) -> list[str]:
     """The queues of the model versions that are published or that workers have announced, and no sweeper forgot."""
     cards = (parsed(card) for card in store.hvals(keys.MODELS))
     found = {keys.version_queue(card["name"], card["version"]) for card in cards if "published" in card}
-    return sorted(found | {version_queue_of(text(about)) for about in store.hvals(keys.POOLS)})
+    found |= {version_queue_of(text(about)) for about in store.hvals(keys.POOLS)}
+    return sorted(queue for version in found for queue in beside(version))
 
 
 def _make(address: Address, name: str, missing: AwsMissing) -> None:

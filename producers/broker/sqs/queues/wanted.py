@@ -16,6 +16,7 @@ from producers.broker.sqs.address import Address
 from producers.broker.sqs.names import QUEUE_TAG, TIER_TAG, is_celery, lists, split, sqs_name
 from producers.connection.aws import partition_of
 from producers.contract.keys import model_queue, version_queue
+from producers.contract.levels import beside
 
 #: Receives after which SQS moves a message to the dead letters. Penstock judges tasks by their records long before.
 MAX_RECEIVES: Final = 1000
@@ -89,7 +90,7 @@ def lists_of(address: Address, models: Iterable[tuple[str, str]]) -> list[str]:
     """The lists of models, given by name and version."""
     found = []
     for model, version in models:
-        found += [name for name, _ in lists(version_queue(model, version))]
+        found += [name for queue in beside(version_queue(model, version)) for name, _ in lists(queue)]
         if address.celery:
             found += [name for name, _ in lists(model_queue(model))]
     return found

@@ -1,0 +1,71 @@
+"""Levels: what tasks ask of the release of their worker, so that two releases may serve one system together.
+
+    a task's fields ─▶ `level_of`: the first level that can do all of it ─▶ ADMIT: the record's `level`, and its queue
+    a worker's LEVEL ─▶ its lease; the queues that it takes from                       CLAIM compares the two
+
+A release that lets tasks have something that workers of the release before cannot do raises LEVEL by one, and adds what
+it is to FEATURES. Two releases may run together if one follows the other, so a worker of either can do what is up to
+SHARED: the LEVEL of the release before. Tasks that need no more go to the queue of their version, as they always did.
+A task that needs more goes to a queue beside it, `<version's queue>+<level>`, which no worker below that level reads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """Something that a task may ask for. `asked`: whether a task of these fields asks for it. `release`: the first one
+    whose workers can do it, as `--version` names it."""
+
+    name: str
+    level: int
+    release: str
+    asked: Callable[[Mapping[str, Any]], bool]
+
+
+#: What was added since SHARED. A release's LEVEL becomes SHARED, and these features go, with the release after it.
+FEATURES: Final[list[Feature]] = []
+#: The level of the release before this one.
+SHARED: int = 0
+#: That of this release.
+LEVEL: int = SHARED
+#: The SHARED of the release before: above it, queues beside a version's may still have tasks.
+EMPTIED: int = 0
+#: A queue beside another. Its version tells it from a model's queue, whose name may end alike.
+_BESIDE: Final = re.compile(r"(.*@[0-9A-Za-z]+(?:\.[^.@+]+)?)\+([1-9][0-9]{0,5})")
+
+
+def level_of(fields: Mapping[str, Any]) -> int:
+    """The level that a task of these fields needs; 0 if it needs none above SHARED."""
+    return max((feature.level for feature in FEATURES if feature.asked(fields)), default=0)
+
+
+def queue_of(queue: str, level: int) -> str:
+    """The queue beside a version's or a pool's own, for tasks that need this level; with 0 the queue itself."""
+    return f"{queue}+{level}" if level else queue
+
+
+def split(queue: str) -> tuple[str, int]:
+    """A version's or pool's queue, and the level that its tasks need: what `queue_of` was given."""
+    found = _BESIDE.fullmatch(queue)
+    return (found[1], int(found[2])) if found else (queue, 0)
+
+
+def levels() -> range:
+    """The levels of the queues beside a version's, or a pool's own, that this release knows."""
+    return range(EMPTIED + 1, LEVEL + 1)
+
+
+def beside(queue: str) -> list[str]:
+    """A version's or pool's queue, and the queues beside it."""
+    return [queue, *(queue_of(queue, level) for level in levels())]
+
+
+def release_of(level: int) -> str:
+    """The first release that can do what needs this level; empty if this release does not know."""
+    return next((feature.release for feature in FEATURES if feature.level == level), "")

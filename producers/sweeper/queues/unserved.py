@@ -1,0 +1,117 @@
+"""Ends tasks that no worker's release can do, though workers of their version are up.
+
+    a queue beside a version's (`producers.contract.levels`): for --unserved-after some of the version's workers have
+    taken tasks, and none whose release can do what waits there
+        -> RECALL what dead workers had sorted -> UNSERVED each task that waits -> its message is removed
+
+Where no worker of the version is up, tasks wait: an autoscaler may have sent all home. UNSERVED looks at the workers
+itself, so a worker that starts at that moment keeps its tasks. Killed after it, the next sweep finds the message of a
+final task, and removes it; ORPHAN settles the task. A plain Celery message stays: it has the links of its task.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from producers.client.aio import AsyncClient
+from producers.connection.script import Call, arun, ask, parsed, script, text
+from producers.contract import keys, levels
+from producers.contract.message import id_of, is_plain
+from producers.contract.profile import sane
+from producers.contract.queues import version_queue_of
+from producers.contract.record import FINAL, error_json
+from producers.store.protocol import PACKAGE
+
+log = logging.getLogger(__name__)
+
+#: Time (s) after which a task is ended that no worker's release can do.
+UNSERVED_AFTER_S: Final = 600.0
+#: Messages read at a time.
+PAGE: Final = 500
+
+
+def unserved(task_id: str, error: str, pools: Sequence[str], workers: Sequence[str]) -> Call:
+    """UNSERVED: end a task that no living worker's release can do. Answers its status then, or `gone`.
+
+    `pools`: the own queues of its version's; `workers`: the incarnations that the broker lists with them."""
+    names = (keys.task(task_id), keys.stream(task_id), *map(keys.workers, pools))
+    return Call(script(PACKAGE, "unserved"), names, (task_id, error, *workers))
+
+
+class UnservedTasks:
+    """The leader's memory of since when each queue has had workers of earlier releases alone."""
+
+    def __init__(self, client: AsyncClient, after_s: float = UNSERVED_AFTER_S) -> None:
+        self._store, self._broker = client.store, client.broker
+        self._after_s = after_s
+        self._since: dict[str, float] = {}
+
+    async def sweep(self) -> int:
+        """End tasks. Returns their number. Raises redis.exceptions.RedisError or OSError."""
+        if not levels.levels():
+            return 0
+        pools: dict[str, list[str]] = {}
+        for pool, about in (await self._store.hgetall(keys.POOLS)).items():
+            pools.setdefault(version_queue_of(text(about)), []).append(text(pool))
+        since, self._since, ended = self._since, {}, 0
+        listed = await self._broker.workers()
+        for version, its in pools.items():
+            workers = [worker.incarnation for worker in listed if worker.queue in its]
+            leases = await self._leases(workers)
+            highest = max((sane(lease.get("level")) or 0 for lease in leases), default=None)
+            for level in levels.levels():
+                if highest is None or highest >= level:
+                    continue
+                queue = levels.queue_of(version, level)
+                self._since[queue] = since.get(queue, time.monotonic())
+                if time.monotonic() - self._since[queue] >= self._after_s:
+                    ended += await self._end(queue, its, workers, _error(level, leases))
+        return ended
+
+    async def _leases(self, workers: Sequence[str]) -> list[dict[str, Any]]:
+        leases = await ask(self._store, [("GET", keys.lease(name)) for name in workers])
+        return [parsed(lease) for lease in leases if lease is not None]
+
+    async def _end(self, queue: str, pools: Sequence[str], workers: Sequence[str], error: str) -> int:
+        while await self._broker.recall(queue, pools, PAGE) == PAGE:
+            pass
+        ended = 0
+
+        async def over(page: Iterable[bytes]) -> dict[bytes, str]:
+            nonlocal ended
+            found = {}
+            for raw in page:
+                task_id, plain = _task(raw)
+                if task_id is None:
+                    continue
+                status = text(await arun(self._store, unserved(task_id, error, pools, workers)))
+                if status in FINAL or status == "gone":
+                    ended += status in ("failed", "incomplete")
+                    if not plain:
+                        found[raw] = task_id
+            return found
+
+        await self._broker.prune(queue, over, PAGE)
+        if ended:
+            log.warning("%d tasks of %s are ended: no worker that is up is of a release that can do them", ended, queue)
+        return ended
+
+
+def _error(level: int, leases: Sequence[dict[str, Any]]) -> str:
+    up = ", ".join(sorted({str(lease.get("release") or "before 0.2.0") for lease in leases}))
+    needed = levels.release_of(level) or "later"
+    said = f"The task needs a worker of release {needed}; those that serve its model are of release {up}."
+    return error_json("release_missing", said)
+
+
+def _task(raw: bytes) -> tuple[str | None, bool]:
+    """The message's task, and whether a plain Celery sender made it; None for a message that cannot be read."""
+    try:
+        headers = json.loads(raw)["headers"]
+        return id_of(headers), is_plain(headers)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None, False
