@@ -1,0 +1,325 @@
+"""Two releases serve one system, while one takes the other's place, and back: nothing is lost, repeated or different.
+
+Each release's processes are real ones, with a real model: gateway, worker, sweeper and webhooks. The load is streams
+with seeds, outputs of a form, tools, background responses, tasks with webhooks and a batch. Callers have API keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+
+from producers.admin import keys as admin
+from producers.contract import keys
+from producers.store.access.audit import Actor
+from tests.conformance.conftest import TINY
+from tests.conformance.test_tools import MESSAGES, TEMPLATE, TOOLS
+from tests.processes import ROOT, free_port, guarded, valkey
+from tests.waiting import within
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+BEFORE = "penstock-0.1.0-py3-none-any.whl"
+NATIVE = Path("engine/kernels/native")
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"type": "boolean"}}, "required": ["a", "b"]}
+LINES = 12
+#: So that no worker takes all that comes.
+FEW = ("--dtype", "float32", "--max-num-seqs", "4")
+SECRET = f"whsec_{base64.b64encode(bytes(range(32))).decode()}"
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The release before, unpacked."""
+    folder = tmp_path_factory.mktemp("before")
+    with zipfile.ZipFile(Path(__file__).with_name(BEFORE)) as wheel:
+        wheel.extractall(folder)
+    for library in (ROOT / NATIVE).glob("*.so"):
+        shutil.copy(library, folder / NATIVE)
+    return folder
+
+
+@dataclass
+class Receiver:
+    """Receives webhooks on loopback. `ids`: how often each event came, by its task."""
+
+    url: str
+    got: Counter[str] = field(default_factory=Counter)
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            found.got[body["data"]["id"]] += 1
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        found = Receiver(f"http://127.0.0.1:{server.server_port}/")
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield found
+        server.shutdown()
+
+
+@dataclass
+class System:
+    """One Valkey, and the processes of each release that run."""
+
+    url: str
+    store: Redis
+    model: Path
+    folder: Path
+    before: Path
+    receiver: Receiver
+    key: str = ""
+    ports: dict[str, int] = field(default_factory=dict)
+    running: dict[str, list[subprocess.Popen[bytes]]] = field(default_factory=dict)
+
+    def start(self, release: str) -> None:
+        """Begin a release's processes. `release`: `before` or `this`."""
+        port = self.ports[release] = free_port()
+        files = ["--files-dir", str(self.folder / "files")]
+        allow = ["--webhook-allow", "127.0.0.0/8"]
+        self.running[release] = [
+            self._run(release, "sweeper", *files),
+            self._run(release, "webhooks", "run", *allow),
+            self._run(release, "gateway", "--port", str(port), "--auth", "keys", *files, *allow),
+            self._run(release, "worker", "--model", str(self.model), "--threads", "1", *FEW),
+        ]
+
+    def _run(self, release: str, *command: str) -> subprocess.Popen[bytes]:
+        path = self.before if release == "before" else ROOT
+        env = {**os.environ, "PYTHONPATH": str(path)}
+        argv = guarded(sys.executable, "-P", "-m", "workers.cli", *command, "--broker", self.url)
+        with self._log(release, command[0]).open("a") as log:
+            return subprocess.Popen(argv, cwd=self.folder, env=env, stdout=log, stderr=subprocess.STDOUT)
+
+    def _log(self, release: str, name: str) -> Path:
+        return self.folder / f"{release}-{name}.log"
+
+    def until_ready(self, release: str) -> None:
+        """Its gateway answers, and its worker has its lease."""
+
+        def ready() -> bool:
+            assert all(one.poll() is None for one in self.running[release]), self.logs()
+            try:
+                answers = httpx.get(f"http://127.0.0.1:{self.ports[release]}/readyz").status_code == 200
+            except httpx.TransportError:
+                return False
+            return answers and len(self.releases()) == len(self.running)
+
+        assert within(ready, 120), self.logs()
+
+    def releases(self) -> list[str]:
+        """The releases of the workers that live; that before names none."""
+        leases = [self.store.get(name) for name in self.store.keys(keys.lease("*"))]
+        return sorted(str(json.loads(lease).get("release")) for lease in leases if lease)
+
+    def owners(self) -> set[str]:
+        """The workers that began a task."""
+        runs = [self.store.hget(name, "run:1") for name in self.store.keys(keys.task("*"))]
+        return {json.loads(run)[0] for run in runs if run}
+
+    def stop(self, release: str) -> None:
+        """SIGTERM, as an update does, and wait until all have ended in order."""
+        processes = self.running.pop(release)
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            assert process.wait(120) == 0, self.logs()
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in self.folder.glob("*.log"))
+
+    def http(self, release: str) -> httpx.Client:
+        url = f"http://127.0.0.1:{self.ports[release]}"
+        return httpx.Client(base_url=url, headers={"authorization": f"Bearer {self.key}"}, timeout=120)
+
+
+@pytest.fixture
+def system(tmp_path: Path, before: Path, receiver: Receiver) -> Iterator[System]:
+    model = tmp_path / "caller"
+    shutil.copytree(TINY, model)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    with valkey() as (url, store), ExitStack() as stack:
+        made = System(url, store, model, tmp_path, before, receiver)
+        made.key = asyncio.run(_key(url))
+
+        def kill() -> None:
+            for process in [one for its in made.running.values() for one in its]:
+                process.kill()
+                process.wait()
+
+        stack.callback(kill)
+        yield made
+
+
+async def _key(url: str) -> str:
+    async with AsyncRedis.from_url(url) as store:
+        fields = {"tenant": "caller", "scopes": ("submit", "read", "cancel")}
+        return (await admin.create(store, fields, Actor("test")))[1]
+
+
+# ---- the load ------------------------------------------------------------------------------------------------------
+
+
+def stream(http: httpx.Client, seed: int) -> Any:
+    body = {"model": "caller", "prompt": f"def f{seed}", "max_tokens": 120, "seed": seed, "stream": True}
+    found: list[str] = []
+    with http.stream("POST", "/v1/completions", json=body) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                found.append(json.loads(line[6:])["choices"][0]["text"])
+    return "".join(found)
+
+
+def form(http: httpx.Client, seed: int) -> Any:
+    body = {"model": "caller", "prompt": "x", "max_tokens": 60, "seed": seed, "json_schema": SCHEMA}
+    return _task(http, body)["choices"][0]["text"]
+
+
+def tool(http: httpx.Client, seed: int) -> Any:
+    body = {"model": "caller", "messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "max_tokens": 200}
+    (choice,) = _post(http, "/v1/chat/completions", body | {"seed": seed})["choices"]
+    return [call["function"] for call in choice["message"]["tool_calls"]], choice["finish_reason"]
+
+
+def response(http: httpx.Client, seed: int) -> Any:
+    body = {"model": "caller", "input": f"Say {seed}", "max_output_tokens": 30, "background": True, "temperature": 0}
+    path = f"/v1/responses/{_post(http, '/v1/responses', body)['id']}"
+    assert within(lambda: http.get(path).json()["status"] not in ("queued", "in_progress"), 120)
+    ended = http.get(path).json()
+    return ended["status"], ended["output"][0]["content"][0]["text"]
+
+
+def batch(http: httpx.Client, seed: int) -> Any:
+    lines = [
+        {"custom_id": f"{k:02}", "method": "POST", "url": "/v1/completions", "body": {"model": "caller", "seed": k}}
+        for k in range(LINES)
+    ]
+    for line in lines:
+        line["body"] |= {"prompt": f"class C{seed}", "max_tokens": 30}  # type: ignore[operator]
+    content = "\n".join(map(json.dumps, lines))
+    file = http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a.jsonl", content)}).raise_for_status()
+    made = {"input_file_id": file.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    path = f"/v1/batches/{_post(http, '/v1/batches', made)['id']}"
+    assert within(lambda: http.get(path).json()["status"] in ("completed", "failed", "expired"), 180), http.get(
+        path
+    ).text
+    ended = http.get(path).json()
+    output = http.get(f"/v1/files/{ended['output_file_id']}/content").raise_for_status().text
+    answers = sorted(map(json.loads, output.splitlines()), key=lambda answer: answer["custom_id"])
+    texts = [answer["response"]["body"]["choices"][0]["text"] for answer in answers]
+    return ended["status"], ended["request_counts"], texts
+
+
+KINDS: dict[str, Callable[[httpx.Client, int], Any]] = {
+    "stream": stream,
+    "form": form,
+    "tool": tool,
+    "response": response,
+    "batch": batch,
+}
+#: How many of each at once.
+LOAD = {"stream": 4, "form": 3, "tool": 2, "response": 2, "batch": 1, "hook": 3}
+
+
+def _post(http: httpx.Client, path: str, body: Any) -> Any:
+    answer = http.post(path, json=body)
+    assert answer.is_success, answer.text
+    return answer.json()
+
+
+def _task(http: httpx.Client, body: dict[str, Any]) -> Any:
+    path = f"/v1/tasks/{_post(http, '/v1/tasks', body)['id']}"
+    assert within(lambda: http.get(path).json()["status"] not in ("queued", "in_progress"), 120)
+    ended = http.get(path).json()
+    assert ended["status"] == "completed", ended
+    return ended
+
+
+@dataclass
+class Load:
+    """Requests that are sent to gateways that take them. `hooks`: ids of tasks whose webhook is to come."""
+
+    system: System
+    pool: ThreadPoolExecutor
+    hooks: list[str] = field(default_factory=list)
+
+    def begin(self, *releases: str) -> list[tuple[str, int, Future[Any]]]:
+        """One round by each of these releases' gateways."""
+        return [
+            (kind, seed, self.pool.submit(self._one, release, kind, seed))
+            for release in releases
+            for kind, count in LOAD.items()
+            for seed in range(count)
+        ]
+
+    def _one(self, release: str, kind: str, seed: int) -> Any:
+        with self.system.http(release) as http:
+            if kind != "hook":
+                return KINDS[kind](http, seed)
+            body = {"model": "caller", "prompt": "x", "max_tokens": 20, "seed": seed}
+            ended = _task(http, body | {"webhook": {"url": self.system.receiver.url, "secret": SECRET}})
+            self.hooks.append(ended["id"])
+            return ended["choices"][0]["text"]
+
+    def check(self, begun: list[tuple[str, int, Future[Any]]], expected: dict[tuple[str, int], Any]) -> None:
+        """Each answer is the one that the release before gave alone."""
+        for kind, seed, answer in begun:
+            assert answer.result(300) == expected.setdefault((kind, seed), answer.result()), (kind, seed)
+        got = self.system.receiver.got
+        assert within(lambda: all(got[task_id] for task_id in self.hooks), 60), self.system.logs()
+        assert {got[task_id] for task_id in self.hooks} == {1}
+
+
+def test_one_release_takes_the_others_place_and_back_under_load(system: System) -> None:
+    expected: dict[tuple[str, int], Any] = {}
+    with ThreadPoolExecutor(64) as pool:
+        load = Load(system, pool)
+        system.start("before")
+        system.until_ready("before")
+        load.check(load.begin("before"), expected)
+
+        system.start("this")
+        system.until_ready("this")
+        assert len(system.releases()) == 2
+        load.check(load.begin("before", "this"), expected)
+        assert len(system.owners()) == 2
+
+        for old, new in (("before", "this"), ("this", "before")):
+            if new not in system.running:
+                system.start(new)
+                system.until_ready(new)
+            begun = load.begin(new)  # by the gateway that stays; workers of both run it
+            time.sleep(0.3)
+            system.stop(old)
+            load.check(begun, expected)
+            load.check(load.begin(new), expected)
+    assert system.store.llen("penstock:dead") == 0
