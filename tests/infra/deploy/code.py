@@ -1,13 +1,16 @@
-"""The code's own command lines, environment variables, metrics."""
+"""The code's own command lines, environment variables, metrics and native libraries."""
 
 from __future__ import annotations
 
 import re
+import runpy
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import promql_parser
+import setuptools
 import typer
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -149,3 +152,16 @@ def _selectors(node: Any) -> Iterator[Any]:
         for one in part if isinstance(part, list) else [part]:
             if one is not None:
                 yield from _selectors(one)
+
+
+# ---- native libraries ---------------------------------------------------------------------------------------------
+
+
+def native_libraries() -> list[str]:
+    """The libraries that setup.py builds on x86-64, as paths within the wheel."""
+    with (
+        patch.object(setuptools, "setup") as setup,
+        patch("platform.machine", return_value="x86_64"),
+    ):
+        runpy.run_path(str(ROOT / "setup.py"))
+    return [f"{extension.name.replace('.', '/')}.so" for extension in setup.call_args.kwargs["ext_modules"]]

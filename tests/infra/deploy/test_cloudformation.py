@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from producers.aws import policies
 from tests.infra.deploy.code import grace, parsed, variables
+from tests.infra.deploy.templates import chosen, template, words
 from tests.processes import ROOT
 from workers.autoscaler.actuators import checked
 
@@ -24,53 +24,17 @@ TEMPLATES = sorted(FOLDER.glob("*.yaml"))
 FARGATE_S = 120
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads CloudFormation's short forms: !Ref is {"Ref": ...}, !Sub {"Fn::Sub": ...}."""
-
-
-def _short_form(loader: _Loader, name: str, node: yaml.Node) -> dict[str, Any]:
-    kinds = {yaml.ScalarNode: loader.construct_scalar, yaml.SequenceNode: loader.construct_sequence}
-    value = kinds.get(type(node), loader.construct_mapping)(node, *(() if type(node) is yaml.ScalarNode else (True,)))
-    return {name if name in ("Ref", "Condition") else f"Fn::{name}": value}
-
-
-_Loader.add_multi_constructor("!", _short_form)
-
-
 @cache
 def resources(name: str, here: bool = True) -> dict[str, Any]:
     """`here`: what the condition WorkersHere is. Other conditions stay."""
     text = (FOLDER / name).read_text("utf-8")
-    found = yaml.load(text, _Loader)["Resources"]
-    return {key: _chosen(one, here) for key, one in found.items() if here or one.get("Condition") != "WorkersHere"}
-
-
-def _chosen(value: Any, here: bool) -> Any:
-    """`value` without `Fn::If` on WorkersHere."""
-    if isinstance(value, dict):
-        condition, yes, no = value.get("Fn::If", (None, None, None))
-        if condition == "WorkersHere":
-            return _chosen(yes if here else no, here)
-        return {key: _chosen(one, here) for key, one in value.items()}
-    if isinstance(value, list):
-        return [one for one in (_chosen(one, here) for one in value) if one != {"Ref": "AWS::NoValue"}]
-    return value
+    found = template(text)["Resources"]
+    return {key: chosen(one, here) for key, one in found.items() if here or one.get("Condition") != "WorkersHere"}
 
 
 def lint(*paths: Path) -> str:
     linter = Path(sys.executable).with_name("cfn-lint")
     return subprocess.run([linter, "--include-checks", "I", "--", *paths], capture_output=True, text=True).stdout
-
-
-def words(command: list[Any]) -> list[str]:
-    """A container's command line; what CloudFormation fills in is a number or a URL."""
-    filled = {"MaxWorkers": "4", "Model": "tiny"}
-    return [
-        (filled[one["Ref"]] if "Ref" in one else re.sub(r"\$\{[^}]*\}", "x", one["Fn::Sub"]))
-        if isinstance(one, dict)
-        else one
-        for one in command
-    ]
 
 
 @pytest.mark.slow

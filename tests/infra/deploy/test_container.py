@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.infra.deploy.code import variables
+from tests.infra.deploy.code import native_libraries, variables
 from tests.processes import ROOT
 
 FILE = ROOT / "infra" / "container" / "Containerfile"
@@ -55,6 +55,28 @@ def test_every_package_is_installed_by_its_hash_but_torchs_build_for_cpus() -> N
     unlocked = [words for words in installs if "--require-hashes" not in words]
     assert all("--no-deps" in words for words in installs)
     assert [words.split()[-1] for words in unlocked] == ["requirements/torch.txt", *["/wheel/penstock-*.whl"] * 2]
+
+
+def listed(tmp_path: Path, names: list[str]) -> int:
+    """The status of the Containerfile's check of a wheel with these files."""
+    (check,) = re.findall(
+        r"^RUN python -m zipfile --list (?:.*\\\n)*?    && (if grep (?:.*\\\n)*.*)$", TEXT, re.MULTILINE
+    )
+    (tmp_path / "files").write_text("".join(f"{name}   2026-01-01 00:00:00   1\n" for name in names))
+    program = check.replace("\\\n", " ").replace("/wheel/files", str(tmp_path / "files"))
+    machine = f"uname() {{ echo x86_64; }}; {program}"
+    return subprocess.run(["sh", "-c", machine], capture_output=True).returncode
+
+
+def test_a_wheel_without_one_of_the_libraries_that_setup_py_makes_ends_the_build(tmp_path: Path) -> None:
+    """setup.py leaves a note in place of a library that did not compile."""
+    built = native_libraries()
+    assert built
+    assert listed(tmp_path, built) == 0
+    for name in built:
+        note = name.removesuffix(".so") + ".txt"
+        assert listed(tmp_path, [*(other for other in built if other != name), note]) != 0
+    assert listed(tmp_path, []) != 0
 
 
 def test_its_extras_are_ours() -> None:
