@@ -28,6 +28,7 @@ from producers.broker.values import (
     Waiting,
 )
 from producers.connection.alive import Seen
+from producers.connection.storage import Storage
 from producers.contract.message import Message
 from producers.errors import PenstockError
 
@@ -214,6 +215,10 @@ class Broker(ABC):
     @abstractmethod
     async def ping(self) -> None:
         """Raise unless the broker answers, and has the queues of the announced models, as far as it can lack any."""
+
+    async def storage(self) -> Storage | None:
+        """How full the broker's server is; None if it has no bound that anyone could reach."""
+        return None
 
     @abstractmethod
     async def send(self, message: Message) -> None:

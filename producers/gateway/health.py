@@ -14,6 +14,7 @@ from producers.connection.trouble import NotPrimary, Trouble, said, trouble
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http.errors import RETRY_AFTER, Problem, body_of
 from producers.gateway.reach import lasts
+from producers.gateway.storage import read_servers
 from producers.gateway.tasks.views import ErrorView
 from producers.store.fleet.scaling import is_fresh, states
 from producers.store.waiting import STAGES, model_of
@@ -39,7 +40,9 @@ async def livez() -> JSONResponse:
 async def readyz(request: Request) -> JSONResponse:
     """Store and broker answer, files' bucket lets us in, and each awaited model is published or served, and loaded.
 
-    `degraded`: whether overload refuses or shortens tasks; `checks.overload` says how, model by model.
+    `degraded`: whether overload refuses or shortens tasks, or a server is nearly full or cannot write its files;
+    `checks.overload` says how, model by model, and `checks.storage` which server. It is ready all the same: what it
+    refuses, others would refuse, too, and a gateway that is taken out of service would cut its streams.
     """
     gateway = gateway_of(request)
     client = gateway.client
@@ -61,11 +64,33 @@ async def readyz(request: Request) -> JSONResponse:
     if unread := gateway.awaited.unread:
         checks["models"] = f"{', '.join(unread)}: tokenizer and chat template are being loaded"
         return _not_ready(f"{checks['models']}.", checks)
-    checks |= await _starts(gateway)
-    stages = {queue: STAGES[one.stage] for queue, one in (await gateway.admission.overload.all()).items() if one.stage}
-    if stages:  # it is ready all the same: what it refuses, others would refuse, too
-        checks["overload"] = "; ".join(f"{model_of(queue)}: {stage}" for queue, stage in stages.items())
-    return JSONResponse({"status": "ready", "degraded": bool(stages), "checks": checks})
+    starts, storage, overload = await asyncio.gather(_starts(gateway), _storage(gateway), _overload(gateway))
+    return JSONResponse(
+        {"status": "ready", "degraded": bool(storage or overload), "checks": checks | starts | storage | overload}
+    )
+
+
+async def _overload(gateway: Gateway) -> dict[str, str]:
+    """The models that are overloaded, with their stages."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            queues = await gateway.admission.overload.all(gateway.client.reserved)
+    except FAILURES:
+        return {}
+    stages = {queue: STAGES[one.stage] for queue, one in queues.items() if one.stage}
+    said = "; ".join(f"{model_of(queue)}: {stage}" for queue, stage in stages.items())
+    return {"overload": said} if stages else {}
+
+
+async def _storage(gateway: Gateway) -> dict[str, str]:
+    """The servers that are filling or full, or cannot write their files."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            servers = await read_servers(gateway.client)
+    except FAILURES:
+        return {}
+    problems = [f"{name}: {storage.problem()}" for name, storage in servers.items() if storage.problem()]
+    return {"storage": "; ".join(problems)} if problems else {}
 
 
 async def _starts(gateway: Gateway) -> dict[str, str]:
@@ -87,11 +112,14 @@ def _not_ready(why: str, checks: dict[str, str]) -> JSONResponse:
 
 
 async def _fault(ping: Callable[[], Awaitable[object]]) -> str:
-    """What is wrong with a server; empty if nothing is."""
+    """What is wrong with a server; empty if nothing is. One that cannot write its files refuses PING, too: `_storage`
+    tells of it."""
     try:
         async with asyncio.timeout(PATIENCE_S):
             await ping()
     except FAILURES as error:
+        if trouble(error) is Trouble.FULL:
+            return ""
         told = isinstance(error, (AwsError, NotPrimary)) or trouble(error) is not Trouble.AWAY
         return said(error).rstrip(".") if told else SILENT
     return ""

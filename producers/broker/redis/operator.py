@@ -13,6 +13,7 @@ from producers.broker.redis.books import Books
 from producers.broker.redis.consumer import CAPABILITIES
 from producers.broker.values import NOTHING_COUNTED, Counted, Depth, Depths, Standing, Waiting
 from producers.connection.script import aexecute, arun, text
+from producers.connection.storage import Storage, read_storage
 from producers.connection.trouble import trouble
 from producers.contract import keys as contract_keys
 from producers.contract.message import Message
@@ -42,6 +43,9 @@ class RedisBroker(Books):
 
     async def ping(self) -> None:
         await self._redis.execute_command("PING")
+
+    async def storage(self) -> Storage:
+        return await read_storage(self._redis)
 
     async def send(self, message: Message) -> None:
         await aexecute(self._redis, *_push(message))

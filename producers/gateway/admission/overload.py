@@ -66,33 +66,36 @@ class Overload:
         self._bounded = bool(bounds.in_all or bounds.pool or max_wait)
         self._queues: dict[str, _Queue] = {}
 
-    async def look(self, queue: str) -> Pressure:
-        """The pressure of a queue, at most FRESH_S old. While the store is away, there is none: ADMIT will say so."""
-        return await self._look(queue) if self._bounded else Pressure()
+    async def look(self, queue: str, store: Redis | None = None) -> Pressure:
+        """The pressure of a queue, at most FRESH_S old. While the store is away, there is none: ADMIT will say so.
 
-    async def _look(self, queue: str) -> Pressure:
+        `store`: another connection to the store than that for callers' requests.
+        """
+        return await self._look(queue, store) if self._bounded else Pressure()
+
+    async def _look(self, queue: str, store: Redis | None = None) -> Pressure:
         one = self._queues.setdefault(queue, _Queue())
         if time.monotonic() - one.at <= FRESH_S:
             return one.pressure
         async with one.looking:
             if time.monotonic() - one.at > FRESH_S:  # else another looked meanwhile
-                before, one.pressure = one.pressure.stage, await self._measured(queue)
+                before, one.pressure = one.pressure.stage, await self._measured(queue, store or self._store)
                 one.at = time.monotonic()
                 if one.pressure.stage != before:
                     changed = (queue, STAGES[before], STAGES[one.pressure.stage], 100 * one.pressure.share)
                     logger.warning("overload of %s: from %s to %s, at %.0f%% of its bounds", *changed)
         return one.pressure
 
-    async def all(self) -> dict[str, Pressure]:
+    async def all(self, store: Redis) -> dict[str, Pressure]:
         """Queue -> its pressure, of those where something waits and those that are degraded. While the store is away,
-        none."""
+        none. `store`: as of `look`."""
         try:
             async with asyncio.timeout(SILENT_S):
-                found = set(await waiting.queues(self._store)) - {""} if self._bounded else set()
+                found = set(await waiting.queues(store)) - {""} if self._bounded else set()
         except FAILURES:
             return {}
         found |= {queue for queue, one in self._queues.items() if one.pressure.stage}
-        return {queue: await self.look(queue) for queue in sorted(found)}
+        return {queue: await self.look(queue, store) for queue in sorted(found)}
 
     def check(self, found: Pressure, queue: str, tier: str) -> None:
         """Raise Problem (429) where a tier's tasks may not come under this pressure."""
@@ -126,9 +129,9 @@ class Overload:
             429, f"{said}; try again in {seconds:.1f} s", code=code, headers=headers | {"x-should-retry": "true"}
         )
 
-    async def _measured(self, queue: str) -> Pressure:
+    async def _measured(self, queue: str, store: Redis) -> Pressure:
         try:
             async with asyncio.timeout(SILENT_S):
-                return await waiting.pressure(self._store, queue, self._bounds, self._max_wait)
+                return await waiting.pressure(store, queue, self._bounds, self._max_wait)
         except FAILURES:
             return Pressure()

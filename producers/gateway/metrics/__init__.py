@@ -3,6 +3,7 @@
     GET /metrics ─▶ read_fleet ─▶ own: requests of this gateway
                                   pools: queues, sweepers     workers: their leases     scaling: decisions, profiles
                     PRESSURE   ─▶ pools: the store's counts of what waits, and the overload that follows
+                    INFO       ─▶ servers: how full store and broker are
 
 Labels are bounded: routes by their templates, models and pools by what is deployed, workers by those alive. Every
 gateway reports the same for the pools: take `max by (pool)` over gateways, not the sum.
@@ -20,6 +21,7 @@ from producers.admin.fleet import read_fleet
 from producers.client.steps import FAILURES
 from producers.connection.connect import SILENT_S
 from producers.gateway.metrics.own import UNKNOWN, Metrics, Stream
+from producers.gateway.storage import read_servers
 from producers.store.waiting import queues
 
 __all__ = ["UNKNOWN", "Metrics", "Stream", "router"]
@@ -36,7 +38,8 @@ async def metrics(request: Request) -> Response:
         async with asyncio.timeout(SILENT_S):  # Prometheus waits for 10 s
             found.fleet = await read_fleet(gateway.client.store, gateway.client.broker)
             found.waiting = await queues(gateway.client.store)
-            found.overload = await gateway.admission.overload.all()
+            found.overload = await gateway.admission.overload.all(gateway.client.reserved)
+            found.storage = await read_servers(gateway.client)
     except FAILURES:
-        found.fleet, found.waiting, found.overload = None, {}, {}
+        found.fleet, found.waiting, found.overload, found.storage = None, {}, {}, {}
     return Response(generate_latest(found.registry), media_type=CONTENT_TYPE_LATEST)

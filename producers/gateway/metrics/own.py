@@ -11,7 +11,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from producers.admin.fleet import Fleet
-from producers.gateway.metrics import pools, scaling, workers
+from producers.connection.storage import Storage
+from producers.gateway.metrics import pools, scaling, servers, workers
 from producers.release import release
 from producers.store.waiting import Pressure
 
@@ -34,6 +35,8 @@ class Metrics:
         self.waiting: Mapping[str, Mapping[str, int]] = {}
         self.overload: Mapping[str, Pressure] = {}
         """Queue -> kind -> tasks that wait there; queue -> its pressure."""
+        self.storage: Mapping[str, Storage] = {}
+        """`store` and, where it is another server, `broker` -> how full it is."""
         ProcessCollector(registry=self.registry)
         own: dict[str, Any] = {"namespace": "penstock", "subsystem": "gateway", "registry": self.registry}
         self._requests = Counter("requests", "Requests answered.", ("method", "route", "status"), **own)
@@ -89,6 +92,7 @@ class _FleetCollector(Collector):
         up.add_metric((), fleet is not None)
         yield up
         yield from pools.waiting(self._metrics.waiting, self._metrics.overload)
+        yield from servers.described(self._metrics.storage)
         if fleet is not None:
             yield from pools.described(fleet)
             yield from workers.described(fleet)

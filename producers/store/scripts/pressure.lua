@@ -1,6 +1,7 @@
-#!lua
+#!lua flags=allow-oom
 -- PRESSURE(queue) | how full a queue is, how fast its tasks are started, and the stage of overload that follows. All
 -- gateways see the same stage: it is kept here, and left at less pressure than it was entered at.
+-- A full store keeps no gateway from looking: what it writes is one hash for each queue.
 -- The rate is an average over the last 20 s, of times in which tasks waited and a worker served the queue.
 -- KEYS: what is known of the queue (a hash)
 -- ARGV: queue, most tasks that may wait there, most in all, longest wait (s); each 0: any

@@ -16,6 +16,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from producers.admin.fleet import Fleet, Pool, Scaling
+from producers.connection.storage import Storage
 from producers.contract import keys
 from producers.contract.profile import Profile
 from producers.gateway.metrics.own import Metrics
@@ -103,6 +104,7 @@ def metrics() -> dict[str, set[str]]:
     gateway.fleet = _fleet()
     queue = keys.version_queue("tiny", "v")
     gateway.waiting, gateway.overload = {queue: {"default": 1}}, {queue: Pressure()}
+    gateway.storage = {"store": Storage(1, 2)}
     families = text_string_to_metric_families(generate_latest(gateway.registry).decode())
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}
 
