@@ -210,6 +210,8 @@ def _admit(
         begins = text(answer[0])
         if begins == "full":
             raise refused(answer)
+        if begins == "storage":
+            raise SubmitFailed(_no_room(task, int(answer[1]), int(answer[2])), CODES[Trouble.FULL])
         if charge is not None:
             charge.hear(begins, answer, asked)
         return
@@ -225,6 +227,13 @@ def _admit(
             f"Task {task_id} reached the store more than {protocol.SUBMIT_WINDOW_MS // 1000} s after it was submitted "
             "and was not queued; submit it again"
         )
+
+
+def _no_room(task: Task, taken: int, most: int) -> str:
+    return (
+        f"The store has no room for a task of the tier {task.tier}, which may fill {most} bytes of it: {taken} are in "
+        "use, or promised to tasks that wait. Nothing was queued; try again later"
+    )
 
 
 def _withdrawn(task_id: str, patience_s: float) -> Steps[bool]:

@@ -7,6 +7,9 @@ from typing import Any, Final
 
 from redis.asyncio import Redis
 
+#: Share of `maxmemory` from which on no more lines of batches are made (`_memory.lua` has it too), and settled streams
+#: are compacted at once.
+PRESSED: Final = 0.6
 #: Share of `maxmemory` from which on a server counts as filling, as nearly full, and as full. Refused writes keep a
 #: full server just below its bound, so that the last one is below 1.
 FILLING: Final = 0.8

@@ -30,6 +30,7 @@ SWEPT: Final = "penstock:swept"  # hash: a sweeper's duty -> how often it was do
 WAITING: Final = "penstock:waiting"  # hash: kind, or kind and queue -> tasks that wait (`producers.store.waiting`)
 WAITING_TOKENS: Final = "penstock:waiting:tokens"  # hash: kind and queue -> KV tokens that they may need
 WAITING_TENANTS: Final = "penstock:waiting:tenants"  # hash: tenant -> tasks that wait, without batches' lines
+WAITING_MEMORY: Final = "penstock:waiting:memory"  # hash: the last look at the server's memory (`_memory.lua`)
 WAITING_KEYS: Final = "penstock:waiting:keys"  # hash: API key's id -> the same
 READERS: Final = "penstock:readers"  # zset: task id -> ms; end of its reader lease
 MODELS: Final = "penstock:models"  # hash: model name -> card (JSON)

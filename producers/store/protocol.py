@@ -52,7 +52,8 @@ def admit(
 
     `accounts`: those that are charged, as `charge` says (JSON, `producers.store.usage.limits`): then the answer is not
     `new`, but what is read there. `bounds`: on what waits (JSON, `producers.store.waiting.Room`); where one is reached,
-    the answer is what `producers.store.waiting.refused` reads.
+    the answer is what `producers.store.waiting.refused` reads. Where the store is too full for the task's tier, it is
+    `[storage, bytes in use and promised, the most for its tier]`.
     """
     pairs = [part for item in record.items() for part in item]
     return Call(
@@ -198,7 +199,7 @@ def read_append(answer: Sequence[Any]) -> list[tuple[str, int]]:
 def prompt(task_id: str, claim_id: str, entries: Sequence[str]) -> Call:
     """PROMPT: append a prompt's log probabilities (`producers.contract.stream.events.encode_prompt`).
 
-    Answers `ok`, `gone`, `other` or `cancel`.
+    Answers `ok`, `gone`, `other`, `cancel` or `full`: the store has no room, nothing was appended.
     """
     return Call(script(PACKAGE, "prompt"), (keys.task(task_id), keys.stream(task_id)), (task_id, claim_id, *entries))
 
@@ -263,6 +264,16 @@ def compact(
         (keys.task(task_id), keys.stream(task_id), keys.result(task_id), keys.SETTLED, keys.FILE_NOTES),
         (task_id, settled_ms, entries, said, name, NOTED_S, *blocks),
     )
+
+
+def count(done: Mapping[str, int]) -> Call:
+    """COUNT: add to how often a sweeper did its duties. Answers 1."""
+    return Call(script(PACKAGE, "count"), (keys.SWEPT,), [part for item in done.items() for part in item])
+
+
+def celery_result(key: str, value: str | bytes, expires_s: int) -> Call:
+    """CELERY_RESULT: store a plain Celery task's result for `expires_s` seconds (0: for ever). Answers 1."""
+    return Call(script(PACKAGE, "celery_result"), (key,), (value, expires_s))
 
 
 def release(task_id: str, claim_id: str, why: str = "", run: str = "", *, buried: bool = False) -> Call:

@@ -14,6 +14,7 @@ task whose worker died is not counted: it was started, and the next CLAIM starts
 | `penstock:waiting` | tasks, by kind, and by kind and queue |
 | `penstock:waiting:tokens` | KV tokens that they may need, by kind and queue |
 | `penstock:waiting:tenants`, `:keys` | tasks by tenant and by key, without lines |
+| `penstock:waiting:memory` | how full the server was at the last look (`scripts/_memory.lua`) |
 | `penstock:drain:<queue>` | `started`: KV tokens of tasks that waited and were started; also the rate, and the stage |
 """
 
@@ -38,6 +39,8 @@ PARTS: Final = {"priority": 1.0, "default": 0.95, "flex": 0.8, "batch": 0.6}
 STAGES: Final = ("normal", "shed", "shorten", "priority")
 #: Pressure (share of a bound, or of the longest wait) at which each stage is left again; `pressure.lua` has the same.
 LEFT: Final = (0.0, 0.6, 0.7, 0.8)
+#: Bytes that a KV token of a waiting task counts; `_memory.lua` has the same.
+TOKEN_BYTES: Final = 8
 #: The stage from which on outputs are shortened, of keys that say so.
 SHORTENS: Final = STAGES.index("shorten")
 #: Tier -> the stage from which on it is refused.
@@ -123,6 +126,11 @@ async def pressure(store: Redis, queue: str, bounds: Bounds, max_wait: float) ->
     )
     stage, share, tasks, tokens, rate, served = map(int, await arun(store, call))
     return Pressure(stage, share / 1000, tasks, tokens, rate / 1000, bool(served))
+
+
+async def promised(store: Redis) -> int:
+    """The bytes that the results of waiting tasks may take. Raises as `pressure` does."""
+    return TOKEN_BYTES * sum(map(int, await store.hvals(keys.WAITING_TOKENS)))
 
 
 def model_of(queue: str) -> str:

@@ -27,7 +27,8 @@ from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES, Steps
 from producers.connection.local import FILES_DIR
 from producers.connection.log_throttle import warn_throttled
-from producers.contract import keys
+from producers.connection.script import arun
+from producers.connection.storage import PRESSED, read_storage
 from producers.store import protocol
 from producers.store.batches import MAX_LINES
 from producers.store.blobs import open_blobs
@@ -62,6 +63,8 @@ log = logging.getLogger(__name__)
 
 #: Mean interval (s) between sweeps.
 EVERY_S: Final = 10.0
+#: Interval (s) at which the leader looks whether the store is filling, and compacts at once what is settled if so.
+PRESSED_EVERY_S: Final = 1.0
 #: Interval (s) of the sweep for deadlines.
 DEADLINES_EVERY_S: Final = 1.0
 #: Interval (s) of the sweeps for pools without workers and for stale data.
@@ -166,10 +169,14 @@ async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: End
     moving = None if settings.results_to_files is None else Moving(blobs, settings.results_to_files)
     stale = Stale(client, letters_kept_s=settings.letters_kept, unneeded_s=settings.unneeded)
 
-    async def pack() -> Counts:
-        done = await compact(client, int(settings.compact_after * 1000), moving)
+    async def pack(age_s: float = settings.compact_after) -> Counts:
+        done = await compact(client, int(age_s * 1000), moving)
         counts = {"compacted": done.streams, "compacted_entries": done.entries, "compacted_bytes": done.size}
         return counts | {"results_moved": done.moved}
+
+    async def pack_at_once() -> Counts:
+        storage = await read_storage(client.store)
+        return await pack(0.0) if storage.ratio >= PRESSED else {}
 
     async def returned() -> Counts:
         reaped, recalled = await orphaned.sweep()
@@ -202,7 +209,8 @@ async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: End
         removals = (partial(_named, "removed", pools.sweep), partial(_named, "removed", stale.sweep))
         deleted = partial(_named, "erased", partial(erase, client))
         seldom: tuple[Duty, ...] = (*removals, trim, expired_files, deleted)
-        for duties, every_s in ((often, settings.every), (seldom, settings.seldom)):
+        pressed = min(PRESSED_EVERY_S, settings.every)
+        for duties, every_s in ((often, settings.every), (seldom, settings.seldom), ((pack_at_once,), pressed)):
             for duty in duties:
                 group.create_task(_repeat(client, duty, every_s))
 
@@ -232,7 +240,4 @@ async def _repeat(client: AsyncClient, work: Duty, every_s: float) -> None:
 
 
 async def _count(client: AsyncClient, done: Counts) -> None:
-    async with client.store.pipeline(transaction=False) as pipe:
-        for what, count in done.items():
-            pipe.hincrby(keys.SWEPT, what, count)
-        await pipe.execute()
+    await arun(client.store, protocol.count(done))

@@ -8,7 +8,8 @@ import json
 import zlib
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +64,20 @@ class Server:
             text = self.mutant.text()
             call = Call(Script(text, hashlib.sha1(text.encode()).hexdigest()), call.keys, call.args)
         return run(self.redis, call)
+
+    @contextmanager
+    def filled(self, share: float) -> Iterator[None]:
+        """This share of the server's memory is in use, as the next script sees; 0: it has no bound."""
+        if not share:
+            yield
+            return
+        self.redis.delete(keys.WAITING_MEMORY)
+        self.redis.config_set("maxmemory", int(self.redis.info("memory")["used_memory"] / share))
+        try:
+            yield
+        finally:
+            self.redis.config_set("maxmemory", 0)
+            self.redis.delete(keys.WAITING_MEMORY)
 
     def listen(self) -> list[tuple[str, str]]:
         """What was published since the last time, in order. A PING's answer stands behind all of it."""

@@ -220,6 +220,21 @@ def end_in_another_version(kind: type[StoreMachine]) -> None:
     machine.teardown()
 
 
+def find_no_room(kind: type[StoreMachine]) -> None:
+    """Of two tiers the worse one is refused first, and stops writing first; what was admitted is so when it is full."""
+    machine = kind()
+    machine.begin(begun=(0, 0, 0), alive=(True, True, True))
+    for share in (0.95, 0.8, 0.0, 0.95):
+        for t in ("t1", "t2"):
+            machine.admit(t, "mine", False, share)
+    for t in ("t1", "t2"):
+        machine.claim(t, "i1", False, False, False)
+    for share in (1.2, 1.05, 0.95, 1.2):
+        machine.append([(t, False, True, 0, 0, 2) for t in ("t1", "t2")], share)
+        machine.append([(t, False, True, 0, -2, 2) for t in ("t1", "t2")], share)
+    machine.teardown()
+
+
 def come_late(kind: type[StoreMachine]) -> None:
     """A request that reaches the store after its time."""
     machine = kind()
@@ -365,6 +380,7 @@ HISTORIES: tuple[Callable[[type[StoreMachine]], None], ...] = (
     cancel_what_the_dead_left,
     cancel_what_dies_then,
     come_late,
+    find_no_room,
     compact_what_was_read_in_part,
     end_in_two_lives,
     keep_the_links,

@@ -63,13 +63,14 @@ class PromptMachine(Pair):
 
         self.do(step)
 
-    @rule(valid=mostly, tokens=st.sampled_from([1, 512, 513]))
-    def prompt(self, valid: bool, tokens: int) -> None:
+    @rule(valid=mostly, tokens=st.sampled_from([1, 512, 513]), full=mostly.map(lambda yes: not yes))
+    def prompt(self, valid: bool, tokens: int, full: bool = False) -> None:
         c, entries = self.held(TASK, valid), encode_prompt([7] * tokens, [None] * tokens)
 
         def step() -> None:
-            answer = text(self.server.run(protocol.prompt(TASK, c, entries)))
-            expected, self.model[TASK] = scripts.prompt(self.model[TASK], c, len(entries), ALL)
+            with self.server.filled(1.2 if full else 0.0):
+                answer = text(self.server.run(protocol.prompt(TASK, c, entries)))
+            expected, self.model[TASK] = scripts.prompt(self.model[TASK], c, len(entries), ALL, full=full)
             assert answer == expected
 
         self.do(step)
@@ -156,6 +157,7 @@ MUTANTS = {
     "PROMPT asks for no claim": ("prompt", "r[1] ~= ARGV[2] or r[2]", "r[2]"),
     "PROMPT writes after the end": ("prompt", "r[1] ~= ARGV[2] or r[2]", "r[1] ~= ARGV[2]"),
     "PROMPT takes what is gone for another's": ("prompt", "'other' or 'gone'", "'other'"),
+    "PROMPT sees no memory": ("prompt", "not may_write(r[5], now_ms())", "false"),
     "PROMPT writes twice": ("prompt", "if r[4] then", "if false then"),
     "PROMPT keeps silent about it": ("prompt", "redis.call('HSET', task, 'prompt', #ARGV - 2)", ""),
     "PROMPT is published elsewhere": ("prompt", "(at + k - 3)", "(at + k - 2)"),

@@ -41,6 +41,11 @@ from tests.protocol.store_histories import HISTORIES
 
 TEXTS = ("", "a", '"\\\n', "é🙂", "\u2028", "\x00")
 
+#: Shares of `maxmemory` in use at which some tiers are refused, or may not write. Beyond it the server refuses ADMIT.
+FULL = (0.8, 0.95, 1.05, 1.2)
+#: Tier -> the share beyond which it is; the scripts have them, too (`_memory.lua`).
+ADMITTED, WRITTEN = {"default": 0.85, "flex": 0.75}, {"default": 1.06, "flex": 1.04}
+
 tasks = st.sampled_from(sorted(TASKS))
 incs = st.sampled_from(INCS)
 mostly = st.sampled_from([True, True, True, True, False])
@@ -70,15 +75,25 @@ class StoreMachine(Pair):
 
     # ---- the scripts -----------------------------------------------------------------------------------------
 
-    @rule(t=st.sampled_from(["t1", "t2"]), nonce=st.sampled_from(["mine", "another's"]), late=st.booleans())
-    def admit(self, t: str, nonce: str, late: bool) -> None:
+    @rule(
+        t=st.sampled_from(["t1", "t2"]),
+        nonce=st.sampled_from(["mine", "another's"]),
+        late=st.booleans(),
+        share=st.sampled_from([0.0, 0.0, 0.0, *FULL[:2]]),
+    )
+    def admit(self, t: str, nonce: str, late: bool, share: float = 0.0) -> None:
         def step() -> None:
             asked = self.server.now() - (protocol.SUBMIT_WINDOW_MS + 1000 if late else 0)
             fields = prompt_fields(t) | sent_to(t) | deadline(t)
-            answer = text(self.server.run(protocol.admit(t, nonce, asked, fields)))
+            with self.server.filled(share):
+                answer = self.server.run(protocol.admit(t, nonce, asked, fields))
             new = begun(scripts.SUBMITTED, t)
-            expected, self.model[t] = scripts.admit(self.model[t], nonce, late, ALL, new, erased=t in self.erased)
-            assert answer == expected
+            expected, self.model[t] = scripts.admit(
+                *(self.model[t], nonce, late, ALL, new),
+                erased=t in self.erased,
+                full=share > ADMITTED[str(fields.get("tier", "default"))],
+            )
+            assert text(answer[0] if isinstance(answer, list) else answer) == expected
 
         self.do(step)
 
@@ -136,9 +151,9 @@ class StoreMachine(Pair):
 
         self.do(step)
 
-    @rule(batch=batches)
+    @rule(batch=batches, share=st.sampled_from([0.0, 0.0, 0.0, *FULL]))
     @precondition(running)
-    def append(self, batch: list[tuple[str, bool, bool, int, int, int]]) -> None:
+    def append(self, batch: list[tuple[str, bool, bool, int, int, int]], share: float = 0.0) -> None:
         calls = []
         for t, apt, valid, choice, offset, count in batch:
             t = self.apt(t, lambda r: r.claim and not r.end and not r.cancel) if apt else t
@@ -153,11 +168,14 @@ class StoreMachine(Pair):
             calls.append(protocol.Append(t, self.held(t, valid), choice, i, entries))
 
         def step() -> None:
-            answers = protocol.read_append(self.server.run(protocol.append(calls)))
+            with self.server.filled(share):
+                answers = protocol.read_append(self.server.run(protocol.append(calls)))
             expected = []
             for a in calls:
+                tier = str(sent_to(a.task_id).get("tier", "default")) if a.task_id != "p" else "default"
                 said, at, self.model[a.task_id] = scripts.append(
-                    self.model[a.task_id], a.claim_id, a.choice, a.index, tuple(a.entries), ALL
+                    *(self.model[a.task_id], a.claim_id, a.choice, a.index, tuple(a.entries), ALL),
+                    full=share > WRITTEN[tier],
                 )
                 expected.append((said, at))
             assert answers == expected

@@ -4,6 +4,8 @@
 
 FETCH runs on a thread and a connection of its own, so that neither a slow broker nor a reconnecting consumer stalls the
 other. When a reply is lost, the same UUIDs are asked for again, and the broker repeats itself.
+
+In a store beyond its `maxmemory` no more tasks are started, of worse tiers first: what is left is for those that run.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,11 +24,12 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from producers.broker.values import Fetched, Rules
+from producers.broker.values import Credit, Fetched, Rules
 from producers.connection.log_throttle import warn_throttled
+from producers.connection.storage import Storage, parse
 from producers.contract import keys
 from producers.contract.aside import HEADER, BodyGone, whole
-from workers.connect import LOST
+from workers.connect import LOST, connect
 from workers.flow.acker import Acker
 from workers.flow.celery_side import CelerySide
 from workers.flow.deliveries import Deliveries
@@ -46,6 +50,11 @@ BODY_S = 5.0
 ASIDE = HEADER.encode()
 #: KV tokens that a plain Celery message, which does not say its size, is taken to need.
 PLAIN_TOKENS = 512
+#: A tier's rank -> the share of the store's `maxmemory` from which on none of its tasks are started. APPEND takes a
+#: tier's tokens beyond that (`_memory.lua`).
+STARTED = (1.07, 1.03, 1.01, 0.99)
+#: Time (s) for which a look at the store's memory counts.
+MEMORY_S = 0.25
 #: A tier's rank -> its Celery priority.
 _STEPS = dict(keys.TIERS.values())
 
@@ -57,6 +66,37 @@ class Arrival:
     incarnation: Incarnation
     fetched: Fetched
     payload: dict[str, Any]
+
+
+class Headroom:
+    """Tells of which tiers the store has room for more tasks, by looks of MEMORY_S. `url`: the store's."""
+
+    def __init__(self, url: str) -> None:
+        self._redis = connect(url)
+        self._due = float("-inf")
+        self._ranks = len(STARTED)
+
+    def limit(self, credit: Credit) -> Credit:
+        """The credit without that of tiers that are not to be started. A store that is away limits nothing: CLAIM waits
+        for it."""
+        if time.monotonic() >= self._due:
+            self._look()
+        none = (0,) * (len(STARTED) - self._ranks)
+        a, b, c, d = (*credit.seqs[: self._ranks], *none)
+        e, f, g, h = (*credit.tokens[: self._ranks], *none)
+        return Credit((a, b, c, d), (e, f, g, h))
+
+    def _look(self) -> None:
+        try:
+            storage = parse(self._redis.execute_command("INFO", "memory", "persistence"))
+        except LOST:
+            storage = Storage(0)
+        self._due = time.monotonic() + (MEMORY_S if storage.limit else IDLE_S)
+        self._ranks = sum(storage.ratio < share for share in STARTED)
+        if self._ranks < len(STARTED):
+            tiers = ", ".join(tier for tier, (rank, _) in keys.TIERS.items() if rank >= self._ranks)
+            why = f"{storage.ratio:.0%} of maxmemory is in use, which is too much for {tiers}"
+            warn_throttled(logger, "The store is full, and no more tasks of some tiers are started: %s", why)
 
 
 class Intake(threading.Thread):
@@ -74,6 +114,7 @@ class Intake(threading.Thread):
         )
         self._broker = served.connect_broker()
         self._aside = served.aside()
+        self._headroom = Headroom(served.settings.store)
         self._waker = self._broker.waker(self.poke)
         self._wake = threading.Event()
         self._arrivals: deque[Arrival] = deque()
@@ -191,7 +232,7 @@ class Intake(threading.Thread):
     def _fetch(self, life: Incarnation, room: int) -> list[Fetched] | None:
         """Ask for at most `room` messages. Where an answer was lost, a worker of little room first hears what came."""
         books = self._deliveries
-        asked, credit = books.asked[:room], books.ledger.credit()
+        asked, credit = books.asked[:room], self._headroom.limit(books.ledger.credit())
         if self._unanswered and room < BATCH:
             asked, credit = books.asked, NO_CREDIT
         if survived := list(books.survived):

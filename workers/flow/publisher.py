@@ -2,6 +2,9 @@
 
 The engine's thread only appends to a list. This thread encodes, sends, and acts on the answers; whatever ends a running
 task passes through here, so that its last tokens are out before its FINISH.
+
+A store that is nearly full takes no more tokens of worse tiers (`full`). These wait in a batch of their own, with what
+comes behind them, and are said again every RETRY_S; other sequences go on meanwhile.
 """
 
 from __future__ import annotations
@@ -65,6 +68,10 @@ class Publisher(threading.Thread):
         self._retry_after = served.settings.retry_after
         self._redis = connect(served.settings.store)
         self._news: deque[Event | Conclusion | Delivery] = deque()
+        #: What the store has no room for, of which deliveries (UUIDs), and when it is said again.
+        self._held = Batch()
+        self._blocked: set[str] = set()
+        self._retry_at = 0.0
         self._wake = threading.Event()
         self._stopping = False
         #: Ends in NaN, by delivery: those that the question under way is about, and those that came since.
@@ -121,7 +128,7 @@ class Publisher(threading.Thread):
 
     def run(self) -> None:
         while True:
-            self._wake.wait()
+            self._wake.wait(RETRY_S if self._blocked else None)
             self._wake.clear()
             self.busy_since = time.monotonic()
             try:
@@ -129,25 +136,55 @@ class Publisher(threading.Thread):
             except Exception:
                 logger.exception("Publishing failed")
             self.busy_since = None
-            if self._stopping and not self._news:
+            if self._stopping and not self._news and not self._blocked:
                 return
 
     def _publish(self) -> None:
-        batch = Batch()
+        batch = self._next_batch()
         while self._news:
             item = self._news.popleft()
             if isinstance(item, Conclusion):
-                batch.conclude(item)
+                self._place(item.delivery, batch).conclude(item)
             elif isinstance(item, Delivery):
                 if item.uuid in self._deliveries.running:
-                    batch.count(item)
+                    self._place(item, batch).count(item)
             elif (delivery := self._deliveries.running.get(item.request_id)) is not None:
-                batch.add(delivery, item)
-        self._doubted |= batch.doubted
+                self._place(delivery, batch).add(delivery, item)
+        for each in (batch, self._held):
+            self._doubted |= each.doubted
+            each.doubted = {}
         self._prompt(batch.scored, batch.ends)
         self._append(list(batch.appends.values()), batch.ends)
         self._finish(batch.ends)
         self._ask()
+
+    def _next_batch(self) -> Batch:
+        """An empty batch; or, if it is time, what the store had no room for."""
+        if not self._blocked or time.monotonic() < self._retry_at:
+            return Batch()
+        batch, self._held, self._blocked = self._held, Batch(), set()
+        batch.at = time.monotonic()
+        return batch
+
+    def _place(self, delivery: Delivery, batch: Batch) -> Batch:
+        """The batch for news of a delivery: behind what the store has no room for, if it has such."""
+        if delivery.uuid not in self._blocked:
+            return batch
+        self._held.at = time.monotonic()
+        return self._held
+
+    def _hold(self, delivery: Delivery, ends: dict[str, Conclusion], tokens: Append | None = None) -> None:
+        """The store has no room for its tokens: they are said again later, and its end behind them."""
+        if not self._blocked:
+            self._retry_at = time.monotonic() + RETRY_S
+        self._blocked.add(delivery.uuid)
+        if tokens is not None:
+            self._held.appends[tokens.claim_id, tokens.choice] = tokens
+        self._hold_ends(ends)
+
+    def _hold_ends(self, ends: dict[str, Conclusion]) -> None:
+        for uuid in self._blocked & ends.keys():
+            self._held.ends.setdefault(uuid, ends.pop(uuid))
 
     def _ask(self) -> None:
         """Ask the model who is to blame for NaN (`probe`). If the engine is closed, a drain hands the tasks back."""
@@ -178,6 +215,11 @@ class Publisher(threading.Thread):
                 if isinstance(answer, Exception):
                     logger.error("Cannot publish the prompt of task %s: %s%s", delivery.task_id, answer, delivery.trace)
                     self._not_ok(delivery, "error", ends)
+                elif text(answer) == "full":
+                    warn_throttled(logger, "Prompts and tokens wait in this worker: %s", "the store is full")
+                    if delivery not in self._held.scored:
+                        self._held.scored.append(delivery)
+                    self._hold(delivery, ends)
                 elif text(answer) != "ok":
                     self._not_ok(delivery, text(answer), ends)
             return
@@ -192,10 +234,14 @@ class Publisher(threading.Thread):
             ends.pop(delivery.uuid, None)
 
     def _append(self, batch: list[Append], ends: dict[str, Conclusion]) -> None:
-        """APPEND; try until the store has it all, or says that it is not ours to append."""
+        """APPEND; try until the store has it all, has no room for it, or says that it is not ours to append."""
         held = self._deliveries.held
         while batch:
-            now, rest = part([a for a in batch if a.claim_id in held])
+            mine = [a for a in batch if a.claim_id in held]
+            for one in mine:
+                if one.claim_id in self._blocked:
+                    self._hold(held[one.claim_id], ends, one)
+            now, rest = part([a for a in mine if a.claim_id not in self._blocked])
             if not now:
                 return
             try:
@@ -213,7 +259,10 @@ class Publisher(threading.Thread):
                     if one.entries:
                         self._progress(delivery)
                     continue
-                if answer != "resend" or not self._resend(delivery, one.choice, next_index, again, ends):
+                if answer == "full":
+                    warn_throttled(logger, "Prompts and tokens wait in this worker: %s", "the store is full")
+                    self._hold(delivery, ends, one)
+                elif answer != "resend" or not self._resend(delivery, one.choice, next_index, again, ends):
                     self._not_ok(delivery, answer, ends)
             batch = again + rest
 
@@ -233,21 +282,24 @@ class Publisher(threading.Thread):
         if delivery.scored:
             self._prompt([delivery], ends)
         entries = delivery.entries[choice][start:]
-        again.append(
-            Append(
-                delivery.task_id,
-                delivery.uuid,
-                choice,
-                next_index,
-                entries,
-                scored=delivery.scored,
-                discarded=delivery.discarded,
-            )
+        tokens = Append(
+            delivery.task_id,
+            delivery.uuid,
+            choice,
+            next_index,
+            entries,
+            scored=delivery.scored,
+            discarded=delivery.discarded,
         )
+        if delivery.uuid in self._blocked:  # the prompt found no room
+            self._hold(delivery, ends, tokens)
+        else:
+            again.append(tokens)
         return True
 
     def _finish(self, ends: dict[str, Conclusion]) -> None:
         """FINISH what ended here; what is to be retried goes to the finisher as it is."""
+        self._hold_ends(ends)
         self._blame(ends)
         while ends:
             self._retry(ends)
@@ -264,6 +316,7 @@ class Publisher(threading.Thread):
                 if self._finished(end, answer, again, ends):
                     ends[end.delivery.uuid] = end
             self._append(again, ends)
+            self._hold_ends(ends)
 
     def _retry(self, ends: dict[str, Conclusion]) -> None:
         """Leave to Celery's retry what has tries left."""

@@ -13,8 +13,10 @@ from kombu.exceptions import OperationalError
 
 from producers.broker.connect import control_url
 from producers.connection.connect import connection_pool, kombu_url
+from producers.connection.script import run, text
 from producers.connection.trouble import trouble
 from producers.contract import keys
+from producers.store.protocol import celery_result
 from workers.flow.finisher import Finisher
 from workers.pool.task import register
 from workers.pool.transport import LINK, SCHEME, Link
@@ -34,6 +36,10 @@ class Backend(RedisBackend):
 
     def _get_pool(self, **params: Any) -> Any:
         return connection_pool(self.app.conf[STORE])
+
+    def _set(self, key: Any, value: Any, expires: Any = None) -> None:
+        """Store a result, also in a store that is full."""
+        run(self.client, celery_result(text(key), value, int(expires or self.expires or 0)))
 
 
 class App(Celery):

@@ -3,19 +3,22 @@
 -- whose task was deleted (DELETE).
 -- The record's field `idempotency` names the entry of the request's Idempotency-Key (IDEMPOTENT): it is marked as made.
 -- A task with the `origin` task enters the index that lists it, and its tenant's own. With accounts,
--- they are charged in the same script; if a limit, or a bound on what waits or is kept, is reached, nothing is written.
+-- they are charged in the same script; if a limit, or a bound on what waits or is kept, is reached, or the server is
+-- too full for the task's tier, nothing is written.
 -- Its bytes are counted among its tenant's.
 -- KEYS: task, submitting, deadlines, then the accounts that are charged
 -- ARGV: id, nonce, asked (ms, server time as the client estimates it), window (ms), what the accounts are asked for
 --       (JSON, `charge` in _limits.lua), bounds (JSON, `waiting_full`; empty: none), field, value, ...
 -- Answers: new | mine (the same request was admitted before, and its reply was lost) | exists | erased | late;
---          with accounts, in place of `new`, what `charge` answers (_limits.lua); what `waiting_full` answers
+--          with accounts, in place of `new`, what `charge` answers (_limits.lua); what `waiting_full` answers; what
+--          `reserve` answers (_memory.lua)
 -- include: producers.connection/_now.lua
 -- include: _limits.lua
 -- include: _bounds.lua
 -- include: _admit.lua
 -- include: _made.lua
 -- include: _kept.lua
+-- include: _memory.lua
 local task, submitting = KEYS[1], KEYS[2]
 local id, nonce, asked, window = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local now = now_ms()
@@ -30,16 +33,21 @@ if now - asked > window then
   return 'late'
 end
 local fields = { 'v', '1', 'status', 'submitting', 'nonce', nonce, 'created', now, 'deaths', 0 }
-local tenant
+local tenant, tier, tokens
 for i = 7, #ARGV do
   fields[#fields + 1] = ARGV[i]
   if i % 2 == 1 and ARGV[i] == 'tenant' then
     tenant = ARGV[i + 1]
+  elseif i % 2 == 1 and ARGV[i] == 'tier' then
+    tier = ARGV[i + 1]
+  elseif i % 2 == 1 and ARGV[i] == 'tokens' then
+    tokens = ARGV[i + 1]
   end
 end
 local kept = kept_of(tenant)
 kept_lapse(kept, now)
 local full = ARGV[6] ~= '' and waiting_full(cjson.decode(ARGV[6]))
+full = full or reserve(tier, fields, tokens, now)
 if full then
   return full
 end

@@ -1,22 +1,24 @@
-#!lua
+#!lua flags=allow-oom
 -- APPEND(c, i, tokens) | for each sequence, without raising. No record: `gone`. Other claim or final: `other`. Cancel:
 -- `cancel`. i < next: `ok`, not published again. i > next, or the prompt's entries are missing (a failover lost a
--- tail): `resend(next)`. Else append + publish. A text prompt's length is stored in the record, for the usage of a task
+-- tail): `resend(next)`. The server is too full for tokens of the task's tier (_memory.lua): `full`, nothing is
+-- appended. Else append + publish. A text prompt's length is stored in the record, for the usage of a task
 -- that ends without its worker.
 -- One call carries a whole engine step, and the prompt lengths of newly started tasks.
 -- KEYS: task, stream for each sequence
 -- ARGV: for each sequence: id, claim, choice, i, scored (1: PROMPT came before), discarded (tokens of best_of's
 --       candidates that are not among its choices), prompt (its length in tokens, 0: no news), run (_run.lua), count,
 --       entry * count (stream entries, JSON arrays)
--- Answers: for each sequence: ok | gone | other | cancel | resend | error, and a number: the choice's next index
+-- Answers: for each sequence: ok | gone | other | cancel | resend | full | error, and a number: the choice's next index
 -- include: producers.connection/_now.lua
 -- include: _run.lua
+-- include: _memory.lua
 local out, a = {}, 1
 local now
 
 local function append(task, stream, id, claim, choice, i, scored, discarded, prompt, run, first, last)
   local field = 'next:' .. choice
-  local r = redis.call('HMGET', task, 'claim', 'end', 'cancel', field, 'first', 'prompt')
+  local r = redis.call('HMGET', task, 'claim', 'end', 'cancel', field, 'first', 'prompt', 'tier')
   if r[1] ~= claim or r[2] then
     return redis.call('EXISTS', task) == 1 and 'other' or 'gone', 0
   end
@@ -35,13 +37,16 @@ local function append(task, stream, id, claim, choice, i, scored, discarded, pro
   if first > last then
     return 'ok', next
   end
+  now = now or now_ms()
+  if not may_write(r[7], now) then
+    return 'full', next
+  end
   local at = redis.call('XLEN', stream)
   for k = first, last do
     redis.call('XADD', stream, (at + 1 + k - first) .. '-0', 'e', ARGV[k])
   end
   next = next + last - first + 1
   if not r[5] then
-    now = now or now_ms()
     redis.call('HSET', task, field, next, 'first', now)
   else
     redis.call('HSET', task, field, next)

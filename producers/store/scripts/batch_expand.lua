@@ -5,7 +5,8 @@
 -- Nor are lines made for which the tenant's open batches have no room: those of them all that are in the store
 -- (expanded, and not written) may be `most` lines with `most_bytes` bytes of input.
 -- With accounts, each line is charged to them where its record is made. A line that they have no budget for is a failed
--- one. The first line that another limit keeps off, and those behind it, are left for later.
+-- one. The first line that another limit keeps off, or for which the server has no room (_memory.lua), and those behind
+-- it, are left for later.
 -- KEYS: batch, refused lines, submitting, deadlines, then the accounts that are charged
 -- ARGV: batch's id, from (line), lines, error of a line without budget (JSON), most lines and bytes of the tenant,
 --       2 * number of fields that all records share, number of other fields; name, value, ... of those; names of these; then for each line the offset behind
@@ -15,6 +16,7 @@
 -- include: _batch.lua
 -- include: _admit.lua
 -- include: _limits.lua
+-- include: _memory.lua
 local batch, from, lines, spent = KEYS[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
 local most, most_bytes = tonumber(ARGV[5]), tonumber(ARGV[6])
 local shared, others = tonumber(ARGV[7]), tonumber(ARGV[8])
@@ -44,11 +46,24 @@ local function fields_at()
   return fields
 end
 
--- Makes the record of a line, if its accounts allow it. Answers: nil | the limit that is reached
+local function tokens_of(fields)
+  for k = 1, #fields, 2 do
+    if fields[k] == 'tokens' then
+      return fields[k + 1]
+    end
+  end
+end
+
+-- Makes the record of a line, if the server has room and its accounts allow it. Answers: nil | the limit that is
+-- reached | storage
 local function make(id)
   local task, asked, fields = 'penstock:task:' .. id, ARGV[a + others + 2], fields_at()
   if redis.call('EXISTS', task) == 1 then
     return nil
+  end
+  local full = reserve('line', fields, tokens_of(fields), now)
+  if full then
+    return full[1]
   end
   if asked ~= '' then
     local said, reserved, shortened = charge({ unpack(KEYS, 5) }, cjson.decode(asked), now)

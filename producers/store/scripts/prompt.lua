@@ -1,13 +1,15 @@
-#!lua
+#!lua flags=allow-oom
 -- PROMPT(c, entries) | No record: `gone`. Other claim or final: `other`. Cancel: `cancel`. In the stream already: `ok`,
--- not published again. Else append + publish, and store the number of entries in the record: `ok`. The entries count as
+-- not published again. The server is too full for its tier (_memory.lua): `full`. Else append + publish, and store the number of entries in the record: `ok`. The entries count as
 -- no tokens. Their worker says `scored` in every APPEND and FINISH, which do nothing while they are missing: so they
 -- precede token 0.
 -- KEYS: task, stream
 -- ARGV: id, claim, entry, ... (stream entries, JSON objects)
--- Answers: ok | gone | other | cancel
+-- Answers: ok | gone | other | cancel | full
+-- include: producers.connection/_now.lua
+-- include: _memory.lua
 local task, stream, id = KEYS[1], KEYS[2], ARGV[1]
-local r = redis.call('HMGET', task, 'claim', 'end', 'cancel', 'prompt')
+local r = redis.call('HMGET', task, 'claim', 'end', 'cancel', 'prompt', 'tier')
 if r[1] ~= ARGV[2] or r[2] then
   return redis.call('EXISTS', task) == 1 and 'other' or 'gone'
 end
@@ -16,6 +18,9 @@ if r[3] then
 end
 if r[4] then
   return 'ok'
+end
+if not may_write(r[5], now_ms()) then
+  return 'full'
 end
 local at = redis.call('XLEN', stream)
 for k = 3, #ARGV do

@@ -6,7 +6,8 @@
 Killed after BATCH_EXPAND, the records stay `submitting`, and `producers.sweeper.unsent` sends their messages.
 
 Lines of a key or tenant with limits are charged in that script, as ADMIT charges a task. A line that their budget has
-not enough left for is refused; any other limit keeps lines off, and the next look goes on with them. Lines that are
+not enough left for is refused; any other limit keeps lines off, and the next look goes on with them. So does a store
+that is filling: lines are never refused for want of room. Lines that are
 refused after work count in a minute's requests, as those of callers who wait.
 
 Only so many lines are in the store at a time that no input fills its memory: a line's record has its prompt, and stays
@@ -17,6 +18,7 @@ holds for each batch, and for all of a tenant's together.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +26,9 @@ from typing import Final
 
 from producers.client.aio import AsyncClient
 from producers.client.submission import record_fields
+from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import arun
+from producers.connection.storage import PRESSED, read_storage
 from producers.contract.message import Message
 from producers.contract.trace import trace_fields
 from producers.store import batches
@@ -32,8 +36,11 @@ from producers.store.access import tenants
 from producers.store.batches import Batch, Block, Entry
 from producers.store.blobs import Ahead, Blobs
 from producers.store.usage.prices import Prices
+from producers.store.waiting import promised
 from producers.sweeper.batches.endpoint import Answer, Endpoints, Planned
 from producers.sweeper.batches.reading import Requests, read_requests
+
+log = logging.getLogger(__name__)
 
 #: Most lines in a block, and their bytes; one longer line is a block, too. A block keeps the store busy for some 5 ms.
 BLOCK: Final = 250
@@ -89,6 +96,10 @@ class Expander:
         most_of_tenant = await self._most(batch.tenant)
         lines, size = await batches.lines_of(self._client.store, batch.tenant)
         if lines >= most_of_tenant or size >= batches.MAX_BYTES:  # else a block would be made ready for nothing
+            return 0
+        storage = await read_storage(self._client.store)
+        if storage.limit and storage.used + await promised(self._client.store) >= PRESSED * storage.limit:
+            warn_throttled(log, "batches pause until the store has room: %s", f"{storage.ratio:.0%} of it is in use")
             return 0
         over = time.monotonic() + EXPAND_S
         coming = self._begin(batch, line, offset)

@@ -16,6 +16,7 @@ from producers.connection.hello import check_hello
 from producers.connection.log_throttle import EVERY_S, warn_throttled
 from producers.connection.sentinel import split
 from producers.connection.trouble import NotPrimary, Trouble, UnusableServer, said, trouble
+from producers.contract import keys
 from producers.store.servers import RIGHTS, ServerRefused, check_server
 
 HELLO = {"server": "redis", "version": "7.2.4", "mode": "standalone", "role": "master"}
@@ -80,6 +81,49 @@ def test_a_full_store_takes_no_task_and_says_so(valkey: Redis, valkey_url: str, 
         finally:
             valkey.config_set("maxmemory", "0")
         client.submit(model=model, prompt=[1])
+
+
+@pytest.mark.parametrize(
+    ("share", "taken"), [(0.7, {"priority", "default", "flex"}), (0.8, {"priority", "default"}), (0.87, {"priority"})]
+)
+def test_worse_tiers_are_refused_earlier_and_told_why(
+    valkey: Redis, valkey_url: str, model: str, share: float, taken: set[str]
+) -> None:
+    valkey.setrange("ballast", 20_000_000, "x")
+    refused = {}
+    with Client(valkey_url) as client:
+        client.submit(model=model, prompt=[1])
+        valkey.config_set("maxmemory", int(valkey.info("memory")["used_memory"] / share))
+        valkey.delete(keys.WAITING_MEMORY)  # the last look counts for a while
+        try:
+            for tier in keys.TIERS:
+                try:
+                    client.submit(model=model, prompt=[1], tier=tier, task_id=tier)
+                except SubmitFailed as error:
+                    refused[tier] = error
+        finally:
+            valkey.config_set("maxmemory", "0")
+            valkey.delete("ballast", keys.WAITING_MEMORY)
+    assert refused.keys() == keys.TIERS.keys() - taken
+    assert not valkey.exists(*map(keys.task, refused))
+    assert all(f"no room for a task of the tier {tier}" in str(error) for tier, error in refused.items())
+    assert {error.code for error in refused.values()} == {"storage_full"}
+
+
+def test_room_is_kept_for_the_results_of_what_waits(valkey: Redis, valkey_url: str, model: str) -> None:
+    """A task that waits with a thousand tokens to make counts more than its record."""
+    valkey.setrange("ballast", 20_000_000, "x")
+    valkey.config_set("maxmemory", int(valkey.info("memory")["used_memory"] / 0.7))
+    valkey.hset(keys.WAITING_TOKENS, "default q", 1_000_000)
+    try:
+        with Client(valkey_url) as client, pytest.raises(SubmitFailed, match="promised to tasks that wait"):
+            client.submit(model=model, prompt=[1])
+        valkey.delete(keys.WAITING_TOKENS, keys.WAITING_MEMORY)
+        with Client(valkey_url) as client:
+            client.submit(model=model, prompt=[1])
+    finally:
+        valkey.config_set("maxmemory", "0")
+        valkey.delete("ballast", keys.WAITING_MEMORY)
 
 
 def test_a_server_that_evicts_is_refused(valkey: Redis, valkey_url: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -84,6 +84,20 @@ def test_a_line_has_one_record_and_counts_once(store: Store, valkey: Redis) -> N
     assert not valkey.exists(keys.WAITING, keys.WAITING_TOKENS)
 
 
+def test_no_line_is_made_while_the_store_has_no_room(store: Store, valkey: Redis) -> None:
+    store.begun(3)
+    valkey.setrange("ballast", 20_000_000, "x")
+    valkey.config_set("maxmemory", int(valkey.info("memory")["used_memory"] / 0.62))
+    try:
+        assert run(valkey, store.block(0, 3))[1:] == [0]
+        assert (store.read().count("line"), store.read().count("failed")) == (0, 0)
+        valkey.delete("ballast", keys.WAITING_MEMORY)
+        assert run(valkey, store.block(0, 3))[1:] == [3]
+    finally:
+        valkey.config_set("maxmemory", "0")
+        valkey.delete("ballast", keys.WAITING_MEMORY)
+
+
 def test_lines_are_charged_once_up_to_what_accounts_allow(store: Store, valkey: Redis) -> None:
     asked = {"tokens": 9, "prompt": 4, "output": 5, "least": 5, "width": 1}
 

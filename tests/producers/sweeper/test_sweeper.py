@@ -8,6 +8,7 @@ from redis import Redis
 
 from producers import AsyncClient
 from producers.connection import log_throttle as complaints
+from producers.connection.script import run
 from producers.contract import keys
 from producers.store import protocol
 from producers.sweeper import sweeper
@@ -15,6 +16,7 @@ from producers.sweeper import unsent as submits
 from producers.sweeper.sweeper import SweeperSettings
 from producers.sweeper.unsent import Swept
 from tests.producers.conftest import QUEUE
+from tests.producers.fake_worker import FakeWorker
 from tests.waiting import auntil
 
 
@@ -78,6 +80,30 @@ async def test_one_bad_record_does_not_end_the_sweeping_of_others(
     await auntil(lambda: valkey.hexists(keys.task(handle.id), "settled"))
     leading.cancel()
     await asyncio.wait((leading,))
+
+
+async def test_a_full_store_is_compacted_at_once_and_keeps_no_sweeper_from_its_work(
+    aclient: AsyncClient, valkey: Redis, valkey_url: str, worker: FakeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = [(await aclient.submit(model="tiny", prompt=[1])).id for _ in range(3)]
+    for task_id in ids:
+        worker.claim(task_id)
+        worker.append(task_id, 0, ["a", "b", "c"], finish_reason="stop")
+        worker.finish(task_id, [3])
+        run(valkey, protocol.settle(task_id))
+    valkey.config_set("maxmemory", "1")
+    settings = SweeperSettings(valkey_url, valkey_url, "s", lease=60.0, every=0.01, compact_after=3600.0)
+    leading = asyncio.create_task(sweeper.lead(aclient, settings))
+    try:
+        await auntil(lambda: valkey.hget(keys.SWEPT, "compacted") == b"3")
+    finally:
+        leading.cancel()
+        await asyncio.wait((leading,))
+        valkey.config_set("maxmemory", "0")
+    assert all(valkey.exists(keys.result(task_id)) and not valkey.exists(keys.stream(task_id)) for task_id in ids)
+    assert "broken off" not in caplog.text
+    for task_id in ids:
+        assert (await aclient.get(task_id).result()).text == "abc"
 
 
 async def test_a_store_that_is_away_is_complained_of_once_in_a_while(

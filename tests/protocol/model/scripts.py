@@ -91,15 +91,24 @@ def _late(r: Rec, rules: Rules, **changes: Any) -> Rec:
 
 
 def admit(
-    r: Rec | None, nonce: Any, late: bool, rules: Rules, new: Rec = SUBMITTED, *, erased: bool = False
+    r: Rec | None,
+    nonce: Any,
+    late: bool,
+    rules: Rules,
+    new: Rec = SUBMITTED,
+    *,
+    erased: bool = False,
+    full: bool = False,
 ) -> tuple[str, Rec | None]:
-    """`erased`: a task with this id was deleted."""
+    """`erased`: a task with this id was deleted. `full`: the server has no room for it, and it was not taken before."""
     if r is not None and "admit_absent" in rules:
         return ("mine" if r.nonce == nonce or "admit_nonce" not in rules else "exists"), r
     if erased:
         return "erased", r
     if late:
         return "late", r
+    if full:
+        return "storage", r
     return "new", new._replace(nonce=nonce)
 
 
@@ -201,8 +210,8 @@ def elsewhere(r: Rec, kind: Any, serving: Iterable[Any], rules: Rules, *, bound:
     return (kind[0], None, *level) if r.need > level_of(kind) and "claim_level" in rules else None
 
 
-def prompt(r: Rec | None, c: Any, entries: int, rules: Rules) -> tuple[str, Rec | None]:
-    """`entries`: how many they are."""
+def prompt(r: Rec | None, c: Any, entries: int, rules: Rules, *, full: bool = False) -> tuple[str, Rec | None]:
+    """`entries`: how many they are. `full`: as of `append`."""
     if r is None:
         return "gone", r
     if "prompt_fence" in rules and (r.claim != c or r.status in FINAL):
@@ -211,6 +220,8 @@ def prompt(r: Rec | None, c: Any, entries: int, rules: Rules) -> tuple[str, Rec 
         return "cancel", r
     if r.prompt and "prompt_once" in rules:
         return "ok", r
+    if full:
+        return "full", r
     return "ok", r._replace(prompt=r.prompt + (len(r.stream),) * entries)
 
 
@@ -225,9 +236,11 @@ def append(
     scored: bool = False,
     discarded: int = 0,
     counted: int = 0,
+    full: bool = False,
 ) -> tuple[str, int, Rec | None]:
     """Answers and the choice's next index. `entries` are the choice's tokens from index `i` on; `scored`: PROMPT came
-    before; `counted`: the prompt's tokens, 0 where there is nothing to say."""
+    before; `counted`: the prompt's tokens, 0 where there is nothing to say; `full`: the server has no room for its
+    tier's tokens, and its worker says them again."""
     if r is None:
         return "gone", 0, r
     if (r.claim != c and "append_claim" in rules) or (r.status in FINAL and "append_final" in rules):
@@ -245,6 +258,8 @@ def append(
         entries = entries[at - i :]  # what was applied already is not published again
     if not entries:
         return "ok", at, r
+    if full:
+        return "full", at, r
     at += len(entries)
     nexts = (*r.next[:choice], at, *r.next[choice + 1 :])
     return "ok", at, r._replace(stream=r.stream + entries, next=nexts, discarded=discarded or r.discarded)

@@ -95,6 +95,30 @@ async def test_what_ran_is_in_the_output_of_a_cancelled_batch(
     assert job.faults() == []
 
 
+async def test_batches_pause_while_the_store_has_no_room_and_no_line_is_refused(
+    valkey: Redis, valkey_url: str, tmp_path: Path, worker: FakeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    valkey.setrange("ballast", 20_000_000, "x")
+    job = Job(valkey, tmp_path, [GOOD] * 10)
+    valkey.config_set("maxmemory", int(valkey.info("memory")["used_memory"] / 0.62))
+    try:
+        async with sweeping(valkey_url, job):
+            await auntil(lambda: "batches pause until the store has room" in caplog.text)
+            assert job.read().status == "in_progress"
+            assert job.read().count("line") == 0
+            valkey.delete("ballast")
+            for line in range(10):
+                await auntil(lambda: valkey.hexists(keys.task(batches.task_id(job.id, line)), "queued"))  # noqa: B023
+                worker.serve(batches.task_id(job.id, line))
+            await auntil(job.ended)
+    finally:
+        valkey.config_set("maxmemory", "0")
+        valkey.delete("ballast", keys.WAITING_MEMORY)
+    assert job.read().status == "completed"
+    assert len(job.lines("output")) == 10
+    assert job.faults() == []
+
+
 async def test_what_is_not_done_at_the_deadline_is_expired(
     valkey: Redis, valkey_url: str, tmp_path: Path, worker: FakeWorker
 ) -> None:
