@@ -226,7 +226,7 @@ class Claimer(threading.Thread):
             self._publisher.conclude(delivery, "failed", _refusal(delivery, exc))
             return
         except LOST as exc:
-            logger.warning("Cannot start task %s, giving it back: %s%s", delivery.task_id, exc, delivery.trace)
+            warn_throttled(logger, "Cannot start task %s, giving it back%s: %s", delivery.task_id, delivery.trace, exc)
             self._finisher.let_go(delivery, self._served.settings.retry_after)
             return
         except BaseException as exc:  # a panic in the tokenizer, which is Rust, is no Exception

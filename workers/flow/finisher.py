@@ -266,7 +266,9 @@ class Finisher(threading.Thread):
         elif answer < 0 and delivery.plain is None:  # no record: CLAIM would say `done`
             self._deliveries.done(delivery, settled=True)
         else:
-            logger.warning("A failover lost the end of task %s: it goes back%s", delivery.task_id, delivery.trace)
+            warn_throttled(
+                logger, "A failover lost the end of a task, which goes back%s: %s", delivery.trace, delivery.task_id
+            )
             self.release(delivery)
         return True
 

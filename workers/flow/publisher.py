@@ -371,7 +371,7 @@ class Publisher(threading.Thread):
             self._deliveries.end(delivery)
             self._deliveries.done(delivery, settled=True)
             return
-        logger.warning("Task %s is not ours any more (%s)%s", delivery.task_id, answer, delivery.trace)
+        warn_throttled(logger, "Task %s is not ours any more%s: %s", delivery.task_id, delivery.trace, answer)
         if answer == "other":
             delivery.incarnation.lost[delivery.uuid] = delivery.used
         self._finisher.let_go(delivery, self._retry_after)

@@ -1,4 +1,5 @@
-"""Celery's consumer, taught to keep what it cannot read, to print nothing of what callers sent, and whom to hold up.
+"""Celery's consumer, taught to keep what it cannot read, to print nothing of what callers sent, whom to hold up, and to
+be there soon after a server that was away.
 
 Beside it the commands of Celery's remote control that do not know how a Penstock worker works.
 """
@@ -9,9 +10,11 @@ import json
 from typing import Any, Final
 
 from celery.utils.log import get_logger
+from celery.worker import state
 from celery.worker.consumer import Consumer as Stock
 from celery.worker.control import control_command, inspect_command, nok
 
+from producers.connection.log_throttle import warn_throttled
 from producers.contract.message import is_plain
 from workers.pool.task import batch_of
 
@@ -19,6 +22,8 @@ logger = get_logger(__name__)
 
 #: Printed in logs instead of a message's body. `penstock dlq show` shows the whole message to users of the broker.
 UNSHOWN: Final = "(not shown)"
+#: Seconds between tries to connect: at first, more after each try, at most.
+RECONNECT_S: Final = (0.2, 0.2, 1.0)
 #: Headers in which Celery's senders repeat the arguments.
 ARGUMENTS: Final = ("argsrepr", "kwargsrepr")
 
@@ -26,6 +31,27 @@ ARGUMENTS: Final = ("argsrepr", "kwargsrepr")
 class Consumer(Stock):
     """Stock acknowledges a message whose body cannot be decoded, which loses it, and logs the bodies of others; and its
     rate limits hold up every task, also those of HTTP and the clients, for whom the gateway has bounds of its own."""
+
+    def ensure_connected(self, conn: Any) -> Any:
+        """Stock waits 2 s longer after each try, up to half a minute, and so for long after a server is back; and it
+        logs each try."""
+
+        def failed(error: Exception, wait_s: float) -> None:
+            self.broker_connection_retry_attempt += 1
+            warn_throttled(logger, "Celery's consumer cannot connect to %s, trying again: %s", conn.as_uri(), error)
+
+        start, step, most = RECONNECT_S
+        conn = conn.ensure_connection(
+            failed,
+            self.app.conf.broker_connection_max_retries,
+            interval_start=start,
+            interval_step=step,
+            interval_max=most,
+            callback=state.maybe_shutdown,
+        )
+        self.first_connection_attempt = False
+        self.broker_connection_retry_attempt = 0
+        return conn
 
     def on_decode_error(self, message: Any, exc: Exception) -> None:
         logger.critical("A message cannot be decoded (%s: %s): dead-lettered", type(exc).__name__, exc)

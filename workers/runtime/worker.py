@@ -14,7 +14,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from producers.connection.log_throttle import warn_throttled
+from producers.connection.log_throttle import Throttle, warn_throttled
 from producers.connection.trouble import trouble
 from producers.store.fleet import cards
 from workers.connect import LOST, check_queues, check_servers, connect
@@ -88,6 +88,9 @@ def _log(level: str) -> None:
     # a line or two for every task, and for every client of AWS
     for name in ("celery.app.trace", "celery.worker.strategy", "botocore"):
         logging.getLogger(name).setLevel(logging.DEBUG if level == "DEBUG" else logging.WARNING)
+    # a line for every try, with a traceback, while the server is full or away
+    for name in ("kombu.transport.redis", "celery.worker.consumer.consumer"):
+        logging.getLogger(name).addFilter(Throttle())
 
 
 def _loaded(settings: WorkerSettings) -> Served:

@@ -14,6 +14,7 @@ from fastapi import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from producers.connection.log_throttle import warn_throttled
 from producers.connection.turns import Busy, Turns
 from producers.errors import shown
 from producers.gateway.fair_share import turn
@@ -102,7 +103,7 @@ def _known(file: File) -> Iterator[None]:
     try:
         yield
     except BlobNotFound:
-        logger.error("the file %s is known, and not in this gateway's --files-dir", file.id)
+        warn_throttled(logger, "a file is known, and not in this gateway's --files-dir: %s", file.id)
         said = f"The content of {file.id} is not in this gateway's --files-dir, which all gateways and sweepers share."
         raise unavailable(said, code="file_unavailable") from None
 

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 from starlette.requests import Request
 
 from producers.client.steps import FAILURES
-from producers.connection.trouble import said
+from producers.connection.log_throttle import warn_throttled
 from producers.contract.stream.events import End, Event
 from producers.contract.task import Task
 from producers.errors import PenstockError, TaskExists, TaskNotFound
@@ -160,7 +160,7 @@ class Foreground:
             except TaskNotFound:
                 pass  # it never had a record
             except (PenstockError, *FAILURES) as error:
-                logger.warning("task %s of a caller who left is not cancelled yet: %s", name, said(error))
+                warn_throttled(logger, "task %s of a caller who left is not cancelled yet: %s", name, error)
                 missed.add(name)
         self._open.clear()
         held, self._held = self._held, []

@@ -13,7 +13,7 @@ from redis import exceptions as redis
 from producers import Client, SubmitFailed
 from producers.connection import log_throttle as complaints
 from producers.connection.hello import check_hello
-from producers.connection.log_throttle import EVERY_S, warn_throttled
+from producers.connection.log_throttle import EVERY_S, Throttle, warn_throttled
 from producers.connection.sentinel import split
 from producers.connection.trouble import NotPrimary, Trouble, UnusableServer, said, trouble
 from producers.contract import keys
@@ -170,6 +170,25 @@ def test_the_same_complaint_is_made_once_in_a_while(
     assert caplog.records[-1].getMessage() == "try 4: away (and 2 times more since that was last said)"
     warn_throttled(log, "try %d: %s", 5, TimeoutError())
     assert caplog.records[-1].getMessage() == "try 5: TimeoutError"
+
+
+def test_a_library_that_logs_each_try_is_throttled_too(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(complaints, "_said", {})
+    library = logging.getLogger("a.library")
+    library.addFilter(Throttle())
+    now = time.monotonic()
+    monkeypatch.setattr(complaints, "time", SimpleNamespace(monotonic=lambda: now))
+    with caplog.at_level(logging.INFO):
+        for attempt in range(3):
+            library.warning("try %d fails", attempt)
+            library.info("not a warning")
+        now += EVERY_S
+        library.error("try %d fails", 3)
+    told = [record.getMessage() for record in caplog.records if record.levelno > logging.INFO]
+    assert told == ["try 0 fails", "try 3 fails (and 2 times more since that was last said)"]
+    assert len(caplog.records) == 5
 
 
 def test_what_an_error_says_is_told_and_else_its_name() -> None:
