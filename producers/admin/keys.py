@@ -42,7 +42,7 @@ MAX_OVERLAP_S: Final = 30 * 24 * 3600
 #: Unicode's categories of characters that no name has: controls, line ends, and what turns the direction of writing.
 UNSEEN: Final = frozenset({"Cc", "Cf", "Zl", "Zp"})
 #: Fields that nothing shows.
-_HIDDEN: Final = ("digest", "old_digest", "old_until", "limits")
+_HIDDEN: Final = ("digest", "old_digest", "old_until", "limits", "unconfirmed")
 LIMITS: Final = tuple(one.name for one in fields(Limits) if one.name not in KEPT)
 #: Fields that may be changed later.
 CHANGEABLE: Final = ("name", "models", "tiers", "expires_at", *LIMITS)
@@ -131,7 +131,7 @@ async def change(store: Redis, key_id: str, asked: Mapping[str, Any], actor: Act
 
 
 async def turn(store: Redis, key_id: str, verb: str, actor: Actor) -> Key | None:
-    """`disable`, `enable` or `revoke` a key; done before, nothing changes. None where there is no such key.
+    """`disable`, `enable`, `revoke` or `confirm` a key; done before, nothing changes. None where there is no such key.
 
     Raises KeyEnded, redis.exceptions.RedisError or OSError.
     """
@@ -163,14 +163,23 @@ def _disable(key: Key) -> Key:
 
 def _enable(key: Key) -> Key:
     _check_going(key)
-    return replace(key, disabled_at=None)
+    return replace(key, disabled_at=None, unconfirmed=False)
+
+
+def _confirm(key: Key) -> Key:
+    return replace(key, disabled_at=None, unconfirmed=False) if key.unconfirmed else key
 
 
 def _revoke(key: Key) -> Key:
     return key if key.revoked_at is not None else replace(key, revoked_at=int(time.time()))
 
 
-TURNS: Final[Mapping[str, Callable[[Key], Key]]] = {"disable": _disable, "enable": _enable, "revoke": _revoke}
+TURNS: Final[Mapping[str, Callable[[Key], Key]]] = {
+    "disable": _disable,
+    "enable": _enable,
+    "revoke": _revoke,
+    "confirm": _confirm,
+}
 
 
 def _check_going(key: Key) -> None:

@@ -29,6 +29,11 @@ KEYS: Final = (
     "zrevrangebyscore zscan zscore "
     "xadd xlen xrange xrevrange xtrim"
 )
+#: Commands of `penstock backup`, which only reads. SCAN tells the names of all keys.
+READER: Final = (
+    "hello ping select auth time info acl|whoami client|setinfo client|setname multi exec watch unwatch scan exists "
+    "type pttl get hget hgetall hkeys hvals llen lrange smembers xrange zcard zrange zscore"
+)
 #: Commands of a plain Celery application, which sends tasks and waits for their results.
 SENDER: Final = (
     "hello ping select auth client|setinfo client|setname multi exec lpush llen sadd srem smembers "
@@ -71,7 +76,7 @@ _TASKS: Final = (
 )
 _TASKS_READ: Final = (
     "penstock:webhooks:endpoints penstock:webhooks:endpoints:* penstock:pools penstock:models penstock:routes "
-    "penstock:ejected:*"
+    "penstock:ejected:* penstock:epoch"
 )
 _TASKS_CHANNELS: Final = "penstock:tokens:* penstock:control:* penstock:alive:* penstock:webhooks:wake"
 #: The broker's books of what waits and what workers have.
@@ -94,7 +99,7 @@ _RESULTS: Final = "celery-task*"
 _WORKER: Final = Rights(
     f"{_TASKS} {_DELIVERIES} {_QUEUES} {_CELERY} {_RESULTS} penstock:models penstock:routes penstock:pools "
     "penstock:profiles penstock:ejected:* penstock:blob:*",
-    "penstock:webhooks:endpoints penstock:webhooks:endpoints:* penstock:rollouts",
+    "penstock:webhooks:endpoints penstock:webhooks:endpoints:* penstock:rollouts penstock:epoch",
     f"{_TASKS_CHANNELS} {_CELERY_CHANNELS} {_RESULTS}",
 )
 _AUTOSCALER: Final = Rights(
@@ -118,16 +123,16 @@ ROLES: Final[dict[str, Rights]] = {
     "sweeper": Rights(
         f"{_TASKS} {_DELIVERIES} {_QUEUES} {_FILES} {_RESULTS} penstock:sweeper penstock:swept penstock:usage "
         "penstock:usage:* penstock:webhooks:* penstock:models penstock:pools penstock:profiles penstock:blob:* "
-        "penstock:schedules penstock:source:* penstock:scale:pools",
-        # A batch's lines run within the limits that its key has by then.
-        f"{_TASKS_READ} penstock:rollouts penstock:tenants:limits penstock:keys",
+        "penstock:schedules penstock:source:* penstock:scale:pools penstock:journal",
+        # A batch's lines run within the limits that its key has by then. The journal has what was changed of these.
+        f"{_TASKS_READ} penstock:rollouts penstock:tenants:limits penstock:keys penstock:audit penstock:audit:*",
         f"{_TASKS_CHANNELS} {_RESULTS}",
         # It looks for tokenizers that no model has. SCAN tells the names of all keys.
         f"{CONNECTION} {KEYS} scan",
     ),
     "webhooks": Rights(
         f"penstock:webhooks:* penstock:replies penstock:replies:* penstock:kept:* {_PROBE}",
-        "penstock:task:* penstock:stream:* penstock:result:* penstock:batch:* penstock:file:*",
+        "penstock:task:* penstock:stream:* penstock:result:* penstock:batch:* penstock:file:* penstock:epoch",
         f"penstock:webhooks:wake {_PROBE_CHANNEL}",
         writes="penstock:audit penstock:audit:*",
     ),
@@ -145,6 +150,18 @@ ROLES: Final[dict[str, Rights]] = {
         "celery-task-meta-*",
         "celery-task-meta-*",
         SENDER,
+    ),
+    "backup": Rights(
+        "",
+        "penstock:task:* penstock:stream:* penstock:result:* penstock:idempotency:* penstock:idempotent:* "
+        "penstock:batch:* penstock:file:* penstock:webhooks:row:* penstock:webhooks:due penstock:webhooks:delivered "
+        "penstock:webhooks:dead penstock:webhooks:endpoints penstock:webhooks:secrets penstock:replies:* "
+        "penstock:models penstock:routes penstock:pools penstock:profiles penstock:rollouts penstock:schedules "
+        "penstock:blob:* penstock:inbox:* penstock:limits:* penstock:erased:* penstock:keys penstock:tenants:limits "
+        "penstock:audit penstock:audit:* penstock:ledger penstock:usage penstock:usage:* penstock:epoch penstock:dead "
+        "penstock:weights penstock:sqs:* penstock:sorted:* penstock:deliveries:tokens penstock:incarnations "
+        f"penstock:queue:* {_RESULTS}",
+        commands=READER,
     ),
     "operator": Rights(f"penstock:* {_RESULTS}", "", f"penstock:* {_CELERY_CHANNELS}", f"{CONNECTION} {KEYS} scan"),
 }

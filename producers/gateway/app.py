@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -43,6 +44,7 @@ from producers.gateway.text.forms import Forms
 from producers.gateway.text.prompts import Prompts
 from producers.gateway.text.templates import Templates
 from producers.release import release
+from producers.store import epoch
 from producers.store.blobs import open_blobs
 from producers.store.blobs.bucket import is_s3
 from producers.store.usage.prices import Prices
@@ -171,6 +173,11 @@ def _parts(
     )
 
 
+def _end() -> None:
+    """End this process as SIGTERM does: open streams get their time."""
+    signal.raise_signal(signal.SIGTERM)
+
+
 @asynccontextmanager
 async def _running(gateway: Gateway, fair_share: FairShare) -> AsyncGenerator[None]:
     """Keep running what a gateway does beside its requests; close its parts at the end."""
@@ -179,6 +186,7 @@ async def _running(gateway: Gateway, fair_share: FairShare) -> AsyncGenerator[No
         asyncio.create_task(gateway.readers.run(), name="renew reader leases"),
         asyncio.create_task(gateway.awaited.run(), name="load awaited models"),
         asyncio.create_task(fair_share.run(), name="look at the loop"),
+        asyncio.create_task(epoch.watch(client.reserved, _end), name="watch the epoch"),
     ]
     if gateway.callers is not None:
         keeping.append(asyncio.create_task(gateway.streams.watch(client.reserved), name="watch keys"))

@@ -23,6 +23,7 @@ A batch is the hash `penstock:batch:<id>`:
 | `outputs`, `errors`, `lapsed` | written lines by file; those of the errors that expired |
 | `in_progress_at`, `finalizing_at`, `cancelling_at`, and `<status>_at` of its end | server times (ms) |
 | `output_file`, `error_file` | ids of its files, once it has ended; absent if the file would be empty |
+| `restored` | 1: it was restored from a backup before it had ended |
 | `reasons` | why it failed as a whole: JSON, [{code, line, message, param}] |
 
 The head of each `scripts/batch_*.lua` has its precondition, effect and answers. All may be called twice.

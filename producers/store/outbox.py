@@ -19,6 +19,7 @@ all replays have the same. The row is the hash `penstock:webhooks:row:<name>`:
 | `endpoint` | the endpoint's id; absent for a task's own webhook |
 | `secret` | of a task's own webhook (`producers.contract.sealing`); absent: the endpoint's, or the tenant's |
 | `tenant`, `model` | of the task, where it has them |
+| `restored` | 1: it, or its task or batch, is from a backup, so it may have been delivered before |
 | `source`, `reply` | of a reply: the source that sends it, and what the record's `reply` says |
 | `state` | due, delivered, dead |
 | `holder` | the TAKE that leased it |
@@ -90,6 +91,7 @@ class Row:
     model: str | None = None
     source: str | None = None
     reply: str | None = None
+    restored: bool = False
     tries: int = 0
     attempts: tuple[Attempt, ...] = ()
 
@@ -103,6 +105,7 @@ class Row:
         told: dict[str, Any] = {field: said.get(field, "") for field in ("webhook_id", "type", "object", "url")}
         told |= {field: said.get(field) for field in ("endpoint", "secret", "tenant", "model", "source", "reply")}
         told |= {field: int(said.get(field, 0)) for field in ("at", "tries")}
+        told["restored"] = "restored" in said
         return cls(
             name, **told, state=cast(State, said.get("state", "due")), attempts=_attempts(said.get("attempts", "[]"))
         )

@@ -291,11 +291,14 @@ def absolve(task_id: str, incarnation: str) -> Call:
     return Call(script(PACKAGE, "absolve"), (keys.task(task_id),), (incarnation,))
 
 
-def lease(incarnation: str, pool: str, about: str, ttl_ms: int, *, take: bool, serves: bool = True) -> Call:
+def lease(
+    incarnation: str, pool: str, about: str, ttl_ms: int, *, take: bool, serves: bool = True, epoch: str = ""
+) -> Call:
     """LEASE: take or renew a worker's lease here. `pool`: its pool's queue; `about`: the worker's state (JSON);
-    `serves`: it neither drains nor is held back. Answers 1, or 0 if gone."""
+    `serves`: it neither drains nor is held back; `epoch`: the one that it began in. Answers 1, 0 if gone, or -1 in
+    another epoch (`producers.store.epoch`)."""
     names = (keys.lease(incarnation), keys.workers(pool))
-    return Call(script(PACKAGE, "lease"), names, (incarnation, about, ttl_ms, int(take), int(serves)))
+    return Call(script(PACKAGE, "lease"), names, (incarnation, about, ttl_ms, int(take), int(serves), epoch))
 
 
 def eject(incarnation: str, pool: str, living: int, *, alone: bool) -> Call:

@@ -14,8 +14,10 @@ from producers.connection.aws import AwsNotInstalled
 from producers.connection.connect import connect, shown
 from producers.connection.script import Call, script, text
 from producers.connection.trouble import NotPrimary, Trouble, UnusableServer, trouble
+from producers.contract import keys
 from producers.errors import PenstockError
 from producers.store.blobs import open_blobs
+from producers.store.epoch import RESTORING
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +71,8 @@ def check_server(
         with closing(connect(url)) as client:
             _may(client, control)
             _may_look(client, role, shown(url))
+            if role == "store":
+                _check_epoch(client)
             if results:
                 _may_store_results(client, role, shown(url))
             _look_at_memory(client, role, shown(url))
@@ -150,6 +154,16 @@ def _may_look(client: Redis, role: str, where: str) -> None:
             where,
             RIGHTS,
         )
+
+
+def _check_epoch(client: Redis) -> None:
+    """Raises UnusableServer while a backup is being restored into the store."""
+    try:
+        state = client.hget(keys.EPOCH, "state")
+    except NoPermissionError:  # a user of an earlier release's rights
+        return
+    if text(state or b"") == RESTORING:
+        raise UnusableServer("a backup is being restored into it: run `penstock restore` again until it has ended")
 
 
 def _may_store_results(client: Redis, role: str, where: str) -> None:

@@ -8,13 +8,18 @@ the task when it was deleted may do so a moment later; therefore an id is looked
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Final
 
 from producers.admin.dead_letters import letters, purge
+from producers.backup.journal import Journal
 from producers.client.aio import AsyncClient
+from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import ask, ms, text
 from producers.contract import keys
+
+log = logging.getLogger(__name__)
 
 #: Ids that are looked for at a time.
 PAGE: Final = 1000
@@ -28,9 +33,14 @@ class Erased:
     results: int = 0
 
 
-async def erase(client: AsyncClient) -> Erased:
-    """Erase once, what was deleted first before the rest. Raises redis.exceptions.RedisError or OSError."""
+async def erase(client: AsyncClient, journal: Journal | None = None) -> Erased:
+    """Erase once, what was deleted first before the rest. An id leaves once it is in the journal.
+
+    Raises redis.exceptions.RedisError or OSError.
+    """
     done = Erased()
+    if journal is not None:
+        await journal.keep()
     now, page = await ask(client.store, [("TIME",), ("ZRANGE", keys.ERASING, 0, PAGE - 1, "WITHSCORES")])
     deleted = {text(task_id): int(float(at)) for task_id, at in zip(page[::2], page[1::2], strict=True)}
     if not deleted:
@@ -38,6 +48,11 @@ async def erase(client: AsyncClient) -> Erased:
     done.results = sum(await ask(client.store, [("UNLINK", keys.celery_result(task_id)) for task_id in deleted]))
     for letter in [letter async for letter in letters(client) if letter.task_id in deleted]:
         done.letters += await purge(client, letter)
+    if journal is None and await client.store.exists(keys.JOURNAL):
+        warn_throttled(
+            log, "%d ids of what was deleted stay: a journal was kept, and this sweeper has no --journal", len(deleted)
+        )
+        return done
     if over := [task_id for task_id, at in deleted.items() if at < ms(now) - LATE_S * 1000]:
         await ask(client.store, [("ZREM", keys.ERASING, *over)])
     return done

@@ -22,6 +22,7 @@ from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call, script
 from producers.connection.trouble import fault, said
 from producers.contract import keys
+from producers.store import epoch
 from producers.store.protocol import PACKAGE
 
 log = logging.getLogger(__name__)
@@ -31,9 +32,10 @@ LEASE_S: Final = 5.0
 RENEWALS: Final = 3
 
 
-def lead(name: str, lease_ms: int, key: str = keys.SWEEPER) -> Call:
-    """LEAD: take or renew the lead. Answers 0, or the ms left of another leader's lease."""
-    return Call(script(PACKAGE, "lead"), (key,), (name, lease_ms))
+def lead(name: str, lease_ms: int, key: str = keys.SWEEPER, epoch: str = "") -> Call:
+    """LEAD: take or renew the lead. Answers 0, the ms left of another leader's lease, or -1 in another epoch than the
+    caller's (`producers.store.epoch`)."""
+    return Call(script(PACKAGE, "lead"), (key,), (name, lease_ms, epoch))
 
 
 def resign(name: str, key: str = keys.SWEEPER) -> Call:
@@ -52,6 +54,8 @@ class Leadership:
         self._lease_s = lease_s
         self._key, self._role = key, role
         self._until = 0.0
+        self._epoch: str | None = None
+        """The store's epoch when this process first asked."""
         #: When the store last answered (by `time.monotonic`).
         self.heard_at = time.monotonic()
         #: Why it did not, when it last failed.
@@ -65,7 +69,8 @@ class Leadership:
     async def during(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Do the work whenever this process leads, until cancelled; then give the lead up at once.
 
-        It is done anew with each lead, and may end by itself. What it raises ends this, too.
+        It is done anew with each lead, and may end by itself. What it raises ends this, too. Raises EpochChanged where
+        the store was restored since this process first asked.
         """
         try:
             while True:
@@ -82,8 +87,9 @@ class Leadership:
             for task in (done, kept):
                 task.cancel()
             await asyncio.wait((done, kept))
-        if not done.cancelled():
-            done.result()
+        for task in (done, kept):
+            if not task.cancelled():
+                task.result()
 
     async def acquire(self) -> None:
         """Wait until this process leads."""
@@ -123,12 +129,18 @@ class Leadership:
         asked = time.monotonic()
         try:
             async with asyncio.timeout(self._lease_s / RENEWALS / 2):
-                left = int(await self._client.run(once(lead(self.name, int(self._lease_s * 1000), self._key))))
+                if self._epoch is None:
+                    self._epoch = await epoch.aread(self._client.store)
+                call = lead(self.name, int(self._lease_s * 1000), self._key, self._epoch)
+                left = int(await self._client.run(once(call)))
         except FAILURES as error:
             self.fault = fault("the store", error)
             warn_throttled(log, "cannot ask the store who leads, trying again: %s", error)
             return None
         self.heard_at = time.monotonic()
+        if left == epoch.OTHER:
+            self._until = 0.0
+            raise epoch.EpochChanged
         if left == 0:
             self._until = asked + self._lease_s
         return left

@@ -23,13 +23,18 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Final
 
+from producers.backup.journal import EVERY_S as JOURNAL_EVERY_S
+from producers.backup.journal import Journal
 from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES, Steps
 from producers.connection.local import FILES_DIR
 from producers.connection.log_throttle import warn_throttled
-from producers.connection.script import arun
+from producers.connection.script import arun, ask
 from producers.connection.storage import PRESSED, read_storage
-from producers.store import protocol
+from producers.contract import keys
+from producers.contract.sealing import Keyring
+from producers.errors import PenstockError
+from producers.store import epoch, protocol
 from producers.store.batches import MAX_LINES
 from producers.store.blobs import open_blobs
 from producers.store.protocol import READER_LEASE_S
@@ -112,6 +117,10 @@ class SweeperSettings:
     """Most lines of one batch that are queued, or wait to be written, at a time."""
     tenant_lines: int = MAX_LINES
     """The same of all batches of a tenant that has no limit of its own."""
+    journal: str | None = None
+    """The folder, or the bucket's URL, of the journal (`producers.backup.journal`); None: none is kept."""
+    journal_keys: Keyring = field(default_factory=Keyring)
+    """What the journal is encrypted with; no key: it is plain."""
     orphaned_after: float = ORPHANED_AFTER_S
     """Time without any worker's lease after which a queue's messages return to its lists."""
     unserved_after: float = UNSERVED_AFTER_S
@@ -148,16 +157,45 @@ async def run(
 
 
 async def lead(client: AsyncClient, settings: SweeperSettings, endpoints: Endpoints | None = None) -> None:
-    """Sweep whenever this process leads, until cancelled; then give the lead up at once.
+    """Sweep whenever this process leads, until cancelled; then give the lead up at once. Raises EpochChanged, and
+    ForeignWorkers.
 
     `endpoints`: those that batches are for; without them, batches are left to another sweeper.
     """
 
     async def duties() -> None:
+        await _check_workers(client, settings.lease)
         log.info("%s leads: it sweeps", settings.name)
         await _duties(client, settings, endpoints)
 
     await Leadership(client, settings.name, settings.lease).during(duties)
+
+
+class ForeignWorkers(PenstockError):
+    """Workers of another system hold leases at the broker of a restored one."""
+
+
+async def _check_workers(client: AsyncClient, pause_s: float) -> None:
+    """Raises ForeignWorkers where workers hold leases at the broker of a restored system, and none at its store.
+
+    What they still need would be swept, and they would take this system's tasks. A worker takes its lease at the store
+    first; whoever lacks it twice is another system's.
+    """
+    if client.one_server or not await epoch.aread(client.store):
+        return
+    foreign: set[str] | None = None
+    for _ in range(2):
+        living = [worker.incarnation for worker in await client.broker.workers() if worker.left is not None]
+        leases = await ask(client.store, [("EXISTS", keys.lease(name)) for name in living])
+        without = {name for name, there in zip(living, leases, strict=True) if not there}
+        foreign = without if foreign is None else foreign & without
+        if not foreign:
+            return
+        await asyncio.sleep(pause_s)
+    raise ForeignWorkers(
+        f"workers that have no lease at this store hold leases at its broker: {', '.join(sorted(foreign or ()))}. This "
+        "store was restored from a backup: stop the old system's workers first (docs/backup.md)"
+    )
 
 
 async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: Endpoints | None) -> None:
@@ -167,6 +205,9 @@ async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: End
     undone = UnservedTasks(client, settings.unserved_after)
     blobs = open_blobs(settings.files_dir)
     moving = None if settings.results_to_files is None else Moving(blobs, settings.results_to_files)
+    journal = None
+    if settings.journal is not None:
+        journal = Journal(client.store, open_blobs(settings.journal), settings.journal_keys)
     stale = Stale(client, letters_kept_s=settings.letters_kept, unneeded_s=settings.unneeded)
 
     async def pack(age_s: float = settings.compact_after) -> Counts:
@@ -193,6 +234,8 @@ async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: End
         return {"told": await results.tell()}
 
     async def add_up() -> Counts:
+        if journal is not None:
+            await journal.keep()  # what is folded must be there
         return {"ledger_rows": await sum_usage(client, settings.usage)}
 
     async with asyncio.TaskGroup() as group:
@@ -207,12 +250,18 @@ async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: End
         often: tuple[Duty, ...] = (tell, pack, returned, end_unserved, add_up)
         expired_files = partial(_named, "files", partial(remove_files, client.store, blobs))
         removals = (partial(_named, "removed", pools.sweep), partial(_named, "removed", stale.sweep))
-        deleted = partial(_named, "erased", partial(erase, client))
+        deleted = partial(_named, "erased", partial(erase, client, journal))
+        if journal is not None:
+            group.create_task(_repeat(client, partial(_kept, journal), min(JOURNAL_EVERY_S, settings.every)))
         seldom: tuple[Duty, ...] = (*removals, trim, expired_files, deleted)
         pressed = min(PRESSED_EVERY_S, settings.every)
         for duties, every_s in ((often, settings.every), (seldom, settings.seldom), ((pack_at_once,), pressed)):
             for duty in duties:
                 group.create_task(_repeat(client, duty, every_s))
+
+
+async def _kept(journal: Journal) -> Counts:
+    return {"journaled": await journal.keep()}
 
 
 async def _steps(client: AsyncClient, what: str, sweep: Callable[[], Steps[int]]) -> Counts:

@@ -49,6 +49,7 @@ MODULES: Final = {
     "keys.tenants": "tenants",
     "keys.commands": "keys audit",
     "keys.secrets": "secrets",
+    "admin.backup": "backup restore",
     "admin.usage": "usage",
     "webhooks.commands": "webhooks",
     "aws.commands": "aws",

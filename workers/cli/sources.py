@@ -77,6 +77,7 @@ async def _run(
     from producers.client.aio import AsyncClient
     from producers.sources.runner import Sources
     from producers.sources.source import Context
+    from producers.store import epoch
     from workers.runtime.signals import when_told
 
     log = logging.getLogger(__name__)
@@ -87,8 +88,10 @@ async def _run(
         stop = asyncio.Event()
         when_told(stop.set)
         log.info("sources: %s", ", ".join(f"{name} ({settings.type})" for name, settings in found.items()))
+        watching = asyncio.create_task(epoch.watch(client.store, stop.set))
         running = asyncio.create_task(sources.run())
         await stop.wait()
+        watching.cancel()
         running.cancel()
         await asyncio.wait((running,), timeout=drain_s)
         if not running.done():  # a thread may wait for a server that never answers: no other end is sure

@@ -19,6 +19,7 @@ from redis import Redis
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.trouble import said
 from producers.contract import keys
+from producers.store.epoch import EpochChanged
 from producers.store.fleet import cards
 from workers.breaker.breaker import Breaker
 from workers.connect import LOST, connect
@@ -88,6 +89,8 @@ class Housekeeper(threading.Thread):
         self.lease = Lease(served, self._store, self._broker, deliveries, clock, about)
         self.control = Control(list(dict.fromkeys((settings.store, served.control_url))), deliveries, publisher)
         self.control.on_change = self.renew_soon
+        self.on_epoch: Callable[[str], None] = lambda why: None
+        """Called with the reason where the store was restored: this worker must end."""
         apart = self._store if served.control_url != settings.store else None
         self._neighbours = Neighbours(apart, self._broker, self.control, settings.lease)
         self._reconciler = Reconciler(self._store, self._broker, deliveries)
@@ -175,6 +178,8 @@ class Housekeeper(threading.Thread):
             self._error = said(exc)
             warn_throttled(logger, "Housekeeping: the store or the broker cannot be used, trying again: %s", exc)
             self._renewal.at = self._round_at
+        except EpochChanged as exc:
+            self.on_epoch(str(exc))
         except Exception:
             logger.exception("Housekeeping failed, going on")
 

@@ -21,6 +21,7 @@ from producers.connection.alive import read_retract, retract
 from producers.connection.script import Call, run, run_many, seconds, text
 from producers.contract import keys
 from producers.contract.queues import takers_of
+from producers.store import epoch
 from producers.store.protocol import absolve, lease, release
 from workers.connect import LOST
 from workers.flow.deliveries import Deliveries
@@ -52,24 +53,31 @@ class Lease:
     _lapsed: deque[tuple[Incarnation, list[Delivery]]] = field(init=False, default_factory=deque)
     _letting_go: threading.Lock = field(init=False, default_factory=threading.Lock)
     _taking: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _epoch: str | None = field(init=False, default=None)
+    """The store's epoch when this worker began."""
 
     def take(self, life: Incarnation) -> None:
-        """Begin this life, unless it was given up meanwhile."""
+        """Begin this life, unless it was given up meanwhile. Raises EpochChanged where the store was restored since."""
         notify_lease(life.id)
+        if self._epoch is None:
+            self._epoch = epoch.read(self.store)
         about = self.about()
         self._set_clock()
         with self._taking:
             if not life.over:
-                run(self.store, self._on_store(life, about, take=True))
+                if run(self.store, self._on_store(life, about, take=True)) == epoch.OTHER:
+                    raise epoch.EpochChanged
                 self.broker.take_lease(life.id, about, self.served.settings.lease)
                 life.begun = True
 
     def renew(self, life: Incarnation) -> bool:
-        """False where one of the two is gone."""
+        """False where one of the two is gone. Raises EpochChanged where the store was restored since."""
         self._set_clock()
         about = self.about()
         asked = time.monotonic()
         on_store = run(self.store, self._on_store(life, about, take=False))
+        if on_store == epoch.OTHER:
+            raise epoch.EpochChanged
         between = time.monotonic()
         on_broker = self.broker.renew(life.id, about, self.served.settings.lease)
         self.round_trip = max(between - asked, time.monotonic() - between)
@@ -85,9 +93,8 @@ class Lease:
         """A worker that drains or is held back does not serve: what its pool's last worker gives back is for another
         pool. Nor does any where pools have no queues of their own: CLAIM sends nothing to a pool that nobody serves."""
         serves = self.deliveries.serves and self.broker.capabilities.pool_queues
-        return lease(
-            life.id, self.served.pool.queue, about, int(self.served.settings.lease * 1000), take=take, serves=serves
-        )
+        queue, ttl_ms = self.served.pool.queue, int(self.served.settings.lease * 1000)
+        return lease(life.id, queue, about, ttl_ms, take=take, serves=serves, epoch=self._epoch or "")
 
     def give_up(self, life: Incarnation, store: Redis, broker: Consumer) -> None:
         """Give the lease up, so that nobody waits for it to lapse. Deliveries in flight are reaped.

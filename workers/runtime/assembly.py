@@ -110,6 +110,7 @@ class Runtime:
         engine.on_lost, engine.on_step = self._device_lost, self._stepped
         self.breaker.on_change = self._breaker_changed
         self.celery.close, self.celery.stop = self.intake.stop, self._celery_stops
+        self.housekeeper.on_epoch = self._break_down
         self.housekeeper.control.on_drain = lambda why: self.stop(self.served.settings.drain, why)
 
     def start(self) -> None:

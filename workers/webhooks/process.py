@@ -9,6 +9,7 @@ from typing import Final
 
 from producers.client.aio import AsyncClient
 from producers.client.wake import wake
+from producers.store import epoch
 from workers.runtime.health import Health
 from workers.runtime.signals import when_told
 from workers.webhooks.deliverer import Deliverer, WebhookSettings
@@ -31,13 +32,17 @@ async def run(settings: WebhookSettings) -> None:
         deliverer = Deliverer(client, settings)
         health.serve(deliverer)
         when_told(deliverer.stop)
-        waking = asyncio.create_task(wake(client.store, deliverer.due), name="wake")
+        beside = [
+            asyncio.create_task(wake(client.store, deliverer.due), name="wake"),
+            asyncio.create_task(epoch.watch(client.store, deliverer.stop), name="watch the epoch"),
+        ]
         log.info("delivering webhooks; not public and allowed: %s", ", ".join(settings.allowed) or "nothing")
         try:
             await deliverer.run()
         finally:
-            waking.cancel()
-            await asyncio.wait((waking,))
+            for task in beside:
+                task.cancel()
+            await asyncio.wait(beside)
 
 
 def _allow_files() -> None:

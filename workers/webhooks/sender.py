@@ -103,7 +103,9 @@ def headers_of(row: Row, body: str, secrets: Sequence[str], now: datetime | None
     """The headers of a try at `now` (UTC): one signature for each secret, as standardwebhooks.com says."""
     # standardwebhooks takes any time's wall clock for UTC, so it gets UTC alone.
     at = (now or datetime.now(UTC)).astimezone(UTC)
+    restored = {"penstock-restored": "1"} if row.restored else {}
     return {
+        **restored,
         "content-type": "application/json",
         "user-agent": USER_AGENT,
         "accept-encoding": "identity",

@@ -74,6 +74,8 @@ class Key:
     old_digest: str | None = None
     old_until: int = 0
     limits: Limits = NO_LIMITS
+    unconfirmed: bool = False
+    """A restore disabled it, since nothing tells whether it was revoked (`docs/backup.md`)."""
 
     @classmethod
     def parse(cls, raw: Any) -> Key | None:

@@ -89,6 +89,10 @@ class Blobs(ABC):
         """Raise OSError if what was set up outside is missing, or may not be used."""
 
     @abstractmethod
+    def names(self, prefix: str) -> list[str]:
+        """The names of all blobs that begin so."""
+
+    @abstractmethod
     def clean(self, older_s: float) -> int:
         """Remove what dead writers left: uncommitted blobs that nobody has written to for `older_s`. Returns how
         many."""

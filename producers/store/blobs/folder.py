@@ -65,6 +65,11 @@ class FolderBlobs(Blobs):
     def check(self) -> None:
         """Nothing: the first writer makes the folder."""
 
+    def names(self, prefix: str) -> list[str]:
+        with suppress(FileNotFoundError), os.scandir(self._folder) as entries:
+            return [entry.name for entry in entries if entry.name.startswith(prefix) and not entry.name.startswith(".")]
+        return []
+
     def clean(self, older_s: float) -> int:
         before = time.time() - older_s
         return sum(_removed(path) for path in _untouched(self._incoming, before))

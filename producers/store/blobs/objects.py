@@ -92,6 +92,14 @@ class Objects:
             text = f"there is no bucket {self.bucket.name} for {self.bucket}; check its name, region and endpoint_url"
             raise AwsMissing(text, "NoSuchBucket", None) from error
 
+    def names(self, prefix: str) -> list[str]:
+        """The names of all objects that begin so."""
+        whole = self.bucket.key(prefix)
+        with told(f"list objects in {self.bucket}", "s3:ListBucket"):
+            pages = self._s3.get_paginator("list_objects_v2").paginate(Bucket=self.bucket.name, Prefix=whole)
+            found = [entry["Key"] for page in pages for entry in page.get("Contents", ())]
+        return [name[len(whole) - len(prefix) :] for name in found]
+
     def abort_untouched(self, before: datetime) -> int:
         """Abort uploads that nobody has written to since. Returns how many."""
         aborted = 0

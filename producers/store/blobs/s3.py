@@ -52,6 +52,9 @@ class S3Blobs(Blobs):
         shown = f"attachment; filename*=UTF-8''{quote(filename, errors='replace')}"
         return self.objects.signed(checked(name), shown, seconds)
 
+    def names(self, prefix: str) -> list[str]:
+        return self.objects.names(prefix)
+
     def clean(self, older_s: float) -> int:
         return self.objects.abort_untouched(datetime.now(UTC) - timedelta(seconds=older_s))
 

@@ -7,8 +7,8 @@ local ENDED = { completed = true, failed = true, expired = true, cancelled = tru
 
 -- A batch's end is an event.
 local function tell(batch, id, status)
-  local r = redis.call('HMGET', batch, 'created', 'tenant')
-  outbox_event('batch.' .. status, id, r[1], { tenant = r[2] })
+  local r = redis.call('HMGET', batch, 'created', 'tenant', 'restored')
+  outbox_event('batch.' .. status, id, r[1], { tenant = r[2], restored = r[3] })
 end
 
 -- Forgets a line's task, whose result is written or not wanted. A task that is not settled yet is left to SETTLE or

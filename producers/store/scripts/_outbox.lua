@@ -9,7 +9,7 @@
 --
 -- event: its type. object: what `data.id` says. created: the object's time of creation, as its record has it, so that
 -- an id that is used again has events of its own. of: what the object is; each field may be absent (nil or false):
--- tenant, model; webhook (JSON) and secret of its own; reply (JSON, `producers.sources.messages.replies`); plain (a
+-- tenant, model; restored (it is from a backup); webhook (JSON) and secret of its own; reply (JSON, `producers.sources.messages.replies`); plain (a
 -- Celery task that no client sent).
 -- A webhook or an endpoint that cannot be read gets nothing: it must keep no task from its end. A task's record has the
 -- names of its rows (`rows`).
@@ -44,7 +44,7 @@ local function outbox_row(name, fields, of, source)
   if redis.call('EXISTS', row) == 1 then
     return
   end
-  for _, field in ipairs({ 'tenant', 'model' }) do
+  for _, field in ipairs({ 'tenant', 'model', 'restored' }) do
     if of[field] then
       fields[#fields + 1] = field
       fields[#fields + 1] = of[field]
@@ -102,13 +102,14 @@ end
 -- response that was cut at its length is `incomplete`, as its callers see it.
 local function outbox_task(task, id, status)
   local r = redis.call('HMGET', task, 'origin', 'plain', 'created', 'tenant', 'model', 'webhook', 'webhook_secret',
-    'reasons', 'reply')
+    'reasons', 'reply', 'restored')
   if r[1] == 'response' and status == 'completed' and r[8] == '["length"]' then
     status = 'incomplete'
   end
   if r[1] == 'task' or r[1] == 'response' or r[2] then
     local object = r[1] == 'response' and 'resp_' .. id or id
-    local of = { plain = r[2], tenant = r[4], model = r[5], webhook = r[6], secret = r[7], reply = r[9] }
+    local of = { plain = r[2], tenant = r[4], model = r[5], webhook = r[6], secret = r[7], reply = r[9],
+      restored = r[10] }
     local names = outbox_event('response.' .. status, object, r[3] or '', of)
     if names[1] then
       local before = redis.call('HGET', task, 'rows')

@@ -2,6 +2,7 @@
 -- FILE_REMOVED(file) | the file is gone, its bytes are not counted any more, and a note says that its blob is to be
 -- deleted. With a time: only if the blob was noted by then, else nothing: somebody has noted it anew. Nor if there is a
 -- file: the note is of one who made it again after a kill, and goes.
+-- A file that was there enters the index of what was erased, for the journal (`producers.backup.journal`).
 -- Also for a file that was never made: its note said that a blob was being written, and now says the same.
 -- KEYS: file, its tenant's files, those of its purpose, expiring, notes, bytes of its tenant's files
 -- ARGV: id, noted by (unix s; empty: in any case)
@@ -26,4 +27,8 @@ end
 redis.call('ZREM', KEYS[3], ARGV[1])
 redis.call('ZREM', KEYS[4], ARGV[1])
 redis.call('UNLINK', KEYS[1])
+if there then
+  local t = redis.call('TIME')
+  redis.call('ZADD', 'penstock:erasing', t[1] * 1000 + math.floor(t[2] / 1000), ARGV[1])
+end
 return there and 1 or 0

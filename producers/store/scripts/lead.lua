@@ -1,7 +1,12 @@
 #!lua flags=allow-oom
--- LEAD(me) | no leader, or `me` leads: `me` leads for `ms` from now; else nothing.
--- KEYS: lease   ARGV: me, ms
--- Answers: 0 (`me` leads) | the ms left of another leader's lease
+-- LEAD(me) | no leader, or `me` leads: `me` leads for `ms` from now; else nothing. Nor in another epoch than its own, or
+-- while the store is being restored (`producers/store/epoch.py`).
+-- KEYS: lease   ARGV: me, ms, the caller's epoch (or empty)
+-- Answers: 0 (`me` leads) | the ms left of another leader's lease | -1 another epoch
+-- include: _epoch.lua
+if other_epoch(ARGV[3]) then
+  return -1
+end
 local held = redis.call('GET', KEYS[1])
 if held and held ~= ARGV[1] then
   return math.max(1, redis.call('PTTL', KEYS[1]))

@@ -3,9 +3,15 @@
 -- workers, for as long; one that drains or is held back is not. The value says `listens` where its alive channel is
 -- heard here. A script, because a plain SET is refused when memory is full: then all workers would be taken for dead,
 -- who are to make room. The broker has one of its own.
--- KEYS: lease, workers of the pool   ARGV: inc, what it says of itself (JSON), ttl (ms), take 0|1, serves 0|1
--- Answers: 1 | 0 gone
+-- None where the store has another epoch than the worker, or is being restored (`producers/store/epoch.py`).
+-- KEYS: lease, workers of the pool
+-- ARGV: inc, what it says of itself (JSON), ttl (ms), take 0|1, serves 0|1, the worker's epoch (or empty)
+-- Answers: 1 | 0 gone | -1 another epoch: nothing is done
 -- include: producers.connection/_alive.lua
+-- include: _epoch.lua
+if other_epoch(ARGV[6]) then
+  return -1
+end
 if ARGV[4] == '0' and redis.call('EXISTS', KEYS[1]) == 0 then
   return 0
 end

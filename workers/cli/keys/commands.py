@@ -166,6 +166,31 @@ def revoke(key_id: KeyId, data_dir: DataDir = None, store: KeyStore = None, as_j
     _turn("revoke", key_id, data_dir, store, as_json)
 
 
+@group.shown("penstock keys confirm --all")
+def confirm(
+    key_ids: Annotated[list[str] | None, typer.Argument(metavar="ID...", help="The keys' ids.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="All keys that a restore disabled.")] = False,
+    data_dir: DataDir = None,
+    store: KeyStore = None,
+    as_json: Json = False,
+) -> None:
+    """Let keys in again that a restore without a journal disabled. Others stay as they are."""
+    from producers.admin import keys
+    from producers.store.access import api_keys
+    from producers.store.access.audit import Actor, operator
+
+    if bool(key_ids) == every:
+        raise Failure("name keys by id, or say --all")
+    with records(store, data_dir) as (client, loop):
+        ids = [key.id for key in loop.run(api_keys.every(client)) if key.unconfirmed] if every else key_ids or []
+        for key_id in ids:
+            key = _found(loop.run(keys.turn(client, key_id, "confirm", Actor(operator()))), key_id)
+            about = keys.about(key, time.time())
+            typer.echo(json.dumps(about) if as_json else f"{key.id} is {about['state']}")
+    if not ids and not as_json:
+        typer.echo("No key waits to be confirmed.")
+
+
 @app.shown("penstock audit --limit 20")
 def audit(
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="Most changes to list.")] = 50,

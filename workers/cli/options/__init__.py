@@ -88,6 +88,16 @@ SecretsKey = Annotated[
     ),
 ]
 
+BackupKey = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="PENSTOCK_BACKUP_KEY_FILE",
+        dir_okay=False,
+        help="Encrypt backup and journal with the first key of this file, which `penstock secrets key` makes; all of "
+        "its keys read. Unset: they are plain.",
+    ),
+]
+
 WebhookAllow = Annotated[
     list[str] | None,
     typer.Option(

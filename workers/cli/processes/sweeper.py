@@ -9,8 +9,8 @@ import typer
 
 from producers.connection.local import FILES_DIR
 from workers.cli.exits import refusing
-from workers.cli.options import Broker, FilesDir, LogLevel, Store, UniqueName
-from workers.cli.options.checks import finite
+from workers.cli.options import BackupKey, Broker, FilesDir, LogLevel, Store, UniqueName
+from workers.cli.options.checks import finite, place
 from workers.cli.starting import look_at_files, look_at_servers, set_up_logging, store_of
 
 if TYPE_CHECKING:
@@ -65,6 +65,17 @@ def sweeper(
             help="Seconds after which a task ends that needs a later release than that of all workers that are up.",
         ),
     ] = 600.0,
+    journal: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLACE",
+            envvar="PENSTOCK_JOURNAL",
+            callback=place,
+            help="Keep a journal there of what must not come back with a backup: a folder, or s3://BUCKET/PREFIX, of "
+            "its own. Unset: none is kept.",
+        ),
+    ] = None,
+    backup_key: BackupKey = None,
     log_level: LogLevel = "info",
 ) -> None:
     """Repair what dead processes left: unsent tasks, unsettled results, lost readers. Run batches. Compact streams.
@@ -73,10 +84,14 @@ def sweeper(
     """
     import asyncio
 
+    from producers.backup.sealed import read_keys
+    from producers.errors import PenstockError
     from producers.sweeper.sweeper import SweeperSettings
     from producers.sweeper.usage import Ages
 
     set_up_logging(log_level)
+    with refusing(PenstockError):
+        ring = read_keys(backup_key)
     settings = SweeperSettings(
         broker,
         store_of(broker, store),
@@ -90,12 +105,16 @@ def sweeper(
         batch_lines=max_batch_lines,
         tenant_lines=max_lines_per_tenant,
         unserved_after=unserved_after,
+        journal=journal,
+        journal_keys=ring,
     )
     if name is not None:
         settings = replace(settings, name=name)
-    with refusing(ValueError):
+    with refusing(ValueError, PenstockError):
         look_at_servers(broker, store)
         look_at_files(settings.files_dir)
+        if journal is not None:
+            look_at_files(journal)
         asyncio.run(sweep(settings))
 
 
