@@ -87,7 +87,8 @@ class Servers:
 
 @dataclass(slots=True)
 class Restore:
-    """One restore. `files`: the new system's blobs. `done`: segments that an earlier run did. `each`: called with the
+    """One restore. `files`: the new system's blobs. `done`: segments that an earlier run did; `counted`: it
+    did all but the last steps. `each`: called with the
     number of segments that are done."""
 
     client: AsyncClient
@@ -98,6 +99,7 @@ class Restore:
     servers: Servers
     epoch: str
     done: int = 0
+    counted: bool = False
     each: Callable[[int], None] = field(default=lambda done: None)
 
     async def run(self) -> None:
@@ -115,12 +117,13 @@ class Restore:
             await self._do(made)
             await ask(store, [("HSET", keys.RESTORE, "segments", number + 1)])
             self.each(number + 1)
-        for part in (self._changed_hashes(), self._waiting(), self._accounts(), self._kept(), self._outbox()):
-            await self._do(part)
-        await self._do(self._ledger())
-        await self._do(self._erasures())
-        await self._brokers()
-        await self._end_celery()
+        if not self.counted:
+            counts = (self._waiting(), self._accounts(), self._kept(), self._outbox(), self._ledger())
+            for part in (self._changed_hashes(), *counts, self._erasures()):
+                await self._do(part)
+            await self._brokers()
+            await ask(store, [("HSET", keys.RESTORE, "counted", 1)])
+        await self._end_celery()  # changes the counts, so that they must not be made anew
         change = Change(operator(), "store.restore", manifest.id)
         async with store.pipeline(transaction=True) as pipe:
             pipe.xadd(keys.AUDIT, {"change": change.to_json()})
@@ -445,7 +448,9 @@ async def begin(
     shift = choices.deadlines == "shift"
     made = await asyncio.to_thread(plan.read, archive, manifest, since, now, shift=shift)
     new = text(state[0][0]) if going_on else secrets.token_hex(6)
-    return Restore(client, archive, files, made, choices, servers, new, int(begun.get("segments", 0)))
+    return Restore(
+        client, archive, files, made, choices, servers, new, int(begun.get("segments", 0)), "counted" in begun
+    )
 
 
 def _check_same(begun: dict[str, str], manifest: Manifest, choices: Choices) -> None:

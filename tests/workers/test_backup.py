@@ -1,0 +1,137 @@
+"""A backup of a system under load, with real workers, sweeper and webhooks; restored elsewhere, it serves all of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from producers import Client
+from producers.contract import keys
+from tests.processes import ROOT, TESTS, guarded, running_valkey
+from tests.webhooks_process import WebhooksProcess
+from tests.workers.rig import Rig
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@contextlib.contextmanager
+def rig_elsewhere() -> Iterator[Rig]:
+    with running_valkey() as server:
+        url = f"redis://127.0.0.1:{server.port}/0"
+        with Redis.from_url(url, decode_responses=True, client_name=TESTS) as redis:
+            rig = Rig(url, redis)
+            try:
+                yield rig
+            finally:
+                rig.close()
+
+
+def penstock(folder: Path, *argv: str, status: int = 0) -> str:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    argv = (sys.executable, "-m", "workers.cli", *argv)
+    done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == status, (argv, done.stdout, done.stderr)
+    return done.stdout + done.stderr
+
+
+@contextlib.contextmanager
+def sweeper(folder: Path, url: str, *more: str) -> Iterator[subprocess.Popen[bytes]]:
+    argv = (sys.executable, "-m", "workers.cli", "sweeper", "--broker", url, *more)
+    process = subprocess.Popen(guarded(*argv), cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+class Load(threading.Thread):
+    """Submits a task of one of three tenants after the other, until it is told to stop. `ids`: accepted ones, in order,
+    by tenant."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self._url = url
+        self.over = threading.Event()
+        self.accepted: list[tuple[str, str]] = []
+
+    def run(self) -> None:
+        with Client(self._url) as client:
+            seed = 0
+            while not self.over.is_set():
+                tenant = "abc"[seed % 3]
+                task = client.submit(
+                    model="stub", prompt=[1, 2, 3, 4], max_tokens=16, seed=seed, tenant=tenant, ttl=3600
+                )
+                self.accepted.append((task.id, tenant))
+                seed += 1
+                time.sleep(0.01)
+
+
+def test_every_task_that_a_backup_under_load_has_ends_elsewhere(rig: Rig, tmp_path: Path) -> None:
+    rig.publish_card()
+    workers = [rig.worker(STUB_SEQS=4, STUB_STEP_S=0.02) for _ in range(2)]
+    journal, place = str(tmp_path / "journal"), str(tmp_path / "backup")
+    load = Load(rig.url)
+    with sweeper(tmp_path, rig.url, "--journal", journal):
+        load.start()
+        rig.until(lambda: rig.redis.exists(keys.JOURNAL) and len(load.accepted) > 200)
+        before = list(load.accepted)
+        penstock(tmp_path, "backup", place, "--broker", rig.url)
+        after = len(load.accepted)
+        rig.until(lambda: len(load.accepted) > after + 50)
+        with Client(rig.url) as client:
+            deleted = [before[0][0], before[-1][0]]
+            for task_id in deleted:
+                client.get(task_id).delete()
+        written = len(list(Path(journal).iterdir()))
+        rig.until(lambda: len(list(Path(journal).iterdir())) > written + 1)
+        load.over.set()
+        load.join()
+    for worker in workers:
+        worker.stop(signal.SIGKILL)
+    with rig_elsewhere() as new:
+        argv = ("restore", place, "--journal", journal, "--broker", new.url, "--files-dir", "new-files", "--yes")
+        assert "workers hold leases" in penstock(tmp_path, *argv, "--old-store", rig.url, status=2)
+        for worker in workers:
+            rig.lapse(worker)
+        penstock(tmp_path, *argv, "--old-store", rig.url)
+        new.worker(STUB_SEQS=16)
+        with sweeper(tmp_path, new.url):
+            stays = [(task_id, tenant) for task_id, tenant in before if task_id not in deleted]
+            new.check([task_id for task_id, _ in stays])
+        for tenant in "abc":
+            mine = {task_id for task_id, whose in load.accepted if whose == tenant}
+            assert set(new.redis.zrange(keys.tasks(tenant), 0, -1)) <= mine
+            assert {task_id for task_id, whose in stays if whose == tenant} <= set(
+                new.redis.zrange(keys.tasks(tenant), 0, -1)
+            )
+        for task_id, tenant in stays:
+            assert new.record(task_id)["tenant"] == tenant
+        assert not any(new.redis.exists(keys.task(task_id), keys.stream(task_id)) for task_id in deleted)
+        new.check_nothing_left()
+        assert not new.redis.hgetall(keys.WAITING)
+
+
+def test_processes_that_began_before_a_restore_end(rig: Rig, tmp_path: Path) -> None:
+    worker = rig.worker()
+    with sweeper(tmp_path, rig.url) as sweeping, WebhooksProcess(rig.url) as webhooks:
+        rig.until(lambda: rig.redis.exists(keys.SWEEPER))
+        rig.redis.hset(keys.EPOCH, mapping={"id": "e2", "state": "open"})
+        assert sweeping.wait(60) == 2
+        assert webhooks.process.wait(60) == 0
+        assert worker.process.wait(60) == os.EX_SOFTWARE
+    assert "restored from a backup" in worker.log.read_text()
+    rig.worker()  # who begins now knows the epoch
+    rig.redis.hset(keys.EPOCH, "state", "restoring")
+    assert "is being restored" in penstock(tmp_path, "sweeper", "--broker", rig.url, status=2)
