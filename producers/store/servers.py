@@ -71,8 +71,7 @@ def check_server(
         with closing(connect(url)) as client:
             _may(client, control)
             _may_look(client, role, shown(url))
-            if role == "store":
-                _check_epoch(client)
+            _check_epoch(client)
             if results:
                 _may_store_results(client, role, shown(url))
             _look_at_memory(client, role, shown(url))
@@ -157,7 +156,7 @@ def _may_look(client: Redis, role: str, where: str) -> None:
 
 
 def _check_epoch(client: Redis) -> None:
-    """Raises UnusableServer while a backup is being restored into the store."""
+    """Raises UnusableServer while a backup is being restored into a store. A broker alone has no epoch."""
     try:
         state = client.hget(keys.EPOCH, "state")
     except NoPermissionError:  # a user of an earlier release's rights

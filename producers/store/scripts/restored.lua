@@ -9,7 +9,7 @@ if not status or FINAL[status] or not plain then
   return status or 'gone'
 end
 redis.call('HDEL', KEYS[1], 'claim', 'owner')
-finalise(KEYS[1], KEYS[2], ARGV[1], 'failed', '[]',
-  '{"code":"restored","message":"The system was restored from a backup, which has no messages of Celery: send the task again."}',
-  prompt_used(KEYS[1]), 0)
+local err = '{"code":"restored","message":"The system was restored from a backup, which has no messages of Celery. '
+  .. 'Send the task again."}'
+finalise(KEYS[1], KEYS[2], ARGV[1], 'failed', '[]', err, prompt_used(KEYS[1]), 0)
 return 'failed'
