@@ -59,6 +59,9 @@ OTHERS = {
     "celery": "HGETALL penstock:task:t | XRANGE penstock:stream:t - + | SUBSCRIBE penstock:tokens:t | "
     "HGETALL penstock:keys | SET celery-task-meta-1 {} | RPOP penstock:queue:tiny | LRANGE penstock:queue:tiny 0 -1 | "
     "PSUBSCRIBE * | PUBLISH /0.celery.pidbox a | EVAL return-1 0 | SCAN 0 | INFO",
+    "backup": "HSET penstock:task:t status failed | DEL penstock:keys | SET penstock:epoch a | "
+    "LPUSH penstock:queue:tiny a | RPOP penstock:queue:tiny | XADD penstock:audit * a b | GET penstock:lease:w | "
+    "EVAL return-1 0 | PUBLISH penstock:control:w drain | SUBSCRIBE penstock:tokens:t | RESTORE a 0 a",
     "operator": "GET elsewhere | SET elsewhere a",
 }
 
@@ -132,10 +135,11 @@ def test_each_process_does_its_work_as_its_own_user_and_is_denied_nothing(tmp_pa
         'task = {model = "tiny", max_tokens = 2}\n'
     )
     port = free_port()
+    kept = ["--journal", str(tmp_path / "journal")]
     commands = {
         "worker": ["worker", "--model", "tiny", "--device", "cpu"],
         "gateway": ["gateway", "--port", str(port), "--webhook-allow", "127.0.0.0/8", "--auth", "keys"],
-        "sweeper": ["sweeper"],
+        "sweeper": ["sweeper", *kept],
         "webhooks": ["webhooks", "run", "--webhook-allow", "127.0.0.0/8"],
         "autoscaler": ["autoscaler", "--model", "tiny", "--actuator", "export"],
         "sources": ["sources", "--config", str(tmp_path / "sources.toml")],
@@ -190,6 +194,7 @@ def test_each_process_does_its_work_as_its_own_user_and_is_denied_nothing(tmp_pa
         assert json.loads(until(lambda: admin.lpop("answers")))["status"] == "completed"
         until(lambda: http.get(f"/v1/batches/{batch}").json()["status"] == "completed")
         until(lambda: called)
+        until(lambda: admin.exists(keys.JOURNAL))
         until(lambda: "tiny" in str(admin.hgetall(keys.SCALE_POOLS)))  # the autoscaler has decided
         until(lambda: http.get(f"/v1/tasks/{task.json()['id']}").json()["status"] == "completed")
         for command in (
@@ -201,6 +206,11 @@ def test_each_process_does_its_work_as_its_own_user_and_is_denied_nothing(tmp_pa
             ["webhooks", "ls"],
         ):
             assert CliRunner().invoke(app, command, env=store).exit_code == 0, command
+        reader = {"STORE_URL": url("backup"), "BROKER_URL": url("backup"), "FILES_DIR": str(tmp_path / "files")}
+        ran = CliRunner().invoke(app, ["backup", str(tmp_path / "backup"), "--json"], env=reader)
+        assert ran.exit_code == 0, ran.output
+        counted = json.loads(ran.stdout)["counts"]
+        assert all(counted[kind] for kind in ("task", "batch", "file", "row", "usage", "key")), counted
         denied = [(entry["username"], entry["reason"], entry["object"]) for entry in admin.acl_log()]
         assert denied == []
     receiver.shutdown()
