@@ -87,7 +87,7 @@ def commands(name: str, kind: str, value: Any) -> list[tuple[Any, ...]]:
         case "set":
             return [("SADD", name, *map(decode, value[k : k + 1000])) for k in range(0, len(value), 1000)]
         case "zset":
-            flat = [part for member, score in value for part in (repr(score), decode(member))]
+            flat = [part for member, score in value for part in (repr(score).encode(), decode(member))]
             return [("ZADD", name, *flat[k : k + 1000]) for k in range(0, len(flat), 1000)]
         case "list":
             return [("RPUSH", name, *map(decode, value[k : k + 1000])) for k in range(0, len(value), 1000)]

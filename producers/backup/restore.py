@@ -105,8 +105,12 @@ class Restore:
     async def run(self) -> None:
         """Restore, or go on with what was begun. Raises Damaged, redis errors and OSError."""
         store, manifest = self.client.store, self.plan.manifest
-        begun = {"backup": manifest.id, "at": self.plan.now, "choices": json.dumps(asdict(self.choices))}
-        state = {"id": self.epoch, "state": epoch.RESTORING, "backup": manifest.id, "at": self.plan.now}
+        begun: dict[Any, Any] = {
+            "backup": manifest.id,
+            "at": self.plan.now,
+            "choices": json.dumps(asdict(self.choices)),
+        }
+        state: dict[Any, Any] = {"id": self.epoch, "state": epoch.RESTORING, "backup": manifest.id, "at": self.plan.now}
         async with store.pipeline(transaction=True) as pipe:
             pipe.hset(keys.EPOCH, mapping=state)
             pipe.hset(keys.RESTORE, mapping=begun)

@@ -224,7 +224,7 @@ class Backup:
         return found
 
     async def _ledger(self, first: str) -> AsyncIterator[tuple[str, Mapping[bytes, bytes]]]:
-        while page := await self.client.store.xrange(keys.LEDGER, first, "+", count=PAGE):
+        while page := await self._page(keys.LEDGER, first):
             for row, fields in page:
                 yield text(row), fields
             first = f"({text(page[-1][0])}"
@@ -393,9 +393,14 @@ class Backup:
                 if value:
                     yield {"name": name, "type": kind, "at": ms(now), **_left(told[2 * k + 1]), "value": encode(value)}
 
+    async def _page(self, name: str, first: str) -> list[Any]:
+        """Some entries of a stream, from one on: (id, fields)."""
+        page: Any = await self.client.store.xrange(name, first, "+", count=PAGE)
+        return list(page)
+
     async def _stream(self, name: str) -> AsyncIterator[list[Any]]:
         first = "-"
-        while page := await self.client.store.xrange(name, first, "+", count=PAGE):
+        while page := await self._page(name, first):
             for row, fields in page:
                 yield [text(row), [part for item in fields.items() for part in item]]
             first = f"({text(page[-1][0])}"
