@@ -20,7 +20,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any, Final
 
 from redis.exceptions import WatchError
@@ -32,6 +31,7 @@ from producers.connection.connect import shown
 from producers.connection.script import ms, parsed, text
 from producers.contract import keys
 from producers.errors import PenstockError
+from producers.release import release
 from producers.store import epoch
 from producers.store.blobs import BlobNotFound, Blobs
 from producers.store.references import Reference
@@ -134,7 +134,7 @@ class Backup:
                 await self._now(),
                 shown(self.store_url),
                 shown(self.broker_url),
-                version("penstock"),
+                release(),
                 now_epoch,
             )
         if (begun.store, begun.epoch) != (shown(self.store_url), now_epoch):
