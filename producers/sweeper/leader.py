@@ -51,7 +51,7 @@ class Leadership:
     ) -> None:
         self._client = client
         self.name = name
-        self._lease_s = lease_s
+        self.lease_s = lease_s
         self._key, self._role = key, role
         self._until = 0.0
         self._epoch: str | None = None
@@ -98,27 +98,27 @@ class Leadership:
             if left is not None and not told:
                 log.info("another %s leads; %s waits", self._role, self.name)
                 told = True
-            pause = self._lease_s / RENEWALS
+            pause = self.lease_s / RENEWALS
             await asyncio.sleep(pause if left is None else min(pause, left / 1000 + 0.01))
 
     async def keep(self) -> None:
         """Renew the lease. Returns when this process no longer leads, or cannot know."""
         while True:
-            await asyncio.sleep(self._lease_s / RENEWALS)
+            await asyncio.sleep(self.lease_s / RENEWALS)
             left = await self._asked()
             if left:
                 self._until = 0.0
-                log.warning("another %s leads: %s was not heard of for %s s", self._role, self.name, self._lease_s)
+                log.warning("another %s leads: %s was not heard of for %s s", self._role, self.name, self.lease_s)
                 return
             if time.monotonic() > self._until:
-                log.warning("%s leads no more: no renewal for %s s, %s", self.name, self._lease_s, self.fault)
+                log.warning("%s leads no more: no renewal for %s s, %s", self.name, self.lease_s, self.fault)
                 return
 
     async def resign(self) -> None:
         """Give the lead up at once. If the store is away, the lease lapses."""
         self._until = 0.0
         try:
-            async with asyncio.timeout(self._lease_s / RENEWALS):
+            async with asyncio.timeout(self.lease_s / RENEWALS):
                 await self._client.run(once(resign(self.name, self._key)))
         except FAILURES as error:
             log.info("the lease of the %s is left to lapse: %s", self._role, said(error))
@@ -128,10 +128,10 @@ class Leadership:
         # Measured before the call: our lease ends for us before it ends for the store.
         asked = time.monotonic()
         try:
-            async with asyncio.timeout(self._lease_s / RENEWALS / 2):
+            async with asyncio.timeout(self.lease_s / RENEWALS / 2):
                 if self._epoch is None:
                     self._epoch = await epoch.aread(self._client.store)
-                call = lead(self.name, int(self._lease_s * 1000), self._key, self._epoch)
+                call = lead(self.name, int(self.lease_s * 1000), self._key, self._epoch)
                 left = int(await self._client.run(once(call)))
         except FAILURES as error:
             self.fault = fault("the store", error)
@@ -142,5 +142,5 @@ class Leadership:
             self._until = 0.0
             raise epoch.EpochChanged
         if left == 0:
-            self._until = asked + self._lease_s
+            self._until = asked + self.lease_s
         return left

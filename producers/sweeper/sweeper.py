@@ -45,6 +45,7 @@ from producers.sweeper.batches.endpoint import Endpoints
 from producers.sweeper.batches.expand import WINDOW
 from producers.sweeper.celery_results import CeleryResults
 from producers.sweeper.compact import AGE_MS, Moving, compact
+from producers.sweeper.condition import Condition
 from producers.sweeper.deadlines import expire_late
 from producers.sweeper.erased import erase
 from producers.sweeper.files import remove_files
@@ -134,11 +135,12 @@ async def run(
     waiting: Callable[[str], None] = lambda task_id: None,
     unsent_after_s: float = protocol.SWEEP_AGE_MS / 1000,
     unsettled_after_s: float = ORPHAN_MS / 1000,
+    condition: Condition | None = None,
 ) -> None:
     """Sweep until cancelled.
 
-    `reader_lease_s`: the gateways' reader lease. `waiting`: see `producers.sweeper.unsettled`. The last two: see
-    `SweeperSettings`.
+    `reader_lease_s`: the gateways' reader lease. `waiting`: see `producers.sweeper.unsettled`. Both times after it: see
+    `SweeperSettings`. `condition`: is told which sweeps fail.
     """
     readers, orphans = LapsedReaders(reader_lease_s), Orphans(int(unsettled_after_s * 1000), waiting=waiting)
 
@@ -147,28 +149,41 @@ async def run(
         return {"sent": swept.sent, "unsent": swept.failed}
 
     async with asyncio.TaskGroup() as group:
-        group.create_task(_repeat(client, submitting, every_s))
+        group.create_task(_repeat(client, submitting, every_s, condition))
         for what, sweep, often_s in (
             ("unread", readers.sweep, readers.every_s),
             ("expired", expire_late, DEADLINES_EVERY_S),
             ("settled", orphans.sweep, every_s),
         ):
-            group.create_task(_repeat(client, partial(_steps, client, what, sweep), often_s))
+            group.create_task(_repeat(client, partial(_steps, client, what, sweep), often_s, condition))
 
 
-async def lead(client: AsyncClient, settings: SweeperSettings, endpoints: Endpoints | None = None) -> None:
+async def lead(
+    client: AsyncClient,
+    settings: SweeperSettings,
+    endpoints: Endpoints | None = None,
+    condition: Condition | None = None,
+) -> None:
     """Sweep whenever this process leads, until cancelled; then give the lead up at once. Raises EpochChanged, and
     ForeignWorkers.
 
-    `endpoints`: those that batches are for; without them, batches are left to another sweeper.
+    `endpoints`: those that batches are for; without them, batches are left to another sweeper. `condition`: is kept up
+    to date.
     """
+    leadership = Leadership(client, settings.name, settings.lease)
+    condition = condition or Condition()
+    condition.leadership = leadership
 
     async def duties() -> None:
         await _check_workers(client, settings.lease)
         log.info("%s leads: it sweeps", settings.name)
-        await _duties(client, settings, endpoints)
+        condition.failing.clear()
+        try:
+            await _duties(client, settings, endpoints, condition)
+        finally:
+            condition.failing.clear()
 
-    await Leadership(client, settings.name, settings.lease).during(duties)
+    await leadership.during(duties)
 
 
 class ForeignWorkers(PenstockError):
@@ -198,7 +213,9 @@ async def _check_workers(client: AsyncClient, pause_s: float) -> None:
     )
 
 
-async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: Endpoints | None) -> None:
+async def _duties(
+    client: AsyncClient, settings: SweeperSettings, endpoints: Endpoints | None, condition: Condition
+) -> None:
     results = CeleryResults(client, settings.store)
     pools = RetiredPools(client, settings.retire_after)
     orphaned = OrphanedQueues(client, settings.orphaned_after)
@@ -240,7 +257,13 @@ async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: End
 
     async with asyncio.TaskGroup() as group:
         basics = run(
-            client, settings.every, settings.reader_lease, results.wait, settings.unsent_after, settings.unsettled_after
+            client,
+            settings.every,
+            settings.reader_lease,
+            results.wait,
+            settings.unsent_after,
+            settings.unsettled_after,
+            condition,
         )
         group.create_task(basics)
         if endpoints is not None:
@@ -257,7 +280,7 @@ async def _duties(client: AsyncClient, settings: SweeperSettings, endpoints: End
         pressed = min(PRESSED_EVERY_S, settings.every)
         for duties, every_s in ((often, settings.every), (seldom, settings.seldom), ((pack_at_once,), pressed)):
             for duty in duties:
-                group.create_task(_repeat(client, duty, every_s))
+                group.create_task(_repeat(client, duty, every_s, condition))
 
 
 async def _kept(journal: Journal) -> Counts:
@@ -273,7 +296,8 @@ async def _named(what: str, sweep: Callable[[], Awaitable[Any]]) -> Counts:
     return {f"{what}_{name}": count for name, count in asdict(await sweep()).items()}
 
 
-async def _repeat(client: AsyncClient, work: Duty, every_s: float) -> None:
+async def _repeat(client: AsyncClient, work: Duty, every_s: float, condition: Condition | None = None) -> None:
+    condition = condition or Condition()
     while True:
         try:
             async with asyncio.timeout(LIMIT_S):
@@ -281,9 +305,12 @@ async def _repeat(client: AsyncClient, work: Duty, every_s: float) -> None:
                 if done:
                     log.info("swept: %s", ", ".join(f"{count} {what}" for what, count in done.items()))
                     await _count(client, done)
+            condition.succeeded(work)
         except FAILURES as error:
+            condition.failed(work, error)
             warn_throttled(log, "sweep broken off, trying again: %s", error)
-        except Exception:  # one bad record must not stop the sweeps for all others
+        except Exception as error:  # one bad record must not stop the sweeps for all others
+            condition.failed(work, error)
             log.exception("a sweep failed, going on")
         await asyncio.sleep(every_s * random.uniform(0.8, 1.2))  # noqa: S311 - keeps several sweepers apart
 

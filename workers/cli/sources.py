@@ -84,7 +84,7 @@ async def _run(
     async with AsyncClient(broker, store) as client:
         context = Context(client, store, f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(3)}", files_dir)
         sources = Sources([settings.source(name, context) for name, settings in found.items()])
-        health.serve(sources)
+        health.serve(sources, asyncio.get_running_loop())
         stop = asyncio.Event()
         when_told(stop.set)
         log.info("sources: %s", ", ".join(f"{name} ({settings.type})" for name, settings in found.items()))

@@ -1,15 +1,21 @@
-"""`/livez` and `/readyz` of a worker or a webhooks process, for whoever runs it. Only where a port was given.
+"""`/livez` and `/readyz` of a process other than a gateway, for whoever runs it. Only where a port was given.
 
-/livez   200 while it works or ends in order; 503 once it has given itself up (it ends by itself, soon after)
+/livez   200 while it works or ends in order; 503 once a worker has given itself up (it ends by itself, soon after), or
+         the event loop of another process has run nothing for STUCK_S
 /readyz  200 while it takes tasks; 503 with the reasons where it does not: draining, no lease, a stuck part, a fault;
          with the phases of a worker's start
+
+Both are answered by threads. So a process whose event loop is stuck still answers, and `EventLoop` finds that out.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import threading
+import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final, Protocol
 
@@ -19,6 +25,10 @@ from workers.runtime.cold_start import COLD_START
 logger = logging.getLogger(__name__)
 
 HOST: Final = "0.0.0.0"  # noqa: S104 - whoever runs the process asks from outside
+
+
+#: Time (s) without any callback after which an event loop is stuck. All work on it comes in shorter pieces.
+STUCK_S: Final = 30.0
 
 
 class Watched(Protocol):
@@ -32,12 +42,39 @@ class Watched(Protocol):
         """Why it takes no work now; empty while it does."""
 
 
-class Health:
-    """Answers while the model is loaded, too. `serve` once there is a runtime to look at."""
+class EventLoop:
+    """Whether an event loop runs what it is given. Each look asks it, and the next one sees whether it has answered."""
 
-    def __init__(self, port: int | None) -> None:
-        """Listens on this port; 0: any free one; None: nobody asks. Raises Refused where it is not to be had."""
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._asked_at: float | None = None
+        """When (monotonic) the question came that the loop has not answered."""
+
+    def waits(self) -> float:
+        """Seconds for which the loop has not answered; 0 if it has. A loop that is closed ended in order."""
+        asked = self._asked_at
+        if asked is None:
+            self._asked_at = time.monotonic()
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._answer)
+            return 0.0
+        return 0.0 if self._loop.is_closed() else time.monotonic() - asked
+
+    def _answer(self) -> None:
+        self._asked_at = None
+
+
+class Health:
+    """Answers while the process starts, too. `serve` once there is a runtime to look at."""
+
+    def __init__(self, port: int | None, starting: str = "it starts") -> None:
+        """Listens on this port; 0: any free one; None: nobody asks. Raises Refused where it is not to be had.
+
+        `starting`: the reason for which it is not ready until `serve`.
+        """
         self._runtime: Watched | None = None
+        self._loop: EventLoop | None = None
+        self._starting = starting
         self.port = None if port is None else self._listen(port)
 
     def _listen(self, port: int) -> int:
@@ -66,8 +103,10 @@ class Health:
         threading.Thread(target=server.serve_forever, name="health", daemon=True).start()
         return int(server.server_address[1])
 
-    def serve(self, runtime: Watched) -> None:
+    def serve(self, runtime: Watched, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Look at this runtime from now on. `loop`: does its work, and so is looked at, too."""
         self._runtime = runtime
+        self._loop = None if loop is None else EventLoop(loop)
         if self.port is not None:
             logger.info("/livez and /readyz on port %d", self.port)
 
@@ -75,12 +114,16 @@ class Health:
         """Status and JSON."""
         runtime = self._runtime
         if path == "/livez":
-            given_up = "" if runtime is None else runtime.given_up
-            return (503, {"status": "failed", "reasons": [given_up]}) if given_up else (200, {"status": "ok"})
+            failed = ("" if runtime is None else runtime.given_up) or self._stuck()
+            return (503, {"status": "failed", "reasons": [failed]}) if failed else (200, {"status": "ok"})
         if path == "/readyz":
-            reasons = ["the model is being loaded"] if runtime is None else runtime.unready()
+            reasons = [self._starting] if runtime is None else runtime.unready()
             body: dict[str, Any] = {"status": "not ready", "reasons": reasons} if reasons else {"status": "ready"}
             if "total" in (start := COLD_START.figures):  # a worker that has been ready
                 body["cold_start"] = start
             return (503 if reasons else 200), body
         return 404, {"status": "there are /livez and /readyz"}
+
+    def _stuck(self) -> str:
+        waits = 0.0 if self._loop is None else self._loop.waits()
+        return f"its event loop has run nothing for {waits:.0f} s" if waits > STUCK_S else ""

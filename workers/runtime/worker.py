@@ -49,7 +49,7 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     _log(loglevel)
     stopping = Stopping()
     stopping.install()
-    health = Health(settings.health_port)
+    health = Health(settings.health_port, starting="the model is being loaded")
     check_servers(settings.broker, settings.store, queues=(), worker=True)
     COLD_START.mark("connect")
     with Boot(settings, loglevel, ("celery.worker.consumer", "workers.runtime.assembly")) as boot:

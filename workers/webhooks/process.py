@@ -30,7 +30,7 @@ async def run(settings: WebhookSettings) -> None:
     health = Health(settings.health_port)
     async with AsyncClient(settings.store, settings.store) as client:
         deliverer = Deliverer(client, settings)
-        health.serve(deliverer)
+        health.serve(deliverer, asyncio.get_running_loop())
         when_told(deliverer.stop)
         beside = [
             asyncio.create_task(wake(client.store, deliverer.due), name="wake"),

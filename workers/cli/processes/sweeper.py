@@ -9,7 +9,7 @@ import typer
 
 from producers.connection.local import FILES_DIR
 from workers.cli.exits import refusing
-from workers.cli.options import BackupKey, Broker, FilesDir, LogLevel, Store, UniqueName
+from workers.cli.options import BackupKey, Broker, FilesDir, HealthPort, LogLevel, Store, UniqueName
 from workers.cli.options.checks import finite, place
 from workers.cli.starting import look_at_files, look_at_servers, set_up_logging, store_of
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from producers.client.aio import AsyncClient
     from producers.gateway.batches.endpoints import LineEndpoints
     from producers.sweeper.sweeper import SweeperSettings
+    from workers.runtime.health import Health
 
 
 def sweeper(
@@ -76,6 +77,7 @@ def sweeper(
         ),
     ] = None,
     backup_key: BackupKey = None,
+    health_port: HealthPort = None,
     log_level: LogLevel = "info",
 ) -> None:
     """Repair what dead processes left: unsent tasks, unsettled results, lost readers. Run batches. Compact streams.
@@ -88,6 +90,7 @@ def sweeper(
     from producers.errors import PenstockError
     from producers.sweeper.sweeper import SweeperSettings
     from producers.sweeper.usage import Ages
+    from workers.runtime.health import Health
 
     set_up_logging(log_level)
     with refusing(PenstockError):
@@ -110,26 +113,31 @@ def sweeper(
     )
     if name is not None:
         settings = replace(settings, name=name)
+    health = Health(health_port)
     with refusing(ValueError, PenstockError):
         look_at_servers(broker, store)
         look_at_files(settings.files_dir)
         if journal is not None:
             look_at_files(journal)
-        asyncio.run(sweep(settings))
+        asyncio.run(sweep(settings, health))
 
 
-async def sweep(settings: SweeperSettings) -> None:
+async def sweep(settings: SweeperSettings, health: Health | None = None) -> None:
     """Run a sweeper, as leader or in reserve, until SIGTERM or SIGINT."""
     import asyncio
     from contextlib import suppress
 
     from producers.client.aio import AsyncClient
+    from producers.sweeper.condition import Condition
     from producers.sweeper.sweeper import lead
     from workers.runtime.signals import when_told
 
     async with AsyncClient(settings.broker, settings.store) as client:
         endpoints = _endpoints(client)
-        task = asyncio.create_task(lead(client, settings, endpoints))
+        condition = Condition()
+        if health is not None:
+            health.serve(condition, asyncio.get_running_loop())
+        task = asyncio.create_task(lead(client, settings, endpoints, condition))
         when_told(task.cancel)
         with suppress(asyncio.CancelledError):
             await task

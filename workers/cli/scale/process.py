@@ -125,7 +125,7 @@ async def _run(
     log = logging.getLogger("workers.autoscaler")
     async with AsyncClient(broker, store) as client:
         autoscaler = Autoscaler(client, fixed(pools), settings, dry_run=dry_run, show=_shown(dry_run))
-        health.serve(autoscaler)
+        health.serve(autoscaler, asyncio.get_running_loop())
         task = asyncio.create_task(autoscaler.run(), name="autoscaler")
         when_told(task.cancel)
         log.info("pools: %s", ", ".join(f"{one.settings.name} ({one.settings.actuator})" for one in pools))
