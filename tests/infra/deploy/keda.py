@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 
-def _object(required: str, **properties: Any) -> dict[str, Any]:
+def object_of(required: str, **properties: Any) -> dict[str, Any]:
     """An object with these properties and no others."""
     return {
         "type": "object",
@@ -18,7 +18,7 @@ def _object(required: str, **properties: Any) -> dict[str, Any]:
     }
 
 
-def _one_of(*values: Any) -> dict[str, Any]:
+def one_of(*values: Any) -> dict[str, Any]:
     return {"enum": list(values)}
 
 
@@ -27,10 +27,10 @@ COUNT: Final = {"type": "integer", "minimum": 0}
 #: Trigger metadata are strings: YAML's numbers and booleans would be refused by the API server.
 NUMBER: Final = {"type": "string", "pattern": r"^\d+(\.\d+)?$"}
 WHOLE: Final = {"type": "string", "pattern": r"^\d+$"}
-BOOLEAN: Final = _one_of("true", "false")
+BOOLEAN: Final = one_of("true", "false")
 URL: Final = {"type": "string", "pattern": r"^https?://[^/\s]+"}
 
-PROMETHEUS: Final = _object(
+PROMETHEUS: Final = object_of(
     "serverAddress query threshold ignoreNullValues",
     serverAddress=URL,
     query=TEXT,
@@ -45,7 +45,7 @@ PROMETHEUS: Final = _object(
     timeout=WHOLE,
     authModes=TEXT,
 )
-SQS: Final = _object(
+SQS: Final = object_of(
     "awsRegion queueURL queueLength",
     queueURL={"type": "string", "pattern": r"^https://sqs\.[a-z0-9-]+\.amazonaws\.com/\d{12}/[\w.-]{1,80}$"},
     queueLength=WHOLE,
@@ -58,68 +58,68 @@ SQS: Final = _object(
 
 
 def _trigger(kind: str, metadata: dict[str, Any]) -> dict[str, Any]:
-    return _object(
+    return object_of(
         "type metadata",
         type={"const": kind},
         name={"type": "string", "pattern": r"^[a-z]\w*$"},
-        metricType=_one_of("AverageValue", "Value"),
+        metricType=one_of("AverageValue", "Value"),
         useCachedMetrics={"type": "boolean"},
-        authenticationRef=_object(
-            "name", name=TEXT, kind=_one_of("TriggerAuthentication", "ClusterTriggerAuthentication")
+        authenticationRef=object_of(
+            "name", name=TEXT, kind=one_of("TriggerAuthentication", "ClusterTriggerAuthentication")
         ),
         metadata=metadata,
     )
 
 
-_POLICY: Final = _object(
+_POLICY: Final = object_of(
     "type value periodSeconds",
-    type=_one_of("Pods", "Percent"),
+    type=one_of("Pods", "Percent"),
     value={"type": "integer", "minimum": 1},
     periodSeconds={"type": "integer", "minimum": 1, "maximum": 1800},
 )
-_RULES: Final = _object(
+_RULES: Final = object_of(
     "policies",
     stabilizationWindowSeconds={"type": "integer", "minimum": 0, "maximum": 3600},
-    selectPolicy=_one_of("Max", "Min", "Disabled"),
+    selectPolicy=one_of("Max", "Min", "Disabled"),
     policies={"type": "array", "items": _POLICY, "minItems": 1},
 )
-_META: Final = _object(
+_META: Final = object_of(
     "name namespace", name=TEXT, namespace=TEXT, labels={"type": "object"}, annotations={"type": "object"}
 )
 
-SCALED_OBJECT: Final = _object(
+SCALED_OBJECT: Final = object_of(
     "apiVersion kind metadata spec",
     apiVersion={"const": "keda.sh/v1alpha1"},
     kind={"const": "ScaledObject"},
     metadata=_META,
-    spec=_object(
+    spec=object_of(
         "scaleTargetRef maxReplicaCount fallback triggers",
-        scaleTargetRef=_object("name", name=TEXT, apiVersion=TEXT, kind=TEXT, envSourceContainerName=TEXT),
+        scaleTargetRef=object_of("name", name=TEXT, apiVersion=TEXT, kind=TEXT, envSourceContainerName=TEXT),
         pollingInterval={"type": "integer", "minimum": 1},
         cooldownPeriod=COUNT,
         initialCooldownPeriod=COUNT,
         idleReplicaCount={"const": 0},
         minReplicaCount=COUNT,
         maxReplicaCount={"type": "integer", "minimum": 1},
-        fallback=_object(
+        fallback=object_of(
             "failureThreshold replicas behavior",
             failureThreshold={"type": "integer", "minimum": 1},
             replicas=COUNT,
             # The others take workers away, or start some, because numbers are missing.
-            behavior=_one_of("currentReplicas", "currentReplicasIfHigher"),
+            behavior=one_of("currentReplicas", "currentReplicasIfHigher"),
         ),
-        advanced=_object(
+        advanced=object_of(
             "",
             restoreToOriginalReplicaCount={"type": "boolean"},
-            horizontalPodAutoscalerConfig=_object(
-                "", name=TEXT, behavior=_object("scaleUp scaleDown", scaleUp=_RULES, scaleDown=_RULES)
+            horizontalPodAutoscalerConfig=object_of(
+                "", name=TEXT, behavior=object_of("scaleUp scaleDown", scaleUp=_RULES, scaleDown=_RULES)
             ),
-            scalingModifiers=_object(
+            scalingModifiers=object_of(
                 "formula target",
                 formula=TEXT,
                 target=NUMBER,
                 activationTarget=NUMBER,
-                metricType=_one_of("AverageValue", "Value"),
+                metricType=one_of("AverageValue", "Value"),
             ),
         ),
         triggers={
@@ -127,7 +127,7 @@ SCALED_OBJECT: Final = _object(
             "minItems": 1,
             "items": {
                 # By its type, so that an error names what is wrong in this trigger's metadata.
-                "properties": {"type": _one_of("prometheus", "aws-sqs-queue")},
+                "properties": {"type": one_of("prometheus", "aws-sqs-queue")},
                 "required": ["type"],
                 "if": {"properties": {"type": {"const": "prometheus"}}},
                 "then": _trigger("prometheus", PROMETHEUS),
@@ -136,15 +136,15 @@ SCALED_OBJECT: Final = _object(
         },
     ),
 )
-TRIGGER_AUTHENTICATION: Final = _object(
+TRIGGER_AUTHENTICATION: Final = object_of(
     "apiVersion kind metadata spec",
     apiVersion={"const": "keda.sh/v1alpha1"},
     kind={"const": "TriggerAuthentication"},
     metadata=_META,
-    spec=_object(
+    spec=object_of(
         "podIdentity",
-        podIdentity=_object(
-            "provider", provider=_one_of("aws"), roleArn=TEXT, identityOwner=_one_of("keda", "workload")
+        podIdentity=object_of(
+            "provider", provider=one_of("aws"), roleArn=TEXT, identityOwner=one_of("keda", "workload")
         ),
     ),
 )

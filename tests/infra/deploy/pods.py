@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,10 +16,17 @@ from producers.admin.deployment import CA
 from producers.admin.roles import ROLES
 from producers.contract import keys
 from tests.infra.deploy.code import grace, parsed, variables, wrong_in
-from tests.infra.deploy.keda import SCHEMAS
+from tests.infra.deploy.crds import SCHEMAS
+from workers.autoscaler.config import parse
+from workers.autoscaler.pools import PoolSettings
 
 Object = dict[str, Any]
-VERSION = "1.37"
+#: The least release of Kubernetes that we say will do (the chart's `kubeVersion`), and the newest.
+LEAST, NEWEST = "1.30", "1.37"
+#: What has pods.
+OWNERS = ("Deployment", "StatefulSet", "Job", "CronJob")
+#: ConfigMaps and Secrets that `penstock secrets make` makes, or that an operator does.
+OTHERS = {"penstock-ca", "penstock-valkey"}
 #: Role -> its Secret, which `penstock secrets make` makes (docs/deploy.md), and what each has.
 SECRETS, OF_SECRET = {role: f"penstock-{role}" for role in ROLES}, {"BROKER_URL", "STORE_URL"}
 
@@ -30,8 +38,8 @@ def complaints(objects: list[Object]) -> list[str]:
     for one in objects:
         where = f"{one['kind']} {one['metadata']['name']}"
         wrong = [*_shape(one), *_references(one, objects, names)]
-        if one["kind"] in ("Deployment", "Job"):
-            wrong += [*_pod(one), *_container(one, objects)]
+        if one["kind"] in OWNERS:
+            wrong += [*_pod(one), *_volumes(one, objects), *_container(one, objects)]
         if one["kind"] == "NetworkPolicy":
             wrong += [
                 f"it lets out to anybody on {rule['ports']}"
@@ -57,10 +65,11 @@ def _by_schema(text: str) -> str:
     """Overlays have most of their objects in common."""
     one = json.loads(text)
     try:
-        if one["apiVersion"].startswith("keda.sh/"):
+        if one["kind"] in SCHEMAS:
             jsonschema.validate(one, SCHEMAS[one["kind"]])
         else:
-            kubernetes_validate.validate(one, VERSION, strict=True)
+            for version in (LEAST, NEWEST):
+                kubernetes_validate.validate(one, version, strict=True)
     except (kubernetes_validate.ValidationError, jsonschema.ValidationError) as error:
         return str(error.message)
     return ""
@@ -78,54 +87,128 @@ def _references(one: Object, objects: list[Object], names: set[tuple[str, str]])
         yield f"{selector[one['kind']]} chooses no pods"
     if one["kind"] == "NetworkPolicy" and not list(_chosen(spec["podSelector"].get("matchLabels", {}), objects)):
         yield "it chooses no pods"
+    if one["kind"] in ("Ingress", "HTTPRoute", "ServiceMonitor", "PodMonitor"):
+        yield from _backends(one, objects)
+
+
+def _backends(one: Object, objects: list[Object]) -> Iterator[str]:
+    """The services, pods and ports that callers are sent to, or that are scraped."""
+    spec = one["spec"]
+    services = {each["metadata"]["name"]: each for each in objects if each["kind"] == "Service"}
+    ports = {
+        (name, port[key])
+        for name, each in services.items()
+        for port in each["spec"]["ports"]
+        for key in ("name", "port")
+    }
+    if one["kind"] == "Ingress":
+        backends = [path["backend"]["service"] for rule in spec["rules"] for path in rule["http"]["paths"]]
+        named = [(each["name"], each["port"].get("name", each["port"].get("number"))) for each in backends]
+        if {host for each in spec.get("tls", ()) for host in each["hosts"]} != {rule["host"] for rule in spec["rules"]}:
+            yield "a host has no TLS"
+    elif one["kind"] == "HTTPRoute":
+        named = [(each["name"], each["port"]) for rule in spec["rules"] for each in rule["backendRefs"]]
+        listeners = {
+            (each["metadata"]["name"], listener["name"])
+            for each in objects
+            if each["kind"] == "Gateway"
+            for listener in each["spec"]["listeners"]
+        }
+        # One of another namespace is not ours to know.
+        ours = {(each["name"], each.get("sectionName")) for each in spec["parentRefs"] if "namespace" not in each}
+        yield from (f"there is no listener {name}" for name in sorted(ours - listeners))
+    elif one["kind"] == "ServiceMonitor":
+        labels = spec["selector"]["matchLabels"]
+        chosen = [name for name, each in services.items() if labels.items() <= each["metadata"]["labels"].items()]
+        named = [(name, each["port"]) for name in chosen or ["nobody"] for each in spec["endpoints"]]
+        values = {services[name]["metadata"]["labels"].get(spec["jobLabel"]) for name in chosen}
+        yield from _job(values)
+    else:
+        pods = [each["spec"]["template"] for each in _chosen(spec["selector"]["matchLabels"], objects)]
+        ports = {("", port["name"]) for pod in pods for port in pod["spec"]["containers"][0]["ports"]}
+        named = [("", each["port"]) for each in spec["podMetricsEndpoints"]]
+        yield from _job({pod["metadata"]["labels"].get(spec["jobLabel"]) for pod in pods})
+    yield from (f"there is no port {port} of {name}" for name, port in named if (name, port) not in ports)
+
+
+def _job(names: set[str | None]) -> Iterator[str]:
+    """The alerts find the gateways by this job."""
+    if names != {"penstock"}:
+        yield f"its job's name is {names}, and the alerts look for penstock"
 
 
 def _chosen(labels: dict[str, str], objects: list[Object]) -> Iterator[Object]:
-    """The Deployments whose pods have these labels."""
+    """What has pods with these labels, and keeps them running."""
     for one in objects:
-        if one["kind"] == "Deployment":
+        if one["kind"] in ("Deployment", "StatefulSet"):
             its = one["spec"]["template"]["metadata"]["labels"]
             if labels.items() <= its.items():
                 yield one
 
 
+def template(owner: Object) -> Object:
+    """The pods that an object makes."""
+    spec = owner["spec"]
+    found: Object = (spec["jobTemplate"]["spec"] if owner["kind"] == "CronJob" else spec)["template"]
+    return found
+
+
 def _pod(owner: Object) -> Iterator[str]:
     """The `restricted` pod security standard, a read-only root, and no token that nobody needs."""
-    spec = owner["spec"]["template"]["spec"]
+    spec = template(owner)["spec"]
     (container,) = spec["containers"]
     pod, own = spec["securityContext"], container["securityContext"]
     wanted = {
-        "runAsNonRoot": pod.get("runAsNonRoot") is True and pod.get("runAsUser", 0) >= 1000,
+        "runAsNonRoot": pod.get("runAsNonRoot") is True and pod.get("runAsUser", 0) > 0,
         "seccompProfile": pod.get("seccompProfile") == {"type": "RuntimeDefault"},
         "allowPrivilegeEscalation": own.get("allowPrivilegeEscalation") is False,
         "readOnlyRootFilesystem": own.get("readOnlyRootFilesystem") is True,
         "capabilities": own.get("capabilities") == {"drop": ["ALL"]},
         "resources": {"requests", "limits"} <= container.get("resources", {}).keys(),
-        "topologySpreadConstraints": owner["kind"] == "Job" or bool(spec.get("topologySpreadConstraints")),
+        "topologySpreadConstraints": owner["kind"] != "Deployment" or bool(spec.get("topologySpreadConstraints")),
         "automountServiceAccountToken": "automountServiceAccountToken" in spec,
         "a folder at /tmp": any(one["mountPath"] == "/tmp" for one in container["volumeMounts"]),
     }
     yield from (f"{name} is not as it must be" for name, well in wanted.items() if not well)
-    if {one["name"] for one in container["volumeMounts"]} != {one["name"] for one in spec["volumes"]}:
+
+
+def _volumes(owner: Object, objects: list[Object]) -> Iterator[str]:
+    spec = template(owner)["spec"]
+    claims = [one["metadata"] for one in owner["spec"].get("volumeClaimTemplates", ())]
+    named = {one["name"] for one in (*spec["volumes"], *claims)}
+    if {one["name"] for one in spec["containers"][0]["volumeMounts"]} != named:
         yield "volumes and mounts differ"
+    names = {(one["kind"], one["metadata"]["name"]) for one in objects}
+    for one in spec["volumes"]:
+        for field, kind, key in (
+            ("configMap", "ConfigMap", "name"),
+            ("secret", "Secret", "secretName"),
+            ("persistentVolumeClaim", "PersistentVolumeClaim", "claimName"),
+        ):
+            if field in one and (kind, name := one[field][key]) not in names and name not in OTHERS:
+                yield f"there is no {kind} {name}"
 
 
 def _container(owner: Object, objects: list[Object]) -> Iterator[str]:
-    template = owner["spec"]["template"]
+    pod = template(owner)
     selector = owner["spec"].get("selector", {}).get("matchLabels", {})
-    if not selector.items() <= template["metadata"]["labels"].items():
+    if not selector.items() <= pod["metadata"]["labels"].items():
         yield "its selector does not choose its own pods"
     names = {(one["kind"], one["metadata"]["name"]) for one in objects}
-    spec = template["spec"]
+    spec = pod["spec"]
     if ("ServiceAccount", spec["serviceAccountName"]) not in names:
         yield f"there is no ServiceAccount {spec['serviceAccountName']}"
     (container,) = spec["containers"]
-    yield from _environment(container, objects)
-    yield from _command(container, spec)
-    yield from _files(container)
+    if "command" not in container:  # the image's own, which is penstock
+        yield from _environment(container, objects)
+        yield from _command(container, spec)
+        yield from _files(container, objects)
     ports = {one["name"]: one["containerPort"] for one in container.get("ports", ())}
     probes = [container[name] for name in ("startupProbe", "livenessProbe", "readinessProbe") if name in container]
-    yield from (f"there is no port {one['httpGet']['port']}" for one in probes if one["httpGet"]["port"] not in ports)
+    asked = [one["httpGet"]["port"] for one in probes if "httpGet" in one]
+    yield from (f"there is no port {port}" for port in asked if port not in ports)
+    if owner["kind"] in ("Deployment", "StatefulSet") and not {"livenessProbe", "readinessProbe"} <= container.keys():
+        yield "nobody sees whether it works"
 
 
 def _environment(container: Object, objects: list[Object]) -> Iterator[str]:
@@ -167,16 +250,21 @@ def _command(container: Object, spec: Object) -> Iterator[str]:
         yield "it does not drain in its preStop hook"
 
 
-def _files(container: Object) -> Iterator[str]:
+def _files(container: Object, objects: list[Object]) -> Iterator[str]:
     """Gateways, sweepers and workers read what each other wrote: the ConfigMap says where, by default in a volume."""
     try:
         asks = "files_dir" in parsed([str(word) for word in container["args"]])
     except ValueError:
         return
-    if asks and {"configMapRef": {"name": "penstock"}} not in container["envFrom"]:
+    maps = {one["configMapRef"]["name"] for one in container["envFrom"] if "configMapRef" in one}
+    read = [one["data"] for one in objects if one["kind"] == "ConfigMap" and one["metadata"]["name"] in maps]
+    folders = [data["FILES_DIR"] for data in read if "FILES_DIR" in data]
+    if asks and not folders:
         yield "it is not told the others' FILES_DIR"
-    if asks and {"name": "files", "mountPath": "/files"} not in container["volumeMounts"]:
-        yield "the others' files are not mounted"
+    for folder in folders if asks else ():
+        mounted = {"name": "files", "mountPath": folder} in container["volumeMounts"]
+        if mounted == folder.startswith("s3://"):
+            yield "the others' files are not mounted" if not mounted else "a bucket needs no volume"
 
 
 def _triggers(spec: Object, objects: list[Object]) -> Iterator[str]:
@@ -199,12 +287,19 @@ def _triggers(spec: Object, objects: list[Object]) -> Iterator[str]:
 
 def _as_the_autoscaler(spec: Object, query: str, objects: list[Object]) -> Iterator[str]:
     """Pool and largest number are those of the autoscaler in the same overlay."""
-    scalers = [one for one in objects if (one["kind"], one["metadata"]["name"]) == ("Deployment", "autoscaler")]
-    if not scalers:
+    pools = scaled_pools(objects)
+    if not pools:
         yield "no autoscaler exports its number"
-    for one in scalers:
-        options = parsed(one["spec"]["template"]["spec"]["containers"][0]["args"])
-        if f'pool="{options["model"]}"' not in query:
-            yield f"the autoscaler's pool is {options['model']}"
-        if spec["maxReplicaCount"] < options["max_workers"]:
-            yield f"the autoscaler may want {options['max_workers']}"
+        return
+    named = [pool for pool in pools if f'pool="{pool.name}"' in query]
+    if not named:
+        yield f"the autoscaler's pools are {', '.join(pool.name for pool in pools)}"
+    yield from (
+        f"the autoscaler may want {pool.rules.max}" for pool in named if spec["maxReplicaCount"] < pool.rules.max
+    )
+
+
+def scaled_pools(objects: list[Object]) -> list[PoolSettings]:
+    """The pools of the file that the autoscaler reads."""
+    texts = [one["data"]["scaling.toml"] for one in objects if "scaling.toml" in one.get("data", ())]
+    return [parse(table) for text in texts for table in tomllib.loads(text)["pool"]]

@@ -10,16 +10,25 @@ import subprocess
 from collections.abc import Callable
 from functools import cache
 from ipaddress import ip_address, ip_network
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from redis import Redis
+from redis.exceptions import NoPermissionError
 
+from producers.admin.deployment import make
 from producers.connection.addresses import Address, is_public
+from producers.connection.connect import connect
+from producers.sources.settings import read
+from tests.infra.deploy import rules
 from tests.infra.deploy.code import wrong_in
 from tests.infra.deploy.kustomize import render
-from tests.infra.deploy.pods import complaints
-from tests.processes import ROOT
+from tests.infra.deploy.pods import complaints, scaled_pools
+from tests.infra.deploy.programs import program
+from tests.processes import ROOT, free_port, guarded
+from tests.waiting import until
 
 OVERLAYS = ROOT / "infra" / "kubernetes" / "overlays"
 NAMES = sorted(path.name for path in OVERLAYS.iterdir())
@@ -36,7 +45,7 @@ def test_an_overlay_is_right(name: str) -> None:
 
 
 def test_each_way_to_scale_has_an_overlay_and_no_component_is_left_over() -> None:
-    assert NAMES == ["actuator", "cuda", "hpa", "keda-prometheus", "keda-sqs"]
+    assert NAMES == ["actuator", "cuda", "gateway-api", "hpa", "keda-prometheus", "keda-sqs", "whole"]
     said = [yaml.safe_load((OVERLAYS / name / "kustomization.yaml").read_text("utf-8")) for name in NAMES]
     used = {path.rpartition("/")[2] for one in said for path in one["components"]}
     assert used == {path.name for path in (OVERLAYS.parent / "components").iterdir()}
@@ -44,8 +53,9 @@ def test_each_way_to_scale_has_an_overlay_and_no_component_is_left_over() -> Non
 
 def test_kubectl_renders_the_same() -> None:
     """Where there is one. Everywhere, this file's other tests take our own rendering."""
-    for name in NAMES if shutil.which("kubectl") else ():
-        ran = subprocess.run(["kubectl", "kustomize", OVERLAYS / name], capture_output=True, text=True, check=True)
+    kubectl = program("kubectl")
+    for name in NAMES if kubectl else ():
+        ran = subprocess.run([kubectl, "kustomize", OVERLAYS / name], capture_output=True, text=True, check=True)
         ours, theirs = rendered(name), yaml.safe_load_all(ran.stdout)
         assert sorted(map(json.dumps, map(_sorted, ours))) == sorted(map(json.dumps, map(_sorted, theirs)))
 
@@ -61,7 +71,7 @@ def test_workers_start_from_zero_and_no_overlay_sets_their_number_twice() -> Non
         scalers = [
             kind for kind, whose in objects if whose == "worker-tiny" and kind.endswith(("Autoscaler", "dObject"))
         ]
-        acts = "kubernetes://" in json.dumps(objects.get(("Deployment", "autoscaler")))
+        acts = any(pool.actuator.startswith("kubernetes://") for pool in scaled_pools(rendered(name)))
         assert len(scalers) + acts == 1, name
 
 
@@ -86,8 +96,14 @@ def test_the_autoscaler_may_do_what_its_actuator_does_and_no_more() -> None:
     assert pod["automountServiceAccountToken"] is True
 
 
+def test_the_sources_file_is_one_that_sources_take(tmp_path: Path) -> None:
+    (text,) = [one["data"]["sources.toml"] for one in rendered("whole") if "sources.toml" in one.get("data", ())]
+    (tmp_path / "sources.toml").write_text(text)
+    assert list(read(tmp_path / "sources.toml")) == ["nightly"]
+
+
 def test_the_adapters_rule_answers_what_the_hpa_asks_once_for_all_gateways() -> None:
-    page = (ROOT / "docs/deploy.md").read_text("utf-8")
+    page = (ROOT / "docs/kubernetes.md").read_text("utf-8")
     (told,) = [one for one in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "externalRules" in one]
     (rule,) = yaml.safe_load(told)["externalRules"]
     metric = of(rendered("hpa"), "HorizontalPodAutoscaler", "worker-tiny")["spec"]["metrics"][0]["external"]["metric"]
@@ -116,8 +132,65 @@ def test_who_uses_aws_reaches_the_agent_of_its_credentials_and_nothing_else_by_h
             for rule in one["spec"].get("egress", ())
             if any(port["port"] == 80 for port in rule["ports"])
         ]
-        users = ["gateway", "sweeper", "publish", "worker", "autoscaler"]
+        users = ["gateway", "sweeper", "publish", "worker", "autoscaler", *["sources"] * (name == "whole")]
         assert by_http == [([{"ipBlock": {"cidr": "169.254.170.23/32"}}], users)]
+
+
+def test_the_rules_are_those_of_prometheus_file() -> None:
+    """`python -m tests.infra.deploy.rules` writes them anew."""
+    assert rules.FILE.read_text("utf-8") == rules.text()
+
+
+def test_valkey_serves_by_the_files_options_and_probes_tell_whether_it_does(tmp_path: Path) -> None:
+    """A Redis with TLS stands in for it, where Debian's `redis-tools` are installed: CI does that."""
+    program, client = shutil.which("redis-check-rdb"), shutil.which("redis-cli")
+    if program is None or client is None:
+        return
+    make(tmp_path, ["127.0.0.1"])
+    users = tmp_path / "users.acl"
+    users.write_text(users.read_text().replace(" +client|setinfo", ""))  # which Redis 7.0 does not know
+    (pod,) = of(rendered("whole"), "StatefulSet", "valkey")["spec"]["template"]["spec"]["containers"]
+    mounts = {one["mountPath"] for one in pod["volumeMounts"]}
+    port = free_port()
+
+    def here(words: list[str]) -> list[str]:
+        """The files of the pod's volumes are in one folder here."""
+        return [str(tmp_path / Path(word).name) if str(Path(word).parent) in mounts else word for word in words]
+
+    def asks(probe: str) -> bool:
+        words = [client, "-p", str(port), *here(pod[probe]["exec"]["command"][1:])]
+        return subprocess.run(words, capture_output=True).returncode == 0
+
+    words = here([word if word != "/data" else str(tmp_path) for word in pod["args"]])
+    words[words.index("--tls-port") + 1] = str(port)
+
+    def server() -> subprocess.Popen[bytes]:
+        # One program, which goes by its name.
+        line = guarded("bash", "-c", 'exec -a redis-server "$0" "$@"', program, *words, "--bind", "127.0.0.1")
+        return subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.DEVNULL)
+
+    assert not asks("livenessProbe"), "nobody is there"
+    running = server()
+    try:
+        until(lambda: asks("readinessProbe"))
+        assert asks("livenessProbe")
+        user = (tmp_path / "gateway.env").read_text().partition("://")[2].partition("@")[0]
+        with connect(f"rediss://{user}@127.0.0.1:{port}/0?ssl_ca_certs={tmp_path / 'ca.crt'}") as redis:
+            redis.set("penstock:task:1", "a")
+            assert redis.info("persistence")["aof_enabled"] == 1
+        probe = Redis("127.0.0.1", port, username="probe", password="", ssl=True, ssl_ca_certs=str(tmp_path / "ca.crt"))
+        with probe, pytest.raises(NoPermissionError):
+            probe.get("penstock:task:1")
+        running.terminate()
+        running.wait(60)
+        users.write_text("".join(line for line in users.open() if not line.startswith("user probe ")))
+        running = server()
+        until(lambda: asks("livenessProbe"))
+        assert not asks("readinessProbe"), "an error is an answer, as while it reads its file, but it does not serve"
+        assert not asks("startupProbe")
+    finally:
+        running.kill()
+        running.wait(60)
 
 
 # ---- the checks find what is wrong --------------------------------------------------------------------------------
@@ -198,6 +271,18 @@ WRONG: dict[str, tuple[str, Change, str]] = {
     ),
     "no servers": ("hpa", lambda o: container(o, "gateway").update(envFrom=[]), "does not know its servers"),
     "files of its own": ("hpa", lambda o: container(o, "worker-tiny")["envFrom"].pop(), "FILES_DIR"),
+    "a sweeper that nobody probes": (
+        "hpa",
+        lambda o: container(o, "sweeper").pop("livenessProbe"),
+        "nobody sees whether it works",
+    ),
+    "settings of nobody": (
+        "hpa",
+        lambda o: of(o, "Deployment", "autoscaler")["spec"]["template"]["spec"]["volumes"][-1]["configMap"].update(
+            name="scaling"
+        ),
+        "there is no ConfigMap scaling",
+    ),
     "no drain before the end": ("hpa", lambda o: container(o, "worker-tiny").pop("lifecycle"), "preStop"),
     "a port that is not its own": (
         "hpa",
@@ -223,6 +308,47 @@ WRONG: dict[str, tuple[str, Change, str]] = {
         "hpa",
         lambda o: of(o, "HorizontalPodAutoscaler", "worker-tiny")["spec"]["scaleTargetRef"].update(name="worker"),
         "no Deployment worker",
+    ),
+    "an Ingress without TLS": ("whole", lambda o: of(o, "Ingress", "gateway")["spec"].pop("tls"), "has no TLS"),
+    "a route to nobody": (
+        "gateway-api",
+        lambda o: of(o, "HTTPRoute", "gateway")["spec"]["rules"][0]["backendRefs"][0].update(port=8000),
+        "there is no port 8000 of gateway",
+    ),
+    "a listener that is not there": (
+        "gateway-api",
+        lambda o: of(o, "HTTPRoute", "gateway")["spec"]["parentRefs"][0].update(sectionName="http"),
+        "there is no listener",
+    ),
+    "a listener without TLS": (
+        "gateway-api",
+        lambda o: of(o, "Gateway", "penstock")["spec"]["listeners"][0].pop("tls"),
+        "'tls' is a required property",
+    ),
+    "a misspelt field of a monitor": (
+        "whole",
+        lambda o: of(o, "ServiceMonitor", "gateway")["spec"]["endpoints"][0].update(intervall="5s"),
+        "intervall",
+    ),
+    "a port that nobody scrapes": (
+        "gateway-api",
+        lambda o: of(o, "PodMonitor", "gateway")["spec"]["podMetricsEndpoints"][0].update(port="metrics"),
+        "there is no port metrics",
+    ),
+    "a job that no alert looks for": (
+        "whole",
+        lambda o: of(o, "ServiceMonitor", "gateway")["spec"].update(jobLabel="app.kubernetes.io/name"),
+        "the alerts look for penstock",
+    ),
+    "a volume of nobody": (
+        "whole",
+        lambda o: of(o, "StatefulSet", "valkey")["spec"].pop("volumeClaimTemplates"),
+        "volumes and mounts differ",
+    ),
+    "a field of a later release": (
+        "hpa",
+        lambda o: container(o, "gateway").update(restartPolicyRules=[]),
+        "restartPolicyRules",
     ),
     "KEDA: a misspelt key": (
         "keda-prometheus",
