@@ -179,7 +179,8 @@ def _volumes(owner: Object, objects: list[Object]) -> Iterator[str]:
     if {one["name"] for one in spec["containers"][0]["volumeMounts"]} != named:
         yield "volumes and mounts differ"
     names = {(one["kind"], one["metadata"]["name"]) for one in objects}
-    for one in spec["volumes"]:
+    parts = [part for one in spec["volumes"] for part in one.get("projected", {}).get("sources", ())]
+    for one in (*spec["volumes"], *parts):
         for field, kind, key in (
             ("configMap", "ConfigMap", "name"),
             ("secret", "Secret", "secretName"),

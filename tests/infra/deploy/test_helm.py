@@ -294,5 +294,5 @@ def test_the_notes_name_the_next_steps() -> None:
 
 def test_the_version_is_the_packages() -> None:
     version = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
-    assert [ABOUT["appVersion"]] == version
+    assert [ABOUT["appVersion"]] == [ABOUT["version"]] == version
     assert (CHART / "files" / "alerts.yml").resolve() == Path(ROOT / "infra" / "prometheus" / "alerts.yml").resolve()

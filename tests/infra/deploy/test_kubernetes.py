@@ -25,7 +25,7 @@ from producers.sources.settings import read
 from tests.infra.deploy import rules
 from tests.infra.deploy.code import wrong_in
 from tests.infra.deploy.kustomize import render
-from tests.infra.deploy.pods import complaints, scaled_pools
+from tests.infra.deploy.pods import OF_SECRET, OTHERS, SECRETS, complaints, scaled_pools
 from tests.infra.deploy.programs import program
 from tests.processes import ROOT, free_port, guarded
 from tests.waiting import until
@@ -58,6 +58,25 @@ def test_kubectl_renders_the_same() -> None:
         ran = subprocess.run([kubectl, "kustomize", OVERLAYS / name], capture_output=True, text=True, check=True)
         ours, theirs = rendered(name), yaml.safe_load_all(ran.stdout)
         assert sorted(map(json.dumps, map(_sorted, ours))) == sorted(map(json.dumps, map(_sorted, theirs)))
+
+
+def test_the_folder_of_secrets_makes_what_pods_take(tmp_path: Path) -> None:
+    """By kubectl, where there is one."""
+    make(tmp_path, ["valkey"])
+    kubectl = program("kubectl")
+    if kubectl is None:
+        return
+    ran = subprocess.run([kubectl, "kustomize", tmp_path], capture_output=True, text=True, check=True)
+    made = {(one["kind"], one["metadata"]["name"]): one["data"] for one in yaml.safe_load_all(ran.stdout)}
+    secrets = {name: data for (kind, name), data in made.items() if kind == "Secret"}
+    assert {name for name in secrets if secrets[name].keys() == OF_SECRET} == set(SECRETS.values())
+    assert {(kind, name) for kind, name in made if name in OTHERS} == {
+        ("ConfigMap", "penstock-ca"),
+        ("Secret", "penstock-valkey"),
+    }
+    (valkey,) = [one for one in rendered("whole") if one["kind"] == "StatefulSet"]
+    words = " ".join(valkey["spec"]["template"]["spec"]["containers"][0]["args"])
+    assert set(re.findall(r"/run/valkey/(\S+)", words)) == secrets["penstock-valkey"].keys()
 
 
 def _sorted(one: Any) -> Any:
@@ -278,9 +297,9 @@ WRONG: dict[str, tuple[str, Change, str]] = {
     ),
     "settings of nobody": (
         "hpa",
-        lambda o: of(o, "Deployment", "autoscaler")["spec"]["template"]["spec"]["volumes"][-1]["configMap"].update(
-            name="scaling"
-        ),
+        lambda o: of(o, "Deployment", "autoscaler")["spec"]["template"]["spec"]["volumes"][-1]["projected"]["sources"][
+            -1
+        ]["configMap"].update(name="scaling"),
         "there is no ConfigMap scaling",
     ),
     "no drain before the end": ("hpa", lambda o: container(o, "worker-tiny").pop("lifecycle"), "preStop"),

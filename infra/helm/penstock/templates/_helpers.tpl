@@ -152,7 +152,7 @@ readinessProbe:
 {{- end }}
 
 {{/* Volumes that a pod mounts, and where. Both take root, and what it needs besides /tmp: models (and modelsClaim),
-files, kernels, scaling, sources. */}}
+files, kernels, and `config`: the ConfigMap of its settings, in /etc/penstock. */}}
 {{- define "penstock.mounts" -}}
 volumeMounts:
   - {name: tmp, mountPath: /tmp}
@@ -162,12 +162,6 @@ volumeMounts:
   {{- end }}
   {{- if and .files (include "penstock.filesVolume" .root) }}
   - {name: files, mountPath: {{ .root.Values.files.dir }}}
-  {{- end }}
-  {{- if .sources }}
-  - {name: sources, mountPath: /etc/sources, readOnly: true}
-  {{- end }}
-  {{- if .scaling }}
-  - {name: scaling, mountPath: /etc/scaling, readOnly: true}
   {{- end }}
   {{- if .kernels }}
   - {name: kernels, mountPath: /cache/triton}
@@ -179,7 +173,14 @@ volumes:
   - name: tmp
     emptyDir: {}
   - name: ca
+    {{- if .config }}
+    projected:
+      sources:
+        - configMap: {name: {{ .root.Values.secrets.caConfigMap }}, optional: true}
+        - configMap: {name: {{ .config }}}
+    {{- else }}
     configMap: {name: {{ .root.Values.secrets.caConfigMap }}, optional: true}
+    {{- end }}
   {{- if .models }}
   - name: models
     {{- if .modelsClaim }}
@@ -191,14 +192,6 @@ volumes:
   {{- if and .files (include "penstock.filesVolume" .root) }}
   - name: files
     persistentVolumeClaim: {claimName: {{ .root.Values.files.existingClaim | default "penstock-files" }}}
-  {{- end }}
-  {{- if .sources }}
-  - name: sources
-    configMap: {name: sources}
-  {{- end }}
-  {{- if .scaling }}
-  - name: scaling
-    configMap: {name: scaling}
   {{- end }}
   {{- if .kernels }}
   - name: kernels
