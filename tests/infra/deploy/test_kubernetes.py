@@ -156,8 +156,7 @@ def test_who_uses_aws_reaches_the_agent_of_its_credentials_and_nothing_else_by_h
 
 
 def test_the_rules_are_those_of_prometheus_file() -> None:
-    """`python -m tests.infra.deploy.rules` writes them anew."""
-    assert rules.FILE.read_text("utf-8") == rules.text()
+    assert rules.FILE.read_text("utf-8") == rules.text(), "`python -m tests.infra.deploy.rules` writes them anew"
 
 
 def test_valkey_serves_by_the_files_options_and_probes_tell_whether_it_does(tmp_path: Path) -> None:
