@@ -38,6 +38,7 @@ TINY = {
     "tests.bench.looks": ["--workers 10 --calls 100"],
     "tests.bench.failover": ["--kills 1 --workers 2 --streams 2", "--soak 1 --workers 1 --streams 2"],
     "tests.bench.files": ["--lines 1000"],
+    "tests.bench.full_store": ["--seconds 1 --streams 2 --tokens 20"],
     "tests.bench.flame": ["STACKS --title Steps --out OUT"],
     "tests.bench.forms": ["MODEL --sequences 1 2 --rounds 1 --threads 1"],
     "tests.bench.hostile": ["--attacks nowhere --seconds 1"],
