@@ -32,9 +32,9 @@ PIECE: Final = 1 << 20
 class Manifest:
     """What a backup has, or has so far. Times are server milliseconds.
 
-    `store`, `broker`: where it is from, without passwords. `epoch`: the store's. `counts`: entries by kind. `stage`,
-    `cursor`: where an unfinished backup goes on. `ledger`: the last row of the ledger that it has. `notes`: what an
-    operator should know.
+    `store`, `broker`: where it is from, without passwords. `epoch`: the store's. `run`: who writes it. `counts`: entries
+    by kind. `stage`, `cursor`: where an unfinished backup goes on. `ledger`: the last row of the ledger that it has.
+    `notes`: what an operator should know.
     """
 
     id: str
@@ -43,6 +43,7 @@ class Manifest:
     broker: str
     version: str
     epoch: str = ""
+    run: str = ""
     v: int = VERSION
     ended: int = 0
     stage: int = 0

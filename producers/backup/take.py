@@ -94,6 +94,8 @@ class Backup:
     async def run(self) -> Manifest:
         """Make the backup, or end one that was begun there. Raises NotTaken, Damaged, redis errors and OSError."""
         self._manifest = await self._begin()
+        self._manifest.run = secrets.token_hex(8)
+        await asyncio.to_thread(self.archive.save, PROGRESS, self._manifest)
         stages = self._stages()
         for number in range(self._manifest.stage, len(stages)):
             await stages[number]()
@@ -146,8 +148,14 @@ class Backup:
         return begun
 
     async def _done(self, stage: int, cursor: int) -> None:
-        """Write what was read up to here, and note that: a later run goes on behind it."""
+        """Write what was read up to here, and note that: a later run goes on behind it.
+
+        Raises NotTaken where a later run does so already.
+        """
         manifest = self._manifest
+        now = await asyncio.to_thread(self.archive.look, PROGRESS)
+        if now is None or now.run != manifest.run:
+            raise NotTaken(f"another `penstock backup` writes to {self.archive.place}")
         if self._lines:
             lines, name = self._lines, f"segment-{len(manifest.segments) + 1:06d}"
             manifest.segments.append(await asyncio.to_thread(self.archive.put, name, lines))

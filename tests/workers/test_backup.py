@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +18,8 @@ from redis import Redis
 
 from producers import Client
 from producers.contract import keys
-from tests.processes import ROOT, TESTS, guarded, running_valkey
+from producers.store.epoch import LOOK_S
+from tests.processes import ROOT, TESTS, free_port, guarded, running_valkey
 from tests.webhooks_process import WebhooksProcess
 from tests.workers.rig import Rig
 
@@ -45,14 +47,24 @@ def penstock(folder: Path, *argv: str, status: int = 0) -> str:
 
 
 @contextlib.contextmanager
-def sweeper(folder: Path, url: str, *more: str) -> Iterator[subprocess.Popen[bytes]]:
-    argv = (sys.executable, "-m", "workers.cli", "sweeper", "--broker", url, *more)
-    process = subprocess.Popen(guarded(*argv), cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)})
+def process(folder: Path, *argv: str) -> Iterator[subprocess.Popen[bytes]]:
+    argv = (sys.executable, "-m", "workers.cli", *argv)
+    running = subprocess.Popen(guarded(*argv), cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)})
     try:
-        yield process
+        yield running
     finally:
-        process.kill()
-        process.wait()
+        running.kill()
+        running.wait()
+
+
+def sweeper(folder: Path, url: str, *more: str) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+    return process(folder, "sweeper", "--broker", url, *more)
+
+
+def listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
 
 
 class Load(threading.Thread):
@@ -124,12 +136,18 @@ def test_every_task_that_a_backup_under_load_has_ends_elsewhere(rig: Rig, tmp_pa
 
 
 def test_processes_that_began_before_a_restore_end(rig: Rig, tmp_path: Path) -> None:
-    worker = rig.worker()
-    with sweeper(tmp_path, rig.url) as sweeping, WebhooksProcess(rig.url) as webhooks:
-        rig.until(lambda: rig.redis.exists(keys.SWEEPER))
+    worker, port = rig.worker(), free_port()
+    with (
+        sweeper(tmp_path, rig.url) as sweeping,
+        WebhooksProcess(rig.url) as webhooks,
+        process(tmp_path, "gateway", "--broker", rig.url, "--port", str(port)) as gateway,
+    ):
+        rig.until(lambda: rig.redis.exists(keys.SWEEPER) and listens(port))
+        time.sleep(2 * LOOK_S)  # each has looked
         rig.redis.hset(keys.EPOCH, mapping={"id": "e2", "state": "open"})
         assert sweeping.wait(60) == 2
         assert webhooks.process.wait(60) == 0
+        assert gateway.wait(60) == 0
         assert worker.process.wait(60) == os.EX_SOFTWARE
     assert "restored from a backup" in worker.log.read_text()
     rig.worker()  # who begins now knows the epoch

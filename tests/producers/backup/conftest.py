@@ -16,7 +16,7 @@ from producers.backup import journal, restore, take
 from producers.backup.archive import Archive, Manifest
 from producers.backup.restore import Choices, Restore, Servers
 from producers.contract.sealing import Keyring
-from producers.store.blobs import FolderBlobs
+from producers.store.blobs import FolderBlobs, open_blobs
 from tests.processes import running_valkey
 
 
@@ -50,10 +50,15 @@ class Systems:
     new_url: str
     folder: Path
     ring: Keyring = field(default_factory=Keyring)
+    bucket: str = ""
+    """The URL's query of a bucket `backups`, which has backup and journal; empty: the folder has them."""
 
     @property
     def place(self) -> str:
-        return str(self.folder / "backup")
+        return self._place("backup")
+
+    def _place(self, name: str) -> str:
+        return f"s3://backups/{name}?{self.bucket}" if self.bucket else str(self.folder / name)
 
     @property
     def files(self) -> FolderBlobs:
@@ -68,7 +73,7 @@ class Systems:
         return Archive(self.place, self.ring)
 
     def journal(self) -> journal.Journal:
-        return journal.Journal(self.old.store, FolderBlobs(self.folder / "journal"), self.ring)
+        return journal.Journal(self.old.store, open_blobs(self._place("journal")), self.ring)
 
     async def back_up(self, **more: Any) -> Manifest:
         return await take.Backup(self.old, self.archive, self.files, self.old_url, self.old_url, **more).run()
@@ -78,7 +83,7 @@ class Systems:
         servers = Servers(self.new_url, self.new_url)
         servers = replace(servers, **{name: chosen.pop(name) for name in ("old", "stopped", "store") if name in chosen})
         if chosen.pop("with_journal", False):
-            chosen["journal"] = str(self.folder / "journal")
+            chosen["journal"] = self._place("journal")
         return await restore.begin(self.new, self.archive, self.new_files, servers, Choices(**chosen), self.ring)
 
     async def restore(self, **chosen: Any) -> Restore:

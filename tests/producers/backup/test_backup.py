@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import json
 import uuid
+import zlib
 from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 from redis import Redis
 
+from producers import AsyncClient
 from producers.admin import keys as api_keys_admin
 from producers.backup import restore, sealed, take
-from producers.backup.archive import Archive
-from producers.backup.restore import NotRestored
+from producers.backup.archive import Archive, check
+from producers.backup.restore import Choices, NotRestored, Servers
 from producers.backup.sealed import Damaged
 from producers.backup.take import NotTaken
+from producers.broker.connect import check_broker
 from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run, text
 from producers.contract import keys
-from producers.contract.sealing import Keyring
+from producers.contract.sealing import Keyring, new_key
 from producers.contract.task import Task
 from producers.store import batches, epoch, files, outbox, protocol
 from producers.store.access import api_keys
@@ -30,9 +35,13 @@ from producers.sweeper import unsent
 from producers.sweeper.compact import Moving, compact
 from producers.sweeper.erased import erase
 from producers.sweeper.leader import lead
+from tests.aws import Aws
 from tests.producers.backup.conftest import Systems
 from tests.producers.conftest import POOL, QUEUE
 from tests.producers.fake_worker import FakeWorker
+from tests.receiver import Receiver
+from tests.waiting import until
+from tests.webhooks_process import WebhooksProcess
 
 WEBHOOK = {"url": "https://example.com/hook"}
 
@@ -174,6 +183,21 @@ async def test_events_come_again_with_their_ids_and_say_so(
     FakeWorker(elsewhere, "other").serve(runs)
     (ended,) = outbox.read_take(run(elsewhere, outbox.take("h", 9, 60_000))).rows
     assert (ended.object, ended.webhook_id, ended.restored) == (runs, at_old[runs].webhook_id, True)
+
+
+async def test_a_receiver_is_told_that_an_event_comes_again(
+    systems: Systems, worker: FakeWorker, elsewhere: Redis, elsewhere_url: str
+) -> None:
+    with Receiver() as receiver:
+        task_id = await submit(systems, webhook={"url": f"{receiver.url}/ok"})
+        worker.serve(task_id)
+        await systems.back_up()
+        await systems.restore()
+        with WebhooksProcess(elsewhere_url):
+            until(lambda: receiver.events)
+            (event,) = receiver.events
+    assert event.headers["penstock-restored"] == "1"
+    assert event.headers["webhook-id"].startswith("evt_")
 
 
 async def test_an_event_of_what_has_not_happened_is_dropped(
@@ -431,6 +455,61 @@ async def test_a_batch_is_made_whole_whenever_its_lines_were_read(
     assert counted[b"line"] == b"7"  # 3, 4, 5 and 6 to 9
 
 
+async def test_backup_and_journal_may_be_in_a_bucket_encrypted(
+    systems: Systems, worker: FakeWorker, aws: Aws, elsewhere: Redis
+) -> None:
+    aws.client("s3").create_bucket(Bucket="backups")
+    systems.bucket = f"region=us-east-1&endpoint_url={aws.url}"
+    file = systems.folder / "backup.key"
+    file.write_text(new_key())
+    systems.ring = sealed.read_keys(file)
+    await systems.journal().keep()
+    done, deleted = [await submit(systems, metadata={"a": "legible"}) for _ in range(2)]
+    worker.serve(done, ["legible"])
+    await systems.back_up()
+    await systems.old.get(deleted).delete()
+    await systems.journal().keep()
+    objects = aws.client("s3").list_objects_v2(Bucket="backups")["Contents"]
+    assert {each["Key"].partition("/")[0] for each in objects} == {"backup", "journal"}
+    for each in objects:
+        body = aws.client("s3").get_object(Bucket="backups", Key=each["Key"])["Body"].read()
+        assert body.startswith(b"penstock-backup 1 ")
+        assert zlib.compress(b"legible")[2:6] not in body
+        assert b"legible" not in body
+    with pytest.raises(Damaged, match="is encrypted with the key"):
+        Archive(systems.place, Keyring()).read_manifest()
+    await systems.restore(with_journal=True)
+    assert entries(elsewhere, done)
+    assert not elsewhere.exists(keys.task(deleted))
+
+
+async def test_tasks_on_sqs_are_sent_again_under_another_prefix(
+    aws: Aws, valkey_url: str, valkey: Redis, elsewhere_url: str, elsewhere: Redis, model: str, tmp_path: Path
+) -> None:
+    valkey.hset(keys.POOLS, POOL.queue, json.dumps(asdict(POOL)))
+    old_url, new_url = aws.broker("old-"), aws.broker("new-")
+    async with AsyncClient(old_url, valkey_url) as old, AsyncClient(new_url, elsewhere_url) as new:
+        for url, store in ((old_url, valkey_url), (new_url, elsewhere_url)):
+            check_broker(url, store, POOL.queues[1:], make=True)
+        task_id = (await old.submit(model="tiny", prompt=[1], max_tokens=4)).id
+        archive, files = Archive(str(tmp_path / "backup"), Keyring()), FolderBlobs(tmp_path / "files")
+        await take.Backup(old, archive, files, valkey_url, old_url).run()
+        same = Servers(elsewhere_url, old_url)
+        new_files = FolderBlobs(tmp_path / "new-files")
+        with pytest.raises(NotRestored, match="its workers would take this one's tasks"):
+            await restore.begin(new, archive, new_files, same, Choices(), Keyring())
+        run_ = await restore.begin(new, archive, new_files, Servers(elsewhere_url, new_url), Choices(), Keyring())
+        await run_.run()
+        assert (await unsent.sweep(new)).sent == 1
+        queues = aws.client("sqs").list_queues(QueueNamePrefix="new-")["QueueUrls"]
+        found = [
+            json.loads(message["Body"])["headers"]["id"]
+            for queue in queues
+            for message in aws.client("sqs").receive_message(QueueUrl=queue).get("Messages", ())
+        ]
+        assert found == [task_id]
+
+
 # ---- damage, interruption, refusal -----------------------------------------------------------------------------------
 
 
@@ -580,3 +659,19 @@ async def test_who_began_in_another_epoch_gets_no_lease(elsewhere: Redis) -> Non
     assert run(elsewhere, lead("s", 60_000, epoch="e1")) == 0
     elsewhere.hset(keys.EPOCH, "state", "restoring")
     assert run(elsewhere, lead("s", 60_000, epoch="e1")) == epoch.OTHER
+
+
+async def test_of_two_backups_to_one_place_the_later_goes_on(systems: Systems, monkeypatch: pytest.MonkeyPatch) -> None:
+    await submit(systems)
+    done, first = take.Backup._done, [True]
+
+    async def with_another(self: take.Backup, stage: int, cursor: int) -> None:
+        if first[0]:
+            first[0] = False
+            await systems.back_up()
+        await done(self, stage, cursor)
+
+    monkeypatch.setattr(take.Backup, "_done", with_another)
+    with pytest.raises(NotTaken, match="another `penstock backup` writes to"):
+        await systems.back_up()
+    assert check(systems.archive).counts["task"] == 1

@@ -97,6 +97,9 @@ def test_the_runbook(model: str, valkey: Redis, valkey_url: str, tmp_path: Path)
             assert "3 task" in told
             assert "whole backup already" in shell.run(command("penstock backup"), 2)
             shell.run(command("penstock restore /backups/2026-11-28 --check"))
+            (tmp_path / "file").touch()
+            nowhere = f"penstock backup {tmp_path}/file/backup --broker redis://10.0.0.5:6379/0"
+            assert f"cannot use {tmp_path}/file" in shell.run(nowhere, 1)
             deleted.delete()
             until(lambda: deleted.id.encode() in valkey.zrange(keys.ERASING, 0, -1))
             before = len(list(journal.iterdir()))

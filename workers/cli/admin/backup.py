@@ -6,6 +6,7 @@ import json
 import sys
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from errno import EACCES, EDQUOT, EEXIST, EFBIG, EIO, EISDIR, ENOENT, ENOSPC, ENOTDIR, EPERM, EROFS
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -13,7 +14,7 @@ import typer
 from producers.connection.local import FILES_DIR
 from workers.cli.admin.servers import system
 from workers.cli.commands import Commands
-from workers.cli.exits import OPERATOR_STATUS, Failure, refusing
+from workers.cli.exits import OPERATOR_STATUS, Exit, Failure, refusing
 from workers.cli.options import AnyBroker, BackupKey, FilesDir, Json, Store
 from workers.cli.options.checks import place
 from workers.cli.terminal.show import note, say
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from producers.contract.sealing import Keyring
 
 app = Commands("Operations", OPERATOR_STATUS)
+
+#: Errors of a disk, as no connection has them.
+DISK = {ENOSPC, EDQUOT, EROFS, EACCES, EPERM, EIO, EFBIG, EEXIST, ENOENT, ENOTDIR, EISDIR}
 
 Place = Annotated[
     str,
@@ -54,7 +58,8 @@ def backup(
     with _archive(place, backup_key) as (archive, _), system(broker, store) as (client, loop):
         broker_url, store_url = servers(broker, store)
         run = Backup(client, archive, open_blobs(str(files_dir or FILES_DIR)), store_url, broker_url)
-        manifest = loop.run(run.run())
+        with _disk(place):
+            manifest = loop.run(run.run())
     _tell(manifest, as_json)
     if as_json:
         typer.echo(json.dumps(describe(manifest)))
@@ -121,7 +126,8 @@ def restore(
 
     with _archive(place, backup_key) as (archive, ring):
         if check:
-            manifest = check_all(archive)
+            with _disk(place):
+                manifest = check_all(archive)
             _tell(manifest, as_json)
             if as_json:
                 typer.echo(json.dumps(describe(manifest)))
@@ -159,7 +165,8 @@ def _restore(
         broker_url, store_url = servers(broker, store)
         urls = Servers(store_url, broker_url, old_store, old_stopped)
         choices = Choices(deadlines, journal, broker_kept)
-        run = loop.run(begin(client, archive, open_blobs(files_dir), urls, choices, ring))
+        with _disk(archive.place, files_dir):
+            run = loop.run(begin(client, archive, open_blobs(files_dir), urls, choices, ring))
         told = effects(run.plan, choices.broker_kept)
         for line in told:
             note(line)
@@ -167,7 +174,8 @@ def _restore(
             if not sys.stdin.isatty():
                 raise Failure("nothing was restored yet; say --yes")
             typer.confirm("Restore this?", abort=True, err=True)
-        loop.run(run.run())
+        with _disk(archive.place, files_dir):
+            loop.run(run.run())
     if as_json:
         typer.echo(json.dumps({"backup": run.plan.manifest.id, "epoch": run.epoch, "effects": told}))
     else:
@@ -218,6 +226,18 @@ def _of_journal(plan: Plan) -> list[str]:
         why = "; ".join(dict.fromkeys(since.gaps)) or "it was not kept when the backup began"
         told.append(f"The journal has gaps ({why}): API keys are disabled until `penstock keys confirm`.")
     return told
+
+
+@contextmanager
+def _disk(*places: str) -> Iterator[None]:
+    """Within it, a disk that is full, or may not be used, raises Failure, which names the places: it is no server's."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK:
+            raise
+        where = error.filename or " or ".join(places)
+        raise Failure(f"cannot use {where}: {error.strerror}", Exit.TASK_FAILED) from error
 
 
 @contextmanager
