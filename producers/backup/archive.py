@@ -32,7 +32,7 @@ PIECE: Final = 1 << 20
 class Manifest:
     """What a backup has, or has so far. Times are server milliseconds.
 
-    `store`, `broker`: where it is from, without passwords. `epoch`: the store's. `run`: who writes it. `counts`: entries
+    `store`, `broker`: where it is from, without passwords. `epoch`: the store's. `run`: who writes it. `counts`: lines
     by kind. `stage`, `cursor`: where an unfinished backup goes on. `ledger`: the last row of the ledger that it has.
     `notes`: what an operator should know.
     """
