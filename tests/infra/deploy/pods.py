@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -26,7 +27,7 @@ LEAST, NEWEST = "1.30", "1.37"
 #: What has pods.
 OWNERS = ("Deployment", "StatefulSet", "Job", "CronJob")
 #: ConfigMaps and Secrets that `penstock secrets make` makes, or that an operator does.
-OTHERS = {"penstock-ca", "penstock-valkey"}
+OTHERS = {"penstock-ca", "penstock-valkey", "penstock-backup-key"}
 #: Role -> its Secret, which `penstock secrets make` makes (docs/deploy.md), and what each has.
 SECRETS, OF_SECRET = {role: f"penstock-{role}" for role in ROLES}, {"BROKER_URL", "STORE_URL"}
 
@@ -179,6 +180,12 @@ def _volumes(owner: Object, objects: list[Object]) -> Iterator[str]:
     if {one["name"] for one in spec["containers"][0]["volumeMounts"]} != named:
         yield "volumes and mounts differ"
     names = {(one["kind"], one["metadata"]["name"]) for one in objects}
+    for one in spec["volumes"]:
+        # Whoever reads a key warns of one that others may read.
+        secret = any("secret" in part for part in (one, *one.get("projected", {}).get("sources", ())))
+        mode = one.get("projected", one.get("secret", {})).get("defaultMode", 0o644)
+        if secret and (mode & 0o007 or "fsGroup" not in spec["securityContext"]):
+            yield f"the Secret in {one['name']} is readable by others, or not by its own group"
     parts = [part for one in spec["volumes"] for part in one.get("projected", {}).get("sources", ())]
     for one in (*spec["volumes"], *parts):
         for field, kind, key in (
@@ -186,7 +193,10 @@ def _volumes(owner: Object, objects: list[Object]) -> Iterator[str]:
             ("secret", "Secret", "secretName"),
             ("persistentVolumeClaim", "PersistentVolumeClaim", "claimName"),
         ):
-            if field in one and (kind, name := one[field][key]) not in names and name not in OTHERS:
+            if field not in one:
+                continue
+            name = one[field].get(key) or one[field]["name"]
+            if (kind, name) not in names and name not in OTHERS:
                 yield f"there is no {kind} {name}"
 
 
@@ -213,7 +223,8 @@ def _container(owner: Object, objects: list[Object]) -> Iterator[str]:
 
 
 def _environment(container: Object, objects: list[Object]) -> Iterator[str]:
-    given = {one["name"] for one in container.get("env", ())}
+    words = " ".join(map(str, container["args"]))
+    given = {one["name"] for one in container.get("env", ()) if f"$({one['name']})" not in words}
     for source in container.get("envFrom", ()):
         if "secretRef" in source:
             role = {"models": "operator"}.get(container["args"][0], container["args"][0])
@@ -233,8 +244,14 @@ def _environment(container: Object, objects: list[Object]) -> Iterator[str]:
         yield "it cannot check its server's certificate"
 
 
+def _argv(container: Object) -> list[str]:
+    """The arguments, with a word for each variable that Kubernetes puts into them."""
+    names = "|".join(one["name"] for one in container.get("env", ()))
+    return [re.sub(rf"\$\(({names})\)", "variable", str(word)) for word in container["args"]]
+
+
 def _command(container: Object, spec: Object) -> Iterator[str]:
-    argv = [str(word) for word in container["args"]]
+    argv = _argv(container)
     try:
         options = parsed(argv)
     except ValueError as error:
@@ -254,7 +271,7 @@ def _command(container: Object, spec: Object) -> Iterator[str]:
 def _files(container: Object, objects: list[Object]) -> Iterator[str]:
     """Gateways, sweepers and workers read what each other wrote: the ConfigMap says where, by default in a volume."""
     try:
-        asks = "files_dir" in parsed([str(word) for word in container["args"]])
+        asks = "files_dir" in parsed(_argv(container))
     except ValueError:
         return
     maps = {one["configMapRef"]["name"] for one in container["envFrom"] if "configMapRef" in one}

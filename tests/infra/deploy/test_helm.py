@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from tests.infra.deploy import pods
+from tests.infra.deploy.code import parsed
 from tests.infra.deploy.kustomize import render
 from tests.infra.deploy.pods import complaints, scaled_pools, template
 from tests.infra.deploy.programs import program
@@ -194,6 +195,26 @@ def test_a_bucket_needs_no_volume() -> None:
     objects = chart({"files": {"dir": "s3://bucket/prefix"}})
     assert complaints(objects) == []
     assert not [one for one in objects if one["kind"] == "PersistentVolumeClaim"]
+
+
+@needs_helm
+def test_backups_and_the_journal_go_to_one_place_each_backup_to_its_own() -> None:
+    for values in (
+        {"enabled": True, "place": "/backups", "claim": "backups"},
+        {"enabled": True, "place": "s3://bucket/prefix", "schedule": "0 */6 * * *"},
+    ):
+        objects = chart({"backup": values})
+        wrong = [text for text in complaints(objects) if "PersistentVolumeClaim backups" not in text]
+        assert wrong == []
+        (backup,) = template(of(objects, "CronJob", "backup"))["spec"]["containers"]
+        sweeper = container(objects, "sweeper")
+        assert backup["args"][1] == f"{values['place']}/$(JOB)"
+        assert parsed(sweeper["args"])["journal"] == f"{values['place']}/journal"
+        mounted = {"name": "backups", "mountPath": "/backups"}
+        assert [mounted in one["volumeMounts"] for one in (backup, sweeper)] == ["claim" in values] * 2
+    assert "backup.place must name" in refused({"backup": {"enabled": True}})
+    for wrong_place in ({"place": "/backups"}, {"place": "s3://bucket/prefix", "claim": "backups"}):
+        assert "give backup either" in refused({"backup": {"enabled": True, **wrong_place}})
 
 
 @needs_helm

@@ -122,7 +122,7 @@ envFrom:
   {{- if .settings }}
   - configMapRef: {name: penstock}
   {{- end }}
-{{- with .root.Values.extraEnv }}
+{{- with concat .root.Values.extraEnv (.env | default list) }}
 env:
   {{- toYaml . | nindent 2 }}
 {{- end }}
@@ -152,7 +152,7 @@ readinessProbe:
 {{- end }}
 
 {{/* Volumes that a pod mounts, and where. Both take root, and what it needs besides /tmp: models (and modelsClaim),
-files, kernels, and `config`: the ConfigMap of its settings, in /etc/penstock. */}}
+files, kernels, `config`: the ConfigMap of its settings, in /etc/penstock; `backup`: the place and the key of backups. */}}
 {{- define "penstock.mounts" -}}
 volumeMounts:
   - {name: tmp, mountPath: /tmp}
@@ -162,6 +162,9 @@ volumeMounts:
   {{- end }}
   {{- if and .files (include "penstock.filesVolume" .root) }}
   - {name: files, mountPath: {{ .root.Values.files.dir }}}
+  {{- end }}
+  {{- if and .backup .root.Values.backup.claim }}
+  - {name: backups, mountPath: {{ .root.Values.backup.place }}}
   {{- end }}
   {{- if .kernels }}
   - {name: kernels, mountPath: /cache/triton}
@@ -173,11 +176,20 @@ volumes:
   - name: tmp
     emptyDir: {}
   - name: ca
-    {{- if .config }}
+    {{- if or .config .backup }}
     projected:
+      {{- if .backup }}
+      # Processes warn of a key that others may read.
+      defaultMode: 0440
+      {{- end }}
       sources:
         - configMap: {name: {{ .root.Values.secrets.caConfigMap }}, optional: true}
-        - configMap: {name: {{ .config }}}
+        {{- with .config }}
+        - configMap: {name: {{ . }}}
+        {{- end }}
+        {{- if .backup }}
+        - secret: {name: {{ .root.Values.backup.keySecret }}}
+        {{- end }}
     {{- else }}
     configMap: {name: {{ .root.Values.secrets.caConfigMap }}, optional: true}
     {{- end }}
@@ -192,6 +204,10 @@ volumes:
   {{- if and .files (include "penstock.filesVolume" .root) }}
   - name: files
     persistentVolumeClaim: {claimName: {{ .root.Values.files.existingClaim | default "penstock-files" }}}
+  {{- end }}
+  {{- if and .backup .root.Values.backup.claim }}
+  - name: backups
+    persistentVolumeClaim: {claimName: {{ .root.Values.backup.claim }}}
   {{- end }}
   {{- if .kernels }}
   - name: kernels
