@@ -106,7 +106,7 @@ def test_each_overlay_has_values_that_equal_it() -> None:
 
 @needs_helm
 def test_the_linter_finds_nothing() -> None:
-    for name in NAMES:
+    for name in ("whole", "gateway-api"):
         ran = helm("lint", "--strict", str(CHART), "--values", str(CHART / "ci" / f"{name}-values.yaml"))
         assert ran.returncode == 0, ran.stdout + ran.stderr
 
