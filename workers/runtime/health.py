@@ -103,8 +103,9 @@ class Health:
         threading.Thread(target=server.serve_forever, name="health", daemon=True).start()
         return int(server.server_address[1])
 
-    def serve(self, runtime: Watched, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Look at this runtime from now on. `loop`: does its work, and so is looked at, too."""
+    def serve(self, runtime: Watched, loop: asyncio.AbstractEventLoop | None) -> None:
+        """Look at this runtime from now on. `loop`: does its work, and so is looked at, too; None: another part of the
+        runtime looks at it."""
         self._runtime = runtime
         self._loop = None if loop is None else EventLoop(loop)
         if self.port is not None:

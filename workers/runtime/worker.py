@@ -64,7 +64,7 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     threading.excepthook = partial(_thread_died, runtime)
     stopping.serve(runtime.stop, settings.drain)
     runtime.start()
-    health.serve(runtime)
+    health.serve(runtime, None)  # its watchdog looks at the event loop
     if settings.spot_notice is not None:
         SpotNotice(runtime.notice, settings.spot_endpoint).start()
     TaskProtection.follow(lambda: bool(runtime.deliveries.held))
