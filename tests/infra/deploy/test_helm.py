@@ -218,6 +218,20 @@ def test_backups_and_the_journal_go_to_one_place_each_backup_to_its_own() -> Non
 
 
 @needs_helm
+def test_the_key_of_secrets_goes_to_those_who_seal_and_open_them_alone() -> None:
+    objects = chart({"secrets": {"keySecret": "key"}, "sources": {"config": "[a]"}})
+    assert {text.partition(": ")[2] for text in complaints(objects)} == {"there is no Secret key"}
+    told = {
+        one["metadata"]["name"]
+        for one in objects
+        if one["kind"] in pods.OWNERS
+        if "PENSTOCK_SECRETS_KEY_FILE" in json.dumps(template(one))
+    }
+    assert told == {"gateway", "webhooks", "sources"}
+    assert told == {one["metadata"]["name"] for one in objects if '{"secret": {"name": "key"}}' in json.dumps(one)}
+
+
+@needs_helm
 def test_each_model_has_its_workers_its_scaler_and_its_pool() -> None:
     models = {
         "tiny": None,

@@ -122,7 +122,11 @@ envFrom:
   {{- if .settings }}
   - configMapRef: {name: penstock}
   {{- end }}
-{{- with concat .root.Values.extraEnv (.env | default list) }}
+{{- $env := concat .root.Values.extraEnv (.env | default list) }}
+{{- if and .key .root.Values.secrets.keySecret }}
+{{- $env = append $env (dict "name" "PENSTOCK_SECRETS_KEY_FILE" "value" "/etc/penstock/secrets.key") }}
+{{- end }}
+{{- with $env }}
 env:
   {{- toYaml . | nindent 2 }}
 {{- end }}
@@ -152,7 +156,8 @@ readinessProbe:
 {{- end }}
 
 {{/* Volumes that a pod mounts, and where. Both take root, and what it needs besides /tmp: models (and modelsClaim),
-files, kernels, `config`: the ConfigMap of its settings, in /etc/penstock; `backup`: the place and the key of backups. */}}
+files, kernels, `config`: the ConfigMap of its settings, in /etc/penstock; `backup`: the place and the key of backups; `key`: that
+of secrets in the store. */}}
 {{- define "penstock.mounts" -}}
 volumeMounts:
   - {name: tmp, mountPath: /tmp}
@@ -176,9 +181,10 @@ volumes:
   - name: tmp
     emptyDir: {}
   - name: ca
-    {{- if or .config .backup }}
+    {{- $key := and .key .root.Values.secrets.keySecret }}
+    {{- if or .config .backup $key }}
     projected:
-      {{- if .backup }}
+      {{- if or .backup $key }}
       # Processes warn of a key that others may read.
       defaultMode: 0440
       {{- end }}
@@ -189,6 +195,9 @@ volumes:
         {{- end }}
         {{- if .backup }}
         - secret: {name: {{ .root.Values.backup.keySecret }}}
+        {{- end }}
+        {{- with $key }}
+        - secret: {name: {{ . }}}
         {{- end }}
     {{- else }}
     configMap: {name: {{ .root.Values.secrets.caConfigMap }}, optional: true}
