@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 #: The folder that holds the packages: a checkout's root, or site-packages.
@@ -16,7 +16,10 @@ GIT_S = 5.0
 @cache
 def release() -> str:
     """The package's version. In a git checkout its commit is added as a local version (PEP 440): `0.2.0+g7ed59863`."""
-    found = version("penstock")
+    try:
+        found = version("penstock")
+    except PackageNotFoundError:  # copied into another program, say
+        found = "unknown"
     if not (ROOT / ".git").exists():
         return found
     command = ("git", "-C", str(ROOT), "rev-parse", "--short=8", "HEAD")

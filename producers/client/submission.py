@@ -195,7 +195,7 @@ def _admit(
     room: Room | None,
 ) -> Steps[None]:
     names, asked = ((), "") if charge is None else (charge.names, charge.asked(task, known.card, int(fields["tokens"])))
-    bounds = "" if room is None else room.to_json(str(fields["queue"]), task.tier, task.tenant or "")
+    bounds = "" if room is None else room.to_json(known.queue, task.tier, task.tenant or "")
     now_ms, nonce = known.now_ms(), uuid.uuid4().hex
     call = protocol.admit(task_id, nonce, now_ms, fields, accounts=names, charge=asked, bounds=bounds)
     try:

@@ -308,5 +308,7 @@ class Pool:
 
     @property
     def queues(self) -> list[str]:
-        """All that its workers take from; within a tier, the first goes first."""
-        return [*beside(self.queue), *beside(self.version_queue), model_queue(self.model)]
+        """All that its workers take from; within a tier, the first goes first: what only a later release can do goes
+        before what any can."""
+        version, *later = beside(self.version_queue)
+        return [*beside(self.queue), *later[::-1], version, model_queue(self.model)]

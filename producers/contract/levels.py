@@ -61,6 +61,11 @@ def levels() -> range:
     return range(EMPTIED + 1, LEVEL + 1)
 
 
+def emptied() -> range:
+    """The levels whose queues no process reads any more: what is left there belongs to the version's own."""
+    return range(1, EMPTIED + 1)
+
+
 def beside(queue: str) -> list[str]:
     """A version's or pool's queue, and the queues beside it."""
     return [queue, *(queue_of(queue, level) for level in levels())]

@@ -17,6 +17,7 @@ A batch is the hash `penstock:batch:<id>`:
 | `created`, `deadline`, `window` | server times (ms); seconds. The deadline is that of each line's task |
 | `output_kept` | seconds for which its files are kept, if they are not those of all batches |
 | `total` | lines of the input, once it is validated; blank lines do not count |
+| `level` | the level of the gateway's release, if above those of all: sweepers below it leave its lines alone |
 | `line`, `offset` | lines that are expanded, and the offset behind them in the input (bytes) |
 | `completed`, `failed` | lines that have ended so far, counted by what made their records final |
 | `written`, `written_offset` | lines whose results are in a part of the files, and the offset behind them |
@@ -40,7 +41,7 @@ from typing import Any, Final
 from redis.asyncio import Redis
 
 from producers.connection.script import Call, ask, script, text
-from producers.contract import keys
+from producers.contract import keys, levels
 from producers.contract.batch import MAX_WINDOW_S
 from producers.contract.ids import timed_id
 from producers.store.access.principal import LOCAL, Principal
@@ -121,7 +122,8 @@ class Batch:
         return int(self.fields.get("output_kept", FILES_KEPT_S))
 
     def count(self, name: str) -> int:
-        """`line`, `offset`, `completed`, `failed`, `written`, `written_offset`, `outputs`, `errors` or `lapsed`."""
+        """A field that is a number, 0 if it is not there: `line`, `offset`, `completed`, `failed`, `written`,
+        `written_offset`, `outputs`, `errors`, `lapsed`, `level`."""
         return int(self.fields.get(name, 0))
 
     def time(self, name: str) -> int | None:
@@ -219,7 +221,8 @@ def create(batch_id: str, window_s: int, fields: Mapping[str, str | int], most_o
     `fields`: `endpoint`, `input_file`, `completion_window`; where given `metadata` (JSON), `tenant`, `principal`,
     `prices`, `traceparent`, `output_kept`, and `idempotency` (`producers.store.idempotency.Entry.name`).
     """
-    pairs = [part for item in fields.items() for part in item]
+    level = {"level": levels.LEVEL} if levels.LEVEL > levels.SHARED else {}
+    pairs = [part for item in {**fields, **level}.items() for part in item]
     tenant = str(fields.get("tenant", ""))
     names = (keys.batch(batch_id), keys.BATCHES, keys.BATCH_INDEX, keys.open_batches(tenant))
     oldest = _oldest(int(batch_id.removeprefix(PREFIX)[:12], 16))

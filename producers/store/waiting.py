@@ -30,6 +30,7 @@ from redis.asyncio import Redis
 
 from producers.connection.script import Call, arun, script, text
 from producers.contract import keys
+from producers.contract.levels import beside
 from producers.errors import QueueFull
 
 #: Tier -> share of a bound that may be taken, by all tiers or, for priority, by its own tasks. It is at least one task,
@@ -82,7 +83,7 @@ class Room:
 @lru_cache(maxsize=4096)
 def _places(bounds: Bounds, queue: str, tier: str, tenant: str, key: str | None) -> str:
     tiers = [tier] if tier == "priority" else list(keys.TIERS)  # it waits for no other tier
-    there = [f"{one} {queue}" for one in tiers]
+    there = [f"{one} {its}" for its in beside(queue) for one in tiers]
     found: list[tuple[str, list[str], int, str]] = []
     for most, fields, name in ((bounds.in_all, tiers, "all"), (bounds.pool, there, "pool")):
         if most:
@@ -117,13 +118,14 @@ class Pressure:
 
 
 async def pressure(store: Redis, queue: str, bounds: Bounds, max_wait: float) -> Pressure:
-    """PRESSURE: measure a queue. `max_wait`: the longest wait (s) of interactive tasks; 0: any.
+    """PRESSURE: measure a version's queue, and those beside it. `max_wait`: the longest wait (s) of interactive tasks;
+    0: any.
 
     Raises redis.exceptions.RedisError or OSError.
     """
-    call = Call(
-        script("producers.store", "pressure"), (keys.drain(queue),), (queue, bounds.pool, bounds.in_all, max_wait)
-    )
+    _, *levels = beside(queue)
+    about: list[str | int | float] = [queue, bounds.pool, bounds.in_all, max_wait, *levels]
+    call = Call(script("producers.store", "pressure"), (keys.drain(queue),), about)
     stage, share, tasks, tokens, rate, served = map(int, await arun(store, call))
     return Pressure(stage, share / 1000, tasks, tokens, rate / 1000, bool(served))
 

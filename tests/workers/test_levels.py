@@ -12,8 +12,11 @@ import pytest
 
 from producers import AsyncClient
 from producers.admin.explain import explain
+from producers.broker.redis import keys as broker_keys
 from producers.contract import keys, levels
 from producers.contract.record import Record
+from producers.store.waiting import Bounds, Room, pressure
+from producers.sweeper.queues.retired_pools import RetiredPools
 from producers.sweeper.queues.unserved import UnservedTasks
 from tests.workers.rig import MODEL, QUEUE, TIMES, Rig
 
@@ -99,6 +102,116 @@ def test_what_no_worker_can_do_ends_after_a_while_where_others_are_up(rig: Rig, 
     assert record.json("error")["code"] == "release_missing"
     assert "needs a worker of release 9.9.0" in record.json("error")["message"]
     assert not rig.waiting(f"{QUEUE}+1")
+
+
+def test_a_task_is_ended_by_its_own_age(rig: Rig) -> None:
+    """Workers of this release alone have been up for long when it is sent."""
+    rig.publish_card()
+    _lives(rig, "this", 0)
+
+    async def sweep(patience_s: float) -> str | None:
+        async with AsyncClient(rig.url) as client:
+            unserved = UnservedTasks(client, after_s=patience_s)
+            await unserved.sweep()
+            unserved._since = dict.fromkeys(unserved._since, float("-inf"))
+            await unserved.sweep()
+            return rig.status(novel)
+
+    (novel,) = rig.submit(1, **NOVEL)
+    assert asyncio.run(sweep(600)) == "queued"
+    assert asyncio.run(sweep(0)) == "failed"
+
+
+def test_a_worker_of_another_pool_that_comes_up_meanwhile_keeps_its_tasks(rig: Rig) -> None:
+    rig.publish_card()
+    _lives(rig, "this", 0)
+    (novel,) = rig.submit(1, **NOVEL)
+
+    async def sweep() -> None:
+        async with AsyncClient(rig.url) as client:
+            recall = client.broker.recall
+
+            async def starts(*about: Any) -> int:
+                _lives(rig, "next", 1, keys.Pool("stub", "v1", "other"))
+                return await recall(*about)
+
+            client.broker.recall = starts  # type: ignore[method-assign]
+            await UnservedTasks(client, after_s=0.0).sweep()
+
+    asyncio.run(sweep())
+    assert rig.status(novel) == "queued"
+
+
+def test_a_plain_message_is_not_left_beside_where_nobody_reads(rig: Rig) -> None:
+    rig.worker()
+    later = _lives(rig, "later", 1)
+    app = rig.sender()
+    sent = str(app.send_task("penstock.generate", kwargs={"prompt": [1], "later": 1}, queue=MODEL).id)
+    rig.until(lambda: rig.waiting(f"{QUEUE}+1") == 1)
+    rig.store.delete(keys.lease(later))
+
+    async def sweep() -> None:
+        async with AsyncClient(rig.url) as client:
+            await UnservedTasks(client, after_s=0.0).sweep()
+
+    asyncio.run(sweep())
+    rig.check([sent], "failed")
+    assert app.AsyncResult(sent).state == "FAILURE"
+    app.close()
+
+
+def test_a_pool_with_tasks_beside_is_not_forgotten(rig: Rig) -> None:
+    rig.publish_card()
+    rig.store.hset(keys.POOLS, POOL.queue, json.dumps(asdict(POOL)))
+    (novel,) = rig.submit(1, **NOVEL)
+    rig.store.hset(keys.MODELS, "stub", json.dumps({"v": 1, "name": "stub", "version": "v2"}))
+
+    async def sweep() -> int:
+        async with AsyncClient(rig.url) as client:
+            retired = RetiredPools(client, retire_after_s=0.0)
+            return sum([(await retired.sweep()).pools for _ in range(2)])
+
+    assert asyncio.run(sweep()) == 0
+    rig.cancel(novel)
+    assert asyncio.run(sweep()) in (0, 1)
+
+
+def test_bounds_count_what_waits_beside(rig: Rig) -> None:
+    bounds = Bounds(pool=10)
+    for queue in (QUEUE, f"{QUEUE}+1"):
+        rig.store.hset(keys.WAITING, f"default {queue}", 4)
+    found = json.loads(Room(bounds).to_json(QUEUE, "default", ""))
+    ((counts, fields, _, _),) = found
+    assert sum(int(rig.store.hget(counts, field) or 0) for field in fields) == 8
+
+    async def measured() -> int:
+        async with AsyncClient(rig.url) as client:
+            return (await pressure(client.store, QUEUE, bounds, 0)).tasks
+
+    assert asyncio.run(measured()) == 8
+
+
+def test_what_is_left_of_a_level_that_all_can_do_goes_to_the_versions_queue(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two releases later nobody reads its queue."""
+    rig.publish_card()
+    novel = rig.submit(2, **NOVEL)
+    for name, value in (("SHARED", 1), ("EMPTIED", 1), ("FEATURES", [])):
+        monkeypatch.setattr(levels, name, value)
+    after = TIMES | {f"producers.contract.levels:{name}": 1 for name in ("LEVEL", "SHARED", "EMPTIED")}
+    rig.worker(times=after)
+    rig.check(novel)
+
+
+def _lives(rig: Rig, name: str, level: int, pool: keys.Pool = POOL) -> str:
+    """A worker that lives, as far as broker and store know."""
+    incarnation = f"{name}.1"
+    rig.store.hset(keys.POOLS, pool.queue, json.dumps(asdict(pool)))
+    rig.store.set(keys.lease(incarnation), json.dumps({"worker": name, "level": level, "release": f"{level}.0"}))
+    rig.store.sadd(keys.workers(pool.queue), incarnation)
+    rig.redis.hset(broker_keys.INCARNATIONS, incarnation, pool.queue)
+    return incarnation
 
 
 def test_a_plain_message_that_a_worker_cannot_read_is_left_to_one_of_a_later_release(rig: Rig) -> None:

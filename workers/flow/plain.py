@@ -44,8 +44,7 @@ def plain_fields(served: Served, now_ms: int, headers: dict[str, Any], arguments
         # A webhook may hold a secret, which is not shown with the record.
         fields["task"] = json.dumps({name: value for name, value in kwargs.items() if name != "webhook"}, default=str)
         code, param = (exc.code, exc.param) if isinstance(exc, InvalidTask) else ("secret_unreadable", "webhook.secret")
-        # A later release may know the field.
-        return Plain(fields, error_json(code, str(exc), param), levels.LEVEL + (code == "unknown_parameter"))
+        return Plain(fields, error_json(code, str(exc), param), levels.LEVEL + 1)  # a later release may take it
     level = levels.level_of(task.model_dump(exclude_defaults=True))
     fields |= {"task": task.to_json(), "tier": task.tier, "n": task.n, **webhook}
     if task.ttl is not None:

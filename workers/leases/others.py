@@ -14,7 +14,7 @@ from producers.broker.values import Listed
 from producers.client.steps import Read, Step, drive
 from producers.connection.script import Call, run, text
 from producers.contract import keys
-from producers.contract.levels import beside
+from producers.contract.levels import beside, emptied, queue_of
 from producers.contract.queues import version_queue_of
 from producers.sweeper.deadlines import expire_late
 from producers.sweeper.reader_leases import LapsedReaders
@@ -61,6 +61,9 @@ class Others:
                 count = self._broker.adopt(queue, target)
                 if count > 0:
                     logger.warning("Pool %s has no worker: moved its %d queued tasks to %s", queue, count, target)
+        for version in {version_queue_of(about) for about in pools.values()}:
+            for level in emptied():  # every release that may be up can do it
+                self._broker.adopt(queue_of(version, level), version)
         versions = {queue: json.loads(about)["version"] for queue, about in pools.items()}
         for version in sorted({*versions.values()} - {versions[queue] for queue in serving & pools.keys()}):
             self._tell_of(version)

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from producers.connection.log_throttle import Throttle, warn_throttled
 from producers.connection.trouble import trouble
+from producers.contract import keys
+from producers.contract.levels import beside
 from producers.store.fleet import cards
 from workers.connect import LOST, check_queues, check_servers, connect
 from workers.flow.probe import check_model
@@ -99,7 +101,8 @@ def _loaded(settings: WorkerSettings) -> Served:
     COLD_START.mark("weights")
     check_model(engine, settings.model, settings.step_limit)
     COLD_START.mark("warm_up")
-    _, *queues = pool_of(engine).queues
+    pool = pool_of(engine)
+    queues = [*beside(pool.version_queue), keys.model_queue(pool.model)]
     check_queues(settings.broker, settings.store, queues, must_answer=False, make=True, lease=settings.lease)
     return _announced(settings, engine, files)
 

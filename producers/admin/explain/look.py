@@ -130,6 +130,7 @@ def _message(record: Record) -> Message | None:
 async def _standing(broker: Broker, record: Record, message: Message, counted: Counted) -> Standing | None:
     if "fingerprint" in record.fields:  # it was begun: its message goes back to its pool, while that has a worker
         own = keys.Pool(record.model, record.fields.get("version", ""), record.fields["fingerprint"]).queue
+        own = levels.queue_of(own, levels.split(message.queue)[1])
         if (found := await broker.standing(replace(message, queue=own), counted)) is not None:
             return found
     return await broker.standing(message, counted)

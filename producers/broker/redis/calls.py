@@ -131,7 +131,7 @@ def standing(message: Message, counted: Counted) -> Call:
     before, size = ("" if one is None else f"{one:.6f}" for one in (counted.before, counted.tokens))
     about = (message.id, message.tenant, message.at, message.tokens, DELAYED, before, size)
     tenants = json.dumps(dict(counted.tenants))
-    names = (keys.delayed(message.queue), keys.WEIGHTS, keys.RETURNED, *lists)
+    names = (keys.delayed(split(message.queue)[0]), keys.WEIGHTS, keys.RETURNED, *lists)
     return Call(script(PACKAGE, "standing"), names, (*about, tenants))
 
 

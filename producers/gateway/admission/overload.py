@@ -23,6 +23,7 @@ from redis.asyncio import Redis
 
 from producers.client.steps import FAILURES
 from producers.connection.connect import SILENT_S
+from producers.contract.levels import split
 from producers.errors import QueueFull
 from producers.gateway.http.errors import Problem
 from producers.store import waiting
@@ -91,7 +92,7 @@ class Overload:
         none. `store`: as of `look`."""
         try:
             async with asyncio.timeout(SILENT_S):
-                found = set(await waiting.queues(store)) - {""} if self._bounded else set()
+                found = {split(queue)[0] for queue in await waiting.queues(store)} - {""} if self._bounded else set()
         except FAILURES:
             return {}
         found |= {queue for queue, one in self._queues.items() if one.pressure.stage}

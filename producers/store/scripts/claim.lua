@@ -52,16 +52,6 @@ end
 local function beside(name, need)
   return need > 0 and name .. '+' .. need or name
 end
--- The version's pools.
-local function own_pools()
-  local found = {}
-  for _, pool in ipairs(redis.call('HKEYS', 'penstock:pools')) do
-    if string.sub(pool, 1, #queue + 1) == queue .. '.' then
-      found[#found + 1] = pool
-    end
-  end
-  return found
-end
 local now = now_ms()
 if not r[1] then
   if ARGV[4] ~= '1' then
@@ -70,7 +60,7 @@ if not r[1] then
   if redis.call('EXISTS', 'penstock:erased:' .. id) == 1 then
     return { 'erased' }
   end
-  if needs > level and lives(own_pools(), needs) then
+  if needs > level and lives(pools_of(queue), needs) then
     return { 'elsewhere', beside(queue, needs) }
   end
   local fields = { 'v', '1', 'status', 'queued', 'plain', '1', 'created', now, 'deaths', 0 }

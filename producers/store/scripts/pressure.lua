@@ -4,7 +4,7 @@
 -- A full store keeps no gateway from looking: what it writes is one hash for each queue.
 -- The rate is an average over the last 20 s, of times in which tasks waited and a worker served the queue.
 -- KEYS: what is known of the queue (a hash)
--- ARGV: queue, most tasks that may wait there, most in all, longest wait (s); each 0: any
+-- ARGV: queue, most tasks that may wait there, most in all, longest wait (s); each 0: any; the queues beside it ...
 -- Answers: stage (0 to 3), pressure (per mille), tasks, their KV tokens, tokens a second (* 1000), served 0|1
 local queue, USUAL_RATE, USUAL_S, RATE_S, APART_S = ARGV[1], 2500, 2, 20, 5
 local ENTERED, LEFT = { 800, 900, 950 }, { 600, 700, 800 }
@@ -31,13 +31,18 @@ local function sum(counts)
 end
 
 local tiers = { 'priority', 'default', 'flex', 'batch' }
-local there = {}
-for k, tier in ipairs(tiers) do
-  there[k] = tier .. ' ' .. queue
+local tasks, sizes = 0, { 0, 0, 0, 0 }
+for _, its in ipairs({ queue, unpack(ARGV, 5) }) do
+  local there = {}
+  for k, tier in ipairs(tiers) do
+    there[k] = tier .. ' ' .. its
+  end
+  tasks = tasks + sum(redis.call('HMGET', 'penstock:waiting', unpack(there)))
+  for k, size in ipairs(redis.call('HMGET', 'penstock:waiting:tokens', unpack(there))) do
+    sizes[k] = sizes[k] + (size or 0)
+  end
 end
-local tasks = sum(redis.call('HMGET', 'penstock:waiting', unpack(there)))
 local in_all = sum(redis.call('HMGET', 'penstock:waiting', unpack(tiers)))
-local sizes = redis.call('HMGET', 'penstock:waiting:tokens', unpack(there))
 local tokens = sum(sizes)
 local r = redis.call('HMGET', KEYS[1], 'started', 'stage', 'taken', 'took', 'looked', 'seen')
 local t = redis.call('TIME')
@@ -54,7 +59,7 @@ end
 
 -- Interactive tasks wait for each other; without a worker nobody knows for how long.
 local rate = math.max(taken / took, 1e-3)
-local wait = serves and ((sizes[1] or 0) + (sizes[2] or 0)) / rate or 0
+local wait = serves and (sizes[1] + sizes[2]) / rate or 0
 local pressure = 0
 for _, one in ipairs({ { tasks, ARGV[2] }, { in_all, ARGV[3] }, { wait, ARGV[4] } }) do
   local most = tonumber(one[2])

@@ -21,7 +21,7 @@ from typing import Final
 from producers.client.aio import AsyncClient
 from producers.connection.script import text
 from producers.contract import keys
-from producers.contract.levels import beside, split
+from producers.contract.levels import beside, emptied, queue_of, split
 from producers.contract.queues import takers_of, version_queue_of
 
 log = logging.getLogger(__name__)
@@ -62,6 +62,9 @@ class OrphanedQueues:
             for queue, target in zip(beside(pool), beside(version_queue_of(about)), strict=True):
                 if queue in late or (queue != pool and pool not in late):
                     recalled += await self._moved(queue, target)
+        for version in {version_queue_of(about) for about in pools.values()}:
+            for level in emptied():
+                recalled += await self._moved(queue_of(version, level), version)
         for queue, its in takers.items():
             # Of a queue beside another the script looks whether a worker lives that takes from it.
             if split(queue)[0] in pools or (queue not in late and not split(queue)[1]):

@@ -5,8 +5,11 @@
         -> RECALL what dead workers had sorted -> UNSERVED each task that waits -> its message is removed
 
 Where no worker of the version is up, tasks wait: an autoscaler may have sent all home. UNSERVED looks at the workers
-itself, so a worker that starts at that moment keeps its tasks. Killed after it, the next sweep finds the message of a
-final task, and removes it; ORPHAN settles the task. A plain Celery message stays: it has the links of its task.
+itself, so a worker that starts at that moment keeps its tasks; and at the task's age, since it may be new. Killed after
+it, the next sweep finds the message of a final task, and removes it; ORPHAN settles the task.
+
+A plain Celery message has the links and the result of its task. It goes back to the version's queue, with all that
+waits beside it: a worker that is up settles what has ended, fails what it cannot read, and gives the rest back.
 """
 
 from __future__ import annotations
@@ -34,12 +37,13 @@ UNSERVED_AFTER_S: Final = 600.0
 PAGE: Final = 500
 
 
-def unserved(task_id: str, error: str, pools: Sequence[str], workers: Sequence[str]) -> Call:
-    """UNSERVED: end a task that no living worker's release can do. Answers its status then, or `gone`.
+def unserved(task_id: str, error: str, version: str, after_s: float, workers: Sequence[str]) -> Call:
+    """UNSERVED: end a task that no living worker's release can do. Answers `ended`, its status, or `gone`.
 
-    `pools`: the own queues of its version's; `workers`: the incarnations that the broker lists with them."""
-    names = (keys.task(task_id), keys.stream(task_id), *map(keys.workers, pools))
-    return Call(script(PACKAGE, "unserved"), names, (task_id, error, *workers))
+    `version`: its version's queue; `after_s`: how old it has to be; `workers`: the incarnations that the broker lists
+    with the version's pools."""
+    about: list[str | int] = [task_id, error, version, int(after_s * 1000), *workers]
+    return Call(script(PACKAGE, "unserved"), (keys.task(task_id), keys.stream(task_id)), about)
 
 
 class UnservedTasks:
@@ -69,33 +73,37 @@ class UnservedTasks:
                 queue = levels.queue_of(version, level)
                 self._since[queue] = since.get(queue, time.monotonic())
                 if time.monotonic() - self._since[queue] >= self._after_s:
-                    ended += await self._end(queue, its, workers, _error(level, leases))
+                    ended += await self._end(queue, version, its, workers, _error(level, leases))
         return ended
 
     async def _leases(self, workers: Sequence[str]) -> list[dict[str, Any]]:
         leases = await ask(self._store, [("GET", keys.lease(name)) for name in workers])
         return [parsed(lease) for lease in leases if lease is not None]
 
-    async def _end(self, queue: str, pools: Sequence[str], workers: Sequence[str], error: str) -> int:
+    async def _end(self, queue: str, version: str, pools: Sequence[str], workers: Sequence[str], error: str) -> int:
         while await self._broker.recall(queue, pools, PAGE) == PAGE:
             pass
-        ended = 0
+        ended, plain = 0, False
 
         async def over(page: Iterable[bytes]) -> dict[bytes, str]:
-            nonlocal ended
+            nonlocal ended, plain
             found = {}
             for raw in page:
-                task_id, plain = _task(raw)
+                task_id, is_celerys = _task(raw)
                 if task_id is None:
                     continue
-                status = text(await arun(self._store, unserved(task_id, error, pools, workers)))
-                if status in FINAL or status == "gone":
-                    ended += status in ("failed", "incomplete")
-                    if not plain:
+                call = unserved(task_id, error, version, self._after_s, workers)
+                status = text(await arun(self._store, call))
+                ended += status == "ended"
+                if status == "ended" or status == "gone" or status in FINAL:
+                    plain = plain or is_celerys
+                    if not is_celerys:
                         found[raw] = task_id
             return found
 
         await self._broker.prune(queue, over, PAGE)
+        if plain:
+            await self._broker.adopt(queue, version)
         if ended:
             log.warning("%d tasks of %s are ended: no worker that is up is of a release that can do them", ended, queue)
         return ended

@@ -90,6 +90,7 @@ def rollout(
 def _new(reference: str, urls: tuple[str, str]) -> New:
     """The new version, checked. On SQS its queues are made."""
     from producers.contract import keys
+    from producers.contract.levels import beside
     from workers.connect import check_queues
     from workers.library.verify import described
     from workers.rollout.begin import New
@@ -97,7 +98,7 @@ def _new(reference: str, urls: tuple[str, str]) -> New:
     (found,) = find_models([reference])
     with needs("gateway"):
         new = New(found, *described(found, note))
-    check_queues(*urls, [keys.version_queue(found.name, new.version)], make=True)
+    check_queues(*urls, beside(keys.version_queue(found.name, new.version)), make=True)
     return new
 
 

@@ -47,12 +47,13 @@ def publish_to(broker: str, store: str, found: Found, over: str | None = None) -
         from producers.connection.connect import shown
         from producers.connection.trouble import said
         from producers.contract import keys
+        from producers.contract.levels import beside
         from producers.store.fleet import cards
         from workers.connect import LOST, check_queues, check_servers, connect
         from workers.library.verify import described
 
         card, files = described(found, note)
-    queues = [keys.version_queue(found.name, card["version"]), keys.model_queue(found.name)]
+    queues = [*beside(keys.version_queue(found.name, card["version"])), keys.model_queue(found.name)]
     check_servers(broker, store, queues=())
     check_queues(broker, store, queues, make=True)  # first: a published model's tasks are sent there
     try:

@@ -30,6 +30,7 @@ from producers.broker.values import Ack, Back, Credit, Fetched, PutDown, Rules, 
 from producers.connection import aws
 from producers.connection.connect import connect
 from producers.connection.script import run
+from producers.contract.levels import split
 
 #: Without a fetch for so long (s), nothing is polled for.
 FRESH_S: Final = 3.0
@@ -348,4 +349,4 @@ class Hold:
 def _is_polled(queue: str, queues: Sequence[str], home: str, address: Address) -> bool:
     if is_celery(queue):
         return address.celery
-    return queue == home or queue != queues[0]
+    return queue == home or split(queue)[0] != queues[0]

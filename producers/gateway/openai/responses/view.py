@@ -143,7 +143,10 @@ def status_of(record: Record) -> str:
 
 
 def _reason(record: Record) -> str:
-    return "max_output_tokens" if record.status == "completed" else "deadline"
+    if record.status == "completed":
+        return "max_output_tokens"
+    code: str = (record.json("error") or {}).get("code", "")
+    return code if code == "release_missing" else "deadline"
 
 
 def _error(record: Record) -> dict[str, Any] | None:
