@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import uuid
 import zlib
@@ -35,12 +36,14 @@ from producers.sweeper import unsent
 from producers.sweeper.compact import Moving, compact
 from producers.sweeper.erased import erase
 from producers.sweeper.leader import lead
+from producers.sweeper.sweeper import ForeignWorkers, SweeperSettings
+from producers.sweeper.sweeper import lead as sweep_as_leader
 from tests.aws import Aws
 from tests.producers.backup.conftest import Systems
 from tests.producers.conftest import POOL, QUEUE
 from tests.producers.fake_worker import FakeWorker
 from tests.receiver import Receiver
-from tests.waiting import until
+from tests.waiting import auntil, until
 from tests.webhooks_process import WebhooksProcess
 
 WEBHOOK = {"url": "https://example.com/hook"}
@@ -675,3 +678,23 @@ async def test_of_two_backups_to_one_place_the_later_goes_on(systems: Systems, m
     with pytest.raises(NotTaken, match="another `penstock backup` writes to"):
         await systems.back_up()
     assert check(systems.archive).counts["task"] == 1
+
+
+async def test_a_restored_systems_sweeper_does_not_lead_while_others_workers_live_at_its_broker(
+    valkey_url: str, valkey: Redis, elsewhere_url: str, elsewhere: Redis, model: str
+) -> None:
+    """Broker and store are two servers, and the broker is the old system's, too."""
+    settings = SweeperSettings(valkey_url, elsewhere_url, lease=0.1)
+    valkey.hset(broker_keys.INCARNATIONS, mapping={"theirs": QUEUE, "ours": QUEUE})
+    for name in ("theirs", "ours"):
+        valkey.set(keys.lease(name), "{}")
+    elsewhere.set(keys.lease("ours"), "{}")
+    elsewhere.hset(keys.EPOCH, mapping={"id": "e1", "state": "open"})
+    async with AsyncClient(valkey_url, elsewhere_url) as client:
+        with pytest.raises(ForeignWorkers, match="broker: theirs"):
+            await sweep_as_leader(client, settings)
+        valkey.delete(keys.lease("theirs"))
+        leading = asyncio.create_task(sweep_as_leader(client, settings))
+        await auntil(lambda: elsewhere.get(keys.SWEEPER))
+        leading.cancel()
+        await asyncio.wait((leading,))
