@@ -10,6 +10,8 @@ from redis.asyncio import Redis
 #: Share of `maxmemory` from which on no more lines of batches are made (`_memory.lua` has it too), and settled streams
 #: are compacted at once.
 PRESSED: Final = 0.6
+#: A tier's rank -> the share from which on workers start none of its tasks. APPEND takes a tier's tokens beyond that.
+STARTED: Final = (1.07, 1.03, 1.01, 0.99)
 #: Share of `maxmemory` from which on a server counts as filling, as nearly full, and as full. Refused writes keep a
 #: full server just below its bound, so that the last one is below 1.
 FILLING: Final = 0.8

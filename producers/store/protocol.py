@@ -301,6 +301,11 @@ def lease(
     return Call(script(PACKAGE, "lease"), names, (incarnation, about, ttl_ms, int(take), int(serves), epoch))
 
 
+def enter(queue: str, about: str, gone: str) -> Call:
+    """ENTER: write a pool's entry, `about` (JSON), and remove that of the queue `gone`. Answers 1."""
+    return Call(script(PACKAGE, "enter"), (keys.POOLS,), (queue, about, gone))
+
+
 def eject(incarnation: str, pool: str, living: int, *, alone: bool) -> Call:
     """EJECT: ask whether a worker may be held back. `pool`: its pool's queue; `living`: workers of the pool with a
     lease, this one included; `alone`: it fails by itself, whatever others do. Answers 1, or 0 if it has to serve."""

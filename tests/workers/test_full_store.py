@@ -103,6 +103,19 @@ def test_no_more_tasks_are_started_in_a_full_store_worse_tiers_first(rig: Rig) -
     rig.check_nothing_left()
 
 
+def test_a_worker_that_starts_in_a_full_store_goes_on_with_what_waits(rig: Rig) -> None:
+    """And the one before it had died there, with a task half made."""
+    first = rig.worker(STUB_STEP_S=0.01, STUB_HOLD_AT=5, STUB_GO="/nowhere")
+    ids = rig.submit(3, max_tokens=20)
+    rig.until(lambda: all(rig.tokens(task_id) == 5 for task_id in ids))
+    ballast(rig)
+    fill(rig, 1.01)
+    rig.kill(first)
+    rig.worker(STUB_STEP_S=0.01)
+    rig.check(ids)
+    assert rig.redis.info("memory")["used_memory"] > int(rig.redis.config_get("maxmemory")["maxmemory"])
+
+
 @pytest.fixture
 def small() -> Iterator[Rig]:
     """A store of 40 MB."""

@@ -26,7 +26,7 @@ from typing import Any
 
 from producers.broker.values import Credit, Fetched, Rules
 from producers.connection.log_throttle import warn_throttled
-from producers.connection.storage import Storage, parse
+from producers.connection.storage import STARTED, Storage, parse
 from producers.contract import keys
 from producers.contract.aside import HEADER, BodyGone, whole
 from workers.connect import LOST, connect
@@ -50,9 +50,6 @@ BODY_S = 5.0
 ASIDE = HEADER.encode()
 #: KV tokens that a plain Celery message, which does not say its size, is taken to need.
 PLAIN_TOKENS = 512
-#: A tier's rank -> the share of the store's `maxmemory` from which on none of its tasks are started. APPEND takes a
-#: tier's tokens beyond that (`_memory.lua`).
-STARTED = (1.07, 1.03, 1.01, 0.99)
 #: Time (s) for which a look at the store's memory counts.
 MEMORY_S = 0.25
 #: A tier's rank -> its Celery priority.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 from celery.worker import state
@@ -25,6 +26,9 @@ from producers.connection.connect import connection_pool
 from producers.connection.trouble import trouble
 from producers.contract import keys
 
+#: Lets kombu write its tables of queues in a full server, too, so that a worker that starts there serves what waits.
+ALLOW_OOM = "#!lua flags=allow-oom\n"
+BIND = f"{ALLOW_OOM}for _, key in ipairs(KEYS) do redis.call('SADD', key, ARGV[1]) end"
 #: The scheme under which kombu finds this transport, and the transport option that carries its `Link`.
 SCHEME = "penstock"
 LINK = "penstock_link"
@@ -121,6 +125,18 @@ class Channel(stock.Channel):
         # Kept: Celery acknowledges on this channel also when it is closed, and then it has no connection.
         self.link: Link = connection.client.transport_options[LINK]
         super().__init__(connection, **kwargs)
+
+    @cached_property
+    def _refresh_binding(self) -> Any:
+        return self._create_client().register_script(ALLOW_OOM + stock.REFRESH_BINDING)
+
+    def _queue_bind(self, exchange: str, routing_key: str, pattern: str, queue: str) -> None:
+        if queue in self._expires or self.typeof(exchange).type == "fanout":
+            super()._queue_bind(exchange, routing_key, pattern, queue)
+            return
+        tables = (self.keyprefix_queue % (exchange,), self.keyprefix_binding_permanent % (exchange,))
+        with self.conn_or_acquire() as client:
+            client.eval(BIND, len(tables), *tables, self.sep.join([routing_key or "", pattern or "", queue or ""]))
 
     def _get_pool(self, asynchronous: bool = False) -> Any:
         """Ours: with its time limits, and by Sentinels where they are to be asked."""

@@ -13,6 +13,7 @@ from producers.admin.fleet import Fleet, Pool, read_fleet
 from producers.broker.base import Broker
 from producers.broker.values import Counted, Standing
 from producers.connection.script import ask, text
+from producers.connection.storage import read_storage
 from producers.contract import keys, levels
 from producers.contract.message import Message
 from producers.contract.profile import Profile, sane
@@ -50,6 +51,8 @@ class Seen:
     """Workers that serve the version, of releases that cannot do what it needs."""
     level: int = 0
     """What it needs (`producers.contract.levels`)."""
+    used: float = 0.0
+    """The share of the store's `maxmemory` that is in use; 0 without a bound."""
 
     @property
     def ready(self) -> list[Lease]:
@@ -104,6 +107,7 @@ async def look(store: Redis, broker: Broker, record: Record) -> Seen:
         await _orphaned(store, record),
         [worker for worker in workers if worker not in able],
         level,
+        (await read_storage(store)).ratio,
     )
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from producers.admin.explain.look import Lease, Seen
-from producers.contract import levels
+from producers.connection.storage import STARTED
+from producers.contract import keys, levels
 from producers.contract.profile import sane
 
 
@@ -127,6 +128,9 @@ def _room(seen: Seen) -> Iterator[Reason]:
     """Workers that have no room for it."""
     if not seen.ready:
         return
+    if seen.used >= STARTED[keys.TIERS.get(seen.record.tier, keys.TIERS["default"])[0]]:
+        said = f"the store is full ({seen.used:.0%} of its maxmemory), and workers start no task of its tier"
+        yield Reason("storage_full", said)
     full = [worker for worker in seen.ready if _full(worker)]
     if len(full) == len(seen.ready):
         count = f"all {len(full)} workers are" if len(full) > 1 else "the worker is"

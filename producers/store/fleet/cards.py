@@ -35,7 +35,7 @@ from producers.connection.script import parsed, run
 from producers.contract import keys
 from producers.store.access.audit import Change, operator
 from producers.store.fleet import model_files
-from producers.store.protocol import swap
+from producers.store.protocol import enter, swap
 
 Card = dict[str, Any]
 #: A card's keys that workers tell of.
@@ -58,11 +58,8 @@ def announce(store: Redis, card: Card, pool: keys.Pool, files: Mapping[str, byte
             return None
         return _learnt(card, before) | {"published": before["published"]}
 
-    def enter() -> None:
-        store.hset(keys.POOLS, pool.queue, json.dumps(about))
-        store.hdel(keys.POOLS, keys.pool_queue(pool.model, pool.version, keys.UNSERVED))
-
-    return _put(store, card, files, change, enter)
+    entry = enter(pool.queue, json.dumps(about), keys.pool_queue(pool.model, pool.version, keys.UNSERVED))
+    return _put(store, card, files, change, lambda: run(store, entry))
 
 
 def publish(store: Redis, card: Card, files: Mapping[str, bytes], over: str | None = None) -> Card:

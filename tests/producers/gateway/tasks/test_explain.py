@@ -137,6 +137,21 @@ def test_who_goes_first_and_when_it_starts(submit: Submit, explain: Explain, val
     assert "turns" in names(explain(submit(tier="default", tenant="greedy")))
 
 
+def test_a_store_that_is_too_full_for_the_tier(
+    submit: Submit, explain: Explain, valkey: Redis, valkey_url: str
+) -> None:
+    flex, default = submit(tier="flex"), submit()
+    lease(valkey_url)
+    valkey.setrange("ballast", 60_000_000, "x")
+    valkey.config_set("maxmemory", int(valkey.info("memory")["used_memory"] / 1.02))
+    try:
+        assert "storage_full" in names(explain(flex))
+        assert "storage_full" not in names(explain(default))
+    finally:
+        valkey.config_set("maxmemory", "0")
+        valkey.delete("ballast")
+
+
 def test_workers_without_room(submit: Submit, explain: Explain, valkey: Redis, valkey_url: str) -> None:
     valkey.hset(keys.PROFILES, NAME, MEASURED.to_json())
     task_id = submit(max_tokens=600)
