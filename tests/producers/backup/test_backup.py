@@ -486,6 +486,7 @@ async def test_backup_and_journal_may_be_in_a_bucket_encrypted(
     assert not elsewhere.exists(keys.task(deleted))
 
 
+@pytest.mark.exhaustive  # the queues of two prefixes take long to make
 async def test_tasks_on_sqs_are_sent_again_under_another_prefix(
     aws: Aws, valkey_url: str, valkey: Redis, elsewhere_url: str, elsewhere: Redis, model: str, tmp_path: Path
 ) -> None:
