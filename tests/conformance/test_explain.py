@@ -24,7 +24,7 @@ def test_preemptions_cache_hits_and_phases_are_told_by_a_real_worker() -> None:
             model=str(TINY),
             engine_factory="workers.runtime.serving:load_engine",
             engine=engine,
-            lease=1.5,
+            lease=8.0,
             LOG_LEVEL="WARNING",
         )
         with worker, gateway(url) as (address, _), httpx.Client(base_url=address, timeout=60) as http:
