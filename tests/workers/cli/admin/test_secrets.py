@@ -406,9 +406,8 @@ def test_every_key_of_the_store_is_somebodys() -> None:
     names = [value for name, value in vars(keys).items() if name.isupper() and str(value).startswith("penstock:")]
     texts = [pattern for rights in ROLES.values() for pattern in (*rights.keys.split(), *rights.channels.split())]
     patterns = [pattern for pattern in texts if pattern != "penstock:*"]
-    assert [name for name in names if not any(fnmatch(name, pattern) for pattern in patterns)] == [
-        keys.ROLLOUTS
-    ]  # the operator's
+    operators = {keys.EPOCH, keys.RESTORE, keys.ROLLOUTS}
+    assert {name for name in names if not any(fnmatch(name, pattern) for pattern in patterns)} == operators
 
 
 def test_every_command_of_the_scripts_is_one_that_roles_may_call() -> None:
