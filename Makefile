@@ -7,7 +7,7 @@ JOBS ?= 5
 # Hundreds of processes start in a test run: each would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run test test-all js kube lint figures lock sbom audit .venv clean
+.PHONY: run test test-all image js kube lint figures lock sbom audit .venv clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this help
@@ -32,6 +32,9 @@ test: .venv/.collected  ## Run the tests that every push has to pass
 
 test-all: .venv/.collected  ## Run every test: also long histories, all kernels, all mutants, soaks; draws new histories
 	HISTORIES=$${HISTORIES:-1} $(PYTEST)
+
+image: .venv  ## Build the image for CPUs by buildah, and run the system in it; by root, with Debian's packages
+	@PYTHON=$(BIN)/python infra/container/check.sh
 
 js: $(JS)/.installed  ## Install OpenAI's JavaScript client and a Node.js of its own, for tests
 

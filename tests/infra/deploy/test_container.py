@@ -1,8 +1,10 @@
-"""`infra/container/Containerfile`: by its linter, and against the code. No image is built here."""
+"""`infra/container/Containerfile`: by its linter, and against the code. `make image` builds the image, and runs it."""
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -17,6 +19,9 @@ FILE = ROOT / "infra" / "container" / "Containerfile"
 TEXT = FILE.read_text("utf-8")
 #: Stage -> its instructions.
 STAGES = dict(re.findall(r"^FROM \S+ AS (\S+)\n(.*?)(?=^FROM |\Z)", TEXT, re.MULTILINE | re.DOTALL))
+#: The user's number, and the folders that it may write.
+(USER,) = re.findall(r"useradd --uid (\d+)", TEXT)
+FOLDERS: set[str] = set(json.loads(re.findall(r"^VOLUME (.*)$", TEXT, re.MULTILINE)[0]))
 
 
 def linted(path: Path) -> str:
@@ -39,7 +44,7 @@ def test_the_linter_finds_what_is_wrong(tmp_path: Path) -> None:
 def test_its_variables_are_read() -> None:
     given = [word for line in re.findall(r"^ENV ((?:.*\\\n)*.*)$", TEXT, re.MULTILINE) for word in line.split()]
     names = {word.partition("=")[0] for word in given if "=" in word}
-    assert names - variables() == {"PIP_DISABLE_PIP_VERSION_CHECK", "PIP_ROOT_USER_ACTION"}
+    assert names - variables() == {"PIP_DISABLE_PIP_VERSION_CHECK", "PIP_ROOT_USER_ACTION", "PIP_PYTHON"}
 
 
 def test_both_targets_run_as_a_user_on_tini() -> None:
@@ -96,3 +101,12 @@ def test_the_context_is_what_the_build_needs() -> None:
 def test_native_kernels_are_not_built_for_the_building_machine(flag: str) -> None:
     """Each library is built for a named instruction set, and the engine chooses when it starts."""
     assert flag not in (ROOT / "setup.py").read_text("utf-8")
+
+
+def test_without_buildah_the_image_is_not_built_and_that_is_said(tmp_path: Path) -> None:
+    for program in ("bash", "dirname", "id"):
+        (tmp_path / program).symlink_to(str(shutil.which(program)))
+    check = ROOT / "infra" / "container" / "check.sh"
+    ran = subprocess.run([check], env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert re.fullmatch("NOTICE: no(t root| buildah): the image is neither built nor run\n", ran.stdout)
