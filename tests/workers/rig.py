@@ -26,12 +26,14 @@ QUEUE = POOL.version_queue
 MODEL = keys.model_queue("stub")
 #: Longer than any test waits, seconds: no lease lapses because a machine is busy. Who is killed is buried (`kill`).
 LEASE = 300.0
-#: What a worker does now and then it does often; and it may take long to hand things back, on a machine that is busy.
+#: What a worker does now and then it does often, and it throttles no warnings; and it may take long to hand things
+#: back, on a machine that is busy.
 TIMES = {
     "workers.leases.housekeeper:ROUND_S": 0.25,
     "workers.leases.housekeeper:KEEP_S": 0.25,
     "workers.runtime.drain:HAND_BACK_S": 20.0,
     "workers.runtime.drain:EXIT_S": 40.0,
+    "producers.connection.log_throttle:EVERY_S": 0.0,
 }
 
 

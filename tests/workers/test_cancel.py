@@ -105,9 +105,9 @@ def test_deleted_before_it_is_settled(rig: Rig) -> None:
     assert not rig.status(deleted)
     assert not rig.status(plain.id)
     assert not rig.store.exists(keys.celery_result(plain.id))
-    assert f"the end of task {lost.id}" in worker.log.read_text()
+    assert f"goes back: {lost.id}" in worker.log.read_text()
     for task_id in (deleted, plain.id):
-        assert f"the end of task {task_id}" not in worker.log.read_text()
+        assert f"goes back: {task_id}" not in worker.log.read_text()
 
 
 def test_a_plain_task_that_is_deleted_while_it_runs_is_not_made_again(rig: Rig) -> None:

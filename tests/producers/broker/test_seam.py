@@ -22,6 +22,7 @@ OTHERS = (
     ROOT / "producers" / "admin" / "roles.py",
     ROOT / "workers" / "chaos" / "checker",
     ROOT / "producers" / "sources",
+    ROOT / "producers" / "backup",  # copies keys of the store and puts them back, whatever they are
     *(ROOT / "producers" / "store" / "scripts" / f"list_{name}.lua" for name in ("take", "bury")),
 )
 
