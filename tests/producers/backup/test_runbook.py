@@ -66,6 +66,7 @@ def until(condition: Callable[[], object], seconds: float = 60) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_runbook(model: str, valkey: Redis, valkey_url: str, tmp_path: Path) -> None:
     with running_valkey() as server, Redis(port=server.port) as new, Client(valkey_url) as client:
         places = {
