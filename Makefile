@@ -32,6 +32,7 @@ test: .venv/.collected  ## Run the tests that every push has to pass
 
 test-all: .venv/.collected  ## Run every test: also long histories, all kernels, all mutants, soaks; draws new histories
 	HISTORIES=$${HISTORIES:-1} $(PYTEST)
+	@$(MAKE) image
 
 image: .venv  ## Build the image for CPUs by buildah, and run the system in it; by root, with Debian's packages
 	@PYTHON=$(BIN)/python infra/container/check.sh
