@@ -154,19 +154,18 @@ def submit(
 
 def record_fields(task: Task, known: Known) -> dict[str, str | int]:
     """The record's fields (`producers.contract.record`) that ADMIT writes for a resolved task."""
-    level = levels.level_of(task.model_dump(exclude_defaults=True)) if levels.FEATURES else 0
     fields: dict[str, str | int] = {
         "task": task.to_json(),
         "release": release(),
         "model": task.model,
         "version": known.card["version"],
-        "queue": levels.queue_of(known.queue, level),
+        "queue": levels.queue_of(known.queue, task.level),
         "tier": task.tier,
         "n": task.n,
         "tokens": task.kv_tokens(int(known.card["context_length"])),
     }
-    if level:
-        fields["level"] = level
+    if task.level:
+        fields["level"] = task.level
     if task.tenant is not None:
         fields["tenant"] = task.tenant
     if task.order_key is not None:

@@ -22,7 +22,6 @@ class Feature:
     """Something that a task may ask for. `asked`: whether a task of these fields asks for it. `release`: the first one
     whose workers can do it, as `--version` names it."""
 
-    name: str
     level: int
     release: str
     asked: Callable[[Mapping[str, Any]], bool]

@@ -29,7 +29,7 @@ POOL = keys.Pool("stub", "v1", "stub")
 @pytest.fixture(autouse=True)
 def next_release(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process (client, sweeper) is of the next release: tasks may be `novel`."""
-    feature = levels.Feature("novel", 1, "9.9.0", lambda fields: "novel" in fields.get("metadata", {}))
+    feature = levels.Feature(1, "9.9.0", lambda fields: "novel" in fields.get("metadata", {}))
     monkeypatch.setattr(levels, "FEATURES", [feature])
     monkeypatch.setattr(levels, "LEVEL", 1)
 

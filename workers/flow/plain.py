@@ -45,16 +45,15 @@ def plain_fields(served: Served, now_ms: int, headers: dict[str, Any], arguments
         fields["task"] = json.dumps({name: value for name, value in kwargs.items() if name != "webhook"}, default=str)
         code, param = (exc.code, exc.param) if isinstance(exc, InvalidTask) else ("secret_unreadable", "webhook.secret")
         return Plain(fields, error_json(code, str(exc), param), levels.LEVEL + 1)  # a later release may take it
-    level = levels.level_of(task.model_dump(exclude_defaults=True))
     fields |= {"task": task.to_json(), "tier": task.tier, "n": task.n, **webhook}
     if task.ttl is not None:
         fields["ttl"] = task.ttl
     deadline = _deadline_ms(now_ms, headers, task)
     if deadline is not None:
         fields["deadline"] = deadline
-    if level:
-        fields["level"] = level
-    return Plain(fields, level=level)
+    if task.level:
+        fields["level"] = task.level
+    return Plain(fields, level=task.level)
 
 
 def _resolved(served: Served, said: dict[str, Any]) -> Task:

@@ -20,6 +20,7 @@ from engine.params import (
     filled,
     too_many_parts,
 )
+from producers.contract import levels
 from producers.contract.task.fields import (
     ASSUMED_OUTPUT,
     BYTES_PER_TOKEN,
@@ -210,6 +211,11 @@ class Task(BaseModel):
     def width(self) -> int:
         """Number of choices that are generated, of which `n` are returned."""
         return self.best_of or self.n
+
+    @property
+    def level(self) -> int:
+        """The level of its worker's release that it needs (`producers.contract.levels`); 0 if it needs none."""
+        return levels.level_of(self.model_dump(exclude_defaults=True)) if levels.FEATURES else 0
 
     def kv_tokens(self, context_length: int) -> int:
         """KV tokens that the task may need, estimated without a tokenizer: the prompt once, the output per choice."""
