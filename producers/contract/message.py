@@ -136,3 +136,12 @@ def is_plain(headers: Mapping[str, Any]) -> bool:
     if not isinstance(said, dict) or said.get("v") != 1:
         return True
     return not all(isinstance(said.get(k), int | float) and not isinstance(said[k], bool) for k in ("n", "tokens"))
+
+
+def task_headers(raw: bytes | str) -> dict[str, Any] | None:
+    """The headers of a task's message; None for another message, which becomes a dead letter once it is fetched."""
+    try:
+        headers: dict[str, Any] = json.loads(raw)["headers"]
+        return headers if headers["task"] == keys.TASK_NAME and id_of(headers) is not None else None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None

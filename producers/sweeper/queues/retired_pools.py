@@ -12,18 +12,17 @@ What is neither is somebody's task, and waits for a worker of that version, howe
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from producers.client.aio import AsyncClient
 from producers.connection.script import Call, arun, ask, parsed, script, text
 from producers.contract import keys
 from producers.contract.levels import beside
-from producers.contract.message import id_of, is_plain
+from producers.contract.message import is_plain, task_headers
 from producers.contract.queues import takers_of, version_queue_of
 from producers.store.fleet.scaling import is_fresh, states
 from producers.store.protocol import PACKAGE
@@ -123,7 +122,7 @@ class RetiredPools:
 
         Their tasks are settled or deleted, or were a client's and have no record any more.
         """
-        found = [(raw, headers) for raw in page if (headers := _headers(raw)) is not None]
+        found = [(raw, headers) for raw in page if (headers := task_headers(raw)) is not None]
         ids = [headers["id"] for _, headers in found]
         answers = await ask(
             self._store,
@@ -159,12 +158,3 @@ class RetiredPools:
 def _version(card: str) -> str:
     """The version that a card names; empty where it makes no sense."""
     return str(parsed(card).get("version", ""))
-
-
-def _headers(raw: bytes | str) -> dict[str, Any] | None:
-    """A task message's headers; None for another message, which becomes a dead letter once it is fetched."""
-    try:
-        headers = json.loads(raw)["headers"]
-        return headers if headers["task"] == keys.TASK_NAME and id_of(headers) is not None else None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None

@@ -14,7 +14,6 @@ waits beside it: a worker that is up settles what has ended, fails what it canno
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Iterable, Sequence
@@ -23,7 +22,7 @@ from typing import Any, Final
 from producers.client.aio import AsyncClient
 from producers.connection.script import Call, arun, ask, parsed, script, text
 from producers.contract import keys, levels
-from producers.contract.message import id_of, is_plain
+from producers.contract.message import is_plain, task_headers
 from producers.contract.profile import sane
 from producers.contract.queues import version_queue_of
 from producers.contract.record import FINAL, error_json
@@ -89,13 +88,14 @@ class UnservedTasks:
             nonlocal ended, plain
             found = {}
             for raw in page:
-                task_id, is_celerys = _task(raw)
-                if task_id is None:
+                headers = task_headers(raw)
+                if headers is None:
                     continue
+                task_id, is_celerys = str(headers["id"]), is_plain(headers)
                 call = unserved(task_id, error, version, self._after_s, workers)
                 status = text(await arun(self._store, call))
                 ended += status == "ended"
-                if status == "ended" or status == "gone" or status in FINAL:
+                if status in {"ended", "gone", *FINAL}:
                     plain = plain or is_celerys
                     if not is_celerys:
                         found[raw] = task_id
@@ -114,12 +114,3 @@ def _error(level: int, leases: Sequence[dict[str, Any]]) -> str:
     needed = levels.release_of(level) or "later"
     said = f"The task needs a worker of release {needed}; those that serve its model are of release {up}."
     return error_json("release_missing", said)
-
-
-def _task(raw: bytes) -> tuple[str | None, bool]:
-    """The message's task, and whether a plain Celery sender made it; None for a message that cannot be read."""
-    try:
-        headers = json.loads(raw)["headers"]
-        return id_of(headers), is_plain(headers)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None, False
