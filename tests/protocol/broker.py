@@ -62,10 +62,16 @@ class BrokerPair(Calls):
 
     redis: Redis
     mutant: Mutant | None = None
+    #: All that there are.
+    queues: tuple[str, ...] = tuple(QUEUES)
+
+    def memory(self) -> Memory:
+        return Memory(lambda queue: broker.lists([queue]))
 
     def open(self) -> None:
         self.server = Server(self.redis, self.mutant)
-        self.model = Memory(lambda queue: broker.lists([queue]))
+        self.lists = dict(broker.lists(self.queues))
+        self.model = self.memory()
         #: Whether a task is settled, of those whose record is on this server, too.
         self.records: dict[str, bool] = {}
         self.names = 0
@@ -83,7 +89,7 @@ class BrokerPair(Calls):
                 expected[broker_keys.turn(name, tenant)] = [(b"%d" % number, number) for number in waiting]
         with self.server.redis.pipeline(transaction=False) as pipe:  # one round trip: this is most of a step's time
             self.dump(pipe)
-            for name in LISTS:
+            for name in self.lists:
                 pipe.lrange(name, 0, -1)
             for key in expected:
                 pipe.zrange(key, 0, -1, withscores=True)
@@ -95,9 +101,9 @@ class BrokerPair(Calls):
             pipe.lrange(broker_keys.DEAD, 0, -1)
             pipe.time()
             (inflight, delayed, placed), *rest = pipe.execute()
-        lists, rest = rest[: len(LISTS)], rest[len(LISTS) :]
+        lists, rest = rest[: len(self.lists)], rest[len(self.lists) :]
         found, (left, listed, returned, reaped, unserved, lives, letters, time) = rest[:-8], rest[-8:]
-        assert lists == [model.lists[name] for name in LISTS]
+        assert lists == [model.lists[name] for name in self.lists]
         assert sorted(map(tuple, inflight)) == sorted(
             (
                 *(inc.encode(), uuid.encode(), d.order, d.list.encode(), d.raw, d.rank, d.seqs, d.tokens),
@@ -126,5 +132,5 @@ class BrokerPair(Calls):
         assert ages == {name: (model.clock() - since) // AGEING_MS for name, since in model.unserved.items()}
 
     def dump(self, redis: Redis) -> Any:
-        names = [broker_keys.inflight(""), broker_keys.delayed(QUEUES[0]), *map(broker_keys.sorted_of, LISTS)]
+        names = [broker_keys.inflight(""), broker_keys.delayed(QUEUES[0]), *map(broker_keys.sorted_of, self.lists)]
         return redis.eval(DUMP, len(names), *names, *INCS)

@@ -38,6 +38,27 @@ class Mutant:
             raise ValueError(f"{self.name}.lua holds {whole.count(self.old)} times, not once: {self.old}")
         return whole.replace(self.old, self.new)
 
+    def broken(self, sent: Script) -> Script:
+        """The script that is sent in its place."""
+        return written(self.text()) if sent is script(self.package, self.name) else sent
+
+
+def written(text: str) -> Script:
+    return Script(text, hashlib.sha1(text.encode()).hexdigest())
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A release whose processes send their own text of every script. `level`: its workers'; `minds_memory`: its scripts
+    look at how full the server is."""
+
+    level: int = 0
+    minds_memory: bool = True
+
+    def of(self, module: Any) -> Any:
+        """A module that packs calls and reads their answers, as this release has it."""
+        return module
+
 
 @dataclass(slots=True)
 class Server:
@@ -60,9 +81,8 @@ class Server:
             self.hear(inc, False)
 
     def run(self, call: Call) -> Any:
-        if self.mutant and call.script is script(self.mutant.package, self.mutant.name):
-            text = self.mutant.text()
-            call = Call(Script(text, hashlib.sha1(text.encode()).hexdigest()), call.keys, call.args)
+        if self.mutant:
+            call = Call(self.mutant.broken(call.script), call.keys, call.args)
         return run(self.redis, call)
 
     @contextmanager
@@ -203,6 +223,10 @@ class Stored:
         return json.loads(self.fields[name])
 
 
+#: The release of this tree.
+THIS = Release()
+
+
 class Calls(RuleBasedStateMachine):
     """Calls to `server` and to a model beside it: `compare` holds the two against each other after each."""
 
@@ -212,6 +236,10 @@ class Calls(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "server"):
             self.server.close()
+
+    def acts(self, who: str = "") -> Release:
+        """The release of whoever acts: of a worker, by its incarnation; else of a gateway or sweeper."""
+        return THIS
 
     def do(self, step: Callable[[], None]) -> None:
         self.last = step

@@ -11,9 +11,11 @@ from typing import Any
 from redis import Redis
 
 from producers.contract import keys
+from producers.contract.levels import queue_of, split
 from producers.contract.webhook import FINAL_EVENTS, TASK_EVENTS, Webhook
+from producers.store import protocol
 from tests.protocol.model.scripts import Rec
-from tests.protocol.server import Calls, Mutant, Server, Stored
+from tests.protocol.server import Calls, Mutant, Release, Server, Stored
 
 #: Task -> choices. `p` comes from plain Celery.
 TASKS = {"t1": 1, "t2": 2, "p": 3}
@@ -21,6 +23,8 @@ PROMPT = 7
 #: Whose prompts came as token ids, so that their records say how many they are.
 COUNTED = ("t1", "p")
 LIMIT = 2
+#: So long that none lapses by itself.
+LEASE_MS = 10**8
 #: Why a message is kept as a dead letter.
 LETTER = "given up"
 TTL = 500
@@ -39,7 +43,7 @@ FIELDS = {
     *("v", "status", "nonce", "created", "queued", "started", "first", "finished", "settled", "deadline", "plain"),
     *("n", "prompt_tokens", "cancel", "claim", "owner", "deaths", "lost", "claims", "stuck", "mark", "end"),
     *("reasons", "usage", "error", "began", "waits", "tier", "tokens", "tenant", "prompt", "discarded", "again"),
-    *("letter", "version", "queue", "fingerprint", "origin", "webhook", "webhook_secret", "kept", "rows"),
+    *("letter", "version", "queue", "fingerprint", "origin", "webhook", "webhook_secret", "kept", "rows", "level"),
 }
 
 
@@ -47,11 +51,19 @@ def prompt_fields(t: str) -> dict[str, str | int]:
     return {"n": TASKS[t]} | ({"prompt_tokens": PROMPT} if t in COUNTED else {})
 
 
-def sent_to(t: str) -> dict[str, str | int]:
-    """The version that a client sends a task to: of `t2` an earlier release's says its pool. And who wants to hear."""
+def sent_to(t: str, need: int = 0) -> dict[str, str | int]:
+    """The version that a client sends a task to: of `t2` an earlier release's says its pool. And who wants to hear.
+    `need`: the level that the task needs."""
     if t == "t2":
         return {"queue": POOL.queue, "origin": "task", "tier": "flex", "tokens": 9, "tenant": "a"}
-    return {"version": POOL.version, "queue": POOL.version_queue, "origin": "task", **OWN.fields()}
+    level = {"level": need} if need else {}
+    return {
+        "version": POOL.version,
+        "queue": queue_of(POOL.version_queue, need),
+        "origin": "task",
+        **OWN.fields(),
+        **level,
+    }
 
 
 def rows_of(t: str, told: Iterable[str]) -> Counter[str]:
@@ -73,11 +85,12 @@ def billed(t: str, r: Rec, again: int, deaths: int) -> Counter[tuple[str, ...]]:
     return Counter([(t, r.end, *map(str, counts))])
 
 
-def begun(r: Rec, t: str) -> Rec:
+def begun(r: Rec, t: str, need: int = 0) -> Rec:
     """A new record, as the model has it."""
     kind = (POOL.version, None) if t != "p" else None
     hook = frozenset(event.removeprefix("response.") for event in (TASK_EVENTS if t == "t1" else FINAL_EVENTS))
-    return r._replace(next=(0,) * TASKS[t], counted=PROMPT if t in COUNTED else None, kind=kind, hook=hook)
+    counted = PROMPT if t in COUNTED else None
+    return r._replace(next=(0,) * TASKS[t], counted=counted, kind=kind, hook=hook, need=need)
 
 
 def reason_of(r: Rec, choice: int) -> str:
@@ -122,9 +135,18 @@ class Pair(Calls):
         self.deletes = 0
         self.redis.hset(keys.WEBHOOK_ENDPOINTS, "we_1", json.dumps(ENDPOINT))
         for inc, pool in zip(INCS, POOLS, strict=True):
-            self.server.lease(inc, True)
-            self.redis.sadd(keys.workers(pool.queue), inc)
+            self.take_lease(inc)
             self.redis.hset(keys.POOLS, pool.queue, json.dumps(asdict(pool)))
+
+    def take_lease(self, inc: str) -> None:
+        release, pool = self.acts(inc), POOLS[INCS.index(inc)]
+        about = json.dumps({"level": release.level} if release.level else {})
+        assert self.server.run(release.of(protocol).lease(inc, pool.queue, about, LEASE_MS, take=True)) == 1
+
+    def owned(self, t: str) -> Release:
+        """The release of the worker that has a task, or had it last."""
+        r = self.model[t]
+        return self.acts(str(r.owner) if r and r.owner else "")
 
     def apt(self, t: str, wanted: Callable[[Rec], Any]) -> str:
         """This task if it is such a one; else another that is, if there is any."""
@@ -244,6 +266,7 @@ class Pair(Calls):
             at="result" if stored.compact else "stream",
             dated="queued" in fields,
             kind=self._kind(fields),
+            need=int(fields.get("level", 0)),
             hook=r.hook,
             told=r.told,
             waits=int("waits" in fields),
@@ -273,7 +296,9 @@ class Pair(Calls):
 
     @staticmethod
     def _kind(fields: dict[str, str]) -> tuple[str, str | None] | None:
-        found = next((p for p in POOLS if fields.get("queue") in (p.queue, p.version_queue)), None)
+        queue, level = split(fields.get("queue", ""))
+        assert level == int(fields.get("level", 0))
+        found = next((p for p in POOLS if queue in (p.queue, p.version_queue)), None)
         assert fields.get("version") in (None, found and found.version)
         resolved = "version" in fields or "plain" not in fields
         return (found.version, fields.get("fingerprint")) if found and resolved else None

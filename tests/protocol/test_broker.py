@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,21 +40,24 @@ credit = st.lists(st.sampled_from([8, 8, 8, 4, 2, 1, 0, -1]), min_size=4, max_si
 #: Mostly the same few lists, so that something stands behind their heads.
 names = st.sampled_from([*sorted(LISTS), *[n for n in sorted(LISTS) if n.startswith("penstock:m@1")] * 3])
 
+#: How a history begins.
+BEGIN: dict[str, Any] = {
+    "name": names,
+    "batch": batches,
+    "fetched": st.integers(1, 4),
+    "tight": st.sampled_from([[2, 2, 2, 2], [4, 4, 3, 0], [8, 8, 8, 0]]),
+    "age": ages,
+    "dies": st.booleans(),
+    "delay": st.booleans(),
+}
+
 
 def holding(machine: BrokerMachine) -> bool:
     return any(machine.model.inflight.values())
 
 
 class BrokerMachine(BrokerPair):
-    @initialize(
-        name=names,
-        batch=batches,
-        fetched=st.integers(1, 4),
-        tight=st.sampled_from([[2, 2, 2, 2], [4, 4, 3, 0], [8, 8, 8, 0]]),
-        age=ages,
-        dies=st.booleans(),
-        delay=st.booleans(),
-    )
+    @initialize(**BEGIN)
     def begin(
         self, name: str, batch: list[bytes], fetched: int, tight: list[int], age: int, dies: bool, delay: bool
     ) -> None:
@@ -79,6 +83,10 @@ class BrokerMachine(BrokerPair):
         for inc, queue in zip(INCS, QUEUES, strict=True):
             self.lease(inc, True, queue)
 
+    def reads(self, inc: str) -> list[str]:
+        """The queues that a worker takes from."""
+        return QUEUES
+
     # ---- the scripts -----------------------------------------------------------------------------------------
 
     @rule(name=names, batch=batches)
@@ -95,12 +103,13 @@ class BrokerMachine(BrokerPair):
         self.known[inc] += uuids[len(known) :]
         tokens = [n * 125 for n in tokens]
 
+        queues, said = self.reads(inc), self.acts(inc).of(broker)
         room = Credit((seqs[0], seqs[1], seqs[2], seqs[3]), (tokens[0], tokens[1], tokens[2], tokens[3]))
 
         def step() -> None:
-            call = broker.fetch(
+            call = said.fetch(
                 inc,
-                QUEUES,
+                queues,
                 uuids,
                 room,
                 capacity=CAPACITY,
@@ -109,8 +118,8 @@ class BrokerMachine(BrokerPair):
                 max_redeliveries=LIMIT,
                 bite=BITE,
             )
-            fetched = broker.read_fetch(self.server.run(call), broker.places(QUEUES))
-            assert fetched == fetch(self.model, inc, QUEUES, uuids, room, RULES, BITE)
+            fetched = said.read_fetch(self.server.run(call), said.places(queues))
+            assert fetched == fetch(self.model, inc, queues, uuids, room, RULES, BITE)
 
         self.do(step)
 
@@ -138,7 +147,7 @@ class BrokerMachine(BrokerPair):
         uuid = self._delivery(inc, pick, other)
         held = self.model.inflight[inc].get(uuid)
         task = held.id if held else "a"
-        call = broker.ack(inc, uuid, reason, used, task if settled else "")
+        call = self.acts(inc).of(broker).ack(inc, uuid, reason, used, task if settled else "")
 
         def expected() -> int:
             """The broker in memory holds no records."""
@@ -168,14 +177,15 @@ class BrokerMachine(BrokerPair):
     @precondition(holding)
     def back(self, inc: str, pick: int, other: bool, delay: bool, to: str = "") -> None:
         uuid = self._delivery(inc, pick, other)
-        call = broker.back(inc, QUEUES[0], uuid, AGEING_MS if delay else 0, to)
+        call = self.acts(inc).of(broker).back(inc, QUEUES[0], uuid, AGEING_MS if delay else 0, to)
         delay_ms = AGEING_MS if delay else 0
         self.do(lambda: self._agree(call, lambda: self.model.back(inc, QUEUES[0], uuid, delay_ms, to)))
 
     @rule(inc=incs)
     @precondition(lambda self: not all(map(self.model.lives, INCS)))
     def reap(self, inc: str) -> None:
-        self.do(lambda: self._agree(broker.reap(inc), lambda: self.model.reap(inc)))
+        call = self.acts().of(broker).reap(inc)
+        self.do(lambda: self._agree(call, lambda: self.model.reap(inc)))
 
     @rule(inc=incs, mute=rarely, heard=rarely, looker_heard=rarely.map(lambda yes: not yes))
     @precondition(holding)
@@ -201,7 +211,8 @@ class BrokerMachine(BrokerPair):
             model.leases.pop(inc)
             return model.reap(inc) + len(plain)
 
-        self.do(lambda: self._agree(broker.reap(inc, looker, QUEUES[0]), expected))
+        call = self.acts(looker).of(broker).reap(inc, looker, QUEUES[0])
+        self.do(lambda: self._agree(call, expected))
 
     @rule(task=st.sampled_from("abc"))
     @precondition(lambda self: self.model.reaped)
@@ -214,9 +225,10 @@ class BrokerMachine(BrokerPair):
     @precondition(lambda self: self.raised)
     def retract(self, inc: str) -> None:
         """Its worker lives: what was counted is taken back, once."""
+        said = self.acts(inc).of(alive)
 
         def step() -> None:
-            found = alive.read_retract(self.server.run(alive.retract(inc, broker_keys.REAPED)))
+            found = said.read_retract(self.server.run(said.retract(inc, broker_keys.REAPED)))
             raised = self.raised.get(inc)
             assert (None if found is None else set(found)) == (None if raised is None else set(raised))
             for task, count in (raised or {}).items():
@@ -232,7 +244,8 @@ class BrokerMachine(BrokerPair):
         """What happens to every worker that is killed: its lease lapses, it is reaped; its name is taken up again."""
         queue = self.model.listed.get(inc, QUEUES[0])
         self.lapses(inc)
-        self.do(lambda: self._agree(broker.reap(inc), lambda: self.model.reap(inc)))
+        call = self.acts().of(broker).reap(inc)
+        self.do(lambda: self._agree(call, lambda: self.model.reap(inc)))
         self.lease(inc, True, queue)
 
     @rule(count=st.sampled_from([1, 100]))
@@ -244,16 +257,17 @@ class BrokerMachine(BrokerPair):
         uuid, first = min(held.items(), key=lambda one: (-names.count(one[1].list), one[1].number))
         if not self.model.lives(inc):
             self.lease(inc, True, QUEUES[0])
-        self._agree(broker.back(inc, QUEUES[0], uuid), lambda: self.model.back(inc, QUEUES[0], uuid, 0))
+        call = self.acts(inc).of(broker).back(inc, QUEUES[0], uuid)
+        self._agree(call, lambda: self.model.back(inc, QUEUES[0], uuid, 0))
         self.fetch(inc, 0, 0, [0] * 4, [0] * 4)
         self.dies(inc)
-        queue = next(queue for queue in QUEUES if first.list in dict(broker.lists([queue])))
+        queue = next(queue for queue in self.queues if first.list in dict(broker.lists([queue])))
         self.recall(queue, set(), count)
 
     @rule(queue=st.sampled_from(QUEUES), takers=st.sets(st.sampled_from(QUEUES)), count=st.sampled_from([1, 2, 100]))
     def recall(self, queue: str, takers: set[str], count: int) -> None:
         """What a queue's last worker does at its end, and a sweeper where all were killed."""
-        call = broker.recall(queue, sorted(takers), count)
+        call = self.acts().of(broker).recall(queue, sorted(takers), count)
         self.do(lambda: self._agree(call, lambda: self.model.recall(queue, sorted(takers), count)))
 
     @rule(inc=incs, pick=st.integers(0, 9), known=st.booleans())
@@ -262,8 +276,10 @@ class BrokerMachine(BrokerPair):
         """With all that it holds in its books; or one forgotten, as a failover brings it back."""
         held = {*self.known[inc]} - ({self._delivery(inc, pick, False)} if not known else set())
 
+        said = self.acts(inc).of(broker)
+
         def step() -> None:
-            found = broker.read_strays(self.server.run(broker.strays(inc, sorted(held))))
+            found = said.read_strays(self.server.run(said.strays(inc, sorted(held))))
             assert found == MemoryConsumer(self.model, QUEUES).strays(inc, sorted(held))
 
         self.do(step)
@@ -272,7 +288,8 @@ class BrokerMachine(BrokerPair):
     @precondition(lambda self: not any(self.model.delayed.values()))
     def adopt(self, back: bool) -> None:
         source, target = reversed(QUEUES) if back else QUEUES
-        self.do(lambda: self._agree(broker.adopt(source, target), lambda: self.model.adopt(source, target)))
+        call = self.acts().of(broker).adopt(source, target)
+        self.do(lambda: self._agree(call, lambda: self.model.adopt(source, target)))
 
     def desert(self) -> None:
         """The pool's only worker dies, and what waits in the pool's own queue is adopted."""
@@ -287,7 +304,9 @@ class BrokerMachine(BrokerPair):
     @rule(inc=incs, take=rarely, queue=st.sampled_from(QUEUES))
     def lease(self, inc: str, take: bool, queue: str) -> None:
         """Taken, or renewed."""
-        call = broker.lease(inc, '{"worker": "w"}', AGEING_MS, take=take, queue=queue)
+        release = self.acts(inc)
+        about = json.dumps({"worker": "w"} | ({"level": release.level} if release.level else {}))
+        call = release.of(broker).lease(inc, about, AGEING_MS, take=take, queue=queue)
         self.do(lambda: self._agree(call, lambda: self.model.lease(inc, AGEING_MS, take=take, queue=queue)))
         assert self.server.redis.pttl(keys.lease(inc)) > 0 or not self.model.lives(inc)
 

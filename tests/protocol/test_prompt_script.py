@@ -35,7 +35,7 @@ class PromptMachine(Pair):
         self.claims = itertools.count(1)
         self.owners = itertools.cycle(INCS)
         fields = {"n": CHOICES, "deadline": DEADLINES[TASK]} | sent_to(TASK)
-        self.server.run(protocol.admit(TASK, "mine", self.server.now(), fields))
+        self.server.run(self.acts().of(protocol).admit(TASK, "mine", self.server.now(), fields))
         new = begun(scripts.SUBMITTED, TASK)
         _, self.model[TASK] = scripts.admit(None, "mine", False, ALL, new)
         self.compare()
@@ -51,9 +51,10 @@ class PromptMachine(Pair):
         inc, c = next(self.owners), f"c{next(self.claims)}"
         self.server.lease(inc, True)
         self.live.add(inc)
+        said = self.acts(inc).of(protocol)
 
         def step() -> None:
-            answer = protocol.read_claim(TASK, self.server.run(protocol.claim(TASK, c, inc, POOL, max_deaths=LIMIT)))
+            answer = said.read_claim(TASK, self.server.run(said.claim(TASK, c, inc, POOL, max_deaths=LIMIT)))
             before = self.model[TASK]
             expected, self.model[TASK] = scripts.claim(
                 *(before, c, inc, self.live, ALL), limit=LIMIT, kind=(POOL.version, POOL.fingerprint)
@@ -66,10 +67,12 @@ class PromptMachine(Pair):
     @rule(valid=mostly, tokens=st.sampled_from([1, 512, 513]), full=mostly.map(lambda yes: not yes))
     def prompt(self, valid: bool, tokens: int, full: bool = False) -> None:
         c, entries = self.held(TASK, valid), encode_prompt([7] * tokens, [None] * tokens)
+        release = self.owned(TASK)
+        full = full and release.minds_memory
 
         def step() -> None:
             with self.server.filled(1.2 if full else 0.0):
-                answer = text(self.server.run(protocol.prompt(TASK, c, entries)))
+                answer = text(self.server.run(release.of(protocol).prompt(TASK, c, entries)))
             expected, self.model[TASK] = scripts.prompt(self.model[TASK], c, len(entries), ALL, full=full)
             assert answer == expected
 
@@ -88,9 +91,10 @@ class PromptMachine(Pair):
         i, (count, counted) = r.next[choice] if r else 0, says
         entries = [encode_token(choice, i, 40 + i, "a")] * count
         one = protocol.Append(TASK, c, choice, i, entries, scored, discarded, counted)
+        by = self.owned(TASK).of(protocol)
 
         def step() -> None:
-            ((answer, at),) = protocol.read_append(self.server.run(protocol.append([one])))
+            ((answer, at),) = by.read_append(self.server.run(by.append([one])))
             said, expected, self.model[TASK] = scripts.append(
                 self.model[TASK], c, choice, i, tuple(entries), ALL, scored=scored, discarded=discarded, counted=counted
             )
@@ -104,12 +108,13 @@ class PromptMachine(Pair):
             return
         r, c = self.model[TASK], self.held(TASK, valid)
         nexts = r.next if r else (0,) * CHOICES
+        said = self.owned(TASK).of(protocol)
 
         def step() -> None:
             before = self.model[TASK]
             used = (before.counted if before else None) or 0  # a worker says what it has said before
             answer = self.server.run(
-                protocol.finish(TASK, c, "completed", reasons="[]", nexts=nexts, prompt_tokens=used, scored=scored)
+                said.finish(TASK, c, "completed", reasons="[]", nexts=nexts, prompt_tokens=used, scored=scored)
             )
             expected, self.model[TASK] = scripts.finish(self.model[TASK], c, nexts, ALL, scored=scored)
             assert text(answer[0]) == expected
@@ -120,7 +125,7 @@ class PromptMachine(Pair):
     def cancel(self, now: bool) -> None:
         if now:
             return
-        accepted, status = self.server.run(protocol.cancel(TASK))
+        accepted, status = self.server.run(self.acts().of(protocol).cancel(TASK))
         told, expected, after = scripts.cancel(self.model[TASK], self.live, ALL)
         self.model[TASK] = after
         assert (accepted, text(status)) == (int(told), expected)
@@ -130,7 +135,7 @@ class PromptMachine(Pair):
 
     def delete(self) -> None:
         """Seldom by luck, as nothing comes after it."""
-        self.server.run(protocol.delete(TASK, "x"))
+        self.server.run(self.acts().of(protocol).delete(TASK, "x"))
         r = self.model[TASK]
         _, last = scripts.delete(r, ALL)
         assert r

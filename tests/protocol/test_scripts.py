@@ -14,12 +14,13 @@ from redis import Redis
 
 from producers.connection.script import text
 from producers.contract import keys
+from producers.contract.levels import queue_of
 from producers.contract.stream.events import encode_token
 from producers.store import protocol
 from tests.histories import examples
 from tests.protocol.model import ALL, scripts
 from tests.protocol.model.scripts import FINAL
-from tests.protocol.server import Mutant, run_machine
+from tests.protocol.server import THIS, Mutant, Release, run_machine
 from tests.protocol.store import (
     INCS,
     LETTER,
@@ -57,11 +58,14 @@ batches = st.lists(
     max_size=4,
 )
 
+#: How a history begins.
+BEGIN: dict[str, Any] = {"begun": st.tuples(*[st.integers(0, 6)] * 3), "alive": st.tuples(*[st.booleans()] * 3)}
+
 
 class StoreMachine(Pair):
     """Every rule is one call on both sides; what it does stands in a closure, so that `again` can call it once more."""
 
-    @initialize(begun=st.tuples(*[st.integers(0, 6)] * 3), alive=st.tuples(*[st.booleans()] * 3))
+    @initialize(**BEGIN)
     def begin(self, begun: tuple[int, ...], alive: tuple[bool, ...]) -> None:
         """Each task begins somewhere on its way, so that few steps lead to places that are seldom reached."""
         self.open()
@@ -73,6 +77,10 @@ class StoreMachine(Pair):
         for inc, lives in zip(INCS, alive, strict=True):
             self.lease(inc, lives)
 
+    def need(self, t: str, release: Release) -> int:
+        """The level that a task of this release's gateway needs."""
+        return 0
+
     # ---- the scripts -----------------------------------------------------------------------------------------
 
     @rule(
@@ -82,16 +90,19 @@ class StoreMachine(Pair):
         share=st.sampled_from([0.0, 0.0, 0.0, *FULL[:2]]),
     )
     def admit(self, t: str, nonce: str, late: bool, share: float = 0.0) -> None:
+        release = self.acts()
+        need = self.need(t, release)
+
         def step() -> None:
             asked = self.server.now() - (protocol.SUBMIT_WINDOW_MS + 1000 if late else 0)
-            fields = prompt_fields(t) | sent_to(t) | deadline(t)
+            fields = prompt_fields(t) | sent_to(t, need) | deadline(t)
             with self.server.filled(share):
-                answer = self.server.run(protocol.admit(t, nonce, asked, fields))
-            new = begun(scripts.SUBMITTED, t)
+                answer = self.server.run(release.of(protocol).admit(t, nonce, asked, fields))
+            new = begun(scripts.SUBMITTED, t, need)
             expected, self.model[t] = scripts.admit(
                 *(self.model[t], nonce, late, ALL, new),
                 erased=t in self.erased,
-                full=share > ADMITTED[str(fields.get("tier", "default"))],
+                full=release.minds_memory and share > ADMITTED[str(fields.get("tier", "default"))],
             )
             assert text(answer[0] if isinstance(answer, list) else answer) == expected
 
@@ -101,9 +112,10 @@ class StoreMachine(Pair):
     @precondition(lambda self: any(self.model.values()))
     def queued(self, t: str, valid: bool) -> None:
         t = self.apt(t, lambda r: r.listed) if valid else t
+        said = self.acts().of(protocol)
 
         def step() -> None:
-            answer = text(self.server.run(protocol.queued(t)))
+            answer = text(self.server.run(said.queued(t)))
             expected, self.model[t] = scripts.queued(self.model[t], ALL)
             assert answer == expected
 
@@ -116,12 +128,18 @@ class StoreMachine(Pair):
         c = self.held(t, True) if same else f"c{self.claims}"
         plain = {"queue": pool.version_queue} | prompt_fields(t) | deadline(t) if t == "p" else None
         made = begun(scripts.QUEUED, t) if plain else None
+        release = self.acts(inc)
+        said = release.of(protocol)
 
         def step() -> None:
-            call = protocol.claim(t, c, inc, pool, plain=plain, condemned=condemned, max_deaths=LIMIT)
-            answer = protocol.read_claim(t, self.server.run(call))
-            kind = (pool.version, pool.fingerprint)
-            serving = {(p.version, p.fingerprint) for inc, p in zip(INCS, POOLS, strict=True) if inc in self.live}
+            call = said.claim(t, c, inc, pool, plain=plain, condemned=condemned, max_deaths=LIMIT)
+            answer = said.read_claim(t, self.server.run(call))
+            kind = (pool.version, pool.fingerprint, release.level)
+            serving = {
+                (p.version, p.fingerprint, self.acts(inc).level)
+                for inc, p in zip(INCS, POOLS, strict=True)
+                if inc in self.live
+            }
             before = self.model[t]
             expected, self.model[t] = scripts.claim(
                 *(before, c, inc, self.live, ALL),
@@ -138,13 +156,13 @@ class StoreMachine(Pair):
             self.note_what_was_taken_up(t, before)
             if expected == "elsewhere":
                 assert r
-                home = scripts.elsewhere(r, kind, serving, ALL, bound=made is None)
+                *home, need = (*scripts.elsewhere(r, kind, serving, ALL, bound=made is None), 0)[:3]
                 known = {
                     (p.version, f): q for p in POOLS for f, q in ((None, p.version_queue), (p.fingerprint, p.queue))
                 }
                 if t == "t2" and not r.claims:
-                    known[home] = POOL.queue
-                assert answer.queue == known[home]
+                    known[home[0], home[1]] = POOL.queue
+                assert answer.queue == queue_of(known[home[0], home[1]], need)
             assert (answer.record is not None) == (expected in ("go", "settle"))
             if answer.record:
                 assert answer.record.fields == self.server.stored([t])[t].fields
@@ -154,11 +172,15 @@ class StoreMachine(Pair):
     @rule(batch=batches, share=st.sampled_from([0.0, 0.0, 0.0, *FULL]))
     @precondition(running)
     def append(self, batch: list[tuple[str, bool, bool, int, int, int]], share: float = 0.0) -> None:
-        calls = []
+        calls: list[protocol.Append] = []
+        release: Release | None = None
         for t, apt, valid, choice, offset, count in batch:
             t = self.apt(t, lambda r: r.claim and not r.end and not r.cancel) if apt else t
             choice %= TASKS[t]
             r = self.model[t]
+            release = release or self.owned(t)
+            if r and r.owner and self.owned(t) is not release:  # one call is one worker's
+                continue
             i = max(0, (r.next[choice] if r else 0) + offset)
             entries = []
             for k in range(count):
@@ -166,18 +188,21 @@ class StoreMachine(Pair):
                 reason = "stop" if k == count - 1 and self.tokens % 3 == 0 else None
                 entries.append(encode_token(choice, i + k, self.tokens, TEXTS[self.tokens % len(TEXTS)], None, reason))
             calls.append(protocol.Append(t, self.held(t, valid), choice, i, entries))
+        by = release or THIS
+        said = by.of(protocol)
+        share = share if by.minds_memory else 0.0  # beyond it the server refuses another's APPEND
 
         def step() -> None:
             with self.server.filled(share):
-                answers = protocol.read_append(self.server.run(protocol.append(calls)))
+                answers = said.read_append(self.server.run(said.append(calls)))
             expected = []
             for a in calls:
                 tier = str(sent_to(a.task_id).get("tier", "default")) if a.task_id != "p" else "default"
-                said, at, self.model[a.task_id] = scripts.append(
+                answer, at, self.model[a.task_id] = scripts.append(
                     *(self.model[a.task_id], a.claim_id, a.choice, a.index, tuple(a.entries), ALL),
                     full=share > WRITTEN[tier],
                 )
-                expected.append((said, at))
+                expected.append((answer, at))
             assert answers == expected
 
         self.do(step)
@@ -196,11 +221,12 @@ class StoreMachine(Pair):
         if wrong < len(nexts):
             nexts[wrong] += 1
         error = '{"code":"internal"}' if status == "failed" else "null"
+        said = self.owned(t).of(protocol)
 
         def step() -> None:
             before = self.model[t]
             used = (before.counted if before else None) or 0  # a worker says what it has said before
-            call = protocol.finish(
+            call = said.finish(
                 t, c, status, reasons='["stop"]', nexts=nexts, error=error, prompt_tokens=used, cached_tokens=3
             )
             answer = self.server.run(call)
@@ -222,9 +248,10 @@ class StoreMachine(Pair):
     @precondition(lambda self: any(r and r.end for r in self.model.values()))
     def settle(self, t: str, letter: bool = False) -> None:
         t = self.apt(t, lambda r: r.end and not r.settled)
+        said = self.owned(t).of(protocol)
 
         def step() -> None:
-            answer = self.server.run(protocol.settle(t, TTL, LETTER if letter else ""))
+            answer = self.server.run(said.settle(t, TTL, LETTER if letter else ""))
             expected, self.model[t] = scripts.settle(self.model[t], letter=letter, erased=t in self.erased)
             assert answer == expected
 
@@ -234,9 +261,10 @@ class StoreMachine(Pair):
     @precondition(lambda self: any(r and r.end for r in self.model.values()))
     def orphan(self, t: str, gone: bool) -> None:
         t = self.apt(t, lambda r: r.end and not r.settled)
+        said = self.acts().of(protocol)
 
         def step() -> None:
-            answer = text(self.server.run(protocol.orphan(t, gone=gone, default_ttl_s=TTL)))
+            answer = text(self.server.run(said.orphan(t, gone=gone, default_ttl_s=TTL)))
             r = self.model[t]
             needs = t == "p" or bool(r and r.why == "dead")
             expected, self.model[t] = scripts.orphan(r, self.live, ALL, needs=needs, gone=gone)
@@ -251,11 +279,10 @@ class StoreMachine(Pair):
         stored = self.server.stored([t])[t]
         entries = stored.entries[:-1] if short else stored.entries
         block = zlib.compress("\n".join(entry for _, entry in entries).encode())
+        said = self.acts().of(protocol)
 
         def step() -> None:
-            answer = text(
-                self.server.run(protocol.compact(t, int(stored.fields.get("settled", 0)), len(entries), [block]))
-            )
+            answer = text(self.server.run(said.compact(t, int(stored.fields.get("settled", 0)), len(entries), [block])))
             r = self.model[t]
             expected, self.model[t] = scripts.compact(r, len(entries), ALL)
             if r is None or (r.at == "stream" and not r.length and not r.end):
@@ -269,9 +296,10 @@ class StoreMachine(Pair):
     def release(self, t: str, valid: bool, buried: bool = False) -> None:
         t = self.apt(t, lambda r: r.claim) if valid else t
         c = self.held(t, valid)
+        said = self.owned(t).of(protocol)
 
         def step() -> None:
-            answer = self.server.run(protocol.release(t, c, buried=buried))
+            answer = self.server.run(said.release(t, c, buried=buried))
             expected, self.model[t] = scripts.release(self.model[t], c, ALL, buried=buried)
             assert answer == expected
 
@@ -284,9 +312,10 @@ class StoreMachine(Pair):
         t = self.apt(t, lambda r: r.lost)
         r = self.model[t]
         inc = r.lost[0 if first else -1] if valid and r and r.lost else "nobody"
+        said = self.acts().of(protocol)
 
         def step() -> None:
-            answer = self.server.run(protocol.absolve(t, inc))
+            answer = self.server.run(said.absolve(t, inc))
             expected, self.model[t] = scripts.absolve(self.model[t], inc)
             assert answer == expected
 
@@ -298,9 +327,10 @@ class StoreMachine(Pair):
         if not now:
             return
         t = self.apt(t, lambda r: not r.end) if valid else t
+        said = self.acts().of(protocol)
 
         def step() -> None:
-            accepted, status = self.server.run(protocol.cancel(t))
+            accepted, status = self.server.run(said.cancel(t))
             told, expected, after = scripts.cancel(self.model[t], self.live, ALL)
             self.model[t] = after
             assert (accepted, text(status)) == (int(told), expected)
@@ -316,11 +346,12 @@ class StoreMachine(Pair):
             return
         self.deletes += 1
         nonce = f"d{self.deletes}"
+        said = self.acts().of(protocol)
 
         def step() -> None:
             r = self.model[t]
             self.server.redis.set(keys.celery_result(t), "{}")
-            answer = text(self.server.run(protocol.delete(t, nonce))[0])
+            answer = text(self.server.run(said.delete(t, nonce))[0])
             expected, last = scripts.delete(r, ALL)
             if r is None and self.erased.get(t) == nonce:
                 expected = "mine"
@@ -351,9 +382,10 @@ class StoreMachine(Pair):
         if not now:
             return
         t = self.apt(t, lambda r: r.expired and not r.end) if valid else t
+        said = self.acts().of(protocol)
 
         def step() -> None:
-            answer = text(self.server.run(protocol.expire(t)))
+            answer = text(self.server.run(said.expire(t)))
             expected, self.model[t] = scripts.expire(self.model[t], self.live, ALL)
             assert answer == expected
 
@@ -369,7 +401,10 @@ class StoreMachine(Pair):
 
     @rule(inc=incs, alive=mostly)
     def lease(self, inc: str, alive: bool) -> None:
-        self.server.lease(inc, alive)
+        if alive:
+            self.take_lease(inc)
+        else:
+            self.server.lease(inc, False)
         (self.live.add if alive else self.live.discard)(inc)
 
     @rule(t=tasks, now=st.booleans())

@@ -14,7 +14,7 @@ from redis import Redis
 from producers.connection.script import text
 from producers.contract import keys
 from producers.store import protocol
-from producers.sweeper.reader_leases import hold
+from producers.sweeper import reader_leases
 from tests.exhaustive import one_of_each
 from tests.histories import examples
 from tests.protocol.model import ALL, scripts
@@ -25,12 +25,14 @@ from tests.protocol.store import DEADLINES, INCS, LIMIT, POOL, TASKS, Pair, begu
 TASK = "t2"
 CHOICES = TASKS[TASK]
 HOUR_MS = 3_600_000
+#: How a history begins.
+BEGIN: dict[str, Any] = {"far": st.integers(0, 4), "dead": st.booleans()}
 
 
 class UnreadMachine(Pair):
     """The lease that was found lapsed is not always the one that is there."""
 
-    @initialize(far=st.integers(0, 4), dead=st.booleans())
+    @initialize(**BEGIN)
     def begin(self, far: int, dead: bool) -> None:
         self.open()
         self.claims = itertools.count(1)
@@ -50,15 +52,16 @@ class UnreadMachine(Pair):
     def unread(self, lease: str, found: bool) -> None:
         """What was found lapsed is `found`, or another lease than there is now."""
         if lease == "renewed":
-            self.server.run(hold([TASK], HOUR_MS))
+            self.server.run(self.acts().of(reader_leases).hold([TASK], HOUR_MS))
             self.ended = int(self.server.redis.zscore(keys.READERS, TASK) or 0)
         elif lease != "as it is":
             self.ended = {"over": 2, "over before": 1, "later": self.server.now() + HOUR_MS}[lease]
             self.server.redis.zadd(keys.READERS, {TASK: self.ended})
         over = self.ended if found and self.ended else 2
+        said_by = self.acts().of(protocol)
 
         def step() -> None:
-            answer = self.server.run(protocol.unread(TASK, over))
+            answer = self.server.run(said_by.unread(TASK, over))
             before = self.model[TASK]
             said, self.ended, after = scripts.unread(before, self.ended, over, self.server.now(), self.live, ALL)
             self.model[TASK] = after
@@ -80,19 +83,19 @@ class UnreadMachine(Pair):
 
     def admit(self) -> None:
         fields = {"n": CHOICES, "deadline": DEADLINES[TASK]} | sent_to(TASK)
-        self.server.run(protocol.admit(TASK, "mine", self.server.now(), fields))
+        self.server.run(self.acts().of(protocol).admit(TASK, "mine", self.server.now(), fields))
         new = begun(scripts.SUBMITTED, TASK)
         _, self.model[TASK] = scripts.admit(self.model[TASK], "mine", False, ALL, new)
 
     def queued(self) -> None:
-        self.server.run(protocol.queued(TASK))
+        self.server.run(self.acts().of(protocol).queued(TASK))
         _, self.model[TASK] = scripts.queued(self.model[TASK], ALL)
 
     def claim(self) -> None:
         c, inc = f"c{next(self.claims)}", INCS[0]
         self.server.lease(inc, True)
         self.live.add(inc)
-        self.server.run(protocol.claim(TASK, c, inc, POOL, max_deaths=LIMIT))
+        self.server.run(self.acts(inc).of(protocol).claim(TASK, c, inc, POOL, max_deaths=LIMIT))
         kind = (POOL.version, POOL.fingerprint)
         _, self.model[TASK] = scripts.claim(self.model[TASK], c, inc, self.live, ALL, limit=LIMIT, kind=kind)
 
@@ -102,7 +105,7 @@ class UnreadMachine(Pair):
 
     def finish(self) -> None:
         c, nexts = self.held(TASK, True), (0,) * CHOICES
-        self.server.run(protocol.finish(TASK, c, "completed", reasons="[]", nexts=nexts))
+        self.server.run(self.owned(TASK).of(protocol).finish(TASK, c, "completed", reasons="[]", nexts=nexts))
         _, self.model[TASK] = scripts.finish(self.model[TASK], c, nexts, ALL)
 
 
