@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 import time
-import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,24 +39,11 @@ from tests.waiting import within
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-BEFORE = "penstock-0.1.0-py3-none-any.whl"
-NATIVE = Path("engine/kernels/native")
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"type": "boolean"}}, "required": ["a", "b"]}
 LINES = 12
 #: So that no worker takes all that comes.
 FEW = ("--dtype", "float32", "--max-num-seqs", "4")
 SECRET = f"whsec_{base64.b64encode(bytes(range(32))).decode()}"
-
-
-@pytest.fixture(scope="module")
-def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The release before, unpacked."""
-    folder = tmp_path_factory.mktemp("before")
-    with zipfile.ZipFile(Path(__file__).with_name(BEFORE)) as wheel:
-        wheel.extractall(folder)
-    for library in (ROOT / NATIVE).glob("*.so"):
-        shutil.copy(library, folder / NATIVE)
-    return folder
 
 
 @dataclass
