@@ -83,7 +83,9 @@ ATTACKS: list[tuple[str, str, dict[str, Any]]] = [
     ("POST", "/v1/webhook_endpoints/{endpoint}/test", {"json": {"event_type": "response.completed"}}),
 ]
 #: What a gateway asks the store now and then, whoever calls.
-NOW_AND_THEN = re.compile("penstock:(epoch|keys|models|pools|readers|tenants:limits)|^(TIME|PING)|CLIENT|HELLO|SELECT|AUTH")
+NOW_AND_THEN = re.compile(
+    "penstock:(epoch|keys|models|pools|readers|tenants:limits)|^(TIME|PING)|CLIENT|HELLO|SELECT|AUTH"
+)
 #: Headers that tell of the answer and not of what was asked.
 OF_THE_ANSWER = {"x-request-id", "date", "content-length"}
 
