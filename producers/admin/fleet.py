@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from producers.broker.base import Broker
 from producers.connection.script import ask, parsed, parsed_value, seconds, text
 from producers.contract import keys
-from producers.contract.levels import beside
+from producers.contract.levels import looked_after, split
 from producers.contract.profile import Profile, sane
 from producers.store.fleet.profiles import read_profiles
 from producers.store.fleet.scaling import read_states
@@ -139,6 +139,7 @@ async def _pools(store: Redis, broker: Broker, served: Mapping[str, str]) -> tup
             its.in_flight,
         )
         for queue, its in depths.queues.items()
+        if not split(queue)[1] or its.delayed or any(its.waiting.values())
     }
     taking = [(name, pools[queue]) for name, queue in depths.workers.items() if queue in pools]
     leases = await ask(store, [("GET", keys.lease(name)) for name, _ in taking])
@@ -164,13 +165,13 @@ def _served(models: Mapping[Any, Any], pools: Mapping[Any, Any]) -> dict[str, st
     found: dict[str, str] = {}
     for model, version in _versions(models).items():
         found |= {keys.model_queue(model): model}
-        found |= dict.fromkeys(beside(keys.version_queue(model, version)), model) if version else {}
+        found |= dict.fromkeys(looked_after(keys.version_queue(model, version)), model) if version else {}
     for queue, raw in pools.items():
         about = parsed(raw)
         if "model" in about and "version" in about:
             model = str(about["model"])
             own = (keys.version_queue(model, str(about["version"])), text(queue))
-            found |= {beside_it: model for name in own for beside_it in beside(name)}
+            found |= {beside_it: model for name in own for beside_it in looked_after(name)}
     return found
 
 

@@ -29,7 +29,8 @@ from producers.backup.entries import Entry, encode, line
 from producers.client.aio import AsyncClient
 from producers.connection.connect import shown
 from producers.connection.script import ms, parsed, text
-from producers.contract import keys
+from producers.contract import keys, levels
+from producers.contract.queues import version_queue_of
 from producers.errors import PenstockError
 from producers.release import release
 from producers.store import epoch
@@ -444,10 +445,17 @@ class Backup:
             start += len(page)
         for tenant, weight in (await broker.weights()).items():
             self._put("weight", {"tenant": tenant, "weight": weight})
-        for model in map(text, await self.client.store.hkeys(keys.MODELS)):
-            queue = keys.model_queue(model)
+        for queue in await self._celerys():
             if count := sum((await broker.waiting(queue)).tiers.values()):
                 self._manifest.celery[queue] = count
+
+    async def _celerys(self) -> list[str]:
+        """The queues of plain Celery messages: models', and those beside versions' for what no worker knows yet."""
+        store = self.client.store
+        models, pools = await store.hkeys(keys.MODELS), await store.hvals(keys.POOLS)
+        versions = {version_queue_of(text(about)) for about in pools}
+        aside = [levels.queue_of(version, level) for version in sorted(versions) for level in levels.above()]
+        return [*(keys.model_queue(text(model)) for model in models), *aside]
 
 
 def parsed_list(value: Any) -> list[dict[str, Any]]:

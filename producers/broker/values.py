@@ -25,6 +25,8 @@ class Capabilities:
     max_message_bytes: int
     pool_queues: bool = True
     """Pools have queues of their own, so that what was begun goes back to a worker of its pool."""
+    prunes: bool = True
+    """Waiting messages can be removed by others than those who receive them."""
     order_per_key: bool = False
     """Messages of one queue, tier and `order_key` are handed out one after another, in the order of sending."""
 

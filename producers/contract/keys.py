@@ -15,6 +15,8 @@ from producers.contract.levels import beside
 TIERS: Final[dict[str, tuple[int, int]]] = {"priority": (0, 3), "default": (1, 0), "flex": (2, 6), "batch": (3, 9)}
 
 TASK_NAME: Final = "penstock.generate"
+#: Names of Celery tasks that are Penstock's begin with it, also those of later releases.
+KINDS: Final = "penstock."
 #: The fingerprint of a pool that stands for a version with no other pool, which tasks may wait for.
 UNSERVED: Final = "unserved"
 

@@ -7,6 +7,10 @@ A release that lets tasks have something that workers of the release before cann
 it is to FEATURES. Two releases may run together if one follows the other, so a worker of either can do what is up to
 SHARED: the LEVEL of the release before. Tasks that need no more go to the queue of their version, as they always did.
 A task that needs more goes to a queue beside it, `<version's queue>+<level>`, which no worker below that level reads.
+
+A release that knows a new kind of message (`penstock.<kind>`, a plain Celery task's name) raises LEVEL as well, since a
+worker puts a kind that it does not know aside: into the queue of the level above its own. A name that nobody knows so
+rises one level with each release that has workers, and never comes back to a worker that has put it aside.
 """
 
 from __future__ import annotations
@@ -35,6 +39,9 @@ SHARED: int = 0
 LEVEL: int = SHARED
 #: The SHARED of the release before: above it, queues beside a version's may still have tasks.
 EMPTIED: int = 0
+#: Levels above LEVEL whose queues this release looks after, though its workers take nothing from them: what they put
+#: aside waits there, and what those of the next release put aside, if that release is taken back.
+AHEAD: Final = 2
 #: A queue beside another. Its version tells it from a model's queue, whose name may end alike.
 _BESIDE: Final = re.compile(r"(.*@[0-9A-Za-z]+(?:\.[^.@+]+)?)\+([1-9][0-9]{0,5})")
 
@@ -60,6 +67,11 @@ def levels() -> range:
     return range(EMPTIED + 1, LEVEL + 1)
 
 
+def above() -> range:
+    """The levels of those queues that are looked after and may need workers of a later release (`AHEAD`)."""
+    return range(LEVEL + 1, LEVEL + AHEAD + 1)
+
+
 def emptied() -> range:
     """The levels whose queues no process reads any more: what is left there belongs to the version's own."""
     return range(1, EMPTIED + 1)
@@ -68,6 +80,11 @@ def emptied() -> range:
 def beside(queue: str) -> list[str]:
     """A version's or pool's queue, and the queues beside it."""
     return [queue, *(queue_of(queue, level) for level in levels())]
+
+
+def looked_after(queue: str) -> list[str]:
+    """As `beside`, with the queues that workers of this release take nothing from."""
+    return [*beside(queue), *(queue_of(queue, level) for level in above())]
 
 
 def release_of(level: int) -> str:

@@ -145,3 +145,13 @@ def task_headers(raw: bytes | str) -> dict[str, Any] | None:
         return headers if headers["task"] == keys.TASK_NAME and id_of(headers) is not None else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
+
+
+def kind_of(raw: bytes | str) -> tuple[str, str] | None:
+    """The id and the kind of a message that is Penstock's by its name, and no task's; None for any other."""
+    try:
+        headers: dict[str, Any] = json.loads(raw)["headers"]
+        kind, task_id = headers["task"], id_of(headers)
+        return (task_id, kind) if task_id and kind != keys.TASK_NAME and kind.startswith(keys.KINDS) else None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from producers.connection.script import parsed
 from producers.contract import keys
-from producers.contract.levels import beside, split
+from producers.contract.levels import looked_after, split
 
 
 def takers_of(pools: Mapping[str, str], cards: Mapping[str, str] | None = None) -> dict[str, list[str]]:
@@ -16,13 +16,13 @@ def takers_of(pools: Mapping[str, str], cards: Mapping[str, str] | None = None) 
     `pools` and `cards`: JSON by queue and by model, as the store has them. A model's queues are there before its pools.
     What is no card names no version: its model has the queue of plain senders alone.
     """
-    found = {queue: [own] for own in pools for queue in beside(own)}
+    found = {queue: [own] for own in pools for queue in looked_after(own)}
     for name, card in (cards or {}).items():
         found[keys.model_queue(name)] = []
         if version := parsed(card).get("version"):
-            found |= {queue: [] for queue in beside(keys.version_queue(name, str(version)))}
+            found |= {queue: [] for queue in looked_after(keys.version_queue(name, str(version)))}
     for queue, about in pools.items():
-        for version in beside(version_queue_of(about)):
+        for version in looked_after(version_queue_of(about)):
             found.setdefault(version, []).append(queue)
         found.setdefault(keys.model_queue(json.loads(about)["model"]), []).append(queue)
     return found

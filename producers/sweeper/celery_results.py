@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any, Final
 
@@ -52,6 +53,17 @@ class CeleryResults:
                     await self._client.store.unlink(keys.celery_result(task_id))
             self._told.add(task_id)
         return told
+
+    async def fail(self, task_ids: Iterable[str], error: Mapping[str, Any]) -> None:
+        """Store this error, as a record has it, for messages that have no record; a result that is there stands."""
+        await asyncio.to_thread(self._fail, task_ids, error)
+
+    def _fail(self, task_ids: Iterable[str], error: Mapping[str, Any]) -> None:
+        from celery import states
+
+        for task_id in task_ids:
+            if self._backend.get_state(task_id) not in states.READY_STATES:
+                self._backend.store_result(task_id, failure(error), states.FAILURE)
 
     def _tell(self, record: Record, result: dict[str, Any]) -> bool:
         from celery import states

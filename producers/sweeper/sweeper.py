@@ -219,7 +219,7 @@ async def _duties(
     results = CeleryResults(client, settings.store)
     pools = RetiredPools(client, settings.retire_after)
     orphaned = OrphanedQueues(client, settings.orphaned_after)
-    undone = UnservedTasks(client, settings.unserved_after)
+    undone = UnservedTasks(client, results, settings.unserved_after)
     blobs = open_blobs(settings.files_dir)
     moving = None if settings.results_to_files is None else Moving(blobs, settings.results_to_files)
     journal = None

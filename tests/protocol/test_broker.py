@@ -15,6 +15,7 @@ from redis import Redis
 
 from producers.broker.memory.consumer import MemoryConsumer
 from producers.broker.memory.fetch import fetch
+from producers.broker.memory.message import task_id_of
 from producers.broker.memory.server import Delayed
 from producers.broker.redis import calls as broker
 from producers.broker.redis import keys as broker_keys
@@ -269,6 +270,17 @@ class BrokerMachine(BrokerPair):
         """What a queue's last worker does at its end, and a sweeper where all were killed."""
         call = self.acts().of(broker).recall(queue, sorted(takers), count)
         self.do(lambda: self._agree(call, lambda: self.model.recall(queue, sorted(takers), count)))
+
+    @rule(name=names, pick=st.integers(0, 9), reason=st.sampled_from(["nobody", "no 'é'"]), there=st.booleans())
+    @precondition(lambda self: any(self.model.lists.values()))
+    def bury(self, name: str, pick: int, reason: str, there: bool) -> None:
+        """What waits in a list becomes a dead letter; what a worker has sorted meanwhile does not."""
+        waiting = [name for name in sorted(LISTS) if self.model.lists[name]]
+        name = waiting[pick % len(waiting)] if there else name
+        raw = self.model.lists[name][pick % len(self.model.lists[name])] if there else STEADY
+        task_id = task_id_of(raw) or "a"
+        call = broker.bury(name, raw, task_id, reason)
+        self.do(lambda: self._agree(call, lambda: self.model.remove(name, raw, task_id, reason)))
 
     @rule(inc=incs, pick=st.integers(0, 9), known=st.booleans())
     @precondition(holding)

@@ -35,6 +35,22 @@ from workers.runtime.host import gpu_facts, spot
 from workers.runtime.host.gpu_facts import GpuFacts
 
 
+def a_later_kind() -> None:
+    """A kind of message that a later release knows."""
+    make_app = workers.pool.app.make_app
+
+    def with_kind(*args: Any) -> Celery:
+        app = make_app(*args)
+
+        @app.task(name="penstock.later")
+        def later(x: int) -> int:
+            return x + 1
+
+        return app
+
+    workers.pool.app.make_app = with_kind
+
+
 def ordinary_tasks() -> None:
     """Celery tasks that are not the engine's, as an application adds them."""
     make_app = workers.pool.app.make_app

@@ -16,6 +16,7 @@ from producers.broker.redis import keys as broker_keys
 from producers.contract import keys, levels
 from producers.contract.record import Record
 from producers.store.waiting import Bounds, Room, pressure
+from producers.sweeper.celery_results import CeleryResults
 from producers.sweeper.queues.retired_pools import RetiredPools
 from producers.sweeper.queues.unserved import UnservedTasks
 from tests.workers.rig import MODEL, QUEUE, TIMES, Rig
@@ -90,7 +91,7 @@ def test_what_no_worker_can_do_ends_after_a_while_where_others_are_up(rig: Rig, 
 
     async def sweep(times: int = 2) -> list[int]:
         async with AsyncClient(rig.url) as client:
-            unserved = UnservedTasks(client, after_s=0.0)
+            unserved = UnservedTasks(client, CeleryResults(client, rig.url), after_s=0.0)
             return [await unserved.sweep() for _ in range(times)]
 
     assert asyncio.run(sweep()) == [0, 0], "nobody is up: it waits"
@@ -111,7 +112,7 @@ def test_a_task_is_ended_by_its_own_age(rig: Rig) -> None:
 
     async def sweep(patience_s: float) -> str | None:
         async with AsyncClient(rig.url) as client:
-            unserved = UnservedTasks(client, after_s=patience_s)
+            unserved = UnservedTasks(client, CeleryResults(client, rig.url), after_s=patience_s)
             await unserved.sweep()
             unserved._since = dict.fromkeys(unserved._since, float("-inf"))
             await unserved.sweep()
@@ -136,7 +137,7 @@ def test_a_worker_of_another_pool_that_comes_up_meanwhile_keeps_its_tasks(rig: R
                 return await recall(*about)
 
             client.broker.recall = starts  # type: ignore[method-assign]
-            await UnservedTasks(client, after_s=0.0).sweep()
+            await UnservedTasks(client, CeleryResults(client, rig.url), after_s=0.0).sweep()
 
     asyncio.run(sweep())
     assert rig.status(novel) == "queued"
@@ -152,7 +153,7 @@ def test_a_plain_message_is_not_left_beside_where_nobody_reads(rig: Rig) -> None
 
     async def sweep() -> None:
         async with AsyncClient(rig.url) as client:
-            await UnservedTasks(client, after_s=0.0).sweep()
+            await UnservedTasks(client, CeleryResults(client, rig.url), after_s=0.0).sweep()
 
     asyncio.run(sweep())
     rig.check([sent], "failed")

@@ -13,7 +13,7 @@ from producers.admin.fleet import Fleet
 from producers.broker.base import Broker
 from producers.client.steps import FAILURES
 from producers.contract import keys
-from producers.contract.levels import beside
+from producers.contract.levels import looked_after
 from workers.autoscaler.pools import PoolSettings
 
 #: Time limit (s) of a glance.
@@ -49,5 +49,5 @@ def _queues(fleet: Fleet, pool: PoolSettings) -> list[str]:
     """The queues that new tasks of the pool go to."""
     current = fleet.versions.get(pool.model)
     version = pool.version or current
-    found = [] if version is None else beside(keys.version_queue(pool.model, version))
+    found = [] if version is None else looked_after(keys.version_queue(pool.model, version))
     return found + ([keys.model_queue(pool.model)] if pool.version in (None, current) else [])

@@ -4,16 +4,19 @@ They say of a delivery: run it, acknowledge it, reject it, revoke it.
 
 kombu's callbacks -> Request -> EnginePool -> take_job, run -> claimer
                                            -> take_beside -> a thread of the pool's own
+                 -> of a kind that is unknown -> put_aside -> the queue of the next level
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from producers.broker.base import Consumer
-from producers.contract import keys
+from producers.connection.log_throttle import warn_throttled
+from producers.contract import keys, levels
 from producers.contract.message import is_plain
 from workers.breaker.breaker import Breaker
 from workers.flow.claimer import Claimer, Decode
@@ -24,6 +27,8 @@ from workers.flow.publisher import Publisher
 from workers.state.clock import Clock
 from workers.state.delivery import Delivery, Job, Keeper
 from workers.state.served import Served
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -105,6 +110,20 @@ class CelerySide:
             self.deliveries.give_back(delivery)
         else:
             self.finisher.bury(delivery, "rejected: unknown task, or arguments that cannot be decoded")
+
+    def put_aside(self, uuid: str, kind: str) -> None:
+        """The message is of a kind of Penstock's (`penstock.*`) that this release does not know: it waits where only
+        workers of a later one take from. Where nobody could end it there, its sender is told at once, and it is kept as
+        a dead letter."""
+        delivery = self.deliveries.held.get(uuid)
+        if delivery is None:
+            return
+        if self.broker.capabilities.prunes:
+            warn_throttled(logger, "Put aside for a later release: message %s, of kind %r", delivery.task_id, kind)
+            home = self.served.pool.version_queue
+            self.deliveries.give_back(delivery, to=levels.queue_of(home, levels.LEVEL + 1))
+        else:
+            self.finisher.bury(delivery, f"its kind {kind!r} is of a later release, or of none", code="release_missing")
 
     def forget(self, uuid: str) -> None:
         """The consumer's channel closed: what it had not yet handed to the pool goes back."""

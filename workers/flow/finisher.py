@@ -107,11 +107,11 @@ class Finisher(threading.Thread):
         else:
             self.release(delivery, delay, why)
 
-    def bury(self, delivery: Delivery, reason: str, *, claimed: bool = False) -> None:
+    def bury(self, delivery: Delivery, reason: str, *, claimed: bool = False, code: str = "dead_lettered") -> None:
         """There is no record to finish: tell whoever waits for its result, RELEASE what was `claimed`, then ACK; the
         message is kept."""
         self._deliveries.end(delivery)
-        error = error_json("dead_lettered", f"The message cannot be used: {reason}")
+        error = error_json(code, f"The message cannot be used: {reason}")
         self._queue.put(_Ending(delivery, DEAD, error, reason=reason, claimed=claimed))
 
     def erase(self, delivery: Delivery) -> None:

@@ -15,6 +15,7 @@ from celery.worker.consumer import Consumer as Stock
 from celery.worker.control import control_command, inspect_command, nok
 
 from producers.connection.log_throttle import warn_throttled
+from producers.contract.keys import KINDS
 from producers.contract.message import is_plain
 from workers.pool.task import batch_of
 
@@ -30,7 +31,9 @@ ARGUMENTS: Final = ("argsrepr", "kwargsrepr")
 
 class Consumer(Stock):
     """Stock acknowledges a message whose body cannot be decoded, which loses it, and logs the bodies of others; and its
-    rate limits hold up every task, also those of HTTP and the clients, for whom the gateway has bounds of its own."""
+    rate limits hold up every task, also those of HTTP and the clients, for whom the gateway has bounds of its own.
+
+    A kind of Penstock's messages that it does not know may be a later release's: that is not refused, but put aside."""
 
     def ensure_connected(self, conn: Any) -> Any:
         """Stock waits 2 s longer after each try, up to half a minute, and so for long after a server is back; and it
@@ -61,7 +64,12 @@ class Consumer(Stock):
         super().on_unknown_message(UNSHOWN, _without_arguments(message))
 
     def on_unknown_task(self, body: Any, message: Any, exc: Exception) -> None:
-        super().on_unknown_task(UNSHOWN, _without_arguments(message), exc)
+        name = message.headers["task"]
+        if not name.startswith(KINDS):
+            super().on_unknown_task(UNSHOWN, _without_arguments(message), exc)
+            return
+        batch_of(self.app).put_aside(message.delivery_tag, name)
+        message.channel.qos.forget(message.delivery_tag)
 
     def on_invalid_task(self, body: Any, message: Any, exc: Exception) -> None:
         super().on_invalid_task(UNSHOWN, message, exc)

@@ -105,7 +105,11 @@ class MemoryBroker(Broker):
             return self._server.due(queue, self._server.clock(), 1000)
 
     async def prune(
-        self, queue: str, over: Callable[[Sequence[bytes]], Awaitable[Mapping[bytes, str]]], page: int
+        self,
+        queue: str,
+        over: Callable[[Sequence[bytes]], Awaitable[Mapping[bytes, str]]],
+        page: int,
+        reason: str = "",
     ) -> tuple[int, int]:
         removed = left = 0
         for name, _ in self._lists(queue):
@@ -116,13 +120,10 @@ class MemoryBroker(Broker):
                 for raw, id_ in (await over(messages[at : at + page])).items()
             }
             with self._server.lock:
-                kept = [raw for raw in self._server.lists[name] if raw not in gone]
-                removed += len(self._server.lists[name]) - len(kept)
-                left += len(kept)
-                self._server.lists[name][:] = kept
-                for task_id in gone.values():
-                    self._server.reaped.pop(task_id, None)
-                    self._server.returned.pop(task_id, None)
+                for raw, task_id in gone.items():
+                    while self._server.remove(name, raw, task_id, reason):
+                        removed += 1
+                left += len(self._server.lists[name])
         return removed, left + len(self._server.delayed[queue])
 
     async def forget(self, queue: str) -> None:

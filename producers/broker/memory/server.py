@@ -95,6 +95,17 @@ class Server:
         letter = {"reason": reason, "list": name, "at": int(self.clock()), "message": message}
         self.dead.append(json.dumps(letter, ensure_ascii=False).encode(errors="surrogateescape"))
 
+    def remove(self, name: str, raw: bytes, task_id: str, reason: str = "") -> bool:
+        """Take a message out of a list; with a reason, it becomes a dead letter. False where it does not wait there."""
+        if raw not in self.lists[name]:
+            return False
+        self.lists[name].remove(raw)
+        self.reaped.pop(task_id, None)
+        self.returned.pop(task_id, None)
+        if reason:
+            self.bury(reason, name, raw)
+        return True
+
     # ---- deliveries -----------------------------------------------------------------------------------------------
 
     def ack(self, incarnation: str, uuid: str, reason: str, used: int) -> bool:

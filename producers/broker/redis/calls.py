@@ -163,6 +163,12 @@ def adopt(source: str, target: str) -> Call:
     return Call(script(PACKAGE, "adopt"), (keys.INCARNATIONS, *delayed, *names), split(source))
 
 
+def bury(list_name: str, message: bytes, task_id: str, reason: str) -> Call:
+    """A message that waits in a list becomes a dead letter. Answers 1, or 0 where it does not wait there."""
+    names = (list_name, keys.DEAD, keys.REAPED, keys.RETURNED)
+    return Call(script(PACKAGE, "bury"), names, (message, task_id, reason))
+
+
 def due(queue: str) -> Call:
     """Answers how many messages were delayed, and are due and in their lists now."""
     return Call(script(PACKAGE, "due"), (keys.delayed(queue),), ())

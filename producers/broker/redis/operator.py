@@ -120,7 +120,11 @@ class RedisBroker(Books):
         return int(await arun(self._redis, calls.due(queue)))
 
     async def prune(
-        self, queue: str, over: Callable[[Sequence[bytes]], Awaitable[Mapping[bytes, str]]], page: int
+        self,
+        queue: str,
+        over: Callable[[Sequence[bytes]], Awaitable[Mapping[bytes, str]]],
+        page: int,
+        reason: str = "",
     ) -> tuple[int, int]:
         removed = left = 0
         for name, _ in _lists(queue):
@@ -128,6 +132,10 @@ class RedisBroker(Books):
             while messages := await self._range(name, start, page):
                 gone = await over(messages)
                 for raw, task_id in gone.items():
+                    if reason:
+                        for _ in range(messages.count(raw)):
+                            removed += await arun(self._redis, calls.bury(name, raw, task_id, reason))
+                        continue
                     removed += await self._redis.execute_command("LREM", name, -messages.count(raw), raw)
                     for counts in (keys.REAPED, keys.RETURNED):
                         await self._redis.hdel(counts, task_id)

@@ -77,6 +77,7 @@ def capabilities(address: Address) -> Capabilities:
         front_of_queue=False,
         max_message_bytes=1024 * 1024,  # of a queue that says no less
         pool_queues=False,
+        prunes=False,
         order_per_key=address.fifo,
     )
 

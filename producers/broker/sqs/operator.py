@@ -195,9 +195,14 @@ class SqsBroker(Books):
         return await asyncio.to_thread(left.send_due, self._to, queue)
 
     async def prune(
-        self, queue: str, over: Callable[[Sequence[bytes]], Awaitable[Mapping[bytes, str]]], page: int
+        self,
+        queue: str,
+        over: Callable[[Sequence[bytes]], Awaitable[Mapping[bytes, str]]],
+        page: int,
+        reason: str = "",
     ) -> tuple[int, int]:
-        """From the index alone: SQS removes a message for its receiver only, or at the end of its retention."""
+        """From the index alone: SQS removes a message for its receiver only, or at the end of its retention. So no dead
+        letter is kept."""
         removed, kept = 0, await self._stock(queue)
         for name, _ in _indexed(queue):
             start = 0

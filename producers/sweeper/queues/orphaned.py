@@ -21,7 +21,7 @@ from typing import Final
 from producers.client.aio import AsyncClient
 from producers.connection.script import text
 from producers.contract import keys
-from producers.contract.levels import beside, emptied, queue_of, split
+from producers.contract.levels import emptied, looked_after, queue_of, split
 from producers.contract.queues import takers_of, version_queue_of
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class OrphanedQueues:
             if worker.queue in late and worker.left is None:
                 reaped += max(0, await self._broker.reap(worker.incarnation))
         for pool, about in pools.items():
-            for queue, target in zip(beside(pool), beside(version_queue_of(about)), strict=True):
+            for queue, target in zip(looked_after(pool), looked_after(version_queue_of(about)), strict=True):
                 if queue in late or (queue != pool and pool not in late):
                     recalled += await self._moved(queue, target)
         for version in {version_queue_of(about) for about in pools.values()}:

@@ -21,7 +21,7 @@ from typing import Final
 from producers.client.aio import AsyncClient
 from producers.connection.script import Call, arun, ask, parsed, script, text
 from producers.contract import keys
-from producers.contract.levels import beside
+from producers.contract.levels import looked_after
 from producers.contract.message import is_plain, task_headers
 from producers.contract.queues import takers_of, version_queue_of
 from producers.store.fleet.scaling import is_fresh, states
@@ -82,7 +82,7 @@ class RetiredPools:
         current = takers_of({}, cards)
         for queue in pools.keys() - serving:
             version = version_queue_of(pools[queue])
-            its = beside(queue) if version in current else beside(queue) + beside(version)
+            its = looked_after(queue) if version in current else looked_after(queue) + looked_after(version)
             await self._retire(its, pools[queue], pruned)
         for queue in self._empty_since.keys() - (pools.keys() - serving):
             del self._empty_since[queue]
@@ -97,7 +97,7 @@ class RetiredPools:
         versions = {model: f"{model}@{_version(card)}" for model, card in cards.items()}
         names |= {versions[name] for name in names & versions.keys()}
         names |= {model for model, current in versions.items() if current in names}
-        return {queue for name in names for queue in beside(keys.model_queue(name))}
+        return {queue for name in names for queue in looked_after(keys.model_queue(name))}
 
     def _tell(self, queue: str, waiting: int) -> None:
         """Log the number of waiting tasks whenever it has changed."""

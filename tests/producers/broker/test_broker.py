@@ -120,6 +120,21 @@ async def test_only_what_is_over_is_pruned_and_the_rest_keeps_its_order(broker: 
     assert take(consumer, *"1234") == list("adef")
 
 
+@pytest.mark.parametrize("url", ["redis", "memory"], indirect=True)
+async def test_what_is_pruned_for_a_reason_becomes_a_dead_letter(broker: Broker) -> None:
+    await send(broker, *"abcab")
+
+    async def over(page: Sequence[bytes]) -> Mapping[bytes, str]:
+        found = {raw: json.loads(raw)["headers"]["id"] for raw in page}
+        return {raw: name for raw, name in found.items() if name == "b"}
+
+    assert await broker.prune(QUEUE, over, 2, "no good") == (2, 3)
+    letters = [json.loads(letter) for letter in await broker.letters(0, 9)]
+    assert [json.loads(letter["message"])["headers"]["id"] for letter in letters] == ["b", "b"]
+    assert {letter["reason"] for letter in letters} == {"no good"}
+    assert await broker.prune(QUEUE, over, 2, "no good") == (0, 3)
+
+
 async def test_a_dead_letter_is_replayed_once(broker: Broker, consumer: Consumer) -> None:
     await send(broker, "a", "b")
     take(consumer, "1", "2")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from producers.contract.levels import looked_after
 from producers.contract.queues import takers_of
 
 
@@ -12,5 +13,5 @@ def test_what_is_no_card_stops_nobody_and_names_no_version(card: str) -> None:
     assert takers_of({}, {"bad": card, "good": '{"version": "1"}'}) == {
         "penstock:queue:bad": [],
         "penstock:queue:good": [],
-        "penstock:queue:good@1": [],
+        **{queue: [] for queue in looked_after("penstock:queue:good@1")},
     }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from celery import chord
 
+from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run
 from producers.contract import keys
 from producers.store.protocol import delete
@@ -27,6 +29,19 @@ def test_kombus_senders_reach_workers_at_the_default_tier(sqs: SqsRig) -> None:
     assert {sqs.record(one.id)["tier"] for one in sent} == {"default"}
     sqs.until_settled([one.id for one in sent])
     sqs.check_nothing_left()
+
+
+def test_a_kind_that_is_unknown_is_refused_at_once(sqs: SqsRig) -> None:
+    """Nobody but a later release's worker could take it from where it would wait."""
+    sqs.worker()
+    app = sqs.sender()
+    sent = app.send_task("penstock.later", (2,))
+    assert "penstock.later" in str(error := sent.get(timeout=60, propagate=False))
+    assert "release_missing" in str(error.args)
+    sqs.until(lambda: sqs.store.llen(broker_keys.DEAD))
+    (letter,) = map(json.loads, sqs.store.lrange(broker_keys.DEAD, 0, -1))
+    assert json.loads(letter["message"])["headers"]["id"] == sent.id
+    assert not [name for name in sqs.messages() if "+" in name]
 
 
 def test_a_deleted_task_is_not_made_again_by_its_message(sqs: SqsRig) -> None:

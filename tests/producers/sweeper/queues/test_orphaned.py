@@ -16,6 +16,7 @@ from producers.broker.redis import calls as broker
 from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run
 from producers.contract import keys
+from producers.contract.levels import split
 from producers.contract.message import Message
 from producers.sweeper.queues import orphaned
 from producers.sweeper.queues.orphaned import OrphanedQueues
@@ -175,6 +176,8 @@ async def test_a_worker_that_starts_at_this_very_moment_keeps_what_it_sorted(
 
         async def recall(queue: str, pools: list[str], count: int, starts: int = starts) -> int:
             nonlocal calls
+            if split(queue)[1]:  # each sweep looks at these
+                return await real(queue, pools, count)
             if calls == starts:
                 begin(valkey, "w.2")
                 fetch(valkey, [], "w.2")
