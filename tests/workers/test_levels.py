@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from producers import AsyncClient
-from producers.admin.explain import explain
+from producers.admin.explain import Explanation, explain
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys, levels
 from producers.contract.record import Record
@@ -240,10 +240,35 @@ def _ran(rig: Rig, task_id: str) -> str:
     return owner.rpartition(".")[0]
 
 
-def _reasons(rig: Rig, task_id: str) -> list[str]:
-    async def ask() -> list[str]:
+def _explained(rig: Rig, task_id: str) -> Explanation:
+    async def ask() -> Explanation:
         async with AsyncClient(rig.url) as client:
-            found = await explain(client.store, client.broker, Record.parse(task_id, rig.record(task_id)))
-            return [reason.name for reason in found.blocked_by]
+            return await explain(client.store, client.broker, Record.parse(task_id, rig.record(task_id)))
 
     return asyncio.run(ask())
+
+
+def _reasons(rig: Rig, task_id: str) -> list[str]:
+    return [reason.name for reason in _explained(rig, task_id).blocked_by]
+
+
+def test_an_explanation_counts_tasks_of_other_levels_that_go_first(rig: Rig) -> None:
+    rig.publish_card()
+    _lives(rig, "next", 1)
+    rig.submit(2, **NOVEL)
+    rig.submit(3, tier="priority")
+    rig.submit(5, tier="priority", **NOVEL)
+    (novel,), (usual,) = rig.submit(1, **NOVEL), rig.submit(1)
+    found = _explained(rig, novel)
+    assert found.ahead == 2 + 3 + 5
+    assert [reason.name for reason in found.blocked_by][:2] == ["better_tiers", "same_tier"]
+    found = _explained(rig, usual)
+    assert found.ahead == (2 + 1) + 3 + 5
+    assert not found.ahead_is_exact
+    assert [reason.message for reason in found.blocked_by][:2] == [
+        "8 tasks of better tiers go first",
+        "3 tasks of the tier default that need a later release go first",
+    ]
+    _lives(rig, "this", 0)  # which does not take what needs a later release, and may come to it at once
+    assert _explained(rig, usual).ahead == 3
+    assert _explained(rig, novel).ahead == 2 + 3 + 5

@@ -59,7 +59,7 @@ def explanation(seen: Seen) -> Explanation:
         record.status,
         summary(seen, why, estimate),
         seen.ahead,
-        bool(seen.standing and seen.standing.exact and not seen.better),
+        bool(seen.standing and seen.standing.exact and not seen.better and not seen.later),
         sum(seen.pool.queued.values()),
         why,
         estimate,

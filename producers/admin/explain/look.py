@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,6 +51,8 @@ class Seen:
     """Workers that serve the version, of releases that cannot do what it needs."""
     level: int = 0
     """What it needs (`producers.contract.levels`)."""
+    others: Mapping[int, Pool] = field(default_factory=dict)
+    """Level -> the queue of the tasks of its version that need that level, where some wait; without its own."""
     used: float = 0.0
     """The share of the store's `maxmemory` that is in use; 0 without a bound."""
 
@@ -67,16 +69,31 @@ class Seen:
 
     @property
     def better(self) -> int:
-        """Tasks of better tiers that wait for the same version."""
+        """Tasks of better tiers that wait for the same version, as far as its workers take them."""
         rank = keys.TIERS.get(self.record.tier, keys.TIERS["default"])[0]
-        return sum(count for tier, count in self.pool.queued.items() if keys.TIERS[tier][0] < rank)
+        queues = [self.pool, *(queue for level, queue in self.others.items() if level <= self._taken)]
+        return sum(count for queue in queues for tier, count in queue.queued.items() if keys.TIERS[tier][0] < rank)
+
+    @property
+    def later(self) -> int:
+        """Tasks of its tier that go before it because they need a later release. What was begun goes before those."""
+        if "fingerprint" in self.record.fields:
+            return 0
+        queues = (queue for level, queue in self.others.items() if self.level < level <= self._taken)
+        return sum(queue.queued.get(self.record.tier, 0) for queue in queues)
+
+    @property
+    def _taken(self) -> int:
+        """The highest level from which all that may take it take tasks; another worker may come to it at once."""
+        workers = self.ready or self.workers
+        return min((int(sane(one.get("level")) or 0) for one in workers), default=max(self.level, levels.LEVEL))
 
     @property
     def ahead(self) -> int | None:
         """All tasks that go before it; None if that is not known."""
         if self.standing is None or self.standing.due_s is not None:
             return None
-        return self.better + self.standing.ahead
+        return self.better + self.later + self.standing.ahead
 
 
 async def look(store: Redis, broker: Broker, record: Record) -> Seen:
@@ -107,8 +124,15 @@ async def look(store: Redis, broker: Broker, record: Record) -> Seen:
         await _orphaned(store, record),
         [worker for worker in workers if worker not in able],
         level,
+        _others(its, version, level),
         (await read_storage(store)).ratio,
     )
+
+
+def _others(pools: Sequence[Pool], version: str, own: int) -> dict[int, Pool]:
+    """The version's queues by their levels, but for its own."""
+    named = [(*levels.split(pool.name), pool) for pool in pools]
+    return {level: pool for queue, level, pool in named if queue == version and level != own}
 
 
 async def _orphaned(store: Redis, record: Record) -> bool:

@@ -114,6 +114,9 @@ def _others(seen: Seen) -> Iterator[Reason]:
     """Tasks that go first."""
     if seen.better:
         yield Reason("better_tiers", f"{counted(seen.better)} of better tiers {_go(seen.better)} first")
+    if seen.later:
+        said = f"{counted(seen.later)} of the tier {seen.record.tier} that need a later release {_go(seen.later)} first"
+        yield Reason("later_release", said)
     if seen.standing is not None and seen.standing.ahead:
         same, goes = counted(seen.standing.ahead), _go(seen.standing.ahead)
         whose = "came before it" if seen.standing.exact else f"{goes} first, by time or because it is others' turn"
