@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 #: Time (s) for which a platform may have fewer workers than it was told, or only those of another version.
 FEWER_S: Final = 30.0
+#: Fields of signals and memory that the release before does not know.
+ADDED: Final = frozenset({"below", "levels", "aside"})
 
 
 class Control:
@@ -181,9 +183,9 @@ class Control:
             "told": told,
             "reason": decision.reason,
             "raw": decision.raw,
-            "signals": None if seen is None else asdict(seen),
-            "before": None if self._before is None else asdict(self._before),
-            "memory": None if self._memory is None else asdict(self._memory),
+            "signals": _written(seen),
+            "before": _written(self._before),
+            "memory": _written(self._memory),
             "rules": asdict(self._rules),
             "starts": asdict(self._starts),
             "actual": None if acting is None or acting.actual is None else asdict(acting.actual),
@@ -209,6 +211,14 @@ def rules_now(fleet: Fleet | None, pool: PoolSettings) -> tuple[Rules, bool]:
         least = max(pool.rules.min, workers if isinstance(workers, int) else 1)
         return replace(pool.rules, min=least, max=max(pool.rules.max, least)), False
     return replace(pool.rules, min=0), True
+
+
+def _written(one: Signals | Memory | None) -> dict[str, Any] | None:
+    """In the form in which it is kept. The release before reads no field that it does not know: such ones are left out
+    where they say nothing."""
+    if one is None:
+        return None
+    return {name: value for name, value in asdict(one).items() if value or name not in ADDED}
 
 
 def _decided(rules: Rules, seen: Signals | None, memory: Memory) -> tuple[Decision, Memory]:

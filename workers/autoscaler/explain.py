@@ -95,7 +95,9 @@ def _formula(raw: State, seen: State, rules: State) -> Iterator[str]:
         speed = "tokens a task and tokens/s were never measured"
     yield f"b = {raw['b']}      wait: the queued tasks' tokens within their tiers' waits ({speed})"
     yield f"c = {raw['c']}      strain: {_strain(seen)}"
-    yield f"needed     {raw['raw']}: the largest of a, b and c, within the limits"
+    if raw.get("d"):
+        yield f"d = {raw['d']}      release: tasks that need a later one than that of some workers that are up"
+    yield f"needed     {raw['raw']}: the largest of these, within the limits"
 
 
 def _room(profile: State, rules: State) -> str:

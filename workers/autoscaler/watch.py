@@ -12,12 +12,12 @@ from statistics import fmean, median
 from typing import Any
 
 from producers.admin.fleet import Fleet, Pool
-from producers.contract import keys
+from producers.contract import keys, levels
 from producers.contract.levels import split
 from producers.contract.profile import Profile, sane
 from producers.contract.queues import takes_from
 from producers.store.fleet.profiles import field
-from workers.autoscaler.policy.signals import Signals, TierQueue
+from workers.autoscaler.policy.signals import LevelQueue, Signals, TierQueue
 from workers.autoscaler.pools import PoolSettings
 
 Worker = dict[str, Any]
@@ -40,12 +40,14 @@ def served(fleet: Fleet, pool: PoolSettings) -> list[Pool]:
 
 def signals(fleet: Fleet, pool: PoolSettings) -> Signals:
     """The policy's input. Of a model that has neither a card nor workers, nothing is known: all is missing."""
-    queues, missing = served(fleet, pool), _Missing()
+    here, missing = served(fleet, pool), _Missing()
+    queues = [queue for queue in here if split(queue.name)[1] <= levels.LEVEL]
     if pool.model not in fleet.versions and all(queue.name == pool.model for queue in queues):
         return Signals(fleet.at, missing=("queued", "in_flight", "card"))
     working = [worker for worker in workers(queues) if takes_tasks(worker)]
     in_flight = missing.sum("in_flight", (queue.in_flight for queue in queues))
     patient = missing.sum("patient", (worker.get("patient", 0) for worker in workers(queues)))
+    aside = [count for queue in here if queue not in queues for count in queue.queued.values()]
     return Signals(
         fleet.at,
         {tier: _tier(queues, tier, missing) for tier in keys.TIERS},
@@ -55,8 +57,28 @@ def signals(fleet: Fleet, pool: PoolSettings) -> Signals:
         missing.sum("running", (worker.get("running", 0) for worker in working)),
         _kv_used(working),
         _profile(fleet, pool, working),
+        _levels(queues, working),
+        missing.sum("queued", aside),
         tuple(missing.names),
     )
+
+
+def _levels(queues: Sequence[Pool], working: Sequence[Worker]) -> tuple[LevelQueue, ...]:
+    """The tasks that not every release can do, and who can. Numbers that make no sense count as 0: `queued` is missing
+    then."""
+    waiting: dict[int, dict[str, int]] = {}
+    for queue in queues:
+        if (level := split(queue.name)[1]) and any(map(sane, queue.queued.values())):
+            for tier, count in queue.queued.items():
+                tiers = waiting.setdefault(level, dict.fromkeys(keys.TIERS, 0))
+                tiers[tier] = tiers.get(tier, 0) + int(sane(count) or 0)
+    found = []
+    for level in sorted(waiting):
+        able = [worker for worker in working if (sane(worker.get("level")) or 0) >= level]
+        tiers = {tier: sum(waiting[one].get(tier, 0) for one in waiting if one >= level) for tier in keys.TIERS}
+        held = sum((sane(worker.get("tasks")) or 0) - (sane(worker.get("patient")) or 0) for worker in able)
+        found.append(LevelQueue(level, tiers, len(working) - len(able), len(able), max(0, int(held))))
+    return tuple(found)
 
 
 def left(fleet: Fleet, pool: PoolSettings) -> int | None:

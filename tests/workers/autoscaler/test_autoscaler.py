@@ -11,11 +11,11 @@ import pytest
 from redis import Redis
 
 from producers import AsyncClient
-from producers.contract import keys
+from producers.contract import keys, levels
 from producers.store.fleet.scaling import retry
 from tests.producers.proxy import Proxy
 from tests.waiting import auntil as until
-from tests.workers.autoscaler.conftest import Fleet, Recorder
+from tests.workers.autoscaler.conftest import POOL, Fleet, Recorder
 from workers.autoscaler import acting, autoscaler, control
 from workers.autoscaler.actuators.base import Actuator
 from workers.autoscaler.autoscaler import Autoscaler, AutoscalerSettings
@@ -47,6 +47,7 @@ async def test_from_zero_to_what_is_queued_and_to_zero_again(fleet: Fleet, aclie
     async with scaling(aclient, hand):
         await until(fleet.state)
         assert fleet.state()["wanted"] == 0
+        assert not {"below", "levels"} & {*fleet.state()["memory"], *fleet.state()["signals"]}
         fleet.fill(30)
         await until(lambda: hand.numbers[-1:] == [4])
         assert hand.numbers[0] == 1
@@ -58,6 +59,27 @@ async def test_from_zero_to_what_is_queued_and_to_zero_again(fleet: Fleet, aclie
     assert [one["wanted"] for one in history if one["wanted"] != 0][:1] == [1]
     assert all(one["reason"] and one["by"] == "one" for one in history)
     assert fleet.valkey.get(keys.SCALE_LEADER) is None, "it resigned"
+
+
+async def test_a_worker_is_started_for_what_an_idle_one_of_an_earlier_release_cannot_do(
+    fleet: Fleet, aclient: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(levels, "LEVEL", 1)
+    hand = Recorder(1)
+    fleet.lease("old")
+    queue = levels.queue_of(POOL.version_queue, 1)
+    fleet.fill(1, queue)
+    async with scaling(aclient, hand):
+        await until(lambda: hand.numbers == [2])
+        fleet.lease("older", level=0)  # it is of no later release, and no other is started
+        seen = fleet.state()["at"]
+        await until(lambda: fleet.state()["at"] > seen and fleet.state()["signals"]["ready"] == 2)
+        assert fleet.state()["wanted"] == 2
+        assert fleet.state()["memory"]["below"] == [[1, 1]]
+        fleet.lease("new", level=1, tasks=1, running=1)
+        fleet.empty(queue)
+        await until(lambda: hand.numbers[-1] < 2)
+    assert hand.told[-1][1][-1] == "new"
 
 
 async def test_at_zero_a_glance_sees_a_first_task_long_before_the_next_reading(

@@ -12,7 +12,7 @@ from tests.workers.autoscaler.looks import PROFILE, RULES, Pool, raw, seen
 from workers.autoscaler.policy.decide import decide
 from workers.autoscaler.policy.memory import Memory
 from workers.autoscaler.policy.rules import Rules
-from workers.autoscaler.policy.signals import Signals
+from workers.autoscaler.policy.signals import LevelQueue, Signals
 
 # ---- a: room -------------------------------------------------------------------------------------
 
@@ -52,6 +52,60 @@ def test_headroom_and_the_default_knee_are_settings() -> None:
 def test_short_tasks_share_room_if_all_are_done_in_priority_s_target_wait(tokens: int, number: int) -> None:
     short = replace(PROFILE, knee=1, tokens_per_task=tokens)  # a quarter, 1, 4 and 20 tasks a second
     assert raw(seen(0, short, default=20))["a"] == number
+
+
+# ---- d: release ----------------------------------------------------------------------------------
+
+
+def later(number: int, below: int, able: int = 0, in_flight: int = 0, tier: str = "default") -> dict[str, Any]:
+    """So many tasks that need level 1 wait; `in_flight`: hurried tasks of the workers that can do them."""
+    levels = (LevelQueue(1, {tier: number}, below, able, in_flight),)
+    return {tier: number, "ready": below + able, "levels": levels}
+
+
+@pytest.mark.parametrize(
+    ("said", "number"),
+    [
+        (later(0, 1), 0),
+        (later(1, 0), 1),
+        (later(1, 1), 2),
+        (later(9, 3), 5),
+        (later(1, 1, able=1), 0),  # it has room, and the worker that takes none is not needed for it
+        (later(1, 1, able=1, in_flight=8), 3),
+        (later(1, 2, tier="batch"), 0),
+    ],
+)
+def test_a_worker_of_an_earlier_release_is_none_for_what_needs_a_later_one(said: dict[str, Any], number: int) -> None:
+    assert raw(seen(**said))["d"] == number
+
+
+def test_patient_tasks_that_count_need_one_worker_that_can_do_them() -> None:
+    said = later(1, 2, tier="batch") | {"batch": (1, 2000.0)}
+    assert raw(seen(**said))["d"] == 3
+
+
+def test_one_is_started_beside_an_idle_worker_of_an_earlier_release_and_that_one_goes() -> None:
+    pool = Pool(memory=Memory(wanted=1, changed_at=-1e4))
+    assert pool.see(60, **later(1, 1)) == 2
+    assert "1 queued for a later release than that of 1 workers" in pool.last.reason
+    idle = {"ready": 2, "in_flight": 1}
+    assert pool.see(60, **later(0, 1, able=1, in_flight=1) | idle) == 2
+    assert pool.see(RULES.cool_down * 2, **idle) == 1
+
+
+def test_no_more_are_started_if_what_was_started_is_of_no_later_release() -> None:
+    pool = Pool(memory=Memory(wanted=1, changed_at=-1e4))
+    assert pool.see(30, **later(1, 1)) == 2
+    assert pool.see(3600, **later(1, 2)) == 2
+    assert pool.see(RULES.cool_down * 9, ready=2) == 0
+    assert pool.memory.below == ()
+
+
+def test_unknown_kinds_keep_one_worker_and_start_no_more() -> None:
+    pool = Pool(memory=Memory(wanted=0, changed_at=-1e4))
+    assert pool.see(60, aside=10_000) == 1
+    assert pool.see(3600, aside=1, ready=1) == 1
+    assert pool.see(RULES.cool_down * 9, ready=1) == 0
 
 
 # ---- b: wait -------------------------------------------------------------------------------------
@@ -115,6 +169,7 @@ def test_a_due_tier_counts_in_the_wait_and_gets_no_room_for_all_at_once() -> Non
         "a": 1,
         "b": 2,
         "c": 0,
+        "d": 0,
         "raw": 2,
     }
 

@@ -6,8 +6,10 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from producers.admin.fleet import Fleet, Pool, Scaling
-from producers.contract import keys
+from producers.contract import keys, levels
 from producers.contract.profile import Profile
 from workers.autoscaler import watch
 from workers.autoscaler.pools import PoolSettings
@@ -47,6 +49,25 @@ def test_a_pool_of_a_version_has_its_queues_and_that_of_plain_senders_if_it_is_t
     assert (other.queued, other.in_flight, other.ready) == (4, 0, 0)
     assert watch.signals(FLEET, PoolSettings("tiny")).queued == 58
     assert [watch.left(FLEET, PoolSettings("tiny", version)) for version in ("1", "2", "3")] == [7, 5, 0]
+
+
+def test_tasks_that_not_every_release_can_do_are_told_by_level_with_who_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(levels, "LEVEL", 2)
+    busy = {"level": 1, "tasks": 3, "patient": 1}
+    fleet = Fleet(
+        [
+            pool("tiny@1", queued={"default": 2}),
+            pool("tiny@1+1", queued={"default": 4, "flex": 1}),
+            pool("tiny@1+2", queued={"default": 1}),
+            pool("tiny@1+3", queued={"default": 7}),
+            pool("tiny@1.cpu", {"worker": "a"}, {"worker": "b", **busy}, {"worker": "c", "level": 1, "draining": True}),
+        ],
+        versions={"tiny": "1"},
+    )
+    seen = watch.signals(fleet, PoolSettings("tiny"))
+    assert [(one.level, one.waiting["default"], one.waiting["flex"]) for one in seen.levels] == [(1, 5, 1), (2, 1, 0)]
+    assert [(one.below, one.able, one.in_flight) for one in seen.levels] == [(1, 1, 2), (2, 0, 0)]
+    assert (seen.queued, seen.aside, seen.ready) == (8, 7, 2)
 
 
 def test_numbers_that_lie_are_missing_and_never_zero() -> None:

@@ -4,7 +4,8 @@
     room = headroom * knee, or the tasks that a worker does within priority's target wait, if those are more
     b = ceil(tokens queued up to a tier / (tokens_per_s * that tier's wait)), the largest over tiers
     c = ready + 1 if counted tasks wait, the workers are full, and (TTFT above objective, or KV or duty cycle high)
-    raw = clamp(max(a, b, c), min, max)
+    d = workers of earlier releases + those that tasks need which these cannot do, if fewer are ready
+    raw = clamp(max(a, b, c, d), min, max)
 
 Out: at once from zero; else to at most `growth` times the number, a step at a time. In: by one, once the largest raw
 number of the last cool-down is lower, and a cool-down after the last change; two after a change of direction, so that a
@@ -14,6 +15,10 @@ cool-down, or twice the measured cold start if that is longer. Missing numbers: 
 Priority and default are hurried. Flex and batch are patient: their tasks count only once the oldest has waited for a
 share of its target wait, or their work is worth a start. Until then they start no worker. They run in the room that
 hurried tasks leave, and keep one worker that runs from ending.
+
+d counts workers of earlier releases as they were when the tasks began to wait: if what is started is of no later one,
+it starts no more. Messages of kinds that only a release after the autoscaler's own may know ask for one worker at most,
+and keep it from ending: they end where a worker is up.
 """
 
 from __future__ import annotations
@@ -70,13 +75,23 @@ def _unread(seen: Signals | None) -> str:
 
 def _remember(rules: Rules, seen: Signals, memory: Memory) -> Memory:
     memory = _awake(rules, seen.at, memory)
-    empty = not seen.queued and not seen.in_flight
+    empty = not seen.queued and not seen.in_flight and not seen.aside
     busy = seen.profile.duty is not None and seen.profile.duty > rules.duty_high
     since = memory.empty_since if memory.empty_since is not None else seen.at
     busy_since = memory.busy_since if memory.busy_since is not None else seen.at
     return replace(
-        memory, empty_since=since if empty else None, busy_since=busy_since if busy else None, seen_at=seen.at
+        memory,
+        empty_since=since if empty else None,
+        busy_since=busy_since if busy else None,
+        below=_below(seen, memory),
+        seen_at=seen.at,
     )
+
+
+def _below(seen: Signals, memory: Memory) -> tuple[tuple[int, int], ...]:
+    """The workers of earlier releases, by the levels that tasks wait for; see the module's head."""
+    had = dict(memory.below)
+    return tuple((one.level, min(one.below, had.get(one.level, one.below))) for one in seen.levels)
 
 
 def _awake(rules: Rules, at: float, memory: Memory) -> Memory:
@@ -109,18 +124,19 @@ def _changed(memory: Memory, wanted: int, at: float) -> Memory:
 
 
 def _raw(rules: Rules, seen: Signals, memory: Memory) -> tuple[dict[str, int], str]:
-    """The three numbers and what they make, and the words for the one that decides."""
+    """The numbers and what they make, and the words for the one that decides."""
     tiers = [name for name in keys.TIERS if name in seen.tiers]
     counted = {name: seen.tiers[name].waiting for name in tiers if _counts(rules, seen, name)}
     a, room = _by_room(rules, seen, counted)
     b, wait = _by_wait(rules, seen, counted)
     c, strain = _by_strain(rules, seen, memory, counted)
-    need, cause = max((a, room), (b, wait), (c, strain), key=lambda one: one[0])
+    d, release = _by_release(rules, seen, memory, counted)
+    need, cause = max((a, room), (b, wait), (c, strain), (d, release), key=lambda one: one[0])
     if need < rules.min:
         cause = f"the least is {rules.min}"
     if need > rules.max:
         cause = f"{rules.max} is the most of {need} needed: {cause}"
-    return {"a": a, "b": b, "c": c, "raw": min(max(need, rules.min), rules.max)}, cause
+    return {"a": a, "b": b, "c": c, "d": d, "raw": min(max(need, rules.min), rules.max)}, cause
 
 
 def _counts(rules: Rules, seen: Signals, tier: str) -> bool:
@@ -154,6 +170,8 @@ def _by_room(rules: Rules, seen: Signals, counted: dict[str, int]) -> tuple[int,
     number = _workers((queued + running) / room)
     if not number and any(counted.values()):
         return 1, f"{sum(counted.values())} flex or batch tasks have waited for long, or are worth a start"
+    if not number and seen.aside:
+        return 1, f"{seen.aside} messages wait for a later release, and end where a worker is up"
     return number, words if number else _idle(rules, seen)
 
 
@@ -213,6 +231,21 @@ def _by_strain(rules: Rules, seen: Signals, memory: Memory, counted: dict[str, i
     if memory.busy_since is not None and seen.at - memory.busy_since >= rules.duty_for:
         return more, f"the workers compute more than {rules.duty_high:.0%} of the time"
     return 0, ""
+
+
+def _by_release(rules: Rules, seen: Signals, memory: Memory, counted: dict[str, int]) -> tuple[int, str]:
+    """d, and its words: workers beside those of earlier releases, for tasks that these leave."""
+    most, words, room = 0, "", _room(rules, seen)
+    for one in seen.levels:
+        waiting = {name: one.waiting.get(name, 0) for name in counted}
+        if not any(waiting.values()):
+            continue
+        hurried = sum(number for name, number in waiting.items() if name in HURRIED)
+        need, below = max(1, _workers((hurried + one.in_flight) / room)), dict(memory.below)[one.level]
+        if need > one.able and below + need > most:
+            most = below + need
+            words = f"{sum(waiting.values())} queued for a later release than that of {below} workers"
+    return most, words
 
 
 def _workers(share: float) -> int:

@@ -57,6 +57,8 @@ class Memory:
     """Since when nothing is queued or in flight."""
     busy_since: float | None = None
     """Since when the duty cycle is high."""
+    below: tuple[tuple[int, Count], ...] = ()
+    """(level that tasks wait for, workers of earlier releases): as few as there were since the tasks wait."""
     seen_at: float | None = None
     """The last time that the pool was seen."""
 

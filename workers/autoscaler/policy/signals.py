@@ -23,6 +23,21 @@ class TierQueue:
     oldest_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LevelQueue:
+    """The waiting tasks that need a level of their worker's release, or a higher one (`producers.contract.levels`)."""
+
+    level: int
+    waiting: dict[str, int]
+    """By tier."""
+    below: int
+    """Ready workers of earlier releases, which take none of them."""
+    able: int
+    """The other ready workers."""
+    in_flight: int
+    """Hurried tasks that those have."""
+
+
 @with_config(STRICT)
 @dataclass(frozen=True, slots=True)
 class Signals:
@@ -40,6 +55,10 @@ class Signals:
     """Share of the KV blocks of all ready workers that sequences hold (0 to 1)."""
     profile: Profile = field(default_factory=Profile)
     """The kept profile, with the p95 TTFT and duty cycle of the ready workers (the worst and the mean of them)."""
+    levels: tuple[LevelQueue, ...] = ()
+    """Of each level above 0 that tasks wait for, as far as workers of the autoscaler's own release can do them."""
+    aside: int = 0
+    """What waits for a release after the autoscaler's own: messages of unknown kinds. It is in no other number."""
     missing: tuple[str, ...] = ()
     """Names of the numbers that could not be read or make no sense."""
 
