@@ -43,6 +43,16 @@ class Aws:
 
         return boto3.client(service, region_name=REGION, endpoint_url=self.url)
 
+    def messages(self) -> dict[str, int]:
+        """SQS queue -> its messages, waiting, hidden or delayed."""
+        sqs, counts = self.client("sqs"), ("", "NotVisible", "Delayed")
+        names = [f"ApproximateNumberOfMessages{count}" for count in counts]
+        found = {}
+        for url in sqs.list_queues().get("QueueUrls", []):
+            said = sqs.get_queue_attributes(QueueUrl=url, AttributeNames=names)["Attributes"]
+            found[url.rpartition("/")[2]] = sum(int(said[name]) for name in names)
+        return found
+
     def reset(self) -> None:
         """Everything in it is gone."""
         self._ask("/moto-api/reset", b"")

@@ -17,13 +17,13 @@ def until(condition: Callable[[], Any], seconds: float = 60) -> Any:
     return answer
 
 
-def within(condition: Callable[[], Any], seconds: float = 60) -> bool:
-    """Whether it comes true in time."""
+def within(condition: Callable[[], Any], seconds: float = 60, every_s: float = 0.01) -> bool:
+    """Whether it comes true in time. `every_s`: longer, where looking takes something from what is waited for."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.01)
+        time.sleep(every_s)
     return True
 
 

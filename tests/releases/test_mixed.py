@@ -1,7 +1,8 @@
 """Two releases serve one system, while one takes the other's place, and back: nothing is lost, repeated or different.
 
 Each release's processes are real ones, with a real model: gateway, worker, sweeper and webhooks. The load is streams
-with seeds, outputs of a form, tools, background responses, tasks with webhooks and a batch. Callers have API keys.
+with seeds, outputs of a form, tools, background responses, tasks with webhooks and a batch. Callers have API keys. The
+broker is the store's Valkey, or SQS.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,8 +32,10 @@ from redis.asyncio import Redis as AsyncRedis
 from producers.admin import keys as admin
 from producers.contract import keys
 from producers.store.access.audit import Actor
+from tests.aws import Aws, running_aws
 from tests.conformance.conftest import TINY
 from tests.conformance.test_tools import MESSAGES, TEMPLATE, TOOLS
+from tests.exhaustive import few
 from tests.processes import ROOT, free_port, guarded, valkey
 from tests.waiting import within
 
@@ -41,6 +43,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"type": "boolean"}}, "required": ["a", "b"]}
 LINES = 12
+#: Seconds for which a received message is hidden on SQS, longer than any test waits: none comes twice by itself.
+HIDDEN_S = "3600"
+#: Seconds between two looks at what runs, which take time from it.
+LOOK_S = 0.1
+#: In the order in which they start.
+ALL = ("sweeper", "webhooks", "gateway", "worker")
 #: So that no worker takes all that comes.
 FEW = ("--dtype", "float32", "--max-num-seqs", "4")
 SECRET = f"whsec_{base64.b64encode(bytes(range(32))).decode()}"
@@ -75,34 +83,40 @@ def receiver() -> Iterator[Receiver]:
 
 @dataclass
 class System:
-    """One Valkey, and the processes of each release that run."""
+    """One Valkey, and the processes of each release that run, by name. `aws`: where the broker is SQS."""
 
     url: str
     store: Redis
+    aws: Aws | None
     model: Path
     folder: Path
     before: Path
     receiver: Receiver
     key: str = ""
     ports: dict[str, int] = field(default_factory=dict)
-    running: dict[str, list[subprocess.Popen[bytes]]] = field(default_factory=dict)
+    running: dict[str, dict[str, subprocess.Popen[bytes]]] = field(default_factory=lambda: {"before": {}, "this": {}})
 
-    def start(self, release: str) -> None:
-        """Begin a release's processes. `release`: `before` or `this`."""
-        port = self.ports[release] = free_port()
-        files = ["--files-dir", str(self.folder / "files")]
-        allow = ["--webhook-allow", "127.0.0.0/8"]
-        self.running[release] = [
-            self._run(release, "sweeper", *files),
-            self._run(release, "webhooks", "run", *allow),
-            self._run(release, "gateway", "--port", str(port), "--auth", "keys", *files, *allow),
-            self._run(release, "worker", "--model", str(self.model), "--threads", "1", *FEW),
-        ]
+    def start(self, release: str, *names: str) -> None:
+        """Begin a release's processes, all unless some are named. `release`: `before` or `this`."""
+        files, allow = ("--files-dir", str(self.folder / "files")), ("--webhook-allow", "127.0.0.0/8")
+        options: dict[str, tuple[str, ...]] = {
+            "sweeper": files,
+            "webhooks": ("run", *allow),
+            "gateway": ("--auth", "keys", *files, *allow),
+            "worker": ("--model", str(self.model), "--threads", "1", *FEW),
+        }
+        for name in names or ALL:
+            more = options[name]
+            if name == "gateway":
+                self.ports[release] = free_port()
+                more = (*more, "--port", str(self.ports[release]))
+            self.running[release][name] = self._run(release, name, *more)
 
     def _run(self, release: str, *command: str) -> subprocess.Popen[bytes]:
         path = self.before if release == "before" else ROOT
-        env = {**os.environ, "PYTHONPATH": str(path)}
-        argv = guarded(sys.executable, "-P", "-m", "workers.cli", *command, "--broker", self.url)
+        broker = self.aws.broker(visibility=HIDDEN_S) if self.aws else self.url
+        env = {**os.environ, "PYTHONPATH": str(path), "BROKER_URL": broker, "STORE_URL": self.url}
+        argv = guarded(sys.executable, "-P", "-m", "workers.cli", *command)
         with self._log(release, command[0]).open("a") as log:
             return subprocess.Popen(argv, cwd=self.folder, env=env, stdout=log, stderr=subprocess.STDOUT)
 
@@ -111,16 +125,21 @@ class System:
 
     def until_ready(self, release: str) -> None:
         """Its gateway answers, and its worker has its lease."""
+        workers = sum("worker" in its for its in self.running.values())
+        with httpx.Client() as http:
 
-        def ready() -> bool:
-            assert all(one.poll() is None for one in self.running[release]), self.logs()
-            try:
-                answers = httpx.get(f"http://127.0.0.1:{self.ports[release]}/readyz").status_code == 200
-            except httpx.TransportError:
-                return False
-            return answers and len(self.releases()) == len(self.running)
+            def ready() -> bool:
+                assert all(one.poll() is None for one in self.running[release].values()), self.logs()
+                if len(self.releases()) < workers:
+                    return False
+                if "gateway" not in self.running[release]:
+                    return True
+                try:
+                    return http.get(f"http://127.0.0.1:{self.ports[release]}/readyz").status_code == 200
+                except httpx.TransportError:
+                    return False
 
-        assert within(ready, 120), self.logs()
+            assert within(ready, 120, LOOK_S), self.logs()
 
     def releases(self) -> list[str]:
         """The releases of the workers that live; that before names none."""
@@ -132,13 +151,30 @@ class System:
         runs = [self.store.hget(name, "run:1") for name in self.store.keys(keys.task("*"))]
         return {json.loads(run)[0] for run in runs if run}
 
-    def stop(self, release: str) -> None:
-        """SIGTERM, as an update does, and wait until all have ended in order."""
-        processes = self.running.pop(release)
+    def until_both_run(self) -> None:
+        """Workers of both releases have tasks at this moment."""
+
+        def both() -> bool:
+            with self.store.pipeline(transaction=False) as pipe:
+                for name in self.store.keys(keys.task("*")):
+                    pipe.hmget(name, "status", "owner")
+                return len({owner for status, owner in pipe.execute() if status == "in_progress"}) == 2
+
+        assert within(both, 30, LOOK_S / 4), self.logs()
+
+    def stop(self, release: str, *names: str) -> None:
+        """SIGTERM, as an update does, and wait until all have ended in order; all unless some are named."""
+        processes = [self.running[release].pop(name) for name in names or ALL]
         for process in processes:
             process.terminate()
         for process in processes:
             assert process.wait(120) == 0, self.logs()
+
+    def check_nothing_left(self) -> None:
+        """No dead letter, and no message in SQS; acknowledgements may be on their way."""
+        assert self.store.llen("penstock:dead") == 0
+        if aws := self.aws:
+            assert within(lambda: not any(aws.messages().values()), 60, LOOK_S), aws.messages()
 
     def logs(self) -> str:
         return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in self.folder.glob("*.log"))
@@ -149,16 +185,17 @@ class System:
 
 
 @pytest.fixture
-def system(tmp_path: Path, before: Path, receiver: Receiver) -> Iterator[System]:
+def system(request: pytest.FixtureRequest, tmp_path: Path, before: Path, receiver: Receiver) -> Iterator[System]:
     model = tmp_path / "caller"
     shutil.copytree(TINY, model)
     (model / "chat_template.jinja").write_text(TEMPLATE)
     with valkey() as (url, store), ExitStack() as stack:
-        made = System(url, store, model, tmp_path, before, receiver)
+        aws = stack.enter_context(running_aws()) if request.param == "sqs" else None
+        made = System(url, store, aws, model, tmp_path, before, receiver)
         made.key = asyncio.run(_key(url))
 
         def kill() -> None:
-            for process in [one for its in made.running.values() for one in its]:
+            for process in [one for its in made.running.values() for one in its.values()]:
                 process.kill()
                 process.wait()
 
@@ -199,7 +236,7 @@ def tool(http: httpx.Client, seed: int) -> Any:
 def response(http: httpx.Client, seed: int) -> Any:
     body = {"model": "caller", "input": f"Say {seed}", "max_output_tokens": 30, "background": True, "temperature": 0}
     path = f"/v1/responses/{_post(http, '/v1/responses', body)['id']}"
-    assert within(lambda: http.get(path).json()["status"] not in ("queued", "in_progress"), 120)
+    assert within(lambda: http.get(path).json()["status"] not in ("queued", "in_progress"), 120, LOOK_S)
     ended = http.get(path).json()
     return ended["status"], ended["output"][0]["content"][0]["text"]
 
@@ -215,14 +252,13 @@ def batch(http: httpx.Client, seed: int) -> Any:
     file = http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a.jsonl", content)}).raise_for_status()
     made = {"input_file_id": file.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
     path = f"/v1/batches/{_post(http, '/v1/batches', made)['id']}"
-    assert within(lambda: http.get(path).json()["status"] in ("completed", "failed", "expired"), 180), http.get(
-        path
-    ).text
-    ended = http.get(path).json()
-    output = http.get(f"/v1/files/{ended['output_file_id']}/content").raise_for_status().text
+    ended = ("completed", "failed", "expired")
+    assert within(lambda: http.get(path).json()["status"] in ended, 180, LOOK_S), http.get(path).text
+    found = http.get(path).json()
+    output = http.get(f"/v1/files/{found['output_file_id']}/content").raise_for_status().text
     answers = sorted(map(json.loads, output.splitlines()), key=lambda answer: answer["custom_id"])
     texts = [answer["response"]["body"]["choices"][0]["text"] for answer in answers]
-    return ended["status"], ended["request_counts"], texts
+    return found["status"], found["request_counts"], texts
 
 
 KINDS: dict[str, Callable[[httpx.Client, int], Any]] = {
@@ -234,6 +270,7 @@ KINDS: dict[str, Callable[[httpx.Client, int], Any]] = {
 }
 #: How many of each at once.
 LOAD = {"stream": 4, "form": 3, "tool": 2, "response": 2, "batch": 1, "hook": 3}
+LITTLE = {"stream": 2, "form": 1, "tool": 1, "response": 1, "batch": 1, "hook": 1}
 
 
 def _post(http: httpx.Client, path: str, body: Any) -> Any:
@@ -244,7 +281,7 @@ def _post(http: httpx.Client, path: str, body: Any) -> Any:
 
 def _task(http: httpx.Client, body: dict[str, Any]) -> Any:
     path = f"/v1/tasks/{_post(http, '/v1/tasks', body)['id']}"
-    assert within(lambda: http.get(path).json()["status"] not in ("queued", "in_progress"), 120)
+    assert within(lambda: http.get(path).json()["status"] not in ("queued", "in_progress"), 120, LOOK_S)
     ended = http.get(path).json()
     assert ended["status"] == "completed", ended
     return ended
@@ -258,12 +295,12 @@ class Load:
     pool: ThreadPoolExecutor
     hooks: list[str] = field(default_factory=list)
 
-    def begin(self, *releases: str) -> list[tuple[str, int, Future[Any]]]:
-        """One round by each of these releases' gateways."""
+    def begin(self, *releases: str, counts: dict[str, int] = LOAD) -> list[tuple[str, int, Future[Any]]]:
+        """One round by each of these releases' gateways. `counts`: how many of each kind."""
         return [
             (kind, seed, self.pool.submit(self._one, release, kind, seed))
             for release in releases
-            for kind, count in LOAD.items()
+            for kind, count in counts.items()
             for seed in range(count)
         ]
 
@@ -285,6 +322,7 @@ class Load:
         assert {got[task_id] for task_id in self.hooks} == {1}
 
 
+@pytest.mark.parametrize("system", few(["valkey", "sqs"], "valkey"), indirect=True)
 def test_one_release_takes_the_others_place_and_back_under_load(system: System) -> None:
     expected: dict[tuple[str, int], Any] = {}
     with ThreadPoolExecutor(64) as pool:
@@ -300,12 +338,34 @@ def test_one_release_takes_the_others_place_and_back_under_load(system: System) 
         assert len(system.owners()) == 2
 
         for old, new in (("before", "this"), ("this", "before")):
-            if new not in system.running:
+            if not system.running[new]:
                 system.start(new)
                 system.until_ready(new)
             begun = load.begin(new)  # by the gateway that stays; workers of both run it
-            time.sleep(0.3)
+            system.until_both_run()
             system.stop(old)
             load.check(begun, expected)
-            load.check(load.begin(new), expected)
-    assert system.store.llen("penstock:dead") == 0
+            load.check(load.begin(new, counts=LITTLE), expected)
+        system.check_nothing_left()
+
+
+@pytest.mark.parametrize("system", ["sqs"], indirect=True)
+def test_workers_on_sqs_take_each_others_place_and_back_under_load(system: System) -> None:
+    """Tasks come from a gateway of this release, a batch's lines from a sweeper of the one before."""
+    expected: dict[tuple[str, int], Any] = {}
+    with ThreadPoolExecutor(32) as pool:
+        load = Load(system, pool)
+        system.start("this", "gateway")
+        system.start("before", "sweeper", "webhooks", "worker")
+        system.until_ready("this")
+        system.until_ready("before")
+        load.check(load.begin("this", counts=LITTLE), expected)
+        for old, new in (("before", "this"), ("this", "before")):
+            system.start(new, "worker")
+            system.until_ready(new)
+            begun = load.begin("this", counts=LITTLE)
+            system.until_both_run()
+            system.stop(old, "worker")
+            load.check(begun, expected)
+        assert len(system.owners()) == 3
+        system.check_nothing_left()
