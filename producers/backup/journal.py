@@ -25,13 +25,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from redis.asyncio import Redis
 
 from producers.backup import sealed
+from producers.backup.archive import Manifest
 from producers.backup.entries import Entry, encode, line, parse
 from producers.backup.sealed import Damaged
 from producers.connection.script import ask, ms, parsed, text
@@ -44,6 +45,8 @@ from producers.store.blobs import Blobs
 EVERY_S: Final = 2.0
 #: Time (s) after which a file is written though nothing is new: so a restore knows that nothing was.
 HERE_S: Final = 60.0
+#: Time (ms) before a backup's beginning from which on files count for it.
+MARGIN_MS: Final = int(2 * HERE_S * 1000)
 #: Entries of a log that are read at a time.
 PAGE: Final = 1000
 PREFIX: Final = "journal-"
@@ -191,19 +194,63 @@ def read(blobs: Blobs, ring: Keyring, epoch_id: str, began: int) -> Since:
 
     A file that was written in the minutes before counts, too: what it says is true, or told again later.
     """
-    prefix, margin = f"{PREFIX}{epoch_id or _NONE}-", int(2 * HERE_S * 1000)
+    prefix = f"{PREFIX}{epoch_id or _NONE}-"
     since = Since()
     for name in sorted(blobs.names(prefix)):
         at = _time_of(name, prefix)
-        if at < began - margin:
+        if at < began - MARGIN_MS:
             continue
-        since.covers = since.covers or at <= began + margin
+        since.covers = since.covers or at <= began + MARGIN_MS
         since.until = max(since.until, at)
         for entry in parse(sealed.read(blobs, name, ring)):
             _take(since, entry, began)
     if since.gaps:
         since.covers = False
     return since
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """Files of a journal that were removed, and those that are left. `first`: when the oldest of these was written
+    (server ms); None without any."""
+
+    removed: int
+    left: int
+    first: int | None
+
+
+def prune(blobs: Blobs, kept: Sequence[Manifest], *, dry_run: bool = False) -> Pruned:
+    """Remove the files that no backup needs: those of `kept` read others, and a backup that begins from now on, too.
+    Blocks. Raises OSError, and ValueError where none of the backups has ended.
+
+    A backup needs the files of its epoch from MARGIN_MS before its beginning on (`read`), also while it has not ended:
+    it goes on with the same beginning. What was written since the last whole backup began stays, of any epoch. The
+    oldest go first, so that one that is killed leaves no gap. Names that are no journal's stay.
+    """
+    whole = [manifest.began for manifest in kept if manifest.ended]
+    if not whole:
+        raise ValueError("none of the backups that are kept has ended: nothing holds what the journal says")
+    needed: dict[str, int] = {}
+    for manifest in kept:
+        name = manifest.epoch or _NONE
+        needed[name] = min(manifest.began, needed.get(name, manifest.began))
+    removed, left = 0, []
+    for at, epoch_id, name in sorted(_files(blobs)):
+        if at < min(max(whole), needed.get(epoch_id, max(whole))) - MARGIN_MS:
+            removed += 1
+            if not dry_run:
+                blobs.delete(name)
+        else:
+            left.append(at)
+    return Pruned(removed, len(left), min(left, default=None))
+
+
+def _files(blobs: Blobs) -> Iterator[tuple[int, str, str]]:
+    """When each file was written (server ms), its epoch, its name."""
+    for name in blobs.names(PREFIX):
+        epoch_id, *rest = name.removeprefix(PREFIX).split("-")
+        if len(rest) == 2 and rest[0].isdigit():
+            yield int(rest[0]), epoch_id, name
 
 
 def _take(since: Since, entry: Entry, began: int) -> None:

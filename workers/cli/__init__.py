@@ -49,7 +49,7 @@ MODULES: Final = {
     "keys.tenants": "tenants",
     "keys.commands": "keys audit",
     "keys.secrets": "secrets",
-    "admin.backup": "backup restore",
+    "admin.backup": "backup restore prune-journal",
     "admin.usage": "usage",
     "webhooks.commands": "webhooks",
     "aws.commands": "aws",

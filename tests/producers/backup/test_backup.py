@@ -16,8 +16,9 @@ from redis import Redis
 
 from producers import AsyncClient
 from producers.admin import keys as api_keys_admin
+from producers.backup import journal as journals
 from producers.backup import restore, sealed, take
-from producers.backup.archive import Archive, check
+from producers.backup.archive import Archive, Manifest, check
 from producers.backup.restore import Choices, NotRestored, Servers
 from producers.backup.sealed import Damaged
 from producers.backup.take import NotTaken
@@ -30,7 +31,7 @@ from producers.contract.task import Task
 from producers.store import batches, epoch, files, outbox, protocol
 from producers.store.access import api_keys
 from producers.store.access.audit import Actor
-from producers.store.blobs import FolderBlobs
+from producers.store.blobs import Blobs, FolderBlobs, open_blobs
 from producers.store.usage.ledger import fold
 from producers.sweeper import unsent
 from producers.sweeper.compact import Moving, compact
@@ -306,6 +307,91 @@ async def test_a_journal_that_began_after_the_backup_confirms_nothing(systems: S
     await systems.journal().keep()
     await systems.restore(with_journal=True)
     assert await key_states(systems) == {key.id: "disabled"}
+
+
+async def test_a_pruned_journal_still_has_all_that_a_kept_backup_needs(
+    systems: Systems, monkeypatch: pytest.MonkeyPatch, elsewhere: Redis
+) -> None:
+    """What was revoked and deleted since stays so, as before; what was before is in the backup."""
+    journal, blobs = systems.journal(), open_blobs(str(systems.folder / "journal"))
+    before, since = [await make_key(systems) for _ in range(2)]
+    gone, deleted = [await submit(systems) for _ in range(2)]
+    now = journals.ms
+    with monkeypatch.context() as long_ago:
+        long_ago.setattr(journals, "ms", lambda time: now(time) - 3_600_000)
+        await journal.keep()
+        await api_keys_admin.turn(systems.old.store, before.id, "revoke", Actor("test"))
+        await systems.old.get(gone).delete()
+        await journal.keep()
+    old = set(blobs.names(journals.PREFIX))
+    await make_key(systems)
+    await journal.keep()
+    manifest = await systems.back_up()
+    await api_keys_admin.turn(systems.old.store, since.id, "revoke", Actor("test"))
+    await systems.old.get(deleted).delete()
+    await journal.keep()
+    assert journals.prune(blobs, [manifest], dry_run=True).removed == len(old) == 2
+    assert old <= set(blobs.names(journals.PREFIX))
+    pruned = journals.prune(blobs, [manifest])
+    assert (pruned.removed, pruned.left) == (2, 2)
+    assert not old & set(blobs.names(journals.PREFIX))
+    run_ = await systems.restore(with_journal=True)
+    assert run_.plan.confirmed
+    states = await key_states(systems)
+    assert (states[before.id], states[since.id]) == ("revoked", "revoked")
+    assert not elsewhere.exists(keys.task(deleted), keys.task(gone))
+
+
+def written(blobs: Blobs, *files: tuple[str, int]) -> None:
+    """Files of a journal, by epoch and time."""
+    for epoch_id, at in files:
+        sealed.write(blobs, f"{journals.PREFIX}{epoch_id}-{at:013d}-aa", [], Keyring())
+
+
+def times(blobs: Blobs) -> set[tuple[str, int]]:
+    return {
+        (name.split("-")[1], int(name.split("-")[2])) for name in blobs.names(journals.PREFIX) if "junk" not in name
+    }
+
+
+@pytest.mark.parametrize(
+    ("kept", "left"),
+    [
+        # (epoch, beginning, has ended) of each backup
+        ([("", 500, True)], {("0", 380), ("0", 600), ("e2", 700), ("e2", 800)}),
+        ([("", 500, True), ("", 300, True)], {("0", 200), ("0", 380), ("0", 600), ("e2", 700), ("e2", 800)}),
+        ([("", 500, True), ("", 300, False)], {("0", 200), ("0", 380), ("0", 600), ("e2", 700), ("e2", 800)}),
+        ([("e2", 900, True)], {("e2", 800)}),
+        ([("e2", 900, True), ("", 500, True)], {("0", 380), ("0", 600), ("e2", 800)}),
+        ([("e2", 900, False), ("", 500, True)], {("0", 380), ("0", 600), ("e2", 700), ("e2", 800)}),
+    ],
+)
+def test_a_journal_is_kept_for_every_backup_that_is_kept(
+    tmp_path: Path, kept: list[tuple[str, int, bool]], left: set[tuple[str, int]]
+) -> None:
+    """From two minutes before each began on, in the epoch of each; and what no whole backup can have."""
+    blobs, minute = open_blobs(str(tmp_path)), 600
+    scale = journals.MARGIN_MS // 120
+    files = [("0", 100), ("0", 200), ("0", 380), ("0", 600), ("e2", 700), ("e2", 800)]
+    written(blobs, *((epoch_id, at * scale) for epoch_id, at in files))
+    sealed.write(blobs, f"{journals.PREFIX}junk", [], Keyring())
+    manifests = [
+        Manifest("b", began * scale, "s", "b", "v", epoch=epoch_id, ended=began * scale + minute if ended else 0)
+        for epoch_id, began, ended in kept
+    ]
+    pruned = journals.prune(blobs, manifests)
+    assert {(epoch_id, at // scale) for epoch_id, at in times(blobs)} == left
+    assert (pruned.removed, pruned.left) == (len(files) - len(left), len(left))
+    assert journals.prune(blobs, manifests).removed == 0
+    assert f"{journals.PREFIX}junk" in blobs.names(journals.PREFIX)
+
+
+def test_no_journal_is_pruned_before_a_backup_has_ended(tmp_path: Path) -> None:
+    blobs = open_blobs(str(tmp_path))
+    written(blobs, ("0", 1))
+    with pytest.raises(ValueError, match="none of the backups that are kept has ended"):
+        journals.prune(blobs, [Manifest("b", 10**9, "s", "b", "v")])
+    assert times(blobs) == {("0", 1)}
 
 
 async def test_an_erasure_leaves_the_store_once_it_is_in_the_journal(systems: Systems, valkey: Redis) -> None:

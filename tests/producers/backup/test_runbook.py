@@ -108,6 +108,10 @@ def test_the_runbook(model: str, valkey: Redis, valkey_url: str, tmp_path: Path)
         finally:
             sweeper.terminate()
             assert sweeper.wait(60) == 0
+        written = len(list(journal.glob("journal-*")))
+        prune = command("penstock prune-journal")
+        assert "no backup in" in shell.run(prune.replace("2026-11-28", "2026-11-27"), 2)
+        assert f"0 files are removed; {written} are left" in shell.run(prune)
         restore = command("penstock restore /backups/2026-11-28 --journal")
         assert "workers hold leases" in shell.run(restore, 2)
         assert new.dbsize() == 0

@@ -16,7 +16,7 @@ from workers.cli.admin.servers import system
 from workers.cli.commands import Commands
 from workers.cli.exits import OPERATOR_STATUS, Exit, Failure, refusing
 from workers.cli.options import AnyBroker, BackupKey, FilesDir, Json, Store
-from workers.cli.options.checks import place
+from workers.cli.options.checks import place, places
 from workers.cli.terminal.show import note, say
 
 if TYPE_CHECKING:
@@ -145,6 +145,55 @@ def restore(
             yes,
             as_json,
         )
+
+
+@app.shown(
+    "penstock prune-journal /backups/journal /backups/2026-11-27 /backups/2026-11-28 "
+    "--backup-key /etc/penstock/backup.key",
+    "prune-journal",
+)
+def prune_journal(
+    journal: Annotated[str, typer.Argument(metavar="JOURNAL", callback=place, help="The place of the journal.")],
+    backups: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="BACKUP", callback=places, help="The places of all backups that you keep, unfinished ones, too."
+        ),
+    ],
+    backup_key: BackupKey = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing, and tell what would go.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove the files of a journal that no backup needs any more. It needs no server.
+
+    A backup needs what was written since it began. So name all that you keep: without what a forgotten one needs, its
+    restore disables API keys, and what was deleted comes back. A place that has no backup is refused, and nothing is
+    removed. Killed, it goes on when it runs again.
+    """
+    from producers.backup import journal as journals
+    from producers.store.blobs import open_blobs
+
+    with _disk(journal, *backups), refusing(ValueError):
+        pruned = journals.prune(open_blobs(journal), _kept(backups, backup_key), dry_run=dry_run)
+    if as_json:
+        typer.echo(json.dumps({"removed": pruned.removed, "left": pruned.left, "first": pruned.first}))
+        return
+    first = "" if pruned.first is None else f", the first of {_when(pruned.first)}"
+    say(f"{pruned.removed} files {'would go' if dry_run else 'are removed'}; {pruned.left} are left{first}")
+
+
+def _kept(backups: list[str], backup_key: object) -> list[Manifest]:
+    """The manifests of the backups that are there, and the notes of progress of those that have not ended."""
+    from producers.backup.archive import MANIFEST, PROGRESS
+
+    found = []
+    for one in backups:
+        with _archive(one, backup_key) as (archive, _):
+            manifest = archive.look(MANIFEST) or archive.look(PROGRESS)
+            if manifest is None:
+                raise Failure(f"there is no backup in {one}: name those that are there, and no others")
+            found.append(manifest)
+    return found
 
 
 def _restore(

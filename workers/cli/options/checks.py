@@ -62,6 +62,11 @@ def place(place: str | None) -> str | None:
         raise typer.BadParameter(str(error)) from None
 
 
+def places(places: list[str]) -> list[str]:
+    """Checks places for files. Raises as `place` does."""
+    return [one for one in map(place, places) if one is not None]
+
+
 def networks(networks: list[str] | None) -> list[str] | None:
     """Checks an allow-list. Raises typer.BadParameter for what is no network."""
     import ipaddress
