@@ -275,7 +275,7 @@ class BrokerMachine(BrokerPair):
     @precondition(lambda self: any(self.model.lists.values()))
     def bury(self, name: str, pick: int, reason: str, there: bool) -> None:
         """What waits in a list becomes a dead letter; what a worker has sorted meanwhile does not."""
-        waiting = [name for name in sorted(LISTS) if self.model.lists[name]]
+        waiting = [name for name in sorted(self.lists) if self.model.lists[name]]
         name = waiting[pick % len(waiting)] if there else name
         raw = self.model.lists[name][pick % len(self.model.lists[name])] if there else STEADY
         task_id = task_id_of(raw) or "a"

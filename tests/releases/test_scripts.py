@@ -33,7 +33,7 @@ from tests.protocol import test_scripts as test_store
 from tests.protocol.server import THIS, Mutant, Release, notices, run_machine, written
 from tests.releases.before import Before, Functions
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,8 +300,8 @@ def test_what_needs_the_next_release_is_left_to_it(valkey: Redis, earlier: Earli
 
 #: Machine -> examples in `make test` and in the exhaustive run, and steps of each.
 MACHINES: dict[type[Any], tuple[int, int, int]] = {
-    MixedStore: (10, 120, 40),
-    MixedBroker: (10, 120, 40),
+    MixedStore: (10, 60, 40),
+    MixedBroker: (10, 60, 40),
     MixedPrompt: (4, 40, 25),
     MixedUnread: (4, 25, 10),
 }
