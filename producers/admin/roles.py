@@ -98,7 +98,7 @@ _RESULTS: Final = "celery-task*"
 
 _WORKER: Final = Rights(
     f"{_TASKS} {_DELIVERIES} {_QUEUES} {_CELERY} {_RESULTS} penstock:models penstock:routes penstock:pools "
-    "penstock:profiles penstock:ejected:* penstock:blob:*",
+    "penstock:profiles penstock:ejected:* penstock:blob:* penstock:joins",
     "penstock:webhooks:endpoints penstock:webhooks:endpoints:* penstock:rollouts penstock:epoch",
     f"{_TASKS_CHANNELS} {_CELERY_CHANNELS} {_RESULTS}",
 )

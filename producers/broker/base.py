@@ -27,7 +27,7 @@ from producers.broker.values import (
     Standing,
     Waiting,
 )
-from producers.connection.alive import Seen
+from producers.connection.alive import Observation
 from producers.connection.storage import Storage
 from producers.contract.message import Message
 from producers.errors import PenstockError
@@ -128,17 +128,21 @@ class Consumer(ABC):
         """All listed incarnations, also those of other queues and those whose lease has ended."""
 
     @abstractmethod
-    def look(self, looker: str, others: Sequence[str]) -> dict[str, Seen] | None:
-        """Look whether other incarnations live, as `looker`. None where that is not heard here itself: nothing is known
-        then (docs/failover.md)."""
+    def join(self, looker: str) -> int:
+        """Tell all others that this incarnation is heard here now. Returns the join's number; 0 where it is not."""
 
     @abstractmethod
-    def reap(self, incarnation: str, looker: str = "") -> int:
+    def look(self, looker: str, others: Sequence[str], since: int = 0) -> Observation | None:
+        """Look whether other incarnations live, as `looker`. None where that is not heard here itself: nothing is known
+        then (docs/failover.md). `since`: the join since when what leases say counts; 0: all does."""
+
+    @abstractmethod
+    def reap(self, incarnation: str, looker: str = "", since: int = 0) -> int:
         """Return a dead incarnation's deliveries to the front of their lists, in order of fetch, and forget it.
 
         It counts one redelivery against each. Returns their number, -1 while the lease stands, 0 if repeated.
-        `looker`: the incarnation that found it silent. If it is, its lease ends first, in the same script; ordinary
-        Celery tasks wait for as long as the lease would have stood.
+        `looker`: the incarnation that found it silent, by leases `since` that join. If it is, its lease ends first, in
+        the same script; ordinary Celery tasks wait for as long as the lease would have stood.
         """
 
     @abstractmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final
 
@@ -26,9 +27,24 @@ class Seen(IntEnum):
     """It has no lease there."""
 
 
-def look(looker: str, others: Sequence[str]) -> Call:
-    """LOOK: see which of these incarnations are silent. `read_look` reads the answer."""
-    return Call(script(PACKAGE, "look"), (), (looker, *others))
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What a looker finds on a server that hears it. `joins`: the server's count of them."""
+
+    joins: int
+    others: dict[str, Seen]
+
+
+def join(looker: str) -> Call:
+    """JOIN: tell all workers that this one is heard now. Answers the join's number, 0 where the looker is not heard."""
+    return Call(script(PACKAGE, "join"), (), (looker,))
+
+
+def look(looker: str, others: Sequence[str], since: int = 0) -> Call:
+    """LOOK: see which of these incarnations are silent. `read_look` reads the answer.
+
+    `since`, here and in what follows: the join since when lease values count, 0: they all do."""
+    return Call(script(PACKAGE, "look"), (), (looker, since, *others))
 
 
 def read_look(answer: Sequence[Any], others: Sequence[str]) -> dict[str, Seen] | None:
@@ -36,22 +52,28 @@ def read_look(answer: Sequence[Any], others: Sequence[str]) -> dict[str, Seen] |
     return dict(zip(others, map(Seen, answer[1:]), strict=True)) if answer[0] else None
 
 
-def seen(redis: Redis, looker: str, others: Sequence[str]) -> dict[str, Seen] | None:
-    """LOOK, once a cheaper command has found somebody who is not heard. Where all are heard it says all there is."""
+def observe(redis: Redis, looker: str, others: Sequence[str], since: int = 0) -> Observation | None:
+    """LOOK, once cheaper commands have found somebody who is not heard. Where all are heard they say all there is.
+
+    None where the looker itself is not heard."""
     try:
-        heard = redis.pubsub_numsub(*(f"penstock:alive:{name}" for name in (looker, *others)))
+        with redis.pipeline(transaction=False) as pipe:
+            pipe.pubsub_numsub(*(f"penstock:alive:{name}" for name in (looker, *others)))
+            pipe.get("penstock:joins")
+            heard, joins = pipe.execute()
     except ResponseError as error:
         if trouble(error) is None:
             raise
         return None
     if all(count for _, count in heard):
-        return dict.fromkeys(others, Seen.LIVES)
-    return read_look(run(redis, look(looker, others)), others)
+        return Observation(int(joins or 0), dict.fromkeys(others, Seen.LIVES))
+    found = read_look(run(redis, look(looker, others, since)), others)
+    return None if found is None else Observation(int(joins or 0), found)
 
 
-def end(incarnation: str, looker: str) -> Call:
+def end(incarnation: str, looker: str, since: int = 0) -> Call:
     """END: end the lease of a silent incarnation. Answers 1 if it has none now, 0 if it keeps it."""
-    return Call(script(PACKAGE, "end"), (), (incarnation, looker))
+    return Call(script(PACKAGE, "end"), (), (incarnation, looker, since))
 
 
 def retract(incarnation: str, returns: str = "") -> Call:

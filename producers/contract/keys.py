@@ -43,6 +43,7 @@ ROUTES: Final = "penstock:routes"  # hash: model name -> queue of a pool; earlie
 BATCHES: Final = "penstock:batches"  # zset: batch id -> ms; batches that have not ended, or are yet to be tidied up
 BATCH_INDEX: Final = "penstock:batches:index"  # zset: batch id -> 0; all batches; ids sort by time
 POOLS: Final = "penstock:pools"  # hash: queue -> {"model", "version", "fingerprint", "announced" (ms)}
+JOINS: Final = "penstock:joins"  # string: how often a worker joined those that this server hears (docs/failover.md)
 PROFILES: Final = "penstock:profiles"  # hash: model@version -> what its workers measured (`producers.contract.profile`)
 SCALE_LEADER: Final = "penstock:scale:leader"  # string with a TTL: the autoscaler that leads
 SCALE_POOLS: Final = "penstock:scale:pools"  # hash: pool -> its latest decision (JSON, `producers.store.fleet.scaling`)
@@ -125,7 +126,7 @@ def alive(incarnation: str) -> str:
 
 
 def lease(incarnation: str) -> str:
-    """String with a TTL: the lease of a worker incarnation. The value: its state (JSON), and `listens` by LEASE."""
+    """String with a TTL: a worker incarnation's lease. The value: its state (JSON), `listens` and `joins` by LEASE."""
     return f"penstock:lease:{incarnation}"
 
 

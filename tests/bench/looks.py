@@ -17,7 +17,7 @@ from typing import Any
 from redis import Redis
 
 from engine.plan import StepWork
-from producers.connection.alive import Seen, seen
+from producers.connection.alive import Seen, join, observe
 from producers.connection.script import run
 from producers.contract import keys
 from producers.store import protocol
@@ -84,17 +84,30 @@ def main() -> None:
             run(redis, call)
         ring = [*names, *names]
         looks = [("PUBSUB", "NUMSUB", *map(keys.alive, ring[at : at + 1 + LOOKED_AT])) for at in range(len(names))]
-        assert seen(redis, ring[0], ring[1 : 1 + LOOKED_AT]) == dict.fromkeys(ring[1 : 1 + LOOKED_AT], Seen.LIVES)
+        looked_at = ring[1 : 1 + LOOKED_AT]
+        found = observe(redis, ring[0], looked_at)
+        assert found is not None
+        assert found.others == dict.fromkeys(looked_at, Seen.LIVES)
+        counts = [("GET", keys.JOINS)] * len(names)
+        joins = [join(name) for name in names]
+        run(redis, joins[0])
         each = asked.calls // asked.workers
         renewals = [protocol.lease(name, "q", ABOUT, 600_000, take=False).command for name in names]
         rate = 1 / min(ROUND_S, WorkerSettings("", "", "").lease / 4)
         peers: list[tuple[Any, ...]] = [
             ("MGET", *map(keys.lease, random.sample(names, min(READ, len(names))))) for _ in names
         ]
-        for what, calls, per_s in (("look", looks, 1 / LOOK_S), ("LEASE", renewals, rate), ("peers", peers, rate)):
+        for what, calls, per_s in (
+            ("look", looks, 1 / LOOK_S),
+            ("count of joins", counts, 1 / LOOK_S),
+            ("LEASE", renewals, rate),
+            ("LEASE while others join", renewals, 1 / LOOK_S),
+            ("peers", peers, rate),
+        ):
             seconds = took(redis, calls * each)
             share = seconds * per_s * asked.workers
             print(f"{what}: {seconds * 1e6:.1f} us a call, {per_s:g} a second of each worker: {share:.2%} of a core")
+        print(f"JOIN: {took(redis, [call.command for call in joins]) * 1e6:.1f} us, once for each subscription")
         ear.close()
     judging(asked.calls)
 

@@ -208,7 +208,7 @@ def _keys_of(module: ModuleType) -> Iterator[str]:
 
 
 #: Of the broker's scripts: a number each, however much there is of what they count.
-COUNTERS = {"penstock:deliveries", "penstock:deliveries:tokens", "penstock:arrivals"}
+COUNTERS = {"penstock:deliveries", "penstock:deliveries:tokens", "penstock:arrivals", keys.JOINS}
 
 
 def _left(valkey: Redis) -> set[str]:

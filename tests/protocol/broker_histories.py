@@ -86,11 +86,16 @@ def live_and_lapse(machine: BrokerMachine) -> None:
 
 def taken_early(machine: BrokerMachine) -> None:
     """Only who says that it listens, and does not, as seen by one who does. An ordinary task comes later."""
-    for mute, heard, looker_heard in ((True, False, True), (False, True, True), (False, False, False)):
+    for mute, heard, looker_heard, joined in (
+        (True, False, True, "long ago"),
+        (False, True, True, "before"),
+        (False, False, False, "before"),
+        (False, False, True, "after"),
+    ):
         machine.send(FIRST, [task("a"), good("b", "app.add", 1, 0, False, "")])
         machine.fetch_more(INC, 2)
-        machine.reap_early(INC, mute, heard, looker_heard)
-    machine.reap_early(INC, False, False, True)
+        machine.reap_early(INC, mute, heard, looker_heard, joined)
+    machine.reap_early(INC, False, False, True, "before")
     machine.again()
     machine.retract(INC)
     machine.again()
@@ -131,6 +136,14 @@ def come_back_among_others(machine: BrokerMachine) -> None:
     machine.fetch_more(INC, 1)
 
 
+def recall_a_few(machine: BrokerMachine) -> None:
+    """Who stood before them keeps its place: what is still sorted may be older."""
+    machine.send(FIRST, [task(name, "t1") for name in "abc"])
+    machine.fetch_more(INC, 1)
+    machine.back(INC, 0, False, False)
+    machine.recall(QUEUE, set(), 1)
+
+
 def go_elsewhere(machine: BrokerMachine) -> None:
     """To the front of another queue, where it is sorted to where it stood."""
     machine.send(FIRST, [task("a", "t1"), task("b", "t1")])
@@ -156,6 +169,7 @@ HISTORIES: tuple[Callable[[BrokerMachine], None], ...] = (
     move,
     name_nobody,
     come_back_among_others,
+    recall_a_few,
     go_elsewhere,
 )
 

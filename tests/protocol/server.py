@@ -50,10 +50,11 @@ def written(text: str) -> Script:
 @dataclass(frozen=True, slots=True)
 class Release:
     """A release whose processes send their own text of every script. `level`: its workers'; `minds_memory`: its scripts
-    look at how full the server is."""
+    look at how full the server is; `counts_joins`: its leases say how often a looker joined."""
 
     level: int = 0
     minds_memory: bool = True
+    counts_joins: bool = True
 
     def of(self, module: Any) -> Any:
         """A module that packs calls and reads their answers, as this release has it."""

@@ -188,16 +188,29 @@ class BrokerMachine(BrokerPair):
         call = self.acts().of(broker).reap(inc)
         self.do(lambda: self._agree(call, lambda: self.model.reap(inc)))
 
-    @rule(inc=incs, mute=rarely, heard=rarely, looker_heard=rarely.map(lambda yes: not yes))
+    @rule(
+        inc=incs,
+        mute=rarely,
+        heard=rarely,
+        looker_heard=rarely.map(lambda yes: not yes),
+        joined=st.sampled_from(["long ago", "before", "after"]),
+    )
     @precondition(holding)
-    def reap_early(self, inc: str, mute: bool, heard: bool, looker_heard: bool) -> None:
-        """Where its lease says that it listens (it was heard then), and nobody does; as far as the looker is heard."""
+    def reap_early(self, inc: str, mute: bool, heard: bool, looker_heard: bool, joined: str) -> None:
+        """Where its lease says that it listens (it was heard then), and nobody does; as far as the looker is heard, and
+        if the lease was written since that joined."""
         looker = next(other for other in INCS if other != inc)
+        looks, leases = self.acts(looker), self.acts(inc)
+        joined = joined if looks.counts_joins else "long ago"
         self.server.hear(inc, not mute)
+        self.server.hear(looker, True)
+        since = self.server.run(looks.of(alive).join(looker)) if joined == "before" else 0
         self.lease(inc, False, "")
+        since = self.server.run(looks.of(alive).join(looker)) if joined == "after" else since
         self.server.hear(inc, heard)
         self.server.hear(looker, looker_heard)
-        silent = not mute and not heard and looker_heard
+        told = joined == "long ago" or (joined == "before" and leases.counts_joins)
+        silent = not mute and not heard and looker_heard and told
 
         def expected() -> int:
             model = self.model
@@ -212,7 +225,7 @@ class BrokerMachine(BrokerPair):
             model.leases.pop(inc)
             return model.reap(inc) + len(plain)
 
-        call = self.acts(looker).of(broker).reap(inc, looker, QUEUES[0])
+        call = looks.of(broker).reap(inc, looker, QUEUES[0], **({"since": since} if since else {}))
         self.do(lambda: self._agree(call, expected))
 
     @rule(task=st.sampled_from("abc"))

@@ -60,6 +60,8 @@ SMALL = {
     "alive": with_faults(SCENARIOS["alive"], suspend=1, deaf=1),
     "alive-crash": with_faults(SCENARIOS["alive-crash"], crash=2),
     "alive-cut": with_faults(SCENARIOS["alive-cut"], suspend=1, cut=1, crash=1),
+    "alive-cut-again": SCENARIOS["alive-cut-again"],
+    "alive-uncounted": SCENARIOS["alive-uncounted"],
     "alive-split": with_faults(SCENARIOS["alive-split"], suspend=1, deaf=2),
     "alive-counts": with_faults(SCENARIOS["alive-counts"], suspend=1, deaf=1),
     "alive-old": with_faults(SCENARIOS["alive-old"], crash=1),
@@ -114,13 +116,14 @@ MANY = {
     *("crash", "lapse", "split", "alone", "cancel", "producer", "eager-producer", "late-producer", "rival", "turned"),
     *("reader", "sqs", "sqs-lost", "pools", "pools-lapse", "versions-sent", "orphan-plain", "outbox", "outbox-plain"),
     *("outbox-rows", "outbox-undone", "outbox-unread", "delete", "delete-producer", "alive", "alive-crash"),
-    *("alive-cut", "alive-counts", "alive-split", "books", "books-broken", "books-innocent", "books-lapse"),
+    *("alive-cut", "alive-cut-again", "alive-uncounted", "alive-counts", "alive-split", "books", "books-broken"),
+    *("books-innocent", "books-lapse"),
     *("books-later", "books-producer", "books-reap", "books-tidy", "books-undone", "outbox-untaken", "levels-pools"),
 }
 #: The rules without which something breaks only beyond as many states: left to `make test-all`.
 LATE = {
     *("claim_lease", "claim_live", "cancel_submitting", "delete_ends", "expire_submitting", "letter_deleted"),
-    *("reap_given", "tidy", "lost_anew", "busy_no_ack"),
+    *("reap_given", "tidy", "lost_anew", "busy_no_ack", "join_anew", "joins_said"),
 }
 
 

@@ -231,13 +231,16 @@ BROKER = {
     "BACK knows no delay": ("back", "delay > 0", "false"),
     "REAP robs the living": ("reap", "local early = left ~= -2", "local early = false"),
     "REAP turns the order round": ("reap", "a[1] > b[1]", "a[1] < b[1]"),
-    "REAP takes early whom nobody found silent": ("reap", "or not silent(ARGV[1], ARGV[2])", ""),
+    "REAP takes early whom nobody found silent": ("reap", "or not silent(ARGV[1], ARGV[2], ARGV[3])", ""),
     "REAP goes by a looker that is not heard": ("reap", "heard[me] and not heard[inc]", "not heard[inc]"),
     "REAP takes who is heard": ("reap", "heard[me] and not heard[inc]", "heard[me]"),
     "REAP believes that everybody listens": ("reap", "said.listens == true", "true"),
+    "REAP goes by what a lease said before": ("reap", "(tonumber(said.joins) or 0) >= tonumber(since)", "true"),
+    "REAP believes no joins": ("reap", "(tonumber(said.joins) or 0)", "0"),
+    "LEASE tells no joins": ("lease", "' .. joins() .. '", "0"),
     "REAP returns ordinary tasks early": ("reap", "early and e[6] == 0", "false"),
     "REAP notes nothing": ("reap", "    note_taken(ARGV[1], e[3])\n", ""),
-    "LEASE does not ask who listens": ("lease", "hear({ inc })[inc] and about:gsub", "about:gsub"),
+    "LEASE does not ask who listens": ("lease", "not hear({ inc })[inc]", "false"),
     "REAP counts nothing": ("reap", "redis.call('HINCRBY', KEYS[4], e[3], 1)", ""),
 }
 
@@ -250,6 +253,7 @@ def test_a_broken_store_script_is_noticed(broken: str, valkey: Redis) -> None:
 ALIVE = {
     "RETRACT takes back again": ("retract", "redis.call('HSET', taken, task, 0)", ""),
     "RETRACT takes nothing back": ("retract", "task, -raised", "task, 0"),
+    "JOIN counts nobody": ("join", "'INCR', 'penstock:joins'", "'GET', 'penstock:joins'"),
 }
 
 

@@ -215,7 +215,7 @@ MIXES = {
 @pytest.fixture(scope="module")
 def earlier(before: Path) -> Iterator[Earlier]:
     process = Before(before)
-    yield Earlier(levels.SHARED, minds_memory=False, process=process)  # 0.1.0 does not
+    yield Earlier(levels.SHARED, minds_memory=False, counts_joins=False, process=process)  # 0.1.0 does not
     process.close()
 
 

@@ -60,10 +60,11 @@ class Control:
                 target=self._listen, args=(life, server, names), name="penstock-control", daemon=True
             ).start()
 
-    def stood(self, life: Incarnation, seconds: float) -> bool:
-        """Whether every server has heard this life for so long without a break."""
-        latest = time.monotonic() - seconds
-        return all(self._since.get((life.id, server), float("inf")) <= latest for server in self._servers)
+    def heard_since(self, life: Incarnation) -> tuple[float, ...]:
+        """Since when (monotonic) each server has heard this life without a break, the store first; empty where one does
+        not hear it. Other times are other subscriptions."""
+        since = [self._since.get((life.id, server)) for server in self._servers]
+        return tuple(at for at in since if at is not None) if None not in since else ()
 
     def stop(self) -> None:
         self._stopping = True

@@ -46,6 +46,8 @@ ROUND_S = 5.0
 KEEP_S = 10.0
 #: A lease that was not renewed is looked at again so soon after its end.
 REAP_AFTER_S = 0.02
+#: Who has joined is known to its neighbours after this time (s) at the latest; many that join at once cost one round.
+KNOWN_S = 1.0
 
 
 @dataclass(slots=True)
@@ -93,10 +95,11 @@ class Housekeeper(threading.Thread):
         """Called with the reason where the store was restored: this worker must end."""
         apart = self._store if served.control_url != settings.store else None
         self._neighbours = Neighbours(apart, self._broker, self.control, settings.lease)
+        self._neighbours.on_join = self._one_joined
         self._reconciler = Reconciler(self._store, self._broker, deliveries)
         self._others = Others(served, self._store, self._broker)
         self._peers = Peers(self._store, served.pool.queue, breaker, deliveries, finisher)
-        self._heard_at = self._round_at = time.monotonic()
+        self._heard_at = self._round_at = self._quiet_until = time.monotonic()
         self._error = ""
         """The error of the last round that failed; empty: none has."""
         self._life = deliveries.life
@@ -199,7 +202,7 @@ class Housekeeper(threading.Thread):
         now = time.monotonic()
         if now - self._heard_at > 2 * self._quarter:
             # The servers were away, or we were: let the others say first that they live, if they do.
-            self._look.at = now + self._quarter
+            self._look.at = self._quiet_until = now + self._quarter
         self._heard_at = now
 
     def _lapsed(self, life: Incarnation, dropped: list[Delivery]) -> None:
@@ -226,7 +229,16 @@ class Housekeeper(threading.Thread):
 
     def _look_at_neighbours(self) -> None:
         if self._neighbours.look(self._life):
-            self._look.at = time.monotonic()  # its pool may have nobody left
+            self._look_within(0.0)  # its pool may have nobody left
+
+    def _one_joined(self) -> None:
+        """It judges what our lease says from now on, and we are to look at it."""
+        self.renew_soon()
+        self._look_within(KNOWN_S)
+
+    def _look_within(self, seconds: float) -> None:
+        """But not before those that were away have had the time to say that they live."""
+        self._look.at = max(self._quiet_until, min(self._look.at, time.monotonic() + seconds))
 
     def _announce_again(self) -> None:
         """A store that has lost the lease may have lost all: then nobody would know this model any more."""

@@ -1,13 +1,15 @@
 """Looks whether neighbours' processes are alive, and takes over what dead ones held before their leases lapse.
 
-Each incarnation looks at the two that follow it by name. docs/failover.md has the rules, and what happens when a
-process dies or is cut off between any two lines.
+Each incarnation looks at the two that follow it by name. It judges what their leases said since it joined, and after a
+whole lease all. docs/failover.md has the rules, and what happens when a process dies or is cut off between any two
+lines.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -15,7 +17,7 @@ from redis import Redis
 
 from producers.broker.base import Consumer
 from producers.broker.values import Listed
-from producers.connection.alive import Seen, end, seen
+from producers.connection.alive import Seen, end, join, observe
 from producers.connection.script import run
 from workers.leases.control import Control
 from workers.state.incarnation import Incarnation
@@ -24,10 +26,18 @@ logger = logging.getLogger(__name__)
 
 #: Time (s) between two looks, as the housekeeper calls for them.
 LOOK_S: Final = 0.25
-#: For so many leases a worker must have been heard before its looks count.
+#: Once a worker was heard for so many leases, its looks count whenever a lease was written.
 STOOD_LEASES: Final = 1.0
 #: Incarnations that each looks at.
 LOOKED_AT: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Since:
+    """The joins since when leases on store and broker count for a looker; 0: all do."""
+
+    store: int
+    broker: int
 
 
 @dataclass(slots=True)
@@ -41,8 +51,16 @@ class Neighbours:
     broker: Consumer
     control: Control
     lease: float
+    on_join: Callable[[], None] = field(init=False, default=lambda: None)
+    """Called when a worker has joined, this one too: it cannot judge what our lease said before."""
     _names: list[str] = field(init=False, default_factory=list)
     _suspects: set[str] = field(init=False, default_factory=set)
+    _heard: tuple[float, ...] = field(init=False, default=())
+    """The subscriptions under which it looks, as `Control.heard_since` has them."""
+    _joined: Since | None = field(init=False, default=None)
+    """With these subscriptions."""
+    _joins: int = field(init=False, default=-1)
+    """The broker's count, at the last look."""
 
     def learn(self, life: Incarnation, alive: Sequence[Listed]) -> None:
         """Choose whom to look at, from all others that have a lease."""
@@ -53,24 +71,54 @@ class Neighbours:
     def look(self, life: Incarnation) -> int:
         """Take those over that are silent for the second time in a row. Returns how many."""
         suspects, self._suspects = self._suspects, set()  # a look that does not count begins anew
-        if not self._names or not life.begun or not self.control.stood(life, STOOD_LEASES * self.lease):
+        if not life.begun:
             return 0
-        self._suspects = {*self._silent(life)}
-        return sum(self._take(life, name) for name in sorted(suspects & self._suspects))
+        heard = self.control.heard_since(life)
+        if heard != self._heard:
+            self._heard, self._joined, suspects = heard, None, set()
+        since = self._since()
+        here = self.broker.look(life.id, self._names if since else (), since.broker if since else 0)
+        if here is None:
+            return 0
+        if here.joins != self._joins:
+            self._joins = here.joins
+            self.on_join()
+        if heard and self._joined is None:
+            self._joined = self._join(life)
+        if since is None:
+            return 0
+        silent = [name for name, what in here.others.items() if what is Seen.SILENT]
+        silent = self._silent_on_store(life, silent, since)
+        if self.control.heard_since(life) != heard:  # a server may have begun anew while it was asked
+            return 0
+        self._suspects = {*silent}
+        return sum(self._take(life, name, since) for name in sorted(suspects & self._suspects))
 
-    def _silent(self, life: Incarnation) -> list[str]:
-        """Those whom both servers find silent now."""
-        here = self.broker.look(life.id, self._names) or {}
-        silent = [name for name, what in here.items() if what is Seen.SILENT]
-        if self.store is not None and silent:
-            there = seen(self.store, life.id, silent) or {}
-            silent = [name for name, what in there.items() if what is not Seen.LIVES]
-        return silent
+    def _since(self) -> Since | None:
+        """None where no look counts yet."""
+        if self._heard and time.monotonic() - max(self._heard) >= STOOD_LEASES * self.lease:
+            return Since(0, 0)
+        return self._joined
 
-    def _take(self, life: Incarnation, name: str) -> bool:
-        if self.store is not None and not run(self.store, end(name, life.id)):
+    def _join(self, life: Incarnation) -> Since | None:
+        """On the store first: who sees the broker's count raised renews its lease on both."""
+        on_store = run(self.store, join(life.id)) if self.store is not None else 0
+        if self.store is not None and not on_store:
+            return None
+        on_broker = self.broker.join(life.id)
+        return Since(on_store, on_broker) if on_broker else None
+
+    def _silent_on_store(self, life: Incarnation, names: Sequence[str], since: Since) -> list[str]:
+        """Those of them whom the store does not find alive, either."""
+        if self.store is None or not names:
+            return [*names]
+        there = observe(self.store, life.id, names, since.store)
+        return [name for name, what in there.others.items() if what is not Seen.LIVES] if there else []
+
+    def _take(self, life: Incarnation, name: str, since: Since) -> bool:
+        if self.store is not None and not run(self.store, end(name, life.id, since.store)):
             return False
-        count = self.broker.reap(name, life.id)
+        count = self.broker.reap(name, life.id, since.broker)
         if count < 0:
             return False
         self._names.remove(name)

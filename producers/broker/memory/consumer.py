@@ -11,7 +11,7 @@ from producers.broker.base import Consumer, Waker
 from producers.broker.memory.fetch import fetch
 from producers.broker.memory.server import Server
 from producers.broker.values import Ack, Back, Capabilities, Credit, Fetched, Listed, PutDown, Rules
-from producers.connection.alive import Seen
+from producers.connection.alive import Observation
 from producers.contract.levels import beside
 
 CAPABILITIES: Final = Capabilities(front_of_queue=True, max_message_bytes=sys.maxsize)
@@ -81,13 +81,16 @@ class MemoryConsumer(Consumer):
     def workers(self) -> list[Listed]:
         return workers(self._server)
 
-    def look(self, looker: str, others: Sequence[str]) -> dict[str, Seen] | None:
+    def join(self, looker: str) -> int:
+        return 0
+
+    def look(self, looker: str, others: Sequence[str], since: int = 0) -> Observation | None:
         return None  # all of its workers live and die in this process
 
     def retract(self, incarnation: str) -> list[str] | None:
         return None
 
-    def reap(self, incarnation: str, looker: str = "") -> int:
+    def reap(self, incarnation: str, looker: str = "", since: int = 0) -> int:
         with self._server.lock:
             return self._server.reap(incarnation)
 

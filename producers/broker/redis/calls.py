@@ -179,12 +179,13 @@ def replay(entry: bytes, list_name: str, message: bytes, task_id: str) -> Call:
     return Call(script(PACKAGE, "replay"), (keys.DEAD, keys.REAPED, list_name), (entry, message, task_id))
 
 
-def reap(incarnation: str, looker: str = "", queue: str = "") -> Call:
+def reap(incarnation: str, looker: str = "", queue: str = "", since: int = 0) -> Call:
     """Answers how many deliveries of a dead incarnation went back to their lists; -1 while it lives.
 
-    `looker`: the incarnation that found it silent, if its lease stands. Ordinary Celery tasks then wait in `queue`."""
+    `looker`: the incarnation that found it silent, if its lease stands, and `since` which join lease values count for
+    it. Ordinary Celery tasks then wait in `queue`."""
     names = (keys.inflight(incarnation), keys.INCARNATIONS, keys.REAPED, keys.RETURNED, keys.delayed(queue))
-    return Call(script(PACKAGE, "reap"), (contract_keys.lease(incarnation), *names), (incarnation, looker))
+    return Call(script(PACKAGE, "reap"), (contract_keys.lease(incarnation), *names), (incarnation, looker, since))
 
 
 def strays(incarnation: str, held: Sequence[str]) -> Call:

@@ -87,8 +87,8 @@ class RedisConsumer(Leases):
         while again := [call for call, count in zip(recall, counts, strict=True) if count == PAGE]:
             recall, counts = again, run_many(self._redis, again)
 
-    def reap(self, incarnation: str, looker: str = "") -> int:
-        return int(run(self._redis, calls.reap(incarnation, looker, self.home)))
+    def reap(self, incarnation: str, looker: str = "", since: int = 0) -> int:
+        return int(run(self._redis, calls.reap(incarnation, looker, self.home, since)))
 
     # ---- queues ---------------------------------------------------------------------------------------------------
 

@@ -39,8 +39,11 @@ class Leases(Consumer):
     def survived(self, task_ids: Sequence[str]) -> None:
         self._redis.hdel(keys.REAPED, *task_ids)
 
-    def look(self, looker: str, others: Sequence[str]) -> dict[str, alive.Seen] | None:
-        return alive.seen(self._redis, looker, others)
+    def join(self, looker: str) -> int:
+        return int(run(self._redis, alive.join(looker)))
+
+    def look(self, looker: str, others: Sequence[str], since: int = 0) -> alive.Observation | None:
+        return alive.observe(self._redis, looker, others, since)
 
     def retract(self, incarnation: str) -> list[str] | None:
         return alive.read_retract(run(self._redis, alive.retract(incarnation, keys.REAPED)))

@@ -92,8 +92,8 @@ class SqsConsumer(Leases):
         self.end_lease(incarnation)
         self.reap(incarnation)
 
-    def reap(self, incarnation: str, looker: str = "") -> int:
-        count, flying = reaping.read_reap(run(self._redis, reaping.reap(incarnation, looker)))
+    def reap(self, incarnation: str, looker: str = "", since: int = 0) -> int:
+        count, flying = reaping.read_reap(run(self._redis, reaping.reap(incarnation, looker, since)))
         self._hold.chores.reap(incarnation, flying, min(PATIENCE_S, self._timeout))
         return count
 

@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
 -- LEASE(inc, pool) | `take`: it is entered; else renewed where it is there. One that serves is listed with its pool's
--- workers, for as long; one that drains or is held back is not. The value says `listens` where its alive channel is
--- heard here. A script, because a plain SET is refused when memory is full: then all workers would be taken for dead,
--- who are to make room. The broker has one of its own.
+-- workers, for as long; one that drains or is held back is not. The value says `listens`, and the last join, where its
+-- alive channel is heard here. A script, because a plain SET is refused when memory is full: then all workers would be
+-- taken for dead, who are to make room. The broker has one of its own.
 -- None where the store has another epoch than the worker, or is being restored (`producers/store/epoch.py`).
 -- KEYS: lease, workers of the pool
 -- ARGV: inc, what it says of itself (JSON), ttl (ms), take 0|1, serves 0|1, the worker's epoch (or empty)

@@ -13,9 +13,10 @@ from typing import Any
 from tests.bench.failover.gateways import kill_gateway
 from tests.bench.failover.load import Load
 from tests.bench.failover.report import of_rounds, table
-from tests.bench.failover.rounds import plain, strike
+from tests.bench.failover.rounds import blow_by_blow, plain, strike
 from tests.bench.failover.soak import counted, soak
 from tests.bench.failover.system import running
+from tests.chaos.kills import blows
 
 #: Time (s) for which all stands before the first fault: more than a lease.
 STAND_S = 12.0
@@ -32,6 +33,14 @@ async def measure(asked: argparse.Namespace) -> dict[str, Any]:
         await asyncio.sleep(STAND_S)
         if asked.how == "soak":
             found["soak"] = asdict(await soak(system, load, asked.soak, asked.pause)) | counted(load.ports[0])
+        elif asked.within is not None:
+            plan = blows(asked.seed, workers=asked.workers, kills=asked.kills, seconds=asked.within)
+            found["rounds"] = [plain(one) for one in await blow_by_blow(system, load, plan)]
+            await load.close()
+            found["deaths"] = {
+                "seen by a look": system.said(" is dead: "),
+                "by a lapsed lease": system.said(" is gone: "),
+            }
         else:
             for number in range(asked.kills):
                 if asked.how == "gateway":
@@ -61,6 +70,7 @@ def show(found: dict[str, Any]) -> str:
         rows.append(("**reconnect to its first event**", found["returns"]))
     lines = [table(rows)] if rows else []
     lines += [f"{name}: {value}" for name, value in found.get("soak", {}).items()]
+    lines += [f"deaths {how}: {count}" for how, count in found.get("deaths", {}).items()]
     lines.append(
         f"{len(found['rounds'])} rounds; {found['streams']} streams, {found['tokens']} tokens; "
         f"streams lost, wrong, or with a token twice: {len(found['faults'])}"
@@ -76,6 +86,10 @@ def main() -> int:
     for name in ("suspend", "drain", "gateway"):
         kind.add_argument(f"--{name}", dest="how", action="store_const", const=name, default="kill")
     kind.add_argument("--soak", type=float, metavar="SECONDS", help="kill connections in place of processes")
+    kind.add_argument(
+        "--within", type=float, metavar="SECONDS", help="kill so many within so long, any but one that is drawn anew"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="with --within: of the plan")
     parser.add_argument("--restart", action="store_true", help="with --gateway: there is one, which is started again")
     parser.add_argument("--supervised", action="store_true", help="workers have a supervisor, as under `penstock up`")
     parser.add_argument("--workers", type=int, default=3)

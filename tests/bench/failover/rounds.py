@@ -6,6 +6,7 @@ import asyncio
 import random
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from tests.bench.failover.load import Load, Stream
 from tests.bench.failover.system import PATIENCE_S, Process, System
+from tests.chaos.kills import Blow
 
 SIGNALS: Final = {"kill": signal.SIGKILL, "suspend": signal.SIGSTOP, "drain": signal.SIGTERM}
 #: Time (s) between two looks at the leases and at who owns the streams.
@@ -39,19 +41,52 @@ class Round:
 async def strike(system: System, load: Load, how: str) -> Round:
     """Do it to the worker that holds most streams, at a random time, and wait until each has gone on.
 
-    Never to the oldest of three or more: a worker looks after others only once it has stood for a lease.
+    Never to the oldest of three or more, which has stood for a lease.
     """
     await asyncio.sleep(random.uniform(0.2, 1.5))
     victim, incarnation, held = await _victim(system, load)
     began = time.monotonic()
     victim.signal(SIGNALS[how])
+    found = await _follow(system, incarnation, held, began)
+    await asyncio.to_thread(_restore, system, victim, how)
+    return found
+
+
+async def blow_by_blow(system: System, load: Load, plan: Sequence[Blow]) -> list[Round]:
+    """Kill by a plan, whatever became of the streams of those before. Each worker is replaced at once; before the next
+    blow all of them are up."""
+    slots, began = list(system.workers), time.monotonic()
+    under_way: list[asyncio.Task[Round]] = []
+
+    async def replace(place: int) -> None:
+        slots[place] = await asyncio.to_thread(system.add_worker)
+
+    starting: list[asyncio.Task[None]] = []
+    for blow in plan:
+        await asyncio.sleep(max(0.0, began + blow.at - time.monotonic()))
+        await asyncio.gather(*starting)
+        victims = [(slots[place], system.incarnation(slots[place])) for place in blow.victims]
+        held = [_held(system, load, incarnation) for _, incarnation in victims]
+        at = time.monotonic()
+        for victim, _ in victims:
+            victim.signal(signal.SIGKILL)
+            system.workers.remove(victim)
+        for (_, incarnation), streams in zip(victims, held, strict=True):
+            under_way.append(asyncio.create_task(_follow(system, incarnation, streams, at)))
+        starting = [asyncio.create_task(replace(place)) for place in blow.victims]
+        print(f"{at - began:.1f} s: {', '.join(victim.name for victim, _ in victims)}", flush=True)
+    await asyncio.gather(*starting)
+    return list(await asyncio.gather(*under_way))
+
+
+async def _follow(system: System, incarnation: str, held: list[Stream], began: float) -> Round:
+    """Wait until each of the streams that it held has gone on."""
     found, claims = await asyncio.to_thread(_watch, system, incarnation, held, began)
     for stream in held:
         if stream.id in claims:
             at, mark = claims[stream.id]
             last, after = await stream.token(mark - 1), await stream.token(mark)
             found.streams.append((last - began, at - began, after - began))
-    await asyncio.to_thread(_restore, system, victim, how)
     return found
 
 

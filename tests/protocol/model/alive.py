@@ -1,13 +1,17 @@
 """Workers seen to be dead before their lease lapses, and living ones taken for dead (`docs/failover.md`).
 
 worker:  subscribes to its alive channel on each server -> LEASE tells, by the server itself, whether it is heard there
-looker:  stood for a lease -> two looks at both servers, each with its own channel heard -> END (store) -> REAP (broker)
+looker:  stood for a lease, or JOIN, which counts where it is heard, and values that were written since -> two looks at
+         both servers, each with its own channel heard -> END (store) -> REAP (broker)
 taken and alive:  a new incarnation -> RELEASE, BACK -> RETRACT: the counts that were raised against its tasks
 
 `State.alive` has facts (incarnation, server, what): `heard`, somebody listens to its channel; `says`, its lease value
 says so; `stale`, that was written before the server dropped everybody; `late`, it lost its subscription and has not
-renewed since; `stood`, as a looker, for a lease. Without a server: `asleep` (suspended), `taken` while it lives; and by
-task, `raised`: REAP counted a return. `State.watch` has (looker, target, how far); `owes`: what was taken of it before.
+renewed since; `stood`, as a looker, for a lease; `joined`, by JOIN. Without a server: `asleep` (suspended), `taken`
+while it lives; and by task, `raised`: REAP counted a return. `State.watch` has (looker, target, how far); `owes`: what
+was taken of it before.
+`State.since` has (looker, target, server): the target's value there says no lower a number than JOIN answered the
+looker. That is all that the counter tells, so that the model has no numbers.
 """
 
 from __future__ import annotations
@@ -32,6 +36,13 @@ def born(inc: int, cfg: Cfg, *, stood: bool = False) -> frozenset[Fact]:
     return frozenset((inc, x, what) for x in servers(cfg) for what in ("heard", "says", "stood")[: 2 + stood])
 
 
+def written(s: State, w: int, inc: int, cfg: Cfg, x: str) -> frozenset[tuple[int, int, str]]:
+    """Who knows the value that LEASE writes now of worker w to be younger than their JOIN."""
+    if w in cfg.old or w in cfg.uncounted:
+        return frozenset()
+    return frozenset((me, inc, x) for me, at, what in s.alive if (at, what) == (x, "joined") and me != inc)
+
+
 def is_asleep(s: State, inc: int) -> bool:
     return (inc, "", "asleep") in s.alive
 
@@ -52,12 +63,12 @@ def begun_anew(s: State, old: int, new: int) -> State:
 def known(s: State) -> State:
     """Without what no step reads any more."""
     owed = {w[1] for w in s.watch if w[2] == "owes" and w[0] in s.incs}
-    mine = {"heard", "stood", "asleep", "taken"}
+    mine = {"heard", "stood", "joined", "asleep", "taken"}
     facts = frozenset(
         (inc, x, what)
         for inc, x, what in s.alive
         if (
-            inc in s.incs
+            inc in s.incs and not (what == "joined" and (inc, x, "stood") in s.alive)
             if what in mine
             else inc in owed or (inc in s.incs and (inc, "", "taken") in s.alive)
             if what == "raised"
@@ -65,13 +76,18 @@ def known(s: State) -> State:
         )
     )
     watch = frozenset(w for w in s.watch if w[0] in s.incs and (w[2] == "owes" or w[1] in s.lb | s.ls & s.listed))
-    return s._replace(alive=facts, watch=watch)
+    since = frozenset(
+        (me, one, x)
+        for me, one, x in s.since
+        if me in s.incs and (one, x, "says") in facts and (me, x, "stood") not in facts
+    )
+    return s._replace(alive=facts, watch=watch, since=since)
 
 
 def alive_steps(s: State, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     for x in servers(cfg):
         if b := spend(s, "cut"):
-            yield f"server {x} drops all its connections", False, _cut(s, x)._replace(budget=b)
+            yield f"server {x} drops all its connections", False, _cut(s, x, rules)._replace(budget=b)
     for w, inc in enumerate(s.incs):
         if inc == DOWN:
             continue
@@ -81,42 +97,57 @@ def alive_steps(s: State, cfg: Cfg, rules: Rules) -> Iterator[Step]:
             if b := spend(s, "suspend"):
                 yield f"worker {w} is suspended", False, s._replace(alive=s.alive | {(inc, "", "asleep")}, budget=b)
             if w not in cfg.old:
-                yield from _own(s, inc, cfg, rules)
+                yield from _own(s, w, inc, cfg, rules)
                 yield from _looks(s, inc, cfg, rules)
             yield from _retract(s, w, inc, cfg, rules)
         for x in servers(cfg):
             if (b := spend(s, "deaf")) and (inc, x, "heard") in s.alive:
-                facts = s.alive - {(inc, x, "heard")} | {(inc, x, "late")}
-                yield f"inc{inc} loses its alive connection to {x}", False, s._replace(alive=facts, budget=b)
+                after = _unheard(s, x, {inc}, rules)._replace(budget=b)
+                yield f"inc{inc} loses its alive connection to {x}", False, after
 
 
-def _cut(s: State, x: str) -> State:
+def _cut(s: State, x: str, rules: Rules) -> State:
     """A restart, a failover, a fault of the network: leases stay as they are."""
-    heard = {fact for fact in s.alive if fact[1:] == (x, "heard")}
-    late = {(inc, x, "late") for inc, *_ in heard}
     stale = {(inc, x, "stale") for inc, at, what in s.alive if (at, what) == (x, "says")}
-    return s._replace(alive=s.alive - heard | late | stale)
+    heard = {inc for inc, *fact in s.alive if fact == [x, "heard"]}
+    return _unheard(s._replace(alive=s.alive | stale), x, heard, rules)
 
 
-def _own(s: State, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
+def _unheard(s: State, x: str, incs: set[int], rules: Rules) -> State:
+    """Who subscribes anew joins anew, on both servers."""
+    facts, since = s.alive - {(inc, x, "heard") for inc in incs} | {(inc, x, "late") for inc in incs}, s.since
+    if "join_anew" in rules:
+        facts = frozenset(fact for fact in facts if fact[2] != "joined" or fact[0] not in incs)
+        since = frozenset(one for one in since if one[0] not in incs)
+    return s._replace(alive=facts, since=since)
+
+
+def _ready(s: State, inc: int, x: str) -> bool:
+    """Whether it may look at all."""
+    return not s.alive.isdisjoint({(inc, x, "joined"), (inc, x, "stood")})
+
+
+def _own(s: State, w: int, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     """Its subscriptions and its lease. Who looks stood for a lease once no value is left that is older than it stands:
-    each was renewed since, or has lapsed."""
+    each was renewed since, or has lapsed. Until then it may JOIN; afterwards that tells it nothing more."""
     for x in servers(cfg):
         facts, lives = s.alive, inc in (s.lb if x == "b" else s.ls)
         heard = (inc, x, "heard") in facts
         if not heard:
-            yield (
-                f"inc{inc} subscribes on {x}",
-                True,
-                s._replace(alive=facts - {(inc, x, "stood")} | {(inc, x, "heard")}),
-            )
+            anew = facts - {(inc, x, "stood")} | {(inc, x, "heard")}
+            yield f"inc{inc} subscribes on {x}", True, s._replace(alive=anew)
+        old = any(f[1:] == (x, "stale") for f in facts)
+        first = x == servers(cfg)[0] or _ready(s, inc, servers(cfg)[0])
+        if heard and old and first and not _ready(s, inc, x):
+            yield f"inc{inc} JOINs on {x}", True, s._replace(alive=facts | {(inc, x, "joined")})
         if lives:
             told = heard if "lease_tells" in rules else (inc, x, "says") in facts
             kept = facts - {(inc, x, what) for what in ("says", "late", "stale")}
             renewed = kept | {(inc, x, "says")} if told else kept
-            if renewed != facts:
-                yield f"LEASE renews inc{inc} on {x}", True, s._replace(alive=renewed)
-        if heard and (inc, x, "stood") not in facts and not any(f[1:] == (x, "stale") for f in facts):
+            since = s.since | written(s, w, inc, cfg, x) if told else s.since
+            if (renewed, since) != (facts, s.since):
+                yield f"LEASE renews inc{inc} on {x}", True, s._replace(alive=renewed, since=since)
+        if heard and (inc, x, "stood") not in facts and not old:
             yield f"inc{inc} has stood on {x} for a lease", True, s._replace(alive=facts | {(inc, x, "stood")})
 
 
@@ -125,20 +156,30 @@ def _counts(s: State, me: int, x: str, rules: Rules) -> bool:
     return (me, x, "heard") in s.alive or "look_heard" not in rules
 
 
-def _silent(s: State, me: int, one: int, x: str, rules: Rules) -> bool:
+def _silent(s: State, me: int, one: int, x: str, cfg: Cfg, rules: Rules) -> bool:
     lives = one in (s.lb if x == "b" else s.ls)
     says = (one, x, "says") in s.alive or "listens_said" not in rules
-    return _counts(s, me, x, rules) and lives and says and (one, x, "heard") not in s.alive
+    told = lives and says and _judges(s, me, one, x, cfg, rules)
+    return told and _counts(s, me, x, rules) and (one, x, "heard") not in s.alive
+
+
+def _judges(s: State, me: int, one: int, x: str, cfg: Cfg, rules: Rules) -> bool:
+    """Whether `me` knows that this value was written after it was heard there."""
+    if (me, x, "stood") in s.alive or "looker_stood" not in rules:
+        return True
+    counted = all(s.incs[w] != one for w in cfg.uncounted)
+    told = (me, one, x) in s.since or "value_since" not in rules or not (counted or "joins_said" in rules)
+    return (me, x, "joined") in s.alive and told
 
 
 def _gone_from_store(s: State, me: int, one: int, cfg: Cfg, rules: Rules) -> bool:
     if not cfg.split or "both_asked" not in rules:
         return True
-    return _counts(s, me, "s", rules) and (one not in s.ls or _silent(s, me, one, "s", rules))
+    return _counts(s, me, "s", rules) and (one not in s.ls or _silent(s, me, one, "s", cfg, rules))
 
 
 def _looks(s: State, me: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
-    if "looker_stood" in rules and not all((me, x, "stood") in s.alive for x in servers(cfg)):
+    if "looker_stood" in rules and not all(_ready(s, me, x) for x in servers(cfg)):
         return
     at = {w[1]: w[2] for w in s.watch if w[0] == me and w[2] != "owes"}
     # 250 ms are enough for a process that is not suspended to renew its lease.
@@ -149,7 +190,7 @@ def _looks(s: State, me: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
         def to(state: State, stage: str, one: int = one, others: frozenset[tuple[int, int, str]] = others) -> State:
             return state._replace(watch=others | {(me, one, stage)} if stage else others)
 
-        agreed = _silent(s, me, one, "b", rules) and _gone_from_store(s, me, one, cfg, rules)
+        agreed = _silent(s, me, one, "b", cfg, rules) and _gone_from_store(s, me, one, cfg, rules)
         if stage is None:
             if agreed and "look_twice" in rules:
                 yield f"inc{me} looks at inc{one}: silent", True, to(s, "once")
@@ -176,7 +217,7 @@ def _take(s: State, me: int, one: int, cfg: Cfg, rules: Rules, stage: str, to) -
             )
         else:
             yield f"END of inc{one} by inc{me}: not silent", True, to(s, "")
-    elif "reap_asks" not in rules or _silent(s, me, one, "b", rules):
+    elif "reap_asks" not in rules or _silent(s, me, one, "b", cfg, rules):
         after = _reaped(s, one, cfg, rules)
         yield f"inc{me} REAPs inc{one} early", True, to(after, "reaped" if cfg.split and first == "reap" else "")
     else:

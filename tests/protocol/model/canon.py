@@ -31,7 +31,7 @@ def canon(s: State, cfg: Cfg) -> State:
     s = s._replace(slots=tuple([_slot(p, cfg.strays) for p in s.slots]))
     s = rows_in_order(s) if s.posts else s
     s = known_alive(s) if cfg.alive else s
-    return renamed(in_order(s, cfg) if len(s.slots) > 1 and not cfg.kinds else s, cfg)
+    return renamed(in_order(s, cfg) if len(s.slots) > 1 and not (cfg.kinds or cfg.old or cfg.uncounted) else s, cfg)
 
 
 def renamed(s: State, cfg: Cfg) -> State:
@@ -47,6 +47,7 @@ def renamed(s: State, cfg: Cfg) -> State:
         | s.listed
         | {f[0] for f in s.alive}
         | {w[1] for w in s.watch}
+        | {one for _, one, _ in s.since}
         | {e[1] for e in s.infl}
         | {f.inc for f in entries}
         | set(owners)
@@ -98,6 +99,7 @@ def renamed(s: State, cfg: Cfg) -> State:
         kinds=frozenset((inc[n], kind) for n, kind in s.kinds if n in s.lb | s.ls or n in s.incs) if kinds else s.kinds,
         alive=frozenset((inc[n], *rest) for n, *rest in s.alive) if s.alive else s.alive,
         watch=frozenset((inc[n], inc[m], how) for n, m, how in s.watch) if s.watch else s.watch,
+        since=frozenset((inc[n], inc[m], x) for n, m, x in s.since) if s.since else s.since,
         unknown=frozenset((d[uuid], c[claim]) for uuid, claim in s.unknown if uuid in d and claim in c),
         fields=frozenset(f._replace(d=d[f.d], inc=inc[f.inc]) for f in s.fields) if s.fields else s.fields,
         reap=s.reap and (inc[s.reap[0]], tuple(sorted(f._replace(d=d[f.d], inc=inc[f.inc]) for f in s.reap[1]))),
@@ -171,6 +173,8 @@ def _facts(s: State, inc: int) -> list[tuple[str, ...]]:
             *facts,
             *(("looks", how) for n, _, how in s.watch if n == inc),
             *(("seen", how) for _, n, how in s.watch if n == inc),
+            *(("judges", x) for n, _, x in s.since if n == inc),
+            *(("judged", x) for _, n, x in s.since if n == inc),
         ]
     )
 

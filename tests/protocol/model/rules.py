@@ -126,7 +126,12 @@ RULES: dict[str, Rule] = {
     "look_heard": Rule(
         "alive-cut", "a look counts only where the looker's own channel has a listener, in the same call"
     ),
-    "looker_stood": Rule("alive-cut", "who looks has been heard there for a lease: older lease values say nothing"),
+    "looker_stood": Rule(
+        "alive-cut", "who looks has been heard there for a lease, or has joined: lease values from before say nothing"
+    ),
+    "value_since": Rule("alive-cut", "who joined, and was not heard for a lease, judges only values written since"),
+    "join_anew": Rule("alive-cut-again", "a new subscription joins anew: another was before what the server dropped"),
+    "joins_said": Rule("alive-uncounted", "a value without the counter says nothing to who only joined"),
     "lease_tells": Rule("alive-cut", "LEASE asks the server itself whether its worker is heard, and writes that"),
     "listens_said": Rule("alive-old", "only a worker whose lease value says that it listens is taken early"),
     "look_twice": Rule("alive", "two looks, so far apart that a living worker has renewed its lease in between"),

@@ -32,6 +32,7 @@ def _world(
     books: bool = False,
     alive: bool = False,
     old: tuple[int, ...] = (),
+    uncounted: tuple[int, ...] = (),
     sent: bool = True,
     **faults: int,
 ) -> Cfg:
@@ -70,6 +71,7 @@ def _world(
         books,
         alive,
         old,
+        uncounted,
         budget,
     )
 
@@ -169,6 +171,8 @@ _LIST = [
     _world("alive", alive=True, crash=1, suspend=1, deaf=1, lost=1, length=1),
     _world("alive-crash", alive=True, crash=2, expire=1, length=1),
     _world("alive-cut", alive=True, crash=1, suspend=1, cut=1, length=1),
+    _world("alive-cut-again", alive=True, suspend=1, cut=2, length=0),
+    _world("alive-uncounted", alive=True, uncounted=(0,), suspend=1, cut=1, length=0),
     _world("alive-split", alive=True, split=True, suspend=1, deaf=2, length=0),
     _world("alive-split-crash", alive=True, split=True, crash=2, length=0),
     _world("alive-split-cut", alive=True, split=True, suspend=1, cut=2, length=0),

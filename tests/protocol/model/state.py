@@ -68,7 +68,7 @@ class Cfg(NamedTuple):
     `broken`: no worker can make sense of a record that it has claimed, and keeps the message; `kinds[w]`: (version,
     pool) of worker w, where that matters, and its release's level; `need`: the level that tasks need; `posts`: how many
     deliver events, of which tasks then want all; `books`: of SQS, on the store; `alive`: workers look whether others
-    are alive, but for those of an earlier release (`old`)."""
+    are alive, but for those of an earlier release (`old`); leases of others do not tell the counter (`uncounted`)."""
 
     name: str
     tasks: int
@@ -96,6 +96,7 @@ class Cfg(NamedTuple):
     books: bool
     alive: bool
     old: tuple[int, ...]
+    uncounted: tuple[int, ...]
     budget: tuple[int, ...]
 
     @property
@@ -192,10 +193,10 @@ class State(NamedTuple):
     brought back; `kinds`: (incarnation, its kind) of all with a lease; `rows`: of the outbox, per task;
     `posts`: deliverers. Of SQS's books: `index`: (task, its age: `true`, `old`, or `new` whatever its message is);
     `fields`: in flight; `stored`: tasks to be sent later; `reap`: the incarnation that is reaped, and its fields to be
-    made visible; `due`: what is being sent from the store; `old`: messages that SQS will drop. `alive`, `watch`: see
-    `alive`. `held`: worker processes that are held back: they fetch nothing, and CLAIM counts them for no pool.
-    `erased`: tasks that were deleted, as the store has noted; `results`: plain ones whose result Celery has, where they
-    may be deleted."""
+    made visible; `due`: what is being sent from the store; `old`: messages that SQS will drop. `alive`, `watch`,
+    `since`: see `alive`. `held`: worker processes that are held back: they fetch nothing, and CLAIM counts them for no
+    pool. `erased`: tasks that were deleted, as the store has noted; `results`: plain ones whose result Celery has,
+    where they may be deleted."""
 
     queue: tuple[Message, ...]
     infl: frozenset[Delivery]
@@ -228,6 +229,7 @@ class State(NamedTuple):
     old: frozenset[Message] = frozenset()
     alive: frozenset[tuple[int, str, str]] = frozenset()
     watch: frozenset[tuple[int, int, str]] = frozenset()
+    since: frozenset[tuple[int, int, str]] = frozenset()
     held: frozenset[int] = frozenset()
     erased: frozenset[int] = frozenset()
     results: frozenset[int] = frozenset()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.protocol.model.alive import alive_steps, begun_anew, born, is_asleep
+from tests.protocol.model.alive import alive_steps, begun_anew, born, is_asleep, servers, written
 from tests.protocol.model.books import PLACES, book_steps, lapsed_place, place_steps
 from tests.protocol.model.fleet import (
     adopt_steps,
@@ -171,7 +171,9 @@ def reborn(s: State, w: int, cfg: Cfg) -> State:
         | {f.inc for f in s.fields}
     )
     inc = fresh(set(s.incs) | known | ({s.reap[0]} if s.reap else set()))
+    since = s.since.union(*(written(s, w, inc, cfg, x) for x in servers(cfg))) if cfg.alive else s.since
     return s._replace(
+        since=since,
         slots=tuple(IDLE if cfg.workers[i] == w else p for i, p in enumerate(s.slots)),
         incs=put(s.incs, w, inc),
         lb=s.lb | {inc},

@@ -3,7 +3,8 @@
 -- does. Each return is counted, because a worker killed between FETCH and CLAIM counts no death on the record.
 -- Early, with a looker: the lease stands and inc is silent (see _alive.lua): its lease ends here, and what is counted
 -- is noted for RETRACT. Ordinary Celery tasks, which nothing fences, are delayed until the lease would have lapsed.
--- KEYS: lease, in flight of inc, incarnations, reaped, returned, delayed   ARGV: inc, looker (or empty)
+-- KEYS: lease, in flight of inc, incarnations, reaped, returned, delayed
+-- ARGV: inc, looker (or empty), the join since when lease values count for it
 -- Answers: entries returned, or -1 while the lease is alive
 -- include: producers.connection/_now.lua
 -- include: _fair.lua
@@ -11,7 +12,7 @@
 local left = redis.call('PTTL', KEYS[1])
 local early = left ~= -2
 if early then
-  if ARGV[2] == '' or not silent(ARGV[1], ARGV[2]) then
+  if ARGV[2] == '' or not silent(ARGV[1], ARGV[2], ARGV[3]) then
     return -1
   end
   redis.call('DEL', KEYS[1])

@@ -57,10 +57,11 @@ class Request:
         return [{"Id": str(k), "ReceiptHandle": one.receipt, **more} for k, one in enumerate(self.messages)]
 
 
-def reap(incarnation: str, looker: str = "") -> Call:
-    """See `read_reap`. `looker`: the incarnation that found it silent, if its lease stands."""
+def reap(incarnation: str, looker: str = "", since: int = 0) -> Call:
+    """See `read_reap`. `looker`: the incarnation that found it silent, if its lease stands, and `since` which join
+    lease values count for it."""
     names = (contract_keys.lease(incarnation), keys.inflight(incarnation), shared.REAPED, shared.INCARNATIONS)
-    return Call(script(PACKAGE, "reap"), names, (incarnation, looker))
+    return Call(script(PACKAGE, "reap"), names, (incarnation, looker, since))
 
 
 def read_reap(answer: Sequence[Any]) -> tuple[int, list[Flying]]:

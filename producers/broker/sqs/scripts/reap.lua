@@ -4,7 +4,8 @@
 -- any more. Then SQS is told, then REAPED.
 -- Early, with a looker, where inc is silent (see _alive.lua) and holds nothing of plain Celery's, which cannot be kept
 -- back: its lease ends here, and what is counted is noted for RETRACT.
--- KEYS: lease, in flight of inc, reaped, incarnations   ARGV: inc, looker (or empty)
+-- KEYS: lease, in flight of inc, reaped, incarnations
+-- ARGV: inc, looker (or empty), the join since when lease values count for it
 -- Answers: {-1} while the lease is alive; else messages that this call has put on their way, then field, entry (JSON),
 --          ... of all that are in flight. Without any, the incarnation is forgotten.
 -- include: _index.lua
@@ -12,7 +13,7 @@
 local now, out, flying = now_ms(), { 0 }, redis.call('HGETALL', KEYS[2])
 local early = redis.call('EXISTS', KEYS[1]) == 1
 if early then
-  local takes = ARGV[2] ~= '' and silent(ARGV[1], ARGV[2])
+  local takes = ARGV[2] ~= '' and silent(ARGV[1], ARGV[2], ARGV[3])
   for k = 2, #flying, 2 do
     takes = takes and cjson.decode(flying[k]).member ~= ''
   end
