@@ -96,7 +96,7 @@ def begun(r: Rec, t: str, need: int = 0) -> Rec:
 def reason_of(r: Rec, choice: int) -> str:
     """Of a choice of a task that is incomplete."""
     mine = [entry for entry in map(json.loads, r.stream) if entry[0] == choice]
-    return mine[-1][5] if mine and len(mine[-1]) > 5 else "deadline"
+    return mine[-1][5] if mine and len(mine[-1]) > 5 else {"expired": "deadline"}.get(str(r.why), "error")
 
 
 def counts(records: Iterable[dict[str, str]]) -> tuple[Counter[str], ...]:
@@ -316,7 +316,8 @@ class Pair(Calls):
     @staticmethod
     def _why(fields: dict[str, str]) -> str | None:
         error = json.loads(fields.get("error", "null"))
-        return {"expired": "expired", "dead_lettered": "dead"}.get(error["code"]) if error else None
+        known = {"expired": "expired", "dead_lettered": "dead", "release_missing": "unserved"}
+        return known.get(error["code"]) if error else None
 
     @staticmethod
     def _same_end(r: Rec, stored: Stored) -> None:
@@ -327,7 +328,7 @@ class Pair(Calls):
             name: stored.json(name) for name in ("reasons", "usage", "error")
         }
         assert end["usage"]["output_tokens"] == sum(r.next) + r.discarded
-        if r.why == "expired":
+        if r.why in {"expired", "unserved"}:
             assert end["reasons"] == ([reason_of(r, c) for c in range(len(r.next))] if r.end == "incomplete" else [])
         assert end["usage"]["prompt_tokens"] == ((r.counted or 0) if "started" in stored.fields else 0)
 

@@ -81,6 +81,11 @@ class StoreMachine(Pair):
         """The level that a task of this release's gateway needs."""
         return 0
 
+    def serving(self) -> set[tuple[str, str, int]]:
+        """The kinds of workers that live: version, pool, level of their release."""
+        live = [(inc, pool) for inc, pool in zip(INCS, POOLS, strict=True) if inc in self.live]
+        return {(pool.version, pool.fingerprint, self.acts(inc).level) for inc, pool in live}
+
     # ---- the scripts -----------------------------------------------------------------------------------------
 
     @rule(
@@ -135,11 +140,7 @@ class StoreMachine(Pair):
             call = said.claim(t, c, inc, pool, plain=plain, condemned=condemned, max_deaths=LIMIT)
             answer = said.read_claim(t, self.server.run(call))
             kind = (pool.version, pool.fingerprint, release.level)
-            serving = {
-                (p.version, p.fingerprint, self.acts(inc).level)
-                for inc, p in zip(INCS, POOLS, strict=True)
-                if inc in self.live
-            }
+            serving = self.serving()
             before = self.model[t]
             expected, self.model[t] = scripts.claim(
                 *(before, c, inc, self.live, ALL),

@@ -7,6 +7,7 @@ scripts and a higher level: its tasks may need that.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +23,16 @@ from redis import Redis
 from producers.broker.memory.server import Server as Memory
 from producers.broker.redis import calls as broker
 from producers.broker.redis import keys as broker_keys
-from producers.connection.script import Script, script
+from producers.connection.script import Script, script, text
 from producers.contract import keys, levels
 from producers.store import protocol
+from producers.sweeper.queues import unserved
 from tests.exhaustive import few
 from tests.histories import examples
 from tests.protocol import broker as broker_pair
 from tests.protocol import broker_histories, store, store_histories, test_broker, test_prompt_script, test_unread_script
 from tests.protocol import test_scripts as test_store
+from tests.protocol.model import ALL, scripts
 from tests.protocol.server import THIS, Mutant, Release, notices, run_machine, written
 from tests.releases.before import Before, Functions
 
@@ -120,6 +123,24 @@ class MixedStore(Mixed, test_store.StoreMachine):
     def need(self, t: str, release: Release) -> int:
         """Of `t1` the later release's caller asks for something new."""
         return release.level if t == "t1" and release.level > self.pair[0].level else 0
+
+    @rule(aged=st.booleans(), listed=st.booleans())
+    @precondition(lambda self: self.mix.later and self.model["t1"])
+    def unserved(self, aged: bool, listed: bool) -> None:
+        """`listed`: the broker lists the worker of a pool that has no queue of its own, too."""
+        error = json.dumps({"code": "release_missing", "message": ""})
+        workers = [inc for inc in store.INCS if listed and store.POOLS[store.INCS.index(inc)].version == "1"]
+        after_s = 0.0 if aged else 3600.0
+        call = self.acts().of(unserved).unserved("t1", error, store.POOL.version_queue, after_s, workers)
+
+        def step() -> None:
+            answer = text(self.server.run(call))
+            expected, self.model["t1"] = scripts.unserved(
+                self.model["t1"], self.live, store.POOL.version, self.serving(), ALL, aged=aged
+            )
+            assert answer == expected
+
+        self.do(step)
 
 
 class Leveled(Memory):
@@ -263,6 +284,36 @@ def leave_a_task_to_the_next_release(redis: Redis, earlier: Release, mutant: Any
     at.teardown()
 
 
+def end_what_nobody_can_do(redis: Redis, earlier: Release, mutant: Any = None) -> None:
+    """A task that waits, and one that was begun: once no worker that can do it is left, others are, and it is old."""
+    mix = Mix((True, False, True), (True,), later=True)
+    for begun in (False, True):
+        at = machine(MixedStore, redis, earlier, mutant, mix=mix)()
+        at.begin(begun=(0, 0, 0), alive=(False, True, True))
+        at.admit("t1", "mine", False)
+        at.unserved(True, True)
+        at.queued("t1", True)
+        if begun:
+            at.claim("t1", "i3", False, False, False)  # which drains: none of the version's others can do it
+            at.append([("t1", True, True, 0, 0, 1)])
+            at.unserved(True, True)
+            at.lease("i3", False)
+        for changes, aged in (
+            ({"i1": True}, True),
+            ({"i1": False, "i2": False}, True),
+            ({"i2": True}, False),
+            ({}, True),
+        ):
+            assert not at.model["t1"].end
+            for inc, lives in changes.items():
+                at.lease(inc, lives)
+            at.unserved(aged, True)
+        assert at.model["t1"].end == ("incomplete" if begun else "failed")
+        at.unserved(True, True)
+        at.orphan("t1", False)
+        at.teardown()
+
+
 def leave_messages_to_the_next_release(redis: Redis, earlier: Release, mutant: Any = None) -> None:
     """Workers of this release neither take them nor keep them from a sweeper of the next."""
     mix = Mix((True, False, True), (True,), later=True)
@@ -296,6 +347,7 @@ def test_long_histories_of_messages(mix: str, valkey: Redis, earlier: Earlier) -
 def test_what_needs_the_next_release_is_left_to_it(valkey: Redis, earlier: Earlier) -> None:
     leave_a_task_to_the_next_release(valkey, earlier)
     leave_messages_to_the_next_release(valkey, earlier)
+    end_what_nobody_can_do(valkey, earlier)
 
 
 #: Machine -> examples in `make test` and in the exhaustive run, and steps of each.
@@ -349,6 +401,14 @@ MUTANTS = {
     "CLAIM compares no levels": ("claim", "return need > level and beside(queue, need)", "return false"),
     "CLAIM names the queue that all read": ("claim", "'queue', beside(queue, need)", "'queue', queue"),
     "CLAIM waits for a pool whose workers cannot do it": ("claim", "lives({ pool }, need)", "lives({ pool }, 0)"),
+    "UNSERVED ends what is new": ("unserved", "or now_ms() - tonumber(r[5] or '0') < tonumber(ARGV[4])\n", ""),
+    "UNSERVED ends what runs": ("unserved", "'penstock:lease:' .. owner) == 1", "'penstock:lease:' .. owner) == 2"),
+    "UNSERVED ends what is still submitting": ("unserved", "(status == 'queued' or", "(status ~= '' or"),
+    "UNSERVED asks for no level": ("unserved", "if lives_at(worker, level) then", "if false then"),
+    "UNSERVED ends what waits for any worker": ("unserved", "if not lives then", "if false then"),
+    "UNSERVED fails what was begun": ("unserved", "id, r[4], ARGV[2]", "id, false, ARGV[2]"),
+    "UNSERVED leaves the dead owner's claim": ("unserved", "redis.call('HDEL', task, 'claim', 'owner')\n", ""),
+    "UNSERVED speaks of a deadline": ("unserved", "r[4], ARGV[2], '\"error\"')", "r[4])"),
     "RECALL is held up by who cannot do it": ("recall", "lives_at(listed[k], level)", "lives_at(listed[k], 0)"),
     "ADOPT is held up by who cannot do it": ("adopt", "lives_at(listed[k], level)", "lives_at(listed[k], 0)"),
 }
@@ -357,9 +417,10 @@ MUTANTS = {
 def leave_to_the_next_release(redis: Redis, mutant: Mutant, earlier: Earlier) -> None:
     leave_a_task_to_the_next_release(redis, earlier, mutant)
     leave_messages_to_the_next_release(redis, earlier, mutant)
+    end_what_nobody_can_do(redis, earlier, mutant)
 
 
 @pytest.mark.parametrize("broken", MUTANTS)
 def test_a_script_that_does_not_keep_releases_apart_is_noticed(broken: str, valkey: Redis, earlier: Earlier) -> None:
-    package = protocol.PACKAGE if MUTANTS[broken][0] == "claim" else broker.PACKAGE
+    package = protocol.PACKAGE if MUTANTS[broken][0] in ("claim", "unserved") else broker.PACKAGE
     notices(leave_to_the_next_release, valkey, Mutant(package, *MUTANTS[broken]), earlier=earlier)

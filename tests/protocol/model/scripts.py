@@ -13,11 +13,11 @@ Rules = frozenset[str]
 
 
 class Rec(NamedTuple):
-    """A record and its stream. `listed`: it stands in the sweeper's index. `why`: dead or expired, where given up.
-    `stream` holds the tokens; `prompt`, of each entry of the prompt's, how many tokens stand before it; `counted`: the
-    prompt's tokens, where known; `at`: where its entries are, in the stream or, once compacted, in the result;
-    `dated`: it says when it was queued; `kind`: (version, pool) that took it up last, or as it was sent (version,
-    None); `need`: the level of its worker's release that it asks for; `hook`: the events that somebody
+    """A record and its stream. `listed`: it stands in the sweeper's index. `why`: dead, expired or unserved, where
+    given up. `stream` holds the tokens; `prompt`, of each entry of the prompt's, how many tokens stand before it;
+    `counted`: the prompt's tokens, where known; `at`: where its entries are, in the stream or, once compacted, in the
+    result; `dated`: it says when it was queued; `kind`: (version, pool) that took it up last, or as it was sent
+    (version, None); `need`: the level of its worker's release that it asks for; `hook`: the events that somebody
     wants to hear of; `told`: those whose rows were written, in order; `lost`: the owners whose deaths were counted, in
     order; `waits`: how often the counts of what waits have it; `letter`: its message is to be kept as a dead letter, as
     whoever settled it said."""
@@ -84,10 +84,10 @@ def _left(r: Rec, rules: Rules) -> Rec:
     return r._replace(listed=False) if r.listed and "index_left" in rules else r
 
 
-def _late(r: Rec, rules: Rules, **changes: Any) -> Rec:
+def _late(r: Rec, rules: Rules, why: str = "expired", **changes: Any) -> Rec:
     """Its deadline passed, and nobody live has it."""
     begun = r.claims > 0 and "late_begun" in rules
-    return _final(r, "incomplete" if begun else "failed", rules, why="expired", **changes)
+    return _final(r, "incomplete" if begun else "failed", rules, why=why, **changes)
 
 
 def admit(
@@ -353,6 +353,21 @@ def expire(r: Rec | None, live: Container[Any], rules: Rules) -> tuple[str, Rec 
         return "cancelled", _final(r, "cancelled", rules, claim=None, owner=None)
     ended = _late(r, rules, claim=None, owner=None)
     return ended.status, ended
+
+
+def unserved(
+    r: Rec | None, live: Container[Any], version: Any, serving: Collection[Any], rules: Rules, *, aged: bool
+) -> tuple[str, Rec | None]:
+    """The task needs a later release than any that lives of its version, and one lives. `aged`: it is old enough;
+    `serving`: as of `claim`."""
+    if r is None:
+        return "gone", r
+    up = [kind for kind in serving if kind[0] == version]
+    if r.status not in {"queued", "in_progress"} or not r.need or not aged or (r.owner is not None and r.owner in live):
+        return r.status, r
+    if not up or any(level_of(kind) >= r.need for kind in up):
+        return r.status, r
+    return "ended", _late(r, rules, why="unserved", claim=None, owner=None)
 
 
 def cancel(r: Rec | None, live: Container[Any], rules: Rules) -> tuple[bool, str, Rec | None]:
