@@ -169,6 +169,21 @@ def test_its_workers_deaths_count_as_ever(rig: Rig, app: Celery) -> None:
     assert worker.process.poll() is None
 
 
+def test_a_message_whose_result_nobody_could_store_is_refused_as_ever(rig: Rig) -> None:
+    """Its id cannot be part of a key, so its sender could not be told later."""
+    rig.worker()
+    headers = {"id": "a\ud800", "task": "penstock.later", "lang": "py", "argsrepr": "()", "kwargsrepr": "{}"}
+    properties = {
+        "delivery_info": {"exchange": "", "routing_key": MODEL},
+        "delivery_tag": "x",
+        "body_encoding": "base64",
+    }
+    message = {"body": "W1tdLCB7fSwge31d", "headers": headers, "properties": properties}
+    rig.redis.lpush(MODEL, json.dumps({**message, "content-type": "application/json", "content-encoding": "utf-8"}))
+    rig.until(rig.dead)
+    assert rig.waiting(ASIDE) == 0
+
+
 def test_another_unknown_name_is_refused_as_ever(rig: Rig, app: Celery) -> None:
     rig.worker()
     result = later(app, "app.unheard_of")

@@ -17,7 +17,7 @@ from typing import Any
 from producers.broker.base import Consumer
 from producers.connection.log_throttle import warn_throttled
 from producers.contract import keys, levels
-from producers.contract.message import is_plain
+from producers.contract.message import id_of, is_plain
 from workers.breaker.breaker import Breaker
 from workers.flow.claimer import Claimer, Decode
 from workers.flow.deliveries import Deliveries
@@ -114,11 +114,11 @@ class CelerySide:
     def put_aside(self, uuid: str, kind: str) -> None:
         """The message is of a kind of Penstock's (`penstock.*`) that this release does not know: it waits where only
         workers of a later one take from. Where nobody could end it there, its sender is told at once, and it is kept as
-        a dead letter."""
+        a dead letter: on SQS, or if its id cannot be part of a key."""
         delivery = self.deliveries.held.get(uuid)
         if delivery is None:
             return
-        if self.broker.capabilities.prunes:
+        if self.broker.capabilities.prunes and id_of({"id": delivery.task_id}):
             warn_throttled(logger, "Put aside for a later release: message %s, of kind %r", delivery.task_id, kind)
             home = self.served.pool.version_queue
             self.deliveries.give_back(delivery, to=levels.queue_of(home, levels.LEVEL + 1))
