@@ -281,10 +281,12 @@ class Broker(ABC):
         over: Callable[[Sequence[bytes]], Awaitable[Mapping[bytes, str]]],
         page: int,
         reason: str = "",
+        to: str = "",
     ) -> tuple[int, int]:
         """Remove messages from a queue without workers. Returns the numbers removed and left.
 
-        What is delayed is left, too. With a `reason`, what is removed becomes a dead letter, in one step each.
+        What is delayed is left, too. With a `reason`, what is removed becomes a dead letter; with `to`, it goes to the
+        front of its tier in that queue: in one step each.
 
         `over` gets the waiting messages, `page` at a time, and returns those to remove -> their task ids. A broker that
         removes messages for their receivers alone stops counting them: CLAIM answers `done` if they come.

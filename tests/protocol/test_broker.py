@@ -295,6 +295,16 @@ class BrokerMachine(BrokerPair):
         call = broker.bury(name, raw, task_id, reason)
         self.do(lambda: self._agree(call, lambda: self.model.remove(name, raw, task_id, reason)))
 
+    @rule(name=names, to=names, pick=st.integers(0, 9), there=st.booleans())
+    @precondition(lambda self: any(self.model.lists.values()))
+    def move(self, name: str, to: str, pick: int, there: bool) -> None:
+        """What waits in a list goes to the front of another."""
+        waiting = [name for name in sorted(self.lists) if self.model.lists[name]]
+        name = waiting[pick % len(waiting)] if there else name
+        raw = self.model.lists[name][pick % len(self.model.lists[name])] if there else STEADY
+        call = broker.move(name, to, raw)
+        self.do(lambda: self._agree(call, lambda: self.model.move(name, to, raw)))
+
     @rule(inc=incs, pick=st.integers(0, 9), known=st.booleans())
     @precondition(holding)
     def strays(self, inc: str, pick: int, known: bool) -> None:

@@ -98,6 +98,32 @@ def test_what_nobody_knows_ends_after_a_while_and_is_kept(rig: Rig, app: Celery)
     rig.check_nothing_left()
 
 
+def test_it_stays_aside_where_another_message_goes_back(rig: Rig, app: Celery) -> None:
+    """A task that a later release's worker left, which this one can fail: its message alone goes back."""
+    rig.worker()
+    result = later(app)
+    rig.until(lambda: rig.waiting(ASIDE) == 1)
+    other = app.send_task(keys.TASK_NAME, kwargs={"prompt": [1], "later": 1}, queue="elsewhere")
+    rig.redis.rename("elsewhere", ASIDE + "-")
+    (message,) = rig.redis.lrange(ASIDE + "-", 0, -1)
+    rig.redis.delete(ASIDE + "-")
+    rig.redis.lpush(ASIDE, message)
+    before = int(rig.redis.get(broker_keys.DELIVERIES))
+
+    async def ends() -> None:
+        async with AsyncClient(rig.url) as client:
+            swept = UnservedTasks(client, CeleryResults(client, rig.url), after_s=600.0)
+            await swept.sweep()
+            swept._since = dict.fromkeys(swept._since, float("-inf"))
+            await swept.sweep()
+
+    asyncio.run(ends())
+    rig.check([other.id], "failed")
+    assert result.state == "PENDING"
+    assert rig.waiting(ASIDE) == 1
+    assert int(rig.redis.get(broker_keys.DELIVERIES)) == before + 1
+
+
 def test_it_waits_where_nobody_is_up(rig: Rig, app: Celery) -> None:
     worker = rig.worker()
     result = later(app)

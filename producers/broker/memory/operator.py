@@ -110,9 +110,10 @@ class MemoryBroker(Broker):
         over: Callable[[Sequence[bytes]], Awaitable[Mapping[bytes, str]]],
         page: int,
         reason: str = "",
+        to: str = "",
     ) -> tuple[int, int]:
         removed = left = 0
-        for name, _ in self._lists(queue):
+        for (name, _), (target, _) in zip(self._lists(queue), self._lists(to), strict=True):
             messages = list(self._server.lists[name])
             gone = {
                 raw: id_
@@ -121,7 +122,9 @@ class MemoryBroker(Broker):
             }
             with self._server.lock:
                 for raw, task_id in gone.items():
-                    while self._server.remove(name, raw, task_id, reason):
+                    while (
+                        self._server.move(name, target, raw) if to else self._server.remove(name, raw, task_id, reason)
+                    ):
                         removed += 1
                 left += len(self._server.lists[name])
         return removed, left + len(self._server.delayed[queue])

@@ -106,6 +106,14 @@ class Server:
             self.bury(reason, name, raw)
         return True
 
+    def move(self, name: str, target: str, raw: bytes) -> bool:
+        """Take a message out of a list, to the front of another. False where it does not wait there."""
+        if raw not in self.lists[name]:
+            return False
+        self.lists[name].remove(raw)
+        self.push(target, raw, front=True)
+        return True
+
     # ---- deliveries -----------------------------------------------------------------------------------------------
 
     def ack(self, incarnation: str, uuid: str, reason: str, used: int) -> bool:

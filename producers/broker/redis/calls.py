@@ -169,6 +169,11 @@ def bury(list_name: str, message: bytes, task_id: str, reason: str) -> Call:
     return Call(script(PACKAGE, "bury"), names, (message, task_id, reason))
 
 
+def move(list_name: str, target: str, message: bytes) -> Call:
+    """A message that waits in a list goes to the front of another. Answers 1, or 0 where it does not wait there."""
+    return Call(script(PACKAGE, "move"), (list_name, target), (message,))
+
+
 def due(queue: str) -> Call:
     """Answers how many messages were delayed, and are due and in their lists now."""
     return Call(script(PACKAGE, "due"), (keys.delayed(queue),), ())

@@ -125,16 +125,18 @@ class RedisBroker(Books):
         over: Callable[[Sequence[bytes]], Awaitable[Mapping[bytes, str]]],
         page: int,
         reason: str = "",
+        to: str = "",
     ) -> tuple[int, int]:
         removed = left = 0
-        for name, _ in _lists(queue):
+        for (name, _), (target, _) in zip(_lists(queue), _lists(to), strict=True):
             start = 0
             while messages := await self._range(name, start, page):
                 gone = await over(messages)
                 for raw, task_id in gone.items():
-                    if reason:
+                    if reason or to:
+                        call = calls.move(name, target, raw) if to else calls.bury(name, raw, task_id, reason)
                         for _ in range(messages.count(raw)):
-                            removed += await arun(self._redis, calls.bury(name, raw, task_id, reason))
+                            removed += await arun(self._redis, call)
                         continue
                     removed += await self._redis.execute_command("LREM", name, -messages.count(raw), raw)
                     for counts in (keys.REAPED, keys.RETURNED):

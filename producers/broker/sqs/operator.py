@@ -200,9 +200,10 @@ class SqsBroker(Books):
         over: Callable[[Sequence[bytes]], Awaitable[Mapping[bytes, str]]],
         page: int,
         reason: str = "",
+        to: str = "",
     ) -> tuple[int, int]:
         """From the index alone: SQS removes a message for its receiver only, or at the end of its retention. So no dead
-        letter is kept."""
+        letter is kept, and none is moved."""
         removed, kept = 0, await self._stock(queue)
         for name, _ in _indexed(queue):
             start = 0

@@ -8,8 +8,8 @@ Where no worker of the version is up, tasks wait: an autoscaler may have sent al
 itself, so a worker that starts at that moment keeps its tasks; and at the task's age, since it may be new. Killed after
 it, the next sweep finds the message of a final task, and removes it; ORPHAN settles the task.
 
-A plain Celery message has the links and the result of its task. It goes back to the version's queue, with all that
-waits beside it: a worker that is up settles what has ended, fails what it cannot read, and gives the rest back.
+A plain Celery message has the links and the result of its task. It goes back to the version's queue once its task has
+ended, or has no record: a worker that is up settles that, or fails what it cannot read. What else waits stays there.
 
 A message of a kind that no worker which is up knows (`penstock.*`) has no record. It ends once it was seen to wait for
 --unserved-after: its result is stored, then it becomes a dead letter, in one script (BURY). Killed between the two, the
@@ -134,10 +134,14 @@ class UnservedTasks:
     async def _end(self, queue: str, version: str, pools: Sequence[str], workers: Sequence[str], error: str) -> int:
         while await self._broker.recall(queue, pools, PAGE) == PAGE:
             pass
-        ended, plain = 0, False
+        ended, plain = 0, set[str]()
+
+        async def settles(page: Iterable[bytes]) -> dict[bytes, str]:
+            found = {raw: task_headers(raw) or {} for raw in page}
+            return {raw: headers["id"] for raw, headers in found.items() if headers.get("id") in plain}
 
         async def over(page: Iterable[bytes]) -> dict[bytes, str]:
-            nonlocal ended, plain
+            nonlocal ended
             found = {}
             for raw in page:
                 headers = task_headers(raw)
@@ -148,14 +152,15 @@ class UnservedTasks:
                 status = text(await arun(self._store, call))
                 ended += status == "ended"
                 if status in {"ended", "gone", *FINAL}:
-                    plain = plain or is_celerys
-                    if not is_celerys:
+                    if is_celerys:
+                        plain.add(task_id)
+                    else:
                         found[raw] = task_id
             return found
 
         await self._broker.prune(queue, over, PAGE)
         if plain:
-            await self._broker.adopt(queue, version)
+            await self._broker.prune(queue, settles, PAGE, to=version)
         if ended:
             log.warning("%d tasks of %s are ended: no worker that is up is of a release that can do them", ended, queue)
         return ended

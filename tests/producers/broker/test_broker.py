@@ -135,6 +135,21 @@ async def test_what_is_pruned_for_a_reason_becomes_a_dead_letter(broker: Broker)
     assert await broker.prune(QUEUE, over, 2, "no good") == (0, 3)
 
 
+@pytest.mark.parametrize("url", ["redis", "memory"], indirect=True)
+async def test_what_is_pruned_to_another_queue_is_in_front_there(broker: Broker, consumer: Consumer) -> None:
+    elsewhere = f"{QUEUE}+1"
+    await broker.send_many([Message(name, elsewhere, "flex", 1, 1) for name in "abc"])
+    await broker.send_many([Message("d", QUEUE, "flex", 1, 1)])
+
+    async def over(page: Sequence[bytes]) -> Mapping[bytes, str]:
+        found = {raw: json.loads(raw)["headers"]["id"] for raw in page}
+        return {raw: name for raw, name in found.items() if name == "b"}
+
+    assert await broker.prune(elsewhere, over, 2, to=QUEUE) == (1, 2)
+    assert (await broker.waiting(QUEUE)).tiers["flex"] == 2
+    assert take(consumer, "1", "2") == ["b", "d"]
+
+
 async def test_a_dead_letter_is_replayed_once(broker: Broker, consumer: Consumer) -> None:
     await send(broker, "a", "b")
     take(consumer, "1", "2")
