@@ -208,8 +208,8 @@ class AsyncHandle:
         """The same events in batches, each with all events that are there: one system call for a server."""
         reader = self._client.reader(self.id, start)
         try:
-            while events := await reader.next():
-                yield events
+            while (kept := [await reader.next()])[0]:
+                yield kept.pop()  # so that the caller alone has them, until it asks for the next ones
         finally:
             reader.close()
 

@@ -137,10 +137,11 @@ class Cursor:
         return events
 
 
-def read_entries(found: Iterable[tuple[bytes, Mapping[bytes, bytes]]]) -> Entries:
+def read_entries(found: Sequence[tuple[bytes, Mapping[bytes, bytes]]]) -> Entries:
     """The entries in XRANGE's answer."""
-    places = ((stream_position(name), json.loads(fields[b"e"])) for name, fields in found)
-    return [(position, decode(position, entry)) for position, entry in places]
+    parsed = json.loads(b"[%b]" % b",".join([fields[b"e"] for _, fields in found]))  # one call costs a third of many
+    places = [stream_position(name) for name, _ in found]
+    return [(place, decode(place, entry)) for place, entry in zip(places, parsed, strict=True)]
 
 
 def read_block(number: int, block: bytes, start: int = 0, most: int | None = None) -> Entries:

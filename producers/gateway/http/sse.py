@@ -237,7 +237,8 @@ class EventStream(LiveStream):
         self._first = first
 
     def opening(self) -> bytes:
-        return PREAMBLE + _lines(self._first)
+        first, self._first = self._first, ()
+        return PREAMBLE + _lines(first)
 
 
 async def _encoded(batches: AsyncGenerator[list[Event]]) -> AsyncGenerator[bytes]:

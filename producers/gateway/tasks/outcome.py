@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from json.encoder import encode_basestring as quote
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from starlette.responses import Response
 
@@ -23,6 +23,9 @@ from producers.gateway.context import Gateway
 from producers.gateway.fair_share import in_thread, turn
 from producers.gateway.tasks import large
 from producers.gateway.tasks.views import TaskView
+
+#: Made once: `json.dumps` makes one for each call that is given separators.
+_ENCODER: Final = json.JSONEncoder(separators=(",", ":"))
 
 
 async def answer(gateway: Gateway, handle: AsyncHandle, record: Record, **more: bool) -> Response:
@@ -52,7 +55,7 @@ async def collected(
         async with aclosing(handle.batches()) as batches:
             async for events in batches:
                 await turn()
-                if any(not isinstance(event, Token) or event.logprobs for event in events):
+                if any(isinstance(event, Prompt) for event in events):  # one may be larger than a slice
                     await in_thread(outcome.take, events)
                 else:
                     outcome.take(events)
@@ -154,4 +157,4 @@ class _Choice:
 
 
 def _json(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
+    return _ENCODER.encode(value).encode()
