@@ -111,6 +111,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     )
     app.state.streams = streams
     app.state.fair_share = fair_share
+    app.state.readiness = health.Readiness()
     app.state.metrics = figures
     app.add_middleware(Edge, metrics=figures, streams=streams)
     if settings.cors_origins:  # outside the edge, so that pages can read the errors of both

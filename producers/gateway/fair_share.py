@@ -37,9 +37,12 @@ WEIGHT: Final = 0.2
 FIRST, FALLS, RISES, NONE = 0.4, 0.8, 1.02, 1.0
 #: The cap never falls below what each of those who use most would have of so many seconds a second, if they shared
 #: equally what the others leave of them.
-SHARED: Final = 0.5
+SHARED: Final = 0.4
 #: There is a cap only while some caller uses less than this part of it: callers who all use much are alike.
 LIGHT: Final = 0.8
+#: A request that is refused, or only asks whether this process is well, counts as so many: nobody needs many of them,
+#: and the store and its server work for them as well.
+IDLE_TALK: Final = 4
 #: Seconds that a caller who has used little may use at once.
 DEPTH_S: Final = 0.03
 #: Time (s) between two sweeps over what each caller uses; and before the first cap, so that a flood is soon told.
@@ -77,7 +80,7 @@ def equal_part(wanted: Sequence[float], together: float) -> float:
 class Share:
     """The time of one caller."""
 
-    __slots__ = ("_all", "at", "before", "counted", "debt", "first", "line", "open", "running", "seen", "used")
+    __slots__ = ("_all", "at", "before", "counted", "debt", "first", "line", "open", "running", "seen", "step", "used")
 
     def __init__(self, fair_share: FairShare) -> None:
         self._all = fair_share
@@ -88,7 +91,9 @@ class Share:
         self.running = 0
         """Requests whose answer has not begun; what they will use is not known yet. Some wait long for their tasks."""
         self.first = 0.001
-        """Seconds that a request uses, on average."""
+        """Seconds that a request uses, or a part of one up to its next turn, on average."""
+        self.step: Measured[Any] | None = None
+        """What runs now."""
         self.line: deque[asyncio.Future[bool]] = deque()
         """Requests that wait, the next one first."""
         self.seen = float("-inf")
@@ -98,12 +103,15 @@ class Share:
 
     async def turn(self) -> None:
         """Wait while it has used more than the cap, unless many requests of it wait already."""
+        if self.step is not None:
+            self.learn(self.step.since())
         if not self._all.may(self, time.monotonic()) and (place := self._all.wait(self)) is not None:
             await place
 
-    def learn(self, used: float) -> None:
-        """Take what a request has used, s."""
-        self.first += WEIGHT * (used - self.first)
+    def learn(self, used: float, counts: int = 1) -> None:
+        """Take what a request has used, s; it counts as so many."""
+        self.used += (counts - 1) * used
+        self.first += WEIGHT * (counts * used - self.first)
 
 
 #: The share of the caller whose request is handled now, to which threads and further tasks charge their time.
@@ -113,12 +121,17 @@ SHARE: Final[ContextVar[Share | None]] = ContextVar("share", default=None)
 class Measured(Generator[Any, Any, T]):
     """A coroutine, each step of which is charged to a caller."""
 
-    __slots__ = ("_share", "_steps", "used")
+    __slots__ = ("_known", "_share", "_steps", "used")
 
     def __init__(self, steps: Coroutine[Any, Any, T], share: Share) -> None:
         self._steps = steps
         self._share = share
-        self.used = 0.0
+        self.used = self._known = 0.0
+
+    def since(self) -> float:
+        """Seconds that it has used since this was last asked."""
+        used, self._known = self.used - self._known, self.used
+        return used
 
     def __await__(self) -> Generator[Any, Any, T]:
         return self
@@ -127,10 +140,12 @@ class Measured(Generator[Any, Any, T]):
         return self.send(None)
 
     def send(self, value: Any) -> Any:
-        began = time.perf_counter()
+        share, began = self._share, time.perf_counter()
+        before, share.step = share.step, self
         try:
             return self._steps.send(value)
         finally:
+            share.step = before
             self._charge(time.perf_counter() - began)
 
     def throw(self, *error: Any) -> Any:
@@ -209,14 +224,25 @@ class FairShare:
         """Whether a caller's next request may begin. Without a cap it waits for no line that one has left."""
         return self.cap is None or (not share.line and self._paid(share, now))
 
+    @property
+    def behind(self) -> bool:
+        """Whether there is a cap."""
+        return self.cap is not None
+
     def wait(self, share: Share) -> asyncio.Future[bool] | None:
         """The place of a request in its caller's line; None: the line is full. It is done once its turn has come, and
         may be set to False meanwhile, by who knows that its client has left."""
-        if len(share.line) >= MOST_WAITING:
-            return None
+        line = share.line
+        if len(line) >= MOST_WAITING:
+            # Those whose clients have left go first; one stays, so that the line is looked at as before.
+            here = [place for place in line if not place.done()] or list(line)[:1]
+            line.clear()
+            line.extend(here)
+            if len(line) >= MOST_WAITING:
+                return None
         place: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        share.line.append(place)
-        if len(share.line) == 1:
+        line.append(place)
+        if len(line) == 1:
             self._look_again(share)
         return place
 

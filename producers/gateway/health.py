@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
@@ -21,9 +23,30 @@ from producers.store.waiting import STAGES, model_of
 
 router = APIRouter(tags=["health"])
 
+#: JSON, status, and headers beside the usual ones.
+Answer = tuple[dict[str, Any], int, Mapping[str, str] | None]
+
 #: Time limit (s) for a server's PONG.
 PATIENCE_S = 2.0
 SILENT = "does not answer"
+#: While the gateway is behind with its work, all who ask within this time (s) are told the same: an answer takes ten
+#: calls to the servers.
+AGE_S: Final = 0.5
+
+
+@dataclass(slots=True)
+class Readiness:
+    """The latest answer: its JSON, status and headers."""
+
+    made: asyncio.Task[Answer] | None = None
+    at: float = float("-inf")
+    """When it was asked for, by the event loop's clock."""
+
+    async def answer(self, gateway: Gateway, behind: bool) -> Answer:
+        now = asyncio.get_running_loop().time()
+        if self.made is None or not behind or now - self.at >= AGE_S:
+            self.made, self.at = asyncio.create_task(_looked(gateway)), now
+        return await asyncio.shield(self.made)
 
 
 @router.get("/livez")
@@ -44,7 +67,12 @@ async def readyz(request: Request) -> JSONResponse:
     `checks.overload` says how, model by model, and `checks.storage` which server. It is ready all the same: what it
     refuses, others would refuse, too, and a gateway that is taken out of service would cut its streams.
     """
-    gateway = gateway_of(request)
+    state = request.app.state
+    content, status, headers = await state.readiness.answer(gateway_of(request), state.fair_share.behind)
+    return JSONResponse(content, status, headers)
+
+
+async def _looked(gateway: Gateway) -> Answer:
     client = gateway.client
     broker = client.reserved.ping if client.one_server else client.broker.ping
     servers: dict[str, Callable[[], Awaitable[object]]] = {"store": client.reserved.ping, "broker": broker}
@@ -65,9 +93,8 @@ async def readyz(request: Request) -> JSONResponse:
         checks["models"] = f"{', '.join(unread)}: tokenizer and chat template are being loaded"
         return _not_ready(f"{checks['models']}.", checks)
     starts, storage, overload = await asyncio.gather(_starts(gateway), _storage(gateway), _overload(gateway))
-    return JSONResponse(
-        {"status": "ready", "degraded": bool(storage or overload), "checks": checks | starts | storage | overload}
-    )
+    more = starts | storage | overload
+    return {"status": "ready", "degraded": bool(storage or overload), "checks": checks | more}, 200, None
 
 
 async def _overload(gateway: Gateway) -> dict[str, str]:
@@ -106,9 +133,9 @@ async def _starts(gateway: Gateway) -> dict[str, str]:
     return {"workers": "; ".join(troubles)} if troubles else {}
 
 
-def _not_ready(why: str, checks: dict[str, str]) -> JSONResponse:
+def _not_ready(why: str, checks: dict[str, str]) -> Answer:
     problem = Problem(503, why, code="not_ready")
-    return JSONResponse({**body_of(problem), "checks": checks}, 503, RETRY_AFTER)
+    return {**body_of(problem), "checks": checks}, 503, RETRY_AFTER
 
 
 async def _fault(ping: Callable[[], Awaitable[object]]) -> str:

@@ -56,6 +56,8 @@ STATIC: Final = ((b"x-content-type-options", b"nosniff"),)
 PRIVATE: Final = (*STATIC, (b"cache-control", b"no-store"))
 #: Seconds that a connection takes to be made and closed, beside its requests.
 CONNECTED_S: Final = 2e-4
+#: Seconds for which what comes first on a connection is put off: longer than a pass of the event loop.
+MOMENT_S: Final = 1e-3
 #: Seconds that the kernel takes to hand over a byte, of which the event loop's clock tells nothing.
 COPIED_S: Final = 5e-10
 #: The SO_LINGER value that makes close discard unsent data.
@@ -136,6 +138,10 @@ class Connection(HttpToolsProtocol):
     """The place of a request that waits for its turn."""
     _reads: asyncio.Future[bool] | None = None
     """The place of a body that waits for its turn to be read."""
+    _early: bytearray | None = None
+    """What came first, while it is put off."""
+    _begun = False
+    """Whether anything that came was looked at."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -170,12 +176,34 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         began, share = time.perf_counter(), self.share
+        if not self._begun and self._put_off(data):
+            return
+        self._begun = True
         self._take(data)
         if share is not None:
             share.used += time.perf_counter() - began + COPIED_S * len(data)
             reading = self._coming is not None and self._known and not self._waits_to_read
             if reading and not self.fair_share.may(share, time.monotonic()):
                 self._wait_to_read(share)
+
+    def _put_off(self, data: bytes) -> bool:
+        """Whether what came first is looked at a moment later, while the gateway is behind: of who connects and leaves
+        at once, the end of the connection is seen before that, and what was sent is never looked at."""
+        if self._early is None:
+            if not self.fair_share.behind:
+                return False
+            self._early = bytearray()
+            self.loop.call_later(MOMENT_S, self._begin)
+        self._early += data
+        if len(self._early) >= TURN:
+            self.transport.pause_reading()
+        return True
+
+    def _begin(self) -> None:
+        if self._early is not None and not self.transport.is_closing():
+            early, self._early, self._begun = bytes(self._early), None, True
+            self._read_on()
+            self.data_received(early)
 
     def belongs_to(self, share: Share) -> None:
         """Take the share of the latest request's caller."""

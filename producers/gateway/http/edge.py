@@ -20,7 +20,7 @@ from producers.gateway.fair_share import SHARE
 from producers.gateway.http import trace
 from producers.gateway.http.connection import PRIVATE, STATIC
 from producers.gateway.http.errors import problem_of, response_of, too_many_waiting
-from producers.gateway.http.in_turn import FULL
+from producers.gateway.http.in_turn import FULL, REFUSED
 from producers.gateway.http.streams import Streams
 from producers.gateway.metrics import Metrics
 
@@ -65,9 +65,10 @@ class Edge:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        app = response_of(too_many_waiting()) if scope.get("state", {}).get(FULL) else self._app
+        state = scope["state"]
+        app = response_of(too_many_waiting()) if state.get(FULL) else self._app
         share = SHARE.get()
-        assert share is not None  # `InTurn` has set it
+        assert share is not None  # `InTurn` has set it, and the state
         came = time.perf_counter()
         share.running += 1
         OWNER.set((network_of((scope.get("client") or NOBODY)[0]),))  # until it is known whose key this is
@@ -86,12 +87,14 @@ class Edge:
             if message["type"] in BEGINNINGS:
                 if not begun:
                     share.running -= 1
+                if 400 <= message.get("status", 101) < 500:
+                    state[REFUSED] = True
                 begun = True
                 MutableHeaders(scope=message)["x-request-id"] = request_id
                 message["headers"] += STATIC if scope["path"].startswith(ASSETS) else PRIVATE
-                if (charge := scope.get("state", {}).get("charge")) is not None and charge.told:
+                if (charge := state.get("charge")) is not None and charge.told:
                     message["headers"] += left(charge.told)
-                message["headers"].extend(overload(scope.get("state", {})))
+                message["headers"].extend(overload(state))
                 route = getattr(scope.get("route"), "path", "unmatched")
                 self._metrics.answered(method, route, message.get("status", 101), time.perf_counter() - came)
             elif message["type"] == "websocket.close" and not begun:  # the framework's answer where no route matches

@@ -11,15 +11,16 @@ from typing import Any, Final, cast
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from producers.gateway.fair_share import SHARE, FairShare, Measured
+from producers.gateway.fair_share import IDLE_TALK, SHARE, FairShare, Measured
 from producers.gateway.http.caller import caller_of
 from producers.gateway.http.connection import connection_of
 from producers.gateway.http.streams import STOP
 
 #: Paths that ask for this process's health alone. They wait in lines of their own: a prober may share its address.
 PROBES: Final = frozenset({"/livez", "/readyz", "/health", "/metrics"})
-#: Name in a request's state, where its caller has as many that wait as may be: the edge refuses it.
-FULL: Final = "full_line"
+#: Names in a request's state, where its caller has as many that wait as may be: the edge refuses it; and where it was
+#: refused (4xx), by whomever.
+FULL, REFUSED = "full_line", "refused"
 
 
 class InTurn:
@@ -33,7 +34,7 @@ class InTurn:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        connection = connection_of(scope)
+        connection, state = connection_of(scope), scope.setdefault("state", {})
         if connection is not None and connection.lost:
             return
         counts = scope["path"] not in PROBES
@@ -46,7 +47,7 @@ class InTurn:
             if not self._fair_share.may(share, time.monotonic()):
                 place = self._fair_share.wait(share)
                 if place is None:
-                    scope.setdefault("state", {})[FULL] = True
+                    state[FULL] = True
                 else:
                     if connection is not None:
                         connection.turn = place
@@ -55,8 +56,8 @@ class InTurn:
             handling = cast("Coroutine[Any, Any, None]", self._app(scope, receive, send))
             request = Measured(handling, share)
             await request
-            if STOP not in scope.get("state", {}):  # a stream has used more since its answer began
-                share.learn(request.used)
+            if STOP not in state:  # a stream has used more since its answer began
+                share.learn(request.since(), 1 if counts and REFUSED not in state else IDLE_TALK)
         finally:
             share.open -= counts
             if counts:  # now it is known whose a key is that came for the first time

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import lru_cache
 from ipaddress import ip_address, ip_network
 from typing import Final, Protocol
 
@@ -23,6 +24,8 @@ from producers.gateway.http.errors import RETRY_AFTER, Problem, unavailable
 SPARE: Final = 8
 #: The part of all connections that one address may have, unless the settings say otherwise.
 SHARE: Final = 4
+#: Addresses whose names are kept at hand: a name takes as long to find as all the rest.
+KNOWN: Final = 1024
 
 
 class Peer(Protocol):
@@ -57,6 +60,7 @@ class Peers:
         self._per_address = per_address
         self._all_shared = "*" in proxies
         self._proxies = _networks(proxies)
+        self._name = lru_cache(KNOWN)(self._named)
         self._addresses: dict[str, _Address] = {}
         self._of: dict[Peer, tuple[str, _Address]] = {}
         self._idle: OrderedDict[Peer, None] = OrderedDict()
@@ -67,7 +71,7 @@ class Peers:
 
     def enter(self, peer: Peer, host: str | None) -> Problem | None:
         """Let a new connection in, idle; or tell why not. `host`: its address; None: it has none."""
-        name, shared = self._named(host)
+        name, shared = self._name(host)
         address = self._addresses.get(name) or _Address(shared)
         if not address.shared and 0 < self._per_address <= address.open and not self._close_oldest(address.idle):
             return Problem(

@@ -17,6 +17,7 @@ from producers.gateway import fair_share as module
 from producers.gateway.fair_share import (
     DEPTH_S,
     FIRST,
+    IDLE_TALK,
     KEPT_S,
     LOOK_S,
     MOST_CALLERS,
@@ -30,6 +31,7 @@ from producers.gateway.fair_share import (
     measured,
     turn,
 )
+from producers.gateway.http import connection
 from producers.gateway.http.connection import CONNECTED_S, Connection
 from producers.gateway.tasks.foreground import merged
 from tests.producers.gateway.conftest import Door, Open
@@ -194,6 +196,8 @@ async def test_a_line_is_served_in_its_order_and_is_bounded() -> None:
     assert fair.wait(share) is None
     await turn()  # amid its work, a request goes on rather than to fail
     places[1].set_result(False)  # its client has left
+    assert fair.wait(share) is not None, "its place is free"
+    assert fair.wait(share) is None
     order: list[int] = []
     for at in (0, 2, 3):
         places[at].add_done_callback(lambda _, at=at: order.append(at))
@@ -201,6 +205,18 @@ async def test_a_line_is_served_in_its_order_and_is_bounded() -> None:
     await asyncio.wait_for(places[3], 60)
     await asyncio.sleep(0)
     assert order == [0, 2, 3]
+
+
+async def test_a_line_of_clients_that_have_all_left_is_still_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    fair, looks = FairShare(), []
+    share, fair.cap = Share(fair), FIRST
+    monkeypatch.setattr(asyncio.get_running_loop(), "call_later", lambda after, *_: looks.append(after))
+    for _ in range(MOST_WAITING):
+        place = fair.wait(share)
+        assert place is not None
+        place.set_result(False)
+    assert fair.wait(share) is not None
+    assert len(looks) == 1, "by the same timer"
 
 
 async def test_requests_that_wait_for_their_tasks_or_use_much_do_not_lock_their_caller_out() -> None:
@@ -290,7 +306,60 @@ def test_connections_are_charged_to_their_address(open_door: Open) -> None:
     assert until(lambda: share.used >= before + 5 * CONNECTED_S)
 
 
-on_body = Connection.on_body
+def test_what_comes_first_is_put_off_while_the_gateway_is_behind_so_that_who_leaves_at_once_costs_little(
+    open_door: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FairShare, "look", lambda *_: None)
+    monkeypatch.setattr(connection, "MOMENT_S", 5.0)
+    door = open_door()
+    door.app.state.fair_share.cap, left = 0.5, []
+    monkeypatch.setattr(Connection, "connection_lost", lambda self, exc: (left.append(self), lost(self, exc)))
+    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as client:
+        client.sendall(NOWHERE)
+    assert until(lambda: left)
+    monkeypatch.setattr(connection, "MOMENT_S", 0.01)
+    with socket.create_connection(("127.0.0.1", door.port), timeout=60) as client:
+        client.sendall(NOWHERE[:20])
+        client.sendall(NOWHERE[20:])
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 404")
+    answered = door.app.state.metrics.registry.get_sample_value
+    assert answered("penstock_gateway_requests_total", {"method": "GET", "route": "unmatched", "status": "404"}) == 1
+
+
+def test_refusals_and_probes_count_more_than_once(open_door: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    learn = Share.learn
+    monkeypatch.setattr(
+        Share, "learn", lambda self, used, counts=1: (counted.append(counts), learn(self, used, counts))
+    )
+    http = open_door().http
+    assert [http.get(path).status_code for path in ("/v1/models", "/nowhere", "/readyz")] == [200, 404, 200]
+    assert until(lambda: len(counted) == 3)
+    assert counted == [1, IDLE_TALK, IDLE_TALK]
+    share = Share(FairShare())
+    share.learn(0.1, IDLE_TALK)
+    assert share.used == pytest.approx(0.1 * (IDLE_TALK - 1)), "beside what its steps were charged already"
+
+
+async def test_a_line_lets_as_many_go_on_as_parts_of_streams_cost() -> None:
+    """A stream learns what it uses from turn to turn, not at its end."""
+    share = Share(FairShare())
+    SHARE.set(share)
+
+    def work() -> None:
+        time.sleep(0.002)
+
+    async def stream() -> None:
+        for _ in range(100):
+            work()
+            await asyncio.sleep(0)
+            await turn()
+
+    await measured(stream)
+    assert share.first >= 0.0015
+
+
+on_body, lost = Connection.on_body, Connection.connection_lost
 HEAD: Final = b"POST /v1/tasks HTTP/1.1\r\nhost: here\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 
 
@@ -337,7 +406,10 @@ def test_a_body_does_not_wait_in_the_line_of_who_had_its_connection_before(
             client.sendall(head % (2, who) + b"{")
             assert until(lambda who=who: fair.of(who).running == 1)
             client.sendall(b"}")
-            assert client.recv(1 << 16).startswith(b"HTTP/1.1 4")
+            answer = client.recv(1 << 16)
+            while not answer.endswith(b"}}"):  # head and body come apart
+                answer += client.recv(1 << 16)
+            assert answer.startswith(b"HTTP/1.1 4")
             share = fair.of(b"one")
             share.used = share.debt = 1e9
             assert not share.line

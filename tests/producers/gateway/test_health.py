@@ -11,6 +11,7 @@ from redis import Redis
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys
 from producers.gateway import health
+from producers.gateway.fair_share import FairShare
 from producers.store.fleet.cards import publish
 from tests.processes import valkey as another_valkey
 from tests.producers.fake_worker import FakeWorker
@@ -165,3 +166,21 @@ def test_streams_and_requests_survive_connections_that_break(
             assert http.get(f"/v1/tasks/{task_id}").status_code == 200
         worker.finish(task_id, [6])
         assert [event["event"] for event in events] == ["end"]
+
+
+def test_while_a_gateway_is_behind_all_who_ask_are_told_the_same_for_a_while(
+    open_door: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FairShare, "look", lambda *_: None)
+    monkeypatch.setattr(health, "AGE_S", 60.0)
+    looked, looks = health._looked, []
+    monkeypatch.setattr(health, "_looked", lambda gateway: (looks.append(gateway), looked(gateway))[1])
+    door = open_door()
+    looks.clear()
+    for cap in (None, 0.5):
+        door.app.state.fair_share.cap = cap
+        assert [door.http.get("/readyz").status_code for _ in range(3)] == [200] * 3
+        assert len(looks) == 3
+    monkeypatch.setattr(health, "AGE_S", 0.0)
+    door.http.get("/readyz")
+    assert len(looks) == 4
