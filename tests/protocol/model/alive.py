@@ -129,7 +129,12 @@ def _ready(s: State, inc: int, x: str) -> bool:
 
 def _own(s: State, w: int, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
     """Its subscriptions and its lease. Who looks stood for a lease once no value is left that is older than it stands:
-    each was renewed since, or has lapsed. Until then it may JOIN; afterwards that tells it nothing more."""
+    each was renewed since, or has lapsed. Until then it may JOIN; afterwards that tells it nothing more. One JOIN alone
+    does nothing: it is a step with the other."""
+    old_values = any(what == "stale" for *_, what in s.alive)
+    unready = {(inc, x, "joined") for x in servers(cfg) if not _ready(s, inc, x)}
+    if old_values and unready and all((inc, x, "heard") in s.alive for x in servers(cfg)):
+        yield f"inc{inc} JOINs", True, s._replace(alive=s.alive | unready)
     for x in servers(cfg):
         facts, lives = s.alive, inc in (s.lb if x == "b" else s.ls)
         heard = (inc, x, "heard") in facts
@@ -137,9 +142,6 @@ def _own(s: State, w: int, inc: int, cfg: Cfg, rules: Rules) -> Iterator[Step]:
             anew = facts - {(inc, x, "stood")} | {(inc, x, "heard")}
             yield f"inc{inc} subscribes on {x}", True, s._replace(alive=anew)
         old = any(f[1:] == (x, "stale") for f in facts)
-        first = x == servers(cfg)[0] or _ready(s, inc, servers(cfg)[0])
-        if heard and old and first and not _ready(s, inc, x):
-            yield f"inc{inc} JOINs on {x}", True, s._replace(alive=facts | {(inc, x, "joined")})
         if lives:
             told = heard if "lease_tells" in rules else (inc, x, "says") in facts
             kept = facts - {(inc, x, what) for what in ("says", "late", "stale")}
