@@ -9,26 +9,30 @@ import random
 from dataclasses import dataclass
 from typing import Final
 
-#: Share of instants at which all but one are killed.
-TOGETHER: Final = 0.25
+#: Kills that come one after another, until nobody is left who has stood for a lease.
+BURST: Final = 6
+#: Share of kills that hit the oldest worker; the others hit any.
+OLDEST: Final = 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class Blow:
-    """`at`: seconds after the first could come. `victims`: places of workers that are killed then; each is replaced, in
-    its place. The oldest is hit as often as any."""
+    """`at`: seconds after the first could come. `victim`: the place of the worker that is killed then; another takes
+    that place."""
 
     at: float
-    victims: tuple[int, ...]
+    victim: int
 
 
 def blows(seed: int, *, workers: int, kills: int, seconds: float) -> list[Blow]:
-    """So many kills within so many seconds, a function of the seed. Two instants are at least half as far apart as they
-    are on average: who is to replace the dead has to start."""
+    """So many kills within so many seconds, in bursts; a function of the seed."""
     rng = random.Random(f"{seed} kills")
-    found: list[tuple[int, ...]] = []
-    while (left := kills - sum(map(len, found))) > 0:
-        count = workers - 1 if rng.random() < TOGETHER else 1
-        found.append(tuple(sorted(rng.sample(range(workers), min(count, left)))))
-    pause = seconds / len(found)
-    return [Blow(round((k + rng.uniform(0.0, 0.5)) * pause, 3), victims) for k, victims in enumerate(found)]
+    by_age, found = list(range(workers)), list[Blow]()
+    span = seconds / -(-kills // BURST)
+    for k in range(kills):
+        victim = by_age[0] if rng.random() < OLDEST else rng.choice(by_age)
+        by_age.remove(victim)
+        by_age.append(victim)
+        place = (k % BURST + rng.uniform(0.0, 0.5)) / (2 * BURST)  # the second half of its span is quiet
+        found.append(Blow(round((k // BURST + place) * span, 3), victim))
+    return found

@@ -65,16 +65,14 @@ async def blow_by_blow(system: System, load: Load, plan: Sequence[Blow]) -> list
     for blow in plan:
         await asyncio.sleep(max(0.0, began + blow.at - time.monotonic()))
         await asyncio.gather(*starting)
-        victims = [(slots[place], system.incarnation(slots[place])) for place in blow.victims]
-        held = [_held(system, load, incarnation) for _, incarnation in victims]
-        at = time.monotonic()
-        for victim, _ in victims:
-            victim.signal(signal.SIGKILL)
-            system.workers.remove(victim)
-        for (_, incarnation), streams in zip(victims, held, strict=True):
-            under_way.append(asyncio.create_task(_follow(system, incarnation, streams, at)))
-        starting = [asyncio.create_task(replace(place)) for place in blow.victims]
-        print(f"{at - began:.1f} s: {', '.join(victim.name for victim, _ in victims)}", flush=True)
+        victim = slots[blow.victim]
+        incarnation = system.incarnation(victim)
+        held, at = _held(system, load, incarnation), time.monotonic()
+        victim.signal(signal.SIGKILL)
+        system.workers.remove(victim)
+        under_way.append(asyncio.create_task(_follow(system, incarnation, held, at)))
+        starting = [asyncio.create_task(replace(blow.victim))]
+        print(f"{at - began:.1f} s: {victim.name}", flush=True)
     await asyncio.gather(*starting)
     return list(await asyncio.gather(*under_way))
 
