@@ -87,7 +87,7 @@ def main() -> int:
         kind.add_argument(f"--{name}", dest="how", action="store_const", const=name, default="kill")
     kind.add_argument("--soak", type=float, metavar="SECONDS", help="kill connections in place of processes")
     kind.add_argument(
-        "--within", type=float, metavar="SECONDS", help="kill so many within so long, any but one that is drawn anew"
+        "--within", type=float, metavar="SECONDS", help="kill so many within so long, in bursts, mostly the oldest"
     )
     parser.add_argument("--seed", type=int, default=1, help="with --within: of the plan")
     parser.add_argument("--restart", action="store_true", help="with --gateway: there is one, which is started again")

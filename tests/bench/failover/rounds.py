@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import signal
 import time
@@ -19,6 +20,8 @@ from tests.chaos.kills import Blow
 SIGNALS: Final = {"kill": signal.SIGKILL, "suspend": signal.SIGSTOP, "drain": signal.SIGTERM}
 #: Time (s) between two looks at the leases and at who owns the streams.
 LOOK_S: Final = 0.004
+#: Who is spared has been up for so long (s): it has joined, and the others have renewed.
+SPARED_S: Final = 2.0
 #: A stream with fewer tokens left may end before it is interrupted.
 LEFT: Final = 100
 
@@ -53,28 +56,37 @@ async def strike(system: System, load: Load, how: str) -> Round:
 
 
 async def blow_by_blow(system: System, load: Load, plan: Sequence[Blow]) -> list[Round]:
-    """Kill by a plan, whatever became of the streams of those before. Each worker is replaced at once; before the next
-    blow all of them are up."""
+    """Kill by a plan, whatever became of the streams of those before. Each worker is replaced at once; a blow waits
+    until its victim and another one, which is spared, are up."""
     slots, began = list(system.workers), time.monotonic()
-    under_way: list[asyncio.Task[Round]] = []
+    up = [began - SPARED_S] * len(slots)
+    follows: list[asyncio.Task[Round]] = []
+    starting: list[asyncio.Task[None]] = []
 
     async def replace(place: int) -> None:
         slots[place] = await asyncio.to_thread(system.add_worker)
+        up[place] = time.monotonic()
 
-    starting: list[asyncio.Task[None]] = []
     for blow in plan:
         await asyncio.sleep(max(0.0, began + blow.at - time.monotonic()))
-        await asyncio.gather(*starting)
-        victim = slots[blow.victim]
+        await asyncio.to_thread(_until_up, up, blow.victim)
+        victim, up[blow.victim] = slots[blow.victim], math.inf
         incarnation = system.incarnation(victim)
         held, at = _held(system, load, incarnation), time.monotonic()
         victim.signal(signal.SIGKILL)
         system.workers.remove(victim)
-        under_way.append(asyncio.create_task(_follow(system, incarnation, held, at)))
-        starting = [asyncio.create_task(replace(blow.victim))]
+        follows.append(asyncio.create_task(_follow(system, incarnation, held, at)))
+        starting.append(asyncio.create_task(replace(blow.victim)))
         print(f"{at - began:.1f} s: {victim.name}", flush=True)
     await asyncio.gather(*starting)
-    return list(await asyncio.gather(*under_way))
+    return list(await asyncio.gather(*follows))
+
+
+def _until_up(up: Sequence[float], victim: int) -> None:
+    """`up`: since when each is (monotonic s); it changes meanwhile."""
+    others = [place for place in range(len(up)) if place != victim]
+    while up[victim] == math.inf or min(up[place] for place in others) > time.monotonic() - SPARED_S:
+        time.sleep(LOOK_S)
 
 
 async def _follow(system: System, incarnation: str, held: list[Stream], began: float) -> Round:
