@@ -188,6 +188,8 @@ class Hub:
                 for channel in self._channels.values():
                     channel.live = False
                 await connection.disconnect(nowait=True)
+            if self._closed:  # a task group that fails in the moment of its cancellation raises the failure alone
+                return
             attempt = 0 if self._replies else attempt + 1
             await asyncio.sleep(backoff(attempt))
 

@@ -175,3 +175,34 @@ async def test_a_closed_hub_ends_its_readers_and_takes_no_more(a_hub: Hub) -> No
 async def _drain(subscription: hub.Subscription) -> None:
     while True:
         await subscription.take(60)
+
+
+class Failing:
+    """A connection that fails when told to."""
+
+    def __init__(self) -> None:
+        self.reads, self.fail = asyncio.Event(), asyncio.Event()
+
+    async def connect(self) -> None: ...
+
+    async def disconnect(self, nowait: bool = False) -> None: ...
+
+    def pack_commands(self, commands: object) -> list[bytes]:
+        return []
+
+    async def send_packed_command(self, commands: object) -> None: ...
+
+    async def read_response(self, disconnect_on_error: bool) -> object:
+        self.reads.set()
+        await self.fail.wait()
+        raise ConnectionError("told to")
+
+
+async def test_a_hub_is_closed_in_the_moment_in_which_its_connection_fails() -> None:
+    connection = Failing()
+    a_hub = Hub(SimpleNamespace(connection_pool=SimpleNamespace(make_connection=lambda: connection)))  # type: ignore[arg-type]
+    a_hub.follow("t")
+    await connection.reads.wait()
+    connection.fail.set()
+    async with asyncio.timeout(60):
+        await a_hub.aclose()
