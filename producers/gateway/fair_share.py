@@ -25,8 +25,9 @@ T = TypeVar("T")
 
 #: Time (s) between two looks at the loop.
 LOOK_S: Final = 0.05
-#: The loop is behind if it comes later than this (s) to what it has to do, on average.
-BEHIND_S: Final = 0.002
+#: The loop is behind if it comes later than the first (s) to what it has to do, on average; it keeps up if not even
+#: later than the second. Between them a cap stays as it is.
+BEHIND_S, KEEPS_UP_S = 0.002, 0.0005
 #: It is to blame for that only if its process computes for this part of the time: else others have the processor. So
 #: callers together always have that much.
 BUSY: Final = 0.5
@@ -89,7 +90,8 @@ class Share:
         self.open = 0
         """Requests that have not ended, but those that ask for this process's health alone."""
         self.running = 0
-        """Requests whose answer has not begun; what they will use is not known yet. Some wait long for their tasks."""
+        """Requests whose answer has not begun, and others that were let go on up to their next turn: what they will use
+        is not known yet. Some wait long for their tasks."""
         self.first = 0.001
         """Seconds that a request uses, or a part of one up to its next turn, on average."""
         self.step: Measured[Any] | None = None
@@ -101,12 +103,20 @@ class Share:
         self.debt = self.counted = self.at = 0.0
         """Seconds by which it has used more than the cap, of `counted` used ones, at a time (monotonic)."""
 
+    def of(self, caller: Hashable) -> Share:
+        """Another caller's."""
+        return self._all.of(caller)
+
     async def turn(self) -> None:
         """Wait while it has used more than the cap, unless many requests of it wait already."""
-        if self.step is not None:
-            self.learn(self.step.since())
+        step = self.step
+        if step is not None:
+            self.learn(step.since())
+            step.pause()
         if not self._all.may(self, time.monotonic()) and (place := self._all.wait(self)) is not None:
             await place
+        if step is not None:
+            step.go_on()
 
     def learn(self, used: float, counts: int = 1) -> None:
         """Take what a request has used, s; it counts as so many."""
@@ -121,17 +131,33 @@ SHARE: Final[ContextVar[Share | None]] = ContextVar("share", default=None)
 class Measured(Generator[Any, Any, T]):
     """A coroutine, each step of which is charged to a caller."""
 
-    __slots__ = ("_known", "_share", "_steps", "used")
+    __slots__ = ("_goes_on", "_known", "_steps", "share", "used")
 
     def __init__(self, steps: Coroutine[Any, Any, T], share: Share) -> None:
         self._steps = steps
-        self._share = share
+        self.share = share
         self.used = self._known = 0.0
+        self._goes_on = False
 
     def since(self) -> float:
         """Seconds that it has used since this was last asked."""
         used, self._known = self.used - self._known, self.used
         return used
+
+    def move(self, share: Share) -> None:
+        """Charge this step, which runs now, and all further ones to another caller."""
+        self.pause()
+        self.share = share
+        share.step = self
+
+    def go_on(self) -> None:
+        """Count as running up to the next `pause`, or the end."""
+        self._goes_on = True
+        self.share.running += 1
+
+    def pause(self) -> None:
+        self.share.running -= self._goes_on
+        self._goes_on = False
 
     def __await__(self) -> Generator[Any, Any, T]:
         return self
@@ -140,27 +166,45 @@ class Measured(Generator[Any, Any, T]):
         return self.send(None)
 
     def send(self, value: Any) -> Any:
-        share, began = self._share, time.perf_counter()
+        share, began = self.share, time.perf_counter()
         before, share.step = share.step, self
         try:
             return self._steps.send(value)
+        except BaseException:
+            self.pause()
+            raise
         finally:
             share.step = before
+            if self.share is not share:  # it was moved
+                self.share.step = None
             self._charge(time.perf_counter() - began)
 
     def throw(self, *error: Any) -> Any:
         began = time.perf_counter()
         try:
             return self._steps.throw(*error)
+        except BaseException:
+            self.pause()
+            raise
         finally:
             self._charge(time.perf_counter() - began)
 
     def close(self) -> None:
+        self.pause()
         self._steps.close()
 
     def _charge(self, used: float) -> None:
         self.used += used
-        self._share.used += used
+        self.share.used += used
+
+
+def charge_to(caller: Hashable) -> None:
+    """Charge what the request that is handled now does from here on to this caller: its key's tenant is known now."""
+    share = SHARE.get()
+    if share is not None:
+        SHARE.set(share.of(caller))
+        if share.step is not None:
+            share.step.move(share.of(caller))
 
 
 async def in_thread(do: Callable[..., T], *arguments: Any) -> T:
@@ -250,7 +294,8 @@ class FairShare:
         """Take what the last LOOK_S showed: how late the loop came (s), and the part of the time that it computed."""
         self._late += WEIGHT * (late - self._late)
         self._load += WEIGHT * (load - self._load)
-        behind = self._late > BEHIND_S and self._load > BUSY
+        busy = self._load > BUSY
+        behind = busy and self._late > BEHIND_S
         if now - self._swept >= (FIRST_SWEEP_S if behind and self.cap is None else SWEEP_S):
             self._sweep(now)
         if behind and self._unlike:
@@ -258,7 +303,7 @@ class FairShare:
                 for share in (*self._shares.values(), self._others):
                     share.debt, share.counted, share.at = 0.0, share.used, now
             self.cap = max(self._least, FIRST if self.cap is None else FALLS * self.cap)
-        elif self.cap is not None:
+        elif self.cap is not None and not (busy and self._unlike and self._late > KEEPS_UP_S):
             higher = RISES * self.cap
             self.cap = higher if higher < NONE else None
 
@@ -303,13 +348,15 @@ class FairShare:
         hand: else many that wait for their tasks, or large ones, would let none of it go on before they end."""
         return -DEPTH_S if self.cap is None else share.debt + min(DEPTH_S, share.running * share.first)
 
-    def _look_again(self, share: Share) -> None:
-        after = self._owed(share) / (self.cap or NONE)
+    def _look_again(self, share: Share, begun: int = 0) -> None:
+        """Look at a line once its caller will have paid. `begun`: so many of it have just begun; what they use is
+        charged later, and others would begin meanwhile."""
+        after = (self._owed(share) + begun * share.first) / (self.cap or NONE)
         asyncio.get_running_loop().call_later(min(LATE_S, max(SOON_S, after)), self._next, share)
 
     def _next(self, share: Share) -> None:
         """Let the next requests of a line begin: as many as its caller may pay."""
-        line = share.line
+        line, begun = share.line, 0
         if self._paid(share, time.monotonic()):
             more = 1 + int(-self._owed(share) / max(share.first, LEAST_S))
             while line and more > 0:
@@ -317,7 +364,8 @@ class FairShare:
                 if not place.done():
                     place.set_result(True)
                     more -= 1
+                    begun += 1
         while line and line[0].done():
             line.popleft()
         if line:
-            self._look_again(share)
+            self._look_again(share, begun)

@@ -20,6 +20,7 @@ from producers.connection.hosts import network_of
 from producers.connection.turns import OWNER
 from producers.contract.task import MAX_TENANT
 from producers.errors import shown
+from producers.gateway.fair_share import charge_to
 from producers.gateway.http.errors import Problem
 from producers.gateway.http.origin import check_page
 from producers.gateway.http.streams import OPENED
@@ -65,7 +66,11 @@ class Needs(SecurityBase):
                 await gateway.accounts.check_spent(connection, _named(connection.scope["headers"]))
             return
         token = token_of(connection.scope["headers"])
-        principal = callers.again(token) or await callers.principal(token, _address(connection) or "nobody")
+        principal = callers.again(token)
+        if principal is None:
+            principal = await callers.principal(token, _address(connection) or "nobody")
+            if principal.tenant is not None:
+                charge_to(("tenant", principal.tenant))
         if not principal.may(self.scope):
             raise Problem(403, f"This key lacks the scope {self.scope}.", code="missing_scope")
         same(principal, _named(connection.scope["headers"]), TENANT)

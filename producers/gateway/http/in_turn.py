@@ -57,7 +57,7 @@ class InTurn:
             request = Measured(handling, share)
             await request
             if STOP not in state:  # a stream has used more since its answer began
-                share.learn(request.since(), 1 if counts and REFUSED not in state else IDLE_TALK)
+                request.share.learn(request.since(), 1 if counts and REFUSED not in state else IDLE_TALK)
         finally:
             share.open -= counts
             if counts:  # now it is known whose a key is that came for the first time

@@ -27,6 +27,7 @@ from producers.gateway.fair_share import (
     SOON_S,
     FairShare,
     Share,
+    charge_to,
     in_thread,
     measured,
     turn,
@@ -34,7 +35,9 @@ from producers.gateway.fair_share import (
 from producers.gateway.http import connection
 from producers.gateway.http.connection import CONNECTED_S, Connection
 from producers.gateway.tasks.foreground import merged
-from tests.producers.gateway.conftest import Door, Open
+from tests.producers.gateway.conftest import Door, Make, Open
+from tests.producers.gateway.test_keys import as_caller
+from tests.producers.gateway.test_keys import make as make  # the fixture
 from tests.waiting import until
 
 LATE: Final = {"late": 0.05, "load": 0.9}
@@ -357,6 +360,60 @@ async def test_a_line_lets_as_many_go_on_as_parts_of_streams_cost() -> None:
 
     await measured(stream)
     assert share.first >= 0.0015
+
+
+async def test_a_step_that_may_go_on_counts_until_the_next_one_or_the_end() -> None:
+    """What it will use is charged afterwards; a whole line would go on meanwhile."""
+    share, may = Share(FairShare()), asyncio.Event()
+    SHARE.set(share)
+
+    async def stream() -> None:
+        for _ in range(2):
+            await turn()
+            await may.wait()
+            may.clear()
+
+    ends, breaks = (asyncio.create_task(measured(stream)) for _ in range(2))
+    await asyncio.sleep(0)
+    assert share.running == 2
+    breaks.cancel()
+    await asyncio.wait([breaks])
+    assert share.running == 1
+    may.set()
+    await asyncio.sleep(0.01)
+    assert (share.running, ends.done()) == (1, False), "in its second step"
+    may.set()
+    await ends
+    assert share.running == 0
+
+
+async def test_a_request_is_charged_to_its_tenant_as_soon_as_that_is_known() -> None:
+    """Else who makes many at once would be two callers: an address, and a tenant."""
+    fair = FairShare()
+    SHARE.set(fair.of("address"))
+
+    async def request() -> None:
+        charge_to(("tenant", "acme"))
+        await turn()
+        assert fair.of(("tenant", "acme")).running == 1
+        await asyncio.sleep(0.01)
+        assert fair.of(("tenant", "acme")).step is not None
+
+    await measured(request)
+    for caller, uses in (("address", False), (("tenant", "acme"), True)):
+        share = fair.of(caller)
+        assert (share.used > 0, share.step, share.running) == (uses, None, 0)
+
+
+def test_a_stream_by_a_new_key_is_charged_to_its_tenant(open_door: Open, model: str, make: Make) -> None:
+    door = open_door(auth="keys")
+    task = {"model": model, "prompt": [1, 2, 3]}
+    answer = httpx.post(f"{door.url}/v1/tasks", json=task, headers=as_caller(make()), timeout=60)
+    share = door.app.state.fair_share.of(("tenant", "acme"))
+    before = share.used
+    url = f"{door.url}/v1/tasks/{answer.json()['id']}/events"
+    with httpx.stream("GET", url, headers=as_caller(make()), timeout=60):
+        assert until(lambda: share.used > before)
 
 
 on_body, lost = Connection.on_body, Connection.connection_lost
