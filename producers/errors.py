@@ -99,7 +99,8 @@ class ResultUnavailable(PenstockError):
 
 class SubmitFailed(PenstockError):
     """The broker or the store did not answer in time, or takes nothing new. A record that was made is finished by the
-    sweeper. `code` is for programs: `submit_failed`, `storage_full`, `access_denied` or `unusable_server`."""
+    sweeper. `code` is for programs: `submit_failed`, `model_changed`, `storage_full`, `access_denied` or
+    `unusable_server`."""
 
     def __init__(self, message: str, code: str = "submit_failed") -> None:
         super().__init__(message, code)

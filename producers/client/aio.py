@@ -99,11 +99,13 @@ class AsyncClient:
         more: Mapping[str, str | int] = TASK,
         charge: Charge | None = None,
         room: Room | None = None,
+        resolved: Known | None = None,
     ) -> AsyncHandle:
         """As `submit`. `more`: fields of the record beside the task's own (`producers.contract.record`). `charge`: the
         accounts that it is charged to; raises LimitReached, too. `room`: the bounds on what waits; raises QueueFull,
-        too."""
-        return self.get(await self.run(submit(self.directory, task, task_id, self.patience, more, charge, room)))
+        too. `resolved`: the model as its prompt was made for it."""
+        steps = submit(self.directory, task, task_id, self.patience, more, charge, room, resolved)
+        return self.get(await self.run(steps))
 
     @property
     def tasks(self) -> AsyncTasks:

@@ -31,8 +31,10 @@ log = logging.getLogger(__name__)
 
 #: Time (s) for which a model's card is cached.
 FRESH_S: Final = 2.0
+#: Longest time (s) from the end of FRESH_S to a submit whose prompt was made for the card.
+PREPARED_S: Final = 3.0
 #: Time (s) after the card has changed for which tasks of its former version may still come.
-SETTLED_S: Final = FRESH_S + 3.0
+SETTLED_S: Final = FRESH_S + PREPARED_S + 3.0
 #: Longest patience: the last try of ADMIT must be within the submit window.
 MAX_PATIENCE_S: Final = protocol.SUBMIT_WINDOW_MS / 1000 - SILENT_S
 ADVICE: Final[dict[Trouble | None, str]] = {
@@ -113,12 +115,14 @@ def submit(
     more: Mapping[str, str | int] = TASK,
     charge: Charge | None = None,
     room: Room | None = None,
+    resolved: Known | None = None,
 ) -> Steps[str]:
     """Queue the task and return its id. Raises InvalidTask, UnknownModel, TaskExists, LimitReached, QueueFull,
     SubmitFailed.
 
     `more`: fields of its record beside those of the task itself. `charge`: the accounts that it is charged to. `room`:
-    the bounds on what waits that hold for it.
+    the bounds on what waits that hold for it. `resolved`: the model, where the task's prompt was made for this version;
+    no other one gets it.
     """
     if task_id is not None and (type(task_id) is not str or not TASK_ID.fullmatch(task_id)):
         raise InvalidTask(
@@ -126,10 +130,19 @@ def submit(
         )
     directory.check(task)
     try:
-        known = yield from directory.find(task.model, patience_s)
+        if resolved is not None and time.monotonic() - resolved.read_at < FRESH_S + PREPARED_S:
+            known = resolved
+        else:
+            known = yield from directory.find(task.model, patience_s)
     except FAILURES as error:
         what = "did not answer" if lost(error) else "refused"
         raise failed(f"The store {what}, nothing was queued", error) from error
+    if resolved is not None and known.card["version"] != resolved.card["version"]:
+        raise SubmitFailed(
+            f"The model {shown(task.model)} got another version while the prompt was made for version "
+            f"{resolved.card['version']}; nothing was queued, submit it again",
+            "model_changed",
+        )
     task = task.resolved(known.card)
     named, task_id = task_id is not None, task_id or str(uuid.uuid4())
     fields = record_fields(task, known) | dict(more)

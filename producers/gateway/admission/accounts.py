@@ -28,6 +28,7 @@ from producers.contract.task import Task
 from producers.errors import PenstockError, shown
 from producers.gateway.admission.callers import FRESH_S
 from producers.gateway.admission.callers import KEPT as TENANTS
+from producers.gateway.admission.resolved import resolve
 from producers.gateway.admission.spent import Spent
 from producers.gateway.http import idempotency
 from producers.gateway.http.caller import principal_of
@@ -106,7 +107,7 @@ class Accounts:
             return [*tasks]
         context = 0  # it is asked for where it is needed, since each request would pay for it
         if tasks[0].max_tokens is None and any(one.limits.max_output is not None for one in accounts):
-            context = int((await self._client.known(tasks[0].model)).card["context_length"])
+            context = int((await resolve(connection, self._client, tasks[0].model)).card["context_length"])
         charge: Charge | None = state.get("charge")
         if charge is None:
             state["charge"] = charge = charge_for(accounts, tasks[0], self._prices)
@@ -119,7 +120,7 @@ class Accounts:
             if account.limits.size_tasks:
                 tasks = [fitted(account, task, context) for task in tasks]
         if charge is not None and at_once:
-            check_sum(charge, tasks, (await self._client.known(tasks[0].model)).card)
+            check_sum(charge, tasks, (await resolve(connection, self._client, tasks[0].model)).card)
         return [*tasks]
 
     async def limited(self, connection: HTTPConnection, tenant: str | None) -> list[Account]:

@@ -21,6 +21,7 @@ from producers.client.submission import TASK
 from producers.contract.task import Task
 from producers.errors import QueueFull, shown
 from producers.gateway.admission.overload import Overload
+from producers.gateway.admission.resolved import resolve
 from producers.gateway.admission.spent import Spent
 from producers.gateway.http.caller import principal_of
 from producers.gateway.http.errors import ONCE, Problem
@@ -62,7 +63,7 @@ class Admission:
         if most and len(tasks) > most:  # a retry would not help
             said = f"{len(tasks)} prompts in one request, where {most} tasks may wait: send {most} at a time"
             raise Problem(400, said, code="array_above_max_length", param="prompt")
-        known = await self._client.known(tasks[0].model)
+        known = await resolve(request, self._client, tasks[0].model)
         found = await self.overload.look(known.queue)
         if found.stage:
             request.state.degraded = STAGES[found.stage]
@@ -83,11 +84,12 @@ class Admission:
     ) -> str:
         """Submit a task within the bounds, and return its id. Raises Problem (429), and as `AsyncClient.admit`."""
         try:
-            return (await self._client.admit(task, task_id, more, charge, self._room(request))).id
+            resolved = await resolve(request, self._client, task.model)
+            return (await self._client.admit(task, task_id, more, charge, self._room(request), resolved)).id
         except QueueFull as error:
             if error.bound == "kept":
                 raise _too_much_kept(error) from None
-            known = await self._client.known(task.model)
+            known = await resolve(request, self._client, task.model)
             tokens = task.kv_tokens(int(known.card["context_length"]))
             raise await self.overload.full(error, known.queue, task.tier, tokens) from None
         finally:

@@ -17,6 +17,7 @@ from producers.contract.chat import MESSAGE, read_messages
 from producers.contract.stream.events import End
 from producers.contract.task import Task
 from producers.gateway.admission.limits import check_may_use
+from producers.gateway.admission.resolved import resolve
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http import idempotency
 from producers.gateway.http.caller import SUBMITS_TASKS, principal_of, tenant_of
@@ -102,7 +103,7 @@ async def create(request: Request) -> Response:
     asked, task = chat.asked, chat.asked.task([0], logprobs=chat.logprobs)
     request.state.tier = task.tier
     check_may_use(principal_of(request), task)
-    known = await gateway.client.known(task.model)
+    known = await resolve(request, gateway.client, task.model)
     calling = None if chat.tools is None else await _calling(gateway, known.card, chat.tools, work_of(request))
     task = task.model_copy(update={"prompt": await _prompt(request, gateway, known.card, chat, task)})
     if calling is not None:

@@ -16,6 +16,7 @@ from producers.contract.stream.events import End
 from producers.contract.task import Task
 from producers.gateway.admission.accounts import check_number
 from producers.gateway.admission.limits import check_may_use
+from producers.gateway.admission.resolved import resolve
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http import idempotency
 from producers.gateway.http.caller import SUBMITS_TASKS, principal_of, tenant_of
@@ -52,7 +53,7 @@ async def create(request: Request) -> Response:
     tasks = await aside(request, work, wanted.tasks) if large else wanted.tasks()
     request.state.tier = tasks[0].tier
     check_may_use(principal_of(request), tasks[0])
-    known = await gateway.client.known(asked.model)
+    known = await resolve(request, gateway.client, asked.model)
     accounts = await gateway.accounts.limited(request, tasks[0].tenant)
     if len(tasks) > 1 and idempotency.HEADER not in request.headers:
         for account in accounts:

@@ -20,6 +20,7 @@ from producers.connection.log_throttle import warn_throttled
 from producers.contract.stream.events import End, Event
 from producers.contract.task import Task
 from producers.errors import PenstockError, TaskExists, TaskNotFound
+from producers.gateway.admission.resolved import resolve
 from producers.gateway.context import Gateway
 from producers.gateway.fair_share import measured, next_of
 from producers.gateway.http import idempotency
@@ -177,7 +178,7 @@ async def keyed(request: Request, gateway: Gateway, tasks: Sequence[Task]) -> Fo
     tasks = await gateway.accounts.sized(request, tasks)
     if idempotency.HEADER in request.headers:
         for task in tasks:  # a request to be refused takes no key
-            task.check(await gateway.client.card(task.model))
+            task.check((await resolve(request, gateway.client, task.model)).card)
     entry = await idempotency.first(request, gateway.client, str(uuid.uuid4()), tenant=tasks[0].tenant)
     if entry is None:
         return Foreground(request, gateway, tasks)

@@ -16,6 +16,7 @@ from producers.client.submission import TASK
 from producers.contract.record import Record
 from producers.contract.task import Task
 from producers.errors import TaskExists, TaskNotFound
+from producers.gateway.admission.resolved import resolve
 from producers.gateway.context import Gateway
 from producers.gateway.http import idempotency
 from producers.gateway.http.caller import charge_of, marks
@@ -30,7 +31,7 @@ async def encoded(request: Request, gateway: Gateway, task: Task) -> Task:
     Raises InvalidTask, UnknownModel or Problem.
     """
     gateway.client.directory.check(task)
-    card = await gateway.client.card(task.model)
+    card = (await resolve(request, gateway.client, task.model)).card
     task.check(card)
     if task.webhook is not None:
         await gateway.destinations.check(task.webhook.url, "webhook.url")

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from producers.contract.record import Record
 from producers.contract.task import Task
 from producers.gateway.admission.limits import check_may_use
+from producers.gateway.admission.resolved import resolve
 from producers.gateway.context import Gateway
 from producers.gateway.http import idempotency
 from producers.gateway.http.caller import principal_of
@@ -37,7 +38,7 @@ async def make(request: Request, gateway: Gateway, wanted: Wanted) -> Response:
     check_may_use(principal_of(request), task)
     if task.webhook is not None:
         await gateway.destinations.check(task.webhook.url, "webhook.url")
-    known = await gateway.client.known(task.model)
+    known = await resolve(request, gateway.client, task.model)
     made = await idempotency.made_prompts(request, gateway.client, 1, tenant=task.tenant)
     items = wanted.items
     if made is not None:  # its record has its conversation
