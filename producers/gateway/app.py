@@ -16,27 +16,29 @@ from fastapi.responses import JSONResponse
 from producers.client.aio import AsyncClient
 from producers.connection.addresses import networks
 from producers.connection.turns import Turns
-from producers.gateway import batches, files, health, keys, metrics, models, openai, pages, usage, webhooks
+from producers.gateway import health, keys, metrics, models, pages, tenants, usage, webhooks
 from producers.gateway.admission.accounts import Accounts
-from producers.gateway.admission.callers import Callers
+from producers.gateway.admission.authentication import Callers
 from producers.gateway.admission.destinations import Destinations
 from producers.gateway.admission.limits import Admission
-from producers.gateway.awaited import Awaited
+from producers.gateway.batches import routes as batches
 from producers.gateway.context import Gateway
 from producers.gateway.executor import Executor
 from producers.gateway.fair_share import FairShare
+from producers.gateway.files import routes as files
 from producers.gateway.http import errors
-from producers.gateway.http.caller import MEASURES
+from producers.gateway.http.authorization import MEASURES
 from producers.gateway.http.edge import ASSETS, Edge
 from producers.gateway.http.in_turn import InTurn
 from producers.gateway.http.openapi import Documented
-from producers.gateway.http.request.body import BodyRoom
+from producers.gateway.http.request_body import BodyRoom
 from producers.gateway.http.streams import Bounds as StreamBounds
 from producers.gateway.http.streams import Streams
 from producers.gateway.http.trace import TracedClient
-from producers.gateway.keys import tenants
 from producers.gateway.metrics import Metrics
-from producers.gateway.reach import Reach
+from producers.gateway.openai import chat, completions
+from producers.gateway.openai.responses import routes as responses
+from producers.gateway.readiness_checks import Awaited, Reach
 from producers.gateway.settings import GatewaySettings
 from producers.gateway.tasks import events, explain, views
 from producers.gateway.tasks import routes as tasks
@@ -72,8 +74,11 @@ EXPOSED: Final = (
     "x-request-id",
     "x-should-retry",
 )
-#: Modules with a router, beside OpenAI's endpoints and the metrics.
-ROUTED: Final = (pages, tasks, events, explain, files, batches, webhooks, keys, tenants, usage, models, health)
+#: Modules with a router, beside the metrics.
+ROUTED: Final = (
+    *(pages, tasks, events, explain, files, batches, webhooks, keys, tenants, usage, models, health),
+    *(chat, completions, responses),
+)
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
@@ -124,8 +129,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         )
     app.add_middleware(InTurn, fair_share=fair_share)  # outside of CORS, too
     errors.install(app)
-    for router in (*(part.router for part in ROUTED), *openai.ROUTERS):
-        app.include_router(router)
+    for module in ROUTED:
+        app.include_router(module.router)
     app.include_router(metrics.router, dependencies=MEASURES)
     app.mount(ASSETS, pages.assets())
     return app

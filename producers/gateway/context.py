@@ -9,15 +9,14 @@ from starlette.requests import HTTPConnection
 from producers.client.aio import AsyncClient
 from producers.connection.turns import Turns
 from producers.gateway.admission.accounts import Accounts
-from producers.gateway.admission.callers import Callers
+from producers.gateway.admission.authentication import Callers
 from producers.gateway.admission.destinations import Destinations
 from producers.gateway.admission.limits import Admission
-from producers.gateway.awaited import Awaited
 from producers.gateway.executor import Executor
-from producers.gateway.http.request.body import BodyRoom
+from producers.gateway.http.request_body import BodyRoom
 from producers.gateway.http.streams import Streams
 from producers.gateway.metrics import Metrics
-from producers.gateway.reach import Reach
+from producers.gateway.readiness_checks import Awaited, Reach
 from producers.gateway.settings import GatewaySettings
 from producers.gateway.text.forms import Forms
 from producers.gateway.text.prompts import Prompts

@@ -15,8 +15,8 @@ from producers.connection.aws import AwsError
 from producers.connection.trouble import NotPrimary, Trouble, said, trouble
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http.errors import RETRY_AFTER, Problem, body_of
-from producers.gateway.reach import lasts
-from producers.gateway.storage import read_servers
+from producers.gateway.metrics import read_servers
+from producers.gateway.readiness_checks import lasts
 from producers.gateway.tasks.views import ErrorView
 from producers.store.fleet.scaling import is_fresh, states
 from producers.store.waiting import STAGES, model_of

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 
 from producers.errors import shown
 from producers.gateway.context import gateway_of
-from producers.gateway.http.caller import READS, principal_of
+from producers.gateway.http.authorization import READS, principal_of
 from producers.gateway.http.errors import Problem
 from producers.gateway.tasks.views import ModelList, ModelView, errors
 

@@ -26,12 +26,12 @@ from producers.connection.connect import SILENT_S
 from producers.contract import keys
 from producers.contract.task import Task
 from producers.errors import PenstockError, shown
-from producers.gateway.admission.callers import FRESH_S
-from producers.gateway.admission.callers import KEPT as TENANTS
+from producers.gateway.admission.authentication import FRESH_S
+from producers.gateway.admission.authentication import KEPT as TENANTS
 from producers.gateway.admission.resolved import resolve
 from producers.gateway.admission.spent import Spent
 from producers.gateway.http import idempotency
-from producers.gateway.http.caller import principal_of
+from producers.gateway.http.authorization import principal_of
 from producers.gateway.http.errors import Problem
 from producers.gateway.http.work import Work
 from producers.gateway.lru_cache import LruCache

@@ -23,7 +23,7 @@ from producers.errors import QueueFull, shown
 from producers.gateway.admission.overload import Overload
 from producers.gateway.admission.resolved import resolve
 from producers.gateway.admission.spent import Spent
-from producers.gateway.http.caller import principal_of
+from producers.gateway.http.authorization import principal_of
 from producers.gateway.http.errors import ONCE, Problem
 from producers.store.access.principal import NO_LIMITS, Limits, Principal
 from producers.store.usage.limits import Charge

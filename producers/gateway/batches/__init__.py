@@ -3,7 +3,3 @@
 routes: body -> request (checked) -> BATCH_CREATE -> views; all else is done by the sweeper
 endpoints makes tasks of lines' bodies and answers of their ends, for the sweeper that expands and finishes batches
 """
-
-from producers.gateway.batches.routes import router
-
-__all__ = ["router"]

@@ -26,7 +26,7 @@ from producers.gateway.admission.spent import Spent
 from producers.gateway.executor import Executor
 from producers.gateway.http.errors import Problem, body_of, problem_of
 from producers.gateway.http.work import Work
-from producers.gateway.openai.lines import COMPLETIONS, answer_line, in_words_of, read_line
+from producers.gateway.openai.batch_lines import COMPLETIONS, answer_line, in_words_of, read_line
 from producers.gateway.openai.prompts import MAX_TOKENS
 from producers.gateway.tasks.foreground import problem_of_end
 from producers.gateway.text.forms import Forms

@@ -1,37 +1,176 @@
-"""The routes of `/v1/batches`. What is in a batch is the sweeper's to run (`producers.sweeper.batches`)."""
+"""The routes of `/v1/batches`, their bodies, checked, and the JSON of batches.
+
+body -> read (checked) -> BATCH_CREATE -> BatchView. What is in a batch is the sweeper's to run
+(`producers.sweeper.batches`).
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import time
-from typing import Annotated, Final
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal, Self, cast
 
 from fastapi import APIRouter, Query, Request, Response
+from pydantic import BaseModel, Field
 
 from producers.connection.script import arun, text
 from producers.contract import keys
+from producers.contract.batch import (
+    ENDPOINTS,
+    METADATA_FORM,
+    NAME,
+    PAIRS,
+    TEXT,
+    WINDOW,
+    WINDOW_FORM,
+    is_metadata,
+    window_s,
+)
 from producers.errors import shown
-from producers.gateway.batches.request import SCHEMA, read
-from producers.gateway.batches.views import BatchList, BatchView
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.files.routes import file_of
+from producers.gateway.files.upload import EXPIRES_AFTER, expires_after
 from producers.gateway.http import idempotency, trace
-from producers.gateway.http.caller import CANCELS, PARAMETER, READS, SUBMITS, principal_of, tenant_of
-from producers.gateway.http.errors import ONCE, Problem, gone, invalid_value
-from producers.gateway.http.request.body import SETTINGS, read_object
-from producers.gateway.tasks.own import sees
-from producers.gateway.tasks.views import errors
+from producers.gateway.http.authorization import CANCELS, PARAMETER, READS, SUBMITS, principal_of, tenant_of
+from producers.gateway.http.errors import ONCE, Problem, check_given, gone, invalid_value, unknown_parameter, wrong
+from producers.gateway.http.request_body import SETTINGS, read_object
+from producers.gateway.tasks.ownership import sees
+from producers.gateway.tasks.views import Named, Page, errors
 from producers.store import batches
 from producers.store.batches import Batch
 from producers.store.files import BATCH
 from producers.store.idempotency import Entry
 
+#: The body's JSON schema.
+SCHEMA: Final[dict[str, Any]] = {
+    "type": "object",
+    "required": ["input_file_id", "endpoint", "completion_window"],
+    "properties": {
+        "input_file_id": {"type": "string"},
+        "endpoint": {"enum": list(ENDPOINTS)},
+        "completion_window": {
+            "type": "string",
+            "pattern": f"^{WINDOW.pattern}$",
+            "description": "such as 24h; 7d at most",
+        },
+        "metadata": {
+            "type": ["object", "null"],
+            "maxProperties": PAIRS,
+            "propertyNames": {"maxLength": NAME},
+            "additionalProperties": {"type": "string", "maxLength": TEXT},
+        },
+        "output_expires_after": {"anyOf": [EXPIRES_AFTER, {"type": "null"}]},
+    },
+    "additionalProperties": False,
+}
+Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 router = APIRouter(prefix="/v1/batches", tags=["batches"])
-
 #: Most batches in a page, and how many there are unless said otherwise.
 MAX_PAGE: Final = 100
 PAGE: Final = 20
 ID: Final = re.compile(f"{batches.PREFIX}[0-9a-f]{{32}}")
+
+
+def read(body: Mapping[str, Any]) -> tuple[int, dict[str, str | int]]:
+    """The completion window (s), and the batch's fields (`producers.store.batches.create`). Raises Problem."""
+    given = {name: value for name, value in body.items() if value is not None}
+    for name in given:
+        if name not in SCHEMA["properties"]:
+            raise unknown_parameter(name, f"there are {', '.join(SCHEMA['properties'])}")
+    check_given(given, *SCHEMA["required"])
+    if given["endpoint"] not in ENDPOINTS:
+        raise wrong("endpoint", given["endpoint"], f"one of {', '.join(ENDPOINTS)}")
+    if not isinstance(given["input_file_id"], str):
+        raise wrong("input_file_id", given["input_file_id"], "the id of a file")
+    fields: dict[str, str | int] = {
+        "endpoint": given["endpoint"],
+        "input_file": given["input_file_id"],
+        "completion_window": given["completion_window"],
+    }
+    seconds = window_s(given["completion_window"])
+    if seconds is None:
+        raise wrong("completion_window", given["completion_window"], WINDOW_FORM)
+    if "metadata" in given:
+        if not is_metadata(given["metadata"]):
+            raise wrong("metadata", given["metadata"], METADATA_FORM)
+        fields["metadata"] = json.dumps(given["metadata"])
+    if "output_expires_after" in given:
+        fields["output_kept"] = expires_after("output_expires_after", given["output_expires_after"])
+    return seconds, fields
+
+
+class Reason(BaseModel):
+    """Why a batch failed as a whole. `line` is from 1; null where no line is at fault."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class Reasons(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Reason]
+
+
+class Counts(BaseModel):
+    total: int = Field(description="0 until the input is validated")
+    completed: int
+    failed: int
+
+
+class BatchView(Named):
+    """A batch. Times are unix seconds."""
+
+    object: Literal["batch"] = "batch"
+    endpoint: str
+    errors: Reasons | None
+    input_file_id: str
+    completion_window: str
+    status: Status
+    output_file_id: str | None = Field(description="the answers; null until it ends, or without any")
+    error_file_id: str | None = Field(description="the lines that failed; null until it ends, or without any")
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: Counts
+    metadata: dict[str, str] | None
+
+    @classmethod
+    def of(cls, batch: Batch) -> Self:
+        def at(name: str) -> int | None:
+            time = batch.time(name)
+            return None if time is None else time // 1000
+
+        times: dict[str, Any] = {name: at(name) for name in cls.model_fields if name.endswith("_at")}
+        reasons = batch.json("reasons")
+        return cls(
+            id=batch.id,
+            endpoint=batch.endpoint,
+            errors=None if reasons is None else Reasons(data=reasons),
+            input_file_id=batch.input_file,
+            completion_window=batch.fields["completion_window"],
+            status=cast(Status, batch.status),
+            output_file_id=batch.fields.get("output_file"),
+            error_file_id=batch.fields.get("error_file"),
+            **times | {"created_at": at("created") or 0, "expires_at": at("deadline") or 0},
+            request_counts=Counts(
+                total=batch.total or 0, completed=batch.count("completed"), failed=batch.count("failed")
+            ),
+            metadata=batch.metadata,
+        )
+
+
+class BatchList(Page[BatchView]):
+    pass
 
 
 @router.post(

@@ -5,7 +5,3 @@
 
 No file is in memory: a gateway holds a piece of each one that it receives or sends.
 """
-
-from producers.gateway.files.routes import router
-
-__all__ = ["router"]

@@ -1,32 +1,39 @@
-"""The routes of `/v1/files`."""
+"""The routes of `/v1/files`, and the JSON of files. Errors of the folder or bucket become what callers see."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import re
 import time
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Annotated, Any, Final, Literal, Self
 
 from fastapi import APIRouter, Query, Request, Response
+from pydantic import BaseModel, Field
 
+from producers.connection.aws import AwsError, AwsNotInstalled
+from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import arun, text
 from producers.contract import keys
 from producers.errors import shown
 from producers.gateway.context import Gateway, gateway_of
-from producers.gateway.files import expiry, faults
 from producers.gateway.files.content import FileContent, content_of, redirect_of
-from producers.gateway.files.upload import Asked, Upload
-from producers.gateway.files.views import FileDeleted, FileList, FileView
+from producers.gateway.files.upload import EXPIRES_AFTER, Asked, Upload
 from producers.gateway.http import idempotency
-from producers.gateway.http.caller import CANCELS, PARAMETER, READS, SUBMITS, tenant_of
+from producers.gateway.http.authorization import CANCELS, PARAMETER, READS, SUBMITS, tenant_of
 from producers.gateway.http.edge import HEAD
 from producers.gateway.http.errors import Problem, gone, unavailable
-from producers.gateway.tasks.own import sees
-from producers.gateway.tasks.views import errors
+from producers.gateway.tasks.ownership import sees
+from producers.gateway.tasks.views import Named, Page, errors
 from producers.store import files
 from producers.store.files import BATCH, File
 from producers.store.idempotency import Entry
 
+logger = logging.getLogger(__name__)
 router = APIRouter(prefix="/v1/files", tags=["files"])
 
 #: The largest `limit` of a list, which is also the usual one, as with OpenAI. No page has more than PAGE files.
@@ -39,10 +46,39 @@ _FORM: Final[dict[str, Any]] = {
     "properties": {
         "file": {"type": "string", "format": "binary"},
         "purpose": {"enum": [BATCH]},
-        "expires_after": expiry.SCHEMA | {"example": {}},  # a form made from the schema would let each file expire
+        "expires_after": EXPIRES_AFTER | {"example": {}},  # a form made from the schema would let each file expire
     },
     "additionalProperties": False,
 }
+#: Errors of a disk that takes no more.
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class FileView(Named):
+    """A file. Times are unix seconds."""
+
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: str = Field(description="batch: an input; batch_output: what a batch wrote")
+    status: Literal["processed"] = "processed"
+    status_details: None = None
+
+    @classmethod
+    def of(cls, file: File) -> Self:
+        return cls(**asdict(file) | {"bytes": file.size, "status": "processed"})
+
+
+class FileList(Page[FileView]):
+    pass
+
+
+class FileDeleted(BaseModel):
+    id: str
+    object: Literal["file"] = "file"
+    deleted: bool
 
 
 @router.post(
@@ -68,7 +104,7 @@ async def create(request: Request, response: Response) -> FileView:
     gateway = gateway_of(request)
     owner = tenant_of(request)
     new_id = files.new_id(int(time.time() * 1000))
-    with faults.telling():
+    with storage_errors():
         limits = await gateway.accounts.kept(owner)
         async with Upload(request, gateway, owner or "", limits, new_id) as upload:
             asked = await upload.receive()
@@ -161,7 +197,7 @@ async def content(request: Request, file_id: str) -> Response:
     gateway = gateway_of(request)
     await gateway.streams.enter(request.scope, "download")
     file = await file_of(request, file_id)
-    with faults.telling():
+    with storage_errors():
         if gateway.settings.files_redirect and not request.scope.get(HEAD):
             return await redirect_of(gateway.blobs, file)
         return await content_of(request, gateway.blobs, gateway.file_pieces, file, gateway.settings.stall)
@@ -172,7 +208,7 @@ async def delete(request: Request, file_id: str) -> FileDeleted:
     """Delete a file. A batch that still needs it fails."""
     gateway = gateway_of(request)
     await file_of(request, file_id)
-    with faults.telling():
+    with storage_errors():
         async with gateway.file_pieces.turn(gateway.settings.stall):
             removed = await files.remove(gateway.client.store, gateway.blobs, file_id)
         if not removed:
@@ -194,3 +230,24 @@ def _none(file_id: str, param: str | None = None) -> Problem:
     return Problem(
         404, f"There is no file {shown(file_id)}; it was deleted, or has expired.", code="file_not_found", param=param
     )
+
+
+@contextmanager
+def storage_errors() -> Iterator[None]:
+    """Within it, an error of the folder or the bucket becomes a Problem; the log has its own words."""
+    try:
+        yield
+    except (AwsError, AwsNotInstalled) as error:
+        said = "The bucket for files does not answer, or refuses; the gateway's log says why."
+        raise _problem(error, said) from error
+    except OSError as error:
+        if error.errno is None or isinstance(error, ConnectionError | TimeoutError):  # of the store
+            raise
+        if error.errno in _FULL:
+            raise _problem(error, "The disk for files is full: no file is taken for now.", "storage_full") from error
+        raise _problem(error, "This gateway cannot use its folder for files; its log says why.") from error
+
+
+def _problem(error: Exception, message: str, code: str = "file_unavailable") -> Problem:
+    warn_throttled(logger, "--files-dir cannot be used: %s", error)
+    return unavailable(message, code=code)

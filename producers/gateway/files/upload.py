@@ -18,10 +18,17 @@ from producers.client.steps import FAILURES
 from producers.connection.script import arun
 from producers.errors import shown
 from producers.gateway.context import Gateway
-from producers.gateway.files.expiry import expires_after
 from producers.gateway.files.multipart import FILE, Form, form_of
 from producers.gateway.http import idempotency
-from producers.gateway.http.errors import ONCE, RETRY_AFTER, Problem, check_given, invalid_value, unknown_parameter
+from producers.gateway.http.errors import (
+    ONCE,
+    RETRY_AFTER,
+    Problem,
+    check_given,
+    invalid_value,
+    unknown_parameter,
+    wrong,
+)
 from producers.store import files
 from producers.store.access.principal import Limits
 from producers.store.blobs import BlobWriter
@@ -40,6 +47,19 @@ RENEW_S: Final = files.LEASE_S / 3
 MAX_FILENAME: Final = 512
 #: A form's fields beside its file.
 FIELDS: Final = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
+#: Shortest and longest time (s) for which a file may be kept.
+MIN_KEPT_S: Final = 3600
+MAX_KEPT_S: Final = 30 * 24 * 3600
+#: The JSON schema of `expires_after`, OpenAI's parameter: the time for which a file is kept.
+EXPIRES_AFTER: Final[dict[str, Any]] = {
+    "type": "object",
+    "required": ["anchor", "seconds"],
+    "properties": {
+        "anchor": {"enum": ["created_at"]},
+        "seconds": {"type": "integer", "minimum": MIN_KEPT_S, "maximum": MAX_KEPT_S},
+    },
+    "additionalProperties": False,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,3 +221,18 @@ def _too_large(limit: int) -> Problem:
     return Problem(
         413, f"The file is too large; at most {limit} bytes are taken (--max-file).", code="file_too_large", param=FILE
     )
+
+
+def expires_after(name: str, value: Any) -> int:
+    """The seconds of the parameter `name`, an object with `anchor` and `seconds`. Raises Problem."""
+    expected = f'{{"anchor": "created_at", "seconds": an integer from {MIN_KEPT_S} to {MAX_KEPT_S}}}'
+    seconds = value.get("seconds") if isinstance(value, dict) else None
+    if (
+        not isinstance(value, dict)
+        or set(value) != {"anchor", "seconds"}
+        or value["anchor"] != "created_at"
+        or type(seconds) is not int
+        or not MIN_KEPT_S <= seconds <= MAX_KEPT_S
+    ):
+        raise wrong(name, value, expected)
+    return seconds

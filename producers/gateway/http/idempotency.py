@@ -45,7 +45,7 @@ async def first(
     """The entry of the request's key, with `new_id` for a new key; None without a key.
 
     `digest` (`idempotency.digest`) says which bodies are the same; by default, those of equal bytes once unpacked, as
-    `producers.gateway.http.request.body` read them. Raises Problem: 400 for a bad key, 422 for another request's key.
+    `producers.gateway.http.request_body` read them. Raises Problem: 400 for a bad key, 422 for another request's key.
     Raises redis.exceptions.RedisError or OSError.
     """
     key = request.headers.get(HEADER)

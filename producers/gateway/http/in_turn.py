@@ -12,7 +12,7 @@ from typing import Any, Final, cast
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from producers.gateway.fair_share import IDLE_TALK, SHARE, FairShare, Measured
-from producers.gateway.http.caller import caller_of
+from producers.gateway.http.authorization import caller_of
 from producers.gateway.http.connection import connection_of
 from producers.gateway.http.streams import STOP
 

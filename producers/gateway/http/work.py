@@ -15,7 +15,7 @@ from functools import partial
 from starlette.requests import HTTPConnection, Request
 from starlette.types import Receive
 
-from producers.gateway.http.caller import tenant_of
+from producers.gateway.http.authorization import tenant_of
 from producers.store.access.principal import Account
 
 

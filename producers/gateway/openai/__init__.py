@@ -3,15 +3,7 @@
     chat, completions, responses: body -> parameters (known, offered, within limits) -> text -> token ids -> Task
     Foreground (gateway.tasks): submit all, events as they come; tasks are cancelled when the caller leaves
     events -> answer: outputs by choice -> chunks as they come -> usage -> [DONE]
-                                           -> whole: JSON by choice, few large ones at once; echo: the prompt, made once
+                                           -> complete: JSON by choice, few large at once; echo: the prompt, made once
 
 OpenAI's parameters keep their names. Unsupported ones are refused by name.
 """
-
-from producers.gateway.openai.chat import router as chat
-from producers.gateway.openai.completions import router as completions
-from producers.gateway.openai.responses.routes import router as responses
-
-ROUTERS = (chat, completions, responses)
-
-__all__ = ["ROUTERS"]

@@ -20,13 +20,13 @@ from producers.gateway.admission.limits import check_may_use
 from producers.gateway.admission.resolved import resolve
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http import idempotency
-from producers.gateway.http.caller import SUBMITS_TASKS, principal_of, tenant_of
+from producers.gateway.http.authorization import SUBMITS_TASKS, principal_of, tenant_of
 from producers.gateway.http.errors import invalid_value
-from producers.gateway.http.request.body import read_object
+from producers.gateway.http.request_body import read_object
 from producers.gateway.http.work import Work, work_of
 from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, News, Output, head, made, news, respond
 from producers.gateway.openai.arrays import joined
-from producers.gateway.openai.forms import NESTED, TEXT, formed
+from producers.gateway.openai.complete import Choice, Whole, whole_answer
 from producers.gateway.openai.logprobs import CHAT, ChatLogprobs, ScoredPrompt
 from producers.gateway.openai.parameters import (
     NOT_OFFERED,
@@ -38,12 +38,10 @@ from producers.gateway.openai.parameters import (
     flag,
     refusal,
 )
-from producers.gateway.openai.tools.answer import CALLED, CallingChoice, deltas, message
-from producers.gateway.openai.tools.asked import OWN, Tools, read_tools
-from producers.gateway.openai.tools.formats import format_of
-from producers.gateway.openai.tools.grammar import Calling, make_calling, schemas
-from producers.gateway.openai.tools.spoken import Listener
-from producers.gateway.openai.whole import Choice, Whole, whole_answer
+from producers.gateway.openai.response_format import NESTED, TEXT, formed
+from producers.gateway.openai.tools.grammar import Calling, format_of, make_calling, schemas
+from producers.gateway.openai.tools.request import OWN, Tools, read_tools
+from producers.gateway.openai.tools.tool_call_parser import CALLED, CallingChoice, ToolCallParser, deltas, message
 from producers.gateway.tasks.foreground import Foreground, keyed
 
 router = APIRouter(prefix="/v1/chat", tags=["openai"])
@@ -214,10 +212,10 @@ class _Stream:
     def __init__(self, chat: _Chat, chunks: Chunks, scorer: ChatLogprobs | None, calling: Calling | None) -> None:
         self._chat = chat
         self._calling = calling
-        self._listeners = [] if calling is None else [Listener(calling) for _ in range(chat.n)]
+        self._parsers = [] if calling is None else [ToolCallParser(calling) for _ in range(chat.n)]
         self._chunks = chunks
         self._scorer = scorer
-        self._spoken: set[int] = set()
+        self._begun: set[int] = set()
         self._ended: set[int] = set()
 
     async def chunks(self, foreground: Foreground) -> AsyncGenerator[bytes]:
@@ -236,8 +234,8 @@ class _Stream:
     def _of(self, batch: News) -> bytes:
         said: list[bytes] = []
         for index, output in batch.outputs.items():
-            if index not in self._spoken:
-                self._spoken.add(index)
+            if index not in self._begun:
+                self._begun.add(index)
                 said.append(self._delta(index, {"role": "assistant", "content": "", "refusal": None}))
             self._chunks.count(index, len(output.tokens))
             logprobs = None
@@ -249,7 +247,7 @@ class _Stream:
                 logprobs = None
             if ending:
                 self._ended.add(index)
-                called = output.reason == "stop" and self._listeners and self._listeners[index].called
+                called = output.reason == "stop" and self._parsers and self._parsers[index].called
                 said.append(self._delta(index, {}, reason=CALLED if called else output.reason))
         return b"".join(said)
 
@@ -257,8 +255,8 @@ class _Stream:
         """The deltas of a choice's news; at least one if its tokens are `scored`."""
         if self._calling is None:
             return [{"content": output.text}] if output.text or scored else []
-        said = self._listeners[index].hear(output.tokens)
-        said += self._listeners[index].end() if ending else []
+        said = self._parsers[index].feed(output.tokens)
+        said += self._parsers[index].end() if ending else []
         return [*deltas(said, self._calling, self._task_id, index)] or ([{"content": ""}] if scored else [])
 
     def _delta(

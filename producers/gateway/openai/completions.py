@@ -19,16 +19,16 @@ from producers.gateway.admission.limits import check_may_use
 from producers.gateway.admission.resolved import resolve
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http import idempotency
-from producers.gateway.http.caller import SUBMITS_TASKS, principal_of, tenant_of
-from producers.gateway.http.request.body import INLINE, aside, read_object
+from producers.gateway.http.authorization import SUBMITS_TASKS, principal_of, tenant_of
+from producers.gateway.http.request_body import INLINE, aside, read_object
 from producers.gateway.http.work import Work, work_of
 from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, News, head, made, news, respond, weight
 from producers.gateway.openai.arrays import joined
+from producers.gateway.openai.complete import Choice, Whole, whole_answer
 from producers.gateway.openai.echo import Echo, echoed
 from producers.gateway.openai.logprobs import COMPLETION, CompletionLogprobs
 from producers.gateway.openai.parameters import RESPONSES
 from producers.gateway.openai.prompts import PARAMETERS, Completion, read_completion
-from producers.gateway.openai.whole import Choice, Whole, whole_answer
 from producers.gateway.tasks.foreground import Foreground, keyed
 
 router = APIRouter(prefix="/v1", tags=["openai"])

@@ -17,7 +17,7 @@ from engine.params import MAX_SEED, SamplingParams
 from producers.contract.task import Task, likely
 from producers.errors import InvalidTask, UnknownModel, shown
 from producers.gateway.http import idempotency
-from producers.gateway.http.caller import PARAMETER
+from producers.gateway.http.authorization import PARAMETER
 from producers.gateway.http.errors import Problem, check_given, invalid_value, unknown_parameter
 from producers.gateway.tasks.views import errors
 

@@ -13,8 +13,8 @@ from producers.errors import InvalidTask, shown
 from producers.gateway.context import Gateway
 from producers.gateway.http.errors import Problem, invalid_value
 from producers.gateway.http.work import Work
-from producers.gateway.openai.forms import NESTED, TEXT, formed
 from producers.gateway.openai.parameters import Asked, Parameters, flag
+from producers.gateway.openai.response_format import NESTED, TEXT, formed
 from producers.gateway.text.prompts import InvalidPrompt
 
 P = TypeVar("P")

@@ -10,8 +10,8 @@ from pydantic import BaseModel, Field
 
 from producers.admin.explain import Explanation, explain
 from producers.gateway.context import gateway_of
-from producers.gateway.http.caller import READS
-from producers.gateway.tasks.own import task_of
+from producers.gateway.http.authorization import READS
+from producers.gateway.tasks.ownership import task_of
 from producers.gateway.tasks.views import Status, errors
 
 router = APIRouter(prefix="/v1/tasks", tags=["tasks"])

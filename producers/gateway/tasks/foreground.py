@@ -24,7 +24,7 @@ from producers.gateway.admission.resolved import resolve
 from producers.gateway.context import Gateway
 from producers.gateway.fair_share import measured, next_of
 from producers.gateway.http import idempotency
-from producers.gateway.http.caller import charge_of, marks
+from producers.gateway.http.authorization import charge_of, marks
 from producers.gateway.http.errors import CLIENT_LEFT, ONCE, Problem, unavailable
 from producers.gateway.http.sse import watch
 from producers.gateway.http.streams import why_stopped

@@ -17,12 +17,12 @@ from producers.contract.task import Task
 from producers.errors import PenstockError
 from producers.gateway.context import gateway_of
 from producers.gateway.http import idempotency
-from producers.gateway.http.caller import CANCELS, READS, SUBMITS_TASKS, principal_of
-from producers.gateway.http.caller import PARAMETER as TENANT_PARAMETER
+from producers.gateway.http.authorization import CANCELS, READS, SUBMITS_TASKS, principal_of
+from producers.gateway.http.authorization import PARAMETER as TENANT_PARAMETER
 from producers.gateway.http.errors import Problem
-from producers.gateway.http.request.body import read_task
+from producers.gateway.http.request_body import read_task
 from producers.gateway.tasks import listing, outcome, wait
-from producers.gateway.tasks.own import cancelled, owned, task_of
+from producers.gateway.tasks.ownership import cancelled, owned, task_of
 from producers.gateway.tasks.submit import encoded, made, submitted
 from producers.gateway.tasks.views import Cancelled, Deleted, TaskList, TaskView, errors
 

@@ -19,7 +19,7 @@ from producers.errors import TaskExists, TaskNotFound
 from producers.gateway.admission.resolved import resolve
 from producers.gateway.context import Gateway
 from producers.gateway.http import idempotency
-from producers.gateway.http.caller import charge_of, marks
+from producers.gateway.http.authorization import charge_of, marks
 from producers.gateway.http.errors import gone
 from producers.gateway.http.work import work_of
 from producers.gateway.tasks.views import TaskView, WebhookView

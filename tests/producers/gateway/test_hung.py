@@ -14,7 +14,7 @@ import pytest
 from producers import AsyncClient
 from producers.connection import connect, silence
 from producers.gateway import metrics
-from producers.gateway.admission import callers, overload
+from producers.gateway.admission import authentication, overload
 from producers.gateway.admission.overload import Overload
 from producers.store.waiting import Bounds, Pressure
 from producers.sweeper import reader_leases as readers
@@ -46,7 +46,7 @@ def test_a_request_waits_once_and_the_next_ones_not_at_all(
     open_door: Open, make: Make, valkey_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many calls it makes: the key is looked up, then the task."""
-    monkeypatch.setattr(callers, "FRESH_S", 0.0)
+    monkeypatch.setattr(authentication, "FRESH_S", 0.0)
     monkeypatch.setattr(silence, "PAUSE_S", LONG)
     abort, waits = connect._AsyncChecked._abort, []
     monkeypatch.setattr(connect._AsyncChecked, "_abort", lambda self, due: (waits.append(self), abort(self, due)))

@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 
 from producers.admin.fleet import Fleet, Pool, Scaling
 from producers.connection.script import parsed
-from producers.gateway.metrics.scaling import described
+from producers.gateway.fleet_metrics import scaling_metrics
 from tests.workers.autoscaler.conftest import Recorder
 from workers.autoscaler.acting import Acting
 from workers.autoscaler.control import Control
@@ -83,7 +83,7 @@ def test_a_state_with_anything_in_it_makes_no_harm(data: st.DataObject, odd: Any
     assert explained("tiny", state, [state], AT)
     assert summary("tiny", state, AT)
     seen = fleet(AT + 1, {"tiny": state})
-    assert all(isinstance(one, Metric) for one in described(seen))
+    assert all(isinstance(one, Metric) for one in scaling_metrics(seen))
     decided = control().decide(seen, seen.at, "two")
     assert decided is not None
     assert 1 <= decided["wanted"] <= 4, "there is a task"

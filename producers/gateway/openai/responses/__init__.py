@@ -2,7 +2,7 @@
 
     body -> request (parameters) -> conversation (with the response before, cut to fit) -> Task, the record's `response`
     background: submitted, answered at once, read later | foreground: the caller waits, and its leaving cancels
-    record + stream -> story: events with their sequence numbers -> stream: sent
+    record + stream -> stream: events with their sequence numbers, sent
                     -> view: the response's JSON
 
 All state is in the store, so any gateway answers for any response.

@@ -22,14 +22,14 @@ from producers.contract.stream.events import Token
 from producers.contract.task import MAX_PROMPT_BYTES, Task
 from producers.errors import InvalidTask, TaskNotFound, shown
 from producers.gateway.context import Gateway
-from producers.gateway.http.caller import principal_of, tenant_of
+from producers.gateway.http.authorization import principal_of, tenant_of
 from producers.gateway.http.errors import Problem
 from producers.gateway.http.work import Work
 from producers.gateway.openai.parameters import check_chats
 from producers.gateway.openai.responses.items import Item
 from producers.gateway.openai.responses.request import Wanted
 from producers.gateway.openai.responses.view import PREFIX, About
-from producers.gateway.tasks.own import task_of
+from producers.gateway.tasks.ownership import task_of
 
 #: Codes of an error that a shorter prompt cures.
 TOO_LONG: Final = ("context_length_exceeded", "kv_capacity_exceeded", "prompt_too_long")

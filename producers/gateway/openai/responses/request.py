@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from producers.contract.task import Task
 from producers.gateway.http.errors import invalid_value, unknown_parameter
-from producers.gateway.openai.forms import FLAT, TEXT, formed
 from producers.gateway.openai.parameters import KEPT_S, SAME, Asked, Parameters, count, flag, refusal, refused
+from producers.gateway.openai.response_format import FLAT, TEXT, formed
 from producers.gateway.openai.responses.items import INPUT, Item, read_input
 from producers.store.protocol import DEFAULT_TTL_S
 

@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import json
+import uuid
+from contextlib import aclosing, suppress
+from functools import partial
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import JSONResponse
+from pydantic import WithJsonSchema
 from starlette.responses import Response
 
 from producers.client.aio import AsyncHandle
 from producers.contract.record import Record
-from producers.errors import TaskNotFound, shown
-from producers.gateway.context import gateway_of
-from producers.gateway.http.caller import CANCELS, READS, SUBMITS_TASKS, principal_of, tenant_of
-from producers.gateway.http.errors import Problem
-from producers.gateway.http.request.body import read_object
-from producers.gateway.openai.responses import conversation, query
-from producers.gateway.openai.responses.answer import answer, scorer_of
-from producers.gateway.openai.responses.making import make
-from producers.gateway.openai.responses.request import PARAMETERS, read_response
-from producers.gateway.openai.responses.story import Story
-from producers.gateway.openai.responses.stream import ResponseStream
+from producers.contract.task import Task
+from producers.errors import TaskNotFound, UnknownModel, shown
+from producers.gateway.admission.limits import check_may_use
+from producers.gateway.admission.resolved import resolve
+from producers.gateway.context import Gateway, gateway_of
+from producers.gateway.http import idempotency
+from producers.gateway.http.authorization import CANCELS, READS, SUBMITS_TASKS, principal_of, tenant_of
+from producers.gateway.http.errors import Problem, invalid_value
+from producers.gateway.http.request_body import read_object
+from producers.gateway.http.work import work_of
+from producers.gateway.openai.answer import respond
+from producers.gateway.openai.logprobs import ChatLogprobs
+from producers.gateway.openai.parameters import refusal, refused
+from producers.gateway.openai.responses import conversation
+from producers.gateway.openai.responses.items import Item
+from producers.gateway.openai.responses.request import INCLUDABLE, PARAMETERS, Wanted, bounded, included, read_response
+from producers.gateway.openai.responses.stream import ResponseStream, Story
 from producers.gateway.openai.responses.view import PREFIX, About, Output
-from producers.gateway.tasks.own import cancelled
+from producers.gateway.tasks import outcome
+from producers.gateway.tasks.foreground import Foreground, answered
+from producers.gateway.tasks.ownership import cancelled
+from producers.gateway.tasks.submit import original, submitted
 from producers.gateway.tasks.views import errors
 
 router = APIRouter(prefix="/v1/responses", tags=["openai"])
-
 #: A response's JSON schema, for OpenAPI.
 RESPONSE: Final = {
     "type": "object",
@@ -42,6 +54,58 @@ RESPONSE: Final = {
 _JSON: Final = {"application/json": {"schema": RESPONSE}}
 _BOTH: Final[dict[int | str, dict[str, Any]]] = {200: {"content": {**_JSON, "text/event-stream": {}}}}
 _ONE: Final = {200: {"content": _JSON}, **errors(404)}
+#: Most items in one page, and how many unless asked.
+MAX_PAGE, PAGE = 100, 20
+#: Largest sequence number that is taken.
+MAX_NUMBER: Final = 999_999_999
+Stream = Annotated[Literal["true", "false"] | None, WithJsonSchema({"type": "boolean"})]
+#: `true` is refused with words of its own.
+Obfuscation = Annotated[Literal["true", "false"], WithJsonSchema({"enum": ["false"]})]
+_INCLUDE: Final = Query(
+    alias="include[]",
+    description="log probabilities are there if they were made; of the others there is nothing here",
+    json_schema_extra={"items": {"enum": list(INCLUDABLE)}},
+    default_factory=list,
+)
+
+
+def check_include(
+    several: Annotated[list[str], _INCLUDE],
+    single: Annotated[list[str], Query(alias="include", include_in_schema=False, default_factory=list)],
+) -> None:
+    """Checks what is to be included. OpenAI's clients write `include[]=a&include[]=b`, others `include=a`."""
+    included([*several, *single])
+
+
+def read_start(
+    stream: Annotated[Stream, Query(description="whether to send events, from the beginning")] = None,
+    starting_after: Annotated[
+        int,
+        Query(ge=-1, le=MAX_NUMBER, description="of a stream: the last `sequence_number` that was read; -1: none"),
+    ] = -1,
+    include_obfuscation: Annotated[Obfuscation, Query(description="not offered")] = "false",
+) -> int | None:
+    """The sequence number after which the stream begins, -1 for all of it; None if no stream is asked for."""
+    if include_obfuscation == "true":
+        raise refused("include_obfuscation", True, (False,))
+    if stream == "true":
+        return starting_after
+    if starting_after != -1:
+        raise invalid_value("starting_after", "starting_after is for streams; leave it out, or ask for stream=true")
+    return None
+
+
+def item_page(items: list[Item], order: str, after: str | None, limit: int) -> dict[str, Any]:
+    """The list of items that a query asks for. Raises Problem."""
+    remaining = items if order == "asc" else items[::-1]
+    if after is not None:
+        index = next((index for index, item in enumerate(remaining) if item.id == after), None)
+        if index is None:
+            raise refusal("after", after, "the id of one of this response's input items")
+        remaining = remaining[index + 1 :]
+    data = [item.view for item in remaining[:limit]]
+    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": len(remaining) > limit}
 
 
 @router.post(
@@ -62,12 +126,12 @@ async def create(request: Request) -> Response:
 
 @router.get(
     "/{response_id}",
-    dependencies=[*READS, Depends(query.include)],
+    dependencies=[*READS, Depends(check_include)],
     response_class=JSONResponse,
     response_model=None,
     responses={**_BOTH, **errors(404)},
 )
-async def retrieve(request: Request, response_id: str, after: Annotated[int | None, Depends(query.after)]) -> Response:
+async def retrieve(request: Request, response_id: str, after: Annotated[int | None, Depends(read_start)]) -> Response:
     """Get a response; as a stream, all of its events, or those after one of them."""
     gateway = gateway_of(request)
     if after is not None:
@@ -109,7 +173,7 @@ async def delete(request: Request, response_id: str) -> Response:
 
 @router.get(
     "/{response_id}/input_items",
-    dependencies=[*READS, Depends(query.include)],
+    dependencies=[*READS, Depends(check_include)],
     response_class=JSONResponse,
     response_model=None,
     responses={200: {"content": {"application/json": {"schema": {"type": "object"}}}}, **errors(404)},
@@ -119,11 +183,11 @@ async def input_items(
     response_id: str,
     order: Annotated[Literal["asc", "desc"], Query(description="the last first, unless told otherwise")] = "desc",
     after: Annotated[str | None, Query(description="an item's id: the page begins behind it")] = None,
-    limit: Annotated[int, Query(ge=1, le=query.MAX_PAGE, description="most items")] = query.PAGE,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="most items")] = PAGE,
 ) -> Response:
     """The items that a response was made from: those of the responses before it, and its own."""
     _, _, about = await _found(request, response_id)
-    return JSONResponse(query.page(about.items, order, after, limit))
+    return JSONResponse(item_page(about.items, order, after, limit))
 
 
 async def _found(request: Request, response_id: str) -> tuple[AsyncHandle, Record, About]:
@@ -137,3 +201,127 @@ async def _found(request: Request, response_id: str) -> tuple[AsyncHandle, Recor
             code="response_not_found",
         )
     return found
+
+
+async def make(request: Request, gateway: Gateway, wanted: Wanted) -> Response:
+    """Submit a response's task and answer, or answer with what an earlier request of this Idempotency-Key made.
+
+    Raises InvalidTask, UnknownModel, SubmitFailed, Problem, redis.exceptions.RedisError or OSError.
+    """
+    task = wanted.task()
+    request.state.tier = task.tier
+    check_may_use(principal_of(request), task)
+    if task.webhook is not None:
+        await gateway.destinations.check(task.webhook.url, "webhook.url")
+    known = await resolve(request, gateway.client, task.model)
+    made = await idempotency.made_prompts(request, gateway.client, 1, tenant=task.tenant)
+    items = wanted.items
+    if made is not None:  # its record has its conversation
+        task = task.model_copy(update={"prompt": made[0]})
+    else:
+        earlier = [] if wanted.previous is None else await conversation.before(request, wanted.previous)
+        work = work_of(request)
+        task, items = await conversation.fitted(gateway, known.card, wanted, task, [*earlier, *items], work)
+    with wanted.asked.in_its_words():
+        (task,) = await gateway.accounts.sized(request, [task])
+        task = bounded(task, known.card).resolved(known.card)
+    more = wanted.more(task, items, known.now_ms())
+    scorer = None if task.logprobs is None else ChatLogprobs(await gateway.prompts.tokenizer(known.card))
+    kind = _background if wanted.background else _foreground
+    return await kind(request, gateway, wanted, task, more, Output(scorer))
+
+
+async def _background(
+    request: Request, gateway: Gateway, wanted: Wanted, task: Task, more: dict[str, Any], output: Output
+) -> Response:
+    """Submit the task, which nobody's leaving cancels."""
+    with wanted.asked.in_its_words():
+        task_id, earlier = await submitted(request, gateway, task, more)
+    if earlier is not None:
+        return await _again(gateway, wanted, earlier)
+    about = About.of(task_id, more["response"])
+    if wanted.asked.stream:
+        return ResponseStream(Story(about, output), gateway.client.get(task_id), gateway)
+    return opened(about, "queued")
+
+
+async def _foreground(
+    request: Request, gateway: Gateway, wanted: Wanted, task: Task, more: dict[str, Any], output: Output
+) -> Response:
+    """Submit the task, whose caller waits; with a key, the one of an earlier request, if there was one."""
+    with wanted.asked.in_its_words():
+        await gateway.forms.check(task, work_of(request))
+    entry = await idempotency.first(request, gateway.client, str(uuid.uuid4()), tenant=task.tenant)
+    if entry is not None:
+        more["idempotency"] = entry.name
+        if entry.state == "made":
+            await original(gateway, entry.id)  # one that was deleted is not made again
+    ids = None if entry is None else [entry.id]
+    foreground = Foreground(request, gateway, [task], more, ids, entry)
+
+    async def answer() -> Response:
+        name = foreground.ids[0]
+        kept = (await original(gateway, name)).fields["response"] if foreground.replayed else more["response"]
+        about = About.of(name, kept)
+        if wanted.asked.stream:
+            return ResponseStream(Story(about, output), gateway.client.get(name), gateway, foreground)
+        return await waited(request, gateway, about, foreground)
+
+    return await respond(wanted.asked, foreground, answer)
+
+
+async def _again(gateway: Gateway, wanted: Wanted, record: Record) -> Response:
+    """Answer with a background response that an earlier request of this key made."""
+    handle, about = gateway.client.get(record.id), About.of(record.id, record.fields["response"])
+    response: Response
+    if wanted.asked.stream:
+        response = ResponseStream(Story(about, Output(await scorer_of(gateway, record))), handle, gateway)
+    else:
+        response = await answer(gateway, handle, record, about)
+    response.headers.update(idempotency.REPLAYED)
+    return response
+
+
+async def answer(gateway: Gateway, handle: AsyncHandle, record: Record, about: About) -> Response:
+    """The response as its record stands. Raises as `outcome.collected`."""
+    if not record.final:
+        return opened(about, record.status)
+    output = Output(await scorer_of(gateway, record))
+    return await outcome.collected(gateway, handle, output, partial(output.pieces, about, record))
+
+
+def opened(about: About, status: str) -> Response:
+    """The response before its end."""
+    return Response(json.dumps(about.open(status)), media_type="application/json")
+
+
+async def waited(request: Request, gateway: Gateway, about: About, foreground: Foreground) -> Response:
+    """The response of a foreground task, once it has ended. Raises what `answered` and `outcome.collected` do, and
+    Problem for one that failed."""
+
+    async def ended() -> None:
+        async with aclosing(foreground.events()) as batches:
+            async for _ in batches:
+                pass
+
+    try:
+        await answered(request, gateway, ended)
+    finally:
+        await foreground.close()
+    handle = gateway.client.get(about.task_id)
+    return await answer(gateway, handle, await handle.status(), about)
+
+
+async def scorer_of(gateway: Gateway, record: Record) -> ChatLogprobs | None:
+    """The speller of a response's log probabilities; None without any, or if its model's version is served no more.
+
+    Raises as `Prompts.tokenizer`.
+    """
+    if record.task.get("logprobs") is None:
+        return None
+    try:
+        card = await gateway.client.card(record.model)
+    except UnknownModel:
+        return None
+    same = card["version"] == record.fields.get("version")
+    return ChatLogprobs(await gateway.prompts.tokenizer(card)) if same else None

@@ -1,6 +1,6 @@
 """Tools: functions that a model may call, in chat completions.
 
-asked: the request's tools, checked; formats: the ways in which models write calls, told by their chat templates
-grammar: what the output may be, so that each call is of a function's schema
-spoken: an output's text as content and calls, piece by piece
+request: the request's tools, checked
+grammar: the formats in which models write calls, and what the output may be, so that each call follows a schema
+tool_call_parser: an output's text as content and calls, piece by piece, for messages and streams
 """

@@ -16,7 +16,7 @@ from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.record import Record
-from producers.gateway.tasks import own
+from producers.gateway.tasks import ownership
 from producers.store import protocol
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import CARD, QUEUE, TINY, Submit
@@ -216,7 +216,7 @@ class TestCancel:
     def test_what_a_running_task_had_made_is_in_the_answer(
         self, http: httpx.Client, submit: Submit, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(own, "CANCEL_S", 60.0)
+        monkeypatch.setattr(ownership, "CANCEL_S", 60.0)
         task_id = submit()
         worker.claim(task_id)
         worker.append(task_id, 0, ["a"])

@@ -123,7 +123,7 @@ def test_an_endpoint_is_tested_by_the_way_that_events_take(
         client.webhooks.test(one.id, event_type="batch.completed")
     assert (nobody.value.status_code, nobody.value.code) == (424, "webhook_failed")
     process.stop()
-    monkeypatch.setattr("producers.gateway.webhooks.routes.TEST_S", 0.1)
+    monkeypatch.setattr("producers.gateway.webhooks.TEST_S", 0.1)
     with pytest.raises(openai.APIStatusError) as stopped:
         client.webhooks.test(one.id, event_type="batch.completed")
     assert (stopped.value.status_code, stopped.value.code) == (503, "webhooks_stopped")

@@ -1,4 +1,4 @@
-"""Whatever the grammar of a request's tools allows is heard as content and calls of those tools, in each format."""
+"""Whatever the grammar of a request's tools is parsed as content and calls of those tools, in each format."""
 
 from __future__ import annotations
 
@@ -20,10 +20,18 @@ from engine.params import SamplingParams
 from engine.text import Tokenizer
 from producers.contract.stream.events import Token
 from producers.errors import InvalidTask
-from producers.gateway.openai.tools.asked import Tools, read_tools
-from producers.gateway.openai.tools.formats import HERMES, LLAMA, MISTRAL, NEMO, CallFormat, format_of
-from producers.gateway.openai.tools.grammar import Calling, make_calling
-from producers.gateway.openai.tools.spoken import Arguments, Begun, Listener, Said
+from producers.gateway.openai.tools.grammar import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    NEMO,
+    CallFormat,
+    Calling,
+    format_of,
+    make_calling,
+)
+from producers.gateway.openai.tools.request import Tools, read_tools
+from producers.gateway.openai.tools.tool_call_parser import CallArguments, CallStart, ParsedPart, ToolCallParser
 from tests.producers.gateway.conftest import TINY
 
 WEATHER = {
@@ -100,22 +108,24 @@ def drawn(model: Model, made: Calling, seed: int) -> list[int]:
     return output
 
 
-def heard(model: Model, made: Calling, output: Sequence[int], seed: int) -> tuple[str, list[tuple[str, str]]]:
+def parsed(model: Model, made: Calling, output: Sequence[int], seed: int) -> tuple[str, list[tuple[str, str]]]:
     """Content, and calls by name and arguments; the tokens come in random pieces."""
-    draw, detokenizer, listener = random.Random(seed), model.tokenizer.new_detokenizer(), Listener(made)
-    said: list[Said] = []
+    draw, detokenizer, parser = random.Random(seed), model.tokenizer.new_detokenizer(), ToolCallParser(made)
+    parts: list[ParsedPart] = []
     texts = [detokenizer.push(token_id) for token_id in output]
     texts[-1] += detokenizer.flush()
     tokens = [Token(0, 0, at, *one) for at, one in enumerate(zip(output, texts, strict=True))]
     while tokens:
         size = draw.randint(1, 5)
-        said += listener.hear(tokens[:size])
+        parts += parser.feed(tokens[:size])
         tokens = tokens[size:]
-    said += listener.end()
-    assert [one.at for one in said if isinstance(one, Begun)] == [*range(listener.calls)]
-    calls = [(one.name, one.at) for one in said if isinstance(one, Begun)]
-    texts = ["".join(one.text for one in said if isinstance(one, Arguments) and one.at == at) for _, at in calls]
-    return "".join(one for one in said if isinstance(one, str)), [
+    parts += parser.end()
+    assert [one.index for one in parts if isinstance(one, CallStart)] == [*range(parser.calls)]
+    calls = [(one.name, one.index) for one in parts if isinstance(one, CallStart)]
+    texts = [
+        "".join(part.text for part in parts if isinstance(part, CallArguments) and part.index == at) for _, at in calls
+    ]
+    return "".join(one for one in parts if isinstance(one, str)), [
         (name, text) for (name, _), text in zip(calls, texts, strict=True)
     ]
 
@@ -123,15 +133,15 @@ def heard(model: Model, made: Calling, output: Sequence[int], seed: int) -> tupl
 @pytest.mark.parametrize("seed", range(3))
 def test_a_call_that_must_be_made_is_one_of_the_tools(model: Model, seed: int) -> None:
     made = model.calling(tool_choice="required")
-    content, calls = heard(model, made, drawn(model, made, seed), seed)
+    content, calls = parsed(model, made, drawn(model, made, seed), seed)
     assert content == ""
     assert calls
     for name, arguments in calls:
         jsonschema.validate(json.loads(arguments), SCHEMAS[name])
     one = model.calling(tool_choice="required", parallel_tool_calls=False)
-    assert len(heard(model, one, drawn(model, one, seed), seed)[1]) == 1
+    assert len(parsed(model, one, drawn(model, one, seed), seed)[1]) == 1
     named = model.calling(tool_choice={"type": "function", "function": {"name": "now"}})
-    assert [name for name, _ in heard(model, named, drawn(model, named, seed), seed)[1]] == ["now"]
+    assert [name for name, _ in parsed(model, named, drawn(model, named, seed), seed)[1]] == ["now"]
 
 
 def test_text_may_come_before_calls(model: Model) -> None:
@@ -146,7 +156,7 @@ def test_text_may_come_before_calls(model: Model) -> None:
         output = model.tokenizer.encode(text + calls, add_special_tokens=False)
         assert follows(model.matcher(made), output)
         for seed in range(4):
-            assert heard(model, made, output, seed) == (text.rstrip(), several)
+            assert parsed(model, made, output, seed) == (text.rstrip(), several)
 
 
 def test_an_answer_may_be_text_alone(model: Model) -> None:
@@ -158,7 +168,7 @@ def test_an_answer_may_be_text_alone(model: Model) -> None:
     ):
         output = model.tokenizer.encode(text, add_special_tokens=False)
         assert follows(model.matcher(made), output)
-        assert heard(model, made, output, 1) == (text, [])
+        assert parsed(model, made, output, 1) == (text, [])
 
 
 def test_what_is_no_call_of_a_tool_cannot_be_said(model: Model) -> None:
@@ -180,7 +190,7 @@ def test_a_mark_that_is_spelled_is_text_where_it_is_a_token(model: Model) -> Non
     output = [one for piece in pieces for one in model.tokenizer.encode(piece, add_special_tokens=False)]
     assert made.begin not in output
     assert follows(model.matcher(made), output)
-    assert heard(model, made, output, 1) == ("".join(pieces), [])
+    assert parsed(model, made, output, 1) == ("".join(pieces), [])
 
 
 def test_text_that_comes_after_the_mark_was_said_before_it(model: Model) -> None:
@@ -190,23 +200,23 @@ def test_text_that_comes_after_the_mark_was_said_before_it(model: Model) -> None
         return
     shown = style.begin if style.begin.startswith("<") else ""
     call = f'{style.opening}{{"name": "now", "{style.arguments}": {{}}}}{style.closing}'
-    listener = Listener(made)
-    said = listener.hear(
+    parser = ToolCallParser(made)
+    parts = parser.feed(
         [Token(0, 0, 0, 5, "Hi"), Token(1, 0, 1, made.begin, ""), Token(2, 0, 2, 7, f"!!{shown}{call}")]
     )
-    assert said == ["Hi", "!!", Begun(0, "now"), Arguments(0, "{}")]
-    assert (listener.end(), listener.called) == ([], True)
+    assert parts == ["Hi", "!!", CallStart(0, "now"), CallArguments(0, "{}")]
+    assert (parser.end(), parser.called) == ([], True)
 
 
 def test_a_call_that_is_broken_off_is_not_called(model: Model) -> None:
     made, style = model.calling(tool_choice="required"), model.style
     output = model.tokenizer.encode(f'{style.begin}{style.opening}{{"name": "weather", "{style.arguments}": {{"pl')
-    listener = Listener(made)
-    said = listener.hear([Token(0, 0, at, one, model.tokenizer.decode([one])) for at, one in enumerate(output[:3])])
-    assert (said, listener.end()) == ([], [])
-    listener = Listener(made)
-    listener.hear([Token(0, 0, at, one, model.tokenizer.decode([one])) for at, one in enumerate(output)])
-    assert (listener.calls, listener.called) == (1, False)
+    parser = ToolCallParser(made)
+    parts = parser.feed([Token(0, 0, at, one, model.tokenizer.decode([one])) for at, one in enumerate(output[:3])])
+    assert (parts, parser.end()) == ([], [])
+    parser = ToolCallParser(made)
+    parser.feed([Token(0, 0, at, one, model.tokenizer.decode([one])) for at, one in enumerate(output)])
+    assert (parser.calls, parser.called) == (1, False)
 
 
 def test_what_describes_a_schema_is_left_out_but_for_its_names(model: Model) -> None:
@@ -215,7 +225,7 @@ def test_what_describes_a_schema_is_left_out_but_for_its_names(model: Model) -> 
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}]
     made = model.calling(tools=tools, tool_choice="required", parallel_tool_calls=False)
     assert len(made.grammar) < 1000
-    ((_, arguments),) = heard(model, made, drawn(model, made, 1), 1)[1]
+    ((_, arguments),) = parsed(model, made, drawn(model, made, 1), 1)[1]
     assert "title" in json.loads(arguments)
     assert re.search(r"\s{21}", re.sub(r'"(\\.|[^"\\])*"', "s", arguments)) is None
     guided = {"type": "object", "x-guidance": {"item_separator": ";"}}
@@ -250,7 +260,7 @@ def test_of_tools_that_are_not_strict_any_arguments_are_taken(model: Model) -> N
     made = model.calling(
         tools=[{"type": "function", "function": odd}], tool_choice="required", parallel_tool_calls=False
     )
-    ((name, arguments),) = heard(model, made, drawn(model, made, 2), 2)[1]
+    ((name, arguments),) = parsed(model, made, drawn(model, made, 2), 2)[1]
     assert (name, type(json.loads(arguments))) == ("odd", dict)
     with pytest.raises(InvalidTask, match=r"tools\[0\]\.function\.parameters cannot be followed: Unimplemented keys"):
         model.calling(tools=[{"type": "function", "function": odd | {"strict": True}}])

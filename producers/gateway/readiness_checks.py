@@ -1,9 +1,10 @@
-"""The models that a gateway waits for before it is ready: for each to be there, and for what it needs to be loaded."""
+"""What must be there before `/readyz` says that a gateway is ready: models' files, and the store of files' content."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Final
@@ -11,15 +12,50 @@ from typing import Any, Final
 from producers.admin.fleet import read_fleet
 from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES
+from producers.connection.trouble import Trouble, trouble
 from producers.gateway.http.work import Work
 from producers.gateway.text.blobs import TOKENIZER
 from producers.gateway.text.prompts import Prompts
 from producers.gateway.text.templates import Templates
+from producers.store.blobs import Blobs
 
+#: Time (s) for which a look counts. Many may ask: balancers, supervisors, people.
+EVERY_S: Final = 15.0
 logger = logging.getLogger(__name__)
-
 #: Pause (s) between two looks for the cards of models that are not there yet.
 LOOK_S: Final = 0.2
+
+
+class Reach:
+    """Looks when it is asked, once at a time."""
+
+    def __init__(self, blobs: Blobs) -> None:
+        self._blobs = blobs
+        self._error: OSError | None = None
+        self._looked = float("-inf")
+        self._looking: asyncio.Task[None] | None = None
+
+    async def error(self, patience_s: float) -> OSError | None:
+        """What is wrong, as the last look saw it; None if nothing is. Waits for a look for up to `patience_s`."""
+        if self._looking is None and time.monotonic() - self._looked > EVERY_S:
+            self._looking = asyncio.create_task(self._look())
+        if self._looking is not None:
+            await asyncio.wait((self._looking,), timeout=patience_s)
+        return self._error
+
+    async def _look(self) -> None:
+        try:
+            await asyncio.to_thread(self._blobs.check)
+            self._error = None
+        except OSError as error:
+            self._error = error
+        finally:
+            self._looked, self._looking = time.monotonic(), None
+
+
+def lasts(error: OSError) -> bool:
+    """Whether an operator has to act: the bucket is missing, or refuses. One that is away may come back."""
+    return trouble(error) is not Trouble.AWAY
 
 
 class Awaited:

@@ -21,7 +21,7 @@ from producers.contract.task import Task
 from producers.errors import shown
 from producers.gateway.admission.limits import check_may_use
 from producers.gateway.context import gateway_of
-from producers.gateway.http.caller import TENANT, principal_of, same, tenant_of
+from producers.gateway.http.authorization import TENANT, principal_of, same, tenant_of
 from producers.gateway.http.errors import invalid_value
 
 #: Time (s) for which a cancel waits for the task's worker, which needs a step.

@@ -21,13 +21,13 @@ from producers.gateway.http.errors import Problem, invalid_value
 from producers.gateway.openai.answer import News, named
 from producers.gateway.openai.chat import read_chat
 from producers.gateway.openai.chat import shape as chat_shape
+from producers.gateway.openai.complete import Choice, Whole
 from producers.gateway.openai.completions import shape as completion_shape
 from producers.gateway.openai.logprobs import CHAT, COMPLETION, ChatLogprobs, CompletionLogprobs
 from producers.gateway.openai.parameters import Asked, check_chats, refused
 from producers.gateway.openai.prompts import MAX_TOKENS, read_completion
 from producers.gateway.openai.responses.request import Wanted, read_response
 from producers.gateway.openai.responses.view import body as response_body
-from producers.gateway.openai.whole import Choice, Whole
 
 CHATS, COMPLETIONS, RESPONSES = ENDPOINTS
 #: The URLs that a line may have -> parameters that need a caller who waits, or more than the line's own task, with the

@@ -14,7 +14,7 @@ from producers.contract.record import Record
 from producers.contract.task import Task
 from producers.errors import InvalidTask
 from producers.gateway.http.errors import Problem
-from producers.gateway.openai.lines import CHATS, COMPLETIONS, RESPONSES, answer_line, read_line
+from producers.gateway.openai.batch_lines import CHATS, COMPLETIONS, RESPONSES, answer_line, read_line
 from producers.gateway.text.forms import Forms
 from tests.producers.gateway.conftest import CARD, Door
 from tests.producers.gateway.openai.conftest import MESSAGES, Answering, says

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from producers.contract.task import MAX_PROMPT_TOKENS, Task, fields, read_json
 from producers.gateway import app
-from producers.gateway.http.request import body
-from producers.gateway.http.request.body import MAX_PARTS, MAX_VALUES, count_parts, count_values
+from producers.gateway.http import request_body as body
+from producers.gateway.http.request_body import MAX_PARTS, MAX_VALUES, count_parts, count_values
 from producers.gateway.openai.prompts import Completion
 from tests.producers.gateway.conftest import Open, until
 

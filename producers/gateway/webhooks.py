@@ -1,46 +1,125 @@
-"""The routes of `/v1/webhook_endpoints` and `/v1/webhook_event_types`."""
+"""`/v1/webhook_endpoints`, as OpenAI's clients call it: places that hear of what becomes of tasks and batches.
+
+    fields (URL, event types) -> Destinations: may it be called? -> producers.store.endpoints
+    /test puts a row into the outbox and waits until a webhooks process has tried it
+
+Deliveries are made by `workers.webhooks`. Times are unix seconds.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Annotated, Any, Final
+from dataclasses import asdict, replace
+from typing import Annotated, Any, Final, Literal, Self
 
 from fastapi import APIRouter, Query, Request, Response
+from pydantic import BaseModel, Field
 
-from producers.contract.webhook import EVENT_TYPES, Destination, checked_events, checked_url
+from producers.contract.webhook import EVENT_TYPES, MAX_URL, Destination, checked_events, checked_url
 from producers.errors import shown
 from producers.gateway.context import gateway_of
 from producers.gateway.http import idempotency
-from producers.gateway.http.caller import CANCELS, READS, SUBMITS, actor_of, principal_of, same
+from producers.gateway.http.authorization import CANCELS, READS, SUBMITS, actor_of, principal_of, same
 from producers.gateway.http.errors import ONCE, Problem
-from producers.gateway.http.request.body import SETTINGS
-from producers.gateway.http.request.fields import documented, fields_of
-from producers.gateway.tasks.views import errors
-from producers.gateway.webhooks.views import (
-    CREATE,
-    ROTATE,
-    TEST,
-    UPDATE,
-    EndpointDeleted,
-    EndpointList,
-    EndpointTested,
-    EndpointView,
-    EndpointWithSecret,
-    EventTypes,
-)
+from producers.gateway.http.request_body import SETTINGS, documented, fields_of
+from producers.gateway.tasks.views import Named, Page, errors
 from producers.store import endpoints
 from producers.store.endpoints import MAX_ENDPOINTS, Endpoint, Secrets, TooManyEndpoints
 
+MAX_NAME = 256
+URL: dict[str, Any] = {"type": "string", "minLength": 1, "maxLength": MAX_URL, "description": "an https:// URL"}
+TYPES: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "string", "enum": list(EVENT_TYPES)}}
+CHANGEABLE: dict[str, dict[str, Any]] = {
+    "url": URL,
+    "event_types": TYPES,
+    "name": {"type": "string", "minLength": 1, "maxLength": MAX_NAME, "description": "unset: the URL's host"},
+    "celery": {"type": "boolean", "description": "whether it hears of plain Celery tasks, too; unset: false"},
+    "enabled": {"type": "boolean", "description": "false: its events are given up; unset: true"},
+}
+CREATE: dict[str, Any] = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["url", "event_types"],
+    "properties": {
+        **CHANGEABLE,
+        "tenant": {"type": "string", "minLength": 1, "maxLength": 200, "description": "unset: all tenants' tasks"},
+    },
+}
+UPDATE: dict[str, Any] = {"type": "object", "additionalProperties": False, "properties": CHANGEABLE}
+ROTATE: dict[str, Any] = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {
+        "keep_old_secret_active_for_24_hours": {
+            "type": "boolean",
+            "description": "whether deliveries are signed with both secrets for 24 hours; unset: true",
+        }
+    },
+}
+TEST: dict[str, Any] = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["event_type"],
+    "properties": {"event_type": {"type": "string", "enum": list(EVENT_TYPES)}},
+}
 router = APIRouter(prefix="/v1", tags=["webhooks"])
-
 #: Endpoints on a page, unless asked for otherwise, and the most.
 PAGE, MAX_PAGE = 20, 100
 #: Time (s) for which a test waits for its delivery, which itself ends after 20 s.
 TEST_S: Final = 25.0
 #: Fields whose check says more than their schema.
 CHECKS: Final[Mapping[str, Callable[[Any, str], Any]]] = {"url": checked_url, "event_types": checked_events}
+
+
+class EndpointView(Named):
+    """A webhook endpoint. Its secret is shown once, when it is made or rotated; `signing_secret_hint` is its end."""
+
+    object: Literal["webhook_endpoint"] = "webhook_endpoint"
+    url: str
+    name: str
+    event_types: list[str]
+    tenant: str | None
+    celery: bool
+    enabled: bool
+    disabled_because: str | None
+    created_at: int
+    updated_at: int
+    signing_secret_hint: str
+
+    @classmethod
+    def of(cls, one: Endpoint, **more: Any) -> Self:
+        shown = {name: value for name, value in asdict(one).items() if name != "secrets"}
+        return cls(**shown, signing_secret_hint=one.secrets.hint(), **more)
+
+
+class EndpointWithSecret(EndpointView):
+    signing_secret: str
+
+
+class EndpointList(Page[EndpointView]):
+    pass
+
+
+class EndpointDeleted(BaseModel):
+    id: str
+    object: Literal["webhook_endpoint.deleted"] = "webhook_endpoint.deleted"
+    deleted: Literal[True] = True
+
+
+class EndpointTested(BaseModel):
+    """What the endpoint answered to a test event. `success` is true for every answer, whatever its status."""
+
+    object: Literal["webhook_endpoint.test"] = "webhook_endpoint.test"
+    webhook_endpoint_id: str
+    event_type: str
+    status_code: int = Field(description="the HTTP status that the endpoint answered with")
+    success: Literal[True] = True
+
+
+class EventTypes(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[str]
 
 
 @router.get("/webhook_event_types", dependencies=READS, response_model=EventTypes)

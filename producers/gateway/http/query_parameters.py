@@ -12,19 +12,19 @@ from producers.errors import shown
 from producers.gateway.http.errors import invalid_value, unknown_parameter
 
 
-def given(request: Request, names: Collection[str], pairs: str = "") -> dict[str, str]:
+def read(request: Request, names: Collection[str], pairs: str = "") -> dict[str, str]:
     """The parameters: of these names, or `pairs[...]`, each once. Raises Problem for others."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
         if name not in names and not (pairs and re.fullmatch(rf"{pairs}\[.+\]", name, re.DOTALL)):
-            there = ", ".join(names) + (f" and {pairs}[name]" if pairs else "")
-            raise unknown_parameter(name, f"there are {there}")
-        if name in found:
+            known = ", ".join(names) + (f" and {pairs}[name]" if pairs else "")
+            raise unknown_parameter(name, f"there are {known}")
+        if name in values:
             raise invalid_value(name, f"{shown(name)} is given twice.")
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
-def parameter(name: str, description: str, **schema: Any) -> dict[str, Any]:
+def schema(name: str, description: str, **schema: Any) -> dict[str, Any]:
     """A query's parameter for OpenAPI (`parameters` of an operation)."""
     return {"name": name, "in": "query", "description": description, "schema": schema}

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from producers.errors import InvalidTask
-from producers.gateway.openai.forms import DESCRIBED, check_known, described
 from producers.gateway.openai.parameters import flag, refusal
+from producers.gateway.openai.response_format import DESCRIBED, check_known, described
 
 #: Most tools of a request, as with OpenAI.
 MAX_TOOLS: Final = 128

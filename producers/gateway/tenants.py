@@ -6,11 +6,10 @@ from fastapi import APIRouter, Request
 
 from producers.admin import tenants as admin
 from producers.gateway.context import gateway_of
-from producers.gateway.http.caller import ADMINISTERS, actor_of
+from producers.gateway.http.authorization import ADMINISTERS, actor_of
 from producers.gateway.http.errors import Problem
-from producers.gateway.http.request.body import read_object
-from producers.gateway.http.request.fields import documented
-from producers.gateway.keys.views import KEPT_SCHEMAS, LIMIT_SCHEMAS, TenantLimits, changes
+from producers.gateway.http.request_body import documented, read_object
+from producers.gateway.keys import KEPT_SCHEMAS, LIMIT_SCHEMAS, TenantLimits, nullable
 from producers.gateway.tasks.views import errors
 from producers.store.access import tenants
 from producers.store.access.principal import Limits
@@ -18,7 +17,7 @@ from producers.store.access.tenants import MAX_LIMITED, TooManyTenants
 
 router = APIRouter(prefix="/v1/tenants", tags=["keys"], dependencies=ADMINISTERS)
 
-CHANGE = changes({name: said for name, said in {**LIMIT_SCHEMAS, **KEPT_SCHEMAS}.items() if name in admin.LIMITED})
+CHANGE = nullable({name: schema for name, schema in {**LIMIT_SCHEMAS, **KEPT_SCHEMAS}.items() if name in admin.LIMITED})
 
 
 @router.get("/{tenant:path}/limits", response_model=TenantLimits, responses=errors(404))
@@ -36,12 +35,12 @@ async def look(request: Request, tenant: str) -> TenantLimits:
 async def change(request: Request, tenant: str) -> TenantLimits:
     """Change limits of a tenant: on every gateway within a second. Null unsets one; what was counted stays counted."""
     gateway = gateway_of(request)
-    asked = await read_object(request, gateway.settings.max_body)
+    fields = await read_object(request, gateway.settings.max_body)
     try:
-        return _view(tenant, await admin.limit(gateway.client.store, tenant, asked, actor_of(request)))
+        return _view(tenant, await admin.limit(gateway.client.store, tenant, fields, actor_of(request)))
     except TooManyTenants:
-        said = f"{MAX_LIMITED} tenants have limits, the most; unset those of one first."
-        raise Problem(400, said, code="too_many_tenants") from None
+        message = f"{MAX_LIMITED} tenants have limits, the most; unset those of one first."
+        raise Problem(400, message, code="too_many_tenants") from None
 
 
 def _view(tenant: str, limits: Limits) -> TenantLimits:

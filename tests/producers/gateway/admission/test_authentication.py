@@ -17,9 +17,9 @@ from redis.exceptions import ConnectionError as Lost
 from producers.client.steps import FAILURES
 from producers.connection.connect import connect_async
 from producers.gateway import GatewaySettings
-from producers.gateway.admission import callers as module
-from producers.gateway.admission.callers import FREE, LOOKED_FOR, LOOKS, PAUSED, SLOWEST_S, Callers
-from producers.gateway.http.caller import caller_of
+from producers.gateway.admission import authentication as module
+from producers.gateway.admission.authentication import FREE, LOOKED_FOR, LOOKS, PAUSED, SLOWEST_S, Callers
+from producers.gateway.http.authorization import caller_of
 from producers.gateway.http.errors import Problem
 from producers.store.access import api_keys
 from producers.store.access.audit import Change

@@ -11,7 +11,7 @@ import pytest
 
 from producers.connection.turns import PROCESS, Turns
 from producers.gateway import app
-from producers.gateway.openai import whole
+from producers.gateway.openai import complete
 from producers.gateway.tasks import large
 from tests.producers.gateway.conftest import Door, Open, until
 from tests.producers.gateway.openai.conftest import MESSAGES, Answering, says
@@ -33,7 +33,7 @@ def door(open_door: Open, model: str, monkeypatch: pytest.MonkeyPatch) -> Door:
     """One large answer at a time."""
     monkeypatch.setattr(large, "LARGE", 1000)
     monkeypatch.setattr(app, "LARGE_RESULTS", (1, 1))
-    monkeypatch.setattr(whole, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(complete, "PATIENCE_S", 0.1)
     return open_door(stall=1)
 
 
@@ -85,15 +85,15 @@ def test_what_is_beyond_a_little_waits_in_the_store(
     door: Door, http: httpx.Client, answering: Answering, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     """While its turn has not come, an answer of any size keeps about as much as one that needs none."""
-    made: list[whole.Whole] = []
-    begin = whole.Whole.__init__
+    made: list[complete.Whole] = []
+    begin = complete.Whole.__init__
 
-    def noted(self: whole.Whole, *args: Any, **kwargs: Any) -> None:
+    def noted(self: complete.Whole, *args: Any, **kwargs: Any) -> None:
         made.append(self)
         begin(self, *args, **kwargs)
 
-    monkeypatch.setattr(whole.Whole, "__init__", noted)
-    monkeypatch.setattr(whole, "PATIENCE_S", 60)
+    monkeypatch.setattr(complete.Whole, "__init__", noted)
+    monkeypatch.setattr(complete, "PATIENCE_S", 60)
     turns = door.app.state.gateway.large
     assert turns.take(PROCESS)
     answering.scripts = [LONG]
