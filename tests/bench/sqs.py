@@ -114,7 +114,7 @@ def load(place: Place, asked: Timed, tasks: int, room: int, seconds: float) -> d
             begun, before, warm = now, asked.asked.copy(), done
         intake.wake.wait(max(0.0, min(1.0, running[0][0] - time.perf_counter())) if running else 1.0)
     took = time.perf_counter() - begun
-    place.consumer._hold.flush(10.0)
+    place.consumer._receiver.flush(10.0)
     counts = asked.asked - before
     whole = counts["ReceiveMessage"] + counts["DeleteMessageBatch"]
     return {

@@ -103,7 +103,7 @@ def test_a_killed_worker_is_noticed_before_its_lease_lapses(sqs: SqsRig, tmp_pat
 
 def test_what_a_dead_workers_own_poll_takes_comes_back_soon(sqs: SqsRig, tmp_path: Path) -> None:
     """It had room: its poll goes on at SQS without it, and gets what others show again."""
-    times = {**TIMES, "producers.broker.sqs.hold.poller:FIRST_S": 2}
+    times = {**TIMES, "producers.broker.sqs.receiver.receive:FIRST_S": 2}
     killed = sqs.worker(times=times, STUB_HOLD_AT=5, STUB_GO=tmp_path / "go", STUB_SEQS=16)
     ids = sqs.submit(6, max_tokens=12)
     sqs.until(lambda: all(sqs.tokens(one) == 5 for one in ids))
@@ -136,7 +136,7 @@ def test_workers_and_what_waits_are_listed(sqs: SqsRig, tmp_path: Path) -> None:
 def test_tasks_of_one_key_run_one_after_another(aws: Aws, valkey_url: str, valkey: Redis) -> None:
     rig = SqsRig(aws, valkey_url, fifo="1")
     try:
-        rig.worker(times={**TIMES, "producers.broker.sqs.hold.poller:WAIT_S": 1}, STUB_STEP_S=0.01)
+        rig.worker(times={**TIMES, "producers.broker.sqs.receiver.receive:WAIT_S": 1}, STUB_STEP_S=0.01)
         with Client(rig.url, rig.store_url) as client:
             task: dict[str, Any] = {"model": "stub", "prompt": [1], "max_tokens": 10}
             ids = [client.submit(**task, seed=seed, order_key="conversation/7").id for seed in range(2)]

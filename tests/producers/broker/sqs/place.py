@@ -46,9 +46,9 @@ class Place:
         return read(self.url)
 
     @property
-    def held(self) -> list[Any]:
+    def messages(self) -> list[Any]:
         """What the consumer's process has in hand."""
-        return self.consumer._hold.held
+        return self.consumer._receiver.messages
 
     def queue_url(self, name: str) -> str:
         if name not in self.urls:

@@ -11,8 +11,8 @@ from redis import Redis
 
 from producers.broker.redis import keys as shared
 from producers.broker.sqs import keys
-from producers.broker.sqs.hold import chores, polls
-from producers.broker.sqs.hold.held import LONGEST_S
+from producers.broker.sqs.receiver import buffer, flight, maintenance
+from producers.broker.sqs.receiver.flight import LONGEST_S
 from producers.broker.values import Ack, Back, Credit, PutDown, Rules
 from producers.connection.script import run
 from producers.contract.message import Message
@@ -24,7 +24,7 @@ TIERS = ("priority", "default", "flex", "batch")
 
 
 def test_strict_tiers_with_a_backlog_in_all(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(polls, "QUIET_S", 600.0)
+    monkeypatch.setattr(buffer, "QUIET_S", 600.0)
     for number in range(3):
         for tier in reversed(TIERS):
             place.send(f"{tier}{number}", tier=tier)
@@ -58,11 +58,11 @@ def test_what_does_not_fit_goes_back_and_is_not_asked_for_until_it_does(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor is what comes after it."""
-    monkeypatch.setattr(polls, "QUIET_S", 600.0)  # a busy machine's SQS is slow, not empty
-    monkeypatch.setattr(chores, "KEEP_S", 0.1)
+    monkeypatch.setattr(buffer, "QUIET_S", 600.0)  # a busy machine's SQS is slow, not empty
+    monkeypatch.setattr(maintenance, "KEEP_S", 0.1)
     place.send("large", tokens=900)
     place.send("small", tier="batch")
-    until(lambda: not place.fetch(["1"], tokens=500) and place.consumer._hold.lines[f"{QUEUE}#default"].blocked)
+    until(lambda: not place.fetch(["1"], tokens=500) and place.consumer._receiver.lines[f"{QUEUE}#default"].blocked)
     until(lambda: place.waiting() == 1 and place.counts() == (1, 0))
     for _ in range(20):
         assert place.fetch(["1"], tokens=500) == []
@@ -71,9 +71,9 @@ def test_what_does_not_fit_goes_back_and_is_not_asked_for_until_it_does(
 
 
 def test_a_list_whose_first_message_another_took_is_asked_again(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chores, "KEEP_S", 0.1)
+    monkeypatch.setattr(maintenance, "KEEP_S", 0.1)
     place.send("large", tokens=900)
-    until(lambda: not place.fetch(["1"], tokens=500) and place.consumer._hold.lines[f"{QUEUE}#default"].blocked)
+    until(lambda: not place.fetch(["1"], tokens=500) and place.consumer._receiver.lines[f"{QUEUE}#default"].blocked)
     until(lambda: place.counts() == (1, 0))
     place.sqs.purge_queue(QueueUrl=place.queue_url(f"{QUEUE}#default"))
     place.redis.delete(keys.waiting(f"{QUEUE}#default"))
@@ -84,7 +84,7 @@ def test_a_list_whose_first_message_another_took_is_asked_again(place: Place, mo
 def test_credit_is_handed_back_where_a_poll_brought_more_than_fits(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chores, "KEEP_S", 0.1)
+    monkeypatch.setattr(maintenance, "KEEP_S", 0.1)
     place.fetch([])
     place.send(*"abcdef")
     assert len(place.take(1, room=1)) == 1
@@ -136,22 +136,22 @@ def test_a_plain_celery_message_that_the_store_keeps_is_scheduled_and_sent_when_
 def test_what_it_holds_is_renewed(place: Place) -> None:
     place.send("a", "b")
     place.take(1, room=1)
-    hold = place.consumer._hold
-    with hold.changed:
+    receiver = place.consumer._receiver
+    with receiver.changed:
         before = time.monotonic()
-        for one in hold.held:
+        for one in receiver.messages:
             one.until = before + 1.0
-        hold.changed.notify_all()
-    until(lambda: all(one.until > before + 30 for one in place.held if one.given))
+        receiver.changed.notify_all()
+    until(lambda: all(one.until > before + 30 for one in place.messages if one.delivered))
 
 
 def test_a_message_that_nears_the_longest_that_sqs_hides_it_is_sent_anew(place: Place) -> None:
     place.send("a")
     (one,) = place.take(1, room=1)
-    hold = place.consumer._hold
-    with hold.changed:
-        place.held[0].received -= LONGEST_S
-        hold.changed.notify_all()
+    receiver = place.consumer._receiver
+    with receiver.changed:
+        place.messages[0].received -= LONGEST_S
+        receiver.changed.notify_all()
     until(lambda: place.flying()[one.uuid]["receipt"] == "")
     assert place.counts()[1] == 0
     assert place.waiting() == 1, "the copy, delayed"
@@ -214,14 +214,14 @@ def test_a_queue_that_is_not_there_is_named_and_served_once_it_is(place: Place) 
 
 
 def test_a_message_waits_for_a_store_that_is_away(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, failures = run, iter(range(3))
+    real, failures, entering = run, iter(range(3)), flight.note(INC, "", []).script
 
     def away(redis: Any, call: Any) -> Any:
-        if next(failures, None) is not None:
+        if call.script == entering and next(failures, None) is not None:
             raise ConnectionError("away")
         return real(redis, call)
 
-    monkeypatch.setattr("producers.broker.sqs.hold.poller.run", away)
+    monkeypatch.setattr("producers.broker.sqs.receiver.receive.run", away)
     place.send("a")
     assert ids(place.take(1)) == ["a"]
     assert next(failures, None) is None
@@ -241,6 +241,6 @@ def test_tasks_of_one_key_run_one_after_another(fifo: Place) -> None:
 
 
 def test_no_pool_has_a_queue_of_its_own(place: Place) -> None:
-    assert {line.queue for line in place.consumer._hold.lines.values()} == {QUEUE}
+    assert {line.queue for line in place.consumer._receiver.lines.values()} == {QUEUE}
     assert place.consumer.adopt(OWN, QUEUE) == -1, "one lives"
     assert place.consumer.adopt(f"{QUEUE}.y", QUEUE) == 0

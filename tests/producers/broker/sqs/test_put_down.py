@@ -10,8 +10,8 @@ import pytest
 
 from producers.broker.redis import keys as shared
 from producers.broker.sqs import keys
-from producers.broker.sqs.hold import calls, errand, reaping
 from producers.broker.sqs.names import sqs_name
+from producers.broker.sqs.receiver import flight, send
 from producers.broker.values import Ack, Back, PutDown
 from producers.connection.script import run
 from producers.contract import keys as contract_keys
@@ -89,8 +89,8 @@ def test_a_sender_that_dies_before_sqs_is_told_leaves_it_to_reap(place: Place, d
     """The books change first; who finds the message in flight finishes what was begun, once."""
     place.send("a")
     place.take(1, room=1)
-    held = place.held[0]
-    step = errand.back(held, delay, fifo=False, worn=False).send(None)
+    message = place.messages[0]
+    step = send.back(message, delay, fifo=False, worn=False).send(None)
     assert run(place.redis, step) == 1
     place.consumer.end_lease(INC)
     assert place.consumer.reap(INC) == 0, "it was on its way already"
@@ -103,11 +103,11 @@ def test_a_sender_that_dies_before_sqs_is_told_leaves_it_to_reap(place: Place, d
 def test_a_renewal_does_not_follow_a_hand_back(place: Place) -> None:
     place.send("a")
     (one,) = place.take(1, room=1)
-    hold = place.consumer._hold
-    with hold.changed:  # both are on their way together
-        hold.courier.add(errand.Errand(errand.renew(place.held[0], 600)))
-        hold.put_down([Ack(INC, "none")], 1.0)
-        back = hold._put_down(Back(INC, one.uuid))
+    receiver = place.consumer._receiver
+    with receiver.changed:  # both are on their way together
+        receiver.sender.add(send.Request(send.renew(place.messages[0], 600)))
+        receiver.put_down([Ack(INC, "none")], 1.0)
+        back = receiver._put_down(Back(INC, one.uuid))
     until(lambda: back.answer)
     assert place.counts() == (1, 0)
 
@@ -152,7 +152,7 @@ def test_what_a_killed_worker_had_is_shown_at_once(place: Place) -> None:
     process.wait()
     place.consumer.end_lease("dead")
     assert [one.left for one in place.consumer.workers() if one.incarnation == "dead"] == [None]
-    run(place.redis, reaping.reap("dead"))  # by a reaper that dies before it told SQS
+    run(place.redis, flight.reap("dead"))  # by a reaper that dies before it told SQS
     assert place.consumer.reap("dead") == 0
     until(lambda: place.redis.hlen(flying) == 0)
     assert place.consumer.reap("dead") == 0
@@ -169,8 +169,8 @@ def test_what_is_over_is_deleted_for_a_dead_worker_and_its_redeliveries_forgotte
     place.redis.hset(shared.REAPED, "a", 1)
     place.send("a")
     place.take(1)
-    (held,) = place.held
-    assert run(place.redis, calls.out(held, "done", settled=True)) == 1
+    (message,) = place.messages
+    assert run(place.redis, flight.out(message, "done", settled=True)) == 1
     place.consumer.end_lease(INC)
     place.consumer.reap(INC)
     until(lambda: place.flying() == {})

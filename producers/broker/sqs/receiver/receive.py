@@ -1,0 +1,501 @@
+"""A worker process's messages of SQS, which its consumers share: received, given to the worker, on their way out.
+
+One lock guards a `Receiver`. Nothing waits for a server under it. A `Poller` for each list receives for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from math import inf
+from typing import Any, Final
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from producers.broker.sqs import keys
+from producers.broker.sqs.address import Address
+from producers.broker.sqs.names import is_celery
+from producers.broker.sqs.queues.lookup import RENEW_BEFORE_S, Queues
+from producers.broker.sqs.receiver import flight, send
+from producers.broker.sqs.receiver.buffer import Blocked, Buffer, Demand, Line, places, poll_size, read_lines
+from producers.broker.sqs.receiver.flight import InFlight, ReceivedMessage, parse_received, stray_message
+from producers.broker.sqs.receiver.maintenance import Maintenance
+from producers.broker.sqs.receiver.send import Action, Request, Sender, Steps, send_batch
+from producers.broker.values import Ack, Back, Credit, Fetched, PutDown, Rules, sane_weights
+from producers.connection import aws
+from producers.connection.aws import AwsError
+from producers.connection.connect import connect
+from producers.connection.log_throttle import warn_throttled
+from producers.connection.script import run
+from producers.connection.trouble import Trouble, said
+from producers.contract.levels import split
+
+logger = logging.getLogger(__name__)
+
+#: Without a fetch for so long (s), nothing is polled for.
+FRESH_S: Final = 3.0
+#: A message that was not taken holds its list up for so long (s) at most: it does not fit; or it was passed over.
+UNFIT_S: Final = 60.0
+PASSED_S: Final = 10.0
+ACCEPTED_S: Final = 1.0 + aws.CONNECT_S
+#: SQS's longest poll (s): 720 requests an hour for four lists that have nothing.
+WAIT_S: Final = 20
+#: The poll (s) after a failure: whether that has passed is known when it is answered.
+AGAIN_S: Final = 1
+#: Hides (s) a message at first, until its first renewal. The poll of a process that was killed goes on at SQS, and
+#: takes messages that nobody gets.
+FIRST_S: Final = 20
+RETRY_S: Final = 0.2
+#: Longest pause (s) after a failure that may pass by itself; and after one that an operator has to mend.
+AWAY_S: Final = 5.0
+REFUSED_S: Final = 15.0
+#: Part of a message's visibility within which it is entered in flight, or else left to reappear.
+NOTE_WITHIN: Final = 0.6
+
+
+class Receiver:
+    """`queues`: those of a worker, its own pool's first, which has none on SQS; `home`: the version's."""
+
+    def __init__(self, address: Address, queues: Sequence[str], store_url: str, home: str) -> None:
+        self.address = address
+        self.redis: Redis = connect(store_url)
+        self.served = [queue for queue in queues if _is_polled(queue, queues, home, address)]
+        self.lines = {name: Line(name, queue, rank) for queue in self.served for name, rank in places(queue)}
+        self.changed = threading.Condition()
+        self.closed = False
+        self.passed: frozenset[str] = frozenset()
+        """Queues that are not polled for now."""
+        self.users = 0
+        self.pokes: list[Callable[[], None]] = []
+        self._buffer = Buffer(self.served, address.fifo)
+        self._received: dict[str, ReceivedMessage] = {}
+        self._delivered: dict[str, ReceivedMessage] = {}
+        self._buried: list[Fetched] = []
+        self._demand: Demand | None = None
+        self._finished: deque[float] = deque()
+        self._pollers: list[Poller] = []
+        self.sender = Sender(self)
+        self.maintenance = Maintenance(self)
+
+    @cached_property
+    def sqs(self) -> Any:
+        """The sender's client."""
+        return aws.client("sqs", self.address.region, self.address.endpoint_url)
+
+    @cached_property
+    def polling_sqs(self) -> Any:
+        """The pollers'."""
+        return aws.client("sqs", self.address.region, self.address.endpoint_url, wait_s=WAIT_S)
+
+    @cached_property
+    def queues(self) -> Queues:
+        return Queues(self.sqs, self.address, self.redis)
+
+    # ---- fetch ----------------------------------------------------------------------------------------------------
+
+    def fetch(self, incarnation: str, uuids: Sequence[str], credit: Credit, rules: Rules) -> list[Fetched] | None:
+        """As `producers.broker.base.Consumer.fetch`, of what was received. It also tells the pollers what has room."""
+        with self.changed:
+            self.give_back([m for m in self._received.values() if m.incarnation != incarnation and not m.delivered])
+            since = {line.name: line.since for line in self.lines.values()}
+            fetched, remaining = self._buffer.choose(incarnation, uuids, credit, rules, since)
+            for message in self._received.values():
+                if message.uuid and not message.delivered:
+                    self._delivered[message.uuid] = message
+            chosen = [m for f in fetched if (m := self._delivered.get(f.uuid)) and not m.delivered]
+        answer = run(self.redis, flight.take(incarnation, list(self.lines), chosen))
+        if answer == flight.LOST:
+            self.lose(incarnation)
+            return None
+        moved = self._moved_on()
+        with self.changed:
+            for message in chosen:
+                message.delivered = True
+            read_lines(self.lines, answer)
+            self._update_demand(incarnation, remaining, rules, moved)
+            buried, self._buried = self._buried, []
+            self._start_polling()
+            self.changed.notify_all()
+        return fetched + buried
+
+    def _update_demand(self, incarnation: str, remaining: Credit, rules: Rules, moved: set[str]) -> None:
+        now = time.monotonic()
+        while self._finished and self._finished[0] < now - 1:
+            self._finished.popleft()
+        demand = Demand(incarnation, remaining, rules, now, *self._buffer.amounts(), len(self._finished))
+        self._demand = demand
+        for line in self.lines.values():
+            if (b := line.blocked) and (demand.fits(line.rank, b) or now > b.until or line.name in moved):
+                line.blocked = None
+
+    def _moved_on(self) -> set[str]:
+        """Lists whose first message, which did not fit here, was taken by another worker."""
+        blocked = {line.name: line.blocked for line in self.lines.values() if line.blocked}
+        elsewhere = {name: b for name, b in blocked.items() if b.member and b.mid not in self._received}
+        return {name for name, b in elsewhere.items() if self.redis.zscore(keys.waiting(name), b.member) is None}
+
+    def next_poll(self, line: Line) -> tuple[str, int]:
+        """Wait until a list is to be polled: for which incarnation, and how many messages. 0: the worker ends."""
+        with self.changed:
+            while not self.closed:
+                now, pause = time.monotonic(), inf
+                demand = self._demand
+                if demand is not None and self.serves(now) and line.queue not in self.passed:
+                    lines = [other for other in self.lines.values() if other.queue not in self.passed]
+                    count, pause = poll_size(line, lines, demand, now, time.time() * 1000)
+                    if count:
+                        line.polling = inf
+                        return demand.incarnation, count
+                self.changed.wait(None if pause == inf else pause)
+            return "", 0
+
+    # ---- received -------------------------------------------------------------------------------------------------
+
+    def register(self, received: Sequence[ReceivedMessage]) -> list[tuple[ReceivedMessage, bool]]:
+        """Messages, each with whether it is a copy of what the worker has: that keeps its place, with a new receipt."""
+        messages = []
+        with self.changed:
+            for message in received:
+                existing = self._received.get(message.mid)
+                if existing is None or existing.leaving or existing.lost:  # given back, or another incarnation's
+                    self._received[message.mid] = message
+                    messages.append((message, False))
+                else:
+                    existing.receipt, existing.until = message.receipt, message.until
+                    messages.append((existing, True))
+        return messages
+
+    def forget(self, registered: Sequence[tuple[ReceivedMessage, bool]]) -> None:
+        """They were not entered in flight."""
+        with self.changed:
+            for message, is_copy in registered:
+                if not is_copy:
+                    self._drop(message)
+
+    def admit(self, registered: Sequence[tuple[ReceivedMessage, bool]], returns: Sequence[int]) -> None:
+        """They are in flight; `returns`: redeliveries of each whose worker died."""
+        with self.changed:
+            demand = self._demand
+            for (message, is_copy), count in zip(registered, returns, strict=True):
+                if is_copy:
+                    continue
+                if message.sent is None:
+                    buried = Fetched("", message.queue, message.rank, message.raw, buried=message.reason)
+                    self._buried.append(buried)
+                    self._leave(message, send.ack(message, message.reason))
+                elif demand is None or demand.incarnation != message.incarnation:
+                    self.give_back([message])
+                else:
+                    self._buffer.add(message, int(count), demand.rules)
+            if demand is not None:
+                demand.seqs, demand.tokens = self._buffer.amounts()
+            pokes = list(self.pokes)
+            if not pokes:
+                self.changed.notify_all()
+        for poke in pokes:  # it fetches now, and that wakes the other threads: they would only be in its way
+            poke()
+
+    # ---- put down -------------------------------------------------------------------------------------------------
+
+    def put_down(self, what: Sequence[Ack | Back], timeout: float) -> list[PutDown | Exception]:
+        """As `producers.broker.base.Consumer.put_down`. What is acknowledged is deleted soon; it waits for the rest."""
+        with self.changed:
+            results = [self._put_down(delivery) for delivery in what]
+            backs = [result for result in results if isinstance(result, Request)]
+            if not self.changed.wait_for(lambda: all(request.answer for request in backs), timeout):
+                raise ConnectionError(f"SQS or the store did not take {len(backs)} messages back within {timeout:g} s")
+            return [result if isinstance(result, PutDown) else result.answer or PutDown.GONE for result in results]
+
+    def _put_down(self, delivery: Ack | Back) -> Request | PutDown:
+        message = self._delivered.get(delivery.uuid)
+        if message is None or message.incarnation != delivery.incarnation:
+            return PutDown.GONE
+        if message.leaving:
+            request = next((request for request in self.sender.requests if request.message is message), None)
+            return request if request is not None and isinstance(delivery, Back) else PutDown.GONE
+        if isinstance(delivery, Ack):
+            self._finished.append(time.monotonic())
+            steps = send.ack(message, delivery.reason, settled=bool(delivery.settled))
+            self._leave(message, steps, max(1, delivery.used))
+            return PutDown.DONE
+        if delivery.to:
+            lists = places(delivery.to)
+            to = next(name for name, rank in lists if rank == message.rank or is_celery(delivery.to))
+            return self._leave(message, send.move(message, to))
+        return self._leave(message, self._way_back(message, delivery.delay))
+
+    def _way_back(self, message: ReceivedMessage, delay: float = 0.0) -> Steps:
+        queue = self.queues.known(message.list)
+        worn = queue is not None and time.time() + delay > message.sent_at + queue.retention - RENEW_BEFORE_S
+        return send.back(message, delay, fifo=self.address.fifo, worn=worn)
+
+    def _leave(self, message: ReceivedMessage, steps: Steps, used: int | None = None) -> Request:
+        """Under the lock. `used`: it is done with; what waits for it may be chosen, else that goes back, too."""
+        message.leaving = True
+        request = Request(steps, message=message)
+        self.sender.add(request)
+        if message.uuid:
+            self._forget_returns(message.id)
+        self.give_back(self._buffer.drop(message, used))
+        return request
+
+    def survived(self, task_ids: Sequence[str]) -> None:
+        """As `producers.broker.base.Consumer.survived`, of what this process has received."""
+        with self.changed:
+            for task_id in task_ids:
+                self._forget_returns(task_id)
+
+    def _forget_returns(self, task_id: str) -> None:
+        """Messages whose workers died come one at a time: the next may."""
+        if self._buffer.server.reaped.pop(task_id, None):
+            for line in self.lines.values():
+                line.blocked = None if line.blocked and line.blocked.passed else line.blocked
+
+    def give_back(self, messages: Sequence[ReceivedMessage]) -> None:
+        for message in messages:
+            if not message.leaving:
+                self._leave(message, self._way_back(message))
+
+    def give_back_unfit(self, message: ReceivedMessage) -> None:
+        """Under the lock: nobody took it, so it goes back; its list is not polled until it fits or another has it."""
+        line, now, demand = self.lines[message.list], time.monotonic(), self._demand
+        if line.blocked is None:
+            blocked = Blocked(message.seqs, message.tokens, message.member, message.mid, now + UNFIT_S)
+            if demand is not None and demand.fits(message.rank, blocked):
+                blocked.passed, blocked.until = True, now + PASSED_S
+            line.blocked = blocked
+        self.give_back([message])
+
+    def ended(self, request: Request) -> None:
+        """Under the lock: a request has."""
+        message = request.message
+        if message is None:
+            return
+        if request.answer is PutDown.UNSETTLED:
+            message.leaving, message.stray = False, True
+            return
+        self._drop(message)
+        self._delivered.pop(message.uuid, None)
+
+    def _drop(self, message: ReceivedMessage) -> None:
+        if self._received.get(message.mid) is message:  # else a copy has come since
+            del self._received[message.mid]
+
+    def flush(self, timeout: float) -> bool:
+        return self.sender.flush(timeout)
+
+    # ---- maintenance ----------------------------------------------------------------------------------------------
+
+    def tend(self, now: float) -> None:
+        """As `producers.broker.sqs.receiver.send.Owner.tend`."""
+        self.maintenance.tend(now)
+
+    def tend_at(self, now: float) -> float:
+        return self.maintenance.next_at(now)
+
+    @property
+    def messages(self) -> list[ReceivedMessage]:
+        """Under the lock: all that is not put down."""
+        return list(self._received.values())
+
+    def buffered(self) -> list[ReceivedMessage]:
+        """Under the lock: what no thread has taken, and what does not wait for another's end."""
+        return self._buffer.waiting()
+
+    def serves(self, now: float) -> bool:
+        """Whether the worker fetches."""
+        return self._demand is not None and now - self._demand.at < FRESH_S
+
+    # ---- the ends of incarnations ---------------------------------------------------------------------------------
+
+    def lose(self, incarnation: str) -> None:
+        """Its lease is gone. What it has not given to the worker goes back; the rest is renewed no more."""
+        with self.changed:
+            messages = [message for message in self._received.values() if message.incarnation == incarnation]
+            for message in messages:
+                message.lost = True
+            self.give_back([message for message in messages if not message.delivered])
+            if self._demand is not None and self._demand.incarnation == incarnation:
+                self._demand = None
+
+    def pause(self) -> None:
+        """The worker fetches no more: poll no more, and give back what it has not taken. A fetch begins it anew."""
+        with self.changed:
+            self._demand = None
+            self.give_back([message for message in self._received.values() if not message.delivered])
+
+    def strays(self, incarnation: str, entries: Sequence[InFlight], deliveries: Sequence[str]) -> dict[str, str]:
+        """What neither the worker nor this has, by UUID; it may be given back then."""
+        with self.changed:
+            mine = {message.field for message in self._received.values() if not message.stray} | set(deliveries)
+            strays = [entry for entry in entries if entry.field not in mine and not entry.field.startswith("m:")]
+            for entry in strays:
+                if entry.field not in self._delivered and entry.list in self.lines:
+                    line = self.lines[entry.list]
+                    location = (line.name, line.queue, line.rank)
+                    self._delivered[entry.field] = stray_message(incarnation, entry, location)
+        return {entry.field: entry.id for entry in strays}
+
+    def set_weights(self, raw: Mapping[Any, Any]) -> dict[str, float]:
+        weights = sane_weights(raw)
+        with self.changed:
+            self._buffer.server.weights = dict(weights)
+        return weights
+
+    def faults(self) -> list[str]:
+        """The reasons for which lists are not polled. A poll that is still waited for is not refused."""
+        accepted = time.monotonic() - ACCEPTED_S
+        with self.changed:
+            return [line.error for line in self.lines.values() if line.error and (line.polling or inf) > accepted]
+
+    def _start_polling(self) -> None:
+        if not self._pollers and not self.closed:
+            self.sender.add()  # it has maintenance from now on
+            self._pollers = [Poller(self, line) for line in self.lines.values()]
+            for poller in self._pollers:
+                poller.start()
+
+    def close(self) -> None:
+        """The last of its consumers is closed: what goes back within a second does."""
+        self.pause()
+        self.flush(1.0)
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+
+def _is_polled(queue: str, queues: Sequence[str], home: str, address: Address) -> bool:
+    if is_celery(queue):
+        return address.celery
+    return queue == home or split(queue)[0] != queues[0]
+
+
+class Poller(threading.Thread):
+    """Receives a list's messages by long polls, on a thread of its own."""
+
+    def __init__(self, receiver: Receiver, line: Line) -> None:
+        super().__init__(name=f"penstock-sqs-{line.name.rpartition('#')[2]}", daemon=True)
+        self._receiver = receiver
+        self._line = line
+
+    def run(self) -> None:
+        while True:
+            incarnation, count = self._receiver.next_poll(self._line)
+            if not count:
+                return
+            try:
+                received = self._receive(incarnation, count)
+                if received:
+                    self._enter(incarnation, received)
+                self._answered(None)
+            except (AwsError, RedisError, OSError) as error:
+                self._answered(error)
+            except Exception as error:  # a thread that ended would leave its list unserved
+                logger.exception("Polling %s failed, going on", self._line.name)
+                self._answered(error)
+
+    def _answered(self, error: Exception | None) -> None:
+        """The poll was answered, or not."""
+        line = self._line
+        with self._receiver.changed:
+            line.polling, line.entering = None, False
+            line.failures = 0 if error is None else line.failures + 1
+            line.error = "" if error is None else said(error)
+            if error is not None:
+                mends = getattr(error, "trouble", None) is Trouble.AWAY or not isinstance(error, AwsError)
+                longest = AWAY_S if mends else REFUSED_S
+                line.retry_at = time.monotonic() + min(longest, RETRY_S * 2 ** min(line.failures, 10))
+            self._receiver.changed.notify_all()
+        if error is not None:
+            warn_throttled(logger, "Cannot poll SQS, trying again: %s", error)
+
+    def _receive(self, incarnation: str, count: int) -> list[ReceivedMessage]:
+        receiver, name = self._receiver, self._line.name
+        receiver.queues.check(name)
+        visibility = min(receiver.address.visibility, FIRST_S)
+        with receiver.changed:
+            self._line.polling = began = time.monotonic()
+            receiver.changed.notify_all()
+        with receiver.queues.telling("receive from", name, "sqs:ReceiveMessage"):
+            answer = receiver.polling_sqs.receive_message(
+                QueueUrl=receiver.queues.url(name),
+                MaxNumberOfMessages=count,
+                WaitTimeSeconds=WAIT_S if not self._line.failures else AGAIN_S,
+                VisibilityTimeout=visibility,
+                AttributeNames=["SentTimestamp", "MessageGroupId"],
+            )
+        until = _shown_at(began, visibility)
+        location = (name, self._line.queue, self._line.rank)
+        return [parse_received(message, incarnation, location, until) for message in answer.get("Messages", ())]
+
+    def _enter(self, incarnation: str, received: list[ReceivedMessage]) -> None:
+        receiver = self._receiver
+        with receiver.changed:
+            self._line.entering = True
+        registered = receiver.register(received)
+        try:
+            returns = None if receiver.closed else self._note(incarnation, registered)
+        except Exception:
+            receiver.forget(registered)
+            raise
+        if returns is not None:
+            receiver.admit(registered, returns)
+            return
+        receiver.forget(registered)
+        show = [{"ReceiptHandle": m.receipt, "VisibilityTimeout": 0} for m, is_copy in registered if not is_copy]
+        if show:
+            send_batch(receiver, self._line.name, Action.SHOW, show)
+
+    def _note(self, incarnation: str, registered: list[tuple[ReceivedMessage, bool]]) -> Any:
+        """Redeliveries of each; None if the lease is gone. Raises RedisError once their visibility is nearly over."""
+        now = time.monotonic()
+        until = now + NOTE_WITHIN * (min(message.until for message, _ in registered) - now)
+        while True:
+            try:
+                answer = run(self._receiver.redis, flight.note(incarnation, self._line.name, registered))
+                return None if answer == flight.LOST else answer
+            except (RedisError, OSError) as error:
+                if time.monotonic() > until or self._receiver.closed:
+                    raise
+                warn_throttled(logger, "The store is away, received messages wait for it: %s", error)
+                time.sleep(RETRY_S)
+
+
+def _shown_at(began: float, visibility: float) -> float:
+    """When SQS shows again what it has just handed out: not before its answer came, less a long way."""
+    return max(began, time.monotonic() - 1.0) + visibility
+
+
+# ---- the receivers of this process ----------------------------------------------------------------------------------
+
+_receivers: Final[dict[tuple[Any, ...], Receiver]] = {}
+_lock: Final = threading.Lock()
+
+
+def shared_receiver(address: Address, queues: Sequence[str], store_url: str, home: str) -> Receiver:
+    """The consumers of a process's threads share one for each address and model; a process that was forked has its own.
+    `release` it."""
+    key = (os.getpid(), address, tuple(queues), store_url, home)
+    with _lock:
+        receiver = _receivers.get(key)
+        if receiver is None:
+            receiver = _receivers[key] = Receiver(address, queues, store_url, home)
+        receiver.users += 1
+        return receiver
+
+
+def release(receiver: Receiver) -> None:
+    """Close it with the last of its users; whoever asks for one from then on gets another."""
+    with _lock:
+        receiver.users -= 1
+        gone = [key for key, shared in _receivers.items() if shared is receiver and not receiver.users]
+        for key in gone:
+            del _receivers[key]
+    if gone:
+        receiver.close()
