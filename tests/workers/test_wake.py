@@ -35,8 +35,8 @@ def test_it_is_woken_again_after_its_wake_up_connection_broke(rig: Rig) -> None:
 
 
 def test_an_idle_worker_asks_for_next_to_nothing(rig: Rig) -> None:
-    """In three seconds: some looks for what comes due, the lease, and a dozen for workers that join. Polling every 20 ms
-    would be 150 looks."""
+    """In three seconds: some looks for what comes due, the lease, and a dozen for workers that join. Polling every
+    20 ms would be 150 looks."""
     rig.worker(lease=10.0, times={})
     ids = rig.fill(2)
     rig.until_settled(ids)
