@@ -6,18 +6,18 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from redis.asyncio import Redis
 
 from producers.broker.connect import connect_broker
 from producers.client import operations
 from producers.client.hub import CLOSED, Hub
+from producers.client.listing import Query, Wanted, list_tasks, page_of
 from producers.client.operations import submit_once
 from producers.client.reader import Reader
 from producers.client.steps import Fetch, Pause, Send, Step, Steps, T, adrive
 from producers.client.submission import TASK, Directory, Known, submit
-from producers.client.tasks import AsyncTasks
 from producers.connection.connect import SILENT_S, SMALL_EACH, SMALL_POOL, connect_pools
 from producers.connection.local import servers
 from producers.connection.script import Call, arun, ask
@@ -25,7 +25,7 @@ from producers.connection.turns import Turns
 from producers.contract.message import Message
 from producers.contract.record import Record
 from producers.contract.stream.events import Event
-from producers.contract.stream.result import Result, collect
+from producers.contract.stream.result import Result, TaskPage, collect
 from producers.contract.task import Task
 from producers.contract.trace import trace_fields
 from producers.errors import PenstockError
@@ -262,3 +262,22 @@ class AsyncHandle:
         Raises TaskNotFound, and TaskInBatch for a line of a batch.
         """
         await self._client.run(operations.delete(self.id, self._client.patience))
+
+
+class AsyncTasks:
+    """As `Tasks`, for asyncio."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def list(self, **wanted: Unpack[Wanted]) -> TaskPage:
+        """As `Tasks.list`."""
+        return page_of(await self._client.run(list_tasks(Query(**wanted), self._client.patience)))
+
+    async def retry(self, task_id: str, *, idempotency_key: str | None = None) -> AsyncHandle:
+        """As `Tasks.retry`."""
+        return self._client.get(
+            await self._client.run(
+                operations.retry(self._client.directory, task_id, idempotency_key, self._client.patience)
+            )
+        )

@@ -6,18 +6,18 @@ import threading
 import time
 from collections.abc import Generator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from producers.broker.base import Sender
 from producers.broker.connect import connect_sender, is_known
 from producers.client import operations
 from producers.client.aio import AsyncClient
 from producers.client.hub import CLOSED
+from producers.client.listing import Query, Wanted, list_tasks, page_of
 from producers.client.operations import submit_once
 from producers.client.portal import Expired, Portal
 from producers.client.steps import Fetch, Pause, Send, Step, Steps, T, drive
 from producers.client.submission import TASK, Directory
-from producers.client.tasks import Tasks
 from producers.connection.connect import connect
 from producers.connection.local import servers
 from producers.connection.script import Call, run
@@ -25,7 +25,7 @@ from producers.contract import keys
 from producers.contract.message import Message
 from producers.contract.record import Record
 from producers.contract.stream.events import Event
-from producers.contract.stream.result import Result, collect
+from producers.contract.stream.result import Result, TaskPage, collect
 from producers.contract.task import Task
 from producers.contract.trace import trace_fields
 from producers.errors import PenstockError
@@ -252,3 +252,24 @@ class Handle:
                 yield events
         finally:
             portal.soon(reader.close)
+
+
+class Tasks:
+    """The tasks that clients submitted, also over HTTP; not those of OpenAI's endpoints, batches or plain Celery."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def list(self, **wanted: Unpack[Wanted]) -> TaskPage:
+        """Tasks in order of time, the latest first. `producers.client.listing.Query` says what may be asked for.
+
+        Raises InvalidQuery; TaskNotFound if the task of `after` is gone.
+        """
+        return page_of(self._client.run(list_tasks(Query(**wanted), self._client.patience)))
+
+    def retry(self, task_id: str, *, idempotency_key: str | None = None) -> Handle:
+        """Submit a final task again, as a new one, with the same seed. Raises TaskNotFound, TaskNotFinal, and as
+        `Client.submit`."""
+        return self._client.get(
+            self._client.run(operations.retry(self._client.directory, task_id, idempotency_key, self._client.patience))
+        )

@@ -19,6 +19,7 @@ from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import text
 from producers.contract import keys
 from producers.contract.record import Record
+from producers.contract.stream.result import TaskInfo, TaskPage
 from producers.contract.task import MAX_TENANT
 from producers.errors import InvalidQuery, TaskNotFound, shown
 from producers.store import task_index
@@ -129,6 +130,11 @@ class Listed:
     records: list[Record]
     next: str | None
     more: bool
+
+
+def page_of(listed: Listed) -> TaskPage:
+    """The page that `client.tasks.list` returns."""
+    return TaskPage(tuple(map(TaskInfo.of, listed.records)), listed.next)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from producers.sources.source import SourceSettings
 TYPES: Final[dict[str, str]] = {
     "bucket": "producers.sources.files.notified",
     "folder": "producers.sources.files.watched",
-    "messages": "producers.sources.messages",
+    "messages": "producers.sources.messages.source",
     "schedule": "producers.sources.schedule",
 }
 #: A source's name: it is a part of task ids and of keys.

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any, Final
 
 from redis.asyncio import Redis
@@ -24,7 +25,6 @@ from producers.connection.trouble import said
 from producers.sources.aws import too_large
 from producers.sources.messages import answer
 from producers.sources.messages.answer import Reply
-from producers.sources.messages.settings import MessagesSettings
 from producers.sources.messages.targets import Targets, allowed
 from producers.sources.source import together
 from producers.store import outbox
@@ -48,11 +48,20 @@ TRIES: Final = 873
 
 
 class Replies:
-    """Sends a source's replies. `waiting`: connections to the store that may wait."""
+    """Sends a source's replies, to targets that fit one of `patterns`. `waiting`: connections to the store that may
+    wait; `default`: the settings' own target."""
 
-    def __init__(self, name: str, settings: MessagesSettings, client: AsyncClient, waiting: Redis) -> None:
-        self._name, self._settings, self._client, self._waiting = name, settings, client, waiting
-        self._targets = Targets(client.store, settings.region, settings.endpoint_url)
+    def __init__(
+        self,
+        name: str,
+        client: AsyncClient,
+        waiting: Redis,
+        targets: Targets,
+        patterns: Sequence[str],
+        default: str | None,
+    ) -> None:
+        self._name, self._client, self._waiting = name, client, waiting
+        self._targets, self._patterns, self._default = targets, patterns, default
         self._due = asyncio.Event()
         self.trouble = ""
         """Why the last reply to the settings' own target was not sent; empty if it was. A target that a message names
@@ -108,7 +117,7 @@ class Replies:
         reply = None
         try:
             reply = Reply.parse(row.reply or "")
-            if not allowed(reply.url, self._settings.targets):
+            if not allowed(reply.url, self._patterns):
                 raise ValueError("the source's settings do not allow this target any more")
             async with asyncio.timeout(TRY_S):
                 await self._send(row, reply)
@@ -134,7 +143,7 @@ class Replies:
         return outbox.retry(row, holder, int(1000 * min(LONGEST_S, 2.0**row.tries)), attempt)
 
     def _note(self, reply: Reply | None, trouble: str) -> None:
-        if reply is not None and reply.url == self._settings.reply:
+        if reply is not None and reply.url == self._default:
             self.trouble = trouble
 
     async def _send(self, row: Row, reply: Reply) -> None:

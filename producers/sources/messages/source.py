@@ -1,4 +1,4 @@
-"""A source of messages: each becomes one task, and is removed once that is queued.
+"""The source type `messages`: each message becomes one task, and is removed once that is queued.
 
 read ─▶ IDEMPOTENT, ADMIT, send, QUEUED ─▶ remove ─▶ the key is kept a day longer
   └──────── refused: a row with the reply ─▶ bury
@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, Literal, Self
 
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 from redis.asyncio import Redis
 
 from producers.client.operations import submit_as
@@ -19,17 +20,17 @@ from producers.client.submission import TASK
 from producers.connection.connect import SILENT_S, connect_async
 from producers.connection.script import arun
 from producers.contract import keys
+from producers.contract.task import MAX_TENANT, Task
 from producers.contract.trace import trace_fields
 from producers.errors import InvalidTask, PenstockError, TaskErased, TaskExists
 from producers.sources.consumer import Consumer
 from producers.sources.inbox import BadMessage, Inbox, Received
 from producers.sources.messages import envelope
 from producers.sources.messages.answer import Reply
-from producers.sources.messages.envelope import Asked
+from producers.sources.messages.envelope import Asked, Format
 from producers.sources.messages.replies import Replies
-from producers.sources.messages.settings import MessagesSettings
-from producers.sources.messages.targets import LIST, allowed, is_list
-from producers.sources.source import Context, Source, together
+from producers.sources.messages.targets import FORMS, LIST, Targets, allowed, is_list, is_queue, is_target
+from producers.sources.source import Context, Source, SourceSettings, as_tuple, fitting, together
 from producers.sources.sqs import SqsInbox
 from producers.sources.stored_list import ListInbox
 from producers.store import idempotency, outbox
@@ -40,6 +41,64 @@ log = logging.getLogger(__name__)
 UNREMOVED_S: Final = 15 * 24 * 3600
 #: Time (s) from then on, in which a sender's repetition makes no second task.
 REMOVED_S: Final = idempotency.KEPT_S
+
+#: Task fields that make no sense for all messages of a source.
+_OWN: Final = ("prompt", "messages", "metadata", "seed")
+QUEUE: Final = "an SQS queue's URL, or list: and the name of a list in the store"
+Patterns = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
+
+
+class MessagesSettings(SourceSettings):
+    """Messages of one queue, and what becomes of them."""
+
+    type: Literal["messages"]
+    queue: Annotated[str, fitting(lambda value: is_queue(value) or is_list(value), QUEUE)] = Field(description=QUEUE)
+    dead_letters: str | None = Field(None, description="the URL of an SQS queue for bad messages")
+    visibility: int = Field(60, ge=10, le=3600, description="10 to 3600 seconds")
+    task: dict[str, Any] = Field(default_factory=dict, description="a table of fields that messages may leave out")
+    tenant: str | None = Field(
+        None, min_length=1, max_length=MAX_TENANT, description="a tenant's name, whatever a message says"
+    )
+    reply: Annotated[str, fitting(is_target, FORMS)] | None = Field(None, description=FORMS)
+    reply_allow: Patterns = Field((), description="a list of targets that messages may name; * stands for any text")
+    reply_format: Format | None = Field(None, description='"json" or "cloudevents"; unset: as the message came')
+    region: str | None = Field(None, min_length=1, description="an AWS region; unset: the one in the queue's URL")
+    endpoint_url: str | None = Field(None, min_length=1, description="the URL of another server than AWS's own")
+
+    @field_validator("task")
+    @classmethod
+    def _a_task(cls, value: dict[str, Any]) -> dict[str, Any]:
+        own = next((name for name in _OWN if name in value), None)
+        if own is not None:
+            raise ValueError(f"it has {own}, which each message must say itself")
+        try:
+            Task(**{"model": "any", "prompt": "x", **value})
+        except InvalidTask as error:
+            raise ValueError(str(error)) from None
+        return value
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.dead_letters is not None and not (is_queue(self.queue) and is_queue(self.dead_letters)):
+            at = f"those of a list are in {self.queue.removeprefix(LIST)}:dead" if is_list(self.queue) else ""
+            raise ValueError(f"dead_letters: it must be an SQS queue's URL, for an SQS queue; {at}".rstrip("; "))
+        return self
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Patterns of where replies may go."""
+        return self.reply_allow if self.reply is None else (*self.reply_allow, self.reply)
+
+    def task_of(self, fields: Mapping[str, Any]) -> Task:
+        """The task of a message's fields. Raises InvalidTask."""
+        own = {} if self.tenant is None else {"tenant": self.tenant}
+        return Task.parse({**self.task, **fields, **own})
+
+    def source(self, name: str, context: Context) -> Source:
+        return Messages(name, self, context)
+
+
+SETTINGS = MessagesSettings
 
 
 class Messages(Source):
@@ -55,7 +114,9 @@ class Messages(Source):
         waiting = connect_async(self._store_url)
         inbox = self._inbox(waiting)
         self._consumer = Consumer(self.name, inbox, self._handle, self._removed)
-        self._replies = Replies(self.name, self._settings, self._client, waiting)
+        it = self._settings
+        targets = Targets(self._client.store, it.region, it.endpoint_url)
+        self._replies = Replies(self.name, self._client, waiting, targets, it.targets, it.reply)
         try:
             await together(self._consumer.run(), self._replies.run())
         finally:
