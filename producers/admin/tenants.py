@@ -15,7 +15,7 @@ from producers.admin.keys import FIELDS, LIMITS, limited, read
 from producers.client.aio import AsyncClient
 from producers.connection.script import text
 from producers.contract import keys
-from producers.contract.queues import takers_of
+from producers.contract.keys import takers_of
 from producers.store.access.audit import Actor
 from producers.store.access.principal import KEPT, Limits
 from producers.store.access.tenants import change

@@ -30,7 +30,7 @@ from producers.client.aio import AsyncClient
 from producers.connection.connect import shown
 from producers.connection.script import ms, parsed, text
 from producers.contract import keys, levels
-from producers.contract.queues import version_queue_of
+from producers.contract.keys import version_queue_of
 from producers.errors import PenstockError
 from producers.release import release
 from producers.store import epoch

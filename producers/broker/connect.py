@@ -19,7 +19,7 @@ from producers.broker.base import Broker, Consumer, Sender
 from producers.broker.sqs.address import SCHEME as SQS
 from producers.broker.sqs.address import is_sqs, read
 from producers.connection.connect import SCHEMES, SILENT_S, connect, connect_async, is_redis, shown
-from producers.contract.aside import Aside
+from producers.contract.claim_check import BodyStore
 
 MEMORY: Final = "memory://"
 
@@ -52,8 +52,10 @@ def connect_broker(url: str, store_url: str, store: redis.asyncio.Redis | None =
     return RedisBroker(store if store is not None and url == store_url else connect_async(url))
 
 
-def connect_sender(url: str, store_url: str, store: redis.Redis | None = None, aside: Aside | None = None) -> Sender:
-    """A blocking client's side, as `connect_broker`. `aside`: where bodies go of messages that are too large."""
+def connect_sender(
+    url: str, store_url: str, store: redis.Redis | None = None, bodies: BodyStore | None = None
+) -> Sender:
+    """A blocking client's side, as `connect_broker`. `bodies`: keeps those of messages that are too large."""
     _check(url, store_url)
     if _is_memory(url):
         from producers.broker.memory.operator import MemorySender
@@ -63,7 +65,7 @@ def connect_sender(url: str, store_url: str, store: redis.Redis | None = None, a
     if is_sqs(url):
         from producers.broker.sqs.operator import SqsSender
 
-        return SqsSender(read(url), store if store is not None else connect(store_url), aside)
+        return SqsSender(read(url), store if store is not None else connect(store_url), bodies)
     from producers.broker.redis.operator import RedisSender
 
     return RedisSender(store if store is not None and url == store_url else connect(url))

@@ -23,11 +23,10 @@ from producers.connection.local import servers
 from producers.connection.script import Call, arun, ask
 from producers.connection.turns import Turns
 from producers.contract.message import Message
-from producers.contract.record import Record
+from producers.contract.record import Record, trace_fields
 from producers.contract.stream.events import Event
 from producers.contract.stream.result import Result, TaskPage, collect
 from producers.contract.task import Task
-from producers.contract.trace import trace_fields
 from producers.errors import PenstockError
 from producers.store.references import Places
 from producers.store.usage.limits import Charge

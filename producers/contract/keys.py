@@ -1,14 +1,19 @@
-"""Queues, tiers, and every key and channel of the store in Redis or Valkey (the scripts spell the same names).
+"""Queues, who takes from each, tiers, ids, and every key and channel of the store (the scripts spell the same names).
 
 The broker has leases of the same name as the store, and keys of its own: `producers.broker.redis.keys`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from producers.contract.levels import beside
+from producers.connection.script import parsed
+from producers.contract.levels import beside, looked_after, split
 
 #: Service tier -> (rank: lower goes first, kombu priority: the list of its messages).
 #: kombu puts a message without a priority into list 0, so `default` is 0.
@@ -315,3 +320,43 @@ class Pool:
         before what any can."""
         version, *later = beside(self.version_queue)
         return [*beside(self.queue), *later[::-1], version, model_queue(self.model)]
+
+
+def takers_of(pools: Mapping[str, str], cards: Mapping[str, str] | None = None) -> dict[str, list[str]]:
+    """Every queue, with the own queues of the pools that take from it; the pools' own come first.
+
+    `pools` and `cards`: JSON by queue and by model, as the store has them. A model's queues are there before its pools.
+    A card that cannot be read names no version: its model has the queue of plain senders alone.
+    """
+    takers = {queue: [own] for own in pools for queue in looked_after(own)}
+    for name, card in (cards or {}).items():
+        takers[model_queue(name)] = []
+        if version := parsed(card).get("version"):
+            takers |= {queue: [] for queue in looked_after(version_queue(name, str(version)))}
+    for queue, pool in pools.items():
+        for version in looked_after(version_queue_of(pool)):
+            takers.setdefault(version, []).append(queue)
+        takers.setdefault(model_queue(json.loads(pool)["model"]), []).append(queue)
+    return takers
+
+
+def takes_from(pool: str, queue: str) -> bool:
+    """Whether workers of the pool with this own queue take from a pool's own queue, or a version's; from one beside it
+    only those whose release can do what its tasks need."""
+    base, _ = split(queue)
+    return pool == base or pool.startswith(f"{base}.")
+
+
+def version_queue_of(pool: str) -> str:
+    """The queue of the version that a pool serves (JSON)."""
+    fields = json.loads(pool)
+    return version_queue(fields["model"], fields["version"])
+
+
+def timed_id(prefix: str, ms: int, seed: str | None = None) -> str:
+    """A file's or batch's id: `file-` or `batch_`, say, and 32 hexadecimal digits. It sorts by `ms`, the unix time.
+
+    With a seed it is a function of time and seed, so that who makes an object twice gives it the same id.
+    """
+    digits = secrets.token_hex(10) if seed is None else hashlib.sha256(f"{prefix}:{seed}".encode()).hexdigest()[:20]
+    return f"{prefix}{ms:012x}{digits}"

@@ -30,7 +30,7 @@
 | `webhook_secret` | its secret, as `producers.contract.sealing` stores it; absent: the tenant's own is used |
 | `rows` | names of the outbox's rows for its events, with spaces between |
 | `reply` | where the reply to the message that made it goes (JSON, see `producers.sources.messages.replies`) |
-| `traceparent` | the trace of its caller that it belongs to (`producers.contract.trace`) |
+| `traceparent` | the trace of its caller that it belongs to (W3C Trace Context, w3.org/TR/trace-context) |
 | `response` | of a response (`/v1/responses`): constant fields of its JSON, and its conversation |
 | `plain` | 1: made at the claim of a plain Celery message |
 | `cancel` | server time (ms) at which a cancel was accepted |
@@ -54,6 +54,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -71,6 +72,10 @@ STATUSES: Final = FINAL | {"submitting", "queued", "in_progress"}
 MOST: Final = 2**53
 #: Exceptions by which a field shows that it is none: no number, no JSON, of another shape, too deep.
 BROKEN: Final = (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError)
+#: version "-" trace id "-" parent id "-" flags; a later version may add more after another "-".
+_TRACEPARENT: Final = re.compile(
+    r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]{0,200})?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,3 +240,27 @@ def _finite(said: str) -> float:
 def error_json(code: str, message: str, param: str | None = None) -> str:
     """A record's `error` field."""
     return json.dumps({"code": code, "message": message, "param": param})
+
+
+# ---- the trace of a task's caller ----------------------------------------------------------------------------------
+#
+# Penstock makes no spans of its own. It keeps the caller's `traceparent`, and names its trace in views and log lines.
+
+
+def trace_id(traceparent: Any) -> str | None:
+    """The trace of a `traceparent`; None for one that the specification tells to ignore."""
+    match = _TRACEPARENT.fullmatch(traceparent) if isinstance(traceparent, str) else None
+    if match is None or (match[1] == "00" and match[3] is not None):
+        return None
+    return match[2]
+
+
+def trace_fields(traceparent: Any) -> dict[str, str]:
+    """The record's fields for a caller's `traceparent`: none for a bad one, since tracing fails no task."""
+    return {} if trace_id(traceparent) is None else {"traceparent": traceparent}
+
+
+def trace_suffix(fields: Mapping[str, Any]) -> str:
+    """The end of a log line about a task with these fields: ` trace=...`, or nothing."""
+    match = trace_id(fields.get("traceparent"))
+    return "" if match is None else f" trace={match}"

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
@@ -42,13 +43,24 @@ from redis.asyncio import Redis
 
 from producers.connection.script import Call, ask, script, text
 from producers.contract import keys, levels
-from producers.contract.batch import MAX_WINDOW_S
-from producers.contract.ids import timed_id
+from producers.contract.keys import timed_id
 from producers.store.access.principal import LOCAL, Principal
 from producers.store.files import KEPT_S as FILES_KEPT_S
 from producers.store.protocol import PACKAGE
 
 PREFIX: Final = "batch_"
+#: Paths that a batch's lines may be for. The first is that of a batch whose lines name none.
+ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+#: Longest completion window (s), and the shortest.
+MAX_WINDOW_S: Final = 7 * 24 * 3600
+MIN_WINDOW_S: Final = 60
+WINDOW: Final = re.compile("([1-9][0-9]{0,4})([mhd])")
+#: What a completion window has to be, for errors.
+WINDOW_FORM: Final = "minutes, hours or days, such as 30m, 24h or 7d; 7 days at most"
+#: Most pairs of a batch's metadata, and the most characters of a name and of a text.
+PAIRS, NAME, TEXT = 16, 64, 512
+METADATA_FORM: Final = f"at most {PAIRS} texts by name; a name has up to {NAME} characters, a text up to {TEXT}"
+_SECONDS: Final = {"m": 60, "h": 3600, "d": 24 * 3600}
 ENDED: Final = frozenset({"completed", "failed", "expired", "cancelled"})
 #: Time (s) for which a batch that ended is kept.
 KEPT_S: Final = 30 * 24 * 3600
@@ -62,6 +74,25 @@ MAX_LINES: Final = 100_000
 MAX_BYTES: Final = 256 << 20
 #: Time (s) after which a batch is gone from the lists, whatever became of it.
 LISTED_S: Final = KEPT_S + 2 * MAX_WINDOW_S + MARGIN_S
+
+
+def window_s(value: Any) -> int | None:
+    """The seconds of a completion window such as "24h"; None for what is none."""
+    match = WINDOW.fullmatch(value) if isinstance(value, str) else None
+    seconds = int(match[1]) * _SECONDS[match[2]] if match else 0
+    return seconds if MIN_WINDOW_S <= seconds <= MAX_WINDOW_S else None
+
+
+def is_metadata(value: Any) -> bool:
+    """Whether a batch may have this metadata."""
+    return (
+        isinstance(value, dict)
+        and len(value) <= PAIRS
+        and all(
+            isinstance(name, str) and len(name) <= NAME and isinstance(text, str) and len(text) <= TEXT
+            for name, text in value.items()
+        )
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +181,7 @@ class Part:
 
 
 def new_id(ms: int, seed: str | None = None) -> str:
-    """An id for a batch made at unix time `ms`, see `producers.contract.ids`."""
+    """An id for a batch made at unix time `ms`, see `producers.contract.keys.timed_id`."""
     return timed_id(PREFIX, ms, seed)
 
 

@@ -26,7 +26,7 @@ from redis.asyncio import Redis
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import arun, text
 from producers.contract import keys
-from producers.contract.ids import timed_id
+from producers.contract.keys import timed_id
 from producers.contract.sealing import seal, unseal
 from producers.contract.webhook import hint, new_secret
 from producers.errors import SecretUnreadable

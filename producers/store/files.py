@@ -32,7 +32,7 @@ from redis.asyncio import Redis
 
 from producers.connection.script import Call, arun, ask, script, seconds, text
 from producers.contract import keys
-from producers.contract.ids import timed_id
+from producers.contract.keys import timed_id
 from producers.store.blobs import Blobs
 from producers.store.protocol import NOTED_S as NOTED_S
 from producers.store.protocol import PACKAGE

@@ -1,4 +1,4 @@
-"""A Celery message whose body is kept aside runs like any other; without its body it is a dead letter."""
+"""A Celery message whose body travels by claim check runs like any other; without its body it is a dead letter."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from celery.result import AsyncResult
 from redis import Redis
 
 from producers.contract import keys
-from producers.contract.aside import fitting
-from producers.store.aside import MessageBlobs
+from producers.contract.claim_check import check_in
+from producers.store.claim_check import MessageBlobs
 from tests.stub_engine import text_of
 from tests.workers.rig import MODEL, Rig, rig
 
@@ -37,7 +37,7 @@ def parked(served: Rig) -> tuple[AsyncResult, str]:
 def put(served: Rig, envelope: str, folder: Path) -> Path:
     """Its body into the folder, the rest to the workers. Returns the body's file."""
     with Redis.from_url(served.url) as redis:
-        sent = fitting(envelope, len(envelope) - 1, MessageBlobs(redis, str(folder)))
+        sent = check_in(envelope, len(envelope) - 1, MessageBlobs(redis, str(folder)))
     assert json.loads(sent)["body"] == ""
     served.redis.lpush("parked", sent)
     (body,) = (path for path in folder.iterdir() if path.is_file())

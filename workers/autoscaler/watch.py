@@ -13,9 +13,9 @@ from typing import Any
 
 from producers.admin.fleet import Fleet, Pool
 from producers.contract import keys, levels
+from producers.contract.keys import takes_from
 from producers.contract.levels import split
 from producers.contract.profile import Profile, sane
-from producers.contract.queues import takes_from
 from producers.store.fleet.profiles import field
 from workers.autoscaler.policy.signals import LevelQueue, Signals, TierQueue
 from workers.autoscaler.pools import PoolSettings

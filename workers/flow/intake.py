@@ -28,7 +28,7 @@ from producers.broker.values import Credit, Fetched, Rules
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.storage import STARTED, Storage, parse
 from producers.contract import keys
-from producers.contract.aside import HEADER, BodyGone, whole
+from producers.contract.claim_check import HEADER, BodyGone, redeem
 from workers.connect import LOST, connect
 from workers.flow.acker import Acker
 from workers.flow.celery_side import CelerySide
@@ -46,8 +46,8 @@ IDLE_S = 1.0
 RECONNECT_S = 0.2
 #: Delay (s) of a message whose body cannot be read for now.
 BODY_S = 5.0
-#: What stands in a message whose body is kept aside.
-ASIDE = HEADER.encode()
+#: Stands in a message whose body travels by claim check.
+CLAIM_CHECK = HEADER.encode()
 #: KV tokens that a plain Celery message, which does not say its size, is taken to need.
 PLAIN_TOKENS = 512
 #: Time (s) for which a look at the store's memory counts.
@@ -110,7 +110,7 @@ class Intake(threading.Thread):
             capacity, min(PLAIN_TOKENS, capacity[1]), served.settings.ageing, served.settings.max_redeliveries
         )
         self._broker = served.connect_broker()
-        self._aside = served.aside()
+        self._bodies = served.bodies()
         self._headroom = Headroom(served.settings.store)
         self._waker = self._broker.waker(self.poke)
         self._wake = threading.Event()
@@ -266,7 +266,8 @@ class Intake(threading.Thread):
             self._bury(life, one, one.buried)
             return None
         try:
-            payload: dict[str, Any] = json.loads(whole(one.raw.decode(), self._aside) if ASIDE in one.raw else one.raw)
+            envelope = redeem(one.raw.decode(), self._bodies) if CLAIM_CHECK in one.raw else one.raw
+            payload: dict[str, Any] = json.loads(envelope)
             return payload
         except BodyGone as exc:
             self._bury(life, one, str(exc))

@@ -11,9 +11,8 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from producers.contract import keys, levels
-from producers.contract.record import error_json
+from producers.contract.record import error_json, trace_fields
 from producers.contract.task import Task
-from producers.contract.trace import trace_fields
 from producers.errors import InvalidTask, SecretUnreadable
 from workers.state.delivery import Plain
 from workers.state.served import Served

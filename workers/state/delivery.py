@@ -25,9 +25,8 @@ from typing import Any
 from celery.worker.state import task_ready
 
 from engine.request import Course, Event
-from producers.contract.record import Record
+from producers.contract.record import Record, trace_suffix
 from producers.contract.run import Run
-from producers.contract.trace import trace_suffix
 from workers.state.incarnation import Incarnation
 
 

@@ -9,7 +9,7 @@ from producers.broker.base import Consumer, Sender
 from producers.broker.connect import connect_consumer, connect_sender, control_url
 from producers.connection.connect import SILENT_S, connect
 from producers.contract.keys import Pool
-from producers.store.aside import MessageBlobs
+from producers.store.claim_check import MessageBlobs
 from workers.settings import WorkerSettings
 
 
@@ -47,9 +47,9 @@ class Served:
         settings = self.settings
         if settings.broker == self.control_url:
             return None
-        return connect_sender(settings.broker, settings.store, aside=self.aside())
+        return connect_sender(settings.broker, settings.store, bodies=self.bodies())
 
-    def aside(self) -> MessageBlobs:
+    def bodies(self) -> MessageBlobs:
         """Bodies of messages that were too large for their queue; for any thread."""
         return MessageBlobs(connect(self.settings.store), self.settings.files_dir)
 

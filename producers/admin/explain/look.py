@@ -15,9 +15,9 @@ from producers.broker.values import Counted, Standing
 from producers.connection.script import ask, text
 from producers.connection.storage import read_storage
 from producers.contract import keys, levels
+from producers.contract.keys import takes_from
 from producers.contract.message import Message
 from producers.contract.profile import Profile, sane
-from producers.contract.queues import takes_from
 from producers.contract.record import Record
 from producers.store.fleet.scaling import is_fresh
 

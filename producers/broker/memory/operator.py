@@ -10,8 +10,8 @@ from producers.broker.memory.server import Server
 from producers.broker.memory.standing import standing
 from producers.broker.values import NOTHING_COUNTED, Counted, Depth, Depths, Listed, Standing, Waiting, check_weight
 from producers.contract import keys
+from producers.contract.keys import takes_from
 from producers.contract.message import Message
-from producers.contract.queues import takes_from
 
 _TIERS = {rank: tier for tier, (rank, _) in keys.TIERS.items()}
 

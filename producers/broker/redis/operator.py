@@ -16,8 +16,8 @@ from producers.connection.script import aexecute, arun, text
 from producers.connection.storage import Storage, read_storage
 from producers.connection.trouble import trouble
 from producers.contract import keys as contract_keys
+from producers.contract.keys import takes_from
 from producers.contract.message import Message
-from producers.contract.queues import takes_from
 
 
 class RedisSender(Sender):

@@ -35,9 +35,9 @@ from producers.connection.aws import AwsError, AwsMissing
 from producers.connection.script import arun, text
 from producers.connection.trouble import Trouble, trouble
 from producers.contract import keys as contract_keys
-from producers.contract.aside import Aside, fitting
+from producers.contract.claim_check import BodyStore, check_in
+from producers.contract.keys import takes_from
 from producers.contract.message import Message
-from producers.contract.queues import takes_from
 
 #: Requests that one process sends at a time.
 THREADS: Final = 8
@@ -49,12 +49,12 @@ WELL_S, UNWELL_S = 15.0, 3.0
 
 
 class SqsSender(Sender):
-    """`store`: closed with it. `aside`: for bodies of messages that are too large. It may be made before a fork."""
+    """`store`: closed with it. `bodies`: for those of messages that are too large. It may be made before a fork."""
 
-    def __init__(self, address: Address, store: redis.Redis, aside: Aside | None = None) -> None:
+    def __init__(self, address: Address, store: redis.Redis, bodies: BodyStore | None = None) -> None:
         self.capabilities = capabilities(address)
         self._to = Connection(address, store)
-        self._aside = aside
+        self._bodies = bodies
         self._pid = os.getpid()
 
     def send(self, message: Message) -> None:
@@ -63,20 +63,20 @@ class SqsSender(Sender):
     def put(self, queue: str, tier: str, message: str) -> None:
         to = self._here()
         if is_celery(queue):
-            celery.put(to.queues, to.sqs, to.address, queue, self._fitting(to, f"{queue}#default", message))
+            celery.put(to.queues, to.sqs, to.address, queue, self._check_in(to, f"{queue}#default", message))
         else:
             name = f"{queue}#{tier}"
-            send_one(to, name, Outgoing.again(name, self._fitting(to, name, message)))
+            send_one(to, name, Outgoing.again(name, self._check_in(to, name, message)))
 
-    def _fitting(self, to: Connection, name: str, message: str) -> str:
+    def _check_in(self, to: Connection, name: str, message: str) -> str:
         """The message as its queue takes it. Of other programs' queues SQS decides: they read no references."""
         if len(message) <= MIN_MESSAGE_BYTES // 2 or not is_penstocks(name):
             return message
         try:
-            most = to.queues.check(name).max_message_bytes
+            limit = to.queues.check(name).max_message_bytes
         except AwsMissing:
             return message  # its queue is to be made
-        return fitting(message, most // 4 * 3 if is_celery(split(name)[0]) else most, self._aside)  # base64
+        return check_in(message, limit // 4 * 3 if is_celery(split(name)[0]) else limit, self._bodies)  # base64
 
     def close(self) -> None:
         self._to.close()

@@ -17,17 +17,6 @@ from pydantic import BaseModel, Field
 
 from producers.connection.script import arun, text
 from producers.contract import keys
-from producers.contract.batch import (
-    ENDPOINTS,
-    METADATA_FORM,
-    NAME,
-    PAIRS,
-    TEXT,
-    WINDOW,
-    WINDOW_FORM,
-    is_metadata,
-    window_s,
-)
 from producers.errors import shown
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.files.routes import file_of
@@ -39,7 +28,18 @@ from producers.gateway.http.request_body import SETTINGS, read_object
 from producers.gateway.tasks.ownership import sees
 from producers.gateway.tasks.views import Named, Page, errors
 from producers.store import batches
-from producers.store.batches import Batch
+from producers.store.batches import (
+    ENDPOINTS,
+    METADATA_FORM,
+    NAME,
+    PAIRS,
+    TEXT,
+    WINDOW,
+    WINDOW_FORM,
+    Batch,
+    is_metadata,
+    window_s,
+)
 from producers.store.files import BATCH
 from producers.store.idempotency import Entry
 

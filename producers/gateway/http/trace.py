@@ -10,8 +10,8 @@ from starlette.datastructures import Headers
 
 from producers.client.aio import AsyncClient, AsyncHandle
 from producers.client.submission import TASK, Known
+from producers.contract.record import trace_fields, trace_suffix
 from producers.contract.task import Task
-from producers.contract.trace import trace_fields, trace_suffix
 from producers.store.usage.limits import Charge
 from producers.store.waiting import Room
 

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, Final
 
 from engine.text import Tokenizer
-from producers.contract.batch import ENDPOINTS
 from producers.contract.record import Record
 from producers.contract.stream.events import Event
 from producers.contract.task import Task
@@ -28,6 +27,7 @@ from producers.gateway.openai.parameters import Asked, check_chats, refused
 from producers.gateway.openai.prompts import MAX_TOKENS, read_completion
 from producers.gateway.openai.responses.request import Wanted, read_response
 from producers.gateway.openai.responses.view import body as response_body
+from producers.store.batches import ENDPOINTS
 
 CHATS, COMPLETIONS, RESPONSES = ENDPOINTS
 #: The URLs that a line may have -> parameters that need a caller who waits, or more than the line's own task, with the

@@ -7,8 +7,7 @@ from typing import Any, Final, Generic, Literal, Self, TypeVar, cast
 
 from pydantic import BaseModel, Field, ValidationError
 
-from producers.contract.record import Record
-from producers.contract.trace import trace_id
+from producers.contract.record import Record, trace_id
 from producers.errors import BrokenRecord
 
 Status = Literal["queued", "in_progress", "completed", "failed", "cancelled", "incomplete"]

@@ -18,11 +18,11 @@ from typing import Any, Final
 from redis.asyncio import Redis
 
 from producers.connection.script import arun
-from producers.contract.batch import ENDPOINTS, TEXT, window_s
 from producers.errors import shown
 from producers.sources.files.place import Place
 from producers.sources.files.settings import InboxSettings
 from producers.store import batches, files
+from producers.store.batches import ENDPOINTS, TEXT, window_s
 from producers.store.blobs import Blobs, lines
 from producers.store.inbox import Entry
 from producers.sweeper.batches.validate import is_blank

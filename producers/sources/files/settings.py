@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from producers.contract.batch import ENDPOINTS, METADATA_FORM, WINDOW_FORM, is_metadata, window_s
 from producers.contract.task import MAX_TENANT
 from producers.sources.source import SourceSettings, fitting
+from producers.store.batches import ENDPOINTS, METADATA_FORM, WINDOW_FORM, is_metadata, window_s
 
 #: Most bytes of an input, unless the settings say otherwise: as many as a gateway takes.
 MAX_FILE = 2 << 30

@@ -20,8 +20,8 @@ from producers.client.submission import TASK
 from producers.connection.connect import SILENT_S, connect_async
 from producers.connection.script import arun
 from producers.contract import keys
+from producers.contract.record import trace_fields
 from producers.contract.task import MAX_TENANT, Task
-from producers.contract.trace import trace_fields
 from producers.errors import InvalidTask, PenstockError, TaskErased, TaskExists
 from producers.sources.consumer import Consumer
 from producers.sources.inbox import BadMessage, Inbox, Received

@@ -30,7 +30,7 @@ from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import arun
 from producers.connection.storage import PRESSED, read_storage
 from producers.contract.message import Message
-from producers.contract.trace import trace_fields
+from producers.contract.record import trace_fields
 from producers.store import batches
 from producers.store.access import tenants
 from producers.store.batches import Batch, Block, Entry

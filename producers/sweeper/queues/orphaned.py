@@ -21,8 +21,8 @@ from typing import Final
 from producers.client.aio import AsyncClient
 from producers.connection.script import text
 from producers.contract import keys
+from producers.contract.keys import takers_of, version_queue_of
 from producers.contract.levels import emptied, looked_after, queue_of, split
-from producers.contract.queues import takers_of, version_queue_of
 
 log = logging.getLogger(__name__)
 

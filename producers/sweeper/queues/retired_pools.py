@@ -21,9 +21,9 @@ from typing import Final
 from producers.client.aio import AsyncClient
 from producers.connection.script import Call, arun, ask, parsed, script, text
 from producers.contract import keys
+from producers.contract.keys import takers_of, version_queue_of
 from producers.contract.levels import looked_after
 from producers.contract.message import is_plain, task_headers
-from producers.contract.queues import takers_of, version_queue_of
 from producers.store.fleet.scaling import is_fresh, states
 from producers.store.protocol import PACKAGE
 

@@ -28,9 +28,9 @@ from producers.broker.values import Listed
 from producers.client.aio import AsyncClient
 from producers.connection.script import Call, arun, ask, parsed, script, text
 from producers.contract import keys, levels
+from producers.contract.keys import version_queue_of
 from producers.contract.message import is_plain, kind_of, task_headers
 from producers.contract.profile import sane
-from producers.contract.queues import version_queue_of
 from producers.contract.record import FINAL, error_json
 from producers.store.protocol import PACKAGE
 from producers.sweeper.celery_results import CeleryResults

@@ -16,8 +16,8 @@ from producers.connection.aws import AwsError, AwsMissing, client
 from producers.connection.script import parsed, text
 from producers.connection.trouble import Trouble
 from producers.contract import keys
+from producers.contract.keys import version_queue_of
 from producers.contract.levels import beside
-from producers.contract.queues import version_queue_of
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from producers.broker.sqs.names import sqs_name
 from producers.broker.sqs.operator import SqsBroker
 from producers.connection.aws import AwsError, AwsMissing
 from producers.connection.trouble import Trouble, trouble
-from producers.contract.aside import MessageTooLarge, whole
+from producers.contract.claim_check import MessageTooLarge, redeem
 from producers.contract.message import Message
-from producers.store.aside import MessageBlobs
+from producers.store.claim_check import MessageBlobs
 from tests.aws import Aws
 from tests.aws_faults import Fault, Faults
 from tests.producers.broker.conftest import make_queues
@@ -187,9 +187,9 @@ def test_the_body_of_a_message_that_is_too_large_is_kept_aside(
     name, address = f"{queue}#default", read(aws.broker())
     made = aws.client("sqs").create_queue(QueueName=sqs_name(address, name), Attributes={"MaximumMessageSize": "8192"})
     large = json.dumps({**json.loads(message("a").envelope()), "body": "x" * 8000})
-    aside = MessageBlobs(valkey, str(tmp_path))
-    for kept in (None, aside):
-        with closing(connect_sender(aws.broker(), valkey_url, aside=kept)) as broker:
+    bodies = MessageBlobs(valkey, str(tmp_path))
+    for kept in (None, bodies):
+        with closing(connect_sender(aws.broker(), valkey_url, bodies=kept)) as broker:
             if kept is None:
                 with pytest.raises(MessageTooLarge, match="its queue takes"):
                     broker.put(queue, "default", large)
@@ -198,13 +198,13 @@ def test_the_body_of_a_message_that_is_too_large_is_kept_aside(
     (sent,) = aws.client("sqs").receive_message(QueueUrl=made["QueueUrl"])["Messages"]
     body = sent["Body"] if sent["Body"].startswith("{") else base64.b64decode(sent["Body"]).decode()
     assert len(sent["Body"]) <= 8192
-    assert json.loads(whole(body, aside)) == json.loads(large)
+    assert json.loads(redeem(body, bodies)) == json.loads(large)
 
 
 def test_a_large_message_for_another_program_is_left_to_sqs(
     aws: Aws, valkey: Redis, valkey_url: str, tmp_path: Path
 ) -> None:
     large = json.dumps({**json.loads(message("a").envelope()), "body": "x" * 8000})
-    with closing(connect_sender(aws.broker(), valkey_url, aside=MessageBlobs(valkey, str(tmp_path)))) as broker:
+    with closing(connect_sender(aws.broker(), valkey_url, bodies=MessageBlobs(valkey, str(tmp_path)))) as broker:
         broker.put("theirs", "default", large)
     assert not list(tmp_path.iterdir())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from producers.contract.keys import takers_of
 from producers.contract.levels import looked_after
-from producers.contract.queues import takers_of
 
 
 @pytest.mark.parametrize("card", ["", "{", "[1]", "null", '{"v": 1}'])

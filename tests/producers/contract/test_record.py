@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from producers.contract.trace import trace_fields, trace_id, trace_suffix
+from producers.contract.record import trace_fields, trace_id, trace_suffix
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 GOOD = f"00-{TRACE}-00f067aa0ba902b7-01"

@@ -11,9 +11,9 @@ from redis import Redis
 
 from producers import AsyncClient
 from producers.contract import keys
-from producers.contract.aside import HEADER, BodyGone, MessageTooLarge, fitting, whole
+from producers.contract.claim_check import HEADER, BodyGone, MessageTooLarge, check_in, redeem
 from producers.contract.message import Message
-from producers.store.aside import KEPT_S, MessageBlobs
+from producers.store.claim_check import KEPT_S, MessageBlobs
 from producers.store.files import NOTED_S
 from producers.sweeper.files import remove_files
 from tests.aws import Aws
@@ -35,35 +35,35 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def test_a_large_message_travels_by_reference_and_a_small_one_as_it_is(valkey: Redis, place: str) -> None:
-    aside = MessageBlobs(valkey, place)
+    bodies = MessageBlobs(valkey, place)
     small = envelope("small")
-    assert fitting(small, MOST, aside) == whole(small, aside) == small
-    sent = fitting(large := envelope("é" * MOST), MOST, aside)
+    assert check_in(small, MOST, bodies) == redeem(small, bodies) == small
+    sent = check_in(large := envelope("é" * MOST), MOST, bodies)
     assert len(sent.encode()) <= MOST
     assert json.loads(sent)["headers"]["id"] == "t", "it can be looked at without its body"
     reader = MessageBlobs(valkey, place)
-    assert [json.loads(whole(sent, reader)) for _ in range(2)] == [json.loads(large)] * 2
+    assert [json.loads(redeem(sent, reader)) for _ in range(2)] == [json.loads(large)] * 2
     said = envelope(f'"{HEADER}"')
-    assert whole(said, None) == said
+    assert redeem(said, None) == said
 
 
 async def test_a_body_is_removed_when_its_time_is_over_and_each_read_lengthens_it(
     valkey: Redis, valkey_url: str, tmp_path: Path
 ) -> None:
-    aside = MessageBlobs(valkey, str(tmp_path))
-    sent = fitting(envelope("x" * MOST), MOST, aside)
+    bodies = MessageBlobs(valkey, str(tmp_path))
+    sent = check_in(envelope("x" * MOST), MOST, bodies)
     ((name, due),) = valkey.zrange(keys.FILE_NOTES, 0, -1, withscores=True)
     assert abs(due - (time.time() + KEPT_S - NOTED_S)) < 600
     valkey.zadd(keys.FILE_NOTES, {name: due - 1000})
-    assert whole(sent, aside)
+    assert redeem(sent, bodies)
     assert valkey.zscore(keys.FILE_NOTES, name) >= due
     async with AsyncClient(valkey_url) as client:
-        blobs = aside._places.at("")
+        blobs = bodies._places.at("")
         assert (await remove_files(client.store, blobs)).left == 0
         valkey.zadd(keys.FILE_NOTES, {name: int(time.time()) - NOTED_S})
         assert (await remove_files(client.store, blobs)).left == 1
     with pytest.raises(BodyGone, match=name.decode()):
-        whole(sent, aside)
+        redeem(sent, bodies)
     assert not valkey.exists(keys.FILE_NOTES), "a late read notes nothing anew"
 
 
@@ -73,13 +73,13 @@ def test_no_message_names_another_file(valkey: Redis, tmp_path: Path, reference:
     headers = {"id": "t", "task": "x", HEADER: reference}
     for place in (str(tmp_path), None):
         with pytest.raises(BodyGone):
-            whole(json.dumps({"body": "", "headers": headers}), MessageBlobs(valkey, place))
+            redeem(json.dumps({"body": "", "headers": headers}), MessageBlobs(valkey, place))
 
 
 def test_without_a_place_a_large_message_is_refused(valkey: Redis, tmp_path: Path) -> None:
-    for aside in (None, MessageBlobs(valkey, None)):
+    for bodies in (None, MessageBlobs(valkey, None)):
         with pytest.raises(MessageTooLarge, match="--files-dir"):
-            fitting(envelope("x" * MOST), MOST, aside)
+            check_in(envelope("x" * MOST), MOST, bodies)
     with pytest.raises(MessageTooLarge, match="without its body"):
-        fitting(envelope(""), 100, MessageBlobs(valkey, str(tmp_path)))
+        check_in(envelope(""), 100, MessageBlobs(valkey, str(tmp_path)))
     assert not list(tmp_path.iterdir())
