@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import typer
 
-from engine.models.registry import FAMILIES
+from engine.models.families import FAMILIES
 from engine.params import SamplingParams
 from engine.text.checkpoint import count_parameters
 from producers.contract import keys
@@ -54,7 +54,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 
-def test_the_families_are_those_of_the_registry() -> None:
+def test_the_families_are_those_of_the_engine() -> None:
     assert row("Models").startswith(", ".join(CALLED))
     assert sorted(name for names in CALLED.values() for name in names) == sorted(FAMILIES)
 

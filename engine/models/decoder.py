@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -94,16 +94,16 @@ class DecoderLayer:
         for norm in self.norms().values():
             norm.pack()
 
-    def parts(self, group: int, place: int, rope: int) -> LayerParts:
+    def parts(self, group: int, cache_index: int, rope: int) -> LayerParts:
         """The layer's weights and settings, for kernel sets that run it in one call.
 
-        `group`: its KV group; `place`: its index in that group's cache; `rope`: the index of its rope.
+        `group`: its KV group; `cache_index`: its index in that group's cache; `rope`: the index of its rope.
         """
         shape, mlp = self._attention.shape, self.mlp
         dense, experts = (None, mlp.parts) if isinstance(mlp, Experts) else (mlp, None)
         return LayerParts(
             group,
-            place,
+            cache_index,
             rope,
             shape.heads,
             shape.kv_heads,
@@ -131,13 +131,29 @@ class DecoderLayer:
         return self.mlp(x)
 
 
-class Decoder(ABC):
-    """A Model (registry.py). A family implements `read` for its settings, and may have a layer of its own."""
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What a family has of its own."""
 
-    LAYER = DecoderLayer
+    read: Callable[[Config], DecoderSettings]
+    """Reads the settings. Raises ModelError naming a setting that it cannot serve."""
+    layer: type[DecoderLayer] = DecoderLayer
+    rename: Callable[[str], str | None] = lambda name: name
+    """The engine's name of a checkpoint's tensor. None for a tensor to skip."""
 
-    def __init__(self, config: Config, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
-        c = self.read(config)
+
+class Decoder:
+    """A Model (registry.py): the layers, made for a family's settings."""
+
+    def __init__(
+        self, family: Family, config: Config, kernels: Kernels, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Make empty layers for `config`. On the device "meta" they take no memory and only have shapes.
+
+        Raises ModelError naming a setting that the family cannot serve.
+        """
+        c = family.read(config)
+        self._rename = family.rename
         self.kernels, self.device, self.dtype = kernels, device, dtype
         self.vocab_size, self.context_length = c.vocab_size, c.context_length
         self.kv_groups, self.rope_switch = c.kv_groups, c.rope_switch
@@ -151,7 +167,7 @@ class Decoder(ABC):
             device=device,
         )
         self._ropes = [Rope(kernels, rope.rotary_dim, rope.theta, rope.scaling, device=device) for rope in c.ropes]
-        self._layers = [self.LAYER(c.of_layer(i), kernels, device) for i in range(c.layers)]
+        self._layers = [family.layer(c.of_layer(i), kernels, device) for i in range(c.layers)]
         self._norm = RmsNorm(kernels, c.hidden_size, c.norm_eps, offset=c.norm_offset, device=device)
         self._head = (
             None
@@ -167,14 +183,9 @@ class Decoder(ABC):
         ]
         self._together: PreparedLayers | None = None
 
-    @staticmethod
-    @abstractmethod
-    def read(config: Config) -> DecoderSettings:
-        """Read the family's settings. Raises ModelError naming a setting that it cannot serve."""
-
     def linears(self) -> list[tuple[str, Linear]]:
-        found = [one for i, layer in enumerate(self._layers) for one in layer.linears(f"model.layers.{i}.")]
-        return found if self._head is None else [*found, ("", self._head)]
+        linears = [pair for i, layer in enumerate(self._layers) for pair in layer.linears(f"model.layers.{i}.")]
+        return linears if self._head is None else [*linears, ("", self._head)]
 
     def embedding(self) -> tuple[str, Embedding]:
         return _TABLE, self._embedding
@@ -194,10 +205,11 @@ class Decoder(ABC):
 
     def canonical(self, name: str) -> str | None:
         """The name in `weights` of a checkpoint's tensor. None for a tensor to skip."""
+        renamed = self._rename(name)
         # Old checkpoints carry the rotary frequencies; tied ones often a copy of the table as head.
-        if name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and self._head is None):
+        if renamed is None or renamed.endswith(".rotary_emb.inv_freq"):
             return None
-        return name
+        return None if renamed == "lm_head.weight" and self._head is None else renamed
 
     def pack(self, fill: Fill = lambda places: None) -> None:
         fill(self._embedding.weights(f"{_TABLE}."))
@@ -263,8 +275,8 @@ class Decoder(ABC):
         `wanted`: int64 [rows], the tokens to go on with after attention; None is all.
         """
         layer = self._layers[i]
-        group, place, rope = self._homes[i]
-        x = layer.attend(x, rotations[rope], caches[group][place], attention[group])
+        group, cache_index, rope = self._homes[i]
+        x = layer.attend(x, rotations[rope], caches[group][cache_index], attention[group])
         if wanted is not None:
             x, residual = x[wanted], residual[wanted]
         x, residual = layer.middle_norm.add(x, residual)

@@ -1,9 +1,9 @@
-"""The supported architectures, one line each, and the loading of a model."""
+"""Loads a model, or its shape alone, of the family that config.json names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -16,27 +16,14 @@ from engine.kernels import Kernels, RaggedBatch, select
 from engine.kv import KvGroup
 from engine.layers import Embedding, Linear
 from engine.memory import check_weights
+from engine.models.decoder import Decoder
 from engine.models.experts import separate
+from engine.models.families import FAMILIES
 from engine.models.loader import Fill, match, weights_of
 from engine.models.quantised import adopt
 from engine.quant.formats import Scheme, read_scheme
 from engine.text.config import Config, architectures, read_config
 from engine.text.tensors import locate
-
-#: Maps an architecture's name in config.json to a module and class.
-FAMILIES = {
-    "LlamaForCausalLM": "engine.models.families.llama:Llama",
-    "MistralForCausalLM": "engine.models.families.mistral:Mistral",
-    "MixtralForCausalLM": "engine.models.families.mixtral:Mixtral",
-    "Qwen2ForCausalLM": "engine.models.families.qwen2:Qwen2",
-    "Qwen3ForCausalLM": "engine.models.families.qwen3:Qwen3",
-    "Qwen3MoeForCausalLM": "engine.models.families.qwen3_moe:Qwen3Moe",
-    "Phi3ForCausalLM": "engine.models.families.phi3:Phi3",
-    "Gemma2ForCausalLM": "engine.models.families.gemma2:Gemma2",
-    "Gemma3ForCausalLM": "engine.models.families.gemma3:Gemma3",
-    # Only the text model; images are not supported.
-    "Gemma3ForConditionalGeneration": "engine.models.families.gemma3:Gemma3",
-}
 
 #: Settings that count parts of a model, each with tensors of its own.
 _PARTS = {"num_hidden_layers": "layers", "num_experts": "experts", "num_local_experts": "experts"}
@@ -55,12 +42,6 @@ class Model(Protocol):
     """The layers, grouped by how far back they see. Each group has its own KV blocks."""
     rope_switch: int | None
     """The tokens of the longest sequence that uses the short set of rope frequencies; see layers/rope_scaling.py."""
-
-    def __init__(self, config: Config, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
-        """Make empty layers for `config`. On the device "meta" they take no memory and only have shapes.
-
-        Raises ModelError naming a setting that it cannot serve.
-        """
 
     def linears(self) -> list[tuple[str, Linear]]:
         """The matrices that may be quantised, each with the prefix of its tensors' names."""
@@ -134,12 +115,12 @@ def load_model(
                 f"{len(located)} tensors"
             )
     # Made without memory first: config.json is checked against the checkpoint before anything is allocated.
-    shape = make(config, kernel_set, weight_dtype, torch.device("meta"))
+    shape = make(kernel_set, weight_dtype, torch.device("meta"))
     kept = None if scheme is None else adopt(path, shape, scheme, located)
     places = shape.weights()
     found = match(path, located, places, shape.canonical if kept is None else kept.canonical)
     check_weights(path, sum(place.nbytes for place in places.values()), device)
-    model = make(config, kernel_set, weight_dtype, device)
+    model = make(kernel_set, weight_dtype, device)
     if scheme is not None:
         adopt(path, model, scheme, located)
     with weights_of(found, weight_dtype, frozenset() if kept is None else kept.exact) as fill:
@@ -158,7 +139,7 @@ def shape_of(
     path = Path(folder)
     make, config, weight_dtype = _read(path, dtype)
     scheme = _scheme(path, config, quantization)
-    model = make(config, kernels(weight_dtype), weight_dtype, torch.device("meta"))
+    model = make(kernels(weight_dtype), weight_dtype, torch.device("meta"))
     if scheme is not None:
         located = separate(locate(path))
         kept = adopt(path, model, scheme, located)
@@ -178,8 +159,10 @@ def _scheme(path: Path, config: Config, quantization: str) -> Scheme | None:
     return scheme
 
 
-def _read(path: Path, dtype: str) -> tuple[type[Model], Config, torch.dtype]:
-    """Read the folder's config.json: the family's class, the settings, and the dtype of the weights."""
+def _read(
+    path: Path, dtype: str
+) -> tuple[Callable[[Kernels, torch.dtype, torch.device], Decoder], Config, torch.dtype]:
+    """Read the folder's config.json: a function that makes the empty model, the settings, the weights' dtype."""
     settings = read_config(path)
     names = architectures(settings)
     family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
@@ -188,8 +171,7 @@ def _read(path: Path, dtype: str) -> tuple[type[Model], Config, torch.dtype]:
             f"{path}: config.json names the architectures {shown(names)}; supported are {', '.join(sorted(FAMILIES))}"
         )
     config = Config.of_model(settings)
-    module, name = family.split(":")
-    return getattr(import_module(module), name), config, _dtype(path, config, dtype)
+    return partial(Decoder, family, config), config, _dtype(path, config, dtype)
 
 
 def _dtype(path: Path, config: Config, asked: str) -> torch.dtype:

@@ -11,7 +11,8 @@ import torch
 
 from engine import Engine, EngineConfig
 from engine.kernels import select
-from engine.models.families.llama import Llama
+from engine.models.decoder import Decoder
+from engine.models.families import FAMILIES
 from engine.text.config import Config
 from infra.gpu.shapes import SHAPES
 
@@ -24,7 +25,7 @@ def random_engine(shape: str, config: EngineConfig, device: torch.device) -> Eng
     settings = SHAPES[shape]
     dtype = torch.bfloat16
     kernels = select(device, dtype, config.kernels, config.quantization, config.deterministic, config.kv_cache_dtype)
-    model = Llama(Config.of_model(settings), kernels, dtype, device)
+    model = Decoder(FAMILIES["LlamaForCausalLM"], Config.of_model(settings), kernels, dtype, device)
     torch.manual_seed(1234)
     for name, place in model.weights().items():
         place.fill_(1.0) if "norm" in name else place.normal_(0.0, _SPREAD)

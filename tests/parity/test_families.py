@@ -15,7 +15,7 @@ import torch
 from engine.kernels.fallback.sdpa import Sdpa
 from engine.kernels.reference import Reference
 from engine.models import Model, load_model
-from engine.models.registry import FAMILIES as SERVED
+from engine.models.families import FAMILIES as SERVED
 from engine.text.config import Config, read_config
 from tests.engine.random_models import BASE, FAMILIES, VARIANTS, write_model
 from tests.exhaustive import few
@@ -144,8 +144,7 @@ def test_settings_are_the_same_from_a_folder_that_transformers_wrote(
     variant: str, folders: dict[str, Path], truth: Truth, tmp_path: Path
 ) -> None:
     truth._model.save_pretrained(tmp_path)
-    module, name = SERVED[FAMILIES[variant]["architectures"][0]].split(":")
-    read = getattr(__import__(module, fromlist=[name]), name).read
+    read = SERVED[FAMILIES[variant]["architectures"][0]].read
     ours, theirs = (read(Config.of_model(read_config(folder))) for folder in (folders[variant], tmp_path))
     assert ours == theirs
     load_model(tmp_path, "auto", torch.device("cpu"))

@@ -13,8 +13,7 @@ import torch
 from engine.errors import ModelError
 from engine.layers import Llama3Scaling, RopeScaling
 from engine.models import load_model
-from engine.models.families.llama import Llama
-from engine.models.registry import FAMILIES as FAMILIES_SERVED
+from engine.models.families import FAMILIES as FAMILIES_SERVED
 from engine.models.rotary import RopeSettings
 from engine.models.settings import DecoderSettings
 from engine.text import ModelCard
@@ -66,7 +65,7 @@ def test_both_spellings_of_rope_settings_mean_the_same() -> None:
 def test_defaults_are_those_of_transformers() -> None:
     needed = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     given = {name: BASE[name] for name in ("architectures", *needed)}
-    read = Llama.read(Config.of_model(given))
+    read = FAMILIES_SERVED["LlamaForCausalLM"].read(Config.of_model(given))
     assert (read.kv_heads, read.head_dim, read.context_length) == (4, 16, 2048)
     assert (read.norm_eps, read.ropes) == (1e-6, (RopeSettings(16, 10000.0, RopeScaling()),))
     assert (read.tied, read.qkv_bias, read.output_bias, read.mlp_bias) == (False, False, False, False)

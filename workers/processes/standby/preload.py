@@ -17,7 +17,6 @@ FIRST: Final = (
     "workers.cli.root",
     "workers.cli.processes",
     "engine.engine",
-    "engine.models.families.llama",
     "workers.runtime.worker",
 )
 #: What it imports beside that.

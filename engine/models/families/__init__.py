@@ -1,1 +1,0 @@
-"""The model families, one file each, with what differs from `engine.models.decoder`. See `engine.models.registry`."""

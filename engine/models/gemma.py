@@ -1,0 +1,101 @@
+"""Gemma 2 and 3: a layer that norms outputs too, windows in some layers, capped scores or normed queries and keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.kernels import Kernels, LayerParts, RaggedBatch
+from engine.layers import RmsNorm
+from engine.models.decoder import DecoderLayer
+from engine.models.settings import DecoderSettings, read_activation
+from engine.models.windows import mixed_windows
+from engine.text.config import MOST_LAYERS, Config
+
+#: The decoder's name prefixes in checkpoints with images (transformers 5 in memory, and on disk), and the engine's.
+_DECODER = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
+#: The prefixes of other tensors in such checkpoints, which are skipped.
+_VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+
+
+class GemmaLayer(DecoderLayer):
+    """A layer that also norms the outputs of attention and feed-forward before adding them."""
+
+    NORMS = ("input_layernorm", "pre_feedforward_layernorm")
+
+    def __init__(self, c: DecoderSettings, kernels: Kernels, device: torch.device) -> None:
+        super().__init__(c, kernels, device)
+        self._attended_norm = self._norm(c, kernels, device)
+        self._fed_norm = self._norm(c, kernels, device)
+
+    def norms(self) -> dict[str, RmsNorm]:
+        return super().norms() | {
+            "post_attention_layernorm": self._attended_norm,
+            "post_feedforward_layernorm": self._fed_norm,
+        }
+
+    def parts(self, group: int, cache_index: int, rope: int) -> LayerParts:
+        parts = super().parts(group, cache_index, rope)
+        return replace(parts, attended_norm=self._attended_norm.weight, fed_norm=self._fed_norm.weight)
+
+    def attend(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Tensor, batch: RaggedBatch) -> Tensor:
+        return self._attended_norm(super().attend(x, rotation, cache, batch))
+
+    def feed(self, x: Tensor) -> Tensor:
+        return self._fed_norm(super().feed(x))
+
+
+def read_gemma2(config: Config) -> DecoderSettings:
+    """Gemma 2 (arXiv 2408.00118): a window in every other layer; capped scores."""
+    layers = config.integer("num_hidden_layers", high=MOST_LAYERS)
+    return DecoderSettings.read(
+        config,
+        windows=mixed_windows(config, [i % 2 == 0 for i in range(layers)]),
+        attention_softcap=config.optional("attn_logit_softcapping"),
+        **_shared_traits(config),
+    )
+
+
+def read_gemma3(config: Config) -> DecoderSettings:
+    """Gemma 3's text model (arXiv 2503.19786): five of six layers have a window and their own rope; q and k are
+    normed."""
+    if "attn_logit_softcapping" in config:
+        raise config.wrong("attn_logit_softcapping", "is not supported: Gemma 3's attention has no such cap")
+    layers = config.integer("num_hidden_layers", high=MOST_LAYERS)
+    period = config.integer("sliding_window_pattern", high=MOST_LAYERS)
+    return DecoderSettings.read(
+        config,
+        windows=mixed_windows(config, [(i + 1) % period != 0 for i in range(layers)]),
+        ropes=(config.rope("full_attention"), config.rope("sliding_attention")),
+        qk_norm=True,
+        **_shared_traits(config),
+    )
+
+
+def rename_gemma3(name: str) -> str | None:
+    """The name of a tensor of the text model, without the prefixes of checkpoints with images; None for images'."""
+    if name.startswith(_VISION):
+        return None
+    for theirs, ours in _DECODER.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
+
+
+def _shared_traits(config: Config) -> dict[str, Any]:
+    """The settings that Gemma 2 and 3 have in common."""
+    if config.flag("use_bidirectional_attention"):
+        raise config.wrong("use_bidirectional_attention", "is not supported: tokens would see those after them")
+    bias = config.flag("attention_bias")
+    return {
+        "activation": read_activation(config, "hidden_activation", "gelu_pytorch_tanh"),
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "norm_offset": 1.0,
+        "query_scale": config.number("query_pre_attn_scalar") ** -0.5,
+        "logit_softcap": config.optional("final_logit_softcapping"),
+        "scales_embedding": True,
+    }
