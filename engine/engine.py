@@ -157,13 +157,13 @@ class Engine(StepLoop):
             each = [params or SamplingParams()] * len(prompts)
         else:
             each = list(params)
-        if strange := [one for one in each if type(one) is not SamplingParams]:
+        if strange := [entry for entry in each if type(entry) is not SamplingParams]:
             raise RequestError(f"params has {strange[0]!r}, which is no SamplingParams", param="params")
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts and {len(each)} params; give one for all or one each")
         collectors = [
-            _Collector(Request(f"generate-{next(self._ids)}", self._token_ids(prompt), one))
-            for prompt, one in zip(prompts, each, strict=True)
+            _Collector(Request(f"generate-{next(self._ids)}", self._token_ids(prompt), request_params))
+            for prompt, request_params in zip(prompts, each, strict=True)
         ]
         try:
             for collector in collectors:
@@ -251,11 +251,11 @@ class _Collector:
         )
 
 
-def device_named(asked: str) -> torch.device:
+def device_named(requested: str) -> torch.device:
     """The torch device for a value of EngineConfig.device. Raises EngineError if there is no such device."""
-    if asked == "cuda" and not torch.cuda.is_available():
+    if requested == "cuda" and not torch.cuda.is_available():
         raise EngineError("device='cuda', but torch finds no CUDA device; use 'cpu' or 'auto'")
-    return torch.device("cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu")
+    return torch.device("cuda" if requested != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def check_same_tokens(tokenizer: Tokenizer | None, model: Model, folder: Path, draft: Model) -> None:

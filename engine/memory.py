@@ -33,20 +33,20 @@ def kv_spaces(
     sequence needs to begin.
     """
     budget = free if asked is None else asked
-    least, shares, most = _bounds(groups, capacity)
+    minima, shares, maxima = _bounds(groups, capacity)
     whole = budget // sum(size * share for size, share in zip(sizes, shares, strict=True))
-    counts = [max(low, min(whole * share, high)) for low, share, high in zip(least, shares, most, strict=True)]
-    left = budget - sum(count * size for count, size in zip(counts, sizes, strict=True))
-    if left < 0:
+    counts = [max(low, min(whole * share, high)) for low, share, high in zip(minima, shares, maxima, strict=True)]
+    remaining = budget - sum(count * size for count, size in zip(counts, sizes, strict=True))
+    if remaining < 0:
         source = f"kv_cache_bytes={asked}" if asked is not None else f"the free memory ({budget} bytes)"
-        needed = " and ".join(f"{count} of {size} bytes" for count, size in zip(least, sizes, strict=True))
+        needed = " and ".join(f"{count} of {size} bytes" for count, size in zip(minima, sizes, strict=True))
         tokens = f"({capacity.block_size} tokens)"
         raise EngineError(f"{source} does not hold the KV blocks of a single sequence: {needed} {tokens}")
     # The rest goes first to groups that grow with every token, and what those cannot use to the groups with a window.
     for i in sorted(range(len(groups)), key=lambda i: groups[i].window is not None):
-        more = min(most[i] - counts[i], left // sizes[i])
+        more = min(maxima[i] - counts[i], remaining // sizes[i])
         counts[i] += more
-        left -= more * sizes[i]
+        remaining -= more * sizes[i]
     return tuple(KvSpace(count, group.window) for count, group in zip(counts, groups, strict=True))
 
 
@@ -64,8 +64,8 @@ def _bounds(groups: Sequence[KvGroup], capacity: Capacity) -> tuple[list[int], l
     least = [1 if group.window is None else of_one(group, length) for group in groups]
     # In a group with a window a step's tokens need extra blocks: whole ones, and one begun by each sequence.
     on_top = -(-capacity.max_num_batched_tokens // size) + sequences
-    most = [min(sequences * -(-length // size), sequences * of_one(group, length) + on_top) for group in groups]
-    return least, [of_one(group, typical) for group in groups], most
+    maxima = [min(sequences * -(-length // size), sequences * of_one(group, length) + on_top) for group in groups]
+    return least, [of_one(group, typical) for group in groups], maxima
 
 
 def block_bytes(group: KvGroup, block_size: int, element_bytes: int) -> int:
@@ -73,12 +73,12 @@ def block_bytes(group: KvGroup, block_size: int, element_bytes: int) -> int:
     return group.layers * 2 * block_size * group.kv_heads * group.head_dim * element_bytes
 
 
-def check_weights(folder: Path, wanted: int, device: torch.device) -> None:
-    """Raise ModelError if `device` has less free memory than the `wanted` bytes of a model's weights."""
+def check_weights(folder: Path, needed: int, device: torch.device) -> None:
+    """Raise ModelError if `device` has less free memory than the `needed` bytes of a model's weights."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _available_on_host()
-    if wanted > free:
+    if needed > free:
         raise ModelError(
-            f"{folder}: its weights take {wanted / GIB:.1f} GiB, and {device.type} has {free / GIB:.1f} GiB free"
+            f"{folder}: its weights take {needed / GIB:.1f} GiB, and {device.type} has {free / GIB:.1f} GiB free"
         )
 
 

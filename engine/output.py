@@ -24,7 +24,7 @@ class StopMatcher:
     (amortised) whatever the length of the strings.
     """
 
-    __slots__ = ("_failures", "_first", "_held", "_included", "_states", "_stops")
+    __slots__ = ("_failures", "_first", "_included", "_states", "_stops", "_withheld")
 
     def __init__(self, stops: tuple[str, ...], included: bool = False) -> None:
         """`included`: whether the text keeps the stop string that ends it."""
@@ -33,28 +33,28 @@ class StopMatcher:
         self._failures = [_failure(stop) for stop in stops]
         self._states = [0] * len(stops)
         self._first = frozenset(stop[0] for stop in stops)
-        self._held = ""
+        self._withheld = ""
 
     def push(self, text: str, armed: bool) -> tuple[str, str | None]:
         """Returns (text that is certain to stay, the completed stop string or None). Unless `armed`, nothing
         matches."""
-        if not self._held and self._first.isdisjoint(text):
+        if not self._withheld and self._first.isdisjoint(text):
             return text, None
-        before = len(self._held)
-        buffer = self._held + text
-        for place, char in enumerate(text, start=before + 1):
+        before = len(self._withheld)
+        buffer = self._withheld + text
+        for end, char in enumerate(text, start=before + 1):
             match = self._advance(char)
             if match is not None and armed:
-                self._held = ""
-                return buffer[: place if self._included else place - len(match)], match
+                self._withheld = ""
+                return buffer[: end if self._included else end - len(match)], match
         certain = len(buffer) - max(self._states)
-        self._held = buffer[certain:]
+        self._withheld = buffer[certain:]
         return buffer[:certain], None
 
     def flush(self) -> str:
         """Return the text held back, because no more text will come."""
-        held, self._held = self._held, ""
-        return held
+        text, self._withheld = self._withheld, ""
+        return text
 
     def _advance(self, char: str) -> str | None:
         match = None
@@ -78,12 +78,12 @@ def _failure(stop: str) -> list[int]:
     suffix."""
     table = [0] * len(stop)
     length = 0
-    for place in range(1, len(stop)):
-        while length and stop[length] != stop[place]:
+    for index in range(1, len(stop)):
+        while length and stop[length] != stop[index]:
             length = table[length - 1]
-        if stop[length] == stop[place]:
+        if stop[length] == stop[index]:
             length += 1
-        table[place] = length
+        table[index] = length
     return table
 
 

@@ -196,7 +196,9 @@ FORMS: Final = ("json_schema", "regex", "grammar")
 
 #: The parameters for which a model may have defaults of its own, with the defaults where it has none.
 DEFAULTS: Final[Mapping[str, float]] = {
-    name: one.default for name, one in declared(SamplingParams).items() if one.option and one.option.of_model
+    name: declaration.default
+    for name, declaration in declared(SamplingParams).items()
+    if declaration.option and declaration.option.of_model
 }
 
 
@@ -210,11 +212,11 @@ def too_many_parts(name: str, form: str | Mapping[str, Any], outputs: int) -> st
     parts = parts_of_form(name, form)
     if parts * outputs <= MAX_FORM_PARTS:
         return None
-    most = MAX_FORM_PARTS // parts
-    told = f"at most {most} outputs may have it" if most else "make it smaller"
+    outputs_limit = MAX_FORM_PARTS // parts
+    advice = f"at most {outputs_limit} outputs may have it" if outputs_limit else "make it smaller"
     return (
         f"{name} has {parts} parts, and with {outputs} outputs that is {parts * outputs}; at most {MAX_FORM_PARTS} are "
-        f"taken: {told}"
+        f"taken: {advice}"
     )
 
 
@@ -225,9 +227,9 @@ def parts_of_form(name: str, form: str | Mapping[str, Any]) -> int:
         return -(-len(form) // 4)
     parts, todo = 0, [json.loads(form) if isinstance(form, str) else form]
     while todo:
-        one = todo.pop()
-        parts += len(one)
-        inner = one.values() if isinstance(one, Mapping) else one
+        node = todo.pop()
+        parts += len(node)
+        inner = node.values() if isinstance(node, Mapping) else node
         todo += [value for value in inner if isinstance(value, dict | list | tuple)]
     return parts
 

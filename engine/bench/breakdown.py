@@ -70,10 +70,10 @@ class Meter:
             yield
         finally:
             _, began, within = self._open.pop()
-            took = time.perf_counter() - began
-            self._now[name] = self._now.get(name, 0.0) + took - within
+            elapsed = time.perf_counter() - began
+            self._now[name] = self._now.get(name, 0.0) + elapsed - within
             if self._open:
-                self._open[-1][2] += took
+                self._open[-1][2] += elapsed
 
     @contextmanager
     def _on_device(self, name: str) -> Iterator[None]:
@@ -104,20 +104,20 @@ class Meter:
         if self._open:
             self._open[-1][2] += seconds
 
-    def kernels(self, found: Kernels) -> Kernels:
+    def kernels(self, kernels: Kernels) -> Kernels:
         """Time every operation of a kernel set as its kernel class. Call it before a model is made with the set.
 
         A set that runs all layers in one call times them itself. Returns the set.
         """
         for name, part in KERNELS.items():
-            self.around(found, name, part)
-        found.report_time = self.took
+            self.around(kernels, name, part)
+        kernels.report_time = self.took
         for name in ("prepare_linear", "prepare_quantised", "prepare_ordered", "prepare_fp8"):
-            self._products(found, name)
-        return found
+            self._products(kernels, name)
+        return kernels
 
-    def _products(self, found: Kernels, name: str) -> None:
-        prepare: Callable[..., PreparedLinear] = getattr(found, name)
+    def _products(self, kernels: Kernels, name: str) -> None:
+        prepare: Callable[..., PreparedLinear] = getattr(kernels, name)
 
         def prepared(*args: Any) -> PreparedLinear:
             run = prepare(*args)
@@ -132,7 +132,7 @@ class Meter:
 
             return linear
 
-        setattr(found, name, prepared)
+        setattr(kernels, name, prepared)
 
     def watch(self, engine: Engine) -> None:
         """Time the parts of an engine that is still idle."""
@@ -191,10 +191,10 @@ class Meter:
     def _read(self) -> None:
         torch.cuda.synchronize(self._device)
         for name, around, begin, end in self._events:
-            took = begin.elapsed_time(end) / 1e3
-            self._now[name] = self._now.get(name, 0.0) + took
+            elapsed = begin.elapsed_time(end) / 1e3
+            self._now[name] = self._now.get(name, 0.0) + elapsed
             if around is not None:
-                self._now[around] = self._now.get(around, 0.0) - took
+                self._now[around] = self._now.get(around, 0.0) - elapsed
         self._events.clear()
 
     def forget(self) -> None:
@@ -203,19 +203,19 @@ class Meter:
 
     def report(self) -> dict[str, Any]:
         """For each kind of step, the count and the mean milliseconds of each part."""
-        found: dict[str, Any] = {}
+        report: dict[str, Any] = {}
         for kind, steps in sorted(self._steps.items()):
             parts: dict[str, float] = defaultdict(float)
             for step in steps:
-                for name, took in step.items():
-                    parts[name] += took
+                for name, elapsed in step.items():
+                    parts[name] += elapsed
             by_time = sorted(parts.items(), key=lambda item: -item[1])
-            found[kind] = {
+            report[kind] = {
                 "steps": len(steps),
                 "ms": 1e3 * sum(parts.values()) / len(steps),
-                "parts_ms": {name: 1e3 * took / len(steps) for name, took in by_time},
+                "parts_ms": {name: 1e3 * elapsed / len(steps) for name, elapsed in by_time},
             }
-        return found
+        return report
 
 
 def kind(plan: StepPlan) -> str:
@@ -228,8 +228,8 @@ def kind(plan: StepPlan) -> str:
 def shown(title: str, report: dict[str, Any]) -> str:
     """A report as text, with a table for each kind of step."""
     lines = []
-    for kind, found in report.items():
-        lines.append(f"{title}, {kind}: {found['ms']:.3f} ms a step, mean of {found['steps']}")
-        for name, took in found["parts_ms"].items():
-            lines.append(f"  {name:16} {took:9.3f} ms  {100 * took / found['ms']:5.1f}%")
+    for kind, figures in report.items():
+        lines.append(f"{title}, {kind}: {figures['ms']:.3f} ms a step, mean of {figures['steps']}")
+        for name, elapsed in figures["parts_ms"].items():
+            lines.append(f"  {name:16} {elapsed:9.3f} ms  {100 * elapsed / figures['ms']:5.1f}%")
     return "\n".join(lines)

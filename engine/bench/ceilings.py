@@ -53,16 +53,16 @@ class Ceilings:
         rows, inputs, outputs = _PRODUCT
         operations = 2 * math.prod(_PRODUCT)
         rates = []
-        for one in {torch.float32, dtype if computes_natively(dtype) else torch.float32}:
-            x, weight = torch.ones(rows, inputs, dtype=one), torch.ones(inputs, outputs, dtype=one)
+        for weight_dtype in {torch.float32, dtype if computes_natively(dtype) else torch.float32}:
+            x, weight = torch.ones(rows, inputs, dtype=weight_dtype), torch.ones(inputs, outputs, dtype=weight_dtype)
             rates.append(operations / _least_s(partial(torch.mm, x, weight)))
         kernels = select(torch.device("cpu"), dtype)
-        own = kernels.prepare_linear(torch.ones(outputs, inputs, dtype=kernels.weight_dtype), None)
-        rates.append(operations / _least_s(partial(own, torch.ones(rows, inputs, dtype=kernels.compute_dtype))))
+        product = kernels.prepare_linear(torch.ones(outputs, inputs, dtype=kernels.weight_dtype), None)
+        rates.append(operations / _least_s(partial(product, torch.ones(rows, inputs, dtype=kernels.compute_dtype))))
         large = torch.ones(_WEIGHT, dtype=kernels.weight_dtype)
-        size, own = large.nbytes, kernels.prepare_linear(large, None)
+        size, product = large.nbytes, kernels.prepare_linear(large, None)
         del large
-        reads.append(size / _least_s(partial(own, torch.ones(1, _WEIGHT[1], dtype=kernels.compute_dtype))))
+        reads.append(size / _least_s(partial(product, torch.ones(1, _WEIGHT[1], dtype=kernels.compute_dtype))))
         return cls(max(reads), max(rates))
 
 
@@ -88,11 +88,11 @@ class Work:
         """The work of a model that was loaded from `folder`. Raises ModelError."""
         kernels, config = model.kernels, read_config(Path(folder))
         numbers: dict[str, int] = {}
-        for name, found in locate(Path(folder)).items():
+        for name, located in locate(Path(folder)).items():
             matrix, _, end = name.rpartition(".")
             if matrix.endswith(HEADS) and end not in NO_PARAMETERS:
-                words = 32 // packed_bits(config, head=True) if end in PACKED else 1
-                numbers[matrix] = math.prod(found.stored.shape) * words
+                per_word = 32 // packed_bits(config, head=True) if end in PACKED else 1
+                numbers[matrix] = math.prod(located.stored.shape) * per_word
         # A tied table is the head as well. An untied one is only looked up.
         heads = [name for name in numbers if name.endswith("lm_head")] or list(numbers)
         idle = _idle(model, Config.of_model(config))
@@ -122,11 +122,11 @@ class Work:
         total = max(operations / ceilings.operations_per_s, self.weight_bytes / ceilings.read_bytes_per_s)
         for step in range(1, max(output for _, output in jobs)):
             going = [prompt + step for prompt, output in jobs if output > step]
-            seen = sum(
+            kv_bytes = sum(
                 size * (sum(going) if window is None else sum(min(window, length) for length in going))
                 for size, window in self.kv
             )
-            by_memory = (self.weight_bytes + seen) / ceilings.read_bytes_per_s
+            by_memory = (self.weight_bytes + kv_bytes) / ceilings.read_bytes_per_s
             total += max(by_memory, 2 * self.weights * len(going) / ceilings.operations_per_s)
         return total
 

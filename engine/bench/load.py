@@ -27,9 +27,9 @@ from engine.request import Tier
 
 _PERCENTILES = (50, 95, 99)
 #: The shared and own prompt tokens of the prefix mix.
-_SHARED, _OWN = 400, 32
+_SHARED, _UNSHARED = 400, 32
 #: The tokens of prompt and output of each mix.
-_SHAPES = {"chat": (128, 64), "prefix": (_SHARED + _OWN, 32), "long": (1500, 32), "tiers": (128, 64)}
+_SHAPES = {"chat": (128, 64), "prefix": (_SHARED + _UNSHARED, 32), "long": (1500, 32), "tiers": (128, 64)}
 MIXES = tuple(_SHAPES)
 
 
@@ -59,12 +59,12 @@ def arrivals(mix: str, rate: float, count: int, vocab_size: int, seed: int) -> l
 
     shared = ids(_SHARED)
     prompt, output = _SHAPES[mix]
-    found, at = [], 0.0
+    plan, at = [], 0.0
     for _ in range(count):
         at += random_.expovariate(rate)
         tier = random_.choice([Tier.PRIORITY, *[Tier.DEFAULT] * 3, Tier.BATCH]) if mix == "tiers" else Tier.DEFAULT
-        found.append(Arrival(at, shared + ids(_OWN) if mix == "prefix" else ids(prompt), output, tier))
-    return found
+        plan.append(Arrival(at, shared + ids(_UNSHARED) if mix == "prefix" else ids(prompt), output, tier))
+    return plan
 
 
 def longest_of(mix: str) -> int:
@@ -73,18 +73,24 @@ def longest_of(mix: str) -> int:
 
 
 def serve(
-    engine: Engine, plan: Sequence[Arrival], name: str, heard: Callable[[int, Event], None] = lambda i, event: None
+    engine: Engine,
+    plan: Sequence[Arrival],
+    name: str,
+    observe: Callable[[int, Event], None] = lambda i, event: None,
 ) -> tuple[list[TokenTimes], float]:
-    """Run requests at their times. Returns each one's token times and the seconds of the whole run. Raises RuntimeError
-    if a request failed. `heard`: called on the engine's thread with the request's place in the plan and each event."""
-    times = [TokenTimes(one.tier, []) for one in plan]
+    """Run requests at their times. Returns each one's token times and the seconds of the whole run.
+
+    `observe`: called on the engine's thread with the request's index in the plan and each event. Raises RuntimeError if
+    a request failed.
+    """
+    times = [TokenTimes(arrival.tier, []) for arrival in plan]
     done, errors = threading.Semaphore(0), []
     began = time.monotonic()
 
     def listener(i: int, due: float) -> Callable[[Event], None]:
         def on_event(event: Event) -> None:
             times[i].times += [time.monotonic() - due] * len(event.token_ids)
-            heard(i, event)
+            observe(i, event)
             if event.error is not None:
                 errors.append(event.error)
             if event.done:
@@ -92,12 +98,12 @@ def serve(
 
         return on_event
 
-    for i, one in enumerate(plan):
-        due = began + one.at
+    for i, arrival in enumerate(plan):
+        due = began + arrival.at
         if (early := due - time.monotonic()) > 0:
             time.sleep(early)
-        params = greedy(one.output)
-        engine.submit(Request(f"{name}-{i}", one.prompt, params, tier=one.tier), listener(i, due))
+        params = greedy(arrival.output)
+        engine.submit(Request(f"{name}-{i}", arrival.prompt, params, tier=arrival.tier), listener(i, due))
     for _ in plan:
         done.acquire()
     if errors:
@@ -107,20 +113,22 @@ def serve(
 
 def figures(times: Sequence[TokenTimes], seconds: float) -> dict[str, Any]:
     """The figures of one rate, with latencies in milliseconds."""
-    first = [one.times[0] for one in times]
-    gaps = [after - before for one in times for before, after in zip(one.times, one.times[1:], strict=False)]
-    found: dict[str, Any] = {
+    first = [request.times[0] for request in times]
+    gaps = [
+        after - before for request in times for before, after in zip(request.times, request.times[1:], strict=False)
+    ]
+    results: dict[str, Any] = {
         "requests": len(times),
-        "output_tokens_per_s": sum(len(one.times) for one in times) / seconds,
+        "output_tokens_per_s": sum(len(request.times) for request in times) / seconds,
         "ttft_ms": percentiles(first),
         "itl_ms": percentiles(gaps),
     }
     by_tier: dict[str, list[float]] = defaultdict(list)
-    for one in times:
-        by_tier[one.tier.name.lower()].append(one.times[0])
+    for request in times:
+        by_tier[request.tier.name.lower()].append(request.times[0])
     if len(by_tier) > 1:
-        found["ttft_ms_by_tier"] = {tier: percentiles(own) for tier, own in sorted(by_tier.items())}
-    return found
+        results["ttft_ms_by_tier"] = {tier: percentiles(first_times) for tier, first_times in sorted(by_tier.items())}
+    return results
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
@@ -131,26 +139,26 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 def bench_load(args: argparse.Namespace, config: EngineConfig, vocab_size: int) -> dict[str, Any]:
     """Run all mixes at all rates, with a fresh engine for each mix."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for mix in args.mix:
         rates: list[dict[str, Any]] = []
         with Engine.load(args.model, config) as engine:
             serve(engine, arrivals(mix, 1e3, 2, vocab_size, args.seed + 1), f"{mix}-warm-up")
             for rate in args.rates:
                 plan = arrivals(mix, rate, args.requests, vocab_size, args.seed)
-                one = {"rate": rate, "load_average": os.getloadavg()[0]} | figures(
+                result = {"rate": rate, "load_average": os.getloadavg()[0]} | figures(
                     *serve(engine, plan, f"{mix}-{rate}")
                 )
-                rates.append(one)
-                print(shown(mix, one), flush=True)
-        found[mix] = rates
-    return found
+                rates.append(result)
+                print(shown(mix, result), flush=True)
+        results[mix] = rates
+    return results
 
 
-def shown(mix: str, one: dict[str, Any]) -> str:
-    parts = [f"{mix:7} {one['rate']:6g} requests/s  {one['output_tokens_per_s']:8.1f} output tokens/s"]
-    for what in ("ttft", "itl"):
-        parts.append(f"{what.upper()} ms " + " ".join(f"{p} {ms:.1f}" for p, ms in one[f"{what}_ms"].items()))
-    for tier, own in one.get("ttft_ms_by_tier", {}).items():
-        parts.append(f"{tier} p95 {own['p95']:.1f}")
+def shown(mix: str, result: dict[str, Any]) -> str:
+    parts = [f"{mix:7} {result['rate']:6g} requests/s  {result['output_tokens_per_s']:8.1f} output tokens/s"]
+    for metric in ("ttft", "itl"):
+        parts.append(f"{metric.upper()} ms " + " ".join(f"{p} {ms:.1f}" for p, ms in result[f"{metric}_ms"].items()))
+    for tier, first_times in result.get("ttft_ms_by_tier", {}).items():
+        parts.append(f"{tier} p95 {first_times['p95']:.1f}")
     return "   ".join(parts)

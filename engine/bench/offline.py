@@ -96,7 +96,7 @@ def measure(began: float, jobs: list[Job], times: list[list[float]], cpu_s: floa
 def run_jobs(engine: Engine, jobs: list[Job]) -> dict[str, float]:
     cpu_began = time.process_time()
     times, _ = serve(engine, [Arrival(0.0, prompt, output) for prompt, output in jobs], "job")
-    return measure(0.0, jobs, [one.times for one in times], time.process_time() - cpu_began)
+    return measure(0.0, jobs, [request.times for request in times], time.process_time() - cpu_began)
 
 
 def workloads(args: argparse.Namespace, vocab_size: int) -> dict[str, list[list[Job]]]:
@@ -127,23 +127,23 @@ def bench_engines(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
         plain = replace(config, deterministic=False, speculate="none", draft_model=None)
         configs = {"plain": plain, "penstock": config}
     engines: dict[str, Engine] = {}
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     least: dict[str, float] = {}
     with ExitStack() as stack:
-        for who, one in configs.items():
+        for who, engine_config in configs.items():
             began = time.perf_counter()
-            engines[who] = stack.enter_context(Engine.load(args.model, one))
-            found[who] = {"load_s": time.perf_counter() - began, "results": {}}
+            engines[who] = stack.enter_context(Engine.load(args.model, engine_config))
+            results[who] = {"load_s": time.perf_counter() - began, "results": {}}
         if device_named(config.device).type == "cpu":
-            least, found["ceilings"] = at_least(args, engines["penstock"], plans)
+            least, results["ceilings"] = at_least(args, engines["penstock"], plans)
         for name, repeats in plans.items():
             runs = in_turns(engines, warm_up(name, vocab_size, args.seed), repeats)
             for who in engines:
-                found[who]["results"][name] = summary(name, who, runs[who], least.get(name))
+                results[who]["results"][name] = summary(name, who, runs[who], least.get(name))
         for who, engine in engines.items():
             stats = asdict(engine.stats())
-            found[who] |= {name: stats[name] for name in TOLD} | {"fingerprint": engine.fingerprint}
-    return found
+            results[who] |= {name: stats[name] for name in TOLD} | {"fingerprint": engine.fingerprint}
+    return results
 
 
 def in_turns(
@@ -170,7 +170,7 @@ def bench_breakdown(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]
     runs: list[tuple[str, EngineConfig, torch.device | None]] = [("host", config, None)]
     if device.type == "cuda":
         runs.append(("device", replace(config, graphs=False, overlap=0), device))
-    found: dict[str, Any] = {name: {} for name in plans}
+    reports: dict[str, Any] = {name: {} for name in plans}
     for whose, how, timed in runs:
         meter = Meter(timed)
         model = load_model(args.model, config.dtype, device, partial(_timed, meter, config, device))
@@ -182,9 +182,9 @@ def bench_breakdown(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]
                 meter.forget()
                 for jobs in repeats:
                     run_jobs(engine, jobs)
-                found[name][whose] = meter.report()
-                print(shown(f"{name}, {whose}", found[name][whose]), flush=True)
-    return found
+                reports[name][whose] = meter.report()
+                print(shown(f"{name}, {whose}", reports[name][whose]), flush=True)
+    return reports
 
 
 def _timed(meter: Meter, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Kernels:
@@ -228,12 +228,12 @@ def summary(name: str, who: str, runs: list[dict[str, float]], least: float | No
 
 def ratios(report: dict[str, Any], names: list[str], other: str) -> dict[str, float]:
     """The ratio of Penstock's output tokens/s to another's, for each workload."""
-    found = {}
+    quotients = {}
     for name in names:
         ours, theirs = (report[who]["results"][name]["best_output_tokens_per_s"] for who in ("penstock", other))
-        found[name] = ours / theirs
-        print(f"{name:7} {found[name]:.2f} times {other}", flush=True)
-    return found
+        quotients[name] = ours / theirs
+        print(f"{name:7} {quotients[name]:.2f} times {other}", flush=True)
+    return quotients
 
 
 def bench_peer(args: argparse.Namespace) -> dict[str, Any]:
@@ -246,8 +246,8 @@ def bench_peer(args: argparse.Namespace) -> dict[str, Any]:
         if args.threads is not None:
             command += ["--threads", str(args.threads)]
         subprocess.run(command, check=True, env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
-        found: dict[str, Any] = json.loads(out.read_text())
-        return found
+        results: dict[str, Any] = json.loads(out.read_text())
+        return results
 
 
 def main() -> None:

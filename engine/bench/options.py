@@ -66,9 +66,9 @@ def every_argument(description: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
-def checked(parser: argparse.ArgumentParser, given: list[str] | None = None) -> argparse.Namespace:
-    """Parse `given`, or the process's own arguments. Ends the process with a reason if options do not go together."""
-    args = parser.parse_args(given)
+def checked(parser: argparse.ArgumentParser, argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse `argv`, or the process's own argv. Ends the process with a reason if options do not go together."""
+    args = parser.parse_args(argv)
     if args.peer is not None and (args.load or args.breakdown):
         parser.error("--peer is compared by throughput, and not with --load or --breakdown")
     if args.peer is not None and find_spec("transformers") is None:
@@ -78,9 +78,9 @@ def checked(parser: argparse.ArgumentParser, given: list[str] | None = None) -> 
 
 def _add(parser: argparse.ArgumentParser, name: str) -> None:
     """Add an engine's setting. The engine itself checks numbers."""
-    one = declared(EngineConfig)[name]
-    how: dict[str, Any] = {"default": one.default, "help": one.option.help if one.option else None}
-    match one.bound:
+    setting = declared(EngineConfig)[name]
+    how: dict[str, Any] = {"default": setting.default, "help": setting.option.help if setting.option else None}
+    match setting.bound:
         case Flag():
             how["action"] = argparse.BooleanOptionalAction
         case OneOf() as bound:
@@ -92,11 +92,11 @@ def _add(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument(f"--{name.replace('_', '-')}", **how)
 
 
-def _listed(known: tuple[str, ...], text: str) -> list[str]:
+def _listed(choices: tuple[str, ...], text: str) -> list[str]:
     names = text.split(",")
     for name in names:
-        if name not in known:
-            raise argparse.ArgumentTypeError(f"{name!r} is not known; there are {', '.join(known)}")
+        if name not in choices:
+            raise argparse.ArgumentTypeError(f"{name!r} is not known; there are {', '.join(choices)}")
     return names
 
 
@@ -120,8 +120,8 @@ def _file(text: str) -> Path:
     """A path that can be written. It is checked early, so that no figures are lost after minutes of measuring."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
-        what = "is a folder" if path.is_dir() else f"lies in {path.parent}, which is no folder"
-        raise argparse.ArgumentTypeError(f"{text} {what}")
+        reason = "is a folder" if path.is_dir() else f"lies in {path.parent}, which is no folder"
+        raise argparse.ArgumentTypeError(f"{text} {reason}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} may not be written")
     return path

@@ -39,9 +39,9 @@ def batching(
         "allow_block_sharing": False,
         "auto_switch_to_flash": False,
     }
-    known = {field.name for field in fields(ContinuousBatchingConfig)}
+    supported = {field.name for field in fields(ContinuousBatchingConfig)}
     # The name of the page size differs between versions.
-    settings["page_size" if "page_size" in known else "block_size"] = page
+    settings["page_size" if "page_size" in supported else "block_size"] = page
     # transformers is only partly typed.
     library: Any = transformers
     longest = max(output for jobs in plans for _, output in jobs)
@@ -49,7 +49,7 @@ def batching(
         generation_config=library.GenerationConfig(
             max_new_tokens=longest, do_sample=False, eos_token_id=-1, pad_token_id=0
         ),
-        continuous_batching_config=ContinuousBatchingConfig(**{k: v for k, v in settings.items() if k in known}),
+        continuous_batching_config=ContinuousBatchingConfig(**{k: v for k, v in settings.items() if k in supported}),
         block=True,
         timeout=5,
     )

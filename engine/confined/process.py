@@ -194,11 +194,11 @@ class ConfinedProcess:
 
     def _send(self, child: subprocess.Popen[bytes], data: bytes, deadline: float) -> None:
         assert child.stdin is not None
-        rest = memoryview(data)
-        while rest:
+        remaining = memoryview(data)
+        while remaining:
             _wait(child.stdin.fileno(), select.POLLOUT, deadline)
             with contextlib.suppress(BlockingIOError):
-                rest = rest[os.write(child.stdin.fileno(), rest) :]
+                remaining = remaining[os.write(child.stdin.fileno(), remaining) :]
 
     def _receive(self, child: subprocess.Popen[bytes], size: int, deadline: float) -> bytes:
         assert child.stdout is not None

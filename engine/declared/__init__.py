@@ -46,17 +46,17 @@ def declare(default: Any, bound: Bound, help: str = "", **more: Any) -> Any:
 @cache
 def declared(kind: type) -> dict[str, Declared]:
     """The fields of a dataclass by name, in their order."""
-    return {one.name: Declared(one.name, one.default, **one.metadata) for one in fields(kind)}
+    return {field.name: Declared(field.name, field.default, **field.metadata) for field in fields(kind)}
 
 
-def checked(made: Any) -> None:
+def checked(instance: Any) -> None:
     """Check each field of a new, frozen dataclass; None is always taken where it is the default.
 
     Lists become tuples. Raises RequestError.
     """
-    for one in declared(made.__class__).values():
-        value = getattr(made, one.name)
-        if value is not None or one.default is not None:
-            kept = one.bound.check(one.name, value)
+    for declaration in declared(instance.__class__).values():
+        value = getattr(instance, declaration.name)
+        if value is not None or declaration.default is not None:
+            kept = declaration.bound.check(declaration.name, value)
             if kept is not value:
-                object.__setattr__(made, one.name, kept)
+                object.__setattr__(instance, declaration.name, kept)

@@ -63,8 +63,10 @@ class Number(Bound):
             raise wrong_type(name, value, "a number")
         # Compared before it is converted: no float holds an integer of 400 digits. NaN compares as false.
         if not self.low <= value <= self.high or (self.above and value == self.low):
-            wanted = f"above {self.low:g}, up to {self.high:g}" if self.above else f"from {self.low:g} to {self.high:g}"
-            raise RequestError(f"{name}={shown(value)} must be a number {wanted}", param=name)
+            allowed = (
+                f"above {self.low:g}, up to {self.high:g}" if self.above else f"from {self.low:g} to {self.high:g}"
+            )
+            raise RequestError(f"{name}={shown(value)} must be a number {allowed}", param=name)
         return value
 
 
@@ -149,15 +151,15 @@ class Strings(Bound):
         return f"a list of at most {self.limit} strings, each of 1 to {self.longest} characters"
 
     def check(self, name: str, value: object) -> Any:
-        found = _sequence(name, (value,) if self.one and isinstance(value, str) else value, self.limit)
-        for one in found:
-            if not isinstance(one, str):
-                raise RequestError(f"{name} has {shown(one)}, which is not a string", param=name, code="invalid_type")
-            if not 1 <= len(one) <= self.longest:
+        items = _sequence(name, (value,) if self.one and isinstance(value, str) else value, self.limit)
+        for item in items:
+            if not isinstance(item, str):
+                raise RequestError(f"{name} has {shown(item)}, which is not a string", param=name, code="invalid_type")
+            if not 1 <= len(item) <= self.longest:
                 raise RequestError(
-                    f"{name} has a string of {len(one)} characters; each must have 1 to {self.longest}", param=name
+                    f"{name} has a string of {len(item)} characters; each must have 1 to {self.longest}", param=name
                 )
-        return found
+        return items
 
 
 #: A token id, of whatever vocabulary.
@@ -175,10 +177,10 @@ class TokenIds(Bound):
         return f"a list of at most {self.limit} token ids"
 
     def check(self, name: str, value: object) -> Any:
-        found = _sequence(name, value, self.limit)
-        for one in found:
-            _ID.check(name, one)
-        return found
+        token_ids = _sequence(name, value, self.limit)
+        for token_id in token_ids:
+            _ID.check(name, token_id)
+        return token_ids
 
 
 class Biases(Bound):
@@ -194,17 +196,17 @@ class Biases(Bound):
 
     def check(self, name: str, value: object) -> Any:
         pairs = _sequence(name, tuple(value.items()) if isinstance(value, (dict, Mapping)) else value, self.limit)
-        found: dict[int, float] = {}
+        biases: dict[int, float] = {}
         for pair in pairs:
             if not isinstance(pair, Sequence) or isinstance(pair, (str, bytes)) or len(pair) != 2:
                 raise RequestError(
                     f"{name} has {shown(pair)}, which is not a token id with its bias", param=name, code="invalid_type"
                 )
             token_id, bias = _ID.check(name, pair[0]), Number(-self.reach, self.reach).check(name, pair[1])
-            if token_id in found:
+            if token_id in biases:
                 raise RequestError(f"{name} has token id {token_id} twice", param=name)
-            found[token_id] = float(bias)
-        return tuple(sorted(found.items()))
+            biases[token_id] = float(bias)
+        return tuple(sorted(biases.items()))
 
 
 def _unicode(name: str, text: str) -> str:
@@ -212,8 +214,8 @@ def _unicode(name: str, text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        said = f"{name} is not valid Unicode: it has a lone surrogate at character {error.start}"
-        raise RequestError(said, param=name) from None
+        message = f"{name} is not valid Unicode: it has a lone surrogate at character {error.start}"
+        raise RequestError(message, param=name) from None
     return text
 
 
@@ -226,8 +228,8 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
 
-def wrong_type(name: str, value: object, wanted: str) -> RequestError:
-    return RequestError(f"{name}={shown(value)} must be {wanted}", param=name, code="invalid_type")
+def wrong_type(name: str, value: object, expected: str) -> RequestError:
+    return RequestError(f"{name}={shown(value)} must be {expected}", param=name, code="invalid_type")
 
 
 def _sequence(name: str, value: object, limit: int) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from engine.plan import ScheduledSeq, StepPlan
 Ints = NDArray[np.int64]
 
 #: The arrays of a KV group, and those before them that all groups share.
-_OWN, _SHARED = 4, 5
+_PER_GROUP, _SHARED = 4, 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,8 @@ class BatchBuilder:
         order = sorted(range(len(plan.rows)), key=lambda i: _shape(plan.rows[i]))
         rows = [plan.rows[i] for i in order]
         counts, starts, slots = (
-            np.array(one, np.int64) for one in zip(*((row.count, row.start, row.seq.slot) for row in rows), strict=True)
+            np.array(column, np.int64)
+            for column in zip(*((row.count, row.start, row.seq.slot) for row in rows), strict=True)
         )
         ends: Ints = counts.cumsum()
         positions: Ints = np.arange(ends[-1]) + (starts - (ends - counts)).repeat(counts)
@@ -78,16 +79,16 @@ class BatchBuilder:
         queries[1:] = ends
         tokens = np.fromiter((token for row in rows for token in row.computed()), np.int64, len(positions))
         every = np.arange(len(rows), dtype=np.int32)
-        arrays: list[NDArray[Any]] = [tokens, positions, _wanted(plan, last_row), queries, every]
+        arrays: list[NDArray[Any]] = [tokens, positions, _output_rows(plan, last_row), queries, every]
         for i, group in enumerate(self._groups):
-            arrays += self._own(i, group, rows, slots, starts, counts, positions)
+            arrays += self._group_arrays(i, group, rows, slots, starts, counts, positions)
         if self._rope_switch is not None:
             totals = np.fromiter((len(row.seq.tokens) for row in rows), np.int64, len(rows))
             arrays.append((totals > self._rope_switch).repeat(counts))
         return self._batch(upload(arrays, self._device), int(counts.max()), int((starts + counts).max()))
 
     @staticmethod
-    def _own(
+    def _group_arrays(
         i: int, group: BlockRows, rows: list[ScheduledSeq], slots: Ints, starts: Ints, counts: Ints, positions: Ints
     ) -> list[NDArray[Any]]:
         """The arrays of KV group `i`: cache slots, lengths, tables, and the blocks entered."""
@@ -103,8 +104,8 @@ class BatchBuilder:
         ]
 
     def _batch(self, sent: list[Tensor], most_queries: int, most_places: int) -> StepBatch:
-        tokens, positions, wanted, queries, every = sent[:_SHARED]
-        own = [sent[_SHARED + i * _OWN :][:_OWN] for i in range(len(self._groups))]
+        tokens, positions, output_rows, queries, every = sent[:_SHARED]
+        by_group = [sent[_SHARED + i * _PER_GROUP :][:_PER_GROUP] for i in range(len(self._groups))]
         batches = (
             RaggedBatch(
                 slots=places,
@@ -117,35 +118,35 @@ class BatchBuilder:
                 window=group.window,
                 positions=positions,
             )
-            for group, (places, lengths, tables, _) in zip(self._groups, own, strict=True)
+            for group, (places, lengths, tables, _) in zip(self._groups, by_group, strict=True)
         )
         return StepBatch(
             tokens=tokens,
             positions=positions,
-            wanted=wanted,
+            wanted=output_rows,
             long=None if self._rope_switch is None else sent[-1],
             attention=tuple(
                 self._kernels.arrange(batch, self._block_size, group.zero_block)
                 for batch, group in zip(batches, self._groups, strict=True)
             ),
-            entered=tuple(entered if len(entered) else None for *_, entered in own),
+            entered=tuple(entered if len(entered) else None for *_, entered in by_group),
         )
 
 
-def _wanted(plan: StepPlan, last_row: Ints) -> Ints:
+def _output_rows(plan: StepPlan, last_row: Ints) -> Ints:
     """StepBatch.wanted. `last_row`: the token row of each row's last token."""
     sampling = [i for i, row in enumerate(plan.rows) if row.samples]
-    wanted: Ints = last_row[sampling]
+    output_rows: Ints = last_row[sampling]
     if any(row.draft for row in plan.rows):
         drafted = np.fromiter((len(plan.rows[i].draft) for i in sampling), np.int64, len(sampling))
         ends: Ints = (drafted + 1).cumsum()
-        wanted = np.arange(ends[-1]) + (wanted + 1 - ends).repeat(drafted + 1)
+        output_rows = np.arange(ends[-1]) + (output_rows + 1 - ends).repeat(drafted + 1)
     spans = [
         np.arange(span.start, span.stop) + (last_row[i] + 1 - row.count - row.start)
         for i, row in enumerate(plan.rows)
         if row.seq.scores is not None and (span := row.wanted())
     ]
-    return np.concatenate((wanted, *spans)) if spans else wanted
+    return np.concatenate((output_rows, *spans)) if spans else output_rows
 
 
 def _shape(row: ScheduledSeq) -> tuple[int, int]:
@@ -169,8 +170,8 @@ class BlockRows:
     def write(self, slot: int, table: Table) -> None:
         if self.window is not None:
             self._firsts[slot] = table.first
-        held, blocks = self._written[slot], table.blocks
-        if held == blocks:
+        written, blocks = self._written[slot], table.blocks
+        if written == blocks:
             return
         if len(blocks) > self._rows.shape[1]:
             wider = np.full((len(self._rows), 2 * len(blocks)), self.zero_block, np.int32)
@@ -178,7 +179,7 @@ class BlockRows:
             self._rows = wider
         row = self._rows[slot]
         row[: len(blocks)] = blocks
-        row[len(blocks) : len(held)] = self.zero_block
+        row[len(blocks) : len(written)] = self.zero_block
         self._written[slot] = blocks.copy()
 
     def skipped(self, slots: Ints) -> Ints:

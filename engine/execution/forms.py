@@ -84,13 +84,13 @@ class FormThreads:
         self._started = self._closed = False
 
     def put(self, ticket: Ticket) -> None:
-        known = self._grammars.tried(ticket.request.params)
+        tried = self._grammars.tried(ticket.request.params)
         with self._changed:
             if not self._started:
                 self._started = True
                 _start("penstock-form-trial", self._run_trials)
                 _start("penstock-forms", self._run, self._making, self._make)
-            (self._making if known else self._trials).put(_Job(ticket))
+            (self._making if tried else self._trials).put(_Job(ticket))
             self._changed.notify_all()
 
     @property

@@ -58,7 +58,7 @@ class StepLoop:
         # Held while the scheduler's state changes, not while a step computes.
         self._state = threading.Lock()
         # Used by the loop's thread alone: the tickets that the scheduler knows.
-        self._known: dict[str, Ticket] = {}
+        self._scheduled: dict[str, Ticket] = {}
         grammars = scheduler.grammars
         self._forms = None if grammars is None else FormThreads(grammars, self._prepared)
         self._pipeline = Pipeline(
@@ -240,12 +240,12 @@ class StepLoop:
                     return delivered
                 ticket = self._notes.popleft()
             request_id = ticket.request.id
-            if self._known.get(request_id) is ticket:
-                del self._known[request_id]
+            if self._scheduled.get(request_id) is ticket:
+                del self._scheduled[request_id]
                 with self._state:
                     self._scheduler.abort(request_id)
             elif not ticket.aborted:
-                self._known[request_id] = ticket
+                self._scheduled[request_id] = ticket
                 if ticket.refusal is not None or ticket.fault:
                     self._deliver([_refused(ticket)])
                     delivered = True
@@ -261,11 +261,11 @@ class StepLoop:
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
-            ticket = self._known.get(event.request_id)
+            ticket = self._scheduled.get(event.request_id)
             if ticket is None:
                 continue
             if event.done:
-                del self._known[event.request_id]
+                del self._scheduled[event.request_id]
                 with self._wake:
                     # Free the id, unless an abort has freed it and another submission has taken it.
                     if self._tickets.get(event.request_id) is ticket:
@@ -280,7 +280,7 @@ class StepLoop:
     def _end_all(self, message: str, *, closing: bool = False) -> None:
         if closing:
             self._read_notes()
-        for request_id, ticket in list(self._known.items()):
+        for request_id, ticket in list(self._scheduled.items()):
             try:
                 with self._state:
                     events = self._scheduler.fail(request_id, message)
@@ -296,9 +296,9 @@ class StepLoop:
         if self._forms is not None:
             self._forms.close()
         with self._wake:
-            left = [ticket for ticket in self._tickets.values() if not ticket.aborted]
-        for ticket in left:
-            self._known[ticket.request.id] = ticket
+            unfinished = [ticket for ticket in self._tickets.values() if not ticket.aborted]
+        for ticket in unfinished:
+            self._scheduled[ticket.request.id] = ticket
             event = _last_event(ticket.request, message)
             self._deliver([replace(event, finish_reason="abort") if closing else event])
 

@@ -161,11 +161,11 @@ class Pipeline:
             self._enter(running, sampled, [])
         if planned is None or (launched and self._overlap > 0 and not self._suspected()):
             return True
-        found = self._collect() if launched else None
+        sampled_now = self._collect() if launched else None
         if self._shrink.on_failure(planned.error):
             return True
         failures: list[Event] = []
-        self._enter(planned, self._run_apart(planned.plan, failures) if found is None else found, failures)
+        self._enter(planned, self._run_apart(planned.plan, failures) if sampled_now is None else sampled_now, failures)
         return True
 
     def rest(self) -> None:
@@ -203,14 +203,14 @@ class Pipeline:
         """Wait for the oldest step in flight. Returns its results, or None if it failed."""
         flight = self._flights.popleft()
         try:
-            found = self._executor.collect(flight.launched)
+            sampled = self._executor.collect(flight.launched)
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(flight.plan.rows))
             self._check()
             flight.error, flight.launched = _bare(error), None
             return None
         self._shrink.went_well()
-        return found
+        return sampled
 
     def _enter(self, flight: _Flight, sampled: list[Sampled], failures: list[Event]) -> None:
         generated = self._scheduler.generated_tokens
@@ -256,7 +256,7 @@ class Pipeline:
         """Run the rows of a failed step in halves, and halve those that fail again. Takes 2 log2 N steps if one of N
         rows is to blame. The results of the other rows do not depend on the rows they run with."""
         logger.error("the rows of a failed step are run in halves, to find whose fault it is")
-        found: dict[int, Sampled] = {}
+        results: dict[int, Sampled] = {}
         middle = max(1, len(plan.rows) // 2)
         waiting = [part for part in (plan.rows[middle:], plan.rows[:middle]) if part]
         while waiting:
@@ -277,9 +277,9 @@ class Pipeline:
                 failures += self._fail_alone(rows[0].seq, plan, _bare(error))
                 continue
             self._shrink.had_memory()
-            found |= zip((id(row) for row in rows if row.samples), sampled, strict=True)
+            results |= zip((id(row) for row in rows if row.samples), sampled, strict=True)
         # The scheduler passes over the rows of sequences that have failed.
-        return [found.get(id(row), Sampled(-1)) for row in plan.rows if row.samples]
+        return [results.get(id(row), Sampled(-1)) for row in plan.rows if row.samples]
 
     def _fail_alone(self, seq: Sequence, plan: StepPlan, error: Exception) -> list[Event]:
         """End a sequence that failed alone. Raises DeviceLostError if the device is to blame and the request can run
@@ -295,8 +295,8 @@ class Pipeline:
 
 def _bare(error: Exception) -> Exception:
     """The error without its traceback, whose frames hold the step's tensors; who logged it may keep these frames."""
-    one: BaseException | None = error
-    while one is not None:
-        traceback.clear_frames(one.__traceback__)
-        one = one.__cause__ or one.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
     return error.with_traceback(None)

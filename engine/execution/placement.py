@@ -68,23 +68,23 @@ def _free(model: Model, config: EngineConfig, capacity: Capacity, draft: Model |
     step = 0
     if model.device.type == "cuda":
         # The two models run in turn, but their recorded graphs keep memory, so both steps are added up.
-        for one in (model, draft):
-            if one is not None:
-                step += _measured(one, capacity) if one.kernels.ragged else _UNMEASURED
+        for resident in (model, draft):
+            if resident is not None:
+                step += _measured(resident, capacity) if resident.kernels.ragged else _UNMEASURED
     return free_bytes(model.device, config.memory_share, step)
 
 
 def whole_group(model: Model) -> int:
     """The index of the KV group whose block tables the draft model shares: one without a window. Raises EngineError if
     there is none."""
-    found = next((i for i, group in enumerate(model.kv_groups) if group.window is None), None)
-    if found is None:
+    index = next((i for i, group in enumerate(model.kv_groups) if group.window is None), None)
+    if index is None:
         windows = ", ".join(str(group.window) for group in model.kv_groups)
         raise EngineError(
             f"speculate='draft' needs a model of which some layers see all of a sequence, and all of this one's see "
             f"{windows} tokens back; use 'lookup' or 'none'"
         )
-    return found
+    return index
 
 
 def speculation_for(

@@ -40,13 +40,13 @@ class Runner:
         for sequence in pending:
             sequence.tokens[-1] = self._last[sequence.slot]
         try:
-            found = self.execute(plan)
+            sampled = self.execute(plan)
         finally:
             for sequence in pending:
                 sequence.tokens[-1] = UNKNOWN
-        for row, one in zip((row for row in plan.rows if row.samples), found, strict=True):
-            self._last[row.seq.slot] = one.token_id
-        return found
+        for row, result in zip((row for row in plan.rows if row.samples), sampled, strict=True):
+            self._last[row.seq.slot] = result.token_id
+        return sampled
 
     def collect(self, launched: list[Sampled]) -> list[Sampled]:
         """Return a launched plan's results."""
@@ -91,15 +91,15 @@ class Runner:
             hidden = hidden[: len(chosen)]
         if how is None:
             return []
-        found = self._sample(hidden, how)
+        sampled = self._sample(hidden, how)
         if len(chosen) == len(sampling):
-            return found
-        each = iter(found)
+            return sampled
+        each = iter(sampled)
         return [accepted(row.draft, list(islice(each, 1 + len(row.draft)))) for row in sampling]
 
     def _sample(self, hidden: Tensor, how: SamplingBatch) -> list[Sampled]:
-        found = self._model.peaks(hidden) if how.plain else None
-        return chosen(*found) if found else sample(self._model.logits(hidden), how, self._model.kernels.candidates)
+        peaks = self._model.peaks(hidden) if how.plain else None
+        return chosen(*peaks) if peaks else sample(self._model.logits(hidden), how, self._model.kernels.candidates)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: list[tuple[int, int, int]]) -> None:

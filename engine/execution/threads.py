@@ -9,25 +9,25 @@ from pathlib import Path
 logger = logging.getLogger("penstock.engine")
 
 _CGROUPS = Path("/sys/fs/cgroup")
-_OWN = Path("/proc/self/cgroup")
+_OWN_GROUP = Path("/proc/self/cgroup")
 
 
-def threads_for(asked: int | None, most: int) -> int:
-    """The number of threads: `asked`, or `most`: torch's own count (the cores that the process may run on).
+def threads_for(requested: int | None, available: int) -> int:
+    """The number of threads: `requested`, or `available`: torch's own count (the cores that the process may run on).
 
     That is limited to the whole cores of the container's limit of processor time. Threads beyond it would be throttled
     in the middle of a step, and all others would wait for them.
     """
-    if asked is not None:
-        if asked > (room := threads_of_each(1)):
+    if requested is not None:
+        if requested > (room := threads_of_each(1)):
             logger.warning(
                 "%d threads were asked for, and there is processor time for %d: in each step they wait for those that "
                 "are held up",
-                asked,
+                requested,
                 room,
             )
-        return asked
-    return _within_limit(most)
+        return requested
+    return _within_limit(available)
 
 
 def threads_of_each(processes: int) -> int:
@@ -37,26 +37,26 @@ def threads_of_each(processes: int) -> int:
     return max(1, _within_limit(cores) // processes)
 
 
-def _within_limit(most: int) -> int:
+def _within_limit(available: int) -> int:
     limit = _limit()
-    return most if limit is None else max(1, min(most, int(limit)))
+    return available if limit is None else max(1, min(available, int(limit)))
 
 
-def _limit(own: Path = _OWN, root: Path = _CGROUPS) -> float | None:
+def _limit(own_group: Path = _OWN_GROUP, root: Path = _CGROUPS) -> float | None:
     """The processor time, in cores, that the process's control groups (version 2) allow. None if they set no limit."""
     try:
-        path = next((line[3:] for line in own.read_text().splitlines() if line.startswith("0::")), None)
+        path = next((line[3:] for line in own_group.read_text().splitlines() if line.startswith("0::")), None)
     except OSError:
         return None
     if path is None:
         return None
     group = root / path.lstrip("/")
     limits = []
-    for one in (group, *group.parents):
-        if one != root and root not in one.parents:
+    for directory in (group, *group.parents):
+        if directory != root and root not in directory.parents:
             break
         try:
-            quota, period = (one / "cpu.max").read_text().split()
+            quota, period = (directory / "cpu.max").read_text().split()
         except (OSError, ValueError):
             continue
         if quota != "max":

@@ -92,7 +92,9 @@ def warm(
     # Triton remembers what it compiled for this target object. For a new target object it asks the cache.
     with compiling_for(arch, cache) as again:
         _launch_all(model, slots, block_size)
-    verified = all(one.cached for one in again) and {one.key for one in again} == {one.key for one in builds}
+    verified = all(build.cached for build in again) and {build.key for build in again} == {
+        build.key for build in builds
+    }
     return Warmed(arch, cache.resolve(), str(model.dtype).removeprefix("torch."), builds, seconds, verified)
 
 

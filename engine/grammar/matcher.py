@@ -87,7 +87,7 @@ class Grammars:
     def _mask(self, token_ids: Sequence[int]) -> Mask:
         """The bits of those of these tokens that the model has."""
         bits = np.zeros(-(-self._vocab_size // 32) * 32, np.uint8)
-        bits[[one for one in token_ids if one < self._vocab_size]] = 1
+        bits[[token_id for token_id in token_ids if token_id < self._vocab_size]] = 1
         return np.packbits(bits, bitorder="little").view(np.int32)
 
     @property
@@ -205,11 +205,11 @@ class Matcher:
         if complete:
             mask |= self._ends
 
-    def _spend(self, took: float) -> None:
+    def _spend(self, elapsed: float) -> None:
         """Enter the processor time (s) that the thread of steps has spent on this output, which others wait for."""
-        if took <= _TOKEN_S:
+        if elapsed <= _TOKEN_S:
             return
-        self._spent += took - _TOKEN_S
+        self._spent += elapsed - _TOKEN_S
         if self._spent > _OUTPUT_S and not self.error:
             self.error = f"finding its tokens took {self._spent:.2g} s of processor time more than usual"
             self._pace.found_slow(self.error)

@@ -61,11 +61,11 @@ def form_of(name: str, text: str) -> tuple[str, str]:
 def _check_bounds(name: str, text: str) -> None:
     """Raise RequestError for a schema, or a grammar with schemas, that llguidance reads otherwise than one expects, or
     for hours."""
-    plain = re.sub(r"\\u([0-9a-fA-F]{4})", lambda found: chr(int(found[1], 16)), text)
+    plain = re.sub(r"\\u([0-9a-fA-F]{4})", lambda match: chr(int(match[1], 16)), text)
     if name != "regex" and '"x-guidance"' in plain.replace(SPACE, ""):
         raise refused(name, "x-guidance is llguidance's own, and not offered here")
-    found = {one.replace(".", "").strip("0") for one in re.findall(r'"multipleOf"\s*:\s*(\d+\.?\d*)', plain)}
-    if math.lcm(*(int(one) for one in found if one)) > _MULTIPLES:
+    steps = {digits.replace(".", "").strip("0") for digits in re.findall(r'"multipleOf"\s*:\s*(\d+\.?\d*)', plain)}
+    if math.lcm(*(int(digits) for digits in steps if digits)) > _MULTIPLES:
         raise refused(name, f"the numbers of multipleOf are too large together; they may have {_MULTIPLES} in common")
 
 
@@ -112,11 +112,11 @@ def new_rules(form: tuple[str, str], tokenizer: Any) -> Any:
 
     name, grammar = form
     with _panics(name):
-        made = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
-        made.compute_bitmask()  # finds at once what only fails at the first token
-    if made.is_error() or made.is_stopped():
-        raise refused(name, made.get_error() or made.stop_reason())
-    return made
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
+        matcher.compute_bitmask()  # finds at once what only fails at the first token
+    if matcher.is_error() or matcher.is_stopped():
+        raise refused(name, matcher.get_error() or matcher.stop_reason())
+    return matcher
 
 
 def check_speed(name: str, rules: Any, tokenizer: Any) -> None:
@@ -133,19 +133,21 @@ def check_speed(name: str, rules: Any, tokenizer: Any) -> None:
         began = time.thread_time()
         allowed = int.from_bytes(rules.compute_bitmask(), "little") & ~ends
         if allowed:
-            rules.consume_token(next(one for one in (*marks, _drawn(allowed, draw)) if allowed >> one & 1))
-        took = time.thread_time() - began
-        if took > _TOKEN_S:
-            raise slow(name, f"finding one token took {took:.2g} s of processor time; {_TOKEN_S:g} s may be taken")
+            rules.consume_token(
+                next(token_id for token_id in (*marks, _drawn(allowed, draw)) if allowed >> token_id & 1)
+            )
+        elapsed = time.thread_time() - began
+        if elapsed > _TOKEN_S:
+            raise slow(name, f"finding one token took {elapsed:.2g} s of processor time; {_TOKEN_S:g} s may be taken")
         if not allowed:
             return
 
 
 def _drawn(bits: int, draw: random.Random) -> int:
     """The place of one of the bits that are set."""
-    place = draw.randrange(bits.bit_length())
-    rest = bits >> place
-    return place + (rest & -rest).bit_length() - 1
+    start = draw.randrange(bits.bit_length())
+    remaining = bits >> start
+    return start + (remaining & -remaining).bit_length() - 1
 
 
 def slow(name: str, why: str) -> RequestError:

@@ -75,8 +75,8 @@ class Trials:
         in a process of its own; more wait."""
         self._processes = [ConfinedProcess(target, setup, limits) for _ in range(at_once)]
         self._free: queue.LifoQueue[ConfinedProcess] = queue.LifoQueue()
-        for one in reversed(self._processes):
-            self._free.put(one)
+        for process in reversed(self._processes):
+            self._free.put(process)
         self._lock = threading.Lock()
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
         """Verdicts, by the hash of a form."""

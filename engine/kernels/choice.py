@@ -45,7 +45,7 @@ SETS: Final = {
     "triton": Able("cuda", deterministic=True, narrow_kv=True, fp8=True),
 }
 #: The sets in plain torch.
-_TORCH: Final[dict[str, type[Reference]]] = {one.name: one for one in (Reference, Ragged, Sdpa, Cpu)}
+_TORCH: Final[dict[str, type[Reference]]] = {kernels.name: kernels for kernels in (Reference, Ragged, Sdpa, Cpu)}
 
 
 def select(
@@ -106,9 +106,11 @@ def _check_fp8(device: torch.device, dtype: torch.dtype, name: str) -> None:
     """Raises EngineError if weights cannot be quantised to 8-bit floats."""
     if device.type != "cuda":
         raise EngineError(f"quantization='fp8' needs a CUDA device, and the device is {device.type}; use 'none'")
-    found = torch.cuda.get_device_capability(device)
-    if found < CAPABILITY:
-        raise EngineError(f"quantization='fp8' needs {_ada()}, and this one has {found[0]}.{found[1]}; use 'none'")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < CAPABILITY:
+        raise EngineError(
+            f"quantization='fp8' needs {_ada()}, and this one has {capability[0]}.{capability[1]}; use 'none'"
+        )
     if dtype != torch.bfloat16:
         raise EngineError(
             f"quantization='fp8' computes in bfloat16, and dtype is {str(dtype).removeprefix('torch.')}; "

@@ -107,8 +107,8 @@ class Gpu(Reference):
         def experts(x: Tensor, logits: Tensor) -> Tensor:
             if not len(x):
                 return torch.empty_like(x)
-            found, shares = route(logits, chosen, parts.normed)
-            order, starts = sort(found, len(parts.downs))
+            experts_of_rows, shares = route(logits, chosen, parts.normed)
+            order, starts = sort(experts_of_rows, len(parts.downs))
             inside = gate(gate_up(x, order, starts, chosen, tile))
             return add_shares(down(inside, order, starts, 1, tile), shares)
 
@@ -116,7 +116,7 @@ class Gpu(Reference):
 
     def _dense(self, products: Sequence[PreparedLinear]) -> list[Tensor]:
         """The weights of experts' products. Raises EngineError if they are quantised."""
-        dense = [one.weight for one in products if isinstance(one, DenseProduct) and one.bias is None]
+        dense = [product.weight for product in products if isinstance(product, DenseProduct) and product.bias is None]
         if len(dense) < len(products):
             raise EngineError(
                 f"experts with quantised weights or biases are not served by {self.name}: serve this model on a CPU "

@@ -49,11 +49,11 @@ class _Weight:
 
     def part(self, start: int, stop: int) -> Self:
         """The outputs from `start` to `stop`, as views."""
-        return self._of(stop - start, lambda held: held[:, start:stop])
+        return self._of(stop - start, lambda tensor: tensor[:, start:stop])
 
     def rows(self, outputs: Tensor) -> Tensor:
         """The outputs listed in `outputs`, int64, dequantised to fp32 [len(outputs), inputs]."""
-        return self._of(len(outputs), lambda held: held.index_select(1, outputs)).dequantise()
+        return self._of(len(outputs), lambda tensor: tensor.index_select(1, outputs)).dequantise()
 
     def _of(self, outputs: int, take: Callable[[Tensor], Tensor]) -> Self:
         zeros = None if self.zeros is None else take(self.zeros)
@@ -166,13 +166,13 @@ class Int8Weight(_Weight):
         return self.packed.transpose(0, 1).reshape(outputs, -1)[:, :inputs]
 
 
-def _within(group: int, inputs: int, most: int) -> int:
-    """The longest run of inputs, a power of two up to `most`, that never crosses a group's border. Raises
+def _within(group: int, inputs: int, largest: int) -> int:
+    """The longest run of inputs, a power of two up to `largest`, that never crosses a group's border. Raises
     ValueError."""
     if group == inputs:
-        return most
+        return largest
     if group < 1 or inputs % group or group % _LEAST:
         raise ValueError(
             f"group={group} must be a multiple of {_LEAST} that divides the {inputs} inputs, or all of them"
         )
-    return min(most, group & -group)
+    return min(largest, group & -group)

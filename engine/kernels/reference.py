@@ -122,8 +122,8 @@ class Reference:
                     results[places] = parts.downs[i](inside).float()
             results = results.view(len(x), parts.chosen, x.shape[1]).mul_(shares.unsqueeze(-1))
             total = results[:, 0]
-            for place in range(1, parts.chosen):
-                total = total + results[:, place]
+            for choice in range(1, parts.chosen):
+                total = total + results[:, choice]
             return total.to(x.dtype)
 
         return experts
@@ -240,10 +240,10 @@ class Reference:
 
         `cache`: [2, blocks, block_size, kv_heads, head_dim].
         """
-        own = slots >= 0
+        stored = slots >= 0
         flat = cache.view(2, -1, *cache.shape[3:])
-        flat[0].index_copy_(0, slots[own], key[own])
-        flat[1].index_copy_(0, slots[own], value[own])
+        flat[0].index_copy_(0, slots[stored], key[stored])
+        flat[1].index_copy_(0, slots[stored], value[stored])
 
     def rope_and_write(self, heads: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, batch: RaggedBatch) -> Tensor:
         """Rotate queries and keys as `rope` does, and write keys and values into `cache` at the slots of `batch`.

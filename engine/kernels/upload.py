@@ -29,10 +29,10 @@ def upload(arrays: list[NDArray[Any]], device: torch.device) -> list[Tensor]:
     # pinned buffer only after the copies from it have ended.
     staging = torch.empty(max(total, _ALIGN), dtype=torch.uint8, pin_memory=device.type == "cuda")
     host = staging.numpy()
-    for array, place in zip(arrays, places, strict=True):
-        host[place : place + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    for array, offset in zip(arrays, places, strict=True):
+        host[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     there = staging.to(device, non_blocking=True)
     return [
-        there[place : place + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
-        for array, place in zip(arrays, places, strict=True)
+        there[offset : offset + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+        for array, offset in zip(arrays, places, strict=True)
     ]

@@ -44,11 +44,11 @@ class BlockPool:
         """
         blocks = []
         for _ in range(count):
-            found = self._free.take(after)
-            if found is None:
+            block = self._free.take(after)
+            if block is None:
                 self._evict()
-                found = self._free.take(None)
-            after = self._free.take_any() if found is None else found
+                block = self._free.take(None)
+            after = self._free.take_any() if block is None else block
             self._references[after] = 1
             blocks.append(after)
         return blocks

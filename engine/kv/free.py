@@ -23,10 +23,10 @@ class FreeBlocks:
         self.run = run
         self._is_free = bytearray(b"\1") * blocks
         self._size = [min(run, blocks - first) for first in range(0, blocks, run)]
-        self._left = list(self._size)
+        self._free_blocks = list(self._size)
         self._count = blocks
         # Stacks of runs with the lowest on top, so that a small load touches little memory.
-        self._whole = dict.fromkeys(range(len(self._left) - 1, -1, -1))
+        self._whole = dict.fromkeys(range(len(self._free_blocks) - 1, -1, -1))
         self._open: dict[int, None] = {}
         self._scraps: dict[int, None] = {}
         self._kept: dict[int, None] = {}
@@ -65,8 +65,8 @@ class FreeBlocks:
         run = block // self.run
         self._is_free[block] = 0
         self._count -= 1
-        self._left[run] -= 1
-        self._place(run, kept=True)
+        self._free_blocks[run] -= 1
+        self._classify(run, kept=True)
         return block
 
     def put(self, block: int) -> None:
@@ -74,24 +74,24 @@ class FreeBlocks:
         run = block // self.run
         self._is_free[block] = 1
         self._count += 1
-        self._left[run] += 1
-        self._place(run, kept=run in self._kept)
+        self._free_blocks[run] += 1
+        self._classify(run, kept=run in self._kept)
 
     def leave(self, block: int) -> None:
         """No sequence goes on after this block: the blocks kept after it are for any sequence."""
         run = block // self.run
         if run in self._kept:
-            self._place(run, kept=False)
+            self._classify(run, kept=False)
 
-    def _place(self, run: int, kept: bool) -> None:
+    def _classify(self, run: int, kept: bool) -> None:
         for runs in (self._whole, self._open, self._scraps, self._kept):
             runs.pop(run, None)
-        left, size = self._left[run], self._size[run]
-        if left == size:
+        free, size = self._free_blocks[run], self._size[run]
+        if free == size:
             self._whole[run] = None
-        elif left and kept:
+        elif free and kept:
             self._kept[run] = None
-        elif 2 * left >= size:
+        elif 2 * free >= size:
             self._open[run] = None
-        elif left:
+        elif free:
             self._scraps[run] = None

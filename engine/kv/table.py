@@ -48,9 +48,9 @@ class GroupTables:
         #: The blocks that an admission leaves to the running sequences, so that it does not soon preempt one of them.
         self.headroom = max(1, space.num_blocks // 100)
 
-    def shareable(self, names: Names[bytes], most: int) -> int:
-        """The number of leading blocks, up to `most`, that can be shared: the cache has all that later queries see."""
-        return len(self.pool.match(names[:most]))
+    def shareable(self, names: Names[bytes], limit: int) -> int:
+        """The number of leading blocks, up to `limit`, that can be shared: the cache has all that later queries see."""
+        return len(self.pool.match(names[:limit]))
 
     def cached_table(self, names: Names[bytes], blocks: int) -> tuple[int, list[int]]:
         """A table that begins with `blocks` cached blocks, as (first, blocks)."""
@@ -105,10 +105,10 @@ class WindowTables(GroupTables):
     def __init__(self, space: KvSpace, block_size: int, window: int) -> None:
         super().__init__(space, block_size)
         self._window = window
-        self._most = window_blocks(window, block_size)
+        self._max_blocks = window_blocks(window, block_size)
 
-    def shareable(self, names: Names[bytes], most: int) -> int:
-        blocks = most
+    def shareable(self, names: Names[bytes], limit: int) -> int:
+        blocks = limit
         while blocks > 0:
             # Goes backwards over the window. If a block is missing, a shorter prefix that ends before it is tried.
             first = self._first(blocks * self._size)
@@ -123,7 +123,7 @@ class WindowTables(GroupTables):
         return first, self.pool.match(names[first:blocks])
 
     def part(self, first: int, shared: list[int], copy_from: int | None, tokens: int) -> Part:
-        needed = min(-(-tokens // self._size) - first, self._most)
+        needed = min(-(-tokens // self._size) - first, self._max_blocks)
         fresh = 0 if copy_from is None else 1
         return Part(first, shared, copy_from, fresh, needed - self.pool.held(shared))
 
@@ -131,11 +131,11 @@ class WindowTables(GroupTables):
         return -(-(computed + count) // self._size) - table.first - len(table.blocks)
 
     def computable(self, table: Table, computed: int, count: int, spare: int) -> int:
-        held = table.first + len(table.blocks)
+        end = table.first + len(table.blocks)
         available = self.pool.available
         # One token may always use the last block: the other sequences may wait for this one.
-        needed = -(-(computed + 1) // self._size) - held
-        reach = held + max(min(needed, available), available - spare)
+        needed = -(-(computed + 1) // self._size) - end
+        reach = end + max(min(needed, available), available - spare)
         return min(count, reach * self._size - computed)
 
     def drop_unseen(self, table: Table, computed: int) -> None:

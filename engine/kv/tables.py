@@ -55,12 +55,14 @@ class BlockTables:
         computed, places = self._cached(seq)
         common = min(seq.prompt_len, len(seq.tokens) - 1)
         if donor is not None and common > computed:
-            given = [group.donated_table(table, common) for group, table in zip(self.groups, donor.tables, strict=True)]
-            whole = [place for place in given if place is not None]
-            if len(whole) == len(given):
+            donated = [
+                group.donated_table(table, common) for group, table in zip(self.groups, donor.tables, strict=True)
+            ]
+            whole = [part for part in donated if part is not None]
+            if len(whole) == len(donated):
                 computed, places = common, whole
         total = len(seq.tokens)
-        parts = (group.part(*place, total) for group, place in zip(self.groups, places, strict=True))
+        parts = (group.part(*part, total) for group, part in zip(self.groups, places, strict=True))
         return Claim(computed, tuple(parts))
 
     def _cached(self, seq: Sequence) -> tuple[int, list[tuple[int, list[int], int | None]]]:
@@ -122,13 +124,13 @@ class BlockTables:
             group.drop_unseen(table, seq.computed)
             count = group.computable(table, seq.computed, count, spare)
         total = len(seq.tokens)
-        wanted = [
+        lacks = [
             group.missing(table, seq.computed, count, total)
             for group, table in zip(self.groups, seq.tables, strict=True)
         ]
-        if count <= 0 or any(lack > group.pool.available for group, lack in zip(self.groups, wanted, strict=True)):
+        if count <= 0 or any(lack > group.pool.available for group, lack in zip(self.groups, lacks, strict=True)):
             return 0
-        for group, table, lack in zip(self.groups, seq.tables, wanted, strict=True):
+        for group, table, lack in zip(self.groups, seq.tables, lacks, strict=True):
             if lack > 0:
                 table.lengthen(group.pool, lack)
         seq.allocated = self._allocated(seq)
@@ -144,10 +146,10 @@ class BlockTables:
             # `grow` has nothing to allocate, and so drops nothing, while every step's drafts reach further.
             for group, table in zip(self.groups, seq.tables, strict=True):
                 group.drop_unseen(table, seq.computed)
-            wanted = [-(-end // self.block_size) - table.first - len(table.blocks) for table in seq.tables]
-            if any(lack + spare > group.pool.available for group, lack in zip(self.groups, wanted, strict=True)):
+            lacks = [-(-end // self.block_size) - table.first - len(table.blocks) for table in seq.tables]
+            if any(lack + spare > group.pool.available for group, lack in zip(self.groups, lacks, strict=True)):
                 return min(count, seq.allocated - len(seq.tokens))
-            for group, table, lack in zip(self.groups, seq.tables, wanted, strict=True):
+            for group, table, lack in zip(self.groups, seq.tables, lacks, strict=True):
                 if lack > 0:
                     table.lengthen(group.pool, lack)
             seq.allocated = self._allocated(seq)

@@ -43,7 +43,7 @@ class Embedding:
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
         if self._stored is not None:
-            return {f"{prefix}{end}": place for end, place in self._stored.places.items()}
+            return {f"{prefix}{end}": tensor for end, tensor in self._stored.places.items()}
         if not isinstance(self._table, Tensor):
             self._table = torch.empty(self.shape, dtype=self._dtype, device=self.device)
         return {f"{prefix}weight": self._table}
@@ -51,8 +51,8 @@ class Embedding:
     def pack(self) -> None:
         if self._stored is not None:
             matrix = self._stored.read().on(self.device)
-            found = matrix.table()
-            self._table = matrix.dequantise().to(self._dtype) if found is None else found
+            stored_table = matrix.table()
+            self._table = matrix.dequantise().to(self._dtype) if stored_table is None else stored_table
             self._stored = None
         if not self._tied:
             return
@@ -67,6 +67,6 @@ class Embedding:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         table = self._packed_table()
-        found = F.embedding(tokens, table) if isinstance(table, Tensor) else table.rows(tokens)
-        rows = found.to(self._kernels.compute_dtype)
+        looked_up = F.embedding(tokens, table) if isinstance(table, Tensor) else table.rows(tokens)
+        rows = looked_up.to(self._kernels.compute_dtype)
         return rows if self._scale is None else rows.mul_(self._scale)

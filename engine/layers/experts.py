@@ -43,10 +43,10 @@ class Experts:
         self._run: PreparedExperts | None = None
 
     def linears(self, prefix: str) -> list[tuple[str, Linear]]:
-        found = [(prefix, self.router)]
+        linears = [(prefix, self.router)]
         for i, expert in enumerate(self.experts):
-            found += expert.linears(f"{prefix}experts.{i}.")
-        return found
+            linears += expert.linears(f"{prefix}experts.{i}.")
+        return linears
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
         places = self.router.weights(prefix)

@@ -52,7 +52,7 @@ class Linear:
         places: dict[str, Tensor] = {}
         for name in self.parts:
             if name in self._stored:
-                places |= {f"{prefix}{name}.{end}": place for end, place in self._stored[name].places.items()}
+                places |= {f"{prefix}{name}.{end}": tensor for end, tensor in self._stored[name].places.items()}
             else:
                 places[f"{prefix}{name}.weight"] = self._weights[name]
             if name in self._biased:

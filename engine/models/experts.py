@@ -20,13 +20,13 @@ def read_experts(config: Config, width: int, *, count: int, normed: bool) -> Exp
     """Read the shape of a layer's experts. `count`: the architecture's default. Raises ModelError."""
     # transformers 5 writes num_local_experts for all families.
     name = "num_local_experts" if "num_local_experts" in config else "num_experts"
-    found = config.integer(name, count, high=_MOST_EXPERTS)
-    if "num_experts" in config and config.get("num_experts") != found:
-        raise config.wrong("num_experts", f"does not go with {name}={found}")
+    experts = config.integer(name, count, high=_MOST_EXPERTS)
+    if "num_experts" in config and config.get("num_experts") != experts:
+        raise config.wrong("num_experts", f"does not go with {name}={experts}")
     of_row = config.integer("num_experts_per_tok", high=MOST_WIDTH)
-    if of_row > found:
-        raise config.wrong("num_experts_per_tok", f"is more than the {found} experts of {name}")
-    return ExpertShape(found, of_row, width, normed)
+    if of_row > experts:
+        raise config.wrong("num_experts_per_tok", f"is more than the {experts} experts of {name}")
+    return ExpertShape(experts, of_row, width, normed)
 
 
 def separate(located: Mapping[str, Found]) -> dict[str, Found]:
@@ -35,24 +35,26 @@ def separate(located: Mapping[str, Found]) -> dict[str, Found]:
 
     Raises ModelError if there are more experts than a model may have.
     """
-    found: dict[str, Found] = {}
+    separated: dict[str, Found] = {}
     parts = 0
-    for name, one in located.items():
-        whole = name.endswith((_GATE_UP, _DOWN)) and len(one.stored.shape) == 3
-        parts += one.stored.shape[0] if whole else 0
+    for name, located_tensor in located.items():
+        whole = name.endswith((_GATE_UP, _DOWN)) and len(located_tensor.stored.shape) == 3
+        parts += located_tensor.stored.shape[0] if whole else 0
         if parts > 2 * _MOST_IN_ALL:
-            raise ModelError(f"{one.path}: {name} has {one.stored.shape[0]} experts, more than are supported")
-        found |= dict(_matrices(name, one)) if whole else {name: one}
-    return found
+            raise ModelError(
+                f"{located_tensor.path}: {name} has {located_tensor.stored.shape[0]} experts, more than are supported"
+            )
+        separated |= dict(_matrices(name, located_tensor)) if whole else {name: located_tensor}
+    return separated
 
 
-def _matrices(name: str, one: Found) -> Iterator[tuple[str, Found]]:
-    experts, outputs, inputs = one.stored.shape
+def _matrices(name: str, located: Found) -> Iterator[tuple[str, Found]]:
+    experts, outputs, inputs = located.stored.shape
     base = name.rpartition(".")[0]
     half = outputs // 2
     both = [("gate_proj", 0, half), ("up_proj", half, outputs)]
     kinds = both if name.endswith(_GATE_UP) else [("down_proj", 0, outputs)]
     for i in range(experts):
         for kind, start, end in kinds:
-            stored = StoredTensor(one.stored.dtype, (end - start, inputs))
-            yield f"{base}.{i}.{kind}.weight", replace(one, stored=stored, part=(i, slice(start, end)))
+            stored = StoredTensor(located.stored.dtype, (end - start, inputs))
+            yield f"{base}.{i}.{kind}.weight", replace(located, stored=stored, part=(i, slice(start, end)))

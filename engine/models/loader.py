@@ -36,34 +36,34 @@ def match(
     checkpoint's names to the model's, None for a tensor to skip. Raises ModelError naming a tensor that is missing, has
     a wrong shape or type, or is not used by the model: ignoring a bias would silently give other output.
     """
-    found: dict[str, Found] = {}
+    matched: dict[str, Found] = {}
     extra = []
-    for name, one in located.items():
+    for name, tensor in located.items():
         ours = canonical(name)
         if ours is None:
             continue
-        if ours in found:
-            raise ModelError(f"{folder}: the checkpoint has {ours} twice, as {found[ours].name} and as {name}")
+        if ours in matched:
+            raise ModelError(f"{folder}: the checkpoint has {ours} twice, as {matched[ours].name} and as {name}")
         if ours in places:
-            found[ours] = one
+            matched[ours] = tensor
         else:
             extra.append(name)
-    missing = sorted(places.keys() - found.keys())
+    missing = sorted(places.keys() - matched.keys())
     if missing:
         raise ModelError(f"{folder}: the checkpoint lacks {_listing(missing)}")
     if extra:
         raise ModelError(
             f"{folder}: the checkpoint has tensors that this architecture does not use: {_listing(sorted(extra))}"
         )
-    for name, one in found.items():
-        shape, asked = list(one.stored.shape), list(places[name].shape)
-        if shape != asked:
-            raise ModelError(f"{one.path}: {one.name} has shape {shape}; config.json asks for {asked}")
+    for name, tensor in matched.items():
+        shape, expected_shape = list(tensor.stored.shape), list(places[name].shape)
+        if shape != expected_shape:
+            raise ModelError(f"{tensor.path}: {tensor.name} has shape {shape}; config.json asks for {expected_shape}")
         exact = _EXACT.get(places[name].dtype)
-        if one.stored.dtype not in (_FLOATS if exact is None else (exact,)):
+        if tensor.stored.dtype not in (_FLOATS if exact is None else (exact,)):
             expected = f"one of {', '.join(_FLOATS)}" if exact is None else exact
-            raise ModelError(f"{one.path}: {one.name} is stored as {one.stored.dtype}; {expected} is expected")
-    return found
+            raise ModelError(f"{tensor.path}: {tensor.name} is stored as {tensor.stored.dtype}; {expected} is expected")
+    return matched
 
 
 @contextmanager
@@ -76,26 +76,26 @@ def weights_of(found: Mapping[str, Found], dtype: torch.dtype, exact: Collection
     """
     files = {}
     with ExitStack() as opened:
-        for path in {one.path for one in found.values()}:
+        for path in {tensor.path for tensor in found.values()}:
             with _faults_named(path):
                 files[path] = opened.enter_context(safe_open(path, framework="pt"))
 
         def fill(places: Mapping[str, Tensor]) -> None:
             with _threads_restored(torch.get_num_threads()) as threads:
-                for name, place in places.items():
+                for name, destination in places.items():
                     with _faults_named(found[name].path):
                         tensor = read(files[found[name].path], found[name])
                     torch.set_num_threads(1 if tensor.numel() < _FEW else threads)
                     # The place may be wider than dtype (on a CPU without bf16). The values are rounded to dtype all
                     # the same.
-                    place.copy_(tensor if tensor.dtype == dtype or name in exact else tensor.to(dtype))
+                    destination.copy_(tensor if tensor.dtype == dtype or name in exact else tensor.to(dtype))
 
         yield fill
 
 
-def read(file: Any, found: Found) -> Tensor:
+def read(file: Any, located: Found) -> Tensor:
     """Read a tensor, or its part, from its open safetensors file."""
-    tensor: Tensor = file.get_slice(found.name)[found.part] if found.part else file.get_tensor(found.name)
+    tensor: Tensor = file.get_slice(located.name)[located.part] if located.part else file.get_tensor(located.name)
     return tensor
 
 
@@ -118,5 +118,5 @@ def _faults_named(path: Path) -> Iterator[None]:
 
 
 def _listing(names: list[str], shown: int = 3) -> str:
-    rest = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + rest
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more

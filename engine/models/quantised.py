@@ -36,27 +36,27 @@ def adopt(folder: Path, model: Quantisable, scheme: Scheme, located: Mapping[str
 
     Raises ModelError if no matrix is quantised, or if one does not fit `scheme`.
     """
-    held = _by_matrix(model, located)
+    stored_tensors = _by_matrix(model, located)
     exact: set[str] = set()
     ignored: set[str] = set()
     every: list[Stored] = []
 
     def form_of(name: str, outputs: int, inputs: int, device: torch.device, *, head: bool) -> Stored | None:
-        own = scheme.head if head and scheme.head is not None else scheme
-        one = stored_as(own, name, outputs, inputs, held[name], device)
-        if one is not None:
-            every.append(one)
-            exact.update(f"{name}.{end}" for end in one.places)
-            ignored.update(f"{name}.{end}" for end in one.ignored() - one.places.keys())
-        return one
+        part_scheme = scheme.head if head and scheme.head is not None else scheme
+        form = stored_as(part_scheme, name, outputs, inputs, stored_tensors[name], device)
+        if form is not None:
+            every.append(form)
+            exact.update(f"{name}.{end}" for end in form.places)
+            ignored.update(f"{name}.{end}" for end in form.ignored() - form.places.keys())
+        return form
 
     for prefix, linear in model.linears():
         stored = {}
         for part, outputs in linear.parts.items():
-            one = form_of(prefix + part, outputs, linear.inputs, linear.device, head=not prefix)
-            if one is not None:
-                stored[part] = one
-        linear.store(stored, [part for part in stored if "bias" in held[prefix + part]])
+            form = form_of(prefix + part, outputs, linear.inputs, linear.device, head=not prefix)
+            if form is not None:
+                stored[part] = form
+        linear.store(stored, [part for part in stored if "bias" in stored_tensors[prefix + part]])
     name, embedding = model.embedding()
     embedding.store(form_of(name, *embedding.shape, embedding.device, head=True))
     if not exact:
@@ -71,10 +71,10 @@ def adopt(folder: Path, model: Quantisable, scheme: Scheme, located: Mapping[str
 
 def _by_matrix(model: Quantisable, located: Mapping[str, Found]) -> dict[str, dict[str, StoredTensor]]:
     """The stored tensors by the names of their matrices, then by the ends of their own names."""
-    held: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
-    for name, found in located.items():
+    by_matrix: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
+    for name, located_tensor in located.items():
         ours = model.canonical(name)
         if ours is not None:
             matrix, _, end = ours.rpartition(".")
-            held[matrix][end] = found.stored
-    return held
+            by_matrix[matrix][end] = located_tensor.stored
+    return by_matrix

@@ -108,22 +108,22 @@ def load_model(
         else kernels(weight_dtype)
     )
     located = separate(locate(path))
-    for name, what in _PARTS.items():
+    for name, counted in _PARTS.items():
         if name in config and config.integer(name) > len(located):
             raise ModelError(
-                f"{path}: config.json asks for {config.integer(name)} {what} ({name}); the checkpoint has "
+                f"{path}: config.json asks for {config.integer(name)} {counted} ({name}); the checkpoint has "
                 f"{len(located)} tensors"
             )
     # Made without memory first: config.json is checked against the checkpoint before anything is allocated.
     shape = make(kernel_set, weight_dtype, torch.device("meta"))
     kept = None if scheme is None else adopt(path, shape, scheme, located)
     places = shape.weights()
-    found = match(path, located, places, shape.canonical if kept is None else kept.canonical)
-    check_weights(path, sum(place.nbytes for place in places.values()), device)
+    matched = match(path, located, places, shape.canonical if kept is None else kept.canonical)
+    check_weights(path, sum(tensor.nbytes for tensor in places.values()), device)
     model = make(kernel_set, weight_dtype, device)
     if scheme is not None:
         adopt(path, model, scheme, located)
-    with weights_of(found, weight_dtype, frozenset() if kept is None else kept.exact) as fill:
+    with weights_of(matched, weight_dtype, frozenset() if kept is None else kept.exact) as fill:
         model.pack(fill)
     return model
 
@@ -143,11 +143,11 @@ def shape_of(
     if scheme is not None:
         located = separate(locate(path))
         kept = adopt(path, model, scheme, located)
-        found = match(path, located, model.weights(), kept.canonical)
-        for one in kept.stored:
-            one.to_host()
-        with weights_of(found, weight_dtype, kept.exact) as fill:
-            fill({name: place for name, place in model.weights().items() if not place.is_meta})
+        matched = match(path, located, model.weights(), kept.canonical)
+        for matrix in kept.stored:
+            matrix.to_host()
+        with weights_of(matched, weight_dtype, kept.exact) as fill:
+            fill({name: tensor for name, tensor in model.weights().items() if not tensor.is_meta})
     model.pack()
     return model
 
@@ -174,9 +174,9 @@ def _read(
     return partial(Decoder, family, config), config, _dtype(path, config, dtype)
 
 
-def _dtype(path: Path, config: Config, asked: str) -> torch.dtype:
-    name = asked
-    if asked == "auto":
+def _dtype(path: Path, config: Config, requested: str) -> torch.dtype:
+    name = requested
+    if requested == "auto":
         # transformers 5 writes "dtype", earlier versions "torch_dtype". Neither means float32.
         name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in DTYPES:

@@ -144,7 +144,7 @@ def _heads(config: Config, hidden_size: int) -> tuple[int, int, int]:
 
 def read_activation(config: Config, name: str, default: str) -> str:
     """Read the activation from the setting `name`, whose name differs between families."""
-    given = config.text(name, default)
-    if given not in _ACTIVATIONS:
+    activation = config.text(name, default)
+    if activation not in _ACTIVATIONS:
         raise config.wrong(name, f"is not supported; {', '.join(map(repr, _ACTIVATIONS))} are")
-    return _ACTIVATIONS[given]
+    return _ACTIVATIONS[activation]

@@ -41,7 +41,7 @@ def _window(config: Config) -> int:
 
 def _layer_types(config: Config, layers: int) -> list[str]:
     kinds = config.get("layer_types")
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in known for kind in kinds):
-        raise config.wrong("layer_types", f"must be a list of {layers} of {', '.join(map(repr, known))}")
+    supported = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in supported for kind in kinds):
+        raise config.wrong("layer_types", f"must be a list of {layers} of {', '.join(map(repr, supported))}")
     return kinds

@@ -23,7 +23,7 @@ class TokenCounts:
     def __init__(self, slots: int, vocab_size: int) -> None:
         self._shape = (slots, vocab_size)
         # 0: not listed; else the number of times generated plus one. Untouched pages of this array take no memory.
-        self._seen: NDArray[np.int32] = np.zeros((0, 0), np.int32)
+        self._generated: NDArray[np.int32] = np.zeros((0, 0), np.int32)
         self._pool: Ids = np.zeros(0, np.int64)
         self._end = 0
         self._starts = np.zeros(slots, np.int64)
@@ -32,40 +32,40 @@ class TokenCounts:
 
     def start(self, slot: int, prompt: Ids, output: Ids) -> None:
         """Count a slot's tokens from the start. Tokens of `prompt` are listed too, as generated 0 times."""
-        if not len(self._seen):
-            self._seen = np.zeros(self._shape, np.int32)
-        own = np.array([slot])
-        self._seen[slot, self._pool[self._places(own)]] = 0
+        if not len(self._generated):
+            self._generated = np.zeros(self._shape, np.int32)
+        slots = np.array([slot])
+        self._generated[slot, self._pool[self._places(slots)]] = 0
         self._lengths[slot] = 0
         listed = np.unique(np.concatenate((prompt, output)))
         room = _room(np.array([len(listed)]))
         if not len(listed) <= self._rooms[slot] <= 2 * room[0]:
-            self._move(own, room)
+            self._move(slots, room)
         self._lengths[slot] = len(listed)
-        self._pool[self._places(own)] = listed
-        self._seen[slot, listed] = 1
+        self._pool[self._places(slots)] = listed
+        self._generated[slot, listed] = 1
         ids, counts = np.unique(output, return_counts=True)
-        self._seen[slot, ids] += counts.astype(np.int32)
+        self._generated[slot, ids] += counts.astype(np.int32)
 
     def grow(self, slots: Ids, tokens: Ids) -> None:
         """Count one more generated token for each of the slots, which must all be different."""
-        seen = self._seen[slots, tokens]
-        fresh = seen == 0
+        counts = self._generated[slots, tokens]
+        fresh = counts == 0
         if fresh.any():
-            own = slots[fresh]
-            full = own[self._lengths[own] == self._rooms[own]]
+            fresh_slots = slots[fresh]
+            full = fresh_slots[self._lengths[fresh_slots] == self._rooms[fresh_slots]]
             if len(full):
                 self._move(full, _room(self._lengths[full]))
-            self._pool[self._starts[own] + self._lengths[own]] = tokens[fresh]
-            self._lengths[own] += 1
-        self._seen[slots, tokens] = np.maximum(seen, 1) + 1
+            self._pool[self._starts[fresh_slots] + self._lengths[fresh_slots]] = tokens[fresh]
+            self._lengths[fresh_slots] += 1
+        self._generated[slots, tokens] = np.maximum(counts, 1) + 1
 
     def pairs(self, slots: Ids) -> tuple[Ids, Ids, NDArray[np.int32]]:
         """Returns (the number of tokens that each slot lists, their ids slot after slot, the times each was
         generated)."""
         lengths = self._lengths[slots]
         ids = self._pool[self._places(slots)]
-        return lengths, ids, self._seen[slots.repeat(lengths), ids] - 1
+        return lengths, ids, self._generated[slots.repeat(lengths), ids] - 1
 
     def _places(self, slots: Ids) -> Ids:
         """The pool indexes of all tokens that these slots list, slot after slot."""

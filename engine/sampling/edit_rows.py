@@ -15,7 +15,7 @@ from engine.sampling.edits import Allowed, Edits, Penalties
 from engine.sequence import Sequence
 
 # Flags for the kinds of edits that a slot needs. A step skips kinds that none of its rows needs.
-_PENALTIES, _BIAS, _ALLOWED, _BANNED, _ENDS, _WORDS, _FORM = (1 << bit for bit in range(7))
+_PENALTIES, _BIAS, _ALLOWED, _BANNED, _ENDS, _BAD_WORDS, _FORM = (1 << bit for bit in range(7))
 _EMPTY: Ids = np.zeros(0, np.int64)
 
 #: For each row of a step's logits, the draft tokens assumed after its sequence's tokens.
@@ -44,7 +44,7 @@ class EditRows:
         self._banned: list[Ids] = [_EMPTY] * slots
         self._ends: list[Ids] = [_EMPTY] * slots
         self._armed_at = np.zeros(slots, np.int64)
-        self._words: list[Words] = [{} for _ in range(slots)]
+        self._bad_words: list[Words] = [{} for _ in range(slots)]
 
     def admit(self, sequence: Sequence) -> None:
         """Fill the row of the sequence's slot."""
@@ -56,10 +56,10 @@ class EditRows:
         self._biases[slot] = np.array([bias for _, bias in params.logit_bias], np.float32)
         self._allowed[slot] = np.array(params.allowed_token_ids, np.int64)
         single = [word[0] for word in sequence.bad_words if len(word) == 1]
-        self._banned[slot] = self._known([*params.banned_token_ids, *single])
-        self._ends[slot] = self._known(sequence.output.ends)
+        self._banned[slot] = self._in_vocabulary([*params.banned_token_ids, *single])
+        self._ends[slot] = self._in_vocabulary(sequence.output.ends)
         self._armed_at[slot] = sequence.prompt_len + params.min_tokens
-        self._words[slot] = by_last_but_one(sequence.bad_words)
+        self._bad_words[slot] = by_last_but_one(sequence.bad_words)
         if params.penalises:
             self._count(sequence)
         self._flags[slot] = (
@@ -68,7 +68,7 @@ class EditRows:
             | (len(params.allowed_token_ids) > 0) * _ALLOWED
             | (len(self._banned[slot]) > 0) * _BANNED
             | (params.min_tokens > 0 and len(self._ends[slot]) > 0) * _ENDS
-            | (len(self._words[slot]) > 0) * _WORDS
+            | (len(self._bad_words[slot]) > 0) * _BAD_WORDS
             | (sequence.matcher is not None) * _FORM
         )
 
@@ -76,12 +76,12 @@ class EditRows:
         """The edits of a step whose logits have a row for each of the sequences. None if no row needs any. `drafts`:
         see SamplingRows.gather."""
         flags = self._flags[slots]
-        asked = int(np.bitwise_or.reduce(flags, initial=0))
-        if not asked:
+        requested = int(np.bitwise_or.reduce(flags, initial=0))
+        if not requested:
             return None
 
         def rows(flag: int) -> Ids:
-            return (flags & flag).nonzero()[0] if asked & flag else _EMPTY
+            return (flags & flag).nonzero()[0] if requested & flag else _EMPTY
 
         biased, only, formed = rows(_BIAS), rows(_ALLOWED), rows(_FORM)
         arrays: list[NDArray[Any]] = [
@@ -90,7 +90,7 @@ class EditRows:
             np.concatenate([np.zeros(0, np.float32), *(self._biases[slot] for slot in slots[biased])]),
             only,
             *_pairs(only, [self._allowed[slot] for slot in slots[only]]),
-            *self._forbidden(sequences, slots, rows(_BANNED), rows(_ENDS), rows(_WORDS), drafts),
+            *self._forbidden(sequences, slots, rows(_BANNED), rows(_ENDS), rows(_BAD_WORDS), drafts),
             formed,
             self._formed(sequences, formed, drafts),
         ]
@@ -110,8 +110,8 @@ class EditRows:
         self._recount(
             sequences, slots, rows if drafts is None else np.array([i for i in rows if not drafts[i]], np.int64)
         )
-        own = slots[rows]
-        listed, ids, generated = self._counts.pairs(own)
+        row_slots = slots[rows]
+        listed, ids, generated = self._counts.pairs(row_slots)
         places, counts = rows.repeat(listed), generated.astype(np.int64)
         if drafts is not None:
             places, ids, counts = self._with_drafts(places, ids, counts, rows, drafts)
@@ -124,20 +124,20 @@ class EditRows:
         lengths = [len(drafts[row]) for row in penalised]
         guessed = np.fromiter((token for row in penalised for token in drafts[row]), np.int64, sum(lengths))
         keys = np.concatenate((rows, penalised.repeat(lengths))) * self._vocab_size + np.concatenate((ids, guessed))
-        pairs, place = np.unique(keys, return_inverse=True)
+        pairs, inverse = np.unique(keys, return_inverse=True)
         total = np.zeros(len(pairs), np.int64)
-        np.add.at(total, place, np.concatenate((counts, np.ones(len(guessed), np.int64))))
+        np.add.at(total, inverse, np.concatenate((counts, np.ones(len(guessed), np.int64))))
         return pairs // self._vocab_size, pairs % self._vocab_size, total
 
     def _recount(self, sequences: list[Sequence], slots: Ids, rows: Ids) -> None:
         """Count the tokens generated since the last count by the sequences of `rows`, which must all be different."""
-        own = slots[rows]
+        row_slots = slots[rows]
         lengths = np.fromiter((len(sequences[row].tokens) for row in rows), np.int64, len(rows))
-        grown = lengths - self._counted[own]
+        grown = lengths - self._counted[row_slots]
         by_one = (grown == 1).nonzero()[0]
         last = np.fromiter((sequences[rows[i]].tokens[-1] for i in by_one), np.int64, len(by_one))
-        self._counts.grow(own[by_one], last)
-        self._counted[own] = lengths
+        self._counts.grow(row_slots[by_one], last)
+        self._counted[row_slots] = lengths
         for i in (grown > 1).nonzero()[0]:
             self._count(sequences[rows[i]])
 
@@ -149,18 +149,18 @@ class EditRows:
         self._counted[sequence.slot] = len(tokens)
 
     def _forbidden(
-        self, sequences: list[Sequence], slots: Ids, banned: Ids, ends: Ids, words: Ids, drafts: Drafts | None
+        self, sequences: list[Sequence], slots: Ids, banned: Ids, ends: Ids, worded_rows: Ids, drafts: Drafts | None
     ) -> Pairs:
         def tokens(row: int) -> list[int]:
-            own = sequences[row].tokens
-            return own if drafts is None or not drafts[row] else [*own, *drafts[row]]
+            generated = sequences[row].tokens
+            return generated if drafts is None or not drafts[row] else [*generated, *drafts[row]]
 
         if len(ends):
             lengths = np.fromiter((len(sequences[row].tokens) for row in ends), np.int64, len(ends))
             if drafts is not None:
                 lengths += np.fromiter((len(drafts[row]) for row in ends), np.int64, len(ends))
             ends = ends[lengths < self._armed_at[slots[ends]]]
-        spelled = [(row, last) for row in words for last in spelled_out(self._words[slots[row]], tokens(row))]
+        spelled = [(row, last) for row in worded_rows for last in spelled_out(self._bad_words[slots[row]], tokens(row))]
         return _pairs(
             np.concatenate((banned, ends, np.array([row for row, _ in spelled], np.int64))),
             [
@@ -178,10 +178,10 @@ class EditRows:
         leaving = np.unpackbits(np.invert(masks).view(np.uint8), axis=1, bitorder="little", count=self._vocab_size)
         return leaving.view(np.bool_)
 
-    def _known(self, ids: Any) -> Ids:
+    def _in_vocabulary(self, ids: Any) -> Ids:
         """The ids that are in the model's vocabulary. A tokenizer may have others."""
-        found = np.unique(np.array(tuple(ids), np.int64))
-        return found[found < self._vocab_size]
+        unique = np.unique(np.array(tuple(ids), np.int64))
+        return unique[unique < self._vocab_size]
 
 
 def allow(mask: NDArray[np.int32], sequence: Sequence, draft: tuple[int, ...] = ()) -> None:
@@ -195,18 +195,18 @@ def _pairs(rows: Ids, ids: list[Ids]) -> Pairs:
     """All pairs of a row and one of its ids."""
     if not len(rows):
         return _EMPTY, _EMPTY
-    return rows.repeat([len(own) for own in ids]), np.concatenate(ids)
+    return rows.repeat([len(row_ids) for row_ids in ids]), np.concatenate(ids)
 
 
-def spelled_out(words: Words, tokens: list[int]) -> list[int]:
+def spelled_out(bad_words: Words, tokens: list[int]) -> list[int]:
     """The last tokens of the bad words whose other tokens are at the end of `tokens`."""
-    return [last for before, last in words.get(tokens[-1], ()) if tokens[-len(before) :] == before]
+    return [last for before, last in bad_words.get(tokens[-1], ()) if tokens[-len(before) :] == before]
 
 
-def by_last_but_one(words: tuple[tuple[int, ...], ...]) -> Words:
+def by_last_but_one(bad_words: tuple[tuple[int, ...], ...]) -> Words:
     """Index the words of more than one token by their last token but one."""
-    found: Words = defaultdict(list)
-    for *before, last in words:
+    by_token: Words = defaultdict(list)
+    for *before, last in bad_words:
         if before:
-            found[before[-1]].append((before, last))
-    return dict(found)
+            by_token[before[-1]].append((before, last))
+    return dict(by_token)

@@ -65,19 +65,19 @@ def edit(logits: Tensor, edits: Edits) -> None:
     """Apply the edits to `logits`, fp32 [rows, vocabulary], in place."""
     penalties = edits.penalties
     if penalties is not None:
-        place = (penalties.rows, penalties.ids)
-        found = logits[place]
-        found = (found / penalties.repetition).where(found > 0, found * penalties.repetition)
-        logits.index_put_(place, found - penalties.minus)
+        index = (penalties.rows, penalties.ids)
+        values = logits[index]
+        values = (values / penalties.repetition).where(values > 0, values * penalties.repetition)
+        logits.index_put_(index, values - penalties.minus)
     if edits.bias is not None:
         rows, ids, values = edits.bias
         logits.index_put_((rows, ids), logits[rows, ids] + values)
     forbidden = logits.new_full((), float("-inf"))
     if edits.allowed is not None:
-        place = (edits.allowed.rows, edits.allowed.ids)
-        found = logits[place]
+        index = (edits.allowed.rows, edits.allowed.ids)
+        values = logits[index]
         logits.index_fill_(0, edits.allowed.only, float("-inf"))
-        logits.index_put_(place, found)
+        logits.index_put_(index, values)
     if edits.banned is not None:
         logits.index_put_(edits.banned, forbidden)
     if edits.forms is not None:

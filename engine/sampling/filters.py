@@ -76,8 +76,8 @@ def thresholds(logits: Tensor, ranked: Ranked) -> Tensor:
         # Checking whether fewer candidates suffice would make the host wait for the device.
         return _both(logits.sort(descending=True).values, logits, top_k, top_p)[0]
     head = logits.topk(min(max(_HEAD, ranked.largest_k), logits.shape[-1])).values
-    threshold, found = _both(head, logits, top_k, top_p)
-    flat = (~found).nonzero().view(-1)
+    threshold, enough = _both(head, logits, top_k, top_p)
+    flat = (~enough).nonzero().view(-1)
     if len(flat):
         full = logits[flat].sort(descending=True).values
         threshold[flat] = _both(full, logits[flat], top_k[flat], top_p[flat])[0]
@@ -86,8 +86,8 @@ def thresholds(logits: Tensor, ranked: Ranked) -> Tensor:
 
 def _top_k(ranked: Tensor, top_k: Tensor) -> Tensor:
     """The top-k threshold from `ranked`, [rows, candidates], largest first. -inf for rows without top-k."""
-    place = (top_k - 1).clamp(0, ranked.shape[-1] - 1)
-    return ranked.gather(1, place[:, None]).masked_fill(top_k[:, None] == 0, _NONE)
+    index = (top_k - 1).clamp(0, ranked.shape[-1] - 1)
+    return ranked.gather(1, index[:, None]).masked_fill(top_k[:, None] == 0, _NONE)
 
 
 def _both(ranked: Tensor, logits: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,10 +99,10 @@ def _both(ranked: Tensor, logits: Tensor, top_k: Tensor, top_p: Tensor) -> tuple
     mass = (ranked - total).exp().cumsum(-1)
     # The last candidate kept is the first with which the sum reaches p. fp32 sums may end just below 1.
     short = (mass < top_p[:, None]).sum(-1, keepdim=True)
-    found = (short.squeeze(-1) < ranked.shape[-1]) | (top_p >= 1)
+    enough = (short.squeeze(-1) < ranked.shape[-1]) | (top_p >= 1)
     by_p = ranked.gather(1, short.clamp(max=ranked.shape[-1] - 1))
     by_p = by_p.masked_fill(top_p[:, None] >= 1, _NONE)
-    return torch.maximum(by_k, by_p), found
+    return torch.maximum(by_k, by_p), enough
 
 
 def typical(logits: Tensor, mass: Tensor) -> Tensor:
@@ -118,17 +118,17 @@ def typical(logits: Tensor, mass: Tensor) -> Tensor:
     # On a CPU, finding the nearest few is faster than sorting all, and is nearly always enough.
     count = logits.shape[-1]
     head = min(_HEAD, count) if logits.device.type == "cpu" else count
-    most, found = _most_strange(*strangeness.topk(head, largest=False), chances, mass)
-    if head < count and not bool(found.all()):
-        flat = (~found).nonzero().view(-1)
-        most[flat] = _most_strange(*strangeness[flat].sort(), chances[flat], mass[flat])[0]
-    return (strangeness <= most) & (chances > 0)
+    limit, enough = _most_strange(*strangeness.topk(head, largest=False), chances, mass)
+    if head < count and not bool(enough.all()):
+        flat = (~enough).nonzero().view(-1)
+        limit[flat] = _most_strange(*strangeness[flat].sort(), chances[flat], mass[flat])[0]
+    return (strangeness <= limit) & (chances > 0)
 
 
-def _most_strange(nearest: Tensor, place: Tensor, chances: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+def _most_strange(nearest: Tensor, order: Tensor, chances: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
     """Returns (strangeness of the last token kept [rows, 1], whether `nearest` had enough tokens for the mass
     [rows])."""
-    sums = chances.gather(1, place).cumsum(-1)
+    sums = chances.gather(1, order).cumsum(-1)
     short = (sums < mass).sum(-1, keepdim=True)
     last = nearest.shape[-1]
     return nearest.gather(1, short.clamp(max=last - 1)), short.squeeze(-1) < last

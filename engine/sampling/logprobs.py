@@ -53,8 +53,8 @@ def listed(
 ) -> list[TokenLogprobs]:
     """Turn the results of `ranked` for tokens `ids` into TokenLogprobs."""
     return [
-        TokenLogprobs(token, own[0], tuple(zip(top[:count], own[1 : count + 1], strict=True)))
-        for token, own, top, count in zip(ids, values, likeliest, counts, strict=True)
+        TokenLogprobs(token, row_values[0], tuple(zip(top[:count], row_values[1 : count + 1], strict=True)))
+        for token, row_values, top, count in zip(ids, values, likeliest, counts, strict=True)
     ]
 
 
@@ -73,17 +73,17 @@ def score_prompts(
         ids += row.seq.tokens[span.start + 1 : span.stop + 1]
         counts += [row.seq.scores.top if row.seq.scores else 0] * len(span)
     tokens = upload([np.array(ids, np.int64)], hidden.device)[0]
-    found: list[TokenLogprobs] = []
+    logprobs: list[TokenLogprobs] = []
     finite: list[bool] = []
     size = max(1, _SLICE // vocab)
     for start in range(0, len(ids), size):
         end = min(start + size, len(ids))
         part = logits(hidden[start:end]).float()
         finite += (part.amin(-1).isfinite() & part.amax(-1).isfinite()).tolist()
-        found += token_logprobs(log_softmax(part), tokens[start:end], ids[start:end], counts[start:end])
-    place = 0
+        logprobs += token_logprobs(log_softmax(part), tokens[start:end], ids[start:end], counts[start:end])
+    start = 0
     for row, span in rows:
-        end = place + len(span)
-        whole = all(finite[place:end])
-        row.scored = ScoredPart(span.start + 1, found[place:end] if whole else [], None if whole else NOT_FINITE)
-        place = end
+        end = start + len(span)
+        whole = all(finite[start:end])
+        row.scored = ScoredPart(span.start + 1, logprobs[start:end] if whole else [], None if whole else NOT_FINITE)
+        start = end

@@ -99,13 +99,13 @@ class SamplingRows:
     def _draws(
         self, sequences: list[Sequence], slots: NDArray[np.int64], drawn: NDArray[np.int64], drafts: Drafts | None
     ) -> Draws:
-        own = slots[drawn]
+        drawn_slots = slots[drawn]
         positions = np.fromiter((len(sequences[i].tokens) for i in drawn), np.uint64, len(drawn))
         if drafts is not None:
             positions += np.fromiter((len(drafts[i]) for i in drawn), np.uint64, len(drawn))
-        keys = row_keys(self._seed[own], self._choice[own], positions)
-        sent = upload([drawn, self._temperature[own][:, None], keys[:, None]], self._device)
-        filters = self._filters(own) if self._filtered[own].any() else None
+        keys = row_keys(self._seed[drawn_slots], self._choice[drawn_slots], positions)
+        sent = upload([drawn, self._temperature[drawn_slots][:, None], keys[:, None]], self._device)
+        filters = self._filters(drawn_slots) if self._filtered[drawn_slots].any() else None
         return Draws(rows=sent[0], temperature=sent[1], keys=sent[2], filters=filters)
 
     def _filters(self, slots: NDArray[np.int64]) -> Filters:

@@ -43,11 +43,11 @@ def sample(logits: Tensor, batch: SamplingBatch, candidates: Candidates = lambda
     tokens = logits.argmax(-1)
     if batch.draws is not None:
         tokens[batch.draws.rows] = draw(logits[batch.draws.rows], batch.draws, candidates)
-    ids, found = torch.stack((tokens, faults)).tolist()
+    ids, fault_codes = torch.stack((tokens, faults)).tolist()
     logprobs = {} if log_probs is None else _logprobs(log_probs, tokens, ids, batch)
     return [
         failed(token, fault) if fault else Sampled(token, logprobs.get(row))
-        for row, (token, fault) in enumerate(zip(ids, found, strict=True))
+        for row, (token, fault) in enumerate(zip(ids, fault_codes, strict=True))
     ]
 
 
@@ -104,5 +104,5 @@ def _logprobs(log_probs: Tensor, tokens: Tensor, ids: list[int], batch: Sampling
     """The log probabilities by row. `log_probs`: [rows that want them, vocabulary]. `tokens`: int64 [rows], the chosen
     tokens; `ids`: the same on the host."""
     rows, counts = list(batch.logprob_counts), list(batch.logprob_counts.values())
-    found = token_logprobs(log_probs, tokens[batch.logprob_rows], [ids[row] for row in rows], counts)
-    return dict(zip(rows, found, strict=True))
+    logprobs = token_logprobs(log_probs, tokens[batch.logprob_rows], [ids[row] for row in rows], counts)
+    return dict(zip(rows, logprobs, strict=True))

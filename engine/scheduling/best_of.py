@@ -29,31 +29,31 @@ class Candidates:
     Their events carry logprobs even if the caller did not ask for them (`shown`).
     """
 
-    def __init__(self, made: int, given: int, shown: bool) -> None:
-        self._given = given
+    def __init__(self, candidates: int, returned: int, shown: bool) -> None:
+        self._returned = returned
         self._shown = shown
-        self._made = [_Candidate() for _ in range(made)]
+        self._candidates = [_Candidate() for _ in range(candidates)]
 
     def take(self, event: Event) -> list[Event]:
         """Collect a candidate's event. After the last one, returns the events to deliver: one for each choice
         returned."""
-        candidate = self._made[event.choice]
+        candidate = self._candidates[event.choice]
         candidate.pieces.append(event)
-        candidate.total += sum(one.logprob for one in event.logprobs or ())
+        candidate.total += sum(token.logprob for token in event.logprobs or ())
         return self._choose() if event.done else []
 
     def failed(self, event: Event) -> list[Event]:
         """A candidate failed, so the request fails. Returns its event once for every choice that was to be returned."""
-        ends = [replace(event, choice=choice, index=0, done=False) for choice in range(self._given)]
+        ends = [replace(event, choice=choice, index=0, done=False) for choice in range(self._returned)]
         ends[-1].done = True
         return ends
 
     def _choose(self) -> list[Event]:
         # Sorting is stable: of equal candidates the first made comes first.
-        ranked = sorted(self._made, key=lambda candidate: -candidate.score)
-        discarded = sum(candidate.tokens for candidate in ranked[self._given :])
+        ranked = sorted(self._candidates, key=lambda candidate: -candidate.score)
+        discarded = sum(candidate.tokens for candidate in ranked[self._returned :])
         events = []
-        for choice, candidate in enumerate(ranked[: self._given]):
+        for choice, candidate in enumerate(ranked[: self._returned]):
             pieces = candidate.pieces
             events.append(
                 replace(
@@ -62,8 +62,8 @@ class Candidates:
                     index=0,
                     token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
                     texts=[text for piece in pieces for text in piece.texts],
-                    logprobs=[one for piece in pieces for one in piece.logprobs or ()] if self._shown else None,
-                    done=choice == self._given - 1,
+                    logprobs=[token for piece in pieces for token in piece.logprobs or ()] if self._shown else None,
+                    done=choice == self._returned - 1,
                     discarded=discarded,
                 )
             )

@@ -25,7 +25,7 @@ class Shares:
     def __init__(self, tiers: int) -> None:
         self._accounts: list[dict[str, Account]] = [{} for _ in range(tiers)]
         self._clocks = [0.0] * tiers
-        self._held = [0] * tiers
+        self._open_requests = [0] * tiers
         self._idle: list[list[tuple[float, str]]] = [[] for _ in range(tiers)]  # heaps
 
     def served(self, tier: int, tenant: str) -> float:
@@ -40,15 +40,15 @@ class Shares:
         elif account.held == 0:
             account.served = max(account.served, self._clocks[tier])
         account.held += 1
-        self._held[tier] += 1
+        self._open_requests[tier] += 1
         return account
 
     def close(self, account: Account) -> None:
         """Remove one sequence from an account."""
         tier = account.tier
         account.held -= 1
-        self._held[tier] -= 1
-        if self._held[tier] == 0:
+        self._open_requests[tier] -= 1
+        if self._open_requests[tier] == 0:
             self._accounts[tier].clear()
             self._idle[tier].clear()
             self._clocks[tier] = 0.0

@@ -94,8 +94,8 @@ class Group:
 
         `sampled`: its new tokens; `texts`: the piece of text that each adds.
         """
-        token_ids = [one.token_id for one in sampled]
-        logprobs = [one.logprobs for one in sampled if one.logprobs is not None]
+        token_ids = [token.token_id for token in sampled]
+        logprobs = [token.logprobs for token in sampled if token.logprobs is not None]
         return Event(
             request_id=self.request.id,
             choice=seq.choice,

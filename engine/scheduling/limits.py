@@ -70,10 +70,10 @@ class RequestLimits:
                 f"banned_token_ids bans all {self.vocab_size} tokens of the vocabulary", param="banned_token_ids"
             )
         if params.prompt_logprobs is not None:
-            wanted = (params.prompt_logprobs + 1) * prompt
-            if wanted > MAX_PROMPT_LOGPROBS:
+            requested = (params.prompt_logprobs + 1) * prompt
+            if requested > MAX_PROMPT_LOGPROBS:
                 raise RequestError(
-                    f"prompt_logprobs={params.prompt_logprobs} of {prompt} prompt tokens are {wanted} log "
+                    f"prompt_logprobs={params.prompt_logprobs} of {prompt} prompt tokens are {requested} log "
                     f"probabilities; at most {MAX_PROMPT_LOGPROBS} are given",
                     param="prompt_logprobs",
                 )
@@ -88,22 +88,22 @@ class RequestLimits:
                 raise RequestError(f"{name} has token id {shown(extreme)}; ids are from 0 to {size - 1}", param=name)
 
     def _check_length(self, prompt: int, max_tokens: int | None) -> None:
-        wanted = prompt + (1 if max_tokens is None else max_tokens)
-        computed = max(wanted - 1, prompt)
-        asked = f"{prompt} tokens of prompt" + ("" if max_tokens is None else f" + max_tokens={max_tokens}")
-        if wanted > self.max_model_len:
+        requested = prompt + (1 if max_tokens is None else max_tokens)
+        computed = max(requested - 1, prompt)
+        needs = f"{prompt} tokens of prompt" + ("" if max_tokens is None else f" + max_tokens={max_tokens}")
+        if requested > self.max_model_len:
             # The text is OpenAI's: clients that shorten a conversation recognise an overflow by how the message begins.
             raise RequestError(
-                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested {wanted} "
-                f"tokens ({prompt} in the prompt, {wanted - prompt} in the completion). Shorten the prompt or lower "
-                "max_tokens.",
+                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
+                f"{requested} tokens ({prompt} in the prompt, {requested - prompt} in the completion). Shorten the "
+                "prompt or lower max_tokens.",
                 param="prompt_ids" if prompt >= self.max_model_len else "max_tokens",
                 code="context_length_exceeded",
             )
         if computed > self.kv_capacity:
             raise RequestError(
-                f"{asked} do not fit the KV cache of {self.kv_capacity} tokens; shorten the prompt, lower max_tokens "
-                f"or serve with a larger kv_cache_bytes",
+                f"{needs} do not fit the KV cache of {self.kv_capacity} tokens; shorten the prompt, lower "
+                f"max_tokens or serve with a larger kv_cache_bytes",
                 param="prompt_ids" if prompt > self.kv_capacity else "max_tokens",
                 code="kv_capacity_exceeded",
             )

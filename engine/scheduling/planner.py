@@ -65,29 +65,29 @@ class Planner:
     def plan(self, now: float) -> StepPlan | None:
         """Plan the next step. Returns None if there is nothing to compute."""
         running, step = self.running, self._begin(now)
-        place = 0
+        position = 0
         below = TIERS  # only requests of a tier better than this are still admitted
         freely = True  # False: only by preempting others
         head = self.waiting.first(now)
-        while place < len(running) or head is not None:
-            waits = place == len(running) or (head is not None and head[0] < running[place].effective_tier)
+        while position < len(running) or head is not None:
+            waits = position == len(running) or (head is not None and head[0] < running[position].effective_tier)
             if waits and head is not None:
                 tier, seq = head
             else:
-                tier, seq = running[place].effective_tier, running[place]
+                tier, seq = running[position].effective_tier, running[position]
             if tier > 0 and step.has_priority_prompt and step.may_exclude:
                 self._exclusive_credit -= EXCLUSIVE_INTERVAL
                 break
             if not waits:
                 if self._advance(seq, step):
-                    place += 1
+                    position += 1
                 else:  # the sequence that was preempted waits now, and may be the first
                     head = self.waiting.first(now, below)
                 continue
             if step.budget == 0:
                 below = 0
             elif self._admit(seq, tier, step, freely):
-                place += 1
+                position += 1
             else:
                 # No later request may take what this one waits for. But a request of a better tier, which this
                 # one has reached by ageing alone, may still displace sequences that this one could not.
@@ -105,13 +105,13 @@ class Planner:
             decodes[seq.effective_tier] += 1
         if self._speculation is not None:
             self._speculation.begin(decoding)
-        most = self.max_num_batched_tokens
+        step_tokens = self.max_num_batched_tokens
         return Step(
             now,
-            most,
+            step_tokens,
             decodes,
-            decode_share=max(1, most // DECODE_SHARE),
-            reserved=max(0, most - self._ordinary_tokens),
+            decode_share=max(1, step_tokens // DECODE_SHARE),
+            reserved=max(0, step_tokens - self._ordinary_tokens),
             may_exclude=self._exclusive_credit >= EXCLUSIVE_INTERVAL,
         )
 
@@ -145,16 +145,16 @@ class Planner:
             step.put_prompt(seq, count)
         return True
 
-    def _guesses(self, seq: Sequence, left: int, spare: int) -> int:
+    def _guesses(self, seq: Sequence, budget: int, spare: int) -> int:
         """The number of draft tokens for which a decoding sequence gets KV slots.
 
-        It takes at most half of the budget that is `left`, because prompts may follow. It takes none of the blocks that
+        It takes at most half of the remaining `budget`, because prompts may follow. It takes none of the blocks that
         the `spare` decodes not yet visited may need.
         """
         if self._speculation is None:
             return 0
-        wanted = min(self._speculation.wanted(seq), left // 2)
-        return self._tables.reach(seq, wanted, spare) if wanted > 0 else 0
+        count = min(self._speculation.wanted(seq), budget // 2)
+        return self._tables.reach(seq, count, spare) if count > 0 else 0
 
     def _admit(self, seq: Sequence, tier: int, step: Step, freely: bool) -> bool:
         """Admit a waiting sequence, if necessary by preempting running ones. Returns whether it was admitted."""

@@ -267,21 +267,21 @@ class Scheduler:
         match: str | int | None = None
         entered: list[Sampled] = []
         texts: list[str] = []
-        one = result
-        for one in (result, *result.then):
-            if one.error is not None:
+        token = result
+        for token in (result, *result.then):
+            if token.error is not None:
                 break
             if entered and seq.status is Status.RUNNING:
                 # The token before it was an accepted draft token: its K/V are in the cache.
                 seq.computed += 1
                 self._tables.register(seq)
-            text, reason, match = self._append(group, seq, one.token_id, now)
-            entered.append(one)
+            text, reason, match = self._append(group, seq, token.token_id, now)
+            entered.append(token)
             texts.append(text)
             if reason is not None:
                 break
         events = group.told(group.event(seq, reason, match, entered, texts))
-        return events if one.error is None else events + self._spoilt(row, one, now)
+        return events if token.error is None else events + self._spoilt(row, token, now)
 
     def _append(
         self, group: Group, seq: Sequence, token_id: int, now: float
@@ -385,9 +385,9 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """Raise EngineError if a block or a slot is held although there is no work. Takes constant time."""
-        held = self._tables.used, self._planner.slots_used
-        if not self._groups and held != (0, 0):
-            raise EngineError(f"with no work, {held[0]} KV blocks and {held[1]} slots are held")
+        usage = self._tables.used, self._planner.slots_used
+        if not self._groups and usage != (0, 0):
+            raise EngineError(f"with no work, {usage[0]} KV blocks and {usage[1]} slots are held")
 
     def check_integrity(self) -> None:
         """Raise EngineError if blocks, slots, queues and tables are inconsistent. Takes time proportional to the

@@ -31,19 +31,19 @@ class ModelTraits:
     grammars: Grammars | None = None
     """Makes the matchers of outputs that are to have a form."""
 
-    def spelled(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    def spelled(self, bad_words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """All token sequences that write these words and that the model can write: a tokenizer may have more tokens.
         Raises RequestError for a word that the tokenizer drops."""
-        if words and self.spellings is None:
+        if bad_words and self.spellings is None:
             raise RequestError("the model has no tokenizer.json: bad_words must be banned_token_ids", param="bad_words")
-        found: dict[tuple[int, ...], None] = {}
+        spellings: dict[tuple[int, ...], None] = {}
         size = self.vocab_size or 1 << 31
-        for word in words:
+        for word in bad_words:
             ways = self.spellings(word) if self.spellings else ()
             if not ways:
                 raise RequestError(f"bad_words has {word!r}, of which the tokenizer drops all", param="bad_words")
-            found |= dict.fromkeys(way for way in ways if max(way) < size)
-        return tuple(found)
+            spellings |= dict.fromkeys(spelling for spelling in ways if max(spelling) < size)
+        return tuple(spellings)
 
     def check_form(self, params: SamplingParams) -> None:
         """Raise RequestError for a form that no output of this model could follow, as far as that is told at once."""

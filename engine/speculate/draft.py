@@ -73,21 +73,21 @@ class DraftModel:
         """Draft tokens for each row, up to its limit. None for a sequence that the draft model has yet to catch up
         with."""
         shadows = [self._shadow(row) for row in rows]
-        left = self._step_tokens
+        remaining = self._step_tokens
         parts = []
         # The sequences that lack least get their drafts. The others catch up with the rest of the step.
-        for one in sorted((one for one in shadows if one.room > 0), key=_lacking):
-            count = min(_lacking(one), left)
-            if count < _lacking(one):
+        for shadow in sorted((shadow for shadow in shadows if shadow.room > 0), key=_lacking):
+            count = min(_lacking(shadow), remaining)
+            if count < _lacking(shadow):
                 # Stop at the end of a block: other sequences may share it, and the runner clears blocks it only begins.
-                count = max(0, (one.computed + count) // self._size * self._size - one.computed)
-            left -= count
+                count = max(0, (shadow.computed + count) // self._size * self._size - shadow.computed)
+            remaining -= count
             if count:
-                parts.append((one, count))
+                parts.append((shadow, count))
         while parts:
             going = self._run(parts)
-            parts = [(one, 1) for one in going if len(one.guessed) < one.room]
-        return [tuple(one.guessed) for one in shadows]
+            parts = [(shadow, 1) for shadow in going if len(shadow.guessed) < shadow.room]
+        return [tuple(shadow.guessed) for shadow in shadows]
 
     def forget(self) -> None:
         """See Proposer."""
@@ -100,23 +100,23 @@ class DraftModel:
         accepted ones are kept."""
         owner = row.seq
         table = owner.tables[self._table]
-        found = self._shadows[owner.slot]
-        if found is None or found.owner is not owner or found.seq.tables[0] is not table:
+        shadow = self._shadows[owner.slot]
+        if shadow is None or shadow.owner is not owner or shadow.seq.tables[0] is not table:
             # A sequence that was preempted and admitted again has other blocks.
-            found = self._shadows[owner.slot] = self._begun(owner)
-        tokens, right = found.seq.tokens, found.known
+            shadow = self._shadows[owner.slot] = self._begun(owner)
+        tokens, right = shadow.seq.tokens, shadow.known
         while right < min(len(tokens), len(owner.tokens)) and tokens[right] == owner.tokens[right]:
             right += 1
         del tokens[right:]
         tokens += owner.tokens[right:]
-        found.known = len(tokens)
-        found.computed = min(found.computed, right, len(tokens) - 1)
-        found.room = min(row.max_draft, self._context - len(tokens))
-        found.guessed = []
+        shadow.known = len(tokens)
+        shadow.computed = min(shadow.computed, right, len(tokens) - 1)
+        shadow.room = min(row.max_draft, self._context - len(tokens))
+        shadow.guessed = []
         if owner.request.params.penalises:
             # The sampler counts tokens as they come and never removes any, so it must see a new sequence.
-            found.seq = replace(found.seq)
-        return found
+            shadow.seq = replace(shadow.seq)
+        return shadow
 
     def _begun(self, owner: Sequence) -> _Shadow:
         """A new copy. It shares the leading blocks whose K/V the draft model has computed for any sequence."""
@@ -139,24 +139,24 @@ class DraftModel:
     def _run(self, parts: list[tuple[_Shadow, int]]) -> list[_Shadow]:
         """Compute `count` tokens of each copy. Copies that reach their last token sample one more and are returned."""
         plan = StepPlan(num_tokens=sum(count for _, count in parts))
-        for one, count in parts:
-            samples = count == _lacking(one)
-            plan.rows.append(ScheduledSeq(one.seq, one.computed, count, samples))
+        for shadow, count in parts:
+            samples = count == _lacking(shadow)
+            plan.rows.append(ScheduledSeq(shadow.seq, shadow.computed, count, samples))
         chosen = iter(self._executor.execute(plan))
         going = []
-        for (one, count), row in zip(parts, plan.rows, strict=True):
-            self._note(one, one.computed, count)
-            one.computed += count
+        for (shadow, count), row in zip(parts, plan.rows, strict=True):
+            self._note(shadow, shadow.computed, count)
+            shadow.computed += count
             result = next(chosen) if row.samples else None
             if result is not None and result.error is None:
-                one.seq.tokens.append(result.token_id)
-                one.guessed.append(result.token_id)
-                going.append(one)
+                shadow.seq.tokens.append(result.token_id)
+                shadow.guessed.append(result.token_id)
+                going.append(shadow)
         return going
 
-    def _note(self, one: _Shadow, start: int, count: int) -> None:
+    def _note(self, shadow: _Shadow, start: int, count: int) -> None:
         """Record that the K/V of these tokens have been written."""
-        blocks, names = one.seq.tables[0].blocks, one.owner.hashes
+        blocks, names = shadow.seq.tables[0].blocks, shadow.owner.hashes
         end = start + count
         for index in range(start // self._size, -(-end // self._size)):
             if index < len(names) and end >= (index + 1) * self._size:
@@ -165,5 +165,5 @@ class DraftModel:
                 self._written.pop(blocks[index], None)
 
 
-def _lacking(one: _Shadow) -> int:
-    return len(one.seq.tokens) - one.computed
+def _lacking(shadow: _Shadow) -> int:
+    return len(shadow.seq.tokens) - shadow.computed

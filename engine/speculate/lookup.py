@@ -47,11 +47,11 @@ class Lookup:
         return self._texts[slot]
 
     @staticmethod
-    def _after(text: str, most: int) -> tuple[int, ...]:
+    def _after(text: str, limit: int) -> tuple[int, ...]:
         for size in range(min(_LONGEST, len(text) - 1), _SHORTEST - 1, -1):
-            place = text.rfind(text[-size:], 0, len(text) - 1)
-            if place >= 0:
-                # If fewer than `most` tokens follow the occurrence, the text has begun to repeat itself.
-                following = text[place + size :]
-                return tuple(map(ord, (following * -(-most // len(following)))[:most]))
+            start = text.rfind(text[-size:], 0, len(text) - 1)
+            if start >= 0:
+                # If fewer than `limit` tokens follow the occurrence, the text has begun to repeat itself.
+                following = text[start + size :]
+                return tuple(map(ord, (following * -(-limit // len(following)))[:limit]))
         return ()

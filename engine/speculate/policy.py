@@ -27,7 +27,7 @@ from engine.sequence import Sequence
 #: The part of all time that tries may cost.
 _PART = 0.01
 #: The most plain steps that a try may cost, and the most that credit holds.
-_MOST = 2.0
+_MAX_CREDIT = 2.0
 #: The weight of the latest draft token in the estimated acceptance.
 _LATEST = 1 / 16
 #: The number of durations kept for one size. The estimate is their median, so that single delays do not count.
@@ -45,7 +45,7 @@ class Policy:
 
     def __init__(self, most: int) -> None:
         """`most`: the most tokens of a draft."""
-        self._most = most
+        self._max_tokens = most
         self.steps = Times()
         """The target's times of pure decode steps, by the tokens computed."""
         self.passes = Times()
@@ -68,7 +68,7 @@ class Policy:
         new = [seq for seq in may if not self.follows(seq)]
         new.sort(key=lambda seq: (-self._share(seq), seq.guessed.latest))
         tries = self._debt <= 0.0
-        cover = self._credit + _MOST * self.steps.of([count])[0] * tries
+        cover = self._credit + _MAX_CREDIT * self.steps.of([count])[0] * tries
         begun = new[: int(cover / self._each)] if self._each else new
         worth = [seq for seq in may if self.follows(seq)] + begun
         lengths = dict(zip((seq.serial for seq in worth), self._best(count, worth), strict=True))
@@ -87,16 +87,16 @@ class Policy:
         """The draft length of each sequence that gives the most tokens a second."""
         if not worth:
             return []
-        places = np.arange(1, 1 + self._most)
+        places = np.arange(1, 1 + self._max_tokens)
         chances = np.array([self._share(seq) for seq in worth]) ** places[:, None]
         # A sequence's draft tokens stay in order, because none is more likely than the one before it.
         order = np.argsort(-chances, axis=None, kind="stable")
         # Larger steps are measured one doubling at a time.
         order = order[: 2 * self.steps.largest - count]
-        place, sequence = np.divmod(order, len(worth))
+        depth, sequence = np.divmod(order, len(worth))
         tokens = count + np.cumsum(chances.ravel()[order])
         # The number of sequences in each of the proposer's passes.
-        widths = np.cumsum(place[:, None] + 1 == places, axis=0)
+        widths = np.cumsum(depth[:, None] + 1 == places, axis=0)
         plain, *longer = self._steps_from(count, len(order))
         rates = np.append(count / plain, tokens / (longer + self.passes.of(widths).sum(axis=1)))
         return list(map(int, np.bincount(sequence[: np.argmax(rates)], minlength=len(worth))))
@@ -133,11 +133,13 @@ class Policy:
         if self._debt <= 0.0:
             self._debt = max(-net, 0.0)
             net = max(net, 0.0)
-        self._credit = min(max(self._credit + net, 0.0), max(_MOST * plain, self._each))
+        self._credit = min(max(self._credit + net, 0.0), max(_MAX_CREDIT * plain, self._each))
 
     def _passes(self, rows: Each[ScheduledSeq]) -> float:
         """The expected seconds of the proposer's passes for these drafts."""
-        return float(self.passes.of([sum(len(row.draft) > place for row in rows) for place in range(self._most)]).sum())
+        return float(
+            self.passes.of([sum(len(row.draft) > depth for row in rows) for depth in range(self._max_tokens)]).sum()
+        )
 
     def entered(self, seq: Sequence, drafted: int, accepted: int) -> None:
         """Record how many of a sequence's draft tokens were accepted."""
@@ -159,7 +161,7 @@ def _learned(share: float, drafted: int, accepted: int) -> float:
 class _Recent:
     """The latest durations of a group of sizes. Their mean size has the median of their seconds."""
 
-    taken: int = 0
+    taken_at: int = 0
     size: float = 0.0
     estimate: float = 0.0
     sizes: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -182,28 +184,30 @@ class Times:
     def take(self, size: int, seconds: float) -> None:
         """Record that something of this size took so long."""
         self._now += 1
-        found = self._recent.get(_key(size))
-        if found is None or self._now - found.taken > _STALE:
-            found = self._recent[_key(size)] = _Recent()
-        found.taken = self._now
-        found.take(size, seconds)
+        recent = self._recent.get(_key(size))
+        if recent is None or self._now - recent.taken_at > _STALE:
+            recent = self._recent[_key(size)] = _Recent()
+        recent.taken_at = self._now
+        recent.take(size, seconds)
 
     def known(self, size: int) -> bool:
-        found = self._recent.get(_key(size))
-        return found is not None and self._known(found)
+        recent = self._recent.get(_key(size))
+        return recent is not None and self._is_trusted(recent)
 
     @property
     def largest(self) -> int:
         """The largest known size, rounded up; 0 if there is none."""
-        return max((math.ceil(one.size) for one in self._recent.values() if self._known(one)), default=0)
+        return max((math.ceil(recent.size) for recent in self._recent.values() if self._is_trusted(recent)), default=0)
 
     def of(self, sizes: NDArray[np.int64] | list[int]) -> NDArray[np.float64]:
         """The seconds of each size: measured, on a line between known sizes, or those of the largest known one."""
-        known = sorted((one.size, one.estimate) for one in self._recent.values() if self._known(one))
-        return np.interp(sizes, [0, *(size for size, _ in known)], [0.0, *(seconds for _, seconds in known)])
+        estimates = sorted(
+            (recent.size, recent.estimate) for recent in self._recent.values() if self._is_trusted(recent)
+        )
+        return np.interp(sizes, [0, *(size for size, _ in estimates)], [0.0, *(seconds for _, seconds in estimates)])
 
-    def _known(self, one: _Recent) -> bool:
-        return len(one.seconds) >= _TRUSTED and self._now - one.taken <= _STALE
+    def _is_trusted(self, recent: _Recent) -> bool:
+        return len(recent.seconds) >= _TRUSTED and self._now - recent.taken_at <= _STALE
 
 
 def _key(size: int) -> int:

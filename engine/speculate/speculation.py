@@ -85,14 +85,14 @@ class Speculation:
 
     def _wanted(self, seq: Sequence, ahead: int) -> int:
         """The draft length for a sequence. `ahead`: the number of tokens that the step samples before the draft."""
-        left = seq.output.limit - seq.output.count - ahead
+        remaining = seq.output.limit - seq.output.count - ahead
         if self._rope_switch is not None and len(seq.tokens) <= self._rope_switch:
-            left = min(left, self._rope_switch + 1 - ahead - len(seq.tokens))
-        if left <= 0 or self._failures >= _PATIENCE or self._barred(seq) or seq.guessed.barred:
+            remaining = min(remaining, self._rope_switch + 1 - ahead - len(seq.tokens))
+        if remaining <= 0 or self._failures >= _PATIENCE or self._barred(seq) or seq.guessed.barred:
             return 0
         if not self._adaptive:
-            return min(left, self._most)
-        return min(left, self._lengths.get(seq.serial, 0))
+            return min(remaining, self._most)
+        return min(remaining, self._lengths.get(seq.serial, 0))
 
     # ---- a step
 
@@ -119,9 +119,9 @@ class Speculation:
         for row, draft in zip(rows, drafts, strict=True):
             if draft:
                 plan.guess(row, draft)
-        took = self._clock() - began
-        self._policy.proposed(rows, took)
-        return took
+        elapsed = self._clock() - began
+        self._policy.proposed(rows, elapsed)
+        return elapsed
 
     def took(self, plan: StepPlan, seconds: float, guessing: float) -> None:
         """Record the times of a step: `seconds` to run it, and `guessing` seconds to make its drafts."""

@@ -106,16 +106,16 @@ class ModelCard:
             raise ModelError(f"the model card is not valid JSON: {error}") from error
         if not isinstance(value, dict) or value.get("v") != 1:
             raise ModelError("the model card is not a JSON object with v=1; it was made by another version of Penstock")
-        given: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for entry in fields(cls):
             if entry.name not in value:
                 raise ModelError(f"the model card lacks {entry.name!r}")
-            given[entry.name] = value[entry.name]
+            arguments[entry.name] = value[entry.name]
         for listed in ("capabilities", "eos_token_ids"):
-            if not isinstance(given[listed], list):
-                raise ModelError(f"the model card has {listed}={given[listed]!r}, which is not a list")
-            given[listed] = tuple(given[listed])
-        return cls(**given)
+            if not isinstance(arguments[listed], list):
+                raise ModelError(f"the model card has {listed}={arguments[listed]!r}, which is not a list")
+            arguments[listed] = tuple(arguments[listed])
+        return cls(**arguments)
 
 
 def _defaults(generation: dict[str, Any]) -> dict[str, float]:

@@ -33,15 +33,15 @@ def count_parameters(folder: str | Path) -> int:
     root = Path(folder)
     plain = 0
     packed = {True: 0, False: 0}
-    for name, found in locate(root).items():
+    for name, located in locate(root).items():
         matrix, _, end = name.rpartition(".")
-        numbers = math.prod(found.stored.shape)
+        numbers = math.prod(located.stored.shape)
         if end in PACKED:
             packed[matrix.endswith(HEADS)] += numbers
         elif end not in NO_PARAMETERS:
             plain += numbers
     config = read_config(root) if any(packed.values()) else {}
-    return plain + sum(words * (32 // packed_bits(config, head=head)) for head, words in packed.items())
+    return plain + sum(count * (32 // packed_bits(config, head=head)) for head, count in packed.items())
 
 
 def model_version(folder: str | Path) -> str:

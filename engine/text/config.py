@@ -103,14 +103,14 @@ class Config:
     def of_model(cls, values: Mapping[str, Any]) -> Config:
         """Make a Config from all of config.json, with its architecture's defaults and with `text_config` merged in."""
         names = architectures(values)
-        found = next((name for name in names if name in _DEFAULTS or name in _NESTED), "")
+        name = next((name for name in names if name in _DEFAULTS or name in _NESTED), "")
         inner: Mapping[str, Any] = {}
-        if found in _NESTED:
+        if name in _NESTED:
             section = values.get("text_config")
             if not isinstance(section, dict):
                 raise ModelError(f"config.json: text_config={shown(section)} must be an object")
-            found, inner = _NESTED[found], section
-        return cls(_DEFAULTS.get(found, {}) | dict(values) | dict(inner))
+            name, inner = _NESTED[name], section
+        return cls(_DEFAULTS.get(name, {}) | dict(values) | dict(inner))
 
     def get(self, name: str) -> Any:
         return self._values.get(name)
@@ -119,14 +119,14 @@ class Config:
         return self._values.get(name) is not None
 
     def integer(self, name: str, default: int | None = None, *, low: int = 1, high: int = MOST_WIDTH) -> int:
-        value = self._given(name, default)
+        value = self._required(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self.wrong(name, f"must be an integer from {low} to {high}")
         return value
 
     def number(self, name: str, default: float | None = None, *, low: float = 0.0, high: float = _LARGEST) -> float:
         """A number above `low`, at most `high`."""
-        value = self._given(name, default)
+        value = self._required(name, default)
         if not _is_number(value, low, high):
             raise self.wrong(name, f"must be a number above {low:g}, at most {high:g}")
         return float(value)
@@ -137,7 +137,7 @@ class Config:
 
     def numbers(self, name: str, length: int) -> tuple[float, ...]:
         """Exactly `length` numbers above 0."""
-        values = self._given(name, None)
+        values = self._required(name, None)
         if not isinstance(values, list) or len(values) != length or not all(map(_is_number, values)):
             raise self.wrong(name, f"must be a list of {length} numbers above 0, at most {_LARGEST:g}")
         return tuple(map(float, values))
@@ -151,7 +151,7 @@ class Config:
         return value
 
     def text(self, name: str, default: str | None = None) -> str:
-        value = self._given(name, default)
+        value = self._required(name, default)
         if not isinstance(value, str):
             raise self.wrong(name, "must be a text")
         return value
@@ -159,7 +159,7 @@ class Config:
     def wrong(self, name: str, why: str) -> ModelError:
         return ModelError(f"config.json: {self._within}{name}={shown(self.get(name))} {why}")
 
-    def _given(self, name: str, default: Any) -> Any:
+    def _required(self, name: str, default: Any) -> Any:
         value = self.get(name)
         if value is None:
             value = default
@@ -176,18 +176,18 @@ class Config:
         """The rotary settings of the layers of one type, as transformers 5 writes them: rope_type, rope_theta,
         partial_rotary_factor, original_max_position_embeddings and the settings of the rope_type.
         """
-        given = self.get("rope_scaling") or self.get("rope_parameters") or {}
+        settings = self.get("rope_scaling") or self.get("rope_parameters") or {}
         name = "rope_scaling" if self.get("rope_scaling") else "rope_parameters"
-        if not isinstance(given, dict):
+        if not isinstance(settings, dict):
             raise self.wrong(name, "must be an object")
         theta = self.get("rope_theta")
-        if any(kind in given for kind in _LAYER_TYPES):
-            given = given.get(layer_type) or {}
-            if not isinstance(given, dict):
+        if any(kind in settings for kind in _LAYER_TYPES):
+            settings = settings.get(layer_type) or {}
+            if not isinstance(settings, dict):
                 raise self.wrong(name, f"must have an object for {layer_type}")
         elif layer_type == "sliding_attention" and "rope_local_base_freq" in self:
             # Before transformers 5 the local layers had a base of their own, and were never scaled.
-            given = {}
+            settings = {}
         if layer_type == "sliding_attention" and "rope_local_base_freq" in self:
             theta = self.get("rope_local_base_freq")
         context = self.get("max_position_embeddings")
@@ -196,8 +196,8 @@ class Config:
             "partial_rotary_factor": self.get("partial_rotary_factor"),
             "original_max_position_embeddings": context,
         }
-        values |= {key: value for key, value in given.items() if value is not None}
-        values["rope_type"] = given.get("rope_type") or given.get("type") or "default"
+        values |= {key: value for key, value in settings.items() if value is not None}
+        values["rope_type"] = settings.get("rope_type") or settings.get("type") or "default"
         values["max_position_embeddings"] = context
         if "original_max_position_embeddings" in self:
             # A model's own setting has precedence over that of its scaling.
@@ -255,20 +255,22 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 def is_of_head(targets: object) -> bool:
     """Whether a quantisation group's targets are the output head or the embedding alone."""
     named = targets if isinstance(targets, list) else []
-    return bool(named) and all(isinstance(one, str) and one.rstrip("$").endswith(_HEADS) for one in named)
+    return bool(named) and all(isinstance(target, str) and target.rstrip("$").endswith(_HEADS) for target in named)
 
 
 def packed_bits(values: Mapping[str, Any], *, head: bool = False) -> int:
     """The bits of one weight in a quantised checkpoint's 32-bit words. `head`: of the output head or embedding instead.
     Returns 32 if config.json does not say."""
     section = values.get("quantization_config")
-    given = section if isinstance(section, dict) else {}
-    bits = given.get("bits") or given.get("w_bit")
-    groups = given.get("config_groups")
+    quantisation = section if isinstance(section, dict) else {}
+    bits = quantisation.get("bits") or quantisation.get("w_bit")
+    groups = quantisation.get("config_groups")
     if isinstance(groups, dict):
-        known = [one for one in groups.values() if isinstance(one, dict) and isinstance(one.get("weights"), dict)]
-        own = [one for one in known if is_of_head(one.get("targets")) == head] or known
-        bits = own[0]["weights"].get("num_bits") if own else bits
+        weighted = [
+            group for group in groups.values() if isinstance(group, dict) and isinstance(group.get("weights"), dict)
+        ]
+        matching = [group for group in weighted if is_of_head(group.get("targets")) == head] or weighted
+        bits = matching[0]["weights"].get("num_bits") if matching else bits
     return bits if bits in (4, 8) else 32
 
 

@@ -152,30 +152,30 @@ class WindowDetokenizer:
     #: so only output that really contains U+FFFD gets here. It must not make the window grow without end.
     LONGEST_HOLD = 16
 
-    __slots__ = ("_decode", "_given", "_ids", "_token_of")
+    __slots__ = ("_decode", "_ids", "_returned", "_token_of")
 
     def __init__(self, decode: Callable[[Sequence[int]], str], token_of: Callable[[int], str | None]) -> None:
         self._decode = decode
         self._token_of = token_of
         self._ids: list[int] = []
         # The number of leading ids that were already returned and only serve as context.
-        self._given = 0
+        self._returned = 0
 
     def push(self, token_id: int) -> str:
         if self._token_of(token_id) is None:
             return ""
         self._ids.append(token_id)
-        return self._news(hold=len(self._ids) - self._given < self.LONGEST_HOLD)
+        return self._new_text(hold=len(self._ids) - self._returned < self.LONGEST_HOLD)
 
     def flush(self) -> str:
-        return self._news(hold=False)
+        return self._new_text(hold=False)
 
-    def _news(self, hold: bool) -> str:
-        before, text = self._decode(self._ids[: self._given]), self._decode(self._ids)
+    def _new_text(self, hold: bool) -> str:
+        before, text = self._decode(self._ids[: self._returned]), self._decode(self._ids)
         if len(text) <= len(before) or (hold and text.endswith("\ufffd")):
             return ""
-        del self._ids[: self._given]
-        self._given = len(self._ids)
+        del self._ids[: self._returned]
+        self._returned = len(self._ids)
         return text[len(before) :]
 
 
@@ -228,11 +228,11 @@ def _fallback_steps(decoder: dict[str, Any] | None) -> tuple[list[tuple[str, str
         replacements.append((step["pattern"]["String"], step["content"]))
     if [step["type"] for step in steps[:2]] != ["ByteFallback", "Fuse"]:
         return None
-    rest = steps[2:]
-    if not rest:
+    remaining = steps[2:]
+    if not remaining:
         return replacements, ("", 0)
-    if len(rest) == 1 and rest[0]["type"] == "Strip" and rest[0]["stop"] == 0:
-        return replacements, (rest[0]["content"], rest[0]["start"])
+    if len(remaining) == 1 and remaining[0]["type"] == "Strip" and remaining[0]["stop"] == 0:
+        return replacements, (remaining[0]["content"], remaining[0]["start"])
     return None
 
 

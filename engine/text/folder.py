@@ -28,6 +28,6 @@ def file_in(folder: Path, name: str) -> Path | None:
     allowed = [root]
     if root.parent.name == "snapshots":
         allowed.append(root.parent.parent / "blobs")
-    if not any(target.is_relative_to(place) for place in allowed):
+    if not any(target.is_relative_to(directory) for directory in allowed):
         raise ModelError(f"{path} is a link to {target}, outside of the model's folder")
     return path

@@ -62,23 +62,23 @@ def locate(folder: Path) -> dict[str, Found]:
     index = file_in(folder, INDEX)
     if index is None:
         raise ModelError(f"{folder} has neither {SINGLE} nor {INDEX}")
-    held: dict[str, tuple[Path, dict[str, StoredTensor]]] = {}
-    found = {}
+    shards: dict[str, tuple[Path, dict[str, StoredTensor]]] = {}
+    located = {}
     for name, shard in _weight_map(index).items():
         if not isinstance(shard, str) or not _is_plain_name(shard):
             raise ModelError(
                 f"{index}: {name} is said to be in {shard!r}, which is not the name of a safetensors file beside it"
             )
-        if shard not in held:
+        if shard not in shards:
             path = file_in(folder, shard)
             if path is None:
                 raise ModelError(f"{folder}: the shard {shard}, named by {INDEX}, is missing")
-            held[shard] = path, _header(path)
-        path, tensors = held[shard]
+            shards[shard] = path, _header(path)
+        path, tensors = shards[shard]
         if name not in tensors:
             raise ModelError(f"{path} does not hold {name}, although {INDEX} says so")
-        found[name] = Found(path, name, tensors[name])
-    return found
+        located[name] = Found(path, name, tensors[name])
+    return located
 
 
 def _weight_map(index: Path) -> dict[str, object]:
@@ -122,13 +122,13 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     if not isinstance(header, dict):
         raise ModelError(f"{path} has a header that is not a JSON object")
     room = size - 8 - len(data)
-    found = {name: _stored(path, name, entry, room) for name, entry in header.items() if name != "__metadata__"}
-    held = sum(tensor.nbytes for tensor in found.values())
-    if held != room:
+    tensors = {name: _stored(path, name, entry, room) for name, entry in header.items() if name != "__metadata__"}
+    listed = sum(tensor.nbytes for tensor in tensors.values())
+    if listed != room:
         raise ModelError(
-            f"{path} is truncated or not a safetensors file: it has {room} bytes of data, its header lists {held}"
+            f"{path} is truncated or not a safetensors file: it has {room} bytes of data, its header lists {listed}"
         )
-    return found
+    return tensors
 
 
 def raw_header(path: Path, file: BinaryIO) -> bytes:
@@ -142,8 +142,8 @@ def raw_header(path: Path, file: BinaryIO) -> bytes:
 
 
 def _stored(path: Path, name: str, entry: object, room: int) -> StoredTensor:
-    given = entry if isinstance(entry, dict) else {}
-    dtype, shape, offsets = given.get("dtype"), given.get("shape"), given.get("data_offsets")
+    attributes = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = attributes.get("dtype"), attributes.get("shape"), attributes.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in _WIDTHS:
         raise ModelError(f"{path} gives tensor {name!r} no known dtype")
     if not _are_sizes(shape, room) or len(shape) > _MOST_DIMENSIONS:
@@ -155,6 +155,6 @@ def _stored(path: Path, name: str, entry: object, room: int) -> StoredTensor:
     return StoredTensor(dtype, tuple(shape))
 
 
-def _are_sizes(values: object, most: int) -> TypeGuard[list[int]]:
-    """Whether `values` is a list of integers from 0 to `most` bytes, or to 1 if that is 0."""
-    return isinstance(values, list) and all(type(value) is int and 0 <= value <= max(most, 1) for value in values)
+def _are_sizes(values: object, limit: int) -> TypeGuard[list[int]]:
+    """Whether `values` is a list of integers from 0 to `limit` bytes, or to 1 if that is 0."""
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= max(limit, 1) for value in values)

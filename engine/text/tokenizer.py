@@ -94,8 +94,8 @@ class Tokenizer:
 
     def added_tokens(self) -> dict[str, AddedToken]:
         """The tokens that were added to the vocabulary, such as those that mark turns, by their text."""
-        found = self._backend.get_added_tokens_decoder()
-        return {token.content: AddedToken(token_id, token.special) for token_id, token in found.items()}
+        by_id = self._backend.get_added_tokens_decoder()
+        return {token.content: AddedToken(token_id, token.special) for token_id, token in by_id.items()}
 
     def to_json(self) -> str:
         """The tokenizer as a tokenizer.json that neither truncates nor pads."""

@@ -8,7 +8,7 @@ from engine.text.tokenizer import Tokenizer
 
 #: Text put before the word, so that a tokenizer that marks the beginning of a text does not mark the word.
 _BEFORE = "\n"
-_KNOWN = 4096
+_CACHED_WORDS = 4096
 
 
 class Spellings:
@@ -17,7 +17,7 @@ class Spellings:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._before = tokenizer.encode(_BEFORE, add_special_tokens=False)
-        self.of = lru_cache(_KNOWN)(self._of)
+        self.of = lru_cache(_CACHED_WORDS)(self._of)
 
     def _of(self, word: str) -> tuple[tuple[int, ...], ...]:
         """The different token sequences that write a word. Empty if the tokenizer drops the word altogether.
@@ -26,14 +26,14 @@ class Spellings:
         beginning.
         """
         forms = [word] if word[0].isspace() else [word, f" {word}"]
-        found = [self._encode(form) for form in forms] + [self._within(form) for form in forms]
-        return tuple(dict.fromkeys(ids for ids in found if ids))
+        encodings = [self._encode(form) for form in forms] + [self._within(form) for form in forms]
+        return tuple(dict.fromkeys(ids for ids in encodings if ids))
 
     def _within(self, text: str) -> tuple[int, ...]:
         ids = self._encode(_BEFORE + text)
-        own = len(self._before)
+        prefix = len(self._before)
         # If the tokenizer merged the two, the word has no tokens of its own there.
-        return ids[own:] if list(ids[:own]) == self._before else ()
+        return ids[prefix:] if list(ids[:prefix]) == self._before else ()
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))

@@ -41,39 +41,39 @@ class EditWriter:
 
     def admit(self, fresh: Each[Sequence]) -> NDArray[np.int32]:
         """Fill the rows of new sequences. Returns their flags, 0 for a sequence without edits."""
-        flags = np.fromiter((self._flags_of(one) for one in fresh), np.int32, len(fresh))
-        for one in fresh:
-            self._changing.pop(one.slot, None)
+        flags = np.fromiter((self._flags_of(sequence) for sequence in fresh), np.int32, len(fresh))
+        for sequence in fresh:
+            self._changing.pop(sequence.slot, None)
         if flags.any():
             if self.state is None:
                 self.state = self._allocate()
             asking = list(zip(fresh, flags.tolist(), strict=True))
-            self._count(self.state.counts, [one for one, flag in asking if flag & PENALISED])
-            self._bias(self.state, [one for one, flag in asking if flag & BIASED])
-            self._mask(self.state.masks, [one for one, flag in asking if flag & MASKED])
+            self._count(self.state.counts, [sequence for sequence, flag in asking if flag & PENALISED])
+            self._bias(self.state, [sequence for sequence, flag in asking if flag & BIASED])
+            self._mask(self.state.masks, [sequence for sequence, flag in asking if flag & MASKED])
         return flags
 
     def spell(self, sequences: Each[Sequence]) -> None:
         """Ban the tokens that would complete a bad word of several tokens or leave the output's form, and lift the bans
         of the step before."""
-        found = [(one.slot, self._changed(one)) for one in sequences if one.slot in self._changing]
-        changed = {slot: mask for slot, mask in found if mask is not None}
+        masks = [(sequence.slot, self._changed(sequence)) for sequence in sequences if sequence.slot in self._changing]
+        changed = {slot: mask for slot, mask in masks if mask is not None}
         if changed and self.state is not None:
             _send(self.state.masks, list(changed), list(changed.values()), self._device)
 
-    def _changed(self, one: Sequence) -> Masks | None:
+    def _changed(self, sequence: Sequence) -> Masks | None:
         """The sequence's mask, unless it is that of the step before."""
-        words, mask, banned = self._changing[one.slot]
-        now = sorted(spelled_out(words, one.tokens))
-        if now == banned and one.matcher is None:
+        bad_words, mask, banned = self._changing[sequence.slot]
+        now = sorted(spelled_out(bad_words, sequence.tokens))
+        if now == banned and sequence.matcher is None:
             return None
-        self._changing[one.slot] = words, mask, now
+        self._changing[sequence.slot] = bad_words, mask, now
         if now:
             mask = _without(mask, np.array(now, np.int64))
-        if one.matcher is None:
+        if sequence.matcher is None:
             return mask
         form = np.zeros(mask.shape[1], np.int32)
-        allow(form, one)
+        allow(form, sequence)
         return mask & form
 
     def _allocate(self) -> EditState:
@@ -88,10 +88,10 @@ class EditWriter:
         )
 
     @staticmethod
-    def _flags_of(one: Sequence) -> int:
-        params = one.request.params
-        ends = params.min_tokens > 0 and len(one.output.ends) > 0
-        masked = ends or params.allowed_token_ids or params.banned_token_ids or one.bad_words or one.matcher
+    def _flags_of(sequence: Sequence) -> int:
+        params = sequence.request.params
+        ends = params.min_tokens > 0 and len(sequence.output.ends) > 0
+        masked = ends or params.allowed_token_ids or params.banned_token_ids or sequence.bad_words or sequence.matcher
         return PENALISED * params.penalises | BIASED * bool(params.logit_bias) | MASKED * bool(masked)
 
     def _count(self, counts: Tensor, sequences: list[Sequence]) -> None:
@@ -99,15 +99,15 @@ class EditWriter:
         if not sequences:
             return
         places, values = [], []
-        for one in sequences:
-            tokens = np.array(one.tokens, np.int64)
+        for sequence in sequences:
+            tokens = np.array(sequence.tokens, np.int64)
             # The work is proportional to the number of tokens, not to the vocabulary.
-            listed, place = np.unique(tokens, return_inverse=True)
-            found = 2 * np.bincount(place[one.prompt_len :], minlength=len(listed))
-            found[place[: one.prompt_len]] |= 1
-            places.append(listed + one.slot * self._vocab_size)
-            values.append(found.astype(np.int32))
-        slots = np.array([one.slot for one in sequences], np.int64)
+            listed, inverse = np.unique(tokens, return_inverse=True)
+            token_counts = 2 * np.bincount(inverse[sequence.prompt_len :], minlength=len(listed))
+            token_counts[inverse[: sequence.prompt_len]] |= 1
+            places.append(listed + sequence.slot * self._vocab_size)
+            values.append(token_counts.astype(np.int32))
+        slots = np.array([sequence.slot for sequence in sequences], np.int64)
         sent = upload([slots, np.concatenate(places), np.concatenate(values)], self._device)
         counts.index_fill_(0, sent[0], 0)
         counts.view(-1).index_copy_(0, sent[1], sent[2])
@@ -117,41 +117,41 @@ class EditWriter:
             return
         ids = np.zeros((len(sequences), MAX_BIASES), np.int32)
         values = np.zeros((len(sequences), MAX_BIASES), np.float32)
-        for row, one in enumerate(sequences):
-            pairs = one.request.params.logit_bias
+        for row, sequence in enumerate(sequences):
+            pairs = sequence.request.params.logit_bias
             ids[row, : len(pairs)] = [token_id for token_id, _ in pairs]
             values[row, : len(pairs)] = [value for _, value in pairs]
-        sent = upload([np.array([one.slot for one in sequences], np.int64), ids, values], self._device)
+        sent = upload([np.array([sequence.slot for sequence in sequences], np.int64), ids, values], self._device)
         state.bias_ids.index_copy_(0, sent[0], sent[1])
         state.biases.index_copy_(0, sent[0], sent[2])
 
     def _mask(self, masks: Tensor, sequences: list[Sequence]) -> None:
         if not sequences:
             return
-        found = []
-        for one in sequences:
-            mask = self._mask_of(one)
-            words = by_last_but_one(one.bad_words)
-            if words or one.matcher is not None:
-                self._changing[one.slot] = words, mask, []
-            found.append(mask)
-        _send(masks, [one.slot for one in sequences], found, self._device)
+        rows = []
+        for sequence in sequences:
+            mask = self._mask_of(sequence)
+            bad_words = by_last_but_one(sequence.bad_words)
+            if bad_words or sequence.matcher is not None:
+                self._changing[sequence.slot] = bad_words, mask, []
+            rows.append(mask)
+        _send(masks, [sequence.slot for sequence in sequences], rows, self._device)
 
-    def _mask_of(self, one: Sequence) -> Masks:
+    def _mask_of(self, sequence: Sequence) -> Masks:
         """The sequence's allowed tokens as bits, int32 [2, words]: normally, and before min_tokens is reached."""
-        params = one.request.params
+        params = sequence.request.params
         free = np.full(self._vocab_size, not params.allowed_token_ids)
         free[list(params.allowed_token_ids)] = True
-        single = [word[0] for word in one.bad_words if len(word) == 1]
-        free[self._known([*params.banned_token_ids, *single])] = False
+        single = [word[0] for word in sequence.bad_words if len(word) == 1]
+        free[self._in_vocabulary([*params.banned_token_ids, *single])] = False
         early = free.copy()
-        early[self._known(one.output.ends)] = False
+        early[self._in_vocabulary(sequence.output.ends)] = False
         bits = np.zeros((2, 4 * -(-self._vocab_size // 32)), np.uint8)
         packed = np.packbits(np.stack((free, early)), axis=1, bitorder="little")
         bits[:, : packed.shape[1]] = packed
         return bits.view("<i4").astype(np.int32, copy=False)
 
-    def _known(self, ids: Each[int] | frozenset[int]) -> list[int]:
+    def _in_vocabulary(self, ids: Each[int] | frozenset[int]) -> list[int]:
         """The ids that are in the model's vocabulary. A tokenizer may have others."""
         return [token_id for token_id in ids if token_id < self._vocab_size]
 

@@ -77,11 +77,11 @@ def recorder(device: torch.device) -> Record:
     return CudaRecorder(device) if device.type == "cuda" else Recorded
 
 
-def batch_sizes(most: int) -> list[int]:
-    """The batch sizes that are recorded, up to `most`. Large sizes are farther apart, because padding costs them
+def batch_sizes(largest: int) -> list[int]:
+    """The batch sizes that are recorded, up to `largest`. Large sizes are farther apart, because padding costs them
     less."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, most, 64)]
-    return [size for size in sizes if size < most] + [most]
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, largest, 64)]
+    return [size for size in sizes if size < largest] + [largest]
 
 
 class DecodeGraphs:
@@ -111,15 +111,15 @@ class DecodeGraphs:
         if not shape.decodes:
             return None
         rows = self._sizes[bisect.bisect_left(self._sizes, shape.rows)]
-        padded = Shape(rows, rows, 1, tuple(self._places(most) for most in shape.most_places))
-        left = self._fails or padded in self._too_large
-        return None if left and padded not in self._recordings else padded
+        padded = Shape(rows, rows, 1, tuple(self._places(length) for length in shape.most_places))
+        excluded = self._fails or padded in self._too_large
+        return None if excluded and padded not in self._recordings else padded
 
-    def _places(self, most: int) -> int:
+    def _places(self, length: int) -> int:
         bound = FEWEST_PLACES
-        while bound < most:
+        while bound < length:
             bound *= 4
-        return min(bound, max(self._most_places, most))
+        return min(bound, max(self._most_places, length))
 
     def unrecorded(self, windows: Sequence[int | None], block_size: int, longest: int, version: int) -> Shape | None:
         """The next shape to record, for contexts of up to `longest` tokens. None if all are recorded.
@@ -136,10 +136,10 @@ class DecodeGraphs:
     def _shapes(self, windows: Sequence[int | None], block_size: int, longest: int) -> Iterator[Shape]:
         bound = FEWEST_PLACES
         while True:
-            most = min(bound, longest)
-            held = [most if window is None else min(most, window + block_size) for window in windows]
+            length = min(bound, longest)
+            lengths = [length if window is None else min(length, window + block_size) for window in windows]
             for rows in reversed(self._sizes):
-                yield Shape(rows, rows, 1, tuple(map(self._places, held)))
+                yield Shape(rows, rows, 1, tuple(map(self._places, lengths)))
             if bound >= longest:
                 return
             bound *= 4
@@ -176,13 +176,13 @@ class DecodeGraphs:
             )
             return None
         self._recordings[shape] = recording
-        taken = _reserved(self._device) - before
-        self.bytes += taken
+        reserved = _reserved(self._device) - before
+        self.bytes += reserved
         logger.info(
             "recorded decode steps of %d sequences with up to %s places: %.1f MiB, %.1f MiB for all %d",
             shape.rows,
             "/".join(map(str, shape.most_places)),
-            taken / 2**20,
+            reserved / 2**20,
             self.bytes / 2**20,
             len(self._recordings),
         )

@@ -106,8 +106,8 @@ class InputMaker:
         self._make = maker(device) if make is None else make
         self._ring = PinnedRing(device) if ring is None else ring
         groups = len(rows.windows)
-        most = Shape(rows.slots, most_tokens, most_tokens, ())
-        room = most.parts()[-1] + _aligned(2 * most_tokens) + 2 * _MOST_CHANGES
+        largest = Shape(rows.slots, most_tokens, most_tokens, ())
+        room = largest.parts()[-1] + _aligned(2 * most_tokens) + 2 * _MOST_CHANGES
 
         def empty(*size: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(*size, dtype=dtype, device=device)
@@ -233,24 +233,24 @@ def make_inputs(shape: Shape, targets: Targets, rows: DeviceRows) -> None:
     start = sent[starts : starts + shape.rows].long()
     flag = sent[flags : flags + shape.rows]
     begins = sent[queries : queries + shape.rows + 1].long()
-    own, real = slot.long(), (flag & PADDING) == 0
+    row_slots, real = slot.long(), (flag & PADDING) == 0
     ends = begins[1:]
     tokens = torch.arange(shape.tokens, device=device)
     row = tokens if shape.decodes else torch.searchsorted(ends, tokens, right=True)
     position = start[row] + tokens - begins[row]
     waits = ((flag[row] & PENDING) != 0) & (tokens == ends[row] - 1)
-    given = sent[sent_tokens : sent_tokens + shape.tokens].long()
-    targets.tokens[: shape.tokens] = torch.where(waits, rows.last_tokens[own[row]], given)
+    sent_ids = sent[sent_tokens : sent_tokens + shape.tokens].long()
+    targets.tokens[: shape.tokens] = torch.where(waits, rows.last_tokens[row_slots[row]], sent_ids)
     targets.positions[: shape.tokens] = position
     targets.long[: shape.tokens] = (flag[row] & LONG) != 0
     size = rows.block_size
     for i in range(len(rows.windows)):
         table, firsts = rows.tables(i), rows.firsts(i)
-        skipped = torch.zeros_like(own) if firsts is None else firsts[own].long() * size
-        place = position - skipped[row]
+        skipped = torch.zeros_like(row_slots) if firsts is None else firsts[row_slots].long() * size
+        table_position = position - skipped[row]
         # A padding row uses another row's table, and may have a place before its beginning.
-        block = table[own[row], place.clamp(min=0) // size].long()
-        targets.places[i, : shape.tokens] = torch.where(real[row], block * size + place % size, -1)
+        block = table[row_slots[row], table_position.clamp(min=0) // size].long()
+        targets.places[i, : shape.tokens] = torch.where(real[row], block * size + table_position % size, -1)
         lengths = start + (ends - begins[:-1]) - skipped
         targets.kv_lens[i, : shape.rows] = torch.where(real, lengths, 0)
 

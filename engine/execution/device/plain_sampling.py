@@ -41,14 +41,14 @@ _NONE = float("-inf")
 def choose_plainly(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState, features: Features) -> None:
     """Choose a token for each row; see engine.execution.device.sampler.Choose."""
     live = slots >= 0
-    own = slots.long().clamp(min=0)
-    table = state.table[own]
+    state_rows = slots.long().clamp(min=0)
+    table = state.table[state_rows]
     real = table.view(torch.float32)
     x = logits.float()
     finite = x.amin(-1).isfinite() & x.amax(-1).isfinite()
     if Features.EDITS in features and state.edits is not None:
-        x = _edited(x, own, positions.long() + 1, table, state.edits)
-    left = x.amax(-1) > _NONE
+        x = _edited(x, state_rows, positions.long() + 1, table, state.edits)
+    any_left = x.amax(-1) > _NONE
     temperature = real[:, TEMPERATURE, None]
     x = torch.where(temperature > 0, x / temperature, x)
     if Features.FILTERS in features:
@@ -56,41 +56,43 @@ def choose_plainly(logits: Tensor, slots: Tensor, positions: Tensor, state: Samp
     keys = position_keys(table[:, KEY_LOW : KEY_HIGH + 1].contiguous().view(torch.int64)[:, 0], positions.long() + 1)
     every = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
     tokens = torch.where(temperature > 0, gumbel(keys[:, None], every).add_(x), x).argmax(-1)
-    _write(tokens, NOT_FINITE * ~finite + NONE_LEFT * ~left, live, own, table, state)
+    _write(tokens, NOT_FINITE * ~finite + NONE_LEFT * ~any_left, live, state_rows, table, state)
 
 
-def _write(tokens: Tensor, faults: Tensor, live: Tensor, own: Tensor, table: Tensor, state: SamplingState) -> None:
-    """Write tokens and faults to the state. Padding rows have slot 0 in `own` and must not write there."""
+def _write(
+    tokens: Tensor, faults: Tensor, live: Tensor, state_rows: Tensor, table: Tensor, state: SamplingState
+) -> None:
+    """Write tokens and faults to the state. Padding rows have slot 0 in `state_rows` and must not write there."""
     rows = len(tokens)
     state.chosen[0, :rows] = tokens
     state.chosen[1, :rows] = torch.where(live, faults, 0)
-    slots = torch.where(live, own, len(state.last_tokens))
+    slots = torch.where(live, state_rows, len(state.last_tokens))
     padded = torch.cat((state.last_tokens, state.last_tokens[:1]))
     state.last_tokens.copy_(padded.index_copy_(0, slots, tokens)[:-1])
     if state.edits is not None:
         penalised = live & ((table[:, FLAGS] & PENALISED) != 0)
-        state.edits.counts.index_put_((own, tokens), 2 * penalised.int(), accumulate=True)
+        state.edits.counts.index_put_((state_rows, tokens), 2 * penalised.int(), accumulate=True)
 
 
-def _edited(x: Tensor, own: Tensor, lengths: Tensor, table: Tensor, edits: EditState) -> Tensor:
+def _edited(x: Tensor, state_rows: Tensor, lengths: Tensor, table: Tensor, edits: EditState) -> Tensor:
     """Apply edits as engine.sampling.edits.edit does. `x`: fp32 [rows, vocabulary]; `lengths`: int64 [rows]."""
     real = table.view(torch.float32)
 
     def asking(flag: int) -> Tensor:
         return (table[:, FLAGS, None] & flag) != 0
 
-    counts = edits.counts[own]
+    counts = edits.counts[state_rows]
     repetition = real[:, REPETITION, None]
     generated = counts >> 1
     minus = real[:, FREQUENCY, None].double() * generated + real[:, PRESENCE, None].double() * (generated > 0)
     penalised = torch.where(x > 0, x / repetition, x * repetition) - minus.float()
     x = torch.where(asking(PENALISED) & (counts > 0), penalised, x)
-    ids = edits.bias_ids[own].long()
+    ids = edits.bias_ids[state_rows].long()
     counted = asking(BIASED) & (torch.arange(ids.shape[1], device=x.device) < table[:, BIASES, None])
-    x = x.scatter_add(1, torch.where(counted, ids, 0), torch.where(counted, edits.biases[own], 0.0))
+    x = x.scatter_add(1, torch.where(counted, ids, 0), torch.where(counted, edits.biases[state_rows], 0.0))
     early = (lengths < table[:, ARMED_AT]).long()
     tokens = torch.arange(x.shape[-1], device=x.device)
-    free = (edits.masks[own, early][:, tokens >> 5] >> (tokens & 31).int()) & 1
+    free = (edits.masks[state_rows, early][:, tokens >> 5] >> (tokens & 31).int()) & 1
     return x.masked_fill(asking(MASKED) & (free == 0), _NONE)
 
 

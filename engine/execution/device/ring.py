@@ -42,21 +42,21 @@ class PinnedRing:
         self._pinned = device.type == "cuda"
         self._buffers = [torch.empty(0, dtype=torch.int32) for _ in range(depth)]
         self._waits: list[Callable[[], None] | None] = [None] * depth
-        self._place = 0
+        self._index = 0
 
     def lend(self, size: int) -> NDArray[np.int32]:
         """A buffer to fill, int32 [size]. Waits if the buffer's last copy has not ended."""
-        self._place = (self._place + 1) % len(self._buffers)
-        wait = self._waits[self._place]
+        self._index = (self._index + 1) % len(self._buffers)
+        wait = self._waits[self._index]
         if wait is not None:
             wait()
-            self._waits[self._place] = None
-        if len(self._buffers[self._place]) < size:
+            self._waits[self._index] = None
+        if len(self._buffers[self._index]) < size:
             # Larger than asked, because sizes differ from step to step and pinning takes milliseconds.
-            self._buffers[self._place] = torch.empty(2 * size, dtype=torch.int32, pin_memory=self._pinned)
-        lent: NDArray[np.int32] = self._buffers[self._place][:size].numpy()
+            self._buffers[self._index] = torch.empty(2 * size, dtype=torch.int32, pin_memory=self._pinned)
+        lent: NDArray[np.int32] = self._buffers[self._index][:size].numpy()
         return lent
 
     def send(self, size: int, target: Tensor) -> None:
         """Begin to copy the first `size` numbers of the buffer lent last to the beginning of `target`, int32."""
-        self._waits[self._place] = self._copy(target[:size], self._buffers[self._place][:size])
+        self._waits[self._index] = self._copy(target[:size], self._buffers[self._index][:size])

@@ -20,7 +20,7 @@ Ints = NDArray[np.int32]
 _MOST_AT_ONCE = 1 << 26
 _NARROWEST = 64
 #: The most table entries, because kernels count them in int32.
-_MOST = (1 << 31) - 1
+_MAX_ENTRIES = (1 << 31) - 1
 _NONE = np.zeros(0, np.int32)
 
 
@@ -57,24 +57,24 @@ class DeviceRows:
         """The token that each row sampled last, int64 [slots]."""
         self._device = device
         # No block is in a table twice, so no table is longer than its pool.
-        most = [max(1, min(-(-length // block_size), space.num_blocks)) for space in spaces]
-        entries = slots * (sum(most) + len(most))
-        if entries > _MOST:
+        table_lengths = [max(1, min(-(-length // block_size), space.num_blocks)) for space in spaces]
+        entries = slots * (sum(table_lengths) + len(table_lengths))
+        if entries > _MAX_ENTRIES:
             raise EngineError(
                 f"the block tables of {slots} sequences of {length} tokens in blocks of {block_size} have {entries} "
-                f"entries, more than {_MOST}; raise block_size, or lower max_num_seqs or max_model_len"
+                f"entries, more than {_MAX_ENTRIES}; raise block_size, or lower max_num_seqs or max_model_len"
             )
         whole = entries <= _MOST_AT_ONCE
         self._groups = [
-            _Group(space.window, one, one if whole else min(one, _NARROWEST))
-            for space, one in zip(spaces, most, strict=True)
+            _Group(space.window, length_limit, length_limit if whole else min(length_limit, _NARROWEST))
+            for space, length_limit in zip(spaces, table_lengths, strict=True)
         ]
         self._grows = not whole
-        self._held: list[list[Table | None]] = [[None] * slots for _ in spaces]
+        self._entered: list[list[Table | None]] = [[None] * slots for _ in spaces]
         self._counts: list[list[int]] = [[0] * slots for _ in spaces]
-        self._place()
+        self._lay_out()
 
-    def _place(self) -> None:
+    def _lay_out(self) -> None:
         total = 0
         for group in self._groups:
             group.start = total
@@ -97,15 +97,16 @@ class DeviceRows:
 
     def tables(self, group: int) -> Tensor:
         """The tables of one KV group, int32 [slots, width], from the first block that each sequence still holds."""
-        one = self._groups[group]
-        return self.state[one.start : one.start + one.tables.size].view(self.slots, one.width)
+        group_rows = self._groups[group]
+        end = group_rows.start + group_rows.tables.size
+        return self.state[group_rows.start : end].view(self.slots, group_rows.width)
 
     def firsts(self, group: int) -> Tensor | None:
         """The index of each table's first block in its sequence, int32 [slots]. None for a group without a window."""
-        one = self._groups[group]
-        if one.window is None:
+        group_rows = self._groups[group]
+        if group_rows.window is None:
             return None
-        start = one.start + one.tables.size
+        start = group_rows.start + group_rows.tables.size
         return self.state[start : start + self.slots]
 
     def differences(self, rows: Each[ScheduledSeq]) -> tuple[Ints, Ints]:
@@ -119,24 +120,24 @@ class DeviceRows:
         indexes: list[Ints] = []
         values: list[Ints] = []
         for i, group in enumerate(self._groups):
-            held, counts, firsts = self._held[i], self._counts[i], group.firsts
+            tables, counts, firsts = self._entered[i], self._counts[i], group.firsts
             windowed = group.window is not None
             for row in rows:
                 slot, table = row.seq.slot, row.seq.tables[i]
-                known = counts[slot]
-                if table is not held[slot] or (windowed and firsts[slot] != table.first):
-                    held[slot] = table
-                    known = 0
+                written = counts[slot]
+                if table is not tables[slot] or (windowed and firsts[slot] != table.first):
+                    tables[slot] = table
+                    written = 0
                     if windowed and firsts[slot] != table.first:
                         firsts[slot] = table.first
                         indexes.append(np.array([group.start + group.tables.size + slot], np.int32))
                         values.append(np.array([table.first], np.int32))
-                elif len(table.blocks) == known:
+                elif len(table.blocks) == written:
                     continue
-                fresh = np.array(table.blocks[known:], np.int32)
-                mirror = group.tables[slot, known : known + len(fresh)]
+                fresh = np.array(table.blocks[written:], np.int32)
+                mirror = group.tables[slot, written : written + len(fresh)]
                 changed = (mirror != fresh).nonzero()[0].astype(np.int32)
-                indexes.append(changed + np.int32(group.start + slot * group.width + known))
+                indexes.append(changed + np.int32(group.start + slot * group.width + written))
                 values.append(fresh[changed])
                 mirror[:] = fresh
                 counts[slot] = len(table.blocks)
@@ -149,7 +150,7 @@ class DeviceRows:
         for i, group in enumerate(self._groups):
             group.tables.fill(-1)
             group.firsts.fill(-1)
-            self._held[i] = [None] * self.slots
+            self._entered[i] = [None] * self.slots
 
     def _grow(self, rows: Each[ScheduledSeq]) -> None:
         """Widen tables that one of `rows` has outgrown, at least by a factor of two."""
@@ -160,5 +161,5 @@ class DeviceRows:
                 group.width = min(group.most, 2 * needed)
                 outgrown = True
         if outgrown:
-            self._place()
+            self._lay_out()
             self.version += 1

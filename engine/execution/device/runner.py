@@ -143,9 +143,9 @@ class DeviceRunner:
         features = self._sampler.admit([row.seq for row in sampling]) if sampling else None
         ended = self._run(plan, shape, scored) if padded is None else self._replay(plan, padded)
         chosen = sum(1 + len(row.draft) for row in sampling)
-        rest = ended.hidden[chosen:] if scored else None
+        prompt_states = ended.hidden[chosen:] if scored else None
         drawn = [] if features is None else self._draw(ended, sampling, features)
-        return Launched(drawn, sampling, scored, rest)
+        return Launched(drawn, sampling, scored, prompt_states)
 
     def _draw(self, ended: _Forward, sampling: list[ScheduledSeq], features: Features) -> list[Drawn]:
         """Sample the token after each row's last token. Then sample after the first draft token for rows whose draft
@@ -163,14 +163,14 @@ class DeviceRunner:
             rows = [row for row in before if len(row.draft) > depth]
             kept = [i for i, row in enumerate(before) if len(row.draft) > depth]
             places = np.cumsum([len(row.draft) for row in sampling]) - [len(row.draft) for row in sampling]
-            own = [
-                int(place) + first + depth
-                for place, row in zip(places, sampling, strict=True)
+            draft_rows = [
+                int(offset) + first + depth
+                for offset, row in zip(places, sampling, strict=True)
                 if len(row.draft) > depth
             ]
             guessed = [row.draft[depth] for row in rows]
             which, hidden, tokens = upload(
-                [np.array(one, np.int64) for one in (kept, own, guessed)], self._model.device
+                [np.array(indexes, np.int64) for indexes in (kept, draft_rows, guessed)], self._model.device
             )
             right = (chosen[0][which] == tokens) & (chosen[1][which] == 0)
             slots = torch.where(right, slots[which], -1)
@@ -181,27 +181,27 @@ class DeviceRunner:
         return drawn
 
     def _run(self, plan: StepPlan, shape: Shape, scored: list[tuple[ScheduledSeq, range]]) -> _Forward:
-        wanted: list[int] = []
+        output_rows: list[int] = []
         begins: dict[int, int] = {}
         end = 0
         for row in plan.rows:
             begins[id(row)] = end - row.start
             end += row.count
             if row.samples:
-                wanted.append(end - 1 - len(row.draft))
-        sampling = len(wanted)
+                output_rows.append(end - 1 - len(row.draft))
+        sampling = len(output_rows)
         for row in plan.rows:
-            wanted += [begins[id(row)] + row.known + i for i in range(len(row.draft))]
+            output_rows += [begins[id(row)] + row.known + i for i in range(len(row.draft))]
         for row, span in scored:
-            wanted += [begins[id(row)] + place for place in span]
-        sent = self._inputs.send(plan.rows, shape, [*wanted, *(row.seq.slot for row in plan.rows if row.samples)])
+            output_rows += [begins[id(row)] + position for position in span]
+        sent = self._inputs.send(plan.rows, shape, [*output_rows, *(row.seq.slot for row in plan.rows if row.samples)])
         self._inputs.make(shape)
         inputs = self._inputs.view(shape)
-        places = sent[: len(wanted)]
+        places = sent[: len(output_rows)]
         hidden = self._model.forward(
             inputs.tokens, inputs.positions, inputs.long, inputs.attention, self._caches, places
         )
-        return _Forward(hidden, sent[len(wanted) :], inputs.positions[places[:sampling]])
+        return _Forward(hidden, sent[len(output_rows) :], inputs.positions[places[:sampling]])
 
     def _replay(self, plan: StepPlan, shape: Shape) -> _Forward:
         chosen = [i for i, row in enumerate(plan.rows) if row.samples]
@@ -211,11 +211,11 @@ class DeviceRunner:
             self.graphs.run(shape, self._rows.version, self._decode)
         inputs, hidden = self._inputs.view(shape), self._hidden
         assert hidden is not None
-        found = _Forward(hidden[:count], inputs.attention[0].table_rows[:count], inputs.positions[:count])
+        last = _Forward(hidden[:count], inputs.attention[0].table_rows[:count], inputs.positions[:count])
         if len(chosen) == count:
-            return found
+            return last
         # Not all rows sample: a prefill chunk may be of one token, too.
-        return _Forward(found.hidden[sent], found.slots[sent], found.positions[sent])
+        return _Forward(last.hidden[sent], last.slots[sent], last.positions[sent])
 
     @torch.inference_mode()
     def record_next(self, longest: int | None = None) -> bool:
@@ -226,8 +226,8 @@ class DeviceRunner:
         """
         if self.graphs is None:
             return False
-        most = self.longest if longest is None else min(longest, self.longest)
-        shape = self.graphs.unrecorded(self._rows.windows, self.block_size, most, self._rows.version)
+        length = self.longest if longest is None else min(longest, self.longest)
+        shape = self.graphs.unrecorded(self._rows.windows, self.block_size, length, self._rows.version)
         if shape is None:
             return False
         self._inputs.send((), shape)
@@ -239,10 +239,12 @@ class DeviceRunner:
         self._inputs.make(shape)
         inputs = self._inputs.view(shape)
         every = self._every[: shape.rows]
-        found = self._model.forward(inputs.tokens, inputs.positions, inputs.long, inputs.attention, self._caches, every)
+        hidden = self._model.forward(
+            inputs.tokens, inputs.positions, inputs.long, inputs.attention, self._caches, every
+        )
         if self._hidden is None:
-            self._hidden = found.new_zeros(len(self._every), found.shape[1])
-        self._hidden[: shape.rows] = found
+            self._hidden = hidden.new_zeros(len(self._every), hidden.shape[1])
+        self._hidden[: shape.rows] = hidden
 
     @torch.inference_mode()
     def collect(self, launched: Launched) -> list[Sampled]:
@@ -259,10 +261,10 @@ class DeviceRunner:
     def _put_together(self, sampling: list[ScheduledSeq], passes: list[list[Sampled]]) -> list[Sampled]:
         """One result for each row, from the tokens that each pass sampled for the rows in it."""
         each: list[list[Sampled]] = [[] for _ in sampling]
-        for depth, found in enumerate(passes):
-            into = [one for one, row in zip(each, sampling, strict=True) if len(row.draft) >= depth]
-            for one, result in zip(into, found, strict=True):
-                one.append(result)
+        for depth, results_at_depth in enumerate(passes):
+            into = [tokens for tokens, row in zip(each, sampling, strict=True) if len(row.draft) >= depth]
+            for tokens, result in zip(into, results_at_depth, strict=True):
+                tokens.append(result)
         results = [accepted(row.draft, chosen) for row, chosen in zip(sampling, each, strict=True)]
         for row, result in zip(sampling, results, strict=True):
             self._sampler.counted(row.seq, len(result.then))

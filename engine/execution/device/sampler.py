@@ -102,18 +102,18 @@ class DeviceSampler:
 
     def fetch(self, logits: Tensor, sequences: Each[Sequence]) -> Drawn:
         """Begin to copy the chosen tokens, with the wanted log probabilities, to the host."""
-        slots = np.fromiter((one.slot for one in sequences), np.int64, len(sequences))
-        wanted = self._rows.logprobs[slots]
-        rows = (wanted >= 0).nonzero()[0]
+        slots = np.fromiter((sequence.slot for sequence in sequences), np.int64, len(sequences))
+        listed_counts = self._rows.logprobs[slots]
+        rows = (listed_counts >= 0).nonzero()[0]
         chosen = self.state.chosen[:, : len(sequences)]
         results = [chosen]
         if len(rows):
             (index,) = upload([rows], self._device)
             # Log probabilities are those of the model's own logits, before any edits.
             log_probs = log_softmax(logits[index])
-            results += ranked(log_probs, chosen[0, index], int(wanted.max()))
+            results += ranked(log_probs, chosen[0, index], int(listed_counts.max()))
         hosts, wait = _to_host(results)
-        counts = {int(row): int(wanted[row]) for row in rows}
+        counts = {int(row): int(listed_counts[row]) for row in rows}
         return Drawn(hosts[0], (hosts[1], hosts[2]) if counts else None, counts, wait)
 
     def collect(self, drawn: Drawn) -> list[Sampled]:
@@ -124,9 +124,9 @@ class DeviceSampler:
         scores: dict[int, TokenLogprobs] = {}
         if drawn.scored is not None:
             values, likeliest = (tensor.tolist() for tensor in drawn.scored)
-            own = [tokens[row] for row in drawn.counts]
-            found = listed(values, likeliest, own, list(drawn.counts.values()))
-            scores = dict(zip(drawn.counts, found, strict=True))
+            chosen_ids = [tokens[row] for row in drawn.counts]
+            logprobs = listed(values, likeliest, chosen_ids, list(drawn.counts.values()))
+            scores = dict(zip(drawn.counts, logprobs, strict=True))
         return [
             failed(token, fault) if fault else Sampled(token, scores.get(row))
             for row, (token, fault) in enumerate(zip(tokens, faults, strict=True))

@@ -69,18 +69,18 @@ class DeviceSamplingRows:
         Call it once for each step, with the sequences that the step samples. Their counts then include the new tokens.
         """
         fresh = []
-        for one in sequences:
-            slot, length = one.slot, len(one.tokens)
+        for sequence in sequences:
+            slot, length = sequence.slot, len(sequence.tokens)
             counted = self._counted[slot]
-            if self._owners[slot] is not one or counted not in (_NOT_COUNTED, length):
-                fresh.append(one)
+            if self._owners[slot] is not sequence or counted not in (_NOT_COUNTED, length):
+                fresh.append(sequence)
             if counted >= 0:
                 self._counted[slot] = length + 1
         if fresh:
             self._send(fresh)
         if self.state.edits is not None:
             self._edits.spell(sequences)
-        slots = np.fromiter((one.slot for one in sequences), np.int64, len(sequences))
+        slots = np.fromiter((sequence.slot for sequence in sequences), np.int64, len(sequences))
         return Features(int(np.bitwise_or.reduce(self._features[slots], initial=0)))
 
     def counted(self, sequence: Sequence, more: int) -> None:
@@ -94,17 +94,17 @@ class DeviceSamplingRows:
 
     def _send(self, fresh: list[Sequence]) -> None:
         table = np.zeros((len(fresh), WIDTH), np.int32)
-        last = np.fromiter((one.tokens[-1] for one in fresh), np.int64, len(fresh))
-        slots = np.fromiter((one.slot for one in fresh), np.int64, len(fresh))
+        last = np.fromiter((sequence.tokens[-1] for sequence in fresh), np.int64, len(fresh))
+        slots = np.fromiter((sequence.slot for sequence in fresh), np.int64, len(fresh))
         self._fill(table, fresh)
         flags = self._edits.admit(fresh)
         if self._edits.state is not None:
             self.state.edits = self._edits.state
-        for one, flag in zip(fresh, flags.tolist(), strict=True):
-            self._owners[one.slot] = one
-            self._counted[one.slot] = len(one.tokens) + 1 if flag & PENALISED else _NOT_COUNTED
-        params = [one.request.params for one in fresh]
-        table[:, ARMED_AT] = [one.prompt_len + p.min_tokens for one, p in zip(fresh, params, strict=True)]
+        for sequence, flag in zip(fresh, flags.tolist(), strict=True):
+            self._owners[sequence.slot] = sequence
+            self._counted[sequence.slot] = len(sequence.tokens) + 1 if flag & PENALISED else _NOT_COUNTED
+        params = [sequence.request.params for sequence in fresh]
+        table[:, ARMED_AT] = [sequence.prompt_len + p.min_tokens for sequence, p in zip(fresh, params, strict=True)]
         table[:, BIASES] = [len(p.logit_bias) for p in params]
         filtered = table[:, FLAGS] & FILTERED
         self._features[slots] = np.where(flags > 0, Features.EDITS, 0) | np.where(filtered > 0, Features.FILTERS, 0)
@@ -116,7 +116,7 @@ class DeviceSamplingRows:
 
     def _fill(self, table: NDArray[np.int32], fresh: list[Sequence]) -> None:
         """Fill the table rows of new sequences, except edits."""
-        params = [one.request.params for one in fresh]
+        params = [sequence.request.params for sequence in fresh]
         real = table.view(np.float32)
         real[:, TEMPERATURE] = [p.divisor for p in params]
         real[:, REPETITION] = [p.repetition_penalty for p in params]
@@ -133,6 +133,6 @@ class DeviceSamplingRows:
             (table[:, TOP_K] > 0) | (real[:, TOP_P] < 1) | (real[:, TYPICAL] < 1) | (real[:, MIN_P] > float("-inf"))
         )
         table[:, FLAGS] = filtered * FILTERED
-        seeds = np.array([one.seed for one in fresh], np.uint64)
-        choices = np.array([one.choice for one in fresh], np.uint64)
+        seeds = np.array([sequence.seed for sequence in fresh], np.uint64)
+        choices = np.array([sequence.choice for sequence in fresh], np.uint64)
         table[:, KEY_LOW : KEY_HIGH + 1] = choice_state(seeds, choices).view(np.int32).reshape(-1, 2)

@@ -44,19 +44,21 @@ class PaddedBatch(RaggedBatch):
 
 def padded(batch: RaggedBatch, groups: Sequence[PaddedGroup]) -> PaddedBatch:
     """The batch with its `groups`."""
-    return PaddedBatch(**{one.name: getattr(batch, one.name) for one in fields(RaggedBatch)}, groups=tuple(groups))
+    return PaddedBatch(
+        **{field.name: getattr(batch, field.name) for field in fields(RaggedBatch)}, groups=tuple(groups)
+    )
 
 
 def groups_of(batch: RaggedBatch, block_size: int, padding: tuple[float, int]) -> list[PaddedGroup]:
     """Neighbours of a batch without padding rows in groups, without masks. `padding`: see `runs`."""
     starts, lengths = batch.query_starts.tolist(), batch.kv_lens.tolist()
     counts = [end - start for start, end in pairwise(starts)]
-    found = []
+    groups = []
     for first, end in runs(counts, lengths, *padding):
         width = -(-max(lengths[first:end]) // block_size)
         tables = batch.tables[:, :width].index_select(0, batch.table_rows[first:end]).long()
-        found.append(PaddedGroup(starts[first], counts[first], tuple(lengths[first:end]), tables, None))
-    return found
+        groups.append(PaddedGroup(starts[first], counts[first], tuple(lengths[first:end]), tables, None))
+    return groups
 
 
 def masked(group: PaddedGroup, window: int | None, block_size: int, dtype: torch.dtype) -> PaddedGroup:
@@ -65,8 +67,8 @@ def masked(group: PaddedGroup, window: int | None, block_size: int, dtype: torch
     if fresh and (window is None or group.query_len <= window):
         return group
     lengths = torch.tensor(group.kv_lens, device=group.block_tables.device)
-    seen = visibility(lengths, group.query_len, group.block_tables.shape[1] * block_size, window)
-    return replace(group, mask=additive(seen, dtype))
+    visible = visibility(lengths, group.query_len, group.block_tables.shape[1] * block_size, window)
+    return replace(group, mask=additive(visible, dtype))
 
 
 def runs(counts: Sequence[int], lengths: Sequence[int], ratio: float, slack: int) -> list[tuple[int, int]]:
@@ -92,11 +94,11 @@ def visibility(kv_lens: Tensor, query_len: int, places: int, window: int | None)
     """
     query = torch.arange(query_len, device=kv_lens.device)
     last_seen = ((kv_lens - query_len)[:, None] + query)[:, None, :, None]
-    place = torch.arange(places, device=kv_lens.device)
-    seen = place <= last_seen
-    return seen if window is None else seen & (place > last_seen - window)
+    position = torch.arange(places, device=kv_lens.device)
+    visible = position <= last_seen
+    return visible if window is None else visible & (position > last_seen - window)
 
 
-def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where a query sees and -inf elsewhere, of the shape of `seen`, bool."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a query sees and -inf elsewhere, of the shape of `visible`, bool."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))

@@ -74,7 +74,7 @@ class Sdpa(Reference):
     def arrange(self, batch: RaggedBatch, block_size: int, zero_block: int) -> PaddedBatch:
         groups = groups_of(batch, block_size, self.padding)
         # Masks are made once for all layers. torch would convert a bool mask at every call.
-        return padded(batch, [masked(one, batch.window, block_size, self.compute_dtype) for one in groups])
+        return padded(batch, [masked(group, batch.window, block_size, self.compute_dtype) for group in groups])
 
     def write_kv(self, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
         # Its steps have no padding rows, and looking for them would wait for the device.

@@ -56,15 +56,17 @@ class NativeExperts:
 
 def fit(parts: ExpertParts) -> bool:
     """Whether the native call supports these experts."""
-    return all(isinstance(one, PackedProduct) for one in (*parts.gate_ups, *parts.downs))
+    return all(isinstance(product, PackedProduct) for product in (*parts.gate_ups, *parts.downs))
 
 
 def route(library: Library, pool: Pool, logits: Tensor, chosen: int, normed: bool) -> tuple[Tensor, Tensor]:
     """Reference.route in fp32."""
     logits = logits.contiguous()
     rows, experts = logits.shape
-    found = torch.empty(rows, chosen, dtype=torch.int64)
+    experts_of_rows = torch.empty(rows, chosen, dtype=torch.int64)
     shares = torch.empty(rows, chosen)
     mixture = Mixture(None, experts, chosen, int(normed), 0)
-    library.route(pool.address, ctypes.addressof(mixture), logits.data_ptr(), rows, found.data_ptr(), shares.data_ptr())
-    return found, shares
+    library.route(
+        pool.address, ctypes.addressof(mixture), logits.data_ptr(), rows, experts_of_rows.data_ptr(), shares.data_ptr()
+    )
+    return experts_of_rows, shares

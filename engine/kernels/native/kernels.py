@@ -83,11 +83,11 @@ class Native(Reference):
         return stored_width(head_dim, self._compressed or "auto")
 
     def prepare_attention(self, heads: int, kv_heads: int, head_dim: int, softcap: float | None) -> None:
-        asked = "deterministic=True" if self._deterministic else f"kv_cache_dtype={self._compressed!r}"
+        setting = "deterministic=True" if self._deterministic else f"kv_cache_dtype={self._compressed!r}"
         if (self._deterministic or self._compressed) and head_dim % _HEAD_MULTIPLE:
             raise EngineError(
-                f"{asked} on native kernels goes with heads of a multiple of {_HEAD_MULTIPLE}, and the model has heads "
-                f"of {head_dim}; serve this model without"
+                f"{setting} on native kernels goes with heads of a multiple of {_HEAD_MULTIPLE}, and the model has "
+                f"heads of {head_dim}; serve this model without"
             )
 
     def prepare_linear(self, weight: Tensor, bias: Tensor | None) -> PreparedLinear:
@@ -102,18 +102,18 @@ class Native(Reference):
         return PackedProduct(self._library, self._threads, packed.data_ptr(), kind, packed, bias, outputs, inputs)
 
     def prepare_quantised(self, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> PreparedLinear:
-        found = quantised_product(self._library, self._threads, self._pages, weight, bias)
-        if found is None:
+        product = quantised_product(self._library, self._threads, self._pages, weight, bias)
+        if product is None:
             return self.prepare_linear(weight.dequantise(), bias)
         self.keeps(weight.shape, kept_bytes(weight))
-        return found
+        return product
 
     def prepare_ordered(self, weight: Int4Weight | Int8Weight, bias: Tensor | None, order: Tensor) -> PreparedLinear:
-        found = quantised_product(self._library, self._threads, self._pages, weight, bias, order)
-        if found is None:
+        product = quantised_product(self._library, self._threads, self._pages, weight, bias, order)
+        if product is None:
             return super().prepare_ordered(weight, bias, order)
         self.keeps(weight.shape, kept_bytes(weight))
-        return found
+        return product
 
     def prepare_layers(self, layers: Sequence[LayerParts], norm: Tensor) -> PreparedLayers | None:
         if not fit(layers, _HEAD_MULTIPLE):
@@ -135,7 +135,7 @@ class Native(Reference):
         rows, tokens = scaled.shape
         scaled, keys = scaled.contiguous(), keys.contiguous()
         floors = None if floors is None else floors.contiguous()
-        found = torch.empty(rows, _MOST_CANDIDATES, dtype=torch.int64)
+        token_ids = torch.empty(rows, _MOST_CANDIDATES, dtype=torch.int64)
         counts = torch.empty(rows, dtype=torch.int64)
         self._library.candidates(
             self._pool,
@@ -145,13 +145,13 @@ class Native(Reference):
             rows,
             tokens,
             _MOST_CANDIDATES,
-            found.data_ptr(),
+            token_ids.data_ptr(),
             counts.data_ptr(),
         )
         if bool((counts < 0).any()):
             return None
-        own = torch.arange(rows).repeat_interleave(counts)
-        return own, found[torch.arange(_MOST_CANDIDATES) < counts[:, None]]
+        row_indexes = torch.arange(rows).repeat_interleave(counts)
+        return row_indexes, token_ids[torch.arange(_MOST_CANDIDATES) < counts[:, None]]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype != self.compute_dtype:
@@ -231,9 +231,9 @@ class Native(Reference):
             query = query.contiguous()
         before = leads(batch)
         out = torch.empty(tokens, heads, head_dim)
-        own = int(batch.query_starts[-1])
-        if own < tokens:
-            out[own:] = 0
+        sequence_tokens = int(batch.query_starts[-1])
+        if sequence_tokens < tokens:
+            out[sequence_tokens:] = 0
         keys, values = cache[0], cache[1]
         self._library.attention(
             self._pool,

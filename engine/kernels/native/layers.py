@@ -36,7 +36,9 @@ class NativeLayers:
         """`layers`: layers that `fit`. `report_time`: receives each call's times by kernel class."""
         self._run, self._pool = library.layers, pool
         self._kept = (list(layers), norm)
-        self._experts = [None if one.experts is None else NativeExperts(library, pool, one.experts) for one in layers]
+        self._experts = [
+            None if layer.experts is None else NativeExperts(library, pool, layer.experts) for layer in layers
+        ]
         self._table = (_Layer * len(layers))(*map(_entry, layers, self._experts))
         self._norm, self._storage, self._report_time = norm.data_ptr(), storage, report_time
 
@@ -51,9 +53,9 @@ class NativeLayers:
         residual, wanted = residual.contiguous(), wanted.contiguous()
         out = residual.new_empty(len(wanted), residual.shape[1])
         turned = [(cos.contiguous(), sin.contiguous()) for cos, sin in rotations]
-        before = [leads(one) for one in attention]
-        seen = zip(attention, before, caches, strict=True)
-        groups = (_Group * len(attention))(*(_group(*one, self._storage) for one in seen))
+        before = [leads(group_batch) for group_batch in attention]
+        group_arguments = zip(attention, before, caches, strict=True)
+        groups = (_Group * len(attention))(*(_group(*arguments, self._storage) for arguments in group_arguments))
         turns = (_Turn * len(turned))(*(_Turn(cos.data_ptr(), sin.data_ptr(), cos.shape[-1]) for cos, sin in turned))
         spent = None if self._report_time is None else (c_int64 * len(_CLASSES))()
         step = _Step(
@@ -86,10 +88,10 @@ def leads(batch: RaggedBatch) -> Tensor:
 def fit(layers: Sequence[LayerParts], head_multiple: int) -> bool:
     """Whether the native call supports all these layers."""
     return all(
-        all(isinstance(product, PackedProduct) for product in (one.qkv, one.output, *_fed_by(one)))
-        and one.head_dim % head_multiple == 0
-        and all(norm.dtype == torch.float32 for norm in _norms(one))
-        for one in layers
+        all(isinstance(product, PackedProduct) for product in (layer.qkv, layer.output, *_fed_by(layer)))
+        and layer.head_dim % head_multiple == 0
+        and all(norm.dtype == torch.float32 for norm in _norms(layer))
+        for layer in layers
     )
 
 

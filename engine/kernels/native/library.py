@@ -69,44 +69,44 @@ class Library:
         does not let this process use its instructions."""
         self.isa = isa
         _refuse_part(path)
-        found = ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(path))
         try:
-            version = found.penstock_version()
+            version = library.penstock_version()
             if version != VERSION:
                 raise OSError(f"{path} is of version {version}, this is {VERSION}: build it again")
-            if refused := found.penstock_refused():
+            if refused := library.penstock_refused():
                 raise OSError(f"the system does not let this process use what {path} needs ({os.strerror(refused)})")
-            self._bind(found)
+            self._bind(library)
         except AttributeError as error:
             raise OSError(f"{path} is not what it should be ({error}): build it again") from error
 
-    def _bind(self, found: ctypes.CDLL) -> None:
-        self.columns: int = found.penstock_columns()
+    def _bind(self, library: ctypes.CDLL) -> None:
+        self.columns: int = library.penstock_columns()
         """The outputs of one panel of packed weights."""
-        self.rounds = bool(found.penstock_rounds())
+        self.rounds = bool(library.penstock_rounds())
         """Whether products with bf16 weights round the rows to bf16 too."""
-        self.fours = bool(found.penstock_fours())
+        self.fours = bool(library.penstock_fours())
         """Whether weights of 4 and 8 bits are packed by fours of inputs, as quantised_amx.h says."""
-        self.paired = bool(found.penstock_paired())
+        self.paired = bool(library.penstock_paired())
         """Whether caches in bf16 may be paired, as paired.h says; storage.py has which."""
-        self.pool = found.penstock_pool
+        self.pool = library.penstock_pool
         self.pool.argtypes, self.pool.restype = [_I, _I], c_void_p
         for name, arguments in _SIGNATURES.items():
-            function = getattr(found, name)
+            function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
-        self.free = found.penstock_free
-        self.pack = found.penstock_pack
-        self.linear = found.penstock_linear
-        self.peaks = found.penstock_peaks
-        self.candidates = found.penstock_candidates
-        self.norm = found.penstock_norm
-        self.norm_heads = found.penstock_norm_heads
-        self.rope_and_write = found.penstock_rope_and_write
-        self.gate = found.penstock_gate
-        self.attention = found.penstock_attention
-        self.route = found.penstock_route
-        self.experts = found.penstock_experts
-        self.layers = found.penstock_layers
+        self.free = library.penstock_free
+        self.pack = library.penstock_pack
+        self.linear = library.penstock_linear
+        self.peaks = library.penstock_peaks
+        self.candidates = library.penstock_candidates
+        self.norm = library.penstock_norm
+        self.norm_heads = library.penstock_norm_heads
+        self.rope_and_write = library.penstock_rope_and_write
+        self.gate = library.penstock_gate
+        self.attention = library.penstock_attention
+        self.route = library.penstock_route
+        self.experts = library.penstock_experts
+        self.layers = library.penstock_layers
 
 
 def _refuse_part(path: Path) -> None:
@@ -152,14 +152,14 @@ def load_library() -> Library | None:
             continue
         path = _FOLDER / f"_{isa}.so"
         try:
-            found = Library(path, isa)
+            library = Library(path, isa)
         except OSError as error:
             note = path.with_suffix(".txt")
             reasons.append(f"{path} was not built: {note.read_text().strip()}" if note.exists() else str(error))
             continue
         if reasons:
             logger.warning("native CPU kernels for %s are taken, there were faster ones: %s", isa, "; ".join(reasons))
-        return found
+        return library
     if not reasons:
         reasons.append(f"they are for x86-64 with AVX2 or more, and this CPU is {platform.machine()} without")
     logger.warning("native CPU kernels cannot be used, torch's are taken, which are slower: %s", "; ".join(reasons))

@@ -27,7 +27,7 @@ class Pages:
     """
 
     def __init__(self, *, large: bool = True) -> None:
-        self._left = torch.empty(0, dtype=torch.uint8)
+        self._unused = torch.empty(0, dtype=torch.uint8)
         self._large = large
         self._small: list[mmap.mmap] = []
 
@@ -36,11 +36,11 @@ class Pages:
         size = prod(shape) * dtype.itemsize
         if size == 0:
             return torch.zeros(shape, dtype=dtype)
-        taken = -(-size // _LINE) * _LINE
-        if taken > len(self._left):
-            self._left = self._chunk(max(taken, _CHUNK))
-        found, self._left = self._left[:size], self._left[taken:]
-        return found.view(dtype).view(shape)
+        rounded = -(-size // _LINE) * _LINE
+        if rounded > len(self._unused):
+            self._unused = self._chunk(max(rounded, _CHUNK))
+        block, self._unused = self._unused[:size], self._unused[rounded:]
+        return block.view(dtype).view(shape)
 
     def enlarge(self) -> None:
         """Take large pages from now on. Where a small one has been written, the system replaces it by and by."""

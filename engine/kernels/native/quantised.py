@@ -55,7 +55,7 @@ def quantised_product(
         together = 4 if library.fours else 2
         ordered = values.view(-1, columns, depth // together, together).transpose(1, 2)
     else:
-        pack = _fours if library.fours else _words
+        pack = _fours if library.fours else _int16_words
         ordered = pack(values.view(-1, columns, depth // 8, 8)).transpose(1, 2)
         zeros = None if weight.zeros is None else _by_panel(weight.zeros.to(torch.int16), columns)
     packed = pages.zeros(*ordered.shape, dtype=ordered.dtype).copy_(ordered)
@@ -84,13 +84,13 @@ def kept_bytes(weight: Int4Weight | Int8Weight) -> int:
     return outputs * inputs // 2 + (4 if weight.zeros is None else 6) * weight.scales.numel()
 
 
-def _words(q: Tensor) -> Tensor:
+def _int16_words(q: Tensor) -> Tensor:
     """Pack numbers [panels, columns, eights, 8] into words, int16 [panels, columns, eights, 2]: the first pair is in
     the lowest bits."""
-    words = torch.zeros(*q.shape[:3], 2, dtype=torch.int32)
+    packed = torch.zeros(*q.shape[:3], 2, dtype=torch.int32)
     for pair in range(4):
-        words |= q[..., 2 * pair : 2 * pair + 2].int() << (4 * pair)
-    return torch.where(words >= 1 << 15, words - (1 << 16), words).to(torch.int16)
+        packed |= q[..., 2 * pair : 2 * pair + 2].int() << (4 * pair)
+    return torch.where(packed >= 1 << 15, packed - (1 << 16), packed).to(torch.int16)
 
 
 def _fours(q: Tensor) -> Tensor:

@@ -77,8 +77,10 @@ def compiling_for(arch: str, cache: Path | None = None) -> Iterator[list[Build]]
     def listener(*, src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
         binary = next(Path(path) for name, path in metadata_group.items() if name.endswith(".cubin"))
         seconds = 0.0 if cache_hit else times.total / 1e6
-        one = Build(src.name, binary.parent.name, cache_hit, seconds, binary, metadata["shared"], metadata["num_warps"])
-        builds.append(one)
+        build = Build(
+            src.name, binary.parent.name, cache_hit, seconds, binary, metadata["shared"], metadata["num_warps"]
+        )
+        builds.append(build)
 
     with knobs.cache.scope(), knobs.compilation.scope():
         if cache is not None:

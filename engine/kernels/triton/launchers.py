@@ -55,8 +55,8 @@ def _put(name: str, code: str) -> None:
             libraries = _nameless(folder)
             built = build._build(name, str(source), folder, [libraries], nvidia.include_dirs, [_DRIVER], [])
         except (RuntimeError, subprocess.CalledProcessError) as error:  # there is no compiler, or it found no headers
-            wanted = "a compiler and Python's headers (Debian, Ubuntu: gcc python3-dev)"
-            raise EngineError(f"Triton compiles its launchers in C, which takes {wanted}: {error}") from error
+            needed = "a compiler and Python's headers (Debian, Ubuntu: gcc python3-dev)"
+            raise EngineError(f"Triton compiles its launchers in C, which takes {needed}: {error}") from error
         cache.put(Path(built).read_bytes(), f"{name}{_SUFFIX}", binary=True)
 
 

@@ -120,8 +120,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return out
     inner, inner_stride = (x.shape[1], x.stride(1)) if x.ndim == 3 else (1, 0)
     block = triton.next_power_of_2(width)
-    taken = narrow_rows(block)
-    rms_norm_kernel[(triton.cdiv(rows, taken),)](
+    rows_each = narrow_rows(block)
+    rms_norm_kernel[(triton.cdiv(rows, rows_each),)](
         x,
         weight,
         out,
@@ -132,8 +132,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         eps,
         WIDTH=width,
         BLOCK=block,
-        ROWS=taken,
-        num_warps=row_warps(block * taken),
+        ROWS=rows_each,
+        num_warps=row_warps(block * rows_each),
     )
     return out
 
@@ -166,8 +166,8 @@ def norm_heads(heads: Tensor, query_weight: Tensor, key_weight: Tensor, kv_heads
     rows = tokens * (count - kv_heads)
     if rows:
         block = triton.next_power_of_2(head_dim)
-        taken = narrow_rows(block)
-        norm_heads_kernel[(triton.cdiv(rows, taken),)](
+        rows_each = narrow_rows(block)
+        norm_heads_kernel[(triton.cdiv(rows, rows_each),)](
             heads,
             query_weight,
             key_weight,
@@ -179,7 +179,7 @@ def norm_heads(heads: Tensor, query_weight: Tensor, key_weight: Tensor, kv_heads
             HEADS=count - kv_heads,
             WIDTH=head_dim,
             BLOCK=block,
-            ROWS=taken,
-            num_warps=row_warps(block * taken),
+            ROWS=rows_each,
+            num_warps=row_warps(block * rows_each),
         )
     return heads

@@ -38,6 +38,6 @@ class AwqMatrix(Stored):
         return Matrix(4, q, self.finite("scales"), beside_middle(zeros, 4), None)
 
 
-def _in_order(words: Tensor) -> Tensor:
-    places = torch.tensor(_PLACES, device=words.device)
-    return unpacked(words, 4, 1).view(len(words), -1, 8).index_select(2, places).flatten(1)
+def _in_order(packed: Tensor) -> Tensor:
+    places = torch.tensor(_PLACES, device=packed.device)
+    return unpacked(packed, 4, 1).view(len(packed), -1, 8).index_select(2, places).flatten(1)

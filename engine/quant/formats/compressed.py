@@ -37,10 +37,10 @@ class PackedMatrix(Stored):
 
     def read(self) -> Matrix:
         bits, places = self.scheme.bits, self.places
-        said = places["weight_shape"].tolist()
-        if said != [self.outputs, self.inputs]:
+        shape = places["weight_shape"].tolist()
+        if shape != [self.outputs, self.inputs]:
             raise ModelError(
-                f"{self.name}.weight_shape is {said}; config.json asks for [{self.outputs}, {self.inputs}]"
+                f"{self.name}.weight_shape is {shape}; config.json asks for [{self.outputs}, {self.inputs}]"
             )
         scales = self.finite("weight_scale").T.contiguous()
         q = unpacked(places["weight_packed"], bits, 1)[:, : self.inputs]

@@ -40,13 +40,13 @@ class Fp8Matrix(Quantised):
         return None
 
     def stacked_on(self, others: Sequence[Quantised]) -> Fp8Matrix | None:
-        alike = [one for one in others if isinstance(one, Fp8Matrix) and one.block == self.block]
+        alike = [other for other in others if isinstance(other, Fp8Matrix) and other.block == self.block]
         if len(alike) < len(others):
             return None
         all_ = [self, *alike]
         # Joined as bytes, because not every device can join 8-bit floats.
-        values = torch.cat([one.values.view(torch.uint8) for one in all_]).view(self.values.dtype)
-        return Fp8Matrix(values, torch.cat([one.scales for one in all_]), self.block)
+        values = torch.cat([matrix.values.view(torch.uint8) for matrix in all_]).view(self.values.dtype)
+        return Fp8Matrix(values, torch.cat([matrix.scales for matrix in all_]), self.block)
 
 
 class Fp8Stored(Stored):

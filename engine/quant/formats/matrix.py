@@ -21,8 +21,8 @@ class Quantised(ABC):
 
     def on(self, device: torch.device) -> Self:
         """A copy with every tensor on `device`."""
-        held = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: one.to(device) for name, one in held.items() if isinstance(one, Tensor)})
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)})
 
     @abstractmethod
     def prepare(self, kernels: Kernels, bias: Tensor | None) -> PreparedLinear:
@@ -87,15 +87,17 @@ class Matrix(Quantised):
         return torch.empty_like(sorted_).index_copy_(1, self.order, sorted_)
 
     def stacked_on(self, others: Sequence[Quantised]) -> Matrix | None:
-        alike = [one for one in others if isinstance(one, Matrix) and self._is_like(one)]
+        alike = [other for other in others if isinstance(other, Matrix) and self._is_like(other)]
         if len(alike) < len(others):
             return None
         all_ = [self, *alike]
-        zeros = None if self.zeros is None else torch.cat([one.zeros for one in all_ if one.zeros is not None], 1)
+        zeros = (
+            None if self.zeros is None else torch.cat([matrix.zeros for matrix in all_ if matrix.zeros is not None], 1)
+        )
         return Matrix(
             self.bits,
-            torch.cat([one.q for one in all_]),
-            torch.cat([one.scales for one in all_], 1),
+            torch.cat([matrix.q for matrix in all_]),
+            torch.cat([matrix.scales for matrix in all_], 1),
             zeros,
             self.order,
         )

@@ -51,10 +51,10 @@ def read_scheme(config: Config) -> Scheme | None:
     """Read the scheme. None if the checkpoint is not quantised. Raises ModelError naming an unsupported setting."""
     if "quantization_config" not in config:
         return None
-    given = config.get("quantization_config")
-    if not isinstance(given, dict):
+    value = config.get("quantization_config")
+    if not isinstance(value, dict):
         raise config.wrong("quantization_config", "must be an object")
-    section = Config(given, _WITHIN)
+    section = Config(value, _WITHIN)
     method = section.text("quant_method")
     if method not in _METHODS:
         raise section.wrong("quant_method", f"is not supported; {', '.join(_METHODS)} are")
@@ -103,24 +103,24 @@ def _fp8(section: Config) -> Scheme:
 
 def _compressed(section: Config) -> Scheme:
     groups = section.get("config_groups")
-    if not isinstance(groups, dict) or not groups or not all(isinstance(one, dict) for one in groups.values()):
+    if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
         raise section.wrong("config_groups", "must be an object of at least one group")
-    heads = [one for one in groups.values() if is_of_head(one.get("targets"))]
-    others = [one for one in groups.values() if one not in heads]
+    heads = [group for group in groups.values() if is_of_head(group.get("targets"))]
+    others = [group for group in groups.values() if group not in heads]
     main = _of_groups(section, others or heads)
     return replace(main, head=_of_groups(section, heads)) if heads and others else main
 
 
 def _of_groups(section: Config, groups: list[dict[str, Any]]) -> Scheme:
-    settings: list[Any] = [one.get("weights") for one in groups]
-    if not isinstance(settings[0], dict) or any(one != settings[0] for one in settings):
+    settings: list[Any] = [group.get("weights") for group in groups]
+    if not isinstance(settings[0], dict) or any(weights != settings[0] for weights in settings):
         raise section.wrong(
             "config_groups", "is not supported: all matrices but the head and the embedding must be quantised alike"
         )
     stored = section.text("format")
     if stored not in _COMPRESSED:
         raise section.wrong("format", f"is not supported; {', '.join(_COMPRESSED)} are")
-    if _COMPRESSED[stored] == "packed" and any(one.get("input_activations") for one in groups):
+    if _COMPRESSED[stored] == "packed" and any(group.get("input_activations") for group in groups):
         raise section.wrong("config_groups", "is not supported: activations of packed weights are not quantised")
     weights = Config(settings[0], f"{_WITHIN}weights ")
     bits, strategy = weights.integer("num_bits"), weights.text("strategy", "tensor")
@@ -162,7 +162,7 @@ def _group(section: Config, name: str) -> int | None:
 def _block(section: Config, name: str) -> tuple[int, int] | None:
     if name not in section:
         return None
-    given = section.get(name)
-    if not isinstance(given, list) or len(given) != 2 or not all(type(one) is int and one > 0 for one in given):
+    sizes = section.get(name)
+    if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
         raise section.wrong(name, "must be two sizes")
-    return given[0], given[1]
+    return sizes[0], sizes[1]

@@ -69,9 +69,9 @@ class Stored(ABC):
         return scales
 
 
-def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
-    """Unpack the numbers of `bits` bits in int32 `words`, lowest bits first, along `dim` of two. Returns uint8."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
-    apart = words.unsqueeze(dim + 1) >> shifts.view(-1, 1) if dim == 0 else words.unsqueeze(2) >> shifts
+def unpacked(packed: Tensor, bits: int, dim: int) -> Tensor:
+    """Unpack the numbers of `bits` bits in int32 `packed`, lowest bits first, along `dim` of two. Returns uint8."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
+    apart = packed.unsqueeze(dim + 1) >> shifts.view(-1, 1) if dim == 0 else packed.unsqueeze(2) >> shifts
     flat: Tensor = (apart & (2**bits - 1)).to(torch.uint8).flatten(dim, dim + 1)
     return flat

@@ -42,15 +42,15 @@ class Comparison:
 @torch.inference_mode()
 def compare(before: Decoder, after: Decoder, windows: Sequence[Sequence[int]]) -> Comparison:
     """Compare two models over windows of token ids. Raises ModelError if a model's logits are not finite."""
-    found = []
+    judged = []
     for window in windows:
         following = torch.tensor(window[1:], device=before.device)
         states = hidden(before, [window])[:-1], hidden(after, [window])[:-1]
-        for parts in zip(*(torch.split(one, _ROWS) for one in (*states, following)), strict=True):
+        for parts in zip(*(torch.split(tensor, _ROWS) for tensor in (*states, following)), strict=True):
             logits = _finite(before.logits(parts[0])), _finite(after.logits(parts[1]))
-            shares = zip(*(torch.split(one, _TOGETHER) for one in (*logits, parts[2])), strict=True)
-            found += [_judged(p.log_softmax(-1), q.log_softmax(-1), ids) for p, q, ids in shares]
-    before_loss, loss, divergence, agreement = torch.cat(found).double().cpu().unbind(1)
+            shares = zip(*(torch.split(tensor, _TOGETHER) for tensor in (*logits, parts[2])), strict=True)
+            judged += [_judged(p.log_softmax(-1), q.log_softmax(-1), ids) for p, q, ids in shares]
+    before_loss, loss, divergence, agreement = torch.cat(judged).double().cpu().unbind(1)
     return Comparison(
         tokens=len(divergence),
         perplexity_before=math.exp(before_loss.mean()),

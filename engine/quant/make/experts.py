@@ -35,7 +35,7 @@ def rows_of(expert: int, logits: Tensor, chosen: Tensor, least: int) -> Tensor:
 
     `logits`: the router's, [rows, experts]. `chosen`: int64 [rows, chosen].
     """
-    own = (chosen == expert).any(1)
+    routed = (chosen == expert).any(1)
     likely = logits.float().softmax(-1)[:, expert]
-    order = torch.where(own, likely + 1, likely).argsort(descending=True, stable=True)
-    return order[: max(int(own.sum()), least)].sort().values
+    order = torch.where(routed, likely + 1, likely).argsort(descending=True, stable=True)
+    return order[: max(int(routed.sum()), least)].sort().values

@@ -27,14 +27,14 @@ class Writer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._held: dict[str, Tensor] = {}
+        self._pending: dict[str, Tensor] = {}
         self._weight_map: dict[str, str] = {}
         self._bytes = self._total = 0
 
     def put(self, name: str, tensor: Tensor) -> None:
         if self._bytes and self._bytes + tensor.nbytes > _FULL:
             self._flush()
-        self._held[name] = tensor.contiguous().cpu()
+        self._pending[name] = tensor.contiguous().cpu()
         self._bytes += tensor.nbytes
         self._total += tensor.nbytes
 
@@ -49,12 +49,12 @@ class Writer:
         (self._folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     def _flush(self) -> None:
-        if not self._held:
+        if not self._pending:
             return
         name = _shard(len(set(self._weight_map.values())) + 1)
-        _save(self._held, self._folder / name)
-        self._weight_map |= dict.fromkeys(self._held, name)
-        self._held, self._bytes = {}, 0
+        _save(self._pending, self._folder / name)
+        self._weight_map |= dict.fromkeys(self._pending, name)
+        self._pending, self._bytes = {}, 0
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:

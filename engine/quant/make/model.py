@@ -187,11 +187,11 @@ class _Making:
 
     def finish(self, settings: dict[str, Any]) -> None:
         """Write what is not quantised, and config.json: `settings` with the description of what is."""
-        rest = {name: found for name, found in self._stored.items() if name not in self._done}
-        for name, found in rest.items():
-            self._writer.put(name, _read(found, torch.device("cpu")))
+        unchanged = {name: located for name, located in self._stored.items() if name not in self._done}
+        for name, located in unchanged.items():
+            self._writer.put(name, _read(located, torch.device("cpu")))
         recipe = self._recipe
-        others = {name.removesuffix(".weight") for name, found in rest.items() if _may_be_matrix(name, found)}
+        others = {name.removesuffix(".weight") for name, located in unchanged.items() if _may_be_matrix(name, located)}
         ignored = others if recipe.head is not None else {"lm_head"} | others
         config = quantization_config(recipe.bits, recipe.group, sorted(ignored), recipe.head)
         self._writer.finish(settings | {"quantization_config": config})
@@ -217,11 +217,11 @@ def _with_group(recipe: Recipe, linears: Sequence[Linear]) -> Recipe:
     return replace(recipe, group=fitting[0])
 
 
-def _read(found: Found, device: torch.device) -> Tensor:
-    with safe_open(found.path, framework="pt") as file:
-        return read(file, found).to(device)
+def _read(located: Found, device: torch.device) -> Tensor:
+    with safe_open(located.path, framework="pt") as file:
+        return read(file, located).to(device)
 
 
-def _may_be_matrix(name: str, found: Found) -> bool:
+def _may_be_matrix(name: str, located: Found) -> bool:
     """Whether a reader would take this tensor, which is not quantised, for a quantised matrix by its shape and name."""
-    return name.endswith(".weight") and len(found.stored.shape) == 2 and "embed" not in name
+    return name.endswith(".weight") and len(located.stored.shape) == 2 and "embed" not in name

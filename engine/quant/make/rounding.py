@@ -76,15 +76,15 @@ def _scales(weight: Tensor, importance: Tensor, grid: Grid) -> Tensor:
     low, high = grouped.amin(-1), grouped.amax(-1)
     widest = torch.maximum(-low / middle, high / (middle - 1))
     best = torch.full_like(widest, math.inf)
-    found = torch.ones_like(widest)
+    scales = torch.ones_like(widest)
     for shrink in _SHRINKS:
         scale = (widest * shrink).to(grid.dtype).float()
         scale = torch.where(scale > 0, scale, 1.0)
         rounded = (grouped / scale[..., None]).round_().clamp_(-middle, middle - 1).mul_(scale[..., None])
         error = (rounded.sub_(grouped).square_() * weights).sum(-1)
         better = error < best
-        best, found = torch.where(better, error, best), torch.where(better, scale, found)
-    return found.to(grid.dtype)
+        best, scales = torch.where(better, error, best), torch.where(better, scale, scales)
+    return scales.to(grid.dtype)
 
 
 def _rounded(weight: Tensor, scales: Tensor, grid: Grid) -> Matrix:

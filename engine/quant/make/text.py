@@ -17,15 +17,15 @@ def windows(tokenizer: Tokenizer, texts: Iterable[str], tokens: int, context: in
     with the tokenizer's BOS token if it has one."""
     first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     length = min(LONGEST, context) - len(first)
-    found: list[list[int]] = []
-    left = tokens
+    pieces: list[list[int]] = []
+    remaining = tokens
     for text in texts:
         ids = tokenizer.encode(text, add_special_tokens=False)
         for start in range(0, len(ids), length):
-            part = ids[start : start + min(length, left)]
+            part = ids[start : start + min(length, remaining)]
             if len(part) >= min(_SHORTEST, length):
-                found.append(first + part)
-                left -= len(part)
-            if left < _SHORTEST:
-                return found
-    return found
+                pieces.append(first + part)
+                remaining -= len(part)
+            if remaining < _SHORTEST:
+                return pieces
+    return pieces

@@ -49,7 +49,9 @@ class ConfinedTemplate:
         """
         if "developer" not in self.source.text:
             # `developer` is OpenAI's newer name of the role. Nearly all templates know only the older one.
-            messages = [{**one, "role": "system"} if one.get("role") == "developer" else one for one in messages]
+            messages = [
+                {**message, "role": "system"} if message.get("role") == "developer" else message for message in messages
+            ]
         request = {
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,

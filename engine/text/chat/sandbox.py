@@ -21,16 +21,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 def environment() -> ImmutableSandboxedEnvironment:
     """Make a new environment."""
-    made = ImmutableSandboxedEnvironment(
+    sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
-    made.filters["tojson"] = _tojson
-    made.globals["raise_exception"] = _raise_exception
-    made.globals["strftime_now"] = _strftime_now
-    made.globals["namespace"] = _Namespace
+    sandbox.filters["tojson"] = _tojson
+    sandbox.globals["raise_exception"] = _raise_exception
+    sandbox.globals["strftime_now"] = _strftime_now
+    sandbox.globals["namespace"] = _Namespace
     # The class itself would give templates more than they need.
-    made.globals["dict"] = _Dict()
-    return made
+    sandbox.globals["dict"] = _Dict()
+    return sandbox
 
 
 class _GenerationTag(Extension):
@@ -50,8 +50,8 @@ class _Namespace(jinja2.utils.Namespace):
 
     # Declared like jinja2's own, because the names may include "self".
     def __init__(*args: Any, **kwargs: Any) -> None:
-        self, *given = args
-        attributes = dict(*given, **kwargs)
+        self, *arguments = args
+        attributes = dict(*arguments, **kwargs)
         for name in attributes:
             _check(name)
         super(_Namespace, self).__init__(attributes)

@@ -68,7 +68,7 @@ class TemplateSource:
             return cls(text, _special_tokens(config))
         entry, with_tools = config.get("chat_template"), None
         if isinstance(entry, list):
-            named = {one.get("name"): one.get("template") for one in entry if isinstance(one, dict)}
+            named = {template.get("name"): template.get("template") for template in entry if isinstance(template, dict)}
             entry, with_tools = named.get("default"), named.get("tool_use")
         if entry is None:
             return None
@@ -123,14 +123,14 @@ class ChatTemplate:
         Raises RequestError if the template refuses the messages or fails on them, and ModelError if the template tries
         something that the sandbox forbids.
         """
-        given: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens, **variables}
-        given |= {"messages": [_reasoning_by_all_names(message) for message in messages]}
-        given = _plain(given | {"add_generation_prompt": add_generation_prompt})
+        context: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens, **variables}
+        context |= {"messages": [_reasoning_by_all_names(message) for message in messages]}
+        context = _plain(context | {"add_generation_prompt": add_generation_prompt})
         if now is not None:
-            given["strftime_now"] = datetime.fromtimestamp(now, UTC).strftime
-        final = self._mark(given["messages"]) if continue_final_message else None
+            context["strftime_now"] = datetime.fromtimestamp(now, UTC).strftime
+        final = self._mark(context["messages"]) if continue_final_message else None
         try:
-            text = (self._with_tools if given["tools"] else self._template).render(given)
+            text = (self._with_tools if context["tools"] else self._template).render(context)
         except SecurityError as error:
             raise ModelError(f"the model's chat template was stopped: {error}") from error
         except MemoryError:

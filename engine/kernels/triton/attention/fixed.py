@@ -272,9 +272,9 @@ class FixedAttention:
         rows = max(rows, triton.next_power_of_2(share))
         queries, sequences = rows // share, len(batch.kv_lens)
         count = tokens // queries + sequences + 1
-        seen = batch.most_places if batch.window is None else min(batch.most_places, batch.window + queries)
+        visible = batch.most_places if batch.window is None else min(batch.most_places, batch.window + queries)
         # A table may begin within a part.
-        parts = -(-seen // SPLIT) + (batch.window is not None)
+        parts = -(-visible // SPLIT) + (batch.window is not None)
         apart = 1 < parts <= _SCRATCH_ROWS // (rows * count * kv_heads) and count * kv_heads < self._enough
         scales = (scale * _LOG2_E, 0.0) if softcap is None else (2 * _LOG2_E * scale / softcap, softcap * _LOG2_E)
         shape = {
@@ -286,14 +286,14 @@ class FixedAttention:
             "SPLIT": SPLIT,
             "WINDOWED": batch.window is not None,
         }
-        about = (batch.query_starts, batch.kv_lens, batch.positions, sums, states)
+        metadata = (batch.query_starts, batch.kv_lens, batch.positions, sums, states)
         attend_fixed[(count, kv_heads, parts if apart else 1)](
             out,
             query,
             *cache.unbind(),
             batch.tables,
             batch.table_rows,
-            *about,
+            *metadata,
             query.stride(0),
             batch.tables.stride(0),
             tokens,
@@ -310,6 +310,6 @@ class FixedAttention:
         )
         if apart:
             join_fixed[(count, kv_heads)](
-                out, *about, tokens, sequences, batch.window or 0, parts, **shape, num_warps=warps
+                out, *metadata, tokens, sequences, batch.window or 0, parts, **shape, num_warps=warps
             )
         return out

@@ -157,7 +157,7 @@ def launches(
     decode = _DECODE[kind].with_rows_for(share)
     prefill = (_PREFILL if shared >= _SHARED else _SMALL_PREFILL)[kind].with_rows_for(share)
     few = decode.rows // share
-    made = []
+    planned = []
     for tiles in (decode,) if most_queries <= few else (decode, prefill):
         decodes, queries = tiles is decode, tiles.rows // share
         if not decodes:
@@ -185,8 +185,8 @@ def launches(
         parts = division.parts
         grid = (kv_heads, count, parts) if decodes else (count, kv_heads, parts)
         join_grid = (count, min(queries, most_queries) * share, kv_heads) if parts > 1 else None
-        made.append(Launch(grid, join_grid, division, constants, tiles.warps))
-    return tuple(made)
+        planned.append(Launch(grid, join_grid, division, constants, tiles.warps))
+    return tuple(planned)
 
 
 class PagedAttention:
@@ -197,7 +197,7 @@ class PagedAttention:
 
     def __init__(self, multiprocessors: int | None = None) -> None:
         """`multiprocessors`: the number to divide walks for; None asks the GPU."""
-        self._asked = multiprocessors
+        self._requested = multiprocessors
         self._scratch: Tensor | None = None
         self._limits = (0, 0)
 
@@ -290,7 +290,7 @@ class PagedAttention:
         if self._scratch is None or self._scratch.device != device or len(self._scratch) < size + 2 * _SCRATCH_ROWS:
             self._scratch = torch.empty(size + 2 * _SCRATCH_ROWS, dtype=torch.float32, device=device)
             multiprocessors, shared = _limits()
-            self._limits = (self._asked or multiprocessors, shared)
+            self._limits = (self._requested or multiprocessors, shared)
         return self._scratch[:size], self._scratch[size:]
 
 
@@ -298,5 +298,5 @@ def _limits() -> tuple[int, int]:
     """The multiprocessors of the GPU that kernels are for, and the most bytes of shared memory of a block."""
     if not isinstance(attend, triton.JITFunction):
         return _MULTIPROCESSORS, _SHARED
-    found = driver.active.utils.get_device_properties(driver.active.get_current_device())
-    return found.get("multiprocessor_count", _MULTIPROCESSORS), found["max_shared_mem"]
+    properties = driver.active.utils.get_device_properties(driver.active.get_current_device())
+    return properties.get("multiprocessor_count", _MULTIPROCESSORS), properties["max_shared_mem"]

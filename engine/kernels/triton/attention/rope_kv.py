@@ -107,8 +107,8 @@ def _size(x):
 def tile(head_dim: int, rotary_dim: int, heads: int) -> tuple[int, int, int]:
     """The sizes (HALF_BLOCK, REST_BLOCK, HEADS) of a program, for `heads` heads of queries, keys and values."""
     half = triton.next_power_of_2(rotary_dim // 2)
-    rest = triton.next_power_of_2(head_dim - rotary_dim) if head_dim > rotary_dim else 0
-    return half, rest, min(max(1, _PAIRS // half), triton.next_power_of_2(heads))
+    unrotated = triton.next_power_of_2(head_dim - rotary_dim) if head_dim > rotary_dim else 0
+    return half, unrotated, min(max(1, _PAIRS // half), triton.next_power_of_2(heads))
 
 
 def rope_and_write(heads: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor, kind: int = PLAIN) -> Tensor:
@@ -125,7 +125,7 @@ def rope_and_write(heads: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots
     queries = count - 2 * kv_heads
     if tokens:
         rotary_dim = cos.shape[-1]
-        half, rest, together = tile(head_dim, rotary_dim, count)
+        half, unrotated, together = tile(head_dim, rotary_dim, count)
         rope_kv_kernel[(tokens, triton.cdiv(count, together))](
             heads,
             cos,
@@ -140,7 +140,7 @@ def rope_and_write(heads: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, slots
             HEAD_DIM=head_dim,
             ROTARY_DIM=rotary_dim,
             HALF_BLOCK=half,
-            REST_BLOCK=rest,
+            REST_BLOCK=unrotated,
             HEADS=together,
             WIDTH=cache.shape[4],
             KIND=kind,

@@ -153,8 +153,8 @@ def product_sum_kernel(
 
 def parts_of(outputs: int, rounds: int) -> tuple[int, int]:
     """Returns (parts of the sum over the inputs, rounds of each part)."""
-    wanted = -(-_PROGRAMS // -(-outputs // OUTPUTS))
-    each = max(_LEAST_ROUNDS, -(-rounds // wanted))
+    parts = -(-_PROGRAMS // -(-outputs // OUTPUTS))
+    each = max(_LEAST_ROUNDS, -(-rounds // parts))
     return -(-rounds // each), each
 
 

@@ -58,8 +58,8 @@ INT8_TILINGS = (Tiling(16, 128, 4, 4), Tiling(32, 128, 8, 4), Tiling(64, 128, 8,
 
 def splits(outputs: int, tiles: int) -> int:
     """The number of parts of the sum over the inputs."""
-    wanted = -(-_PROGRAMS // -(-outputs // _SPLIT_OUTPUTS))
-    each = max(_LEAST_TILES, -(-tiles // wanted))
+    parts = -(-_PROGRAMS // -(-outputs // _SPLIT_OUTPUTS))
+    each = max(_LEAST_TILES, -(-tiles // parts))
     return -(-tiles // each)
 
 
