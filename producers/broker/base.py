@@ -27,8 +27,8 @@ from producers.broker.values import (
     Standing,
     Waiting,
 )
-from producers.connection.alive import Observation
 from producers.connection.storage import Storage
+from producers.contract.leases import Observation
 from producers.contract.message import Message
 from producers.errors import PenstockError
 

@@ -14,6 +14,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 
 from producers.client.aio import AsyncClient
+from producers.client.reader_leases import ReaderLeases
 from producers.connection.addresses import networks
 from producers.connection.turns import Turns
 from producers.gateway import health, keys, metrics, models, pages, tenants, usage, webhooks
@@ -53,7 +54,6 @@ from producers.store.usage.prices import Prices
 from producers.store.usage.report import Reports
 from producers.store.waiting import Bounds
 from producers.sweeper import sweeper
-from producers.sweeper.reader_leases import ReaderLeases
 
 #: Most bytes of large bodies in memory at once, until they are parsed, and of one tenant.
 BODY_BYTES: Final = (1 << 30, 1 << 28)

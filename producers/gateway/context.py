@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from starlette.requests import HTTPConnection
 
 from producers.client.aio import AsyncClient
+from producers.client.reader_leases import ReaderLeases
 from producers.connection.turns import Turns
 from producers.gateway.admission.accounts import Accounts
 from producers.gateway.admission.authentication import Callers
@@ -24,7 +25,6 @@ from producers.gateway.text.templates import Templates
 from producers.store.blobs import Blobs
 from producers.store.usage.prices import Prices
 from producers.store.usage.report import Reports
-from producers.sweeper.reader_leases import ReaderLeases
 
 
 @dataclass(frozen=True, slots=True)

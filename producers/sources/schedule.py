@@ -17,6 +17,7 @@ from typing import Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
+from producers.client.leader import Leadership
 from producers.client.operations import stored, submit_as
 from producers.client.steps import Read, Steps, once, persistently
 from producers.connection.script import seconds
@@ -27,7 +28,6 @@ from producers.sources.cron import Cron, stamp
 from producers.sources.source import Context, Source, SourceSettings
 from producers.store import idempotency
 from producers.store.protocol import swap
-from producers.sweeper.leader import Leadership
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from typing import Final
 
+from producers.client.leader import Leadership
 from producers.connection.trouble import said
-from producers.sweeper.leader import Leadership
 
 #: Silence (s) of the store, beside the lease, after which a sweeper is not ready.
 SILENT_S: Final = 10.0

@@ -26,6 +26,9 @@ from typing import Any, Final
 from producers.backup.journal import EVERY_S as JOURNAL_EVERY_S
 from producers.backup.journal import Journal
 from producers.client.aio import AsyncClient
+from producers.client.leader import LEASE_S as LEADER_LEASE_S
+from producers.client.leader import Leadership
+from producers.client.reader_leases import LapsedReaders
 from producers.client.steps import FAILURES, Steps
 from producers.connection.local import FILES_DIR
 from producers.connection.log_throttle import warn_throttled
@@ -49,15 +52,12 @@ from producers.sweeper.condition import Condition
 from producers.sweeper.deadlines import expire_late
 from producers.sweeper.erased import erase
 from producers.sweeper.files import remove_files
-from producers.sweeper.leader import LEASE_S as LEADER_LEASE_S
-from producers.sweeper.leader import Leadership
 from producers.sweeper.outbox import DEAD_KEPT_S, DELIVERED_KEPT_S, UNTAKEN_S
 from producers.sweeper.outbox import sweep as trim_outbox
 from producers.sweeper.queues.orphaned import PATIENCE_S as ORPHANED_AFTER_S
 from producers.sweeper.queues.orphaned import OrphanedQueues
 from producers.sweeper.queues.retired_pools import RETIRE_AFTER_S, RetiredPools
 from producers.sweeper.queues.unserved import UNSERVED_AFTER_S, UnservedTasks
-from producers.sweeper.reader_leases import LapsedReaders
 from producers.sweeper.stale import LETTERS_KEPT_S, UNNEEDED_S, Stale
 from producers.sweeper.unsettled import AGE_MS as ORPHAN_MS
 from producers.sweeper.unsettled import Orphans

@@ -17,9 +17,9 @@ from typing import Any
 from redis import Redis
 
 from engine.plan import StepWork
-from producers.connection.alive import Seen, join, observe
 from producers.connection.script import run
 from producers.contract import keys
+from producers.contract.leases import Liveness, join, observe
 from producers.store import protocol
 from tests.processes import valkey
 from workers.breaker.figures import SLICES, Figures, Window
@@ -87,7 +87,7 @@ def main() -> None:
         looked_at = ring[1 : 1 + LOOKED_AT]
         found = observe(redis, ring[0], looked_at)
         assert found is not None
-        assert found.others == dict.fromkeys(looked_at, Seen.LIVES)
+        assert found.others == dict.fromkeys(looked_at, Liveness.LIVES)
         counts = [("GET", keys.JOINS)] * len(names)
         joins = [join(name) for name in names]
         run(redis, joins[0])

@@ -19,12 +19,12 @@ from producers import AsyncClient
 from producers.broker.redis import calls as broker
 from producers.broker.redis import keys as broker_keys
 from producers.broker.sqs import keys as sqs_keys
+from producers.client.reader_leases import hold
 from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
 from producers.gateway.batches.endpoints import LineEndpoints
 from producers.store import batches, files, inbox, outbox, protocol
-from producers.sweeper.reader_leases import hold
 from producers.sweeper.sweeper import SweeperSettings, lead
 from producers.sweeper.usage import Ages
 from tests.producers.conftest import POOL, QUEUE

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 from redis import ConnectionPool, Redis
 
-from producers.connection.alive import Seen, end, join, look, observe, read_look, read_retract, retract
 from producers.connection.script import run
 from producers.contract import keys
+from producers.contract.leases import Liveness, end, join, look, observe, read_look, read_retract, retract
 from producers.store import protocol
 from tests.protocol.server import Server
 
@@ -28,7 +28,7 @@ def server(valkey: Redis) -> Iterator[Server]:
     made.close()
 
 
-def seen(server: Server, *others: str, since: int = 0) -> dict[str, Seen] | None:
+def seen(server: Server, *others: str, since: int = 0) -> dict[str, Liveness] | None:
     return read_look(run(server.redis, look("me", others, since)), others)
 
 
@@ -39,7 +39,7 @@ def renew(server: Server, *incs: str) -> None:
 
 def test_silent_is_who_said_that_it_listens_and_does_not(server: Server) -> None:
     found = seen(server, "dead", "well", "old", "gone")
-    assert found == {"dead": Seen.SILENT, "well": Seen.LIVES, "old": Seen.LIVES, "gone": Seen.GONE}
+    assert found == {"dead": Liveness.SILENT, "well": Liveness.LIVES, "old": Liveness.LIVES, "gone": Liveness.GONE}
 
 
 def test_a_looker_that_is_not_heard_sees_nobody(server: Server) -> None:
@@ -52,11 +52,11 @@ def test_a_looker_that_is_not_heard_sees_nobody(server: Server) -> None:
 def test_a_renewal_tells_what_the_server_hears_then(server: Server) -> None:
     """It has lost its connection, and lives; then it listens again."""
     run(server.redis, protocol.lease("dead", POOL, '{"worker": "w"}', 60_000, take=False))
-    assert seen(server, "dead") == {"dead": Seen.LIVES}
+    assert seen(server, "dead") == {"dead": Liveness.LIVES}
     server.hear("dead", True)
     run(server.redis, protocol.lease("dead", POOL, '{"worker": "w"}', 60_000, take=False))
     server.hear("dead", False)
-    assert seen(server, "dead") == {"dead": Seen.SILENT}
+    assert seen(server, "dead") == {"dead": Liveness.SILENT}
 
 
 def test_end_takes_the_silent_alone_and_its_worker_can_tell(server: Server) -> None:
@@ -76,8 +76,8 @@ def test_who_has_joined_judges_what_leases_say_since_then(server: Server) -> Non
     renew(server, "well")
     for inc in ("dead", "well"):
         server.hear(inc, False)
-    assert seen(server, "dead", "well", since=since) == {"dead": Seen.LIVES, "well": Seen.SILENT}
-    assert seen(server, "dead", "well") == {"dead": Seen.SILENT, "well": Seen.SILENT}
+    assert seen(server, "dead", "well", since=since) == {"dead": Liveness.LIVES, "well": Liveness.SILENT}
+    assert seen(server, "dead", "well") == {"dead": Liveness.SILENT, "well": Liveness.SILENT}
     assert run(server.redis, end("dead", "me", since)) == 0
     assert run(server.redis, end("well", "me", since)) == 1
     assert run(server.redis, end("dead", "me")) == 1
@@ -86,8 +86,8 @@ def test_who_has_joined_judges_what_leases_say_since_then(server: Server) -> Non
 def test_a_lease_of_a_release_that_counts_no_joins_says_nothing_to_the_young(server: Server) -> None:
     since = run(server.redis, join("me"))
     server.redis.set(keys.lease("dead"), '{"worker": "w","listens":true}')
-    assert seen(server, "dead", since=since) == {"dead": Seen.LIVES}
-    assert seen(server, "dead") == {"dead": Seen.SILENT}
+    assert seen(server, "dead", since=since) == {"dead": Liveness.LIVES}
+    assert seen(server, "dead") == {"dead": Liveness.SILENT}
 
 
 def test_each_join_is_above_those_before_and_nobody_joins_unheard(server: Server) -> None:
@@ -97,7 +97,7 @@ def test_each_join_is_above_those_before_and_nobody_joins_unheard(server: Server
     assert int(server.redis.get(keys.JOINS)) == second
     found = observe(server.redis, "me", ["well"])
     assert found is not None
-    assert (found.joins, found.others) == (second, {"well": Seen.LIVES})
+    assert (found.joins, found.others) == (second, {"well": Liveness.LIVES})
 
 
 def test_a_count_that_was_lost_alone_goes_on_above_what_leases_say(server: Server) -> None:
@@ -108,7 +108,7 @@ def test_a_count_that_was_lost_alone_goes_on_above_what_leases_say(server: Serve
         pass
     since = run(server.redis, join("me"))
     server.hear("well", False)
-    assert seen(server, "well", since=since) == {"well": Seen.LIVES}
+    assert seen(server, "well", since=since) == {"well": Liveness.LIVES}
 
 
 def test_a_user_who_may_not_ask_is_never_heard(server: Server) -> None:

@@ -20,8 +20,8 @@ from producers.broker.memory.server import Delayed
 from producers.broker.redis import calls as broker
 from producers.broker.redis import keys as broker_keys
 from producers.broker.values import Credit
-from producers.connection import alive
 from producers.contract import keys
+from producers.contract import leases as lease_protocol
 from tests.histories import examples
 from tests.protocol.broker import AGEING_MS, BITE, CAPACITY, INCS, LIMIT, LISTS, PLAIN_TOKENS, QUEUES, RULES, BrokerPair
 from tests.protocol.broker_histories import run_histories
@@ -204,9 +204,9 @@ class BrokerMachine(BrokerPair):
         joined = joined if looks.counts_joins else "long ago"
         self.server.hear(inc, not mute)
         self.server.hear(looker, True)
-        since = self.server.run(looks.of(alive).join(looker)) if joined == "before" else 0
+        since = self.server.run(looks.of(lease_protocol).join(looker)) if joined == "before" else 0
         self.lease(inc, False, "")
-        since = self.server.run(looks.of(alive).join(looker)) if joined == "after" else since
+        since = self.server.run(looks.of(lease_protocol).join(looker)) if joined == "after" else since
         self.server.hear(inc, heard)
         self.server.hear(looker, looker_heard)
         told = joined == "long ago" or (joined == "before" and leases.counts_joins)
@@ -239,7 +239,7 @@ class BrokerMachine(BrokerPair):
     @precondition(lambda self: self.raised)
     def retract(self, inc: str) -> None:
         """Its worker lives: what was counted is taken back, once."""
-        said = self.acts(inc).of(alive)
+        said = self.acts(inc).of(lease_protocol)
 
         def step() -> None:
             found = said.read_retract(self.server.run(said.retract(inc, broker_keys.REAPED)))

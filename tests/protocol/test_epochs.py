@@ -7,9 +7,9 @@ import random
 import pytest
 from redis import Redis
 
+from producers.client import leader
 from producers.contract import keys
 from producers.store import epoch, protocol
-from producers.sweeper import leader
 from tests.protocol.model import epochs as model
 from tests.protocol.server import Mutant, Server
 

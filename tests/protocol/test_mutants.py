@@ -8,7 +8,7 @@ import pytest
 from redis import Redis
 
 from producers.broker.redis import calls as broker
-from producers.connection import alive
+from producers.contract import leases
 from producers.store import protocol
 from tests.exhaustive import one_of_each
 from tests.protocol.server import Mutant, notices
@@ -267,7 +267,7 @@ ALIVE = {
 
 @pytest.mark.parametrize("broken", ALIVE)
 def test_a_broken_script_of_the_living_is_noticed(broken: str, valkey: Redis) -> None:
-    notices(check_broker, valkey, Mutant(alive.PACKAGE, *ALIVE[broken]), examples=100, steps=40)
+    notices(check_broker, valkey, Mutant(leases.PACKAGE, *ALIVE[broken]), examples=100, steps=40)
 
 
 @pytest.mark.parametrize("broken", one_of_each(itemgetter(0), BROKER))

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 from redis import Redis
 
+from producers.client import reader_leases
 from producers.connection.script import text
 from producers.contract import keys
 from producers.store import protocol
-from producers.sweeper import reader_leases
 from tests.exhaustive import one_of_each
 from tests.histories import examples
 from tests.protocol.model import ALL, scripts

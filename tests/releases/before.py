@@ -16,6 +16,8 @@ from tests.processes import ROOT, guarded
 
 (WHEEL,) = Path(__file__).parent.glob("*.whl")
 NATIVE = Path("engine/kernels/native")
+#: Modules by their name in this release -> in the release before.
+MOVED = {"producers.contract.leases": "producers.connection.alive"}
 
 #: Calls functions by name, with values that came by pickle: of its own release's classes, and so are the answers.
 SERVE = """
@@ -80,4 +82,5 @@ class Functions:
         self._before, self._module = before, module
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: self._before.call(self._module.__name__, name, *args, **kwargs)
+        module = MOVED.get(self._module.__name__, self._module.__name__)
+        return lambda *args, **kwargs: self._before.call(module, name, *args, **kwargs)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from producers.client.reader_leases import hold
 from producers.connection.script import run
 from producers.contract import keys
-from producers.sweeper.reader_leases import hold
 from tests.workers.rig import Rig
 
 

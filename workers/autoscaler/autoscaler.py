@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from producers.admin.fleet import Fleet, read_fleet
 from producers.client.aio import AsyncClient
+from producers.client.leader import Leadership
 from producers.client.steps import FAILURES
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import arun
@@ -28,7 +29,6 @@ from producers.connection.trouble import said
 from producers.contract import keys
 from producers.contract.profile import sane
 from producers.store.fleet import scaling
-from producers.sweeper.leader import Leadership
 from workers.autoscaler.acting import Acting
 from workers.autoscaler.control import Control
 from workers.autoscaler.glance import Glance

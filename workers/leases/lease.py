@@ -17,10 +17,10 @@ from redis import Redis
 
 from producers.broker.base import Consumer
 from producers.broker.values import Back
-from producers.connection.alive import read_retract, retract
 from producers.connection.script import Call, run, run_many, seconds, text
 from producers.contract import keys
 from producers.contract.keys import takers_of
+from producers.contract.leases import read_retract, retract
 from producers.store import epoch
 from producers.store.protocol import absolve, lease, release
 from workers.connect import LOST

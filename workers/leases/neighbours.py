@@ -17,8 +17,8 @@ from redis import Redis
 
 from producers.broker.base import Consumer
 from producers.broker.values import Listed
-from producers.connection.alive import Seen, end, join, observe
 from producers.connection.script import run
+from producers.contract.leases import Liveness, end, join, observe
 from workers.leases.control import Control
 from workers.state.incarnation import Incarnation
 
@@ -87,7 +87,7 @@ class Neighbours:
             self._joined = self._join(life)
         if since is None:
             return 0
-        silent = [name for name, what in here.others.items() if what is Seen.SILENT]
+        silent = [name for name, what in here.others.items() if what is Liveness.SILENT]
         silent = self._silent_on_store(life, silent, since)
         if self.control.heard_since(life) != heard:  # a server may have begun anew while it was asked
             return 0
@@ -113,7 +113,7 @@ class Neighbours:
         if self.store is None or not names:
             return [*names]
         there = observe(self.store, life.id, names, since.store)
-        return [name for name, what in there.others.items() if what is not Seen.LIVES] if there else []
+        return [name for name, what in there.others.items() if what is not Liveness.LIVES] if there else []
 
     def _take(self, life: Incarnation, name: str, since: Since) -> bool:
         if self.store is not None and not run(self.store, end(name, life.id, since.store)):

@@ -11,13 +11,13 @@ from redis import Redis
 
 from producers.broker.base import Consumer
 from producers.broker.values import Listed
+from producers.client.reader_leases import LapsedReaders
 from producers.client.steps import Read, Step, drive
 from producers.connection.script import Call, run, text
 from producers.contract import keys
 from producers.contract.keys import version_queue_of
 from producers.contract.levels import beside, emptied, queue_of
 from producers.sweeper.deadlines import expire_late
-from producers.sweeper.reader_leases import LapsedReaders
 from workers.state.incarnation import Incarnation
 from workers.state.served import Served
 

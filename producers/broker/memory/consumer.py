@@ -11,7 +11,7 @@ from producers.broker.base import Consumer, Waker
 from producers.broker.memory.fetch import fetch
 from producers.broker.memory.server import Server
 from producers.broker.values import Ack, Back, Capabilities, Credit, Fetched, Listed, PutDown, Rules
-from producers.connection.alive import Observation
+from producers.contract.leases import Observation
 from producers.contract.levels import beside
 
 CAPABILITIES: Final = Capabilities(front_of_queue=True, max_message_bytes=sys.maxsize)

@@ -10,9 +10,9 @@ from redis import Redis
 from producers.broker.base import Consumer
 from producers.broker.redis import calls, keys
 from producers.broker.values import Listed
-from producers.connection import alive
 from producers.connection.script import run, text
 from producers.contract import keys as contract_keys
+from producers.contract import leases
 
 
 class Leases(Consumer):
@@ -40,13 +40,13 @@ class Leases(Consumer):
         self._redis.hdel(keys.REAPED, *task_ids)
 
     def join(self, looker: str) -> int:
-        return int(run(self._redis, alive.join(looker)))
+        return int(run(self._redis, leases.join(looker)))
 
-    def look(self, looker: str, others: Sequence[str], since: int = 0) -> alive.Observation | None:
-        return alive.observe(self._redis, looker, others, since)
+    def look(self, looker: str, others: Sequence[str], since: int = 0) -> leases.Observation | None:
+        return leases.observe(self._redis, looker, others, since)
 
     def retract(self, incarnation: str) -> list[str] | None:
-        return alive.read_retract(run(self._redis, alive.retract(incarnation, keys.REAPED)))
+        return leases.read_retract(run(self._redis, leases.retract(incarnation, keys.REAPED)))
 
     def adopt(self, source: str, target: str) -> int:
         """As `Consumer.adopt`. Where pools have no queues of their own, only delayed messages can be there."""

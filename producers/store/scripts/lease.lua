@@ -7,7 +7,7 @@
 -- KEYS: lease, workers of the pool
 -- ARGV: inc, what it says of itself (JSON), ttl (ms), take 0|1, serves 0|1, the worker's epoch (or empty)
 -- Answers: 1 | 0 gone | -1 another epoch: nothing is done
--- include: producers.connection/_alive.lua
+-- include: producers.contract/_alive.lua
 -- include: _epoch.lua
 if other_epoch(ARGV[6]) then
   return -1

@@ -24,6 +24,7 @@ from producers.backup.sealed import Damaged
 from producers.backup.take import NotTaken
 from producers.broker.connect import check_broker
 from producers.broker.redis import keys as broker_keys
+from producers.client.leader import lead
 from producers.connection.script import run, text
 from producers.contract import keys
 from producers.contract.sealing import Keyring, new_key
@@ -36,7 +37,6 @@ from producers.store.usage.ledger import fold
 from producers.sweeper import unsent
 from producers.sweeper.compact import Moving, compact
 from producers.sweeper.erased import erase
-from producers.sweeper.leader import lead
 from producers.sweeper.sweeper import ForeignWorkers, SweeperSettings
 from producers.sweeper.sweeper import lead as sweep_as_leader
 from tests.aws import Aws

@@ -12,13 +12,13 @@ import httpx
 import pytest
 
 from producers import AsyncClient
+from producers.client import reader_leases as readers
+from producers.client.reader_leases import ReaderLeases
 from producers.connection import connect, silence
 from producers.gateway import metrics
 from producers.gateway.admission import authentication, overload
 from producers.gateway.admission.overload import Overload
 from producers.store.waiting import Bounds, Pressure
-from producers.sweeper import reader_leases as readers
-from producers.sweeper.reader_leases import ReaderLeases
 from tests.chaos.links import Links
 from tests.producers.gateway.conftest import Make, Open
 from tests.producers.gateway.test_keys import as_caller

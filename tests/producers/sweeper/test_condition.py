@@ -9,11 +9,11 @@ import pytest
 from redis import Redis
 
 from producers import AsyncClient
+from producers.client.leader import Leadership
 from producers.sweeper import condition as conditions
 from producers.sweeper import sweeper
 from producers.sweeper import unsent as submits
 from producers.sweeper.condition import Condition
-from producers.sweeper.leader import Leadership
 from producers.sweeper.sweeper import SweeperSettings
 from producers.sweeper.unsent import Swept
 from tests.waiting import auntil

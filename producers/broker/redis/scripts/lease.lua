@@ -4,7 +4,7 @@
 -- It is a script because a full server refuses a plain SET: all workers, which free memory, would then count as dead.
 -- KEYS: lease, incarnations   ARGV: inc, the worker's state (JSON), ttl (ms), take 0|1, queue
 -- Answers: 1 | 0 gone
--- include: producers.connection/_alive.lua
+-- include: producers.contract/_alive.lua
 if ARGV[4] == '0' and redis.call('EXISTS', KEYS[1]) == 0 then
   return 0
 end

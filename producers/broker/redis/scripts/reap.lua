@@ -8,7 +8,7 @@
 -- Answers: entries returned, or -1 while the lease is alive
 -- include: producers.connection/_now.lua
 -- include: _fair.lua
--- include: producers.connection/_alive.lua
+-- include: producers.contract/_alive.lua
 local left = redis.call('PTTL', KEYS[1])
 local early = left ~= -2
 if early then

@@ -9,7 +9,7 @@
 -- Answers: {-1} while the lease is alive; else messages that this call has put on their way, then field, entry (JSON),
 --          ... of all that are in flight. Without any, the incarnation is forgotten.
 -- include: _index.lua
--- include: producers.connection/_alive.lua
+-- include: producers.contract/_alive.lua
 local now, out, flying = now_ms(), { 0 }, redis.call('HGETALL', KEYS[2])
 local early = redis.call('EXISTS', KEYS[1]) == 1
 if early then

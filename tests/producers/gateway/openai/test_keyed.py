@@ -10,9 +10,9 @@ from redis import Redis
 
 from producers import AsyncClient
 from producers.broker.redis import keys as broker_keys
+from producers.client.reader_leases import ReaderLeases
 from producers.contract import keys
 from producers.gateway.tasks.foreground import KEPT_S
-from producers.sweeper.reader_leases import ReaderLeases
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE, Open, until
 from tests.producers.gateway.openai.conftest import MESSAGES, Answering, says

@@ -9,9 +9,9 @@ import pytest
 from redis import Redis
 
 from producers import AsyncClient
+from producers.client import leader
+from producers.client.leader import Leadership
 from producers.contract import keys
-from producers.sweeper import leader
-from producers.sweeper.leader import Leadership
 from tests.producers.proxy import Proxy
 from tests.waiting import until
 

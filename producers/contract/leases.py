@@ -1,4 +1,7 @@
-"""Scripts that tell whether another worker's process is alive, on any server that has leases (docs/failover.md)."""
+"""The lease protocol between workers, on store and broker alike: JOIN, LOOK, END, RETRACT (docs/failover.md).
+
+Taking and renewing a lease differ between the two servers: each has a LEASE script of its own.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from redis.exceptions import ResponseError
 from producers.connection.script import Call, run, script, text
 from producers.connection.trouble import trouble
 
-PACKAGE: Final = "producers.connection"
+PACKAGE: Final = "producers.contract"
 
 
-class Seen(IntEnum):
+class Liveness(IntEnum):
     """An incarnation's state, as a look finds it."""
 
     LIVES = 0
@@ -32,7 +35,7 @@ class Observation:
     """What a looker finds on a server that hears it. `joins`: the server's count of them."""
 
     joins: int
-    others: dict[str, Seen]
+    others: dict[str, Liveness]
 
 
 def join(looker: str) -> Call:
@@ -47,9 +50,9 @@ def look(looker: str, others: Sequence[str], since: int = 0) -> Call:
     return Call(script(PACKAGE, "look"), (), (looker, since, *others))
 
 
-def read_look(answer: Sequence[Any], others: Sequence[str]) -> dict[str, Seen] | None:
+def read_look(answer: Sequence[Any], others: Sequence[str]) -> dict[str, Liveness] | None:
     """None where the looker itself is not heard: then nothing is known of anybody."""
-    return dict(zip(others, map(Seen, answer[1:]), strict=True)) if answer[0] else None
+    return dict(zip(others, map(Liveness, answer[1:]), strict=True)) if answer[0] else None
 
 
 def observe(redis: Redis, looker: str, others: Sequence[str], since: int = 0) -> Observation | None:
@@ -66,9 +69,9 @@ def observe(redis: Redis, looker: str, others: Sequence[str], since: int = 0) ->
             raise
         return None
     if all(count for _, count in heard):
-        return Observation(int(joins or 0), dict.fromkeys(others, Seen.LIVES))
-    found = read_look(run(redis, look(looker, others, since)), others)
-    return None if found is None else Observation(int(joins or 0), found)
+        return Observation(int(joins or 0), dict.fromkeys(others, Liveness.LIVES))
+    states = read_look(run(redis, look(looker, others, since)), others)
+    return None if states is None else Observation(int(joins or 0), states)
 
 
 def end(incarnation: str, looker: str, since: int = 0) -> Call:

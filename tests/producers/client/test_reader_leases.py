@@ -13,12 +13,7 @@ from redis.exceptions import RedisError
 
 from producers import AsyncClient
 from producers.client.aio import AsyncHandle
-from producers.client.steps import Step, drive
-from producers.connection.script import run
-from producers.contract import keys
-from producers.store import protocol
-from producers.sweeper import unsent as submits
-from producers.sweeper.reader_leases import (
+from producers.client.reader_leases import (
     LapsedReaders,
     ReaderLeases,
     hold,
@@ -26,6 +21,11 @@ from producers.sweeper.reader_leases import (
     read_lapsed,
     renewed_within,
 )
+from producers.client.steps import Step, drive
+from producers.connection.script import run
+from producers.contract import keys
+from producers.store import protocol
+from producers.sweeper import unsent as submits
 from tests.producers.conftest import QUEUE
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.proxy import Proxy
@@ -62,7 +62,7 @@ class Looks:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     clock = SimpleNamespace(now=1000.0)
     clock.monotonic = lambda: clock.now
-    monkeypatch.setattr("producers.sweeper.reader_leases.time", clock)
+    monkeypatch.setattr("producers.client.reader_leases.time", clock)
     return clock
 
 

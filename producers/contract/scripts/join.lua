@@ -5,7 +5,7 @@
 -- ARGV: me
 -- Answers: the number of this join | 0 me is not heard
 -- include: _alive.lua
--- include: _now.lua
+-- include: producers.connection/_now.lua
 if not hear(ARGV)[ARGV[1]] then
   return 0
 end
