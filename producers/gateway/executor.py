@@ -163,7 +163,7 @@ class Executor:
     def _make_room(self, tenant: str) -> None:
         """Refuse the last job of the longest queue. Raises ExecutorFull where that would be the newcomer's own, or one
         of a tenant that has no more than it."""
-        longest = max(self._queues, key=lambda one: len(self._queues[one]), default=tenant)
+        longest = max(self._queues, key=lambda name: len(self._queues[name]), default=tenant)
         if longest == tenant or len(self._queues[longest]) <= len(self._queues.get(tenant, ())) + 1:
             raise ExecutorFull
         job = self._queues[longest][-1]
@@ -182,7 +182,7 @@ class Executor:
 
     def _next(self) -> _Job:
         """Take the job whose turn it is: of the tenant that waits for longest among those of whom none runs."""
-        tenant = next((one for one in self._queues if not self._running[one]), next(iter(self._queues)))
+        tenant = next((name for name in self._queues if not self._running[name]), next(iter(self._queues)))
         waiting = self._queues[tenant]
         job = waiting.popleft()
         self._queued -= 1

@@ -67,14 +67,14 @@ def is_tenant(caller: Hashable) -> bool:
     return isinstance(caller, tuple) and caller[0] == "tenant"
 
 
-def equal_part(wanted: Sequence[float], together: float) -> float:
-    """The most that each may have so that all have `together`: who wants less leaves the rest to the others. `wanted`
+def equal_part(demands: Sequence[float], together: float) -> float:
+    """The most that each may have so that all have `together`: who wants less leaves the rest to the others. `demands`
     is sorted; if that is less than all, the rest is left to the last one."""
-    for at, one in enumerate(wanted):
-        part = together / (len(wanted) - at)
-        if one > part or at == len(wanted) - 1:
+    for at, demand in enumerate(demands):
+        part = together / (len(demands) - at)
+        if demand > part or at == len(demands) - 1:
             return part
-        together -= one
+        together -= demand
     return together
 
 
@@ -113,8 +113,8 @@ class Share:
         if step is not None:
             self.learn(step.since())
             step.pause()
-        if not self._all.may(self, time.monotonic()) and (place := self._all.wait(self)) is not None:
-            await place
+        if not self._all.may(self, time.monotonic()) and (turn := self._all.wait(self)) is not None:
+            await turn
         if step is not None:
             step.go_on()
 
@@ -279,16 +279,16 @@ class FairShare:
         line = share.line
         if len(line) >= MOST_WAITING:
             # Those whose clients have left go first; one stays, so that the line is looked at as before.
-            here = [place for place in line if not place.done()] or list(line)[:1]
+            here = [turn for turn in line if not turn.done()] or list(line)[:1]
             line.clear()
             line.extend(here)
             if len(line) >= MOST_WAITING:
                 return None
-        place: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        line.append(place)
+        turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        line.append(turn)
         if len(line) == 1:
             self._look_again(share)
-        return place
+        return turn
 
     def look(self, late: float, load: float, now: float) -> None:
         """Take what the last LOOK_S showed: how late the loop came (s), and the part of the time that it computed."""
@@ -360,9 +360,9 @@ class FairShare:
         if self._paid(share, time.monotonic()):
             more = 1 + int(-self._owed(share) / max(share.first, LEAST_S))
             while line and more > 0:
-                place = line.popleft()
-                if not place.done():
-                    place.set_result(True)
+                turn = line.popleft()
+                if not turn.done():
+                    turn.set_result(True)
                     more -= 1
                     begun += 1
         while line and line[0].done():

@@ -104,9 +104,9 @@ async def _overload(gateway: Gateway) -> dict[str, str]:
             queues = await gateway.admission.overload.all(gateway.client.reserved)
     except FAILURES:
         return {}
-    stages = {queue: STAGES[one.stage] for queue, one in queues.items() if one.stage}
-    said = "; ".join(f"{model_of(queue)}: {stage}" for queue, stage in stages.items())
-    return {"overload": said} if stages else {}
+    stages = {queue: STAGES[pressure.stage] for queue, pressure in queues.items() if pressure.stage}
+    summary = "; ".join(f"{model_of(queue)}: {stage}" for queue, stage in stages.items())
+    return {"overload": summary} if stages else {}
 
 
 async def _storage(gateway: Gateway) -> dict[str, str]:
@@ -125,10 +125,10 @@ async def _starts(gateway: Gateway) -> dict[str, str]:
     try:
         async with asyncio.timeout(PATIENCE_S):
             seconds, _ = await gateway.client.reserved.time()
-            found = await states(gateway.client.reserved)
+            pool_states = await states(gateway.client.reserved)
     except FAILURES:
         return {}
-    fresh = {pool: state for pool, state in found.items() if is_fresh(state.get("at"), seconds)}
+    fresh = {pool: state for pool, state in pool_states.items() if is_fresh(state.get("at"), seconds)}
     troubles = [f"{pool}: {state['trouble']}" for pool, state in sorted(fresh.items()) if state.get("trouble")]
     return {"workers": "; ".join(troubles)} if troubles else {}
 
@@ -147,6 +147,6 @@ async def _fault(ping: Callable[[], Awaitable[object]]) -> str:
     except FAILURES as error:
         if trouble(error) is Trouble.FULL:
             return ""
-        told = isinstance(error, (AwsError, NotPrimary)) or trouble(error) is not Trouble.AWAY
-        return said(error).rstrip(".") if told else SILENT
+        tells_cause = isinstance(error, (AwsError, NotPrimary)) or trouble(error) is not Trouble.AWAY
+        return said(error).rstrip(".") if tells_cause else SILENT
     return ""

@@ -17,8 +17,8 @@ class LruCache(Generic[K, V]):
     """Keeps at most `most` values, each for `fresh` seconds from when its load began. `dropped` is called with each
     value that makes room for others. Use it from one event loop."""
 
-    def __init__(self, most: int, dropped: Callable[[V], None] | None = None, fresh: float = math.inf) -> None:
-        self._most = most
+    def __init__(self, size: int, dropped: Callable[[V], None] | None = None, fresh: float = math.inf) -> None:
+        self._most = size
         self._dropped = dropped
         self._fresh = fresh
         # Each load is a task that all its callers await, so that it happens once; and when it is too old.

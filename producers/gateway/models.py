@@ -24,6 +24,6 @@ async def listed(request: Request) -> ModelList:
 async def one(request: Request, name: str) -> ModelView:
     """Get one model. Its name may have slashes."""
     if not principal_of(request).may_use(name):
-        said = f"There is no model {shown(name)} that this key may use."
-        raise Problem(404, said, code="model_not_found", param="model")
+        message = f"There is no model {shown(name)} that this key may use."
+        raise Problem(404, message, code="model_not_found", param="model")
     return ModelView.of(await gateway_of(request).client.card(name))

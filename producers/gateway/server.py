@@ -81,8 +81,13 @@ def build_routes(app: FastAPI) -> None:
 
 def configured(app: FastAPI, settings: GatewaySettings) -> uvicorn.Config:
     """The settings with which uvicorn serves the application."""
-    most, share, figures = settings.most_connections, settings.connections_per_address, app.state.metrics
-    peers = Peers(most, max(1, most // SHARE) if share is None else share, settings.proxy_headers, figures.closed_idle)
+    max_connections, share, figures = settings.most_connections, settings.connections_per_address, app.state.metrics
+    peers = Peers(
+        max_connections,
+        max(1, max_connections // SHARE) if share is None else share,
+        settings.proxy_headers,
+        figures.closed_idle,
+    )
     figures.connections(peers.__len__)
     return uvicorn.Config(
         app,

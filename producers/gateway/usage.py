@@ -48,21 +48,21 @@ class Usage(BaseModel):
 )
 async def usage(request: Request) -> Response:
     """Add up what was used: by the caller's tenant, or by all for a key of the scope admin and where there are none."""
-    said = query_parameters.read(request, _ABOUT)
-    if said.get("format", "json") not in ("json", "csv"):
-        raise invalid_value("format", f"format is {shown(said['format'])}; it must be json or csv.")
+    query = query_parameters.read(request, _ABOUT)
+    if query.get("format", "json") not in ("json", "csv"):
+        raise invalid_value("format", f"format is {shown(query['format'])}; it must be json or csv.")
     try:
-        by, span = read_by([said.get("by", "")]), read_span(said.get("since"), said.get("until"))
+        by, span = read_by([query.get("by", "")]), read_span(query.get("since"), query.get("until"))
     except BadSpan as error:
         raise invalid_value(str(error).split(" ")[0], f"{error}.") from None
     gateway, principal = gateway_of(request), principal_of(request)
     tenant = None if principal.sees_all else principal.tenant or ""
     try:
         async with gateway.reports.turn(tenant), gateway.large.turn(gateway.settings.patience):
-            found = await report(gateway.client.store, *span, by, tenant=tenant, prices=gateway.prices)
-            if said.get("format", "csv" if CSV in request.headers.get("accept", "") else "json") == "csv":
-                return Response(found.csv(), media_type=CSV)
-            return JSONResponse(Usage(since=span[0], until=span[1], by=list(by), data=found.rows()).model_dump())
+            usage_report = await report(gateway.client.store, *span, by, tenant=tenant, prices=gateway.prices)
+            if query.get("format", "csv" if CSV in request.headers.get("accept", "") else "json") == "csv":
+                return Response(usage_report.csv(), media_type=CSV)
+            return JSONResponse(Usage(since=span[0], until=span[1], by=list(by), data=usage_report.rows()).model_dump())
     except TooManyReports:
         text = f"{WAITING} reports of this tenant wait for another one already; try again once they are there."
         raise Problem(429, text, code="too_many_reports", headers=RETRY_AFTER) from None

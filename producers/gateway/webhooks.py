@@ -88,9 +88,9 @@ class EndpointView(Named):
     signing_secret_hint: str
 
     @classmethod
-    def of(cls, one: Endpoint, **more: Any) -> Self:
-        shown = {name: value for name, value in asdict(one).items() if name != "secrets"}
-        return cls(**shown, signing_secret_hint=one.secrets.hint(), **more)
+    def of(cls, endpoint: Endpoint, **more: Any) -> Self:
+        shown = {name: value for name, value in asdict(endpoint).items() if name != "secrets"}
+        return cls(**shown, signing_secret_hint=endpoint.secrets.hint(), **more)
 
 
 class EndpointWithSecret(EndpointView):
@@ -149,25 +149,29 @@ async def create(request: Request, response: Response) -> EndpointWithSecret:
     if entry is not None:
         endpoint_id = entry.id
         if entry.state == "made":  # its answer may have been lost, and the secret with it
-            made = _found(await endpoints.get(gateway.client.store, endpoint_id), endpoint_id)
+            endpoint = _found(await endpoints.get(gateway.client.store, endpoint_id), endpoint_id)
             response.headers.update(idempotency.REPLAYED)
-            return EndpointWithSecret.of(made, signing_secret=made.secrets.plain())
-    made = Endpoint(id=endpoint_id, name=name, secrets=Secrets.new(), created_at=now, updated_at=now, **fields)
-    most = (await gateway.accounts.kept(made.tenant)).max_endpoints
-    audit = actor_of(request).did("endpoint.create", made.id, made.tenant)
+            return EndpointWithSecret.of(endpoint, signing_secret=endpoint.secrets.plain())
+    endpoint = Endpoint(id=endpoint_id, name=name, secrets=Secrets.new(), created_at=now, updated_at=now, **fields)
+    max_endpoints = (await gateway.accounts.kept(endpoint.tenant)).max_endpoints
+    audit = actor_of(request).did("endpoint.create", endpoint.id, endpoint.tenant)
     try:
-        made = await endpoints.create(gateway.client.store, made, audit, most)
+        endpoint = await endpoints.create(gateway.client.store, endpoint, audit, max_endpoints)
     except TooManyEndpoints as error:
-        whose = f"There are {MAX_ENDPOINTS} endpoints of all tenants" if error.all else _many(made.tenant, most)
+        whose = (
+            f"There are {MAX_ENDPOINTS} endpoints of all tenants"
+            if error.all
+            else _many(endpoint.tenant, max_endpoints)
+        )
         raise Problem(400, f"{whose}, the most; delete one first.", code="too_many_endpoints") from None
     if entry is not None:
         await idempotency.made(gateway.client, entry)
-    return EndpointWithSecret.of(made, signing_secret=made.secrets.plain())
+    return EndpointWithSecret.of(endpoint, signing_secret=endpoint.secrets.plain())
 
 
-def _many(tenant: str | None, most: int | None) -> str:
+def _many(tenant: str | None, limit: int | None) -> str:
     whose = "There are" if tenant is None else f"The tenant {shown(tenant)} has"
-    return f"{whose} {most} endpoints{' without a tenant' if tenant is None else ''}"
+    return f"{whose} {limit} endpoints{' without a tenant' if tenant is None else ''}"
 
 
 @router.get("/webhook_endpoints", dependencies=READS, response_model=EndpointList)
@@ -178,9 +182,9 @@ async def listed(
 ) -> EndpointList:
     """List the endpoints, the newest first."""
     store, principal = gateway_of(request).client.store, principal_of(request)
-    found = await (endpoints.every(store) if principal.sees_all else endpoints.of_tenant(store, principal.tenant))
-    found = [one for one in found if principal.sees(one.tenant) and (not after or one.id < after)]
-    return EndpointList.of([*map(EndpointView.of, found)], limit)
+    rows = await (endpoints.every(store) if principal.sees_all else endpoints.of_tenant(store, principal.tenant))
+    rows = [row for row in rows if principal.sees(row.tenant) and (not after or row.id < after)]
+    return EndpointList.of([*map(EndpointView.of, rows)], limit)
 
 
 @router.get("/webhook_endpoints/{endpoint_id}", dependencies=READS, response_model=EndpointView, responses=errors(404))
@@ -199,19 +203,19 @@ async def look(request: Request, endpoint_id: str) -> EndpointView:
 async def update(request: Request, endpoint_id: str) -> EndpointView:
     """Change an endpoint's fields that are given. Another URL, or `enabled`, enables one that was disabled."""
     gateway = gateway_of(request)
-    own = await _own(request, endpoint_id)
+    existing = await _own(request, endpoint_id)
     fields = await _fields(request, UPDATE)
     if "url" in fields:
         await gateway.destinations.check(fields["url"], "url")
     enabled = fields.get("enabled", True if "url" in fields else None)
 
-    def changed(one: Endpoint) -> Endpoint:
-        new = replace(one, **fields)
+    def changed(endpoint: Endpoint) -> Endpoint:
+        new = replace(endpoint, **fields)
         if enabled is not None:
             new = replace(new, enabled=enabled, disabled_because=None if enabled else "disabled by an update")
-        return new if new == one else replace(new, updated_at=int(time.time()))
+        return new if new == endpoint else replace(new, updated_at=int(time.time()))
 
-    audit = actor_of(request).did("endpoint.update", endpoint_id, own.tenant)
+    audit = actor_of(request).did("endpoint.update", endpoint_id, existing.tenant)
     new = await endpoints.change(gateway.client.store, endpoint_id, changed, audit)
     return EndpointView.of(_found(new, endpoint_id))
 
@@ -241,11 +245,13 @@ async def rotate_secret(request: Request, endpoint_id: str) -> EndpointWithSecre
     keep = fields.get("keep_old_secret_active_for_24_hours") is not False
     now = int(time.time())
 
-    def rotated(one: Endpoint) -> Endpoint:
-        return replace(one, secrets=one.secrets.rotated(now, keep_old=keep), updated_at=now)
+    def rotated(endpoint: Endpoint) -> Endpoint:
+        return replace(endpoint, secrets=endpoint.secrets.rotated(now, keep_old=keep), updated_at=now)
 
-    one = _found(await endpoints.change(gateway_of(request).client.store, endpoint_id, rotated, audit), endpoint_id)
-    return EndpointWithSecret.of(one, signing_secret=one.secrets.plain())
+    rotated_endpoint = _found(
+        await endpoints.change(gateway_of(request).client.store, endpoint_id, rotated, audit), endpoint_id
+    )
+    return EndpointWithSecret.of(rotated_endpoint, signing_secret=rotated_endpoint.secrets.plain())
 
 
 @router.post(
@@ -260,14 +266,16 @@ async def test(request: Request, endpoint_id: str) -> EndpointTested:
     gateway = gateway_of(request)
     await gateway.streams.enter(request.scope, "answer")
     event_type = (await _fields(request, TEST))["event_type"]
-    one = await _own(request, endpoint_id)
-    row = await endpoints.tested(gateway.client.store, one, event_type, TEST_S)
+    endpoint = await _own(request, endpoint_id)
+    row = await endpoints.tested(gateway.client.store, endpoint, event_type, TEST_S)
     if row is None:
-        said = f"Nobody delivered the test event within {TEST_S:g} s: start `penstock webhooks run`."
-        raise Problem(503, said, code="webhooks_stopped", headers=ONCE)
+        message = f"Nobody delivered the test event within {TEST_S:g} s: start `penstock webhooks run`."
+        raise Problem(503, message, code="webhooks_stopped", headers=ONCE)
     tried = row.attempts[-1]
     if tried.status is None:
-        raise Problem(424, f"There was no answer from {one.url}: {tried.error}", code="webhook_failed", param="url")
+        raise Problem(
+            424, f"There was no answer from {endpoint.url}: {tried.error}", code="webhook_failed", param="url"
+        )
     return EndpointTested(webhook_endpoint_id=endpoint_id, event_type=event_type, status_code=tried.status)
 
 
@@ -275,14 +283,14 @@ async def _own(request: Request, endpoint_id: str) -> Endpoint:
     """An endpoint of the caller's tenant. Raises Problem."""
     principal = principal_of(request)
     whose = None if principal.sees_all else principal.tenant
-    one = await endpoints.get(gateway_of(request).client.store, endpoint_id, whose)
-    return _found(one if one is not None and principal.sees(one.tenant) else None, endpoint_id)
+    endpoint = await endpoints.get(gateway_of(request).client.store, endpoint_id, whose)
+    return _found(endpoint if endpoint is not None and principal.sees(endpoint.tenant) else None, endpoint_id)
 
 
-def _found(one: Endpoint | None, endpoint_id: str) -> Endpoint:
-    if one is None:
+def _found(endpoint: Endpoint | None, endpoint_id: str) -> Endpoint:
+    if endpoint is None:
         raise _missing(endpoint_id)
-    return one
+    return endpoint
 
 
 def _missing(endpoint_id: str) -> Problem:
@@ -290,5 +298,5 @@ def _missing(endpoint_id: str) -> Problem:
 
 
 async def _fields(request: Request, schema: Mapping[str, Any], *, optional: bool = False) -> dict[str, Any]:
-    most = min(gateway_of(request).settings.max_body, SETTINGS)
-    return await fields_of(request, most, schema, CHECKS, optional=optional)
+    limit = min(gateway_of(request).settings.max_body, SETTINGS)
+    return await fields_of(request, limit, schema, CHECKS, optional=optional)

@@ -62,7 +62,9 @@ class Accounts:
         redis.exceptions.RedisError or OSError.
         """
         accounts = await self.limited(connection, tenant)
-        charge = next((said for account in accounts if (said := self.spent.charge_of(account)) is not None), None)
+        charge = next(
+            (spent_charge for account in accounts if (spent_charge := self.spent.charge_of(account)) is not None), None
+        )
         if charge is None or await idempotency.may_replay(connection, self._client, tenant=tenant):
             return
         connection.scope["state"]["charge"] = charge
@@ -80,8 +82,8 @@ class Accounts:
                 accounts = [account for account in await work.limited() if account.limits.rpm is not None]
                 if not accounts:
                     return
-                told = await self._client.run(once(refused(accounts)))
-                state["charge"] = charge = Charge(tuple(accounts), told=told, counted=True)
+                answer = await self._client.run(once(refused(accounts)))
+                state["charge"] = charge = Charge(tuple(accounts), told=answer, counted=True)
                 self.spent.note(charge)
 
     async def sized(self, connection: HTTPConnection, tasks: Sequence[Task]) -> list[Task]:
@@ -106,7 +108,7 @@ class Accounts:
         if not accounts:
             return [*tasks]
         context = 0  # it is asked for where it is needed, since each request would pay for it
-        if tasks[0].max_tokens is None and any(one.limits.max_output is not None for one in accounts):
+        if tasks[0].max_tokens is None and any(limited.limits.max_output is not None for limited in accounts):
             context = int((await resolve(connection, self._client, tasks[0].model)).card["context_length"])
         charge: Charge | None = state.get("charge")
         if charge is None:
@@ -133,8 +135,8 @@ class Accounts:
         """The limits of what is kept for a tenant: its own, else the gateway's. Raises redis.exceptions.RedisError or
         OSError."""
         limits = await self.limits_of(tenant)
-        own = {name: getattr(limits, name) for name in KEPT}
-        return replace(self._kept, **{name: most for name, most in own.items() if most is not None})
+        tenant_limits = {name: getattr(limits, name) for name in KEPT}
+        return replace(self._kept, **{name: limit for name, limit in tenant_limits.items() if limit is not None})
 
     async def limits_of(self, tenant: str | None) -> Limits:
         """A tenant's limits. Raises redis.exceptions.RedisError or OSError."""
@@ -148,17 +150,17 @@ class Accounts:
 
 def there(key: Account | None, tenant: Account | None) -> list[Account]:
     """Those of a key's account and its tenant's that have limits, the one of the smaller output first."""
-    found = [one for one in (key, tenant) if one is not None]
-    return sorted(found, key=lambda one: one.limits.max_output or 2**62) if len(found) > 1 else found
+    accounts = [account for account in (key, tenant) if account is not None]
+    return sorted(accounts, key=lambda account: account.limits.max_output or 2**62) if len(accounts) > 1 else accounts
 
 
 def rates(prices: Prices | None, model: str, tier: str) -> tuple[tuple[int, ...], str]:
     """What a token of a task costs that is charged to a budget in money, and in which currency. Raises Problem where
     nobody has said it: nothing runs for free by mistake."""
-    if prices is not None and (found := prices.rates(model, tier)) is not None:
-        return found, prices.currency
-    said = f"The budget is in money, and this gateway has no price of {shown(model)} in the tier {tier}"
-    raise Problem(403, f"{said} (`penstock gateway --prices`).", code="model_not_priced", param="model")
+    if prices is not None and (token_rates := prices.rates(model, tier)) is not None:
+        return token_rates, prices.currency
+    message = f"The budget is in money, and this gateway has no price of {shown(model)} in the tier {tier}"
+    raise Problem(403, f"{message} (`penstock gateway --prices`).", code="model_not_priced", param="model")
 
 
 def charge_for(accounts: Sequence[Account], task: Task, prices: Prices | None) -> Charge | None:
@@ -176,12 +178,11 @@ def charge_for(accounts: Sequence[Account], task: Task, prices: Prices | None) -
 def check_number(account: Account, tasks: int) -> None:
     """Raise Problem (400) for more tasks than a request can ever have within these limits: a retry would not help."""
     limits = account.limits
-    most = min((one for one in (limits.rpm, limits.max_in_flight) if one is not None), default=tasks)
-    if tasks > most:
-        said = (
-            f"{tasks} prompts in one request, where this {account.whose} may have {most} tasks: send {most} at a time"
-        )
-        raise Problem(400, said, code="array_above_max_length", param="prompt")
+    max_tasks = min((limit for limit in (limits.rpm, limits.max_in_flight) if limit is not None), default=tasks)
+    if tasks > max_tasks:
+        allowed = f"this {account.whose} may have {max_tasks} tasks"
+        message = f"{tasks} prompts in one request, where {allowed}: send {max_tasks} at a time"
+        raise Problem(400, message, code="array_above_max_length", param="prompt")
 
 
 def check_sum(charge: Charge, tasks: Sequence[Task], card: Mapping[str, Any]) -> None:
@@ -195,12 +196,12 @@ def check_sum(charge: Charge, tasks: Sequence[Task], card: Mapping[str, Any]) ->
     prompts = sum(prompt for prompt, *_ in parts)
     charge.all = prompts, sum(month) - prompts
     for _, limits in charge.accounts:
-        for each, most in ((minute, limits.tpm), (month, limits.budget_tokens)):
-            if most is not None and max(each) <= most < sum(each):
-                said = (
-                    f"{len(tasks)} prompts in one request may need {sum(each)} tokens, of {most}: send fewer at a time"
+        for each, limit in ((minute, limits.tpm), (month, limits.budget_tokens)):
+            if limit is not None and max(each) <= limit < sum(each):
+                message = (
+                    f"{len(tasks)} prompts in one request may need {sum(each)} tokens, of {limit}: send fewer at a time"
                 )
-                raise Problem(400, said, code="array_above_max_length", param="prompt")
+                raise Problem(400, message, code="array_above_max_length", param="prompt")
 
 
 def fitted(account: Account, task: Task, context: int) -> Task:
@@ -211,16 +212,16 @@ def fitted(account: Account, task: Task, context: int) -> Task:
     """
     limits, prompt, output = account.limits, task.prompt_tokens, task.max_tokens
     if limits.max_prompt is not None and prompt is not None and prompt > limits.max_prompt:
-        said = f"The prompt has {prompt} tokens; with this {account.whose} it may have {limits.max_prompt}."
-        raise Problem(400, said, code="prompt_too_long", param="prompt")
+        message = f"The prompt has {prompt} tokens; with this {account.whose} it may have {limits.max_prompt}."
+        raise Problem(400, message, code="prompt_too_long", param="prompt")
     if limits.max_output is None:
         return task
     if output is not None and output > limits.max_output:
-        said = f"max_tokens is {output}; with this {account.whose} it may be {limits.max_output} at most."
-        raise Problem(400, said, code="output_too_long", param="max_tokens")
+        message = f"max_tokens is {output}; with this {account.whose} it may be {limits.max_output} at most."
+        raise Problem(400, message, code="output_too_long", param="max_tokens")
     if task.min_tokens > limits.max_output:
-        most = f"with this {account.whose} an output may have {limits.max_output} at most"
-        said = f"min_tokens is {task.min_tokens}; {most}."
-        raise Problem(400, said, code="output_too_long", param="min_tokens")
-    left = max(1, context - (prompt or 1))
-    return task if output is not None else task.model_copy(update={"max_tokens": min(limits.max_output, left)})
+        bound = f"with this {account.whose} an output may have {limits.max_output} at most"
+        message = f"min_tokens is {task.min_tokens}; {bound}."
+        raise Problem(400, message, code="output_too_long", param="min_tokens")
+    remaining = max(1, context - (prompt or 1))
+    return task if output is not None else task.model_copy(update={"max_tokens": min(limits.max_output, remaining)})

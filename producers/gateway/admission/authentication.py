@@ -132,8 +132,8 @@ class Callers:
             self._recent.pop(token, None)
             return None
         known.opened = known.at
-        left = FRESH_S if known.key.expires_at is None else min(FRESH_S, known.key.expires_at - time.time())
-        _put(self._recent, token, (known.principal, known.at + left))
+        seconds = FRESH_S if known.key.expires_at is None else min(FRESH_S, known.key.expires_at - time.time())
+        _put(self._recent, token, (known.principal, known.at + seconds))
         return known
 
     async def _look(self, key_id: str, get: Get) -> _Known | None:
@@ -182,14 +182,14 @@ class Callers:
                 began = time.monotonic()
                 try:
                     async with asyncio.timeout(SILENT_S):
-                        found = await api_keys.several(self._store, ids)
+                        keys_by_id = await api_keys.several(self._store, ids)
                 except FAILURES as error:
                     for future in sought:
                         future.set_exception(error)
                         future.exception()  # or asyncio complains where all who asked have left
                 else:
                     for key_id, future in zip(ids, sought, strict=True):
-                        future.set_result((found[key_id], began))
+                        future.set_result((keys_by_id[key_id], began))
                 finally:
                     for future in sought:
                         future.cancel()  # of those that are done, none
@@ -200,14 +200,14 @@ class Callers:
         """What a caller without a good key is told, and how soon."""
         if not missing:
             return await self._wrong_key(network_of(address))
-        said = "A key is missing: send it in the header `Authorization: Bearer psk_...`."
-        return Problem(401, said, code="missing_api_key", headers=CHALLENGE)
+        message = "A key is missing: send it in the header `Authorization: Bearer psk_...`."
+        return Problem(401, message, code="missing_api_key", headers=CHALLENGE)
 
     async def _wrong_key(self, address: str) -> Problem:
         pause = self._pause(address)
         if self._paused[address] >= PAUSED or self._paused.total() >= PAUSED_IN_ALL:
-            said = "Too many wrong keys come from this address, or from all; this is one of them."
-            return Problem(429, said, code="too_many_wrong_keys", headers={"retry-after": f"{SLOWEST_S:g}"})
+            message = "Too many wrong keys come from this address, or from all; this is one of them."
+            return Problem(429, message, code="too_many_wrong_keys", headers={"retry-after": f"{SLOWEST_S:g}"})
         self._paused[address] += 1
         try:
             await self._sleep(pause)

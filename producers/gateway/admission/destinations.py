@@ -21,12 +21,12 @@ class Destinations:
 
     async def check(self, url: str, param: str) -> None:
         """Raises InvalidTask for a URL that does not resolve or may not be called. Its form was checked before."""
-        place = Destination.parse(url)
+        destination = Destination.parse(url)
         try:
-            addresses = await self._resolver.resolve(place.host)
+            addresses = await self._resolver.resolve(destination.host)
         except Unresolved as error:
             raise InvalidTask(f"{param} is {shown(url)}: {error}", param=param, code="webhook_refused") from None
-        why = refusal(place.scheme, place.port, addresses, self._allowed)
+        why = refusal(destination.scheme, destination.port, addresses, self._allowed)
         if why is not None:
             raise InvalidTask(f"{param} is {shown(url)}: {why}", param=param, code="webhook_refused")
 

@@ -59,18 +59,20 @@ class Admission:
         """
         principal = principal_of(request)
         check_may_use(principal, tasks[0])
-        most = self._room(request).bounds.of(tasks[0].tier)
-        if most and len(tasks) > most:  # a retry would not help
-            said = f"{len(tasks)} prompts in one request, where {most} tasks may wait: send {most} at a time"
-            raise Problem(400, said, code="array_above_max_length", param="prompt")
-        known = await resolve(request, self._client, tasks[0].model)
-        found = await self.overload.look(known.queue)
-        if found.stage:
-            request.state.degraded = STAGES[found.stage]
-        self.overload.check(found, known.queue, tasks[0].tier)
-        if found.stage < SHORTENS or tasks[0].tier != "default" or principal.limits.shorten_to is None:
+        max_waiting = self._room(request).bounds.of(tasks[0].tier)
+        if max_waiting and len(tasks) > max_waiting:  # a retry would not help
+            message = (
+                f"{len(tasks)} prompts in one request, where {max_waiting} tasks may wait: send {max_waiting} at a time"
+            )
+            raise Problem(400, message, code="array_above_max_length", param="prompt")
+        resolved = await resolve(request, self._client, tasks[0].model)
+        pressure = await self.overload.look(resolved.queue)
+        if pressure.stage:
+            request.state.degraded = STAGES[pressure.stage]
+        self.overload.check(pressure, resolved.queue, tasks[0].tier)
+        if pressure.stage < SHORTENS or tasks[0].tier != "default" or principal.limits.shorten_to is None:
             return Entered([*tasks])
-        entered = _shortened(tasks, principal.limits.shorten_to, int(known.card["context_length"]))
+        entered = _shortened(tasks, principal.limits.shorten_to, int(resolved.card["context_length"]))
         request.state.shortened_to = entered.to
         return entered
 
@@ -98,8 +100,8 @@ class Admission:
     def _room(self, request: HTTPConnection) -> Room:
         """The bounds for a caller. A tenant's own goes before that of all tenants (`Accounts.sized` has it read)."""
         principal, bounds = principal_of(request), self._bounds
-        if (most := principal.limits.max_waiting) is not None:
-            bounds = replace(bounds, key=most)
+        if (max_waiting := principal.limits.max_waiting) is not None:
+            bounds = replace(bounds, key=max_waiting)
         limits: Limits = getattr(request.state, "tenant_limits", NO_LIMITS)
         if limits.max_waiting is not None:
             bounds = replace(bounds, tenant=limits.max_waiting)
@@ -109,11 +111,11 @@ class Admission:
 
 
 def _too_much_kept(error: QueueFull) -> Problem:
-    said = (
+    message = (
         f"The tasks and results of this tenant have {error.waiting} bytes in the store; at most {error.most} are kept: "
         "delete some, give tasks a shorter ttl, or wait until they expire."
     )
-    return Problem(429, said, code="too_many_task_bytes", headers=ONCE)
+    return Problem(429, message, code="too_many_task_bytes", headers=ONCE)
 
 
 def _shortened(tasks: Sequence[Task], to: int, context: int) -> Entered:

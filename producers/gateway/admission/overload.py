@@ -75,59 +75,61 @@ class Overload:
         return await self._look(queue, store) if self._bounded else Pressure()
 
     async def _look(self, queue: str, store: Redis | None = None) -> Pressure:
-        one = self._queues.setdefault(queue, _Queue())
-        if time.monotonic() - one.at <= FRESH_S:
-            return one.pressure
-        async with one.looking:
-            if time.monotonic() - one.at > FRESH_S:  # else another looked meanwhile
-                before, one.pressure = one.pressure.stage, await self._measured(queue, store or self._store)
-                one.at = time.monotonic()
-                if one.pressure.stage != before:
-                    changed = (queue, STAGES[before], STAGES[one.pressure.stage], 100 * one.pressure.share)
+        state = self._queues.setdefault(queue, _Queue())
+        if time.monotonic() - state.at <= FRESH_S:
+            return state.pressure
+        async with state.looking:
+            if time.monotonic() - state.at > FRESH_S:  # else another looked meanwhile
+                before, state.pressure = state.pressure.stage, await self._measured(queue, store or self._store)
+                state.at = time.monotonic()
+                if state.pressure.stage != before:
+                    changed = (queue, STAGES[before], STAGES[state.pressure.stage], 100 * state.pressure.share)
                     logger.warning("overload of %s: from %s to %s, at %.0f%% of its bounds", *changed)
-        return one.pressure
+        return state.pressure
 
     async def all(self, store: Redis) -> dict[str, Pressure]:
         """Queue -> its pressure, of those where something waits and those that are degraded. While the store is away,
         none. `store`: as of `look`."""
         try:
             async with asyncio.timeout(SILENT_S):
-                found = {split(queue)[0] for queue in await waiting.queues(store)} - {""} if self._bounded else set()
+                names = {split(queue)[0] for queue in await waiting.queues(store)} - {""} if self._bounded else set()
         except FAILURES:
             return {}
-        found |= {queue for queue, one in self._queues.items() if one.pressure.stage}
-        return {queue: await self.look(queue, store) for queue in sorted(found)}
+        names |= {queue for queue, state in self._queues.items() if state.pressure.stage}
+        return {queue: await self.look(queue, store) for queue in sorted(names)}
 
-    def check(self, found: Pressure, queue: str, tier: str) -> None:
+    def check(self, pressure: Pressure, queue: str, tier: str) -> None:
         """Raise Problem (429) where a tier's tasks may not come under this pressure."""
-        if found.stage < REFUSED[tier]:
+        if pressure.stage < REFUSED[tier]:
             return
-        left = LEFT[REFUSED[tier]]
-        said = f"Overload: tasks of the tier {tier} are refused until less waits (stage {STAGES[found.stage]})"
-        raise self._refusal(queue, found.tokens * max(0.0, 1 - left / max(found.share, left)), said, SHARED)
+        share_after = LEFT[REFUSED[tier]]
+        message = f"Overload: tasks of the tier {tier} are refused until less waits (stage {STAGES[pressure.stage]})"
+        raise self._refusal(
+            queue, pressure.tokens * max(0.0, 1 - share_after / max(pressure.share, share_after)), message, SHARED
+        )
 
     async def full(self, error: QueueFull, queue: str, tier: str, tokens: int) -> Problem:
         """The refusal for what ADMIT refused. `tokens`: KV tokens that the task may need."""
-        found = await self._look(queue)  # a key or tenant may have a bound where the gateway has none
-        size = found.tokens / found.tasks if found.tasks else tokens
+        pressure = await self._look(queue)  # a key or tenant may have a bound where the gateway has none
+        size = pressure.tokens / pressure.tasks if pressure.tasks else tokens
         code, whose = SAID[error.bound]
         there = f" for the tier {tier}" if code == SHARED else ""
-        said = f"The queue is full{there}: of tasks {whose}, {error.most} may wait"
-        return self._refusal(queue, (error.waiting + 1 - error.most) * size, said, code)
+        message = f"The queue is full{there}: of tasks {whose}, {error.most} may wait"
+        return self._refusal(queue, (error.waiting + 1 - error.most) * size, message, code)
 
-    def _refusal(self, queue: str, tokens: float, said: str, code: str) -> Problem:
+    def _refusal(self, queue: str, tokens: float, message: str, code: str) -> Problem:
         """`tokens`: those that have to be started before there is a place. Whoever has reached a bound of its own
         stands in nobody's way."""
-        one, now, seconds = self._queues.setdefault(queue, _Queue()), time.monotonic(), LONGEST_S
-        if one.pressure.served:
-            line = max(one.line, now) if code == SHARED else now
-            line = min(line + tokens / one.pressure.rate, now + LONGEST_S)
-            one.line = line if code == SHARED else one.line
+        state, now, seconds = self._queues.setdefault(queue, _Queue()), time.monotonic(), LONGEST_S
+        if state.pressure.served:
+            line = max(state.line, now) if code == SHARED else now
+            line = min(line + tokens / state.pressure.rate, now + LONGEST_S)
+            state.line = line if code == SHARED else state.line
             seconds = max(SHORTEST_S, line - now)
         seconds *= random.uniform(1.0, 1.25)  # noqa: S311 - spreads retries of callers refused together
         headers = {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(int(seconds * 1000))}
         return Problem(
-            429, f"{said}; try again in {seconds:.1f} s", code=code, headers=headers | {"x-should-retry": "true"}
+            429, f"{message}; try again in {seconds:.1f} s", code=code, headers=headers | {"x-should-retry": "true"}
         )
 
     async def _measured(self, queue: str, store: Redis) -> Pressure:

@@ -57,11 +57,11 @@ class Spent:
         minute = self._noted.get(account.name)
         if minute is None:
             return None
-        left = minute.until - self._clock()
-        if left <= 0:
+        remaining_s = minute.until - self._clock()
+        if remaining_s <= 0:
             del self._noted[account.name]
             return None
         rpm = account.limits.rpm
         if rpm is None or rpm > minute.requests:
             return None
-        return Charge((account,), told=["rpm", 0, max(1, int(left * 1000)), 0, rpm, *minute.tokens])
+        return Charge((account,), told=["rpm", 0, max(1, int(remaining_s * 1000)), 0, rpm, *minute.tokens])

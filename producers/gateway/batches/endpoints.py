@@ -116,8 +116,8 @@ class LineEndpoints:
         if not counting:
             return
         for _ in range(requests):
-            told = await self._client.run(once(refused(counting)))
-            self._used_up.note(Charge(tuple(counting), told=told, counted=True))
+            answer = await self._client.run(once(refused(counting)))
+            self._used_up.note(Charge(tuple(counting), told=answer, counted=True))
 
     async def _accounts(self, key_id: str | None, tenant: str | None) -> list[Account]:
         """The accounts of a batch's key and tenant, with the limits that they have now."""
@@ -159,11 +159,11 @@ class LineEndpoints:
 
     async def answers(self, path: str, finished: Sequence[Finished]) -> list[Answer]:
         tokenizers: dict[str, Tokenizer | Answer] = {}
-        for one in finished:
-            if _scored(one) and one.record.model not in tokenizers:
-                tokenizers[one.record.model] = await self._tokenizer(one.record.model)
+        for end in finished:
+            if _scored(end) and end.record.model not in tokenizers:
+                tokenizers[end.record.model] = await self._tokenizer(end.record.model)
         return await asyncio.to_thread(
-            lambda: [_answer(path, one, tokenizers.get(one.record.model) if _scored(one) else None) for one in finished]
+            lambda: [_answer(path, end, tokenizers.get(end.record.model) if _scored(end) else None) for end in finished]
         )
 
     async def _tokenizer(self, model: str) -> Tokenizer | Answer:
@@ -207,8 +207,8 @@ def _work(accounts: Sequence[Account], tenant: str | None) -> Work:
 
 def _usual(body: Mapping[str, Any], limits: Sequence[Limits]) -> Mapping[str, Any]:
     """A completion's body. One that names no largest output gets the usual one, as far as the limits allow."""
-    most = min((one.max_output for one in limits if one.max_output is not None), default=MAX_TOKENS)
-    return body if body.get("max_tokens") is not None else {**body, "max_tokens": min(MAX_TOKENS, most)}
+    max_output = min((limit.max_output for limit in limits if limit.max_output is not None), default=MAX_TOKENS)
+    return body if body.get("max_tokens") is not None else {**body, "max_tokens": min(MAX_TOKENS, max_output)}
 
 
 def _planned(
@@ -235,22 +235,22 @@ def _planned(
     return Planned(task, known, more)
 
 
-def _answer(path: str, one: Finished, tokenizer: Tokenizer | Answer | None) -> Answer:
+def _answer(path: str, finished: Finished, tokenizer: Tokenizer | Answer | None) -> Answer:
     """`tokenizer`: where the task has log probabilities."""
-    end = one.events[-1]
+    end = finished.events[-1]
     try:
         if isinstance(end, End) and (problem := problem_of_end(end)) is not None:
-            return _refused(in_words_of(path, one.body, problem))
+            return _refused(in_words_of(path, finished.body, problem))
         if isinstance(tokenizer, Answer):
             return tokenizer
-        return Answer(200, _ascii(answer_line(path, one.record, one.events, tokenizer)))
+        return Answer(200, _ascii(answer_line(path, finished.record, finished.events, tokenizer)))
     except Exception:  # as above
-        logger.exception("task %s of a batch cannot be answered", one.record.id)
+        logger.exception("task %s of a batch cannot be answered", finished.record.id)
         return _refused(BROKEN)
 
 
-def _scored(one: Finished) -> bool:
-    return one.record.task.get("logprobs") is not None
+def _scored(finished: Finished) -> bool:
+    return finished.record.task.get("logprobs") is not None
 
 
 def _refused(error: Exception, principal: Principal = LOCAL) -> Answer:

@@ -75,29 +75,29 @@ ID: Final = re.compile(f"{batches.PREFIX}[0-9a-f]{{32}}")
 
 def read(body: Mapping[str, Any]) -> tuple[int, dict[str, str | int]]:
     """The completion window (s), and the batch's fields (`producers.store.batches.create`). Raises Problem."""
-    given = {name: value for name, value in body.items() if value is not None}
-    for name in given:
+    values = {name: value for name, value in body.items() if value is not None}
+    for name in values:
         if name not in SCHEMA["properties"]:
             raise unknown_parameter(name, f"there are {', '.join(SCHEMA['properties'])}")
-    check_given(given, *SCHEMA["required"])
-    if given["endpoint"] not in ENDPOINTS:
-        raise wrong("endpoint", given["endpoint"], f"one of {', '.join(ENDPOINTS)}")
-    if not isinstance(given["input_file_id"], str):
-        raise wrong("input_file_id", given["input_file_id"], "the id of a file")
+    check_given(values, *SCHEMA["required"])
+    if values["endpoint"] not in ENDPOINTS:
+        raise wrong("endpoint", values["endpoint"], f"one of {', '.join(ENDPOINTS)}")
+    if not isinstance(values["input_file_id"], str):
+        raise wrong("input_file_id", values["input_file_id"], "the id of a file")
     fields: dict[str, str | int] = {
-        "endpoint": given["endpoint"],
-        "input_file": given["input_file_id"],
-        "completion_window": given["completion_window"],
+        "endpoint": values["endpoint"],
+        "input_file": values["input_file_id"],
+        "completion_window": values["completion_window"],
     }
-    seconds = window_s(given["completion_window"])
+    seconds = window_s(values["completion_window"])
     if seconds is None:
-        raise wrong("completion_window", given["completion_window"], WINDOW_FORM)
-    if "metadata" in given:
-        if not is_metadata(given["metadata"]):
-            raise wrong("metadata", given["metadata"], METADATA_FORM)
-        fields["metadata"] = json.dumps(given["metadata"])
-    if "output_expires_after" in given:
-        fields["output_kept"] = expires_after("output_expires_after", given["output_expires_after"])
+        raise wrong("completion_window", values["completion_window"], WINDOW_FORM)
+    if "metadata" in values:
+        if not is_metadata(values["metadata"]):
+            raise wrong("metadata", values["metadata"], METADATA_FORM)
+        fields["metadata"] = json.dumps(values["metadata"])
+    if "output_expires_after" in values:
+        fields["output_kept"] = expires_after("output_expires_after", values["output_expires_after"])
     return seconds, fields
 
 
@@ -208,11 +208,14 @@ async def create(request: Request, response: Response) -> BatchView:
         fields["principal"] = principal.to_json()
     if gateway.prices is not None:
         fields["prices"] = gateway.prices.to_json()
-    most = (await gateway.accounts.kept(owner)).max_batches
-    made = await arun(gateway.client.store, batches.create(new_id, window_s, {**fields, **trace.fields()}, most))
-    if text(made) == "full":
-        said = f"{most} batches of this tenant have not ended, the most; cancel one, or try again once one has ended."
-        raise Problem(429, said, code="too_many_batches", headers=ONCE)
+    max_batches = (await gateway.accounts.kept(owner)).max_batches
+    answer = await arun(
+        gateway.client.store, batches.create(new_id, window_s, {**fields, **trace.fields()}, max_batches)
+    )
+    if text(answer) == "full":
+        kept = f"{max_batches} batches of this tenant have not ended, the most"
+        message = f"{kept}; cancel one, or try again once one has ended."
+        raise Problem(429, message, code="too_many_batches", headers=ONCE)
     return BatchView.of(await _batch(request, new_id))
 
 
@@ -233,8 +236,8 @@ async def listed(
 ) -> BatchList:
     """List the tenant's batches, the newest first, a page at a time."""
     store, owner = gateway_of(request).client.store, tenant_of(request) or ""
-    found = await batches.page(store, limit + 1, after=after, tenant=owner)
-    return BatchList.of([*map(BatchView.of, found)], limit)
+    rows = await batches.page(store, limit + 1, after=after, tenant=owner)
+    return BatchList.of([*map(BatchView.of, rows)], limit)
 
 
 @router.get("/{batch_id}", dependencies=READS, response_model=BatchView, responses=errors(404))

@@ -104,21 +104,23 @@ def _known(file: File) -> Iterator[None]:
         yield
     except BlobNotFound:
         warn_throttled(logger, "a file is known, and not in this gateway's --files-dir: %s", file.id)
-        said = f"The content of {file.id} is not in this gateway's --files-dir, which all gateways and sweepers share."
-        raise unavailable(said, code="file_unavailable") from None
+        message = (
+            f"The content of {file.id} is not in this gateway's --files-dir, which all gateways and sweepers share."
+        )
+        raise unavailable(message, code="file_unavailable") from None
 
 
 def _asked(request: Request, file: File) -> tuple[int, int]:
     """Begin and end (exclusive) of the range that is asked for. Several ranges are answered by the whole file."""
-    given = request.headers.get("range")
-    found = None if given is None else _RANGE.fullmatch(given.strip())
+    header = request.headers.get("range")
+    match = None if header is None else _RANGE.fullmatch(header.strip())
     if (
-        found is None
-        or found.group(0) == "bytes=-"
+        match is None
+        or match.group(0) == "bytes=-"
         or request.headers.get("if-range", f'"{file.id}"') != f'"{file.id}"'
     ):
         return 0, file.size
-    first, last = found.groups()
+    first, last = match.groups()
     if first:
         start, end = int(first), min(int(last) + 1 if last else file.size, file.size)
     else:
@@ -126,7 +128,7 @@ def _asked(request: Request, file: File) -> tuple[int, int]:
     if start >= end:
         raise Problem(
             416,
-            f"Range is {shown(given)}; the file has {file.size} bytes.",
+            f"Range is {shown(header)}; the file has {file.size} bytes.",
             code="invalid_range",
             param="Range",
             headers={"content-range": f"bytes */{file.size}"},

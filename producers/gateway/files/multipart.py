@@ -61,8 +61,8 @@ class Form:
             self._parser.write(data)
         except FormParserError as error:
             raise _broken(str(error)) from None
-        found, self._file = self._file, []
-        return found
+        content, self._file = self._file, []
+        return content
 
     def _begin(self) -> None:
         self._parts += 1
@@ -123,21 +123,21 @@ def form_of(request: Request) -> Form:
     """A form to feed with the request's body. Raises Problem for another kind of body."""
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
-        said = shown(request.headers.get("content-type", ""))
-        said = f"The request must have the content type multipart/form-data, with a boundary; it has {said}."
-        raise media_type(said, accept="multipart/form-data")
+        message = shown(request.headers.get("content-type", ""))
+        message = f"The request must have the content type multipart/form-data, with a boundary; it has {message}."
+        raise media_type(message, accept="multipart/form-data")
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
-        said = f"The body has the content encoding {shown(coding)}; files are taken without one."
-        raise media_type(said, accept_encoding="identity")
+        message = f"The body has the content encoding {shown(coding)}; files are taken without one."
+        raise media_type(message, accept_encoding="identity")
     return Form(options[b"boundary"])
 
 
-def _text(data: bytes, what: str) -> str:
+def _text(data: bytes, subject: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError:
-        raise _broken(f"{what} is not UTF-8") from None
+        raise _broken(f"{subject} is not UTF-8") from None
 
 
 def _broken(why: str) -> Problem:

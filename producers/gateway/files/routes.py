@@ -107,21 +107,25 @@ async def create(request: Request, response: Response) -> FileView:
     with storage_errors():
         limits = await gateway.accounts.kept(owner)
         async with Upload(request, gateway, owner or "", limits, new_id) as upload:
-            asked = await upload.receive()
-            entry = await idempotency.first(request, gateway.client, new_id, tenant=owner, digest=upload.digest(asked))
+            settings = await upload.receive()
+            entry = await idempotency.first(
+                request, gateway.client, new_id, tenant=owner, digest=upload.digest(settings)
+            )
             if entry is not None and entry.state == "made":
                 response.headers.update(idempotency.REPLAYED)
                 return await _original(gateway, entry)
-            made = await _made(gateway, upload, asked, owner, new_id if entry is None else entry.id)
+            file = await _made(gateway, upload, settings, owner, new_id if entry is None else entry.id)
     if entry is not None:
         await idempotency.made(gateway.client, entry)
-    return FileView.of(made)
+    return FileView.of(file)
 
 
-async def _made(gateway: Gateway, upload: Upload, asked: Asked, owner: str | None, file_id: str) -> File:
+async def _made(gateway: Gateway, upload: Upload, settings: Asked, owner: str | None, file_id: str) -> File:
     """Make the file; or find it, where an equal request did at the same time. Raises Problem."""
     now, store = int(time.time()), gateway.client.store
-    file = File(file_id, upload.writer.size, asked.filename, asked.purpose, now, now + asked.kept_s, owner or "")
+    file = File(
+        file_id, upload.writer.size, settings.filename, settings.purpose, now, now + settings.kept_s, owner or ""
+    )
     for name in {file_id, upload.name}:  # a commit under another name may leave the first one, if it is killed
         await files.note(store, name)
     async with gateway.file_pieces.turn(gateway.settings.stall):
@@ -135,8 +139,8 @@ async def _made(gateway: Gateway, upload: Upload, asked: Asked, owner: str | Non
 async def _original(gateway: Gateway, entry: Entry) -> FileView:
     file = await files.get(gateway.client.store, entry.id)
     if file is None:
-        said = f"file {entry.id}, which was deleted or has expired; use another key to upload it again."
-        raise gone(said, code="file_not_found")
+        message = f"file {entry.id}, which was deleted or has expired; use another key to upload it again."
+        raise gone(message, code="file_not_found")
     return FileView.of(file)
 
 
@@ -154,7 +158,7 @@ async def listed(
 ) -> FileList:
     """List the tenant's files, a page at a time."""
     limit = min(limit, PAGE)
-    found = await files.listed(
+    rows = await files.listed(
         gateway_of(request).client.store,
         tenant=tenant_of(request) or "",
         purpose=purpose or None,
@@ -162,7 +166,7 @@ async def listed(
         limit=limit + 1,
         newest_first=order == "desc",
     )
-    return FileList.of([*map(FileView.of, found)], limit)
+    return FileList.of([*map(FileView.of, rows)], limit)
 
 
 @router.get("/{file_id}", dependencies=READS, response_model=FileView, responses=errors(404))
@@ -238,8 +242,8 @@ def storage_errors() -> Iterator[None]:
     try:
         yield
     except (AwsError, AwsNotInstalled) as error:
-        said = "The bucket for files does not answer, or refuses; the gateway's log says why."
-        raise _problem(error, said) from error
+        message = "The bucket for files does not answer, or refuses; the gateway's log says why."
+        raise _problem(error, message) from error
     except OSError as error:
         if error.errno is None or isinstance(error, ConnectionError | TimeoutError):  # of the store
             raise

@@ -89,14 +89,14 @@ class Room:
         if size <= self._bytes and time.monotonic() < self._renew_at:
             return
         enough = max(size, self._bytes)
-        wanted = max(enough, min(size + STEP, self._most))
-        found = await self._reserved(wanted)
-        if found.reached == "bytes" and wanted > enough:
-            wanted = enough
-            found = await self._reserved(wanted)
-        if found.reached is not None:
-            raise self._refusal(found, size)
-        self._bytes, self._renew_at = wanted, time.monotonic() + RENEW_S
+        target = max(enough, min(size + STEP, self._most))
+        answer = await self._reserved(target)
+        if answer.reached == "bytes" and target > enough:
+            target = enough
+            answer = await self._reserved(target)
+        if answer.reached is not None:
+            raise self._refusal(answer, size)
+        self._bytes, self._renew_at = target, time.monotonic() + RENEW_S
 
     async def give_up(self) -> None:
         """Release what is reserved, unless FILE_MADE did. If the store is away, the lease ends."""
@@ -108,20 +108,20 @@ class Room:
         call = files.reserve(self._upload, self._tenant, size, limits.max_file_bytes, limits.max_files)
         return files.read_room(await arun(self._store, call))
 
-    def _refusal(self, found: files.Room, size: int) -> Problem:
+    def _refusal(self, room: files.Room, size: int) -> Problem:
         limits = self._limits
-        if found.reached == "uploads":
-            said = f"{found.used} uploads of this tenant are under way, the most; try again once one has ended."
-            return Problem(429, said, code="too_many_uploads", headers=RETRY_AFTER)
+        if room.reached == "uploads":
+            message = f"{room.used} uploads of this tenant are under way, the most; try again once one has ended."
+            return Problem(429, message, code="too_many_uploads", headers=RETRY_AFTER)
         hint = "delete some, or wait until they expire"
-        if found.reached == "files":
-            said = f"This tenant has {found.used} files; at most {limits.max_files} are kept: {hint}."
-            return Problem(400, said, code="too_many_files", param=FILE)
-        said = (
-            f"This tenant's files have {found.used} bytes, and this upload has {size} or more; at most "
+        if room.reached == "files":
+            message = f"This tenant has {room.used} files; at most {limits.max_files} are kept: {hint}."
+            return Problem(400, message, code="too_many_files", param=FILE)
+        message = (
+            f"This tenant's files have {room.used} bytes, and this upload has {size} or more; at most "
             f"{limits.max_file_bytes} are kept: {hint}."
         )
-        return Problem(413, said, code="too_many_file_bytes", param=FILE, headers=ONCE)
+        return Problem(413, message, code="too_many_file_bytes", param=FILE, headers=ONCE)
 
 
 class Upload(AbstractAsyncContextManager["Upload"]):
@@ -141,9 +141,9 @@ class Upload(AbstractAsyncContextManager["Upload"]):
             raise _too_large(limit)
         self._form: Form = form_of(request)
         self._hash = hashlib.sha256() if idempotency.HEADER in request.headers else None
-        most = limit if declared is None else min(declared, limit)
-        self._room = Room(gateway, name, tenant, limits, most)
-        self._first = 0 if declared is None else max(0, most - FORM)
+        max_size = limit if declared is None else min(declared, limit)
+        self._room = Room(gateway, name, tenant, limits, max_size)
+        self._first = 0 if declared is None else max(0, max_size - FORM)
         self._blobs, self._pieces, self._stall = gateway.blobs, gateway.file_pieces, gateway.settings.stall
 
     async def __aenter__(self) -> Upload:
@@ -156,9 +156,9 @@ class Upload(AbstractAsyncContextManager["Upload"]):
         pieces: list[bytes] = []
         size = 0
         async for chunk in self._request.stream():
-            found = self._form.feed(chunk)
-            pieces += found
-            size += sum(map(len, found))
+            content = self._form.feed(chunk)
+            pieces += content
+            size += sum(map(len, content))
             if self.writer.size + size > self._limit:
                 raise _too_large(self._limit)
             if size >= PIECE:
@@ -169,9 +169,9 @@ class Upload(AbstractAsyncContextManager["Upload"]):
         await self._write(pieces)
         return _checked(self._form)
 
-    def digest(self, asked: Asked) -> str | None:
+    def digest(self, settings: Asked) -> str | None:
         """The digest that an Idempotency-Key compares; None without a key."""
-        return None if self._hash is None else digest(self._hash.digest(), repr(asked).encode())
+        return None if self._hash is None else digest(self._hash.digest(), repr(settings).encode())
 
     async def _write(self, pieces: list[bytes]) -> None:
         def write() -> None:
@@ -208,13 +208,13 @@ def _checked(form: Form) -> Asked:
 
 
 def _kept(fields: dict[str, str]) -> int:
-    given = {
+    values = {
         name: fields[f"expires_after[{name}]"] for name in ("anchor", "seconds") if f"expires_after[{name}]" in fields
     }
-    if not given:
+    if not values:
         return KEPT_S
-    seconds = given.get("seconds", "")
-    return expires_after("expires_after", given | ({"seconds": int(seconds)} if seconds.isdecimal() else {}))
+    seconds = values.get("seconds", "")
+    return expires_after("expires_after", values | ({"seconds": int(seconds)} if seconds.isdecimal() else {}))
 
 
 def _too_large(limit: int) -> Problem:

@@ -154,8 +154,8 @@ def _named(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
     return name
 
 
-def _refusal(value: str, wanted: str) -> Problem:
-    return Problem(400, f"{TENANT} is {shown(value)}; {TENANT} must be {wanted}", code="invalid_value", param=TENANT)
+def _refusal(value: str, expected: str) -> Problem:
+    return Problem(400, f"{TENANT} is {shown(value)}; {TENANT} must be {expected}", code="invalid_value", param=TENANT)
 
 
 def _address(connection: HTTPConnection) -> str | None:
@@ -166,11 +166,11 @@ def _address(connection: HTTPConnection) -> str | None:
 def token_of(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
     """The key in a request's headers: OpenAI's, or `x-api-key`. Several different ones are none: a proxy may have
     checked another one than we would take."""
-    found: list[bytes] = []
+    values: list[bytes] = []
     for name, value in headers:
         if name == b"authorization":
             if value[:7].lower() == b"bearer ":
-                found.append(value[7:].strip())
+                values.append(value[7:].strip())
         elif name == b"x-api-key":
-            found.append(value.strip())
-    return b" ".join(set(found) if len(found) > 1 else found).decode("latin-1") if found else None
+            values.append(value.strip())
+    return b" ".join(set(values) if len(values) > 1 else values).decode("latin-1") if values else None

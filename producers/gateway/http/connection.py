@@ -79,8 +79,8 @@ def cut(scope: Scope) -> None:
 
 def connection_of(scope: Scope) -> Connection | None:
     """A request's connection; None under another server, and for a WebSocket."""
-    found: Connection | None = (scope.get("extensions") or {}).get(CONNECTION)
-    return found
+    connection: Connection | None = (scope.get("extensions") or {}).get(CONNECTION)
+    return connection
 
 
 def cut_off(transport: asyncio.Transport) -> None:
@@ -350,7 +350,7 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, problem: Problem) -> None:
         """Answer with an error, unless another answer is being sent or comes first, and close."""
         cycle = self._coming
-        waiting = any(not one.response_complete for one in self._open if one is not cycle)
+        waiting = any(not request.response_complete for request in self._open if request is not cycle)
         if not waiting and (cycle is None or not cycle.response_started):
             self.transport.write(_raw(problem))
         if cycle is not None:  # who reads the body is told that no more comes, and answers nothing more

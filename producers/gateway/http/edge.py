@@ -69,13 +69,13 @@ class Edge:
         app = response_of(too_many_waiting()) if state.get(FULL) else self._app
         share = SHARE.get()
         assert share is not None  # `InTurn` has set it, and the state
-        came = time.perf_counter()
+        arrived = time.perf_counter()
         share.running += 1
         OWNER.set((network_of((scope.get("client") or NOBODY)[0]),))  # until it is known whose key this is
         headers = Headers(scope=scope)
         trace.enter(headers)
-        given = headers.get("x-request-id", "")
-        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        header = headers.get("x-request-id", "")
+        request_id = header if REQUEST_ID.fullmatch(header) else uuid.uuid4().hex
         begun = False
         method = scope.get("method", "GET")  # a WebSocket's handshake is a GET
         method = method if method in METHODS else "other"
@@ -96,7 +96,7 @@ class Edge:
                     message["headers"] += left(charge.told)
                 message["headers"].extend(overload(state))
                 route = getattr(scope.get("route"), "path", "unmatched")
-                self._metrics.answered(method, route, message.get("status", 101), time.perf_counter() - came)
+                self._metrics.answered(method, route, message.get("status", 101), time.perf_counter() - arrived)
             elif message["type"] == "websocket.close" and not begun:  # the framework's answer where no route matches
                 await response_of(problem_of(HTTPException(404)))(scope, receive, send_on)
                 return
@@ -107,8 +107,8 @@ class Edge:
         except ClientDisconnect:
             logger.info("request %s: its client (%s) left before it was read", request_id, _client(scope))
         except Exception as error:
-            what = (request_id, method, scope["path"], _client(scope), trace.suffix())
-            logger.exception("request %s (%s %s of %s) failed%s", *what)
+            request_log = (request_id, method, scope["path"], _client(scope), trace.suffix())
+            logger.exception("request %s (%s %s of %s) failed%s", *request_log)
             if begun:
                 raise
             await response_of(problem_of(error))(scope, receive, send_on)
@@ -135,13 +135,13 @@ def _without_body(send: Send) -> Send:
     return send_head
 
 
-def left(told: Sequence[Any]) -> list[tuple[bytes, bytes]]:
-    """The headers of OpenAI's answers that say what is left of limits a minute. `told`: as of `Charge`, not empty."""
-    reset, found = b"%gs" % (told[2] / 1000), []
+def left(answer: Sequence[Any]) -> list[tuple[bytes, bytes]]:
+    """The headers of OpenAI's answers that say what is left of limits a minute. `answer`: as of `Charge`, not empty."""
+    reset, headers = b"%gs" % (answer[2] / 1000), []
     for at, limit, remaining, until in LEFT:
-        if told[at + 1] >= 0:
-            found += [(limit, b"%d" % told[at + 1]), (remaining, b"%d" % told[at]), (until, reset)]
-    return found
+        if answer[at + 1] >= 0:
+            headers += [(limit, b"%d" % answer[at + 1]), (remaining, b"%d" % answer[at]), (until, reset)]
+    return headers
 
 
 def overload(state: Mapping[str, Any]) -> Iterator[tuple[bytes, bytes]]:

@@ -77,9 +77,9 @@ def invalid_value(param: str, message: str) -> Problem:
     return Problem(400, message, code="invalid_value", param=param)
 
 
-def wrong(param: str, value: object, wanted: str) -> Problem:
+def wrong(param: str, value: object, expected: str) -> Problem:
     """The error for a parameter's value, where others are taken."""
-    return invalid_value(param, f"{param} is {shown(value)}; it must be {wanted}")
+    return invalid_value(param, f"{param} is {shown(value)}; it must be {expected}")
 
 
 def unknown_parameter(param: str, hint: str) -> Problem:
@@ -87,10 +87,10 @@ def unknown_parameter(param: str, hint: str) -> Problem:
     return Problem(400, f"unknown parameter {shown(param)}; {hint}", code="unknown_parameter", param=param)
 
 
-def check_given(given: Container[str], *needed: str) -> None:
+def check_given(values: Container[str], *needed: str) -> None:
     """Raise Problem unless all parameters are given that a request needs."""
     for name in needed:
-        if name not in given:
+        if name not in values:
             raise Problem(400, f"{name} is missing", code="missing_required_parameter", param=name)
 
 
@@ -107,8 +107,8 @@ def unavailable(message: str, *, code: str, param: str | None = None) -> Problem
 
 def too_many_waiting() -> Problem:
     """The error for a request whose caller's line (`FairShare`) is full."""
-    said = f"This gateway has {MOST_WAITING} requests of yours that wait for their turn; try again in a moment."
-    return Problem(429, said, code="too_many_waiting", headers={**RETRY_AFTER, "connection": "close"})
+    message = f"This gateway has {MOST_WAITING} requests of yours that wait for their turn; try again in a moment."
+    return Problem(429, message, code="too_many_waiting", headers={**RETRY_AFTER, "connection": "close"})
 
 
 def gone(message: str, *, code: str) -> Problem:
@@ -137,8 +137,8 @@ def problem_of(error: Exception, principal: Principal = LOCAL) -> Problem:
         case Problem():
             return error
         case UnknownModel():
-            said = str(error).partition("; ")[0] + "." if principal.models else str(error)
-            return Problem(404, said, code="model_not_found", param="model")
+            text = str(error).partition("; ")[0] + "." if principal.models else str(error)
+            return Problem(404, text, code="model_not_found", param="model")
         case InvalidTask():
             return Problem(400, str(error), code=error.code, param=error.param)
         case RequestValidationError():
@@ -171,9 +171,9 @@ def problem_of(error: Exception, principal: Principal = LOCAL) -> Problem:
             return unavailable(BUSY, code="busy")
         case RedisError() | OSError():
             warn_throttled(logger, "store or broker failed: %s: %s", type(error).__name__, error)
-            found = trouble(error)
-            message = AWAY if found is Trouble.AWAY else FULL if found is Trouble.FULL else REFUSES
-            return unavailable(message, code=CODES.get(found, "service_unavailable"))
+            kind = trouble(error)
+            message = AWAY if kind is Trouble.AWAY else FULL if kind is Trouble.FULL else REFUSES
+            return unavailable(message, code=CODES.get(kind, "service_unavailable"))
         case HTTPException(status_code=404):
             message = "There is nothing at this URL; see GET /openapi.json for what there is."
             return Problem(404, message, code="not_found")
@@ -199,10 +199,10 @@ def _retry(wait_s: float | None) -> dict[str, str]:
 
 def _invalid(error: RequestValidationError) -> Problem:
     """The Problem for the first parameter of a path, query or header that its route does not take."""
-    found = error.errors()[0]
-    name = str(found["loc"][-1])
-    said = "is missing" if found["type"] == "missing" else f"is {shown(found['input'])}; {found['msg']}"
-    return Problem(400, f"{name} {said}", code="invalid_value", param=name)
+    first = error.errors()[0]
+    name = str(first["loc"][-1])
+    text = "is missing" if first["type"] == "missing" else f"is {shown(first['input'])}; {first['msg']}"
+    return Problem(400, f"{name} {text}", code="invalid_value", param=name)
 
 
 async def _handle(request: Request, error: Exception) -> JSONResponse:

@@ -52,13 +52,13 @@ async def first(
     if key is None:
         return None
     entry, same = _named(request, key, tenant, digest)
-    most = (await request.app.state.gateway.accounts.kept(tenant)).max_idempotency_keys
-    bound = None if most is None else KeyBound(tenant or "", most)
+    max_keys = (await request.app.state.gateway.accounts.kept(tenant)).max_idempotency_keys
+    bound = None if max_keys is None else KeyBound(tenant or "", max_keys)
     try:
         found = await client.run(stored(entry, same, new_id, client.patience, bound=bound))
     except TooManyKeys as error:
-        said = f"This tenant has used {error.kept} idempotency keys within a day, the most; send it without one."
-        raise Problem(429, said, code="too_many_idempotency_keys", param="Idempotency-Key", headers=ONCE) from None
+        message = f"This tenant has used {error.kept} idempotency keys within a day, the most; send it without one."
+        raise Problem(429, message, code="too_many_idempotency_keys", param="Idempotency-Key", headers=ONCE) from None
     if found is None:
         raise _reused(key)
     return found
@@ -100,23 +100,23 @@ async def made_prompts(
     made_id = await _made_id(request, client, key, tenant)
     if made_id is None:
         return None
-    reads = tuple(("HGET", keys.task(one), "task") for one in idempotency.ids(made_id, tasks))
-    found: list[tuple[int, ...]] = []
+    reads = tuple(("HGET", keys.task(task_id), "task") for task_id in idempotency.ids(made_id, tasks))
+    prompts: list[tuple[int, ...]] = []
     for kept in await client.run(persistently(Read(reads), client.patience)):
         prompt = None if kept is None else json.loads(kept).get("prompt")
         if not isinstance(prompt, list):
             return None
-        found.append(tuple(prompt))
+        prompts.append(tuple(prompt))
     if (work := request.scope["state"].get("work")) is not None:
         work.done = False  # to read a replay is free
-    return found
+    return prompts
 
 
 async def _made_id(request: HTTPConnection, client: AsyncClient, key: str, tenant: str | None) -> str | None:
     """The id of what an earlier request of the same key and body has made, if it has."""
     entry, same = _named(request, key, tenant)
-    found = await client.run(persistently(Read(idempotency.look(entry)), client.patience))
-    return idempotency.made_id(same, found)
+    answer = await client.run(persistently(Read(idempotency.look(entry)), client.patience))
+    return idempotency.made_id(same, answer)
 
 
 async def was_made(request: HTTPConnection, client: AsyncClient, tasks: int, *, tenant: str | None) -> bool:
@@ -128,7 +128,7 @@ async def was_made(request: HTTPConnection, client: AsyncClient, tasks: int, *, 
     made_id = await _made_id(request, client, key, tenant)
     if made_id is None:
         return False
-    names = [keys.task(one) for one in idempotency.ids(made_id, tasks)]
+    names = [keys.task(task_id) for task_id in idempotency.ids(made_id, tasks)]
     (there,) = await client.run(persistently(Read((("EXISTS", *names),)), client.patience))
     return int(there) == tasks
 

@@ -45,13 +45,13 @@ class InTurn:
             connection.belongs_to(share)
         try:
             if not self._fair_share.may(share, time.monotonic()):
-                place = self._fair_share.wait(share)
-                if place is None:
+                turn = self._fair_share.wait(share)
+                if turn is None:
                     state[FULL] = True
                 else:
                     if connection is not None:
-                        connection.turn = place
-                    if not await place:
+                        connection.turn = turn
+                    if not await turn:
                         return
             handling = cast("Coroutine[Any, Any, None]", self._app(scope, receive, send))
             request = Measured(handling, share)

@@ -40,8 +40,8 @@ class Documented(FastAPI):
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
-            made = super().openapi()
-            for operation in (one for methods in made["paths"].values() for one in methods.values()):
+            document = super().openapi()
+            for operation in (item for methods in document["paths"].values() for item in methods.values()):
                 if "description" in operation:  # FastAPI's own summary is the function's name
                     operation["summary"] = _first_sentence(operation["description"])
                 if "security" in operation:
@@ -50,9 +50,9 @@ class Documented(FastAPI):
                 if _AUTOMATIC[0] in str(operation["responses"].get("422")):
                     del operation["responses"]["422"]
             for path, example in EXAMPLES.items():
-                made["paths"][path]["post"]["requestBody"]["content"]["application/json"]["example"] = example
+                document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["example"] = example
             for name in _AUTOMATIC:
-                made["components"]["schemas"].pop(name, None)
+                document["components"]["schemas"].pop(name, None)
         return super().openapi()
 
 

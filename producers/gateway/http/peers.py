@@ -86,8 +86,10 @@ class Peers:
             and not self._close_oldest(self._idle)
             and len(self._of) >= self.most
         ):
-            said = f"This gateway has {self.most} connections open, which is all that it takes; try again in a moment."
-            return unavailable(said, code="too_many_connections")
+            message = (
+                f"This gateway has {self.most} connections open, which is all that it takes; try again in a moment."
+            )
+            return unavailable(message, code="too_many_connections")
         self._addresses[name] = address
         address.open += 1
         self._of[peer] = name, address
@@ -137,8 +139,8 @@ class Peers:
 
 def _networks(texts: Collection[str]) -> list[Network]:
     """Those of `--proxy-headers` that are addresses or networks."""
-    found = []
+    networks = []
     for text in texts:
         with suppress(ValueError):
-            found.append(ip_network(text, strict=False))
-    return found
+            networks.append(ip_network(text, strict=False))
+    return networks

@@ -17,8 +17,8 @@ def read(request: Request, names: Collection[str], pairs: str = "") -> dict[str,
     values: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
         if name not in names and not (pairs and re.fullmatch(rf"{pairs}\[.+\]", name, re.DOTALL)):
-            known = ", ".join(names) + (f" and {pairs}[name]" if pairs else "")
-            raise unknown_parameter(name, f"there are {known}")
+            expected = ", ".join(names) + (f" and {pairs}[name]" if pairs else "")
+            raise unknown_parameter(name, f"there are {expected}")
         if name in values:
             raise invalid_value(name, f"{shown(name)} is given twice.")
         values[name] = value

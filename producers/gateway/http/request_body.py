@@ -109,12 +109,12 @@ async def read_object(request: Request, limit: int) -> dict[str, Any]:
 async def _parsed(request: Request, limit: int, parse: Callable[[bytes], T]) -> T:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        said = f"it has {shown(kind)}" if kind else "it has none"
-        raise media_type(f"The request must have the content type application/json; {said}.", accept="application/json")
+        text = f"it has {shown(kind)}" if kind else "it has none"
+        raise media_type(f"The request must have the content type application/json; {text}.", accept="application/json")
     unpack = _unpacking(request)
-    held = _Held(request.app.state.gateway.body_room)
+    room = _Held(request.app.state.gateway.body_room)
     try:
-        body = await _read(request, limit, held)
+        body = await _read(request, limit, room)
         work = work_of(request)
         if unpack is not None:
             body = await aside(request, work, partial(unpack, body, limit))
@@ -124,14 +124,16 @@ async def _parsed(request: Request, limit: int, parse: Callable[[bytes], T]) -> 
             return parse(body)
         return await aside(request, work, partial(_parse_large, body, parse))
     finally:
-        held.give_up()
+        room.give_up()
 
 
 async def aside(request: Request, work: Work, do: Callable[[], T]) -> T:
     """Run `do` on a thread, for what a large body makes long, and return or raise what it does. Raises Problem if too
     many bodies wait."""
     try:
-        found: T = await request.app.state.gateway.bodies.run(do, tenant=work.tenant, most=WAITING, patience=PATIENCE_S)
+        result: T = await request.app.state.gateway.bodies.run(
+            do, tenant=work.tenant, most=WAITING, patience=PATIENCE_S
+        )
     except (ExecutorFull, ExecutorBusy):
         raise _busy("Too many large bodies wait to be read here") from None
     except ExecutorClosed:
@@ -140,7 +142,7 @@ async def aside(request: Request, work: Work, do: Callable[[], T]) -> T:
         work.done = True
         raise
     work.done = True
-    return found
+    return result
 
 
 def _parse_large(body: bytes, parse: Callable[[bytes], T]) -> T:
@@ -180,35 +182,37 @@ def _outside_of_strings(body: bytes, *signs: bytes) -> tuple[int, int]:
     return count, quotes
 
 
-def _too_many(what: str, most: int) -> Problem:
-    return Problem(400, f"The body has {what}; at most {most} are taken: send less at a time.", code="too_many_parts")
+def _too_many(counted: str, limit: int) -> Problem:
+    return Problem(
+        400, f"The body has {counted}; at most {limit} are taken: send less at a time.", code="too_many_parts"
+    )
 
 
 def _unpacking(request: Request) -> Callable[[bytes, int], bytes] | None:
     """The function that unpacks the body's Content-Encoding, or None. Raises Problem for an unknown one."""
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in CODINGS:
-        said = f"The body has the content encoding {shown(coding)}; gzip is taken, or none."
-        raise media_type(said, accept_encoding="gzip")
+        message = f"The body has the content encoding {shown(coding)}; gzip is taken, or none."
+        raise media_type(message, accept_encoding="gzip")
     return CODINGS[coding]
 
 
 def _gunzip(body: bytes, limit: int) -> bytes:
     """Unpack gzip. Raises Problem for bad data, for more than `limit` bytes, without unpacking more, and for more than
     MEMBERS files in one: to begin one takes as long as to unpack some kilobytes."""
-    plain, rest = bytearray(), body
+    plain, remaining = bytearray(), body
     for _ in range(MEMBERS):
         unpacker = zlib.decompressobj(wbits=_GZIP)
         try:
-            plain += unpacker.decompress(rest, limit + 1 - len(plain))
+            plain += unpacker.decompress(remaining, limit + 1 - len(plain))
         except zlib.error as error:
             raise _no_gzip(str(error)) from None
         if len(plain) > limit:
             raise _too_large(limit)
         if not unpacker.eof:
             raise _no_gzip("it ends early")
-        rest = unpacker.unused_data.lstrip(b"\0")  # padding
-        if not rest:
+        remaining = unpacker.unused_data.lstrip(b"\0")  # padding
+        if not remaining:
             return bytes(plain)
     raise _no_gzip(f"it has more than {MEMBERS} members")
 
@@ -225,7 +229,7 @@ def _busy(why: str) -> Problem:
     return Problem(429, f"{why}; try again in a moment.", code="body_busy", headers=RETRY_AFTER)
 
 
-async def _read(request: Request, limit: int, held: _Held) -> bytes:
+async def _read(request: Request, limit: int, room: _Held) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit)
@@ -234,7 +238,7 @@ async def _read(request: Request, limit: int, held: _Held) -> bytes:
         size += len(chunk)
         if size <= limit:
             try:
-                held.grow(size)
+                room.grow(size)
             except Problem as busy:
                 busy.headers["connection"] = "close"  # the rest of it is not read
                 raise
@@ -273,27 +277,27 @@ async def fields_of(
     if optional and request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
         return {}
     body = await read_object(request, limit)
-    known = schema["properties"]
+    properties = schema["properties"]
     for name in body:
-        if name not in known:
+        if name not in properties:
             raise InvalidTask(
-                f"unknown field {shown(name)}; there are {', '.join(known)}", param=name, code="unknown_parameter"
+                f"unknown field {shown(name)}; there are {', '.join(properties)}", param=name, code="unknown_parameter"
             )
-    given = {name: value for name, value in body.items() if value is not None}
+    values = {name: value for name, value in body.items() if value is not None}
     for name in schema.get("required", ()):
-        if name not in given:
+        if name not in values:
             raise InvalidTask(f"{name} is missing", param=name, code="missing_parameter")
-    own = checks or {}
+    own_checks = checks or {}
     return {
-        name: own[name](value, name) if name in own else _checked(name, value, known[name])
-        for name, value in given.items()
+        name: own_checks[name](value, name) if name in own_checks else _checked(name, value, properties[name])
+        for name, value in values.items()
     }
 
 
 def _checked(name: str, value: Any, schema: Mapping[str, Any]) -> Any:
-    kind, said = KINDS[schema["type"]]
+    kind, expected = KINDS[schema["type"]]
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-        raise InvalidTask(f"{name} is {shown(value)}; it must be {said}", param=name, code="invalid_type")
+        raise InvalidTask(f"{name} is {shown(value)}; it must be {expected}", param=name, code="invalid_type")
     if isinstance(value, str):
         _check_text(name, value, schema)
     return value
@@ -302,9 +306,9 @@ def _checked(name: str, value: Any, schema: Mapping[str, Any]) -> Any:
 def _check_text(name: str, value: str, schema: Mapping[str, Any]) -> None:
     if "enum" in schema and value not in schema["enum"]:
         raise InvalidTask(f"{name} is {shown(value)}; there are {', '.join(schema['enum'])}", param=name)
-    least, most = schema.get("minLength", 0), schema.get("maxLength", len(value))
-    if not least <= len(value) <= most:
-        raise InvalidTask(f"{name} has {len(value)} characters; it must have {least} to {most}", param=name)
+    shortest, longest = schema.get("minLength", 0), schema.get("maxLength", len(value))
+    if not shortest <= len(value) <= longest:
+        raise InvalidTask(f"{name} has {len(value)} characters; it must have {shortest} to {longest}", param=name)
     try:
         value.encode()
     except UnicodeEncodeError:

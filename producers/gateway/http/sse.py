@@ -153,11 +153,11 @@ class Feed:
         self._news.set()
 
     def _beat(self) -> None:
-        left = self._heard + self._heartbeat - self._loop.time()
-        if left <= 0:
-            self._quiet, left = True, self._heartbeat
+        remaining_s = self._heard + self._heartbeat - self._loop.time()
+        if remaining_s <= 0:
+            self._quiet, remaining_s = True, self._heartbeat
             self._news.set()
-        self._timer = self._loop.call_later(left, self._beat)
+        self._timer = self._loop.call_later(remaining_s, self._beat)
 
 
 class LiveStream(Response):

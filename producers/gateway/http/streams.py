@@ -154,13 +154,13 @@ class Streams:
         """The ids of keys that have open streams."""
         return {stream.opened.id for stream in self._open.values() if stream.opened is not None}
 
-    def end_of(self, found: Mapping[str, api_keys.Key | None]) -> None:
+    def end_of(self, keys_by_id: Mapping[str, api_keys.Key | None]) -> None:
         """End the streams of those of these keys that do not let their holder in now."""
         now = time.time()
         for stop, stream in self._open.items():
             opened = stream.opened
-            if opened is not None and opened.id in found and not stop.done():
-                key = found[opened.id]
+            if opened is not None and opened.id in keys_by_id and not stop.done():
+                key = keys_by_id[opened.id]
                 if key is None or not key.accepts(opened.digest, now):
                     stop.set_result(ended())
                     asyncio.get_running_loop().call_later(LAST_S, self._cut, stop)
@@ -181,20 +181,22 @@ class Streams:
                     warn_throttled(logger, "cannot look at the keys of open streams: %s", error)
 
 
-def _too_many(most: int, principal: Principal) -> Problem:
+def _too_many(limit: int, principal: Principal) -> Problem:
     whose = "this address" if principal.key is None else "this tenant"
-    said = f"This gateway has {most} streams and waiting requests of {whose} open, which is all that it takes; "
-    return Problem(429, f"{said}close some, or try again later.", code="too_many_streams", headers=RETRY_AFTER)
+    message = f"This gateway has {limit} streams and waiting requests of {whose} open, which is all that it takes; "
+    return Problem(429, f"{message}close some, or try again later.", code="too_many_streams", headers=RETRY_AFTER)
 
 
-def _over_limit(most: int, whose: str) -> Problem:
-    said = f"This {whose} may have {most} streams and waiting requests open at one gateway, its max_streams; "
-    return Problem(429, f"{said}close some, or try again later.", code="too_many_streams", headers=RETRY_AFTER)
+def _over_limit(limit: int, whose: str) -> Problem:
+    message = f"This {whose} may have {limit} streams and waiting requests open at one gateway, its max_streams; "
+    return Problem(429, f"{message}close some, or try again later.", code="too_many_streams", headers=RETRY_AFTER)
 
 
-def _full(most: int) -> Problem:
-    said = f"This gateway has {most} streams and waiting requests open, which is all that it takes; try again later."
-    return unavailable(said, code="gateway_full")
+def _full(limit: int) -> Problem:
+    message = (
+        f"This gateway has {limit} streams and waiting requests open, which is all that it takes; try again later."
+    )
+    return unavailable(message, code="gateway_full")
 
 
 def ended() -> Problem:

@@ -21,8 +21,8 @@ _fields: Final[ContextVar[Mapping[str, str]]] = ContextVar("traceparent", defaul
 
 def enter(headers: Headers) -> None:
     """Begin a request with these headers. More than one `traceparent` counts as none."""
-    given = headers.getlist("traceparent")
-    _fields.set(trace_fields(given[0]) if len(given) == 1 else {})
+    values = headers.getlist("traceparent")
+    _fields.set(trace_fields(values[0]) if len(values) == 1 else {})
 
 
 def fields() -> Mapping[str, str]:

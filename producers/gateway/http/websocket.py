@@ -44,9 +44,9 @@ class Allowance:
         """Take so many at a time (s). Returns how many of them are allowed."""
         self._left = min(self._most, self._left + self._more * (now - self._at))
         self._at = now
-        taken = min(number, int(self._left))
-        self._left -= taken
-        return taken
+        allowed = min(number, int(self._left))
+        self._left -= allowed
+        return allowed
 
 
 class Socket(WebSocketsSansIOProtocol):

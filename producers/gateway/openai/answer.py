@@ -56,7 +56,7 @@ class News:
     @property
     def weight(self) -> int:
         """The work of encoding it: number of tokens and log probabilities."""
-        prompts = (one for parts in self.prompts.values() for part in parts for one in part.logprobs)
+        prompts = (entry for parts in self.prompts.values() for part in parts for entry in part.logprobs)
         tokens = (token.logprobs for output in self.outputs.values() for token in output.tokens)
         return weight(prompts) + weight(tokens)
 
@@ -82,7 +82,7 @@ class News:
 
 def weight(logprobs: Iterable[Logprobs | None]) -> int:
     """The number of tokens and log probabilities in total."""
-    return sum(1 if one is None else 2 + len(one[1]) for one in logprobs)
+    return sum(1 if entry is None else 2 + len(entry[1]) for entry in logprobs)
 
 
 async def news(events: AsyncGenerator[list[tuple[int, Event]]], n: int) -> AsyncGenerator[News]:
@@ -94,21 +94,21 @@ async def news(events: AsyncGenerator[list[tuple[int, Event]]], n: int) -> Async
             yield fresh
 
 
-def head(kind: str, prefix: str, foreground: Foreground, known: Known) -> dict[str, Any]:
+def head(kind: str, prefix: str, foreground: Foreground, resolved: Known) -> dict[str, Any]:
     """The first fields of an answer or chunk. The id contains the first task's id in `/v1/tasks`."""
     return {
         "id": f"{prefix}-{foreground.ids[0]}",
         "object": kind,
         "created": int(foreground.created),
-        "model": known.card["name"],
-        "system_fingerprint": fingerprint(known),
+        "model": resolved.card["name"],
+        "system_fingerprint": fingerprint(resolved),
     }
 
 
-def fingerprint(known: Known) -> str | None:
+def fingerprint(resolved: Known) -> str | None:
     """`system_fingerprint`: the version and its pool, since answers to one seed may differ between either; None without
     a pool, or with several."""
-    return named(known.card["version"], known.fingerprint)
+    return named(resolved.card["version"], resolved.fingerprint)
 
 
 def named(version: str, pool: str | None) -> str | None:
@@ -177,18 +177,18 @@ class Chunks:
         """One choice's chunk."""
         return f'data: {self._begin}, "choices": [{json.dumps(choice)}]{self._rest(choice["index"])}\n\n'.encode()
 
-    def alike(self, indexes: Iterable[int], rest: str) -> Iterator[bytes]:
-        """Equal chunks for several choices. `rest`: their JSON after the index."""
+    def alike(self, indexes: Iterable[int], remainder: str) -> Iterator[bytes]:
+        """Equal chunks for several choices. `remainder`: their JSON after the index."""
         for index in indexes:
             begin = f'data: {self._begin}, "choices": [{{"index": {index}'
-            yield f"{begin}, {rest}]{self._rest(index)}\n\n".encode()
+            yield f"{begin}, {remainder}]{self._rest(index)}\n\n".encode()
 
     def _rest(self, index: int) -> str:
         """The JSON of a chunk after its choice."""
         if not self._prompts:
             return self._end
-        prompt, made = self._prompts[index], self._made[index]
-        used = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+        prompt, output = self._prompts[index], self._made[index]
+        used = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
         return f', "usage": {json.dumps(used)}}}'
 
     def usage(self, ends: Iterable[End]) -> bytes:

@@ -35,8 +35,8 @@ def joined(names: Sequence[str], *parts: Arrays) -> Iterator[bytes | bytearray]:
     for at, name in enumerate(names):
         yield b'%b"%b":[' % (b"," if at else b"", name.encode())
         filled = [part[name] for part in parts if part[name]]
-        for place, array in enumerate(filled):
-            yield b"," if place else b""
+        for index, array in enumerate(filled):
+            yield b"," if index else b""
             yield array
         yield b"]"
 

@@ -99,11 +99,11 @@ def answer_line(url: str, record: Record, events: Iterable[Event], tokenizer: To
         first = _head("chat.completion", "chatcmpl", record)
     else:
         scorers = [None if tokenizer is None else CompletionLogprobs(tokenizer) for _ in range(n)]
-        whole = Whole([Choice(one, COMPLETION) for one in scorers], n, partial(completion_shape, n, []))
+        whole = Whole([Choice(each, COMPLETION) for each in scorers], n, partial(completion_shape, n, []))
         first = _head("text_completion", "cmpl", record)
-    news = News()
-    news.take([(0, event) for event in events], n)
-    whole.add(news)
+    batch = News()
+    batch.take([(0, event) for event in events], n)
+    whole.add(batch)
     return b"".join(whole.pieces(first))
 
 
@@ -129,8 +129,8 @@ def _completion(body: Mapping[str, Any], fields: Mapping[str, Any]) -> _Read:
         raise invalid_value(
             "prompt", f"prompt is {shown(body['prompt'])}; in a batch, a line has one prompt, which is not empty"
         )
-    given = {} if "max_tokens" in read.asked.fields else {"max_tokens": MAX_TOKENS}
-    return read.asked, read.asked.task(read.prompts[0], **given, **fields), None
+    defaults = {} if "max_tokens" in read.asked.fields else {"max_tokens": MAX_TOKENS}
+    return read.asked, read.asked.task(read.prompts[0], **defaults, **fields), None
 
 
 def _response(body: Mapping[str, Any], fields: Mapping[str, Any]) -> _Read:

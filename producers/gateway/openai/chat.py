@@ -101,17 +101,17 @@ async def create(request: Request) -> Response:
     asked, task = chat.asked, chat.asked.task([0], logprobs=chat.logprobs)
     request.state.tier = task.tier
     check_may_use(principal_of(request), task)
-    known = await resolve(request, gateway.client, task.model)
-    calling = None if chat.tools is None else await _calling(gateway, known.card, chat.tools, work_of(request))
-    task = task.model_copy(update={"prompt": await _prompt(request, gateway, known.card, chat, task)})
+    resolved = await resolve(request, gateway.client, task.model)
+    calling = None if chat.tools is None else await _calling(gateway, resolved.card, chat.tools, work_of(request))
+    task = task.model_copy(update={"prompt": await _prompt(request, gateway, resolved.card, chat, task)})
     if calling is not None:
         task = task.model_copy(update={"grammar": calling.grammar})
-    scorer = None if chat.logprobs is None else ChatLogprobs(await gateway.prompts.tokenizer(known.card))
-    scored = [] if task.prompt_logprobs is None else [ScoredPrompt(await gateway.prompts.tokenizer(known.card))]
+    scorer = None if chat.logprobs is None else ChatLogprobs(await gateway.prompts.tokenizer(resolved.card))
+    scored = [] if task.prompt_logprobs is None else [ScoredPrompt(await gateway.prompts.tokenizer(resolved.card))]
     with asked.in_its_words():
         foreground = await keyed(request, gateway, [task])
     kind = "chat.completion.chunk" if asked.stream else "chat.completion"
-    first = head(kind, "chatcmpl", foreground, known) | {"service_tier": asked.service_tier}
+    first = head(kind, "chatcmpl", foreground, resolved) | {"service_tier": asked.service_tier}
 
     async def answer() -> Response:
         first.update(foreground.shortened)
@@ -132,8 +132,8 @@ def read_chat(body: Mapping[str, Any], tenant: str | None) -> _Chat:
     """The chat request in a body. Raises Problem and InvalidTask."""
     asked = PARAMETERS.read(body, tenant)
     own = asked.own
-    wanted, top = flag(own, "logprobs"), count(own, "top_logprobs", 0, MAX_TOP_LOGPROBS)
-    if top and not wanted:
+    scored, top = flag(own, "logprobs"), count(own, "top_logprobs", 0, MAX_TOP_LOGPROBS)
+    if top and not scored:
         raise invalid_value("top_logprobs", "top_logprobs is given without logprobs: true")
     going_on = flag(own, "continue_final_message")
     prompting = flag(own, "add_generation_prompt", not going_on)
@@ -161,10 +161,10 @@ def read_chat(body: Mapping[str, Any], tenant: str | None) -> _Chat:
     if tools is not None:
         template["tools"] = tools.shown
         if form := next((name for name in FORMS if name in asked.fields), None):
-            place = asked.names.get(form, form)
-            raise invalid_value(place, f"tools and {place} are both given; an output has one form")
+            parameter = asked.names.get(form, form)
+            raise invalid_value(parameter, f"tools and {parameter} are both given; an output has one form")
         asked = replace(asked, names=asked.names | {"grammar": "tools"})
-    return _Chat(asked, read_messages(own["messages"]), template, (top or 0) if wanted else None, tools)
+    return _Chat(asked, read_messages(own["messages"]), template, (top or 0) if scored else None, tools)
 
 
 async def _calling(gateway: Gateway, card: Mapping[str, Any], tools: Tools, work: Work) -> Calling:
@@ -186,8 +186,8 @@ async def _prompt(
     with chat.asked.in_its_words():
         task.check(card)
         check_chats(card)
-        if (made := await idempotency.made_prompts(request, gateway.client, 1, tenant=task.tenant)) is not None:
-            return made[0]
+        if (prompts := await idempotency.made_prompts(request, gateway.client, 1, tenant=task.tenant)) is not None:
+            return prompts[0]
         text = await gateway.templates.render(card, chat.messages, work, **chat.template)
         return await gateway.prompts.encode(card, text, work, special=False)
 
@@ -232,32 +232,32 @@ class _Stream:
             yield DONE
 
     def _of(self, batch: News) -> bytes:
-        said: list[bytes] = []
+        chunks: list[bytes] = []
         for index, output in batch.outputs.items():
             if index not in self._begun:
                 self._begun.add(index)
-                said.append(self._delta(index, {"role": "assistant", "content": "", "refusal": None}))
+                chunks.append(self._delta(index, {"role": "assistant", "content": "", "refusal": None}))
             self._chunks.count(index, len(output.tokens))
             logprobs = None
             if self._scorer is not None and output.tokens:
                 logprobs = self._scorer.of(output.tokens) | {"refusal": None}
             ending = output.reason in REASONS and index not in self._ended
             for delta in self._deltas(index, output, ending, bool(logprobs)):
-                said.append(self._delta(index, delta, logprobs))
+                chunks.append(self._delta(index, delta, logprobs))
                 logprobs = None
             if ending:
                 self._ended.add(index)
                 called = output.reason == "stop" and self._parsers and self._parsers[index].called
-                said.append(self._delta(index, {}, reason=CALLED if called else output.reason))
-        return b"".join(said)
+                chunks.append(self._delta(index, {}, reason=CALLED if called else output.reason))
+        return b"".join(chunks)
 
     def _deltas(self, index: int, output: Output, ending: bool, scored: bool) -> list[dict[str, Any]]:
         """The deltas of a choice's news; at least one if its tokens are `scored`."""
         if self._calling is None:
             return [{"content": output.text}] if output.text or scored else []
-        said = self._parsers[index].feed(output.tokens)
-        said += self._parsers[index].end() if ending else []
-        return [*deltas(said, self._calling, self._task_id, index)] or ([{"content": ""}] if scored else [])
+        parts = self._parsers[index].feed(output.tokens)
+        parts += self._parsers[index].end() if ending else []
+        return [*deltas(parts, self._calling, self._task_id, index)] or ([{"content": ""}] if scored else [])
 
     def _delta(
         self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None

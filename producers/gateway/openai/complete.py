@@ -92,19 +92,19 @@ class Whole:
         self._ends: list[End] = []
 
     async def take(self, batch: Sequence[tuple[int, Event]]) -> None:
-        news = News()
-        news.take(batch, self.n)
-        await made(news.weight, lambda: self.add(news))
+        outputs = News()
+        outputs.take(batch, self.n)
+        await made(outputs.weight, lambda: self.add(outputs))
 
-    def add(self, news: News) -> None:
-        self._ends += news.ends.values()
-        for number, parts in news.prompts.items():
+    def add(self, batch_output: News) -> None:
+        self._ends += batch_output.ends.values()
+        for number, parts in batch_output.prompts.items():
             prompt = self._prompts[number]
             before = prompt.size
             for part in parts:
                 prompt.take(part)
             self.size += prompt.size - before
-        for index, output in news.outputs.items():
+        for index, output in batch_output.outputs.items():
             choice = self._choices[index]
             before = choice.size
             choice.take(output)
@@ -141,23 +141,23 @@ async def whole_answer(
 
 async def _collected(gateway: Gateway, foreground: Foreground, whole: Whole) -> Callable[[], None] | None:
     """Take all events. Returns the release of the answer's permit, if it is large enough to need one."""
-    left: dict[int, int] = {}
+    postponed: dict[int, int] = {}
     async with aclosing(foreground.events()) as batches:
         async for batch in batches:
             now: list[tuple[int, Event]] = []
             for number, event in batch:
-                if isinstance(event, End) or (number not in left and whole.size <= large.LARGE):
+                if isinstance(event, End) or (number not in postponed and whole.size <= large.LARGE):
                     now.append((number, event))
                 else:
-                    left.setdefault(number, event.position)
+                    postponed.setdefault(number, event.position)
             await whole.take(now)
-    if whole.size <= large.LARGE and not left:
+    if whole.size <= large.LARGE and not postponed:
         return None
     release = await large.turn(gateway, PATIENCE_S, _kept(foreground.ids))
     try:
-        for number, start in left.items():
-            async with aclosing(foreground.again(number, start)) as rest:
-                async for events in rest:
+        for number, start in postponed.items():
+            async with aclosing(foreground.again(number, start)) as remaining:
+                async for events in remaining:
                     await whole.take([(number, event) for event in events if not isinstance(event, End)])
     except BaseException:
         release()

@@ -46,39 +46,39 @@ async def create(request: Request) -> Response:
     """OpenAI's completions; docs/http.md says which parameters are taken."""
     gateway = gateway_of(request)
     await gateway.streams.enter(request.scope, "answer")
-    wanted = read_completion(await read_object(request, gateway.settings.max_body), tenant_of(request))
-    asked, work = wanted.asked, work_of(request)
+    completion = read_completion(await read_object(request, gateway.settings.max_body), tenant_of(request))
+    asked, work = completion.asked, work_of(request)
     # To check a body's token ids takes as long as to parse it.
     large = work.size is not None and work.size > INLINE
-    tasks = await aside(request, work, wanted.tasks) if large else wanted.tasks()
+    tasks = await aside(request, work, completion.tasks) if large else completion.tasks()
     request.state.tier = tasks[0].tier
     check_may_use(principal_of(request), tasks[0])
-    known = await resolve(request, gateway.client, asked.model)
+    resolved = await resolve(request, gateway.client, asked.model)
     accounts = await gateway.accounts.limited(request, tasks[0].tenant)
     if len(tasks) > 1 and idempotency.HEADER not in request.headers:
         for account in accounts:
             check_number(account, len(tasks))
-    made = await idempotency.made_prompts(request, gateway.client, len(tasks), tenant=tasks[0].tenant)
-    most = accounts[0].limits.max_output if accounts else None
-    tasks = await wanted.encoded(gateway, known.card, tasks, work, most, made)
-    wanted.check_size(tasks)
-    tokenizer = await gateway.prompts.tokenizer(known.card) if wanted.logprobs else None
-    echoes = await _echoes(gateway, known.card, wanted, tasks, work, tokenizer)
-    scorers = _scorers(wanted, tokenizer, echoes)
+    prompts_made = await idempotency.made_prompts(request, gateway.client, len(tasks), tenant=tasks[0].tenant)
+    max_output = accounts[0].limits.max_output if accounts else None
+    tasks = await completion.encoded(gateway, resolved.card, tasks, work, max_output, prompts_made)
+    completion.check_size(tasks)
+    tokenizer = await gateway.prompts.tokenizer(resolved.card) if completion.logprobs else None
+    echoes = await _echoes(gateway, resolved.card, completion, tasks, work, tokenizer)
+    scorers = _scorers(completion, tokenizer, echoes)
     with asked.in_its_words():
         foreground = await keyed(request, gateway, tasks)
-    first = head("text_completion", "cmpl", foreground, known)
+    first = head("text_completion", "cmpl", foreground, resolved)
     if asked.tier_given:
         first["service_tier"] = asked.service_tier
 
     async def answer() -> Response:
         first.update(foreground.shortened)
         if asked.stream:
-            prompts = [len(task.prompt) for task in tasks for _ in range(wanted.n)]
-            stream = _Stream(wanted, Chunks(first, asked, prompts), scorers, echoes)
+            prompts = [len(task.prompt) for task in tasks for _ in range(completion.n)]
+            stream = _Stream(completion, Chunks(first, asked, prompts), scorers, echoes)
             return ChunkStream(stream.chunks(foreground), foreground, gateway)
         choices = [Choice(scorer, COMPLETION) for scorer in scorers]
-        whole = Whole(choices, wanted.n, partial(shape, wanted.n, echoes), echoes)
+        whole = Whole(choices, completion.n, partial(shape, completion.n, echoes), echoes)
         return await whole_answer(request, gateway, foreground, whole, first)
 
     return await respond(asked, foreground, answer)
@@ -87,27 +87,27 @@ async def create(request: Request) -> Response:
 async def _echoes(
     gateway: Gateway,
     card: Mapping[str, Any],
-    wanted: Completion,
+    completion: Completion,
     tasks: Sequence[Task],
     work: Work,
     tokenizer: Tokenizer | None,
 ) -> list[Echo]:
     """The echo of each prompt, with which its choices begin; empty without `echo`."""
-    if not wanted.echo:
+    if not completion.echo:
         return []
-    texts = await wanted.texts(gateway, card, work)
+    texts = await completion.texts(gateway, card, work)
     return [Echo(text, len(task.prompt), tokenizer) for text, task in zip(texts, tasks, strict=True)]
 
 
 def _scorers(
-    wanted: Completion, tokenizer: Tokenizer | None, echoes: Sequence[Echo]
+    completion: Completion, tokenizer: Tokenizer | None, echoes: Sequence[Echo]
 ) -> list[CompletionLogprobs] | list[None]:
     """A scorer for each choice, or None for each if no log probabilities were requested."""
-    count = len(wanted.prompts) * wanted.n
+    count = len(completion.prompts) * completion.n
     if tokenizer is None:
         return [None] * count
-    begins = [len(echo.text) for echo in echoes] or [0] * len(wanted.prompts)
-    return [CompletionLogprobs(tokenizer, begins[index // wanted.n]) for index in range(count)]
+    begins = [len(echo.text) for echo in echoes] or [0] * len(completion.prompts)
+    return [CompletionLogprobs(tokenizer, begins[index // completion.n]) for index in range(count)]
 
 
 def shape(n: int, echoes: Sequence[Echo], index: int, choice: Choice) -> Iterator[bytes | bytearray]:
@@ -131,12 +131,12 @@ class _Stream:
 
     def __init__(
         self,
-        wanted: Completion,
+        completion: Completion,
         chunks: Chunks,
         scorers: Sequence[CompletionLogprobs | None],
         echoes: Sequence[Echo],
     ) -> None:
-        self._wanted = wanted
+        self._wanted = completion
         self._chunks = chunks
         self._scorers = scorers
         self._echoes = echoes
@@ -154,8 +154,8 @@ class _Stream:
                     ends |= batch.ends
                     for number, parts in batch.prompts.items():
                         for part in parts:
-                            said = await made(weight(part.logprobs), partial(self._echoes[number].choice, part))
-                            for chunk in self._of_all(number, said):
+                            choice = await made(weight(part.logprobs), partial(self._echoes[number].choice, part))
+                            for chunk in self._of_all(number, choice):
                                 yield chunk
                     if batch.outputs and (chunk := await made(batch.weight, partial(self._of, batch))):
                         yield chunk
@@ -163,13 +163,13 @@ class _Stream:
                 yield self._chunks.usage(ends.values())
             yield DONE
 
-    def _of_all(self, number: int, said: str) -> Iterator[bytes]:
+    def _of_all(self, number: int, choice: str) -> Iterator[bytes]:
         """Equal chunks for all choices of one prompt."""
         n = self._wanted.n
-        return self._chunks.alike(range(number * n, (number + 1) * n), said)
+        return self._chunks.alike(range(number * n, (number + 1) * n), choice)
 
     def _of(self, batch: News) -> bytes:
-        said: list[bytes] = []
+        chunks: list[bytes] = []
         for index, output in batch.outputs.items():
             self._chunks.count(index, len(output.tokens))
             reason = output.reason if output.reason in REASONS and index not in self._ended else None
@@ -179,5 +179,5 @@ class _Stream:
             logprobs = None if scorer is None else scorer.of(output.tokens)
             if output.text or reason or (output.tokens and logprobs):
                 choice = {"index": index, "text": output.text, "logprobs": logprobs, "finish_reason": reason}
-                said.append(self._chunks.of(choice))
-        return b"".join(said)
+                chunks.append(self._chunks.of(choice))
+        return b"".join(chunks)

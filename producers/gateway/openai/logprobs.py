@@ -95,8 +95,8 @@ def _left_over(data: bytes, piece: str) -> int:
     `data`: the token's bytes. `piece`: the detokenizer's output for it."""
     if data[:1] and data[0] & 0xC0 == 0x80:  # it goes on with that character
         return 0
-    own = codecs.getincrementaldecoder("utf-8")("replace").decode(data)
-    before = piece[: max(0, len(piece) - len(own))]
+    decoded = codecs.getincrementaldecoder("utf-8")("replace").decode(data)
+    before = piece[: max(0, len(piece) - len(decoded))]
     return len(before) if before.count(REPLACEMENT) == len(before) else 0
 
 

@@ -171,7 +171,10 @@ class Parameters:
             "properties": properties,
             "additionalProperties": False,
         }
-        called = ([name for name, ours in self.renamed.items() if ours == one] for one in set(self.renamed.values()))
+        called = (
+            [name for name, ours in self.renamed.items() if ours == field_name]
+            for field_name in set(self.renamed.values())
+        )
         if alike := [names for names in called if len(names) > 1]:
             schema["not"] = {"anyOf": [{"required": names} for names in alike]}
         return {
@@ -181,51 +184,51 @@ class Parameters:
 
     def read(self, body: Mapping[str, Any], tenant: str | None) -> Asked:
         """The request in a body. `tenant`: the caller's. Raises Problem."""
-        given = {name: value for name, value in body.items() if value is not None}
+        values = {name: value for name, value in body.items() if value is not None}
         renamed = OTHER_NAMES | self.renamed
-        self._check_known(given, renamed)
-        check_given(given, "model", self.required)
-        if not isinstance(given["model"], str) or not given["model"]:
-            raise refusal("model", given["model"], "the name of a model", code="invalid_type")
-        tier = given.get("service_tier", "auto")
+        self._check_known(values, renamed)
+        check_given(values, "model", self.required)
+        if not isinstance(values["model"], str) or not values["model"]:
+            raise refusal("model", values["model"], "the name of a model", code="invalid_type")
+        tier = values.get("service_tier", "auto")
         if not isinstance(tier, str) or tier not in SERVICE_TIERS:
             raise refusal("service_tier", tier, f"one of {', '.join(SERVICE_TIERS)}")
         ours, echoed = SERVICE_TIERS[tier]
-        stream = flag(given, "stream")
+        stream = flag(values, "stream")
         theirs: dict[str, str] = {}
-        for name in (name for name in renamed if name in given):
+        for name in (name for name in renamed if name in values):
             other = theirs.setdefault(renamed[name], name)
             if other != name:
                 raise invalid_value(name, f"{other} and {name} mean the same; give one of them")
-        fields = {name: given[name] for name in self.same if name in given}
-        fields |= {renamed[name]: given[name] for name in renamed if name in given}
-        fields |= _seed(given) | _top_k(given)
+        fields = {name: values[name] for name in self.same if name in values}
+        fields |= {renamed[name]: values[name] for name in renamed if name in values}
+        fields |= _seed(values) | _top_k(values)
         fields |= {} if tenant is None else {"tenant": tenant}
-        options = _stream_options(given, stream, self.stream_options)
+        options = _stream_options(values, stream, self.stream_options)
         include_usage = options.get("include_usage", False)
         return Asked(
-            model=given["model"],
-            own={name: given[name] for name in self.own if name in given},
+            model=values["model"],
+            own={name: values[name] for name in self.own if name in values},
             fields=fields | {"tier": ours},
             names=dict.fromkeys(("prompt", "prompt_ids"), self.required) | theirs,
             stream=stream,
             include_usage=include_usage,
             continuous_usage=include_usage and options.get("continuous_usage_stats", False),
             service_tier=echoed,
-            tier_given="service_tier" in given,
+            tier_given="service_tier" in values,
         )
 
-    def _check_known(self, given: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
-        taken = {"model", "stream", "stream_options", "service_tier", "seed", *self.same, *self.own, *renamed}
-        known = {*taken, *HINTS, *self.not_offered}
-        for name, value in given.items():
-            if name not in known:
-                near = likely(name, known)
+    def _check_known(self, values: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
+        offered = {"model", "stream", "stream_options", "service_tier", "seed", *self.same, *self.own, *renamed}
+        recognised = {*offered, *HINTS, *self.not_offered}
+        for name, value in values.items():
+            if name not in recognised:
+                near = likely(name, recognised)
                 raise unknown_parameter(
                     name, f"did you mean {shown(near)}?" if near else "see docs/http.md for what is taken"
                 )
             nothing = self.not_offered.get(name)
-            if nothing is not None and not any(_same(value, one) for one in nothing):
+            if nothing is not None and not any(_same(value, neutral) for neutral in nothing):
                 raise refused(name, value, nothing)
             if name in HINTS and not isinstance(value, HINTS[name]):
                 kind = "a string" if HINTS[name] is str else "an object"
@@ -235,49 +238,49 @@ class Parameters:
 def check_chats(card: Mapping[str, Any]) -> None:
     """Raise InvalidTask for a model without a chat template."""
     if "chat" not in card["capabilities"]:
-        said = f"model {shown(card['name'])} has no chat template; send its prompts to /v1/completions"
-        raise InvalidTask(said, param="model", code="unsupported_model")
+        message = f"model {shown(card['name'])} has no chat template; send its prompts to /v1/completions"
+        raise InvalidTask(message, param="model", code="unsupported_model")
 
 
-def flag(given: Mapping[str, Any], name: str, default: bool = False) -> bool:
+def flag(values: Mapping[str, Any], name: str, default: bool = False) -> bool:
     """A boolean parameter. Raises Problem."""
-    value = given.get(name, default)
+    value = values.get(name, default)
     if not isinstance(value, bool):
         raise refusal(name, value, "true or false", code="invalid_type")
     return value
 
 
-def count(given: Mapping[str, Any], name: str, least: int, most: int) -> int | None:
+def count(values: Mapping[str, Any], name: str, minimum: int, maximum: int) -> int | None:
     """An integer parameter within its limits; None if it is missing. Raises Problem."""
-    value = given.get(name)
-    wanted = f"an integer from {least} to {most}"
+    value = values.get(name)
+    expected = f"an integer from {minimum} to {maximum}"
     if value is None:
         return None
     if type(value) is not int:
-        raise refusal(name, value, wanted, code="invalid_type")
-    if not least <= value <= most:
-        raise refusal(name, value, wanted)
+        raise refusal(name, value, expected, code="invalid_type")
+    if not minimum <= value <= maximum:
+        raise refusal(name, value, expected)
     return value
 
 
-def refusal(name: str, value: Any, wanted: str, code: str = "invalid_value") -> Problem:
-    return Problem(400, f"{name} is {shown(value)}; {name} must be {wanted}", code=code, param=name)
+def refusal(name: str, value: Any, expected: str, code: str = "invalid_value") -> Problem:
+    return Problem(400, f"{name} is {shown(value)}; {name} must be {expected}", code=code, param=name)
 
 
-def _seed(given: Mapping[str, Any]) -> dict[str, int]:
+def _seed(values: Mapping[str, Any]) -> dict[str, int]:
     """The task's seed. -1 means a random one, as in vLLM and llama.cpp; other negative ones lose their sign bit."""
-    seed = count(given, "seed", MIN_SEED, MAX_SEED)
+    seed = count(values, "seed", MIN_SEED, MAX_SEED)
     return {} if seed is None or seed == -1 else {"seed": seed & MAX_SEED}
 
 
-def _top_k(given: Mapping[str, Any]) -> dict[str, int]:
+def _top_k(values: Mapping[str, Any]) -> dict[str, int]:
     """The task's top_k if given as -1, which is vLLM's value for off: 0."""
-    top_k = given.get("top_k")
+    top_k = values.get("top_k")
     return {"top_k": 0} if type(top_k) is int and top_k == -1 else {}
 
 
-def _stream_options(given: Mapping[str, Any], stream: bool, known: Sequence[str]) -> dict[str, bool]:
-    options = given.get("stream_options")
+def _stream_options(values: Mapping[str, Any], stream: bool, offered: Sequence[str]) -> dict[str, bool]:
+    options = values.get("stream_options")
     if options is None:
         return {}
     if not stream:
@@ -285,11 +288,11 @@ def _stream_options(given: Mapping[str, Any], stream: bool, known: Sequence[str]
     if not isinstance(options, dict):
         raise refusal("stream_options", options, "an object", code="invalid_type")
     for name, value in options.items():
-        place = f"stream_options.{name}"
-        if name not in known:
-            raise unknown_parameter(place, f"there is {', '.join(known)}")
+        parameter = f"stream_options.{name}"
+        if name not in offered:
+            raise unknown_parameter(parameter, f"there is {', '.join(offered)}")
         if not isinstance(value, bool):
-            raise refusal(place, value, "true or false", code="invalid_type")
+            raise refusal(parameter, value, "true or false", code="invalid_type")
     if options.get(OBFUSCATION):
         raise refused(f"stream_options.{OBFUSCATION}", True, (False,))
     return options

@@ -80,36 +80,36 @@ class Completion:
         card: Mapping[str, Any],
         tasks: Sequence[Task],
         work: Work,
-        most: int | None = None,
-        made: Sequence[tuple[int, ...]] | None = None,
+        max_output: int | None = None,
+        earlier: Sequence[tuple[int, ...]] | None = None,
     ) -> list[Task]:
-        """The tasks with token ids, checked against the model. `most`: the key's largest output, if it has one. `made`:
-        the prompts that an earlier request of this Idempotency-Key made of the same texts.
+        """The tasks with token ids, checked against the model. `max_output`: the key's largest output, if it has one.
+        `earlier`: the prompts that an earlier request of this Idempotency-Key made of the same texts.
 
         Raises InvalidTask, and as `Prompts.encode`.
         """
-        found = {at: task.prompt for at, task in enumerate(tasks) if isinstance(task.prompt, str)}
-        ids = dict(enumerate(made or ()))
-        if made is None:
-            ids = await self._each(found, partial(gateway.prompts.encode_all, card, work=work, special=self.special))
-        usual = min(MAX_TOKENS, most or MAX_TOKENS)
+        texts = {at: task.prompt for at, task in enumerate(tasks) if isinstance(task.prompt, str)}
+        ids = dict(enumerate(earlier or ()))
+        if earlier is None:
+            ids = await self._each(texts, partial(gateway.prompts.encode_all, card, work=work, special=self.special))
+        usual = min(MAX_TOKENS, max_output or MAX_TOKENS)
         return [self._checked(card, at, task, ids.get(at), usual) for at, task in enumerate(tasks)]
 
     async def texts(self, gateway: Gateway, card: Mapping[str, Any], work: Work) -> list[str]:
         """Each prompt's text. Raises as `encoded` does."""
-        found = {at: prompt for at, prompt in enumerate(self.prompts) if not isinstance(prompt, str)}
-        decoded = await self._each(found, partial(gateway.prompts.decode_all, card, work=work))
+        ids = {at: prompt for at, prompt in enumerate(self.prompts) if not isinstance(prompt, str)}
+        decoded = await self._each(ids, partial(gateway.prompts.decode_all, card, work=work))
         return [prompt if isinstance(prompt, str) else decoded[at] for at, prompt in enumerate(self.prompts)]
 
     async def _each(self, prompts: Mapping[int, P], work: Callable[[Sequence[P]], Awaitable[list[T]]]) -> dict[int, T]:
         """Place -> result of `work` for each prompt. Its errors name the prompt's place."""
         places = list(prompts)
         try:
-            made = await work(list(prompts.values()))
+            results = await work(list(prompts.values()))
         except InvalidPrompt as error:
             with self._words(places[error.at]).in_its_words():
                 raise
-        return dict(zip(places, made, strict=True))
+        return dict(zip(places, results, strict=True))
 
     def _checked(self, card: Mapping[str, Any], at: int, task: Task, ids: tuple[int, ...] | None, usual: int) -> Task:
         """A task ready to submit. `ids`: the token ids of a text prompt, else None. `usual`: its output, if unsaid."""
@@ -120,8 +120,8 @@ class Completion:
                 task = task.model_copy(update={"prompt": ids})
             if "max_tokens" not in self.asked.fields:
                 # It is only a default: a long prompt gets the tokens that are left.
-                left = max(1, int(card["context_length"]) - len(task.prompt))
-                task = task.model_copy(update={"max_tokens": min(usual, left)})
+                remaining = max(1, int(card["context_length"]) - len(task.prompt))
+                task = task.model_copy(update={"max_tokens": min(usual, remaining)})
             task.check(card)
         return task
 
@@ -138,11 +138,11 @@ class Completion:
         if not self.logprobs:
             return
         tokens = output + (sum(len(task.prompt) for task in tasks) * self.n if self.echo else 0)
-        wanted = tokens * (1 + int(self.asked.fields["logprobs"]))
-        if wanted > MAX_LOGPROBS:
+        logprobs = tokens * (1 + int(self.asked.fields["logprobs"]))
+        if logprobs > MAX_LOGPROBS:
             raise invalid_value(
                 "logprobs",
-                f"logprobs is {self.asked.fields['logprobs']}: over all prompts and choices these are {wanted} log "
+                f"logprobs is {self.asked.fields['logprobs']}: over all prompts and choices these are {logprobs} log "
                 f"probabilities; at most {MAX_LOGPROBS} are given in one answer; send fewer prompts, or lower the "
                 "others",
             )
@@ -179,7 +179,7 @@ def read_completion(body: Mapping[str, Any], tenant: str | None) -> Completion:
 
 def _prompts(value: Any) -> list[Prompt]:
     """The prompts: one or a list, each text or token ids. The task checks each one."""
-    many = isinstance(value, list) and bool(value) and all(isinstance(one, (str, list)) for one in value)
+    many = isinstance(value, list) and bool(value) and all(isinstance(element, (str, list)) for element in value)
     if not many:
         return [value]
     if len(value) > MAX_PROMPTS:

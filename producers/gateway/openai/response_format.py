@@ -49,57 +49,57 @@ FLAT: Final = {
 }
 
 
-def formed(asked: Asked, place: str, value: Any) -> Asked:
-    """The request with the schema that `value`, its parameter `place`, asks for. Raises Problem."""
-    schema = schema_of(place, value)
+def formed(asked: Asked, parameter: str, value: Any) -> Asked:
+    """The request with the schema that `value`, its parameter `parameter`, asks for. Raises Problem."""
+    schema = schema_of(parameter, value)
     if schema is None:
         return asked
     if "json_schema" in asked.fields:
-        raise invalid_value(place, f"{place} and json_schema mean the same; give one of them")
-    return replace(asked, fields=asked.fields | {"json_schema": schema}, names=asked.names | {"json_schema": place})
+        raise invalid_value(parameter, f"{parameter} and json_schema mean the same; give one of them")
+    return replace(asked, fields=asked.fields | {"json_schema": schema}, names=asked.names | {"json_schema": parameter})
 
 
-def schema_of(place: str, value: Any) -> dict[str, Any] | None:
+def schema_of(parameter: str, value: Any) -> dict[str, Any] | None:
     """The JSON schema that a format asks for; None for plain text. Raises Problem."""
     if not isinstance(value, dict):
-        raise refusal(place, value, "an object with a type", code="invalid_type")
+        raise refusal(parameter, value, "an object with a type", code="invalid_type")
     kind = value.get("type")
     if kind not in ("text", "json_object", "json_schema"):
-        raise refusal(f"{place}.type", kind, "text, json_object or json_schema")
+        raise refusal(f"{parameter}.type", kind, "text, json_object or json_schema")
     if kind != "json_schema":
-        check_known(place, value, ("type",))
+        check_known(parameter, value, ("type",))
         return {"type": "object"} if kind == "json_object" else None
-    if place == "response_format":
-        check_known(place, value, ("type", "json_schema"))
-        place, value = f"{place}.json_schema", value.get("json_schema")
+    if parameter == "response_format":
+        check_known(parameter, value, ("type", "json_schema"))
+        parameter, value = f"{parameter}.json_schema", value.get("json_schema")
         if not isinstance(value, dict):
-            raise refusal(place, value, "an object with name and schema", code="invalid_type")
-        check_known(place, value, _ABOUT)
+            raise refusal(parameter, value, "an object with name and schema", code="invalid_type")
+        check_known(parameter, value, _ABOUT)
     else:
-        check_known(place, value, ("type", *_ABOUT))
-    return _schema(place, value)
+        check_known(parameter, value, ("type", *_ABOUT))
+    return _schema(parameter, value)
 
 
-def _schema(place: str, about: Mapping[str, Any]) -> dict[str, Any]:
-    described(place, about)
-    schema = about.get("schema")
+def _schema(parameter: str, description: Mapping[str, Any]) -> dict[str, Any]:
+    described(parameter, description)
+    schema = description.get("schema")
     if not isinstance(schema, dict):
-        raise refusal(f"{place}.schema", schema, "a JSON schema, which is an object", code="invalid_type")
+        raise refusal(f"{parameter}.schema", schema, "a JSON schema, which is an object", code="invalid_type")
     return schema
 
 
-def described(place: str, about: Mapping[str, Any]) -> tuple[str, bool]:
+def described(parameter: str, description: Mapping[str, Any]) -> tuple[str, bool]:
     """The name of what a caller describes, a schema or a function, and whether it is strict. Raises Problem and
     InvalidTask, also for a wrong description."""
-    name, strict = about.get("name"), about.get("strict")
+    name, strict = description.get("name"), description.get("strict")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise refusal(f"{place}.name", name, "1 to 64 of a-z, A-Z, 0-9, _ and -")
-    if about.get("description") is not None:
-        read_string(about["description"], f"{place}.description")
-    return name, strict is not None and flag({f"{place}.strict": strict}, f"{place}.strict")
+        raise refusal(f"{parameter}.name", name, "1 to 64 of a-z, A-Z, 0-9, _ and -")
+    if description.get("description") is not None:
+        read_string(description["description"], f"{parameter}.description")
+    return name, strict is not None and flag({f"{parameter}.strict": strict}, f"{parameter}.strict")
 
 
-def check_known(place: str, value: Mapping[str, Any], names: tuple[str, ...]) -> None:
+def check_known(parameter: str, value: Mapping[str, Any], names: tuple[str, ...]) -> None:
     for name in value:
         if name not in names:
-            raise unknown_parameter(f"{place}.{shown(name)[1:-1]}", f"there is {', '.join(names)}")
+            raise unknown_parameter(f"{parameter}.{shown(name)[1:-1]}", f"there is {', '.join(names)}")

@@ -172,8 +172,8 @@ def _start(request: HTTPConnection) -> int:
     last = request.headers.get("last-event-id")
     if last:
         return _position(last, "Last-Event-ID") + 1
-    asked = request.query_params.get("from")
-    return 0 if asked is None else _position(asked, "from")
+    position = request.query_params.get("from")
+    return 0 if position is None else _position(position, "from")
 
 
 def _position(text: str, name: str) -> int:

@@ -87,8 +87,8 @@ class Foreground:
         self._held = list(self.ids)
         try:
             answers = await self._admitted()
-            taken = {name for name, answer in zip(self.ids, answers, strict=True) if isinstance(answer, TaskExists)}
-            self.replayed = bool(taken)
+            existing = {name for name, answer in zip(self.ids, answers, strict=True) if isinstance(answer, TaskExists)}
+            self.replayed = bool(existing)
             failed = [answer for answer in answers if isinstance(answer, BaseException) and not self._shared(answer)]
             if failed:
                 raise failed[0]
@@ -96,7 +96,7 @@ class Foreground:
             await self.close()
             raise
         for task, name in zip(self._tasks, self.ids, strict=True):
-            if name not in taken:
+            if name not in existing:
                 metrics.submitted(task.model, task.tier)
 
     async def _admitted(self) -> list[str | BaseException]:
@@ -164,8 +164,8 @@ class Foreground:
                 warn_throttled(logger, "task %s of a caller who left is not cancelled yet: %s", name, error)
                 missed.add(name)
         self._open.clear()
-        held, self._held = self._held, []
-        await self._gateway.readers.leave(held, lapse=missed)
+        leased, self._held = self._held, []
+        await self._gateway.readers.leave(leased, lapse=missed)
 
 
 async def keyed(request: Request, gateway: Gateway, tasks: Sequence[Task]) -> Foreground:
@@ -220,15 +220,15 @@ async def merged(streams: Sequence[AsyncGenerator[list[Event]]]) -> AsyncGenerat
             coming[asyncio.ensure_future(measured(next_of, stream))] = number
         while coming:
             done, _ = await asyncio.wait(coming, return_when="FIRST_COMPLETED")
-            news: list[tuple[int, Event]] = []
+            batch: list[tuple[int, Event]] = []
             for future in sorted(done, key=coming.__getitem__):
                 number = coming.pop(future)
                 events = future.result()
                 if events is not None:
-                    news += [(number, event) for event in events]
+                    batch += [(number, event) for event in events]
                     coming[asyncio.ensure_future(measured(next_of, streams[number]))] = number
-            if news:
-                yield news
+            if batch:
+                yield batch
     finally:
         for future in coming:
             future.cancel()

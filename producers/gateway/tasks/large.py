@@ -40,8 +40,8 @@ async def turn(gateway: Gateway, patience: float, hint: str = "try again in a mo
         if not gateway.large.take(owner):
             await gateway.large.wait(owner, patience)
     except Busy:
-        said = f"As many large results as this gateway keeps in memory are being read; {hint}."
-        raise unavailable(said, code="too_many_large_results") from None
+        message = f"As many large results as this gateway keeps in memory are being read; {hint}."
+        raise unavailable(message, code="too_many_large_results") from None
     return partial(gateway.large.give, owner)
 
 

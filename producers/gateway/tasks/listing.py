@@ -64,16 +64,16 @@ def read_query(request: Request, principal: Principal) -> Query:
 
     Raises Problem or InvalidQuery, also for a parameter that does not exist or is given twice.
     """
-    asked = query_parameters.read(request, _ABOUT, "metadata")
-    given: dict[str, Any] = {name: value for name, value in asked.items() if name in _ABOUT}
-    metadata = {name[len("metadata[") : -1]: value for name, value in asked.items() if name not in _ABOUT}
+    query = query_parameters.read(request, _ABOUT, "metadata")
+    values: dict[str, Any] = {name: value for name, value in query.items() if name in _ABOUT}
+    metadata = {name[len("metadata[") : -1]: value for name, value in query.items() if name not in _ABOUT}
     for name in ("created_after", "created_before", "limit"):
-        if name in given:
-            given[name] = _number(name, given[name])
+        if name in values:
+            values[name] = _number(name, values[name])
     if not principal.sees_all:
-        same(principal, given.get("tenant"), "tenant")
-        given["tenant"] = principal.tenant
-    return Query(**given, metadata=metadata)
+        same(principal, values.get("tenant"), "tenant")
+        values["tenant"] = principal.tenant
+    return Query(**values, metadata=metadata)
 
 
 def _number(name: str, value: str) -> int | float:
@@ -84,8 +84,8 @@ def _number(name: str, value: str) -> int | float:
     except ValueError:
         number = math.nan
     if name == "limit" or not math.isfinite(number):
-        wanted = f"an integer from 1 to {MOST}" if name == "limit" else "a time in unix seconds"
-        raise invalid_value(name, f"{name} is {shown(value)}; it must be {wanted}.")
+        expected = f"an integer from 1 to {MOST}" if name == "limit" else "a time in unix seconds"
+        raise invalid_value(name, f"{name} is {shown(value)}; it must be {expected}.")
     return number
 
 

@@ -86,9 +86,9 @@ class Outcome:
             if isinstance(event, Token):
                 self._choices[event.choice].take(event)
             elif isinstance(event, Prompt):
-                for one in prompt_view(event.token_ids, event.logprobs):
+                for token in prompt_view(event.token_ids, event.logprobs):
                     self._prompt += b"," if self._prompt else b""
-                    self._prompt += _json(one)
+                    self._prompt += _json(token)
 
     def pieces(self) -> Iterator[bytes | bytearray]:
         """The JSON of a TaskView."""

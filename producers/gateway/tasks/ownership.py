@@ -36,8 +36,8 @@ def owned(connection: HTTPConnection, task: Task) -> Task:
     check_may_use(principal, task, "tier")
     if principal.key is None:
         if None not in (tenant, task.tenant) and tenant != task.tenant:
-            said = f"tenant is {shown(task.tenant)}, and the header {TENANT} says {shown(tenant)}; give one of them"
-            raise invalid_value("tenant", said)
+            message = f"tenant is {shown(task.tenant)}, and the header {TENANT} says {shown(tenant)}; give one of them"
+            raise invalid_value("tenant", message)
         tenant = tenant or task.tenant
     return task if task.tenant == tenant else task.model_copy(update={"tenant": tenant})
 

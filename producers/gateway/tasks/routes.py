@@ -62,10 +62,10 @@ async def submit(request: Request) -> Response:
 async def list_all(request: Request) -> Response:
     """List tasks that were submitted here or by the Python client, without their outputs; the latest first."""
     gateway = gateway_of(request)
-    found = await gateway.client.run(
+    page = await gateway.client.run(
         list_tasks(listing.read_query(request, principal_of(request)), gateway.settings.patience)
     )
-    return _json(listing.view(found))
+    return _json(listing.view(page))
 
 
 @router.get(
@@ -120,8 +120,8 @@ async def cancel(request: Request, task_id: str) -> Response:
     accepted, record = await cancelled(handle)
     if record.final and principal_of(request).may("read"):
         return await outcome.answer(gateway, handle, record, accepted=accepted)
-    said = Cancelled(accepted=accepted, **TaskView.of(record).model_dump())
-    return Response(said.model_dump_json(), media_type="application/json")
+    view = Cancelled(accepted=accepted, **TaskView.of(record).model_dump())
+    return Response(view.model_dump_json(), media_type="application/json")
 
 
 @router.delete("/{task_id}", dependencies=CANCELS, response_model=Deleted, responses=errors(404, 409))

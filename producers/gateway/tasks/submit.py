@@ -38,8 +38,8 @@ async def encoded(request: Request, gateway: Gateway, task: Task) -> Task:
     if task.prompt_tokens is not None:
         return task
     work = work_of(request, task.tenant)
-    if (made := await idempotency.made_prompts(request, gateway.client, 1, tenant=task.tenant)) is not None:
-        ids = made[0]
+    if (prompts := await idempotency.made_prompts(request, gateway.client, 1, tenant=task.tenant)) is not None:
+        ids = prompts[0]
     elif task.messages is not None:
         text = await gateway.templates.render(card, task.messages, work)
         ids = await gateway.prompts.encode(card, text, work, special=False)
@@ -106,5 +106,5 @@ async def original(gateway: Gateway, task_id: str) -> Record:
     try:
         return await gateway.client.get(task_id).status()
     except TaskNotFound:
-        said = f"task {task_id}, which was deleted or is past its time to live; use another key to submit it again."
-        raise gone(said, code="task_not_found") from None
+        message = f"task {task_id}, which was deleted or is past its time to live; use another key to submit it again."
+        raise gone(message, code="task_not_found") from None

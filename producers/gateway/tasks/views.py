@@ -42,11 +42,11 @@ class Page(BaseModel, Generic[N]):
     has_more: bool
 
     @classmethod
-    def of(cls, found: Sequence[N], limit: int) -> Self:
+    def of(cls, rows: Sequence[N], limit: int) -> Self:
         """The first `limit` of what was found; one more was asked for, which says whether there is more."""
-        data = [*found[:limit]]
-        ids: list[str | None] = [one.id for one in data] or [None]
-        return cls(data=data, first_id=ids[0], last_id=ids[-1], has_more=len(found) > limit)
+        data = [*rows[:limit]]
+        ids: list[str | None] = [row.id for row in data] or [None]
+        return cls(data=data, first_id=ids[0], last_id=ids[-1], has_more=len(rows) > limit)
 
 
 class TopLogprob(BaseModel):

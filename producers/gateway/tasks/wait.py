@@ -33,8 +33,8 @@ PARAMETER: Final[dict[str, Any]] = {
 def wished(headers: Headers) -> int | None:
     """For how long (s) the answer is to wait. A preference that cannot be read is none, says the RFC."""
     for part in ",".join(headers.getlist("prefer")).split(","):
-        if found := _WAIT.fullmatch(part):
-            return min(int(found[1]), LONGEST_S)
+        if match := _WAIT.fullmatch(part):
+            return min(int(match[1]), LONGEST_S)
     return None
 
 

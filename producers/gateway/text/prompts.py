@@ -115,18 +115,20 @@ class Prompts:
         fewest = [tokenizer.fewest_tokens(text) if len(text) > SHORT else 0 for text in texts]
         for at, tokens in enumerate(fewest):
             if tokens > context:
-                said = (
+                message = (
                     f"This model's maximum context length is {context} tokens. However, you requested at least "
                     f"{tokens} tokens in the prompt: it has {len(texts[at].encode())} bytes of UTF-8, and no token of "
                     f"{shown(card['name'])} stands for more than {tokenizer.bytes_per_token}. Shorten the prompt, or "
                     "use a model with more context."
                 )
-                raise InvalidPrompt(said, at, code="context_length_exceeded")
+                raise InvalidPrompt(message, at, code="context_length_exceeded")
         for account in await work.limited():
-            most = account.limits.max_prompt
-            if most is not None and max(fewest) > most:
-                said = f"The prompt has at least {max(fewest)} tokens; with this {account.whose} it may have {most}."
-                raise InvalidPrompt(said, fewest.index(max(fewest)), code="prompt_too_long")
+            max_prompt = account.limits.max_prompt
+            if max_prompt is not None and max(fewest) > max_prompt:
+                message = (
+                    f"The prompt has at least {max(fewest)} tokens; with this {account.whose} it may have {max_prompt}."
+                )
+                raise InvalidPrompt(message, fewest.index(max(fewest)), code="prompt_too_long")
 
     async def _each(
         self,
@@ -302,7 +304,7 @@ class _LargeTexts:
 
     def _take(self, digest: str) -> _Process | None:
         """The last free process of a tokenizer, which is not free then; under the lock."""
-        process = next((one for one in reversed(self._free) if one.digest == digest), None)
+        process = next((candidate for candidate in reversed(self._free) if candidate.digest == digest), None)
         if process is not None:
             self._free.remove(process)
         return process
@@ -312,7 +314,7 @@ class _LargeTexts:
         lock."""
         if len(self._free) + self._working <= KEPT_LARGE:
             return None
-        process = next((one for one in self._free if one.tenant == tenant), self._free[0])
+        process = next((candidate for candidate in self._free if candidate.tenant == tenant), self._free[0])
         self._free.remove(process)
         return process
 
@@ -340,14 +342,14 @@ class _Request:
 
 
 @contextmanager
-def _told(work: Work, what: str, waiting: int, patience_s: float) -> Iterator[None]:
+def _told(work: Work, subject: str, waiting: int, patience_s: float) -> Iterator[None]:
     """Errors of an executor become the caller's. Work that began is noted as done."""
     try:
         yield
     except ExecutorFull:
-        raise _busy(f"{waiting} requests wait for {what} already") from None
+        raise _busy(f"{waiting} requests wait for {subject} already") from None
     except ExecutorBusy:
-        raise _busy(f"{what} was busy with others' prompts for {patience_s:g} s") from None
+        raise _busy(f"{subject} was busy with others' prompts for {patience_s:g} s") from None
     except ExecutorClosed:
         raise
     except BaseException:

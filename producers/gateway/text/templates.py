@@ -139,8 +139,8 @@ def check_size(messages: Sequence[Mapping[str, Any]], work: Work, variables: Map
     try:
         size = len(json.dumps({"messages": messages, **variables}, ensure_ascii=False).encode("utf-8", "replace"))
     except RecursionError:
-        said = "the messages or the template's variables are nested too deep"
-        raise InvalidTask(said, param="messages", code="too_deep") from None
+        message = "the messages or the template's variables are nested too deep"
+        raise InvalidTask(message, param="messages", code="too_deep") from None
     if size > MAX_PROMPT_BYTES:
         raise InvalidTask(
             f"messages, tools and the template's variables have {size} bytes as JSON; at most {MAX_PROMPT_BYTES} are "

@@ -61,8 +61,8 @@ async def find(request: Request, response_id: str) -> tuple[AsyncHandle, Record,
 
 async def before(request: Request, response_id: str) -> list[Item]:
     """The conversation up to and with a response's output. Raises Problem, and as `find`."""
-    found = await find(request, response_id)
-    if found is None:
+    stored = await find(request, response_id)
+    if stored is None:
         raise Problem(
             400,
             f"previous_response_id is {shown(response_id)}: there is no such response (any more). Responses are kept "
@@ -70,7 +70,7 @@ async def before(request: Request, response_id: str) -> list[Item]:
             code="previous_response_not_found",
             param="previous_response_id",
         )
-    handle, record, about = found
+    handle, record, about = stored
     if not record.final:
         raise Problem(
             400,
@@ -86,47 +86,47 @@ async def before(request: Request, response_id: str) -> list[Item]:
 
 
 async def fitted(
-    gateway: Gateway, card: Mapping[str, Any], wanted: Wanted, task: Task, items: Sequence[Item], work: Work
+    gateway: Gateway, card: Mapping[str, Any], response_request: Wanted, task: Task, items: Sequence[Item], work: Work
 ) -> tuple[Task, list[Item]]:
     """The task with its prompt, and the items that are in it. Raises InvalidTask, and what rendering does.
 
     Without truncation those are all. With it the oldest go, as few as must: the system's and developer's messages at
     the beginning stay, and what follows them begins with a user's message.
     """
-    with wanted.asked.in_its_words():
+    with response_request.asked.in_its_words():
         task.check(card)
         check_chats(card)
-        stay, starts = _starts(items, wanted.truncate)
-        if wanted.previous is not None:
+        stay, starts = _starts(items, response_request.truncate)
+        if response_request.previous is not None:
             work.size = None  # the body is not all of it
 
         def left(at: int) -> list[Item]:
             return [*items[:stay], *items[starts[at] :]]
 
         async def filled(at: int) -> Task:
-            full = task.model_copy(update={"prompt": await _prompt(gateway, card, wanted, left(at), work)})
+            full = task.model_copy(update={"prompt": await _prompt(gateway, card, response_request, left(at), work)})
             full.check(card)
             if full.max_tokens is None and at < len(starts) - 1:
                 full.model_copy(update={"max_tokens": int(card["context_length"]) // ROOM}).check(card)
             return full
 
-        first = 0 if len(starts) == 1 else _first_of_size(wanted, items, stay, starts)
+        first = 0 if len(starts) == 1 else _first_of_size(response_request, items, stay, starts)
         full, at = await _first_that_fits(filled, first, len(starts))
         return full, left(at)
 
 
-def _first_of_size(wanted: Wanted, items: Sequence[Item], stay: int, starts: Sequence[int]) -> int:
+def _first_of_size(response_request: Wanted, items: Sequence[Item], stay: int, starts: Sequence[int]) -> int:
     """The first of the places where the others may begin that leaves no more than a request may have; else the last."""
-    sizes = [len(json.dumps(message, ensure_ascii=False).encode()) + 2 for message in wanted.messages(items)]
+    sizes = [len(json.dumps(message, ensure_ascii=False).encode()) + 2 for message in response_request.messages(items)]
     fixed = len(sizes) - len(items) + stay  # instructions, and what stays
     size, count, behind = sum(sizes[:fixed]), fixed, sizes[len(sizes) - len(items) :]
     first, at = len(starts) - 1, len(items)
-    for place in range(len(starts) - 1, -1, -1):
-        size, count = size + sum(behind[starts[place] : at]), count + at - starts[place]
-        at = starts[place]
+    for start in range(len(starts) - 1, -1, -1):
+        size, count = size + sum(behind[starts[start] : at]), count + at - starts[start]
+        at = starts[start]
         if size + _AROUND > MAX_PROMPT_BYTES or count > MAX_MESSAGES:
             break
-        first = place
+        first = start
     return first
 
 
@@ -156,9 +156,9 @@ def _starts(items: Sequence[Item], truncate: bool) -> tuple[int, list[int]]:
 
 
 async def _prompt(
-    gateway: Gateway, card: Mapping[str, Any], wanted: Wanted, items: Sequence[Item], work: Work
+    gateway: Gateway, card: Mapping[str, Any], response_request: Wanted, items: Sequence[Item], work: Work
 ) -> tuple[int, ...]:
     text = await gateway.templates.render(
-        card, wanted.messages(items), work, add_generation_prompt=True, continue_final_message=False
+        card, response_request.messages(items), work, add_generation_prompt=True, continue_final_message=False
     )
     return await gateway.prompts.encode(card, text, work, special=False)

@@ -95,41 +95,43 @@ def read_input(value: Any) -> list[Item]:
     return [_message(item, f"input[{at}]") for at, item in enumerate(value)]
 
 
-def _message(item: Any, place: str) -> Item:
+def _message(item: Any, parameter: str) -> Item:
     if not isinstance(item, dict):
-        raise refused(place, item, "a message with role and content", "invalid_type")
+        raise refused(parameter, item, "a message with role and content", "invalid_type")
     if item.get("type", "message") != "message":
         raise InvalidTask(
-            f"{place}.type is {shown(item['type'])}, which is not offered here; give messages alone",
+            f"{parameter}.type is {shown(item['type'])}, which is not offered here; give messages alone",
             code="unsupported_parameter",
-            param=f"{place}.type",
+            param=f"{parameter}.type",
         )
     role = item.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise refused(f"{place}.role", role, f"one of {', '.join(ROLES)}")
+        raise refused(f"{parameter}.role", role, f"one of {', '.join(ROLES)}")
     unknown = next((name for name in item if name not in ("type", "role", "content", *AS_RECEIVED)), None)
     if unknown is not None:
         raise InvalidTask(
-            f"{place} has {shown(unknown)}; a message has role and content",
+            f"{parameter} has {shown(unknown)}; a message has role and content",
             code="unknown_parameter",
-            param=f"{place}.{unknown}",
+            param=f"{parameter}.{unknown}",
         )
-    return Item.new(role, *_content(item.get("content"), f"{place}.content"))
+    return Item.new(role, *_content(item.get("content"), f"{parameter}.content"))
 
 
-def _content(content: Any, place: str) -> list[str]:
+def _content(content: Any, parameter: str) -> list[str]:
     if isinstance(content, str):
-        return [read_string(content, place)]
+        return [read_string(content, parameter)]
     if not isinstance(content, list) or not content:
-        raise refused(place, content, "text or a list of text parts", "invalid_type")
-    return [_part(part, f"{place}[{at}]") for at, part in enumerate(content)]
+        raise refused(parameter, content, "text or a list of text parts", "invalid_type")
+    return [_part(part, f"{parameter}[{at}]") for at, part in enumerate(content)]
 
 
-def _part(part: Any, place: str) -> str:
+def _part(part: Any, parameter: str) -> str:
     if not isinstance(part, dict):
-        raise refused(place, part, 'an object like {"type": "input_text", "text": "..."}', "invalid_type")
+        raise refused(parameter, part, 'an object like {"type": "input_text", "text": "..."}', "invalid_type")
     if part.get("type") not in ("input_text", "output_text"):
         raise refused(
-            f"{place}.type", part.get("type"), '"input_text" or "output_text": no other kind of content is offered here'
+            f"{parameter}.type",
+            part.get("type"),
+            '"input_text" or "output_text": no other kind of content is offered here',
         )
-    return read_string(part.get("text"), f"{place}.text")
+    return read_string(part.get("text"), f"{parameter}.text")

@@ -119,8 +119,8 @@ class Wanted:
 def read_response(body: Mapping[str, Any], tenant: str | None) -> Wanted:
     """The request in a body. Raises Problem and InvalidTask."""
     asked = PARAMETERS.read(body, tenant)
-    own = asked.own
-    background, store = flag(own, "background"), flag(own, "store", True)
+    values = asked.own
+    background, store = flag(values, "background"), flag(values, "store", True)
     if background and not store:
         raise invalid_value(
             "store",
@@ -129,19 +129,19 @@ def read_response(body: Mapping[str, Any], tenant: str | None) -> Wanted:
     if asked.fields.get("webhook") is not None and not background:
         raise invalid_value("webhook", "webhook is for background responses; leave it out, or ask for background: true")
     asked.fields.setdefault("ttl", DEFAULT_TTL_S if store else KEPT_S)
-    truncation = own.get("truncation", "disabled")
+    truncation = values.get("truncation", "disabled")
     if truncation not in TRUNCATIONS:
         raise refusal("truncation", truncation, " or ".join(TRUNCATIONS))
-    top = count(own, "top_logprobs", 0, MAX_TOP_LOGPROBS)
-    if top or LOGPROBS in included(own.get("include", [])):
+    top = count(values, "top_logprobs", 0, MAX_TOP_LOGPROBS)
+    if top or LOGPROBS in included(values.get("include", [])):
         asked.fields["logprobs"] = top or 0
-    text = _text(own)
+    text = _text(values)
     asked = formed(asked, "text.format", text["format"])
     texts: dict[str, Any] = {name: _string(body, name) for name in SHOWN}
     return Wanted(
         asked=replace(asked, names=asked.names | NAMES),
-        items=read_input(own["input"]),
-        instructions=_string(own, "instructions"),
+        items=read_input(values["input"]),
+        instructions=_string(values, "instructions"),
         previous=texts["previous_response_id"],
         background=background,
         store=store,
@@ -158,14 +158,15 @@ def bounded(task: Task, card: Mapping[str, Any]) -> Task:
     """The task with at most MAX_LOGPROBS log probabilities. Raises Problem if it asks for more."""
     if task.logprobs is None:
         return task
-    most = MAX_LOGPROBS // (task.logprobs + 1)
+    max_tokens = MAX_LOGPROBS // (task.logprobs + 1)
     if task.max_tokens is None:
-        left = int(card["context_length"]) - len(task.prompt)
-        return task.model_copy(update={"max_tokens": max(1, min(most, left))})
-    if task.max_tokens > most:
+        remaining = int(card["context_length"]) - len(task.prompt)
+        return task.model_copy(update={"max_tokens": max(1, min(max_tokens, remaining))})
+    if task.max_tokens > max_tokens:
         raise invalid_value(
             "top_logprobs",
-            f"top_logprobs is {task.logprobs}: with it, max_output_tokens is at most {most}, not {task.max_tokens}; "
+            f"top_logprobs is {task.logprobs}: with it, max_output_tokens is at most {max_tokens}, not "
+            f"{task.max_tokens}; "
             "lower one of them",
         )
     return task
@@ -181,8 +182,8 @@ def included(value: Any) -> list[str]:
     return value
 
 
-def _string(own: Mapping[str, Any], name: str) -> str | None:
-    value = own.get(name)
+def _string(values: Mapping[str, Any], name: str) -> str | None:
+    value = values.get(name)
     if value is None:
         return None
     if not isinstance(value, str):
@@ -194,9 +195,9 @@ def _string(own: Mapping[str, Any], name: str) -> str | None:
     return value
 
 
-def _text(own: Mapping[str, Any]) -> dict[str, Any]:
+def _text(values: Mapping[str, Any]) -> dict[str, Any]:
     """The response's `text`; its format is checked elsewhere. Raises Problem."""
-    value = own.get("text", {})
+    value = values.get("text", {})
     if not isinstance(value, dict):
         raise refusal("text", value, "an object", code="invalid_type")
     usual: dict[str, Any] = {"format": TEXT, "verbosity": "medium"}

@@ -120,8 +120,8 @@ async def create(request: Request) -> Response:
     """OpenAI's Responses; docs/responses.md says which parameters are taken."""
     gateway = gateway_of(request)
     await gateway.streams.enter(request.scope, "answer")
-    wanted = read_response(await read_object(request, gateway.settings.max_body), tenant_of(request))
-    return await make(request, gateway, wanted)
+    response_request = read_response(await read_object(request, gateway.settings.max_body), tenant_of(request))
+    return await make(request, gateway, response_request)
 
 
 @router.get(
@@ -192,64 +192,68 @@ async def input_items(
 
 async def _found(request: Request, response_id: str) -> tuple[AsyncHandle, Record, About]:
     """A stored response of the caller. Raises Problem, redis.exceptions.RedisError or OSError."""
-    found = await conversation.find(request, response_id)
-    if found is None:
+    stored = await conversation.find(request, response_id)
+    if stored is None:
         raise Problem(
             404,
             f"There is no response {shown(response_id)} of yours: never made, not stored, deleted, or past its time to "
             f"live. The id of a response begins with {PREFIX}",
             code="response_not_found",
         )
-    return found
+    return stored
 
 
-async def make(request: Request, gateway: Gateway, wanted: Wanted) -> Response:
+async def make(request: Request, gateway: Gateway, response_request: Wanted) -> Response:
     """Submit a response's task and answer, or answer with what an earlier request of this Idempotency-Key made.
 
     Raises InvalidTask, UnknownModel, SubmitFailed, Problem, redis.exceptions.RedisError or OSError.
     """
-    task = wanted.task()
+    task = response_request.task()
     request.state.tier = task.tier
     check_may_use(principal_of(request), task)
     if task.webhook is not None:
         await gateway.destinations.check(task.webhook.url, "webhook.url")
-    known = await resolve(request, gateway.client, task.model)
-    made = await idempotency.made_prompts(request, gateway.client, 1, tenant=task.tenant)
-    items = wanted.items
-    if made is not None:  # its record has its conversation
-        task = task.model_copy(update={"prompt": made[0]})
+    resolved = await resolve(request, gateway.client, task.model)
+    prompts = await idempotency.made_prompts(request, gateway.client, 1, tenant=task.tenant)
+    items = response_request.items
+    if prompts is not None:  # its record has its conversation
+        task = task.model_copy(update={"prompt": prompts[0]})
     else:
-        earlier = [] if wanted.previous is None else await conversation.before(request, wanted.previous)
+        earlier = (
+            [] if response_request.previous is None else await conversation.before(request, response_request.previous)
+        )
         work = work_of(request)
-        task, items = await conversation.fitted(gateway, known.card, wanted, task, [*earlier, *items], work)
-    with wanted.asked.in_its_words():
+        task, items = await conversation.fitted(
+            gateway, resolved.card, response_request, task, [*earlier, *items], work
+        )
+    with response_request.asked.in_its_words():
         (task,) = await gateway.accounts.sized(request, [task])
-        task = bounded(task, known.card).resolved(known.card)
-    more = wanted.more(task, items, known.now_ms())
-    scorer = None if task.logprobs is None else ChatLogprobs(await gateway.prompts.tokenizer(known.card))
-    kind = _background if wanted.background else _foreground
-    return await kind(request, gateway, wanted, task, more, Output(scorer))
+        task = bounded(task, resolved.card).resolved(resolved.card)
+    more = response_request.more(task, items, resolved.now_ms())
+    scorer = None if task.logprobs is None else ChatLogprobs(await gateway.prompts.tokenizer(resolved.card))
+    kind = _background if response_request.background else _foreground
+    return await kind(request, gateway, response_request, task, more, Output(scorer))
 
 
 async def _background(
-    request: Request, gateway: Gateway, wanted: Wanted, task: Task, more: dict[str, Any], output: Output
+    request: Request, gateway: Gateway, response_request: Wanted, task: Task, more: dict[str, Any], output: Output
 ) -> Response:
     """Submit the task, which nobody's leaving cancels."""
-    with wanted.asked.in_its_words():
+    with response_request.asked.in_its_words():
         task_id, earlier = await submitted(request, gateway, task, more)
     if earlier is not None:
-        return await _again(gateway, wanted, earlier)
+        return await _again(gateway, response_request, earlier)
     about = About.of(task_id, more["response"])
-    if wanted.asked.stream:
+    if response_request.asked.stream:
         return ResponseStream(Story(about, output), gateway.client.get(task_id), gateway)
     return opened(about, "queued")
 
 
 async def _foreground(
-    request: Request, gateway: Gateway, wanted: Wanted, task: Task, more: dict[str, Any], output: Output
+    request: Request, gateway: Gateway, response_request: Wanted, task: Task, more: dict[str, Any], output: Output
 ) -> Response:
     """Submit the task, whose caller waits; with a key, the one of an earlier request, if there was one."""
-    with wanted.asked.in_its_words():
+    with response_request.asked.in_its_words():
         await gateway.forms.check(task, work_of(request))
     entry = await idempotency.first(request, gateway.client, str(uuid.uuid4()), tenant=task.tenant)
     if entry is not None:
@@ -263,18 +267,18 @@ async def _foreground(
         name = foreground.ids[0]
         kept = (await original(gateway, name)).fields["response"] if foreground.replayed else more["response"]
         about = About.of(name, kept)
-        if wanted.asked.stream:
+        if response_request.asked.stream:
             return ResponseStream(Story(about, output), gateway.client.get(name), gateway, foreground)
         return await waited(request, gateway, about, foreground)
 
-    return await respond(wanted.asked, foreground, answer)
+    return await respond(response_request.asked, foreground, answer)
 
 
-async def _again(gateway: Gateway, wanted: Wanted, record: Record) -> Response:
+async def _again(gateway: Gateway, response_request: Wanted, record: Record) -> Response:
     """Answer with a background response that an earlier request of this key made."""
     handle, about = gateway.client.get(record.id), About.of(record.id, record.fields["response"])
     response: Response
-    if wanted.asked.stream:
+    if response_request.asked.stream:
         response = ResponseStream(Story(about, Output(await scorer_of(gateway, record))), handle, gateway)
     else:
         response = await answer(gateway, handle, record, about)

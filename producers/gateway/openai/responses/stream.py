@@ -98,13 +98,13 @@ class Story:
         began += self._event("response.output_item.added", f'"output_index": 0, "item": {item}')
         return began + self._event("response.content_part.added", f'{self._place}, "part": {EMPTY_PART}')
 
-    def _event(self, kind: str, *rest: str | bytes | bytearray) -> bytes:
-        """One event's lines, or nothing if the reader has it. `rest`: the JSON of its other fields, in pieces."""
+    def _event(self, kind: str, *fields: str | bytes | bytearray) -> bytes:
+        """One event's lines, or nothing if the reader has it. `fields`: the JSON of its other fields, in pieces."""
         number, self.number = self.number, self.number + 1
         if number <= self.after:
             return b""
         head = f'event: {kind}\ndata: {{"type": "{kind}", "sequence_number": {number}, '
-        return b"".join(part.encode() if isinstance(part, str) else part for part in (head, *rest, "}\n\n"))
+        return b"".join(part.encode() if isinstance(part, str) else part for part in (head, *fields, "}\n\n"))
 
 
 class ResponseStream(LiveStream):
@@ -146,18 +146,18 @@ class ResponseStream(LiveStream):
 
     def broken(self, error: Exception) -> bytes:
         problem = problem_of(error)
-        said = {"code": problem.code, "message": problem.message, "param": problem.param}
-        event = {"type": "error", "sequence_number": self._told, **said}
+        problem_fields = {"code": problem.code, "message": problem.message, "param": problem.param}
+        event = {"type": "error", "sequence_number": self._told, **problem_fields}
         return f"event: error\ndata: {json.dumps(event)}\n\n".encode()
 
     async def _frames(self, batches: AsyncGenerator[list[Event]], handle: AsyncHandle) -> AsyncGenerator[bytes]:
         async with aclosing(self._events(batches, handle)) as chunks:
             try:
                 async for chunk in chunks:
-                    told = self._story.number - 1
+                    number = self._story.number - 1
                     if chunk:
                         yield chunk
-                        self._told = max(self._told, told)
+                        self._told = max(self._told, number)
             except TaskNotFound:
                 raise Problem(404, "The response was deleted.", code="response_not_found") from None
 

@@ -96,9 +96,11 @@ LLAMA: Final = CallFormat(
 
 def format_of(model: str, template: str) -> CallFormat:
     """The format that the text of a model's chat template speaks of. Raises InvalidTask if that is none of these."""
-    for one in (HERMES, MISTRAL, NEMO, LLAMA):
-        if all(mark in template for mark in one.told_by) and not any(mark in template for mark in one.but):
-            return one
+    for call_format in (HERMES, MISTRAL, NEMO, LLAMA):
+        if all(mark in template for mark in call_format.told_by) and not any(
+            mark in template for mark in call_format.but
+        ):
+            return call_format
     raise InvalidTask(
         f"the chat template of model {shown(model)} has no tools, or another way to call them than Hermes' and Qwen's "
         "(<tool_call>), Mistral's ([TOOL_CALLS]) and Llama 3's; leave tools out, or ask for a json_schema",
@@ -121,7 +123,7 @@ class Calling:
 
 def schemas(tools: Tools) -> list[tuple[str, str]]:
     """The forms of the functions' arguments that `make_calling` judges."""
-    return [_form(one) for one in tools.callable]
+    return [_form(function) for function in tools.callable]
 
 
 def make_calling(tools: Tools, template: str, tokenizer: Tokenizer, style: CallFormat, judge: Judge) -> Calling:
@@ -130,7 +132,7 @@ def make_calling(tools: Tools, template: str, tokenizer: Tokenizer, style: CallF
     added = tokenizer.added_tokens()
     single = {mark: added[mark].id for mark in style.marks if mark in added}
     # Tokens that are no text to llguidance, and that a model may write all the same, such as <think>.
-    free = [one.id for text, one in added.items() if not one.special and text in template and text not in single]
+    free = [token.id for text, token in added.items() if not token.special and text in template and text not in single]
     grammar = _grammar(tools, style, single, free, judge)
     if len(grammar) > MAX_GRAMMAR:
         raise too_large(len(grammar), MAX_GRAMMAR)
@@ -141,7 +143,7 @@ def _grammar(tools: Tools, style: CallFormat, single: dict[str, int], free: Sequ
     """`single`: the marks that are one token. `free`: the tokens that may stand in text, beside plain ones."""
     repeated = f"({_literal(style.between, single)} function)*" if tools.many and style.between else ""
     calls = f"{_literal(style.opening, single)} function {repeated} {_literal(style.closing, single)}"
-    functions = " | ".join(_call(style.arguments, one, judge) for one in tools.callable)
+    functions = " | ".join(_call(style.arguments, function, judge) for function in tools.callable)
     rules = [f"function: {functions}"]
     begin = _literal(style.begin, single)
     if tools.must:
@@ -150,7 +152,7 @@ def _grammar(tools: Tools, style: CallFormat, single: dict[str, int], free: Sequ
         return "\n".join([f"start: PLAIN | {calls}", r"PLAIN: /[^{](.|\n)*/", *rules])
     before = "(TEXT added)* " if free else ""
     if free:
-        rules.append(f"added: {' | '.join(f'<[{one}]>' for one in free)}")
+        rules.append(f"added: {' | '.join(f'<[{function}]>' for function in free)}")
     rules.append(r"TEXT: /(.|\n)*/")
     if style.begin in single:
         return "\n".join([f"start: {before}TEXT | {before}TEXT {begin} {calls}", *rules])
@@ -167,7 +169,7 @@ def _call(key: str, function: Function, judge: Judge) -> str:
 def _lean(schema: Any) -> Any:
     """A schema without its words for readers, which a prompt has and a grammar has no use for."""
     if isinstance(schema, list):
-        return [_lean(one) for one in schema]
+        return [_lean(element) for element in schema]
     if not isinstance(schema, dict):
         return schema
     return {name: _part(name, value) for name, value in schema.items() if name not in _WORDS}
@@ -175,7 +177,7 @@ def _lean(schema: Any) -> Any:
 
 def _part(name: str, value: Any) -> Any:
     if name in _BY_NAME and isinstance(value, dict):
-        return {key: _lean(one) for key, one in value.items()}
+        return {key: _lean(schema) for key, schema in value.items()}
     return value if name in ("enum", "const") else _lean(value)
 
 
@@ -189,8 +191,8 @@ def _followed(function: Function, judge: Judge) -> dict[str, object]:
     except RequestError as error:
         if not function.strict and error.code != STOPPED:
             return {"type": "object"}
-        place = f"{function.place}.parameters"
-        raise InvalidTask(str(error).replace("json_schema", place), param=place, code=error.code) from None
+        parameter = f"{function.place}.parameters"
+        raise InvalidTask(str(error).replace("json_schema", parameter), param=parameter, code=error.code) from None
     return function.parameters
 
 

@@ -66,39 +66,39 @@ class Tools:
     many: bool
 
 
-def read_tools(own: Mapping[str, Any]) -> Tools | None:
+def read_tools(values: Mapping[str, Any]) -> Tools | None:
     """The tools in a request's own parameters; None if none may be called. Raises Problem and InvalidTask."""
-    many = flag(own, "parallel_tool_calls", True)
-    given = own.get("tools", [])
-    if not isinstance(given, list) or len(given) > MAX_TOOLS:
-        raise refusal("tools", given, f"a list of at most {MAX_TOOLS} tools", code="invalid_type")
-    functions = [_function(f"tools[{at}]", one) for at, one in enumerate(given)]
+    many = flag(values, "parallel_tool_calls", True)
+    tools = values.get("tools", [])
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+        raise refusal("tools", tools, f"a list of at most {MAX_TOOLS} tools", code="invalid_type")
+    functions = [_function(f"tools[{at}]", one) for at, one in enumerate(tools)]
     names = [one.name for one in functions]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise refusal("tools", twice, "functions of different names")
-    choice = own.get("tool_choice", "auto")
+    choice = values.get("tool_choice", "auto")
     named = _named(choice, names)
     if choice == "none" or (not functions and choice == "auto"):
         return None
     if not functions:
         raise refusal("tool_choice", choice, "none or auto, unless there are tools")
     chosen = [one for one in functions if named in (None, one.name)]
-    return Tools(_shown(given), chosen, choice != "auto", many and named is None)
+    return Tools(_shown(tools), chosen, choice != "auto", many and named is None)
 
 
-def _function(place: str, tool: Any) -> Function:
+def _function(parameter: str, tool: Any) -> Function:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or tool.get("type") != "function":
-        raise refusal(place, tool, 'an object with type "function" and function', code="invalid_type")
-    place = f"{place}.function"
-    check_known(place, function, _FUNCTION)
-    name, strict = described(place, function)
+        raise refusal(parameter, tool, 'an object with type "function" and function', code="invalid_type")
+    parameter = f"{parameter}.function"
+    check_known(parameter, function, _FUNCTION)
+    name, strict = described(parameter, function)
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
-        raise refusal(f"{place}.parameters", parameters, "a JSON schema, which is an object", code="invalid_type")
+        raise refusal(f"{parameter}.parameters", parameters, "a JSON schema, which is an object", code="invalid_type")
     if parameters and parameters.get("type", "object") != "object":
-        raise refusal(f"{place}.parameters.type", parameters["type"], '"object"')
-    return Function(place, name, {"type": "object", **parameters} if parameters else _NOTHING, strict)
+        raise refusal(f"{parameter}.parameters.type", parameters["type"], '"object"')
+    return Function(parameter, name, {"type": "object", **parameters} if parameters else _NOTHING, strict)
 
 
 def _named(choice: Any, names: Sequence[str]) -> str | None:
@@ -107,8 +107,8 @@ def _named(choice: Any, names: Sequence[str]) -> str | None:
         return None
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     if not isinstance(function, dict):
-        wanted = f'{", ".join(_CHOICES)}, or an object with type "function" and function'
-        raise refusal("tool_choice", choice, wanted)
+        expected = f'{", ".join(_CHOICES)}, or an object with type "function" and function'
+        raise refusal("tool_choice", choice, expected)
     if function.get("name") not in names:
         raise refusal("tool_choice", function.get("name"), f"one of the tools: {', '.join(names) or 'there are none'}")
     return str(function["name"])
@@ -121,9 +121,9 @@ def _shown(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def too_large(size: int, most: int) -> InvalidTask:
+def too_large(size: int, limit: int) -> InvalidTask:
     return InvalidTask(
-        f"tools have {size} characters as a grammar; at most {most} are taken: leave some out, or shorten their "
+        f"tools have {size} characters as a grammar; at most {limit} are taken: leave some out, or shorten their "
         "parameters",
         param="tools",
     )
