@@ -30,9 +30,9 @@ os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 #: Files whose tests take longest: they are begun first, since what is begun last has the machine for itself at the end.
 FIRST = (
     *("engine/kernels/triton/test_builds", "engine/kernels/triton/test_ahead", "chaos/test_kill_between_calls"),
-    *("protocol/test_mutants", "workers/cli/models/test_warm", "fuzz/test_soak", "chaos/test_suite"),
-    *("workers/cli/local/test_up", "workers/test_device_faults", "workers/cli/local/test_up_scaling"),
-    *("test_aws_quick_start", "workers/runtime/test_watchdog", "workers/test_failover", "workers/cli/admin/test_chaos"),
+    *("protocol/test_mutants", "workers/cli/test_warm", "fuzz/test_soak", "chaos/test_suite"),
+    *("workers/cli/test_up", "workers/test_device_faults", "workers/cli/test_up_scaling"),
+    *("test_aws_quick_start", "workers/runtime/test_watchdog", "workers/test_failover", "workers/cli/test_chaos"),
     *("protocol/test_model", "fuzz/test_on_http", "fuzz/test_on_queue"),
 )
 _ORDER = {f"tests/{name}.py": place for place, name in enumerate(FIRST)}

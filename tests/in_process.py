@@ -16,7 +16,9 @@ from unittest.mock import patch
 import torch
 import typer
 
-from workers.cli.app import app
+from workers.cli import app_of
+
+app = app_of(None)
 
 
 @cache

@@ -20,9 +20,8 @@ from producers.gateway import GatewaySettings, create_app
 from producers.gateway.openai import parameters
 from producers.gateway.openai.prompts import PARAMETERS
 from tests.engine.text.well_known import KNOWN
-from tests.in_process import unchanged
+from tests.in_process import app, unchanged
 from tests.test_commands import PAGES
-from workers.cli.app import app
 from workers.library.reference import bundled
 
 ROOT = Path(__file__).parents[1]

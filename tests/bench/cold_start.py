@@ -24,7 +24,7 @@ from pathlib import Path
 from signal import SIGTERM
 from typing import Any, Final
 
-from tests.workers.cli.local.conftest import Up
+from tests.workers.cli.running_up import Up
 from workers.bench.connection import Connections
 
 PATIENCE_S: Final = 180.0

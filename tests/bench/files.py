@@ -27,7 +27,7 @@ from tests.aws import REGION, running_aws
 from tests.bench.batches import CARD
 from tests.bench.gateways import cpu_s, rss_mb
 from tests.processes import free_port, valkey
-from workers.cli.batch.client import BatchGateway
+from workers.cli.client import Gateway as Client
 
 URL: Final = "/v1/completions"
 LINE: Final = (
@@ -73,7 +73,7 @@ class Gateway(Process):
 
     def __init__(self, *args: str) -> None:
         port = free_port()
-        self.client = BatchGateway(f"http://127.0.0.1:{port}")
+        self.client = Client(f"http://127.0.0.1:{port}")
         super().__init__("gateway", "--port", str(port), *args)
         while not self.client.ready():
             time.sleep(0.05)

@@ -27,7 +27,7 @@ from typing import Any, Final
 
 from tests.bench.cold_start import PATIENCE_S, PHASE, bare_import, first_token
 from tests.waiting import until
-from tests.workers.cli.local.conftest import Up
+from tests.workers.cli.running_up import Up
 
 STARTED: Final = re.compile(r"^  start   (.*)$", re.MULTILINE)
 WORKER: Final = re.compile(r"worker: Ready in (.*)$", re.MULTILINE)

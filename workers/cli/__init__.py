@@ -29,32 +29,33 @@ __all__ = ["app_of", "main"]
 
 #: The modules with commands, in the order of --help, and the commands that each adds.
 MODULES: Final = {
-    "local.up": "up url",
-    "demo.command": "demo",
-    "local.run": "run",
-    "local.chat": "chat",
-    "tasks": "submit tail result cancel explain",
-    "listing": "tasks",
-    "batch.commands": "batch",
-    "models.commands": "models",
-    "models.quantize": "quantize",
-    "models.warm": "warm",
-    "processes": "worker gateway sweeper",
+    "up": "up url",
+    "demo": "demo",
+    "run": "run",
+    "chat": "chat",
+    "tasks": "submit tail result cancel explain tasks",
+    "batch": "batch",
+    "models": "models",
+    "quantize": "quantize",
+    "warm": "warm",
+    "worker": "worker",
+    "gateway": "gateway",
+    "sweeper": "sweeper",
     "sources": "sources",
-    "scale.process": "autoscaler",
-    "scale.commands": "scale",
-    "admin.rollout": "rollout",
-    "admin.drain": "drain",
-    "admin.dlq": "dlq",
-    "keys.tenants": "tenants",
-    "keys.commands": "keys audit",
-    "keys.secrets": "secrets",
-    "admin.backup": "backup restore prune-journal",
-    "admin.usage": "usage",
-    "webhooks.commands": "webhooks",
-    "aws.commands": "aws",
-    "admin.bench": "bench",
-    "admin.chaos": "chaos",
+    "autoscaler": "autoscaler",
+    "scale": "scale",
+    "rollout": "rollout",
+    "drain": "drain",
+    "dlq": "dlq",
+    "tenants": "tenants",
+    "keys": "keys audit",
+    "secrets": "secrets",
+    "backup": "backup restore prune-journal",
+    "usage": "usage",
+    "webhooks": "webhooks",
+    "aws": "aws",
+    "bench": "bench",
+    "chaos": "chaos",
     "completion": "completion",
 }
 
@@ -70,7 +71,7 @@ def main() -> None:
     if sys.argv[1:2] == ["up"] and "--help" not in sys.argv:
         ahead.begin()
     try:
-        from workers.cli.root import main as run
+        from workers.cli.commands import main as run
 
         app = app_of(sys.argv[1] if len(sys.argv) > 1 else None)
         if listens:
@@ -82,7 +83,7 @@ def main() -> None:
 
 def app_of(command: str | None) -> Typer:
     """The app with this command, without the others, which take most of the time; with all, for another word."""
-    from workers.cli.root import root
+    from workers.cli.commands import root
 
     app = root()
     alone = [module for module, commands in MODULES.items() if command in commands.split()]

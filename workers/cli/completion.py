@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 
-from workers.cli.commands import Commands
+from workers.cli.commands import COMPLETE, Commands
 from workers.cli.exits import PROCESS_STATUS
 
 
@@ -17,10 +17,6 @@ class Shell(StrEnum):
     BASH = "bash"
     ZSH = "zsh"
     FISH = "fish"
-
-
-#: The environment variable that a shell sets when it asks for completions.
-COMPLETE: Final = "_PENSTOCK_COMPLETE"
 
 
 app = Commands("Shell", PROCESS_STATUS)

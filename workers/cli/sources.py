@@ -10,8 +10,7 @@ import typer
 from producers.connection.local import FILES_DIR
 from workers.cli.commands import Commands
 from workers.cli.exits import PROCESS_STATUS, Exit, Failure, refusing
-from workers.cli.options import Broker, FilesDir, HealthPort, LogLevel, Store
-from workers.cli.options.checks import finite
+from workers.cli.options import Broker, FilesDir, HealthPort, LogLevel, Store, finite
 from workers.cli.starting import look_at_files, look_at_servers, set_up_logging, store_of, use_secrets_key
 
 if TYPE_CHECKING:

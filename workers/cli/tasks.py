@@ -1,32 +1,36 @@
-"""`penstock submit`, `tail`, `result`, `cancel` and `explain`: a caller's commands. They need only a gateway's URL."""
+"""`penstock submit`, `tail`, `result`, `cancel`, `explain` and `tasks`: callers' commands. They need only a gateway."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from datetime import UTC, datetime
+from itertools import islice
+from typing import Annotated, Any
 
 import typer
 
+from workers.cli.client import FINAL, Gateway, Refused
 from workers.cli.commands import Commands
 from workers.cli.exits import CALLER_STATUS, Exit, Failure
+from workers.cli.option_groups import SAMPLING, takes
 from workers.cli.options import DEFAULT_URL, AsChat, Prompt, Url
-from workers.cli.options.declared import SAMPLING, takes
-from workers.cli.terminal.stdin import text_from
-
-if TYPE_CHECKING:
-    from workers.cli.client import Gateway
+from workers.cli.terminal import JsonLines, TextStream, choices, say, text_from
 
 TaskId = Annotated[str, typer.Argument(metavar="ID", help="The task's id, as `penstock submit` printed it.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON: one object, or one event a line for a stream.")]
 
 
 _AN_ID = "0b7c7c3e-6a51-4d3c-9f0e-8f5f3a1f2f11"
+commands = Commands("Tasks", CALLER_STATUS)
+listing = Commands("Tasks", CALLER_STATUS, "tasks", "Tasks of all callers: list, retry, delete them.")
 app = Commands("Tasks", CALLER_STATUS)
+app.add_typer(commands)
+app.add_typer(listing)
 
 
-@app.shown("penstock submit tiny 'def fibonacci(n):' --max-tokens 64 --tier priority --stream")
+@commands.shown("penstock submit tiny 'def fibonacci(n):' --max-tokens 64 --tier priority --stream")
 @takes(sampling=SAMPLING.values())
 def submit(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="The name of a served model.")],
@@ -58,7 +62,7 @@ def submit(
     url: Url = DEFAULT_URL,
 ) -> None:
     """Submit a task and print its id, or with --stream its text as it comes."""
-    gateway = gateway_at(url)
+    gateway = Gateway(url)
     text = text_from(sys.stdin.read) if prompt == "-" else prompt
     asked = {
         "model": model,
@@ -83,7 +87,7 @@ def submit(
         typer.echo(json.dumps(task) if as_json else task["id"])
 
 
-@app.shown(f"penstock tail {_AN_ID} --from 40")
+@commands.shown(f"penstock tail {_AN_ID} --from 40")
 def tail(
     task_id: TaskId,
     start: Annotated[int, typer.Option("--from", min=0, help="The position of the first token to print.")] = 0,
@@ -91,11 +95,11 @@ def tail(
     url: Url = DEFAULT_URL,
 ) -> None:
     """Print a task's text as it comes, from any position."""
-    gateway = gateway_at(url)
+    gateway = Gateway(url)
     _follow(gateway, gateway.task(task_id), start, as_json)
 
 
-@app.shown(f"penstock result {_AN_ID} --timeout 60 --json")
+@commands.shown(f"penstock result {_AN_ID} --timeout 60 --json")
 def result(
     task_id: TaskId,
     timeout: Annotated[
@@ -105,10 +109,7 @@ def result(
     url: Url = DEFAULT_URL,
 ) -> None:
     """Wait until a task ends and print its text."""
-    from workers.cli.client import FINAL
-    from workers.cli.terminal.show import choices, say
-
-    gateway = gateway_at(url)
+    gateway = Gateway(url)
     give_up = None if timeout is None else time.monotonic() + timeout
     pause = 0.02
     while (task := gateway.task(task_id))["status"] not in FINAL:
@@ -123,13 +124,13 @@ def result(
     _end(task_id, task["status"], task["error"])
 
 
-@app.shown(f"penstock cancel {_AN_ID}")
+@commands.shown(f"penstock cancel {_AN_ID}")
 def cancel(task_id: TaskId, as_json: Json = False, url: Url = DEFAULT_URL) -> None:
     """Cancel a task. Prints whether the cancel was accepted.
 
     Exit status 1: the task had ended before.
     """
-    answer = gateway_at(url).cancel(task_id)
+    answer = Gateway(url).cancel(task_id)
     if as_json:
         typer.echo(json.dumps(answer))
     elif answer["accepted"]:
@@ -138,10 +139,10 @@ def cancel(task_id: TaskId, as_json: Json = False, url: Url = DEFAULT_URL) -> No
         raise Failure(f"task {task_id} is {answer['status']} already", Exit.TASK_FAILED)
 
 
-@app.shown(f"penstock explain {_AN_ID}")
+@commands.shown(f"penstock explain {_AN_ID}")
 def explain(task_id: TaskId, as_json: Json = False, url: Url = DEFAULT_URL) -> None:
     """Explain where a task is: how many go before it, what keeps it, when it will start and end."""
-    said = gateway_at(url).explain(task_id)
+    said = Gateway(url).explain(task_id)
     if as_json:
         typer.echo(json.dumps(said))
         return
@@ -152,6 +153,70 @@ def explain(task_id: TaskId, as_json: Json = False, url: Url = DEFAULT_URL) -> N
         typer.echo(f"  {one['why']:18} {_attempt(one)}")
     if said["phases"]:
         typer.echo("  " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in said["phases"].items()))
+
+
+@listing.shown("penstock tasks ls --status failed --since 3600", "ls")
+def listed(
+    status: Annotated[
+        str | None, typer.Option(help="queued, in_progress, completed, failed, cancelled or incomplete.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Tasks of this model.")] = None,
+    tier: Annotated[str | None, typer.Option(help="Tasks of this service tier.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Tasks of this tenant.")] = None,
+    metadata: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=TEXT", help="Tasks with this metadata. May be repeated.")
+    ] = None,
+    since: Annotated[float | None, typer.Option(min=0, help="Tasks of the last this many seconds.")] = None,
+    oldest_first: Annotated[bool, typer.Option("--oldest-first", help="Begin with the oldest task.")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="Most tasks to list.")] = 20,
+    as_json: Json = False,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """List tasks, the latest first: id, status, model, tier, time of submission, output tokens."""
+    asked = {
+        "status": status,
+        "model": model,
+        "tier": tier,
+        "tenant": tenant,
+        "created_after": None if since is None else time.time() - since,
+        "order": "asc" if oldest_first else "desc",
+        "limit": min(limit, 100),
+        **{f"metadata[{key}]": value for key, value in map(pair, metadata or ())},
+    }
+    found = Gateway(url).tasks({name: value for name, value in asked.items() if value is not None})
+    for task in islice(found, limit):
+        say(json.dumps(task) if as_json else _row(task))
+
+
+@listing.shown("penstock tasks retry 0b7c7c3e-6a51-4d3c-9f0e-8f5f3a1f2f11")
+def retry(task_id: TaskId, as_json: Json = False, url: Url = DEFAULT_URL) -> None:
+    """Submit a task that has ended once more, as a new task, and print its id."""
+    task = Gateway(url).retry(task_id)
+    typer.echo(json.dumps(task) if as_json else task["id"])
+
+
+@listing.shown("penstock tasks delete 0b7c7c3e-6a51-4d3c-9f0e-8f5f3a1f2f11")
+def delete(
+    task_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="The ids of the tasks.")],
+    as_json: Json = False,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Delete tasks and all that is stored of them, and print their ids. Those that have not ended are cancelled first.
+
+    One that cannot be deleted is told, and the others are deleted all the same.
+    """
+    gateway = Gateway(url)
+    refused: list[Refused] = []
+    for task_id in task_ids:
+        try:
+            answer = gateway.delete(task_id)
+        except Refused as error:
+            typer.echo(f"{task_id} is not deleted: {error}", err=True)
+            refused.append(error)
+        else:
+            typer.echo(json.dumps(answer) if as_json else task_id)
+    if refused:
+        raise Failure(f"{len(refused)} of {len(task_ids)} tasks are not deleted", refused[-1].status)
 
 
 def _attempt(one: dict[str, Any]) -> str:
@@ -167,8 +232,6 @@ def _attempt(one: dict[str, Any]) -> str:
 
 def _follow(gateway: Gateway, task: dict[str, Any], start: int, as_json: bool) -> None:
     """Show a task's events. Raises Failure if the task failed or the stream broke; it says how to resume."""
-    from workers.cli.terminal.show import JsonLines, TextStream
-
     shown = JsonLines() if as_json else TextStream(task["n"])
     last: dict[str, Any] = {"event": "none", "position": start - 1}
     try:
@@ -195,16 +258,15 @@ def _end(task_id: str, status: str, error: dict[str, Any] | None) -> None:
         raise Failure(f"task {task_id} {what}{': ' + error['message'] if error else ''}", Exit.TASK_FAILED)
 
 
-def gateway_at(url: str) -> Gateway:
-    """The gateway's client. Raises Failure for a bad URL."""
-    from workers.cli.client import Gateway
-
-    return Gateway(url)
-
-
 def pair(text: str) -> tuple[str, str]:
     """The key and the text of an option KEY=TEXT. Raises Failure."""
     key, equals, value = text.partition("=")
     if not equals:
         raise Failure(f"--metadata is {text!r}; it must be KEY=TEXT")
     return key, value
+
+
+def _row(task: dict[str, Any]) -> str:
+    at = datetime.fromtimestamp(task["created_at"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    tokens = (task["usage"] or {}).get("output_tokens", "-")
+    return f"{task['id']}  {task['status']:<11}  {task['model']}  {task['tier']:<8}  {at}  {tokens}"

@@ -23,8 +23,8 @@ from producers.gateway.fleet_metrics import GPU_FIGURES, WORKER_FIGURES
 from producers.gateway.metrics import Metrics
 from producers.store.outbox import Backlog, Due
 from producers.store.waiting import Pressure
+from tests.in_process import app
 from tests.processes import ROOT
-from workers.cli.app import app
 
 #: Variables that others read: Python and its libraries, NVIDIA's toolkit, Grafana.
 OF_OTHERS = {

@@ -11,7 +11,7 @@ from redis import Redis
 from producers import AsyncClient, Client
 from producers.connection.local import servers, the_store, urls_in
 from tests.producers.gateway.conftest import publish
-from workers.cli.local.embedded import DataDir
+from workers.cli.embedded_valkey import DataDir
 
 
 @pytest.fixture(autouse=True)

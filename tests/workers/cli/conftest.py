@@ -12,14 +12,14 @@ from typer.testing import CliRunner, Result
 
 from tests.producers.conftest import worker
 from tests.producers.gateway.conftest import Door, Open, model, open_door
+from tests.workers.cli.running_up import up
 from tests.workers.http_server import Handler, HttpServer
 from workers.cli import app_of, main
-from workers.cli.local.plan import Plan
-from workers.cli.local.pools import LocalPools
+from workers.cli.local_pools import LocalPools, Plan
 from workers.processes.supervisor import Program
 from workers.settings import WorkerSettings
 
-__all__ = ["model", "open_door", "worker"]
+__all__ = ["model", "open_door", "up", "worker"]
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ import asyncio
 import json
 import sys
 
-from workers.cli.gpus import workers as gpu_workers
-from workers.cli.gpus.choice import Chosen
-from workers.cli.gpus.workers import programs, supervise
+from workers.cli import gpus as gpu_workers
+from workers.cli.gpus import Chosen, programs, supervise
 from workers.processes.supervisor import Program
 
 #: As tests.processes.Worker starts one, but by the command line that `programs` adds the name to.

@@ -13,7 +13,6 @@ import pytest
 from tests.producers.gateway.conftest import Door
 from tests.workers.cli.conftest import Answer, Run, Scripted, send
 from workers.cli import client
-from workers.cli.batch.client import BatchGateway
 from workers.cli.client import Gateway, Refused, Unreachable
 from workers.cli.exits import Exit, Failure
 
@@ -220,5 +219,5 @@ class TestTheKeyInTheEnvironment:
             send(200, b"")(request)
 
         scripted.answers += [there, here]
-        assert list(BatchGateway(scripted.url).content("file-1", 0)) == []
+        assert list(Gateway(scripted.url).content("file-1", 0)) == []
         assert sent == ["Bearer psk_hush", None]

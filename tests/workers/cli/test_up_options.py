@@ -13,11 +13,11 @@ import pytest
 from producers.gateway.settings import GatewaySettings
 from tests.workers.cli.conftest import invoke, told, worker_programs
 from workers.autoscaler.policy.rules import Rules
+from workers.cli import gpus as gpu_workers
+from workers.cli import up
 from workers.cli.exits import Failure
-from workers.cli.gpus import workers as gpu_workers
-from workers.cli.gpus.choice import Chosen
-from workers.cli.local import up
-from workers.cli.local.system import System
+from workers.cli.gpus import Chosen
+from workers.cli.system import System
 from workers.processes import PENSTOCK
 from workers.processes.standby.keeper import IDLE_S
 from workers.processes.supervisor import Program
@@ -38,7 +38,7 @@ def conducted(monkeypatch: pytest.MonkeyPatch) -> Conducted:
             made.append(system)
             return False
 
-        monkeypatch.setattr("workers.cli.local.system.conduct", conduct)
+        monkeypatch.setattr("workers.cli.system.conduct", conduct)
         result = invoke("up", *options)
         assert result.exit_code == 0, (result.output, result.exception)
         made[0].broker = made[0].store = URL
@@ -103,7 +103,7 @@ def test_what_was_not_said_is_left_to_the_worker(conducted: Conducted, monkeypat
 def test_the_gateway_is_told_what_was_said(conducted: Conducted, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[GatewaySettings] = []
     monkeypatch.setattr("producers.gateway.serve", lambda settings, listener: given.append(settings))
-    monkeypatch.setattr("workers.cli.processes.gateway.look_at_servers", lambda broker, store: None)
+    monkeypatch.setattr("workers.cli.gateway.look_at_servers", lambda broker, store: None)
     origins = ("https://a.example", "http://localhost:3000")
     said = ("--max-queued", "60", "--max-queued-per-tenant", "6", "--max-queued-in-all", "0", "--max-wait", "9")
     said += (*(f"--cors-origin={origin}" for origin in origins), "--proxy-headers", "10.0.0.0/8")
@@ -198,8 +198,8 @@ def test_each_gpus_worker_has_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch,
         return 0
 
     monkeypatch.setattr(gpu_workers, "supervise", supervise)
-    monkeypatch.setattr("workers.cli.gpus.choice.gpus_here", list)
-    monkeypatch.setattr("workers.cli.gpus.choice.choose", lambda said, here: (Chosen("gpu0", "0"), Chosen("gpu1", "1")))
+    monkeypatch.setattr("workers.cli.gpus.gpus_here", list)
+    monkeypatch.setattr("workers.cli.gpus.choose", lambda said, here: (Chosen("gpu0", "0"), Chosen("gpu1", "1")))
     said = ["worker", "--broker", URL, "--model", "tiny", "--gpus", "all", "--name", "node"]
     for port, each in (("9100", [9100, 9101]), ("0", [0, 0])):
         asked.clear()

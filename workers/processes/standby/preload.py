@@ -14,8 +14,8 @@ from typing import Final
 
 #: All that a worker with a CPU engine imports until it loads its model, by the last module of each chain.
 FIRST: Final = (
-    "workers.cli.root",
-    "workers.cli.processes",
+    "workers.cli.commands",
+    "workers.cli.worker",
     "engine.engine",
     "workers.runtime.worker",
 )

@@ -15,7 +15,7 @@ from tests.processes import free_port
 from tests.producers.gateway.conftest import Open
 from tests.producers.gateway.files.test_files import DATA, FILE, PURPOSE, form
 from tests.producers.store.test_s3 import bucket_of
-from workers.cli.batch.client import BatchGateway
+from workers.cli.client import Gateway
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_a_download_goes_to_the_bucket_by_a_url_of_its_own(open_door: Open, mode
     assert (answer.status_code, answer.headers["cache-control"]) == (307, "no-store")
     assert answer.headers["location"].startswith(f"{aws.url}/files/pen/stock/{file_id}?")
     assert http.head(path).headers["content-length"] == "2", "a URL that is signed for GET opens no HEAD"
-    assert b"".join(BatchGateway(door.url).content(file_id, 1)) == b"}"
+    assert b"".join(Gateway(door.url).content(file_id, 1)) == b"}"
     open_blobs(place).delete(file_id)
     assert http.get(path).json()["error"]["code"] == "file_unavailable"
 

@@ -16,10 +16,10 @@ from producers.contract import keys
 from producers.contract.sealing import KEY_FILE, new_key
 from producers.contract.webhook import new_secret
 from producers.store.access import api_keys
+from tests.in_process import app
 from tests.producers.contract.test_trace import GOOD
 from tests.producers.gateway.conftest import Door, Make, Open
 from tests.producers.gateway.test_keys import as_caller
-from workers.cli.app import app
 
 READERS: dict[str, Callable[[Redis, str], Any]] = {
     "string": lambda store, name: store.get(name),

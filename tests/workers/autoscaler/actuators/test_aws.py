@@ -16,7 +16,7 @@ from tests.producers.aws.users import user
 from workers.autoscaler.actuators import Actual, Actuator, ActuatorError, open_actuator
 from workers.autoscaler.actuators.aws.ec2 import failures_of
 from workers.autoscaler.actuators.aws.ecs import actual_of
-from workers.cli.aws.asked import arns_of
+from workers.cli.aws import arns_of
 
 
 def opened(aws: Aws, url: str) -> Actuator:

@@ -1,0 +1,106 @@
+"""The pools of `penstock up` while a version of its model replaces another."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.text.checkpoint import model_version
+from producers.admin.fleet import Fleet, Scaling
+from tests.producers.gateway.conftest import TINY
+from workers.autoscaler.policy.rules import Rules
+from workers.cli import local_pools as pools
+from workers.cli.local_pools import LocalPools, Plan
+from workers.library import Found
+
+OLD = model_version(TINY)
+NEW = {"version": "new", "reference": "tiny=/models/new", "workers": 2}
+
+
+def fleet(card: str, **rollout: Any) -> Fleet:
+    return Fleet([], versions={"tiny": card}, scaling=Scaling(rollouts={"tiny": rollout} if rollout else {}))
+
+
+@pytest.fixture
+async def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The pools of one model, whose workers only sleep."""
+    monkeypatch.setattr(pools, "PENSTOCK", (sys.executable, "-c", "import time; time.sleep(600)"))
+    found = LocalPools(Plan((Found("tiny", TINY),), tmp_path, rules=Rules(min=0, max=2)), {}, lambda name, line: None)
+    yield found
+    await found.kill()
+
+
+def named(running: LocalPools, at: Fleet) -> list[str]:
+    return [one.settings.name for one in running(at)]
+
+
+async def test_the_new_version_is_a_pool_beside_the_old_one_which_goes_when_its_workers_have(
+    running: LocalPools,
+) -> None:
+    (before,) = running(fleet(OLD))
+    assert before.settings.name == f"tiny@{OLD}"
+    assert before.actuator is not None
+    await before.actuator.scale(1, [])
+
+    both = running(fleet(OLD, phase="starting", **NEW))
+    assert [one.settings.version for one in both] == [OLD, "new"]
+    new = both[1].actuator
+    assert new is not None
+    await new.scale(1, [])
+    first, second = (child.program for child in running.children)
+    assert (first.name, second.name) == ("worker.tiny.1", "worker.tiny.2")
+    assert second.argv[second.argv.index("--model") + 1] == "tiny=/models/new"
+
+    assert named(running, fleet("new", phase="draining", **NEW)) == [f"tiny@{OLD}", "tiny@new"]
+    assert named(running, fleet("new", phase="done", **NEW)) == [f"tiny@{OLD}", "tiny@new"]
+    await before.actuator.aclose()
+    assert [one.actuator for one in running(fleet("new", phase="done", **NEW))] == [new]
+    await new.scale(2, [])  # in the place that the old version has left
+    assert [child.program.name for child in running.children] == ["worker.tiny.2", "worker.tiny.1"]
+
+
+async def test_a_version_that_a_rollout_leaves_is_a_pool_too_if_the_rollout_says_where_it_is(
+    running: LocalPools,
+) -> None:
+    """As for an `up` that is started again while its own version comes back."""
+    back = {"version": OLD, "reference": f"tiny={TINY}", "before": "new", "before_reference": "tiny=/models/new"}
+    assert named(running, fleet("new", phase="starting", **back)) == [f"tiny@{OLD}", "tiny@new"]
+    both = running(fleet(OLD, phase="draining", **back))
+    assert [one.settings.version for one in both] == [OLD, "new"]
+    assert both[1].actuator is not None
+    await both[1].actuator.scale(1, [])
+    (child,) = running.children
+    assert child.program.argv[child.program.argv.index("--model") + 1] == "tiny=/models/new"
+    await both[1].actuator.aclose()
+    assert named(running, fleet(OLD, phase="done", **back)) == [f"tiny@{OLD}"]
+    del back["before_reference"]
+    assert named(running, fleet(OLD, phase="draining", **back)) == [f"tiny@{OLD}"], "nobody knows where it is"
+
+
+async def test_a_version_whose_rollout_failed_is_forgotten(running: LocalPools) -> None:
+    assert len(named(running, fleet(OLD, phase="starting", **NEW))) == 2
+    assert named(running, fleet(OLD, phase="failed", **NEW)) == [f"tiny@{OLD}"]
+
+
+async def test_without_a_card_the_own_version_stays(running: LocalPools) -> None:
+    assert named(running, Fleet([])) == [f"tiny@{OLD}"]
+    assert named(running, fleet("another")) == [f"tiny@{OLD}"]
+
+
+async def test_a_fixed_number_is_left_alone_once_an_operator_told_a_worker_to_drain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "PENSTOCK", (sys.executable, "-c", "pass"))  # ends at once, as one that was told to
+    running = LocalPools(Plan((Found("tiny", TINY),), tmp_path), {}, lambda name, line: None)
+    (pool,) = running(fleet(OLD))
+    assert pool.actuator is not None
+    await pool.actuator.scale(1, [])
+    (child,) = running.children
+    assert child.keeper is not None
+    await child.keeper
+    assert running(fleet(OLD)) == []
+    assert len(running(fleet(OLD, phase="starting", **NEW))) == 2
+    await running.kill()

@@ -1,1 +1,0 @@
-"""Commands for whoever operates a system: dlq, drain, rollout, usage, chaos, bench. servers opens what they ask."""

@@ -1,1 +1,0 @@
-"""`penstock worker --gpus`: choice selects the GPUs (cuda_devices asks CUDA), workers runs one worker on each."""

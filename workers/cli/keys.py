@@ -1,0 +1,342 @@
+"""`penstock keys`: makes, lists, rotates and ends API keys. `penstock audit`: the latest changes, and who made them.
+
+They need the store, and no gateway.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from inspect import Parameter
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from workers.cli.commands import Commands
+from workers.cli.exits import OPERATOR_STATUS, Failure
+from workers.cli.option_groups import takes
+from workers.cli.options import DataDir, Json, KeyStore
+from workers.cli.servers import records
+from workers.cli.terminal import say
+
+if TYPE_CHECKING:
+    from producers.store.access.api_keys import Key
+
+MONEY: Final = "budget_money"
+#: What limits may be set, and the help of their options.
+LIMITS: Final = {
+    "rpm": "Most tasks that may be submitted in a minute.",
+    "tpm": "Most tokens that the tasks of a minute may need.",
+    "max_in_flight": "Most tasks that have not ended.",
+    "budget_tokens": "Most tokens in a month (UTC).",
+    MONEY: "Most that tasks may cost in a month, in the prices' currency.",
+    "max_prompt": "Most tokens of a prompt.",
+    "max_output": "Most tokens of a choice's output.",
+    "max_waiting": "Most tasks that wait for a worker.",
+    "max_streams": "Most streams and waiting requests that are open at one gateway process.",
+    "shorten_to": "Most tokens of a choice's output under overload, default tier.",
+}
+#: The same of a tenant alone: what is kept for it.
+KEPT: Final = {
+    "max_file_bytes": "Most bytes of all files that are kept.",
+    "max_files": "Most files that are kept.",
+    "max_batches": "Most batches that have not ended.",
+    "max_lines": "Most lines of batches that wait, run, or are to be written.",
+    "max_endpoints": "Most webhook endpoints.",
+    "max_task_bytes": "Most bytes of tasks and their results that are kept.",
+    "max_idempotency_keys": "Most idempotency keys that begin within a day.",
+}
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}
+
+
+def limit_options(kind: type) -> list[Parameter]:
+    """The options of a key's limits, as numbers or, for `limits`, as texts."""
+    return _limit_options(LIMITS, kind)
+
+
+def tenant_limit_options() -> list[Parameter]:
+    """The options of a tenant's limits, as texts."""
+    return _limit_options({name: said for name, said in LIMITS.items() if name != "shorten_to"} | KEPT, str)
+
+
+def _limit_options(helps: Mapping[str, str], kind: type) -> list[Parameter]:
+    kinds = {name: str if name == MONEY else kind for name in helps}
+    made = {name: Annotated[one | None, typer.Option(help=helps[name])] for name, one in kinds.items()}
+    return [Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=one) for name, one in made.items()]
+
+
+KeyId = Annotated[str, typer.Argument(metavar="ID", help="The key's id; `penstock keys ls` shows all.")]
+SCOPES = "What it may do, of submit, read, cancel, metrics and admin, between commas. Unset: submit,read,cancel."
+
+
+group = Commands("Operations", OPERATOR_STATUS, "keys", "API keys: make, list, rotate, disable and revoke them.")
+app = Commands("Operations", OPERATOR_STATUS)
+app.add_typer(group)
+
+
+@group.shown("penstock keys create --tenant acme --scopes submit,read --expires 30d")
+@takes(bounds=limit_options(int))
+def create(
+    *,
+    tenant: Annotated[str, typer.Option(help="Whose key it is: what it makes is this tenant's.")],
+    name: Annotated[str | None, typer.Option(help="What people call the key. Unset: the tenant.")] = None,
+    scopes: Annotated[str | None, typer.Option(help=SCOPES)] = None,
+    models: Annotated[str | None, typer.Option(help="Models that it may use, between commas. Unset: all.")] = None,
+    tiers: Annotated[str | None, typer.Option(help="Tiers that it may use, between commas. Unset: all.")] = None,
+    expires: Annotated[
+        str | None, typer.Option(help="When it ends: 30d, 12h, or 2027-01-31 (UTC). Unset: never.")
+    ] = None,
+    bounds: dict[str, Any],
+    data_dir: DataDir = None,
+    store: KeyStore = None,
+    as_json: Json = False,
+) -> None:
+    """Make a key and print it. Nothing can show it again: the store keeps a hash."""
+    asked = {
+        "tenant": tenant,
+        "name": name,
+        "scopes": _names(scopes),
+        "models": _names(models),
+        "tiers": _names(tiers),
+        "expires_at": _moment(expires, "--expires"),
+        **bounds,
+    }
+    from producers.admin import keys
+    from producers.store.access.api_keys import TooManyKeys
+    from producers.store.access.audit import Actor, operator
+
+    with records(store, data_dir) as (client, loop):
+        try:
+            made = loop.run(keys.create(client, asked, Actor(operator())))
+        except TooManyKeys:
+            raise Failure("there are 10,000 keys, the most; revoke one first") from None
+    _shown_once(*made, as_json)
+
+
+@group.shown("penstock keys ls --tenant acme", "ls")
+def listed(
+    prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="The beginning of an id or of a key.")] = "",
+    tenant: Annotated[str | None, typer.Option(help="Keys of this tenant.")] = None,
+    data_dir: DataDir = None,
+    store: KeyStore = None,
+    as_json: Json = False,
+) -> None:
+    """List keys, the newest first: id, state, tenant, scopes, name."""
+    from producers.admin import keys
+
+    with records(store, data_dir) as (client, loop):
+        found = [keys.about(one, time.time()) for one in loop.run(keys.found(client, prefix, tenant))]
+    for one in found:
+        line = f"{one['id']}  {one['state']:<8}  {one['tenant']}  {','.join(one['scopes'])}  {one['name']}"
+        say(json.dumps(one) if as_json else line)
+    if not found and not as_json:
+        typer.echo("There are no such keys." if prefix or tenant else "There are no keys.")
+
+
+@group.shown("penstock keys show 3k9vq0x7m2c4t8da")
+def show(key_id: KeyId, data_dir: DataDir = None, store: KeyStore = None, as_json: Json = False) -> None:
+    """Show a key: its state, tenant, scopes, models, tiers and times."""
+    from producers.store.access import api_keys
+
+    with records(store, data_dir) as (client, loop):
+        key = _found(loop.run(api_keys.get(client, key_id)), key_id)
+    _described(key, as_json)
+
+
+@group.shown("penstock keys limit 3k9vq0x7m2c4t8da --rpm 60 --budget-tokens none")
+@takes(bounds=limit_options(str))
+def limit(
+    key_id: KeyId,
+    *,
+    bounds: dict[str, Any],
+    models: Annotated[str | None, typer.Option(help="Models that it may use, between commas; none: all.")] = None,
+    tiers: Annotated[str | None, typer.Option(help="Tiers that it may use, between commas; none: all.")] = None,
+    expires: Annotated[str | None, typer.Option(help="When it ends, as of `keys create`; none: never.")] = None,
+    data_dir: DataDir = None,
+    store: KeyStore = None,
+    as_json: Json = False,
+) -> None:
+    """Change what a key may use; `none` unsets a limit. Gateways know it within a second.
+
+    What was counted before stays counted; a key without limits counts nothing.
+    """
+    asked: dict[str, Any] = {**parsed_limits(bounds)}
+    for name, text in (("models", models), ("tiers", tiers)):
+        if text is not None:
+            asked[name] = None if text == "none" else _names(text)
+    if expires is not None:
+        asked["expires_at"] = None if expires == "none" else _moment(expires, "--expires")
+    if not asked:
+        raise Failure("nothing is to change; `penstock keys limit --help` shows what may")
+    from producers.admin import keys
+    from producers.store.access.audit import Actor, operator
+
+    with records(store, data_dir) as (client, loop):
+        key = _found(loop.run(keys.change(client, key_id, asked, Actor(operator()))), key_id)
+    _described(key, as_json)
+
+
+@group.shown("penstock keys rotate 3k9vq0x7m2c4t8da --overlap 1h")
+def rotate(
+    key_id: KeyId,
+    overlap: Annotated[str, typer.Option(help="Time for which the old secret still works; 0: not at all.")] = "24h",
+    data_dir: DataDir = None,
+    store: KeyStore = None,
+    as_json: Json = False,
+) -> None:
+    """Give a key a new secret and print it. The id stays, and the old secret works until the overlap ends."""
+    from producers.admin import keys
+    from producers.store.access.audit import Actor, operator
+
+    seconds = _duration(overlap, "--overlap")
+    with records(store, data_dir) as (client, loop):
+        made = loop.run(keys.rotate(client, key_id, seconds, Actor(operator())))
+    _shown_once(_found(made and made[0], key_id), made[1] if made else "", as_json)
+
+
+@group.shown("penstock keys disable 3k9vq0x7m2c4t8da")
+def disable(key_id: KeyId, data_dir: DataDir = None, store: KeyStore = None, as_json: Json = False) -> None:
+    """Let a key in no more, until it is enabled."""
+    _turn("disable", key_id, data_dir, store, as_json)
+
+
+@group.shown("penstock keys enable 3k9vq0x7m2c4t8da")
+def enable(key_id: KeyId, data_dir: DataDir = None, store: KeyStore = None, as_json: Json = False) -> None:
+    """Let a key in again that was disabled."""
+    _turn("enable", key_id, data_dir, store, as_json)
+
+
+@group.shown("penstock keys revoke 3k9vq0x7m2c4t8da --store redis://10.0.0.5:6379/0")
+def revoke(key_id: KeyId, data_dir: DataDir = None, store: KeyStore = None, as_json: Json = False) -> None:
+    """End a key for good. Gateways know it within a second."""
+    _turn("revoke", key_id, data_dir, store, as_json)
+
+
+@group.shown("penstock keys confirm --all")
+def confirm(
+    key_ids: Annotated[list[str] | None, typer.Argument(metavar="ID...", help="The keys' ids.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="All keys that a restore disabled.")] = False,
+    data_dir: DataDir = None,
+    store: KeyStore = None,
+    as_json: Json = False,
+) -> None:
+    """Let keys in again that a restore without a journal disabled. Others stay as they are."""
+    from producers.admin import keys
+    from producers.store.access import api_keys
+    from producers.store.access.audit import Actor, operator
+
+    if bool(key_ids) == every:
+        raise Failure("name keys by id, or say --all")
+    with records(store, data_dir) as (client, loop):
+        ids = [key.id for key in loop.run(api_keys.every(client)) if key.unconfirmed] if every else key_ids or []
+        for key_id in ids:
+            key = _found(loop.run(keys.turn(client, key_id, "confirm", Actor(operator()))), key_id)
+            about = keys.about(key, time.time())
+            typer.echo(json.dumps(about) if as_json else f"{key.id} is {about['state']}")
+    if not ids and not as_json:
+        typer.echo("No key waits to be confirmed.")
+
+
+@app.shown("penstock audit --limit 20")
+def audit(
+    limit: Annotated[int, typer.Option(min=1, max=100_000, help="Most changes to list.")] = 50,
+    data_dir: DataDir = None,
+    store: KeyStore = None,
+    as_json: Json = False,
+) -> None:
+    """List changes of keys, webhook endpoints and models' versions, the latest first, and who made them."""
+    from producers.store.access.audit import latest
+
+    with records(store, data_dir) as (client, loop):
+        found = loop.run(latest(client, limit))
+    for one in found:
+        whose = f"  tenant {one['tenant']}" if one.get("tenant") else ""
+        place = f" from {one['address']}" if one.get("address") else ""
+        line = f"{_when(one['at'] // 1000)}  {one['did']}  {one['what']}{whose}  by {one['by']}{place}"
+        say(json.dumps(one) if as_json else line)
+
+
+def _turn(verb: str, key_id: str, data_dir: Any, store: str | None, as_json: bool) -> None:
+    from producers.admin import keys
+    from producers.store.access.audit import Actor, operator
+
+    with records(store, data_dir) as (client, loop):
+        key = _found(loop.run(keys.turn(client, key_id, verb, Actor(operator()))), key_id)
+    about = keys.about(key, time.time())
+    typer.echo(json.dumps(about) if as_json else f"{key.id} is {about['state']}")
+
+
+def _found(key: Key | None, key_id: str) -> Key:
+    from producers.store.access.api_keys import without_secret
+
+    if key is None:
+        raise Failure(f"there is no key with the id {without_secret(key_id)}; `penstock keys ls` shows all")
+    return key
+
+
+def _shown_once(key: Key, token: str, as_json: bool) -> None:
+    from producers.admin.keys import about
+
+    if as_json:
+        typer.echo(json.dumps({"key": token, **about(key, time.time())}))
+        return
+    typer.echo(f"The key {key.id}, shown this once; callers send it as `Authorization: Bearer KEY`:", err=True)
+    typer.echo(token)
+
+
+def _described(key: Key, as_json: bool) -> None:
+    from producers.admin import keys
+
+    about = keys.about(key, time.time())
+    if as_json:
+        typer.echo(json.dumps(about))
+        return
+    for name, value in about.items():
+        if value is None or value == ():
+            continue
+        said = ", ".join(value) if isinstance(value, tuple) else value
+        say(f"{name:<16} {_when(value) if name.endswith(('_at', '_until')) else said}")
+
+
+def parsed_limits(given: Mapping[str, str]) -> dict[str, int | str | None]:
+    """The limits in options that were given; `none` unsets one. Raises Failure for what is no number."""
+    for name, value in given.items():
+        if value != "none" and name != MONEY and re.fullmatch(r"[0-9]{1,100}", value) is None:
+            raise Failure(f"--{name.replace('_', '-')} is {value!r}; it must be a whole number, or none")
+    return {n: None if value == "none" else value if n == MONEY else int(value) for n, value in given.items()}
+
+
+def _names(text: str | None) -> list[str] | None:
+    """The names in an option, between commas."""
+    return None if text is None else [name.strip() for name in text.split(",")]
+
+
+def _duration(text: str, option: str) -> int:
+    """Seconds. Raises Failure for what is no length of time."""
+    read = re.fullmatch(r"([0-9]{1,9})([smhdw])", text)
+    if read is None and text != "0":
+        raise Failure(f"{option} is {text!r}; it must look like 24h, 30m or 7d, or be 0")
+    return 0 if read is None else int(read[1]) * _SECONDS[read[2]]
+
+
+def _moment(text: str | None, option: str) -> int | None:
+    """Unix seconds of a time, or of the end of a length of time that begins now. Raises Failure."""
+    if text is None:
+        return None
+    if re.fullmatch(r"[0-9]{1,9}[smhdw]", text):
+        return int(time.time()) + _duration(text, option)
+    try:
+        at = datetime.fromisoformat(text)
+        return int((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp())
+    except (ValueError, OverflowError):
+        raise Failure(
+            f"{option} is {text!r}; it must look like 30d, 12h, 2027-01-31 or 2027-01-31T08:00+01:00"
+        ) from None
+
+
+def _when(seconds: int) -> str:
+    """A time as it is shown, in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

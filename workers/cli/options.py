@@ -1,0 +1,255 @@
+"""Options that several commands share, each with one meaning and one help text, and the checks of their values.
+
+Checks are typer's callbacks, or are called after parsing; they raise typer.BadParameter. Groups of options, such as an
+engine's settings, are in `option_groups`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from workers.cli.exits import Failure, needs
+from workers.cli.terminal import note
+
+if TYPE_CHECKING:
+    from workers.library import Found
+
+DEFAULT_URL: Final = "http://127.0.0.1:8000"
+#: The longest time that clocks and servers can still reckon with: 30 years, in seconds.
+LONGEST: Final = 1e9
+#: The help text of the options and arguments that name a model.
+MODEL: Final = "A folder, a bundled or pulled model, or hf://OWNER/NAME[@REVISION]; NAME=MODEL gives it another name."
+
+
+def finite(time: float | None) -> float | None:
+    """Checks an option's length of time (s), or None. Raises typer.BadParameter."""
+    if time is None:
+        return None
+    if not math.isfinite(time):
+        raise typer.BadParameter(f"{time} is not a length of time")
+    if time > LONGEST:
+        raise typer.BadParameter(f"{time:g} is too long a time: {LONGEST:g} is the most")
+    return time
+
+
+def process_name(name: str | None) -> str | None:
+    """Checks an option's process name, or None. Raises typer.BadParameter."""
+    if name is not None and not re.fullmatch(r"[!-~]{1,512}", name):
+        raise typer.BadParameter(
+            f"{name!r} must be 1 to 512 ASCII letters, digits or punctuation marks, without spaces"
+        )
+    return name
+
+
+def origins(origins: list[str] | None) -> list[str] | None:
+    """Checks origins. Raises typer.BadParameter for one that no browser would send."""
+    for origin in origins or ():
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", origin):
+            raise typer.BadParameter(f"{origin!r} is not an origin; it must be SCHEME://HOST, SCHEME://HOST:PORT or *")
+    return origins
+
+
+def proxies(proxies: list[str] | None) -> list[str] | None:
+    """Checks addresses of proxies. Raises typer.BadParameter for a name: only addresses can be compared."""
+    import ipaddress
+
+    for proxy in proxies or ():
+        try:
+            ipaddress.ip_network("0.0.0.0/0" if proxy == "*" else proxy)
+        except ValueError as error:
+            raise typer.BadParameter(f"{error}; give an address, a network (10.0.0.0/8), or *") from None
+    return proxies
+
+
+def place(place: str | None) -> str | None:
+    """Checks a place for files. Raises typer.BadParameter for a bad URL."""
+    from producers.store.blobs.place import checked_place
+
+    try:
+        return None if place is None else checked_place(place)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def places(places: list[str]) -> list[str]:
+    """Checks places for files. Raises as `place` does."""
+    return [one for one in map(place, places) if one is not None]
+
+
+def networks(networks: list[str] | None) -> list[str] | None:
+    """Checks an allow-list. Raises typer.BadParameter for what is no network."""
+    import ipaddress
+
+    for network in networks or ():
+        try:
+            ipaddress.ip_network(network)
+        except ValueError as error:
+            raise typer.BadParameter(f"{error}; give a network (10.0.0.0/8) or an address") from None
+    return networks
+
+
+def provider(notice: str | None) -> str | None:
+    if notice not in (None, "aws"):
+        raise typer.BadParameter(f"{notice!r} is unknown; the only provider is aws")
+    return notice
+
+
+def check_spot(provider: str | None, url: str | None) -> None:
+    """Checks the metadata service's URL. Raises typer.BadParameter without a provider, or for another kind of text."""
+    if url is not None and (provider is None or not url.startswith(("http://", "https://"))):
+        raise typer.BadParameter(
+            "must be a URL (http://...), and needs --spot-provider", param_hint="--spot-metadata-url"
+        )
+
+
+def health_ports(first: int | None, workers: int) -> list[int | None]:
+    """A port for each worker, counted up from the first one's; 0 means any free port, for all.
+
+    Raises typer.BadParameter where the last port would be above 65535.
+    """
+    if first is None or first == 0:
+        return [first] * workers
+    if first + workers - 1 > 65535:
+        raise typer.BadParameter(
+            f"{workers} workers need the ports {first} to {first + workers - 1}, and 65535 is the last",
+            param_hint="--health-port",
+        )
+    return list(range(first, first + workers))
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Names of models on this machine that begin with `incomplete`, for shell completion."""
+    from workers.library.reference import known
+
+    return [name for name in known() if name.startswith(incomplete)]
+
+
+def find_models(references: Sequence[str], say: Callable[[str], None] = note) -> tuple[Found, ...]:
+    """The named models; those on a hub are pulled first. Raises Refused, also for two models of one name.
+
+    The command does this, not each process that serves a model: a model is downloaded once, with visible progress, and
+    Ctrl-C stops the download.
+    """
+    from workers.library import find_model, name_of
+
+    names = [name_of(reference) for reference in references]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise Failure(f"two models are named {twice!r}: write NAME=MODEL to give one another name")
+    with needs("worker"):
+        return tuple(find_model(reference, say) for reference in references)
+
+
+Broker = Annotated[
+    str,
+    typer.Option(
+        envvar="BROKER_URL",
+        help="The server that holds the queues: Redis or Valkey (redis://HOST:PORT/DB, or "
+        "redis+sentinel://HOST:PORT,.../NAME/DB), or SQS (sqs://REGION?prefix=pen-), which also needs --store.",
+    ),
+]
+
+#: The broker in operators' commands. Unset, it is the server of the `penstock up` in this directory.
+AnyBroker = Annotated[
+    str | None,
+    typer.Option(
+        envvar="BROKER_URL",
+        help="What holds the queues: a Redis or Valkey, or SQS (sqs://REGION?prefix=pen-). Unset: the server of "
+        "`penstock up` in this directory.",
+    ),
+]
+
+Prices = Annotated[
+    Path | None, typer.Option(dir_okay=False, help="A table of prices (TOML or JSON): usage is shown with its cost.")
+]
+
+Store = Annotated[
+    str | None,
+    typer.Option(
+        envvar="STORE_URL",
+        help="The Redis or Valkey server that holds records and token streams. Unset: the broker, if it is one.",
+    ),
+]
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
+HealthPort = Annotated[
+    int | None,
+    typer.Option(min=0, max=65535, help="Serve /livez and /readyz on this port. 0: any free port. Unset: no port."),
+]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on. 0: any free port.")]
+UniqueName = Annotated[
+    str | None, typer.Option(callback=process_name, help="This process's name, which must be unique. Unset: made up.")
+]
+Prompt = Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue; - reads it from standard input.")]
+AsChat = Annotated[bool, typer.Option("--chat", help="PROMPT is a user's message: apply the model's chat template.")]
+LogLevel = Annotated[str, typer.Option(help="Least severe messages to log: debug, info, warning or error.")]
+
+Url = Annotated[str, typer.Option(envvar="PENSTOCK_URL", help="The gateway's URL.")]
+
+Gpus = Annotated[
+    str | None,
+    typer.Option(help="Run one worker on each of these GPUs: all, or numbers, GPU-... and MIG-... names, as in 0,1."),
+]
+
+FilesDir = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PLACE",
+        envvar="FILES_DIR",
+        callback=place,
+        help="The folder for uploaded files and batches' output, or s3://BUCKET/PREFIX. All gateways and sweepers "
+        "share it. Unset: files in the data directory.",
+    ),
+]
+
+SecretsKey = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="PENSTOCK_SECRETS_KEY_FILE",
+        dir_okay=False,
+        help="Encrypt webhooks' secrets in the store with the keys of this file, which `penstock secrets key` makes. "
+        "Unset: they are stored in plain.",
+    ),
+]
+
+BackupKey = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="PENSTOCK_BACKUP_KEY_FILE",
+        dir_okay=False,
+        help="Encrypt backup and journal with the first key of this file, which `penstock secrets key` makes; all of "
+        "its keys read. Unset: they are plain.",
+    ),
+]
+
+WebhookAllow = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="CIDR",
+        callback=networks,
+        help="Let webhooks call addresses of this network though they are not public, also by http:// and on any port: "
+        "10.0.0.0/8, 127.0.0.0/8. May be repeated. Unset: none.",
+    ),
+]
+
+DataDir = Annotated[
+    Path | None, typer.Option(help="The data directory of a `penstock up` on this machine. Unset: .penstock.")
+]
+
+#: The store in commands that need no broker.
+KeyStore = Annotated[
+    str | None,
+    typer.Option(
+        help="The Redis or Valkey server that holds records and keys. Unset: STORE_URL, else BROKER_URL, else that of "
+        "--data-dir."
+    ),
+]
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, autocompletion=complete_model)]
+ModelOption = Annotated[str, typer.Option(help=MODEL, autocompletion=complete_model)]

@@ -1,0 +1,301 @@
+"""`penstock quantize`: writes a smaller checkpoint of a model and reports how its output changed.
+
+The folder is built under a temporary name and renamed when it is complete; a killed run's leftovers are removed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import json
+import os
+import random
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from workers.cli.commands import Commands
+from workers.cli.exits import Failure, needs
+from workers.cli.option_groups import ENGINE, takes
+from workers.cli.options import Model, find_models
+from workers.cli.terminal import aligned, note
+
+if TYPE_CHECKING:
+    from engine.quant.make import Comparison, Recipe
+
+STATUS: Final = "Exit status: 0 done, 1 it failed, 2 refused, 130 interrupted."
+#: Share of the user's own text, at its end, that judges the result; the rest calibrates.
+_HELD_OUT: Final = 0.1
+_REPORT: Final = "quantization_report.json"
+_METHODS: Final = ("gptq", "nearest")
+#: Characters taken from each file of the default text: many files are better than a few long ones.
+_OF_A_FILE: Final = 8000
+
+
+app = Commands("Models", STATUS)
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    calibration: list[str]
+    held_out: list[str]
+    source: str
+
+
+@app.shown("penstock quantize tiny-v2 ./tiny-v2-int4 --bits 4")
+@takes(engine=(ENGINE["device"], ENGINE["threads"]))
+def quantize(
+    model: Model,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make; it must not exist yet.")],
+    *,
+    bits: Annotated[int, typer.Option(help="Bits of each weight: 8 or 4.")] = 8,
+    method: Annotated[
+        str,
+        typer.Option(
+            help="gptq: round so that outputs on the calibration text change least. nearest: round each weight."
+        ),
+    ] = "gptq",
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Inputs that share a scale: 128, 64 or 32. Unset: all with 8 bits, with 4 bits the most that fit."
+        ),
+    ] = None,
+    head_bits: Annotated[
+        int, typer.Option(help="Bits of the output head and of an embedding tied to it: 16 (unchanged) or 8.")
+    ] = 16,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with text like what the model will read; its end is held out. Unset: Python's library."
+        ),
+    ] = None,
+    calibration_tokens: Annotated[int, typer.Option(min=256, help="Most calibration tokens to use.")] = 32768,
+    evaluation_tokens: Annotated[int, typer.Option(min=256, help="Most held-out tokens to judge with.")] = 16384,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    engine: dict[str, Any],
+) -> None:
+    """Write a copy of a model with 8-bit or 4-bit weights, and report how much its output changed.
+
+    Makes a folder that this and other engines serve: safetensors in the "pack-quantized" format of compressed-tensors,
+    with a manifest.
+    """
+
+    if bits not in (4, 8):
+        raise Failure(f"--bits is {bits}; it must be 8 or 4")
+    if method not in _METHODS:
+        raise Failure(f"--method is {method!r}; it must be one of {', '.join(_METHODS)}")
+    if head_bits not in (16, 8):
+        raise Failure(f"--head-bits is {head_bits}; it must be 16 (unchanged) or 8")
+    with needs("worker"):
+        from engine.errors import EngineError
+        from engine.quant.make import Recipe
+        from engine.quant.make.model import GROUPS
+        from workers.library import verify
+    if group_size is not None and group_size not in GROUPS:
+        raise Failure(f"--group-size is {group_size}; it must be one of {', '.join(map(str, GROUPS))}")
+    if os.path.lexists(out):
+        raise Failure(f"{out} exists already; name a new folder")
+    texts = _texts(calibration)
+    (found,) = find_models([model])
+    try:
+        verify(found.folder)
+        recipe = Recipe(bits, method, group_size, 8 if head_bits == 8 else None)  # type: ignore[arg-type]  # one of _METHODS
+        with unfinished(out, note) as work:
+            report = _make(found.folder, work, recipe, texts, (calibration_tokens, evaluation_tokens), **engine)
+    except EngineError as error:
+        raise Failure(str(error)) from error
+    except OSError as error:
+        raise Failure(f"cannot write {out}: {error}") from error
+    report = {"folder": str(out), **report}
+    typer.echo(json.dumps(report) if as_json else _told(report))
+
+
+def _texts(calibration: Path | None) -> Texts:
+    if calibration is None:
+        from workers.library.corpus import standard_library
+
+        try:
+            files = standard_library()
+        except FileNotFoundError as error:
+            raise Failure(f"{error}; or give a text with --calibration") from error
+        random.Random(0).shuffle(files)  # noqa: S311  # data, not secrets
+        return Texts(
+            [file.text[:_OF_A_FILE] for file in files if not file.held_out],
+            [file.text[:_OF_A_FILE] for file in files if file.held_out],
+            "Python's standard library",
+        )
+    try:
+        text = calibration.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise Failure(f"--calibration: {calibration} cannot be read as UTF-8 text: {error}") from error
+    border = int(len(text) * (1 - _HELD_OUT))
+    return Texts([text[:border]], [text[border:]], str(calibration))
+
+
+def _make(
+    folder: Path,
+    work: Path,
+    recipe: Recipe,
+    texts: Texts,
+    tokens: tuple[int, int],
+    device: str | None = None,
+    threads: int | None = None,
+) -> dict[str, Any]:
+    import torch
+
+    from engine.engine import device_named
+    from engine.execution.threads import threads_for
+    from engine.quant.make import compare, quantise, windows
+    from engine.quant.make.model import decoder
+    from engine.text import ModelCard, Tokenizer
+    from engine.text.config import Config, read_config
+    from workers.library.local_models import write_manifest
+
+    torch.set_num_threads(threads_for(threads, torch.get_num_threads()))
+    place = device_named(device or "auto")
+    context = Config.of_model(read_config(folder)).context_length()
+    tokenizer = Tokenizer(ModelCard.tokenizer_files(folder))
+    learnt, judged = (
+        windows(tokenizer, part, count, context)
+        for part, count in zip((texts.calibration, texts.held_out), tokens, strict=True)
+    )
+    if not learnt or not judged:
+        raise Failure(f"{texts.source} is too short to calibrate and judge with: give a text of some pages")
+    recipe = quantise(folder, work, recipe, learnt, place, note)
+    _copy_rest(folder, work)
+    note("comparing")
+    found = compare(decoder(folder, place), decoder(work, place), judged)
+    report = _report(folder, work, recipe, texts, sum(map(len, learnt)), found)
+    (work / _REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    _say_in_readme(work / "README.md", report)
+    write_manifest(work)
+    return report
+
+
+def _copy_rest(folder: Path, work: Path) -> None:
+    """Copy tokenizer, chat template and settings unchanged."""
+    from workers.library.local_models import INDEX, KEPT, MANIFEST, own_file
+
+    for path in sorted(folder.iterdir()):
+        if KEPT.fullmatch(path.name) and path.name not in ("config.json", MANIFEST, INDEX) and path.is_file():
+            shutil.copyfile(own_file(folder, path.name), work / path.name)
+
+
+def _say_in_readme(path: Path, report: dict[str, Any]) -> None:
+    """Write the README: the report first, then the original model's text."""
+    whole = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    # Fields for a hub's own use come first, if there are any.
+    fields = re.match(r"---\n.*?\n---\n", whole, re.DOTALL)
+    head = fields[0] if fields else ""
+    rest = whole[len(head) :].lstrip("\n")
+    told = [f"Quantised by `penstock quantize`; measures are in [{_REPORT}]({_REPORT})."]
+    told += ["The text below describes the original model."] if rest else []
+    table = [f"| {name} | {value} |" for name, value in _lines(report).items()]
+    text = "\n".join([*told, "", "| | |", "| --- | --- |", *table])
+    path.write_text("\n".join(filter(None, [head, text + "\n", rest])), encoding="utf-8")
+
+
+def _report(
+    folder: Path, work: Path, recipe: Recipe, texts: Texts, calibrated: int, found: Comparison
+) -> dict[str, Any]:
+    from engine.text.checkpoint import model_version
+
+    def size(where: Path) -> int:
+        return sum(path.stat().st_size for path in where.glob("*.safetensors"))
+
+    return {
+        "of": {"name": folder.name, "version": model_version(folder), "bytes": size(folder)},
+        "bytes": size(work),
+        "bits": recipe.bits,
+        "method": recipe.method,
+        "group_size": recipe.group,
+        "head_bits": recipe.head,
+        "text": texts.source,
+        "calibration_tokens": calibrated if recipe.method == "gptq" else 0,
+        **found.to_json(),
+    }
+
+
+def _lines(report: dict[str, Any]) -> dict[str, str]:
+    group = "one scale for each output" if report["group_size"] is None else f"groups of {report['group_size']}"
+    return {
+        "made of": f"{report['of']['name']} {report['of']['version']}",
+        "weights": f"{report['bits']} bits, {group}, {report['method']}",
+        "output head": "as it was" if report["head_bits"] is None else f"{report['head_bits']} bits",
+        "size": f"{report['bytes'] / 1e6:,.1f} MB, was {report['of']['bytes'] / 1e6:,.1f} MB",
+        "text": f"{report['text']}: {report['calibration_tokens']:,} tokens calibrated, {report['tokens']:,} judge",
+        "perplexity": f"{report['perplexity']:.3f}, was {report['perplexity_before']:.3f} "
+        f"({report['perplexity_increase']:+.2%})",
+        "divergence": f"KL {report['divergence']:.5f} nats on average, p99 {report['divergence_p99']:.4f}",
+        "agreement": f"{report['agreement']:.2%} of the likeliest tokens are the same",
+    }
+
+
+def _told(report: dict[str, Any]) -> str:
+    return "\n".join(aligned([("folder", report["folder"]), *_lines(report).items()], 2))
+
+
+@contextmanager
+def unfinished(out: Path, say: Callable[[str], None]) -> Iterator[Path]:
+    """Makes a folder beside `out`, and renames it to `out` at the end or removes it after an error.
+
+    The folder is locked while its process lives. The next call for the same target removes unlocked ones, which killed
+    processes left. Raises Failure if `out` was made meanwhile.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for left in sorted(out.parent.glob(f".{glob.escape(out.name)}.*.partial")):
+        if re.fullmatch(rf"\.{re.escape(out.name)}\.[0-9a-f]{{8}}\.partial", left.name):
+            _remove_leftover(left, say)
+    while (begun := _begun(out)) is None:
+        pass  # another process removed the folder before it was locked
+    work, lock = begun
+    try:
+        yield work
+        if os.path.lexists(out):
+            raise Failure(f"{out} was made meanwhile; it is left as it is")
+        work.rename(out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+        os.close(lock)
+
+
+def _begun(out: Path) -> tuple[Path, int] | None:
+    """A new folder and the descriptor that locks it; None if another process removed it before it was locked."""
+    work = out.parent / f".{out.name}.{secrets.token_hex(4)}.partial"
+    work.mkdir()
+    try:
+        lock = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(lock).st_nlink > 0:
+            return work, lock
+    except BlockingIOError:
+        pass
+    os.close(lock)
+    return None
+
+
+def _remove_leftover(left: Path, say: Callable[[str], None]) -> None:
+    """Remove the folder, unless its process is alive."""
+    try:
+        lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return  # removed meanwhile, or not a folder
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(left, ignore_errors=True)
+        say(f"removed {left}, which a killed run had left")
+    except BlockingIOError:
+        say(f"{left} is being made by another process; it is left alone")
+    finally:
+        os.close(lock)

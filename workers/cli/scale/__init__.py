@@ -1,1 +1,0 @@
-"""`penstock autoscaler`, the process, and `penstock scale`: what it decided and why."""

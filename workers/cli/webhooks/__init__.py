@@ -1,1 +1,0 @@
-"""`penstock webhooks`: run delivers; ls, show and replay look after deliveries; listen receives them here."""

@@ -1,0 +1,177 @@
+"""`penstock worker`: one process that serves a model, or one for each GPU."""
+
+from __future__ import annotations
+
+import gc
+import socket
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+
+from workers.cli.commands import Commands
+from workers.cli.exits import PROCESS_STATUS, Failure, check_extras, needs, refusing
+from workers.cli.option_groups import ENGINE, as_arguments, takes
+from workers.cli.options import (
+    Broker,
+    Gpus,
+    LogLevel,
+    ModelOption,
+    Store,
+    check_spot,
+    finite,
+    health_ports,
+    place,
+    process_name,
+    provider,
+)
+from workers.cli.starting import checked_level, store_of, use_secrets_key
+from workers.cli.terminal import relayed
+from workers.processes import PENSTOCK
+
+app = Commands("Processes", PROCESS_STATUS)
+
+
+@app.shown("penstock worker --broker redis://10.0.0.5:6379/0 --model tiny --max-num-seqs 32")
+@takes(engine=ENGINE.values())
+def worker(
+    context: typer.Context,
+    broker: Broker,
+    model: ModelOption,
+    *,
+    store: Store = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            callback=process_name, help="This process's name in leases and logs, its own alone. Unset: HOST.PID."
+        ),
+    ] = None,
+    lease: Annotated[
+        float,
+        typer.Option(
+            min=1, callback=finite, help="Seconds without a heartbeat after which other workers take its tasks."
+        ),
+    ] = 10.0,
+    drain_timeout: Annotated[
+        float, typer.Option(min=0, callback=finite, help="Seconds that running tasks may go on after SIGTERM.")
+    ] = 30.0,
+    max_worker_deaths: Annotated[
+        int, typer.Option(min=1, help="Give a task up when this many workers died on it without one new token.")
+    ] = 3,
+    max_step_seconds: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            callback=finite,
+            help="Longest engine step. After that the step counts as hung: the worker hands its tasks back and exits. "
+            "0: no limit.",
+        ),
+    ] = 180.0,
+    no_breaker: Annotated[
+        bool,
+        typer.Option(
+            "--no-breaker",
+            help="Take tasks also while the engine fails them, or is far slower than other workers' are.",
+        ),
+    ] = False,
+    health_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="Serve /livez and /readyz on this port. With --gpus, the first worker uses it and each further worker "
+            "the next one. 0: any free port. Unset: no port.",
+        ),
+    ] = None,
+    spot_provider: Annotated[
+        str | None,
+        typer.Option(
+            callback=provider,
+            help="Drain when this provider announces the end of the instance (spot, Auto Scaling group): aws. Unset: "
+            "do not ask.",
+        ),
+    ] = None,
+    spot_metadata_url: Annotated[
+        str | None, typer.Option(help="URL of the instance's metadata service. Unset: the provider's own.")
+    ] = None,
+    files_dir: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLACE",
+            envvar="FILES_DIR",
+            callback=place,
+            help="The folder or s3://BUCKET/PREFIX for bodies of Celery messages that are too large for SQS. Unset: "
+            "such messages are refused.",
+        ),
+    ] = None,
+    engine: dict[str, Any],
+    gpus: Gpus = None,
+    events: Annotated[
+        bool,
+        typer.Option("--task-events", "-E", help="Send Celery's task events, as after `celery control enable_events`."),
+    ] = False,
+    log_level: LogLevel = "info",
+) -> None:
+    """Serve a model: take tasks from its queue, run them in the engine and publish their tokens."""
+    check_spot(spot_provider, spot_metadata_url)
+    if gpus is not None:
+        raise typer.Exit(_one_for_each(context, gpus, name, drain_timeout))
+    # Until it serves, nothing that it makes is garbage: to look for some takes a quarter of the imports' time.
+    gc.disable()
+    check_extras("worker")
+    use_secrets_key(None)
+    with needs("worker"):
+        from engine.errors import EngineError
+        from workers.runtime.worker import run_worker
+        from workers.settings import WorkerSettings
+    settings = WorkerSettings(
+        broker,
+        store_of(broker, store),
+        model,
+        engine=engine,
+        lease=lease,
+        drain=drain_timeout,
+        max_deaths=max_worker_deaths,
+        step_limit=max_step_seconds,
+        breaker=not no_breaker,
+        health_port=health_port,
+        spot_notice=spot_provider,
+        spot_endpoint=spot_metadata_url,
+        events=events,
+        files_dir=files_dir,
+    )
+    if name is not None:
+        settings = replace(settings, name=name)
+    with refusing(EngineError):
+        status = run_worker(settings, checked_level(log_level))
+    raise typer.Exit(status)
+
+
+def _one_for_each(context: typer.Context, asked: str, name: str | None, drain: float) -> int:
+    """Run this command once for each GPU, with the other options unchanged. Returns the exit status."""
+    import asyncio
+    import os
+
+    from engine.execution.threads import threads_of_each
+    from workers.cli.gpus import choose, gpus_here, programs, supervise
+
+    if context.params["device"] == "cpu":
+        raise Failure("--gpus goes with --device cuda, not with cpu")
+    gpus = choose(asked, gpus_here())
+    ports = health_ports(context.params["health_port"], len(gpus))
+    argv = [
+        *PENSTOCK,
+        str(context.info_name),
+        *as_arguments(context, without=("gpus", "name", "device", "health_port")),
+    ]
+    argv += ["--device", "cuda"]
+    if context.params["threads"] is None:
+        argv += ["--threads", str(threads_of_each(len(gpus)))]
+    each = programs(gpus, argv, _urls(context), name or f"{socket.gethostname()}.{os.getpid()}", ports)
+    return asyncio.run(supervise(each, relayed, drain))
+
+
+def _urls(context: typer.Context) -> dict[str, str]:
+    """The servers' URLs by environment variable. They may hold passwords, so they stay off the command line."""
+    found = {option.envvar: context.params.get(str(option.name)) for option in context.command.params}
+    return {name: str(value) for name, value in found.items() if isinstance(name, str) and value is not None}
