@@ -71,7 +71,7 @@ class Experts:
         self._run = self._kernels.prepare_experts(self.parts)
 
     def __call__(self, x: Tensor) -> Tensor:
-        # The router comes first: see quant/make/experts.py.
+        # The router comes first: see quant/make/model.py.
         logits = self.router(x)
         if self._run is None:
             raise RuntimeError("experts are packed before they are called")

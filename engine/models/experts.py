@@ -8,7 +8,7 @@ from dataclasses import replace
 from engine.errors import ModelError
 from engine.layers import ExpertShape
 from engine.text.config import MOST_WIDTH, Config
-from engine.text.tensors import Found, StoredTensor
+from engine.text.tensors import LocatedTensor, StoredTensor
 
 #: The most experts of a layer, and of all layers together: some ten times the largest known.
 _MOST_EXPERTS, _MOST_IN_ALL = 4096, 1 << 18
@@ -29,13 +29,13 @@ def read_experts(config: Config, width: int, *, count: int, normed: bool) -> Exp
     return ExpertShape(experts, of_row, width, normed)
 
 
-def separate(located: Mapping[str, Found]) -> dict[str, Found]:
+def separate(located: Mapping[str, LocatedTensor]) -> dict[str, LocatedTensor]:
     """The tensors of a checkpoint, with an entry for each matrix of each expert, also where all experts of a layer are
     in one tensor: [experts, 2 * inner, width] for gate and up, [experts, width, inner] for down.
 
     Raises ModelError if there are more experts than a model may have.
     """
-    separated: dict[str, Found] = {}
+    separated: dict[str, LocatedTensor] = {}
     parts = 0
     for name, located_tensor in located.items():
         whole = name.endswith((_GATE_UP, _DOWN)) and len(located_tensor.stored.shape) == 3
@@ -48,7 +48,7 @@ def separate(located: Mapping[str, Found]) -> dict[str, Found]:
     return separated
 
 
-def _matrices(name: str, located: Found) -> Iterator[tuple[str, Found]]:
+def _matrices(name: str, located: LocatedTensor) -> Iterator[tuple[str, LocatedTensor]]:
     experts, outputs, inputs = located.stored.shape
     base = name.rpartition(".")[0]
     half = outputs // 2

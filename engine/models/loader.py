@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.text.tensors import Found
+from engine.text.tensors import LocatedTensor
 
 _FLOATS = ("F32", "F16", "BF16")
 #: A tensor of fewer values is copied by one thread, in a millisecond at most. To wake the others for it takes longer,
@@ -27,8 +27,8 @@ Fill = Callable[[Mapping[str, Tensor]], None]
 
 
 def match(
-    folder: Path, located: Mapping[str, Found], places: Mapping[str, Tensor], canonical: Callable[[str], str | None]
-) -> dict[str, Found]:
+    folder: Path, located: Mapping[str, LocatedTensor], places: Mapping[str, Tensor], canonical: Callable[[str], str | None]
+) -> dict[str, LocatedTensor]:
     """Find the checkpoint's tensor for each of `places`: a model's tensor name -> a tensor of the wanted shape and
     dtype.
 
@@ -36,7 +36,7 @@ def match(
     checkpoint's names to the model's, None for a tensor to skip. Raises ModelError naming a tensor that is missing, has
     a wrong shape or type, or is not used by the model: ignoring a bias would silently give other output.
     """
-    matched: dict[str, Found] = {}
+    matched: dict[str, LocatedTensor] = {}
     extra = []
     for name, tensor in located.items():
         ours = canonical(name)
@@ -67,7 +67,7 @@ def match(
 
 
 @contextmanager
-def weights_of(found: Mapping[str, Found], dtype: torch.dtype, exact: Collection[str] = frozenset()) -> Iterator[Fill]:
+def weights_of(found: Mapping[str, LocatedTensor], dtype: torch.dtype, exact: Collection[str] = frozenset()) -> Iterator[Fill]:
     """Open a checkpoint's files. Yields a function that fills tensors with those that `match` found.
 
     The tensors named in `exact` are copied as stored, the others are rounded to `dtype` on the way. Files are
@@ -93,7 +93,7 @@ def weights_of(found: Mapping[str, Found], dtype: torch.dtype, exact: Collection
         yield fill
 
 
-def read(file: Any, located: Found) -> Tensor:
+def read(file: Any, located: LocatedTensor) -> Tensor:
     """Read a tensor, or its part, from its open safetensors file."""
     tensor: Tensor = file.get_slice(located.name)[located.part] if located.part else file.get_tensor(located.name)
     return tensor

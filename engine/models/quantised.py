@@ -13,7 +13,7 @@ import torch
 from engine.errors import ModelError
 from engine.layers import Embedding, Linear
 from engine.quant.formats import Scheme, Stored, stored_as
-from engine.text.tensors import Found, StoredTensor
+from engine.text.tensors import LocatedTensor, StoredTensor
 
 
 class Quantisable(Protocol):
@@ -31,7 +31,7 @@ class Adopted:
     """The model's `canonical`, which also skips tensors of quantised matrices that nothing uses."""
 
 
-def adopt(folder: Path, model: Quantisable, scheme: Scheme, located: Mapping[str, Found]) -> Adopted:
+def adopt(folder: Path, model: Quantisable, scheme: Scheme, located: Mapping[str, LocatedTensor]) -> Adopted:
     """Set the stored form of each Linear of `model`, and of its embedding. Call it before asking for their weights.
 
     Raises ModelError if no matrix is quantised, or if one does not fit `scheme`.
@@ -69,7 +69,7 @@ def adopt(folder: Path, model: Quantisable, scheme: Scheme, located: Mapping[str
     return Adopted(frozenset(exact), tuple(every), canonical)
 
 
-def _by_matrix(model: Quantisable, located: Mapping[str, Found]) -> dict[str, dict[str, StoredTensor]]:
+def _by_matrix(model: Quantisable, located: Mapping[str, LocatedTensor]) -> dict[str, dict[str, StoredTensor]]:
     """The stored tensors by the names of their matrices, then by the ends of their own names."""
     by_matrix: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     for name, located_tensor in located.items():

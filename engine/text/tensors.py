@@ -42,7 +42,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LocatedTensor:
     """The location of a tensor, with its entry in the file's header."""
 
     path: Path
@@ -53,12 +53,12 @@ class Found:
     """The indexes of the part of the file's tensor that this is; () is all of it."""
 
 
-def locate(folder: Path) -> dict[str, Found]:
+def locate(folder: Path) -> dict[str, LocatedTensor]:
     """Every tensor of a folder's checkpoint: of the single file, or else of those that the index names. Other files are
     not part of it. Raises ModelError."""
     path = file_in(folder, SINGLE)
     if path is not None:
-        return {name: Found(path, name, stored) for name, stored in _header(path).items()}
+        return {name: LocatedTensor(path, name, stored) for name, stored in _header(path).items()}
     index = file_in(folder, INDEX)
     if index is None:
         raise ModelError(f"{folder} has neither {SINGLE} nor {INDEX}")
@@ -77,7 +77,7 @@ def locate(folder: Path) -> dict[str, Found]:
         path, tensors = shards[shard]
         if name not in tensors:
             raise ModelError(f"{path} does not hold {name}, although {INDEX} says so")
-        located[name] = Found(path, name, tensors[name])
+        located[name] = LocatedTensor(path, name, tensors[name])
     return located
 
 

@@ -1,4 +1,4 @@
-"""Quantises all matrices of a model, layer after layer."""
+"""Quantises all matrices of a model, layer after layer, and those of each expert on the rows that it is to see."""
 
 from __future__ import annotations
 
@@ -21,13 +21,11 @@ from engine.models.decoder import Decoder
 from engine.models.experts import separate
 from engine.models.loader import read
 from engine.quant.formats import Matrix
-from engine.quant.make.experts import run_each_when_called
 from engine.quant.make.folder import Writer, packed_tensors, quantization_config
-from engine.quant.make.hessian import hessian
-from engine.quant.make.rounding import Grid, compensated, nearest
+from engine.quant.make.rounding import Grid, compensated, input_hessian, nearest
 from engine.quant.make.walk import Walk
 from engine.text.config import read_config
-from engine.text.tensors import Found, locate
+from engine.text.tensors import LocatedTensor, locate
 
 Method = Literal["gptq", "nearest"]
 GROUPS = (128, 64, 32)
@@ -126,7 +124,7 @@ class _Making:
         if walk is not None:
             block = self._model.feed_forward(i)
             if isinstance(block, Experts):
-                run_each_when_called(block, self._model.kernels)
+                _run_each_when_called(block, self._model.kernels)
             walk.step()
 
     def _round_when_called(self, prefix: str, linear: Linear) -> None:
@@ -143,7 +141,7 @@ class _Making:
         linear.replace(make)
 
     def _for_inputs(self, prefix: str, linear: Linear, x: Tensor) -> Matrix:
-        total = hessian(x, self._sums)
+        total = input_hessian(x, self._sums)
         if not bool(torch.isfinite(total).all()):
             raise ModelError(
                 f"what the calibration text multiplies with {prefix}{','.join(linear.parts)} is not finite: what the "
@@ -217,11 +215,43 @@ def _with_group(recipe: Recipe, linears: Sequence[Linear]) -> Recipe:
     return replace(recipe, group=fitting[0])
 
 
-def _read(located: Found, device: torch.device) -> Tensor:
+def _run_each_when_called(experts: Experts, kernels: Kernels) -> None:
+    """When `experts` is called, first run each expert by itself, on `rows_of` it. So each of its products is called
+    once, and what they are replaced by then runs on the routed rows."""
+
+    def make(run: PreparedLinear) -> PreparedLinear:
+        def first(x: Tensor) -> Tensor:
+            logits = run(x)
+            chosen, _ = kernels.route(logits, experts.shape.chosen, experts.shape.normed)
+            least = max(experts.shape.width, x.shape[1])
+            for i, expert in enumerate(experts.experts):
+                expert(x[rows_of(i, logits, chosen, least)])
+            experts.router.replace(lambda _: run)
+            experts.prepare()
+            return logits
+
+        return first
+
+    experts.router.replace(make)
+
+
+def rows_of(expert: int, logits: Tensor, chosen: Tensor, least: int) -> Tensor:
+    """The indexes of an expert's calibration rows: those that are routed to it. If they are fewer than `least`, the
+    rows for which it is likeliest are added: from fewer rows than a matrix has inputs, GPTQ learns too little.
+
+    `logits`: the router's, [rows, experts]. `chosen`: int64 [rows, chosen].
+    """
+    routed = (chosen == expert).any(1)
+    likely = logits.float().softmax(-1)[:, expert]
+    order = torch.where(routed, likely + 1, likely).argsort(descending=True, stable=True)
+    return order[: max(int(routed.sum()), least)].sort().values
+
+
+def _read(located: LocatedTensor, device: torch.device) -> Tensor:
     with safe_open(located.path, framework="pt") as file:
         return read(file, located).to(device)
 
 
-def _may_be_matrix(name: str, located: Found) -> bool:
+def _may_be_matrix(name: str, located: LocatedTensor) -> bool:
     """Whether a reader would take this tensor, which is not quantised, for a quantised matrix by its shape and name."""
     return name.endswith(".weight") and len(located.stored.shape) == 2 and "embed" not in name

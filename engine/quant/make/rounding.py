@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.kernels import Kernels
 from engine.quant.formats import Matrix
 
 #: The factors of the scale that holds the largest number, to try as scales. Clipping a few large numbers can be better
@@ -17,6 +18,8 @@ _SHRINKS = tuple(1 - step / 50 for step in range(21))
 _DAMPING = 0.01
 #: The number of columns that take the errors of all columns before them together.
 _BLOCK = 64
+#: The rows of one product of inputs, and the outputs that it is packed for: both fit a processor's cache.
+_ROWS, _OUTPUTS = 2048, 384
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,23 @@ class Grid:
     """The number of inputs that share a scale; None: all."""
     dtype: torch.dtype
     """The data type of scales."""
+
+
+def input_hessian(x: Tensor, kernels: Kernels) -> Tensor:
+    """The sum of x x^T over the rows of `x`, [rows, inputs], in fp32.
+
+    `kernels` compute in fp32, but may round the factors of a product. They make the lower half, which is the upper one
+    turned over.
+    """
+    inputs = x.shape[1]
+    total = torch.zeros(inputs, inputs, device=x.device)
+    for rows in torch.split(x.to(kernels.compute_dtype), _ROWS):
+        across = rows.T.contiguous()
+        for start in range(0, inputs, _OUTPUTS):
+            part = across[start : start + _OUTPUTS]
+            product = kernels.prepare_linear(part.to(kernels.weight_dtype), None)
+            total[start:, start : start + _OUTPUTS] += product(across[start:])
+    return total.tril() + total.tril(-1).T
 
 
 def nearest(weight: Tensor, grid: Grid) -> Matrix:

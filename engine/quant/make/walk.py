@@ -1,8 +1,8 @@
-"""Runs windows of tokens through a model, one layer at a time."""
+"""Cuts texts into windows of tokens, and runs these through a model, one layer at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,9 +11,33 @@ from torch import Tensor
 from engine.kernels import RaggedBatch
 from engine.kv import KvGroup
 from engine.models.decoder import Decoder
+from engine.text import Tokenizer
 
 #: The places of a KV block.
 _BLOCK = 16
+#: The most tokens of a window.
+_LONGEST = 1024
+#: Shorter ends of texts are left out, because their tokens have too little context.
+_SHORTEST = 16
+
+
+def windows(tokenizer: Tokenizer, texts: Iterable[str], tokens: int, context: int) -> list[list[int]]:
+    """Up to `tokens` tokens of `texts`, cut into windows of at most `context` tokens. Each window begins like a prompt,
+    with the tokenizer's BOS token if it has one."""
+    first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    length = min(_LONGEST, context) - len(first)
+    pieces: list[list[int]] = []
+    remaining = tokens
+    for text in texts:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        for start in range(0, len(ids), length):
+            part = ids[start : start + min(length, remaining)]
+            if len(part) >= min(_SHORTEST, length):
+                pieces.append(first + part)
+                remaining -= len(part)
+            if remaining < _SHORTEST:
+                return pieces
+    return pieces
 
 
 class Walk:

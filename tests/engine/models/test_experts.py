@@ -8,13 +8,13 @@ import pytest
 
 from engine.errors import ModelError
 from engine.models.experts import separate
-from engine.text.tensors import Found, StoredTensor
+from engine.text.tensors import LocatedTensor, StoredTensor
 
 LAYER = "model.layers.0.mlp.experts."
 
 
-def found(*shape: int) -> Found:
-    return Found(Path("file"), "name", StoredTensor("BF16", shape))
+def found(*shape: int) -> LocatedTensor:
+    return LocatedTensor(Path("file"), "name", StoredTensor("BF16", shape))
 
 
 def test_each_matrix_is_a_part_of_it() -> None:

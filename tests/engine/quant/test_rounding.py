@@ -7,8 +7,7 @@ import torch
 
 from engine.kernels import select
 from engine.quant.formats import Matrix
-from engine.quant.make.hessian import hessian
-from engine.quant.make.rounding import Grid, compensated, nearest
+from engine.quant.make.rounding import Grid, compensated, input_hessian, nearest
 
 GIVEN = torch.Generator().manual_seed(0)
 WEIGHT = torch.randn(48, 128, generator=GIVEN)
@@ -71,7 +70,7 @@ def test_the_same_is_rounded_the_same() -> None:
 )
 def test_inputs_are_added_up_in_parts(name: str, dtype: torch.dtype, within: float) -> None:
     rows = torch.randn(2050, 400, generator=GIVEN)
-    found = hessian(rows, select(torch.device("cpu"), dtype, name))
+    found = input_hessian(rows, select(torch.device("cpu"), dtype, name))
     assert torch.equal(found, found.T)
     wanted = rows.T @ rows
     assert (found - wanted).norm() < within * wanted.norm()
