@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineError, RequestError
 from engine.execution.device_health import check_alive
 from engine.execution.loop import StepLoop
-from engine.execution.placement import REHEARSED, place, runner_for, speculation_for, while_idle
+from engine.execution.placement import REHEARSED, plan_capacity, runner_for, speculation_for, while_idle
 from engine.execution.threads import threads_for
 from engine.grammar.source import parser_version
 from engine.kv import Capacity
@@ -73,7 +73,7 @@ class Engine(StepLoop):
         self._model = model
         self._ids = itertools.count()
         self.fingerprint = _fingerprint(model, config.block_size)
-        capacity = place(model, config, draft)
+        capacity = plan_capacity(model, config, draft)
         self._publish(capacity)
         _log_choices(folder.name, model, config)
         runner = runner_for(model, config, capacity)

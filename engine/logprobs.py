@@ -34,19 +34,19 @@ class PromptScores:
     """The prompt's token ids."""
     top: int
     """The number of most likely tokens to report for each position."""
-    found: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
+    entries: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
     """The log probabilities of the leading tokens so far. The first token has None, because nothing precedes it."""
     reported: bool = False
     """Whether the event with these log probabilities was made."""
 
     @property
     def done(self) -> bool:
-        return len(self.found) == len(self.tokens)
+        return len(self.entries) == len(self.tokens)
 
-    def wanted(self, start: int, end: int) -> range:
+    def span_in(self, start: int, end: int) -> range:
         """The positions of [start, end) whose logits are wanted: each scores the token after it."""
-        return range(max(start, len(self.found) - 1), min(end, len(self.tokens) - 1))
+        return range(max(start, len(self.entries) - 1), min(end, len(self.tokens) - 1))
 
     def take(self, part: ScoredPart) -> None:
         """Append a part. Positions that were known before keep their values."""
-        self.found += part.logprobs[len(self.found) - part.first :]
+        self.entries += part.logprobs[len(self.entries) - part.first :]

@@ -28,7 +28,7 @@ class ScheduledSeq:
     draft: tuple[int, ...] = ()
 
     @property
-    def known(self) -> int:
+    def known_tokens(self) -> int:
         """The end of the tokens that are certain. The draft tokens after them may be rejected."""
         return self.start + self.count - len(self.draft)
 
@@ -43,11 +43,11 @@ class ScheduledSeq:
         slot. Only meaningful until the plan is launched."""
         return self.seq.pending
 
-    def wanted(self) -> range:
+    def scored_span(self) -> range:
         """Positions of this part whose logits score the prompt's next token. Empty unless the request asked for
         them."""
         scores = self.seq.scores
-        return range(0) if scores is None else scores.wanted(self.start, self.start + self.count)
+        return range(0) if scores is None else scores.span_in(self.start, self.start + self.count)
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from engine.output import OutputState
 
 #: The most steps for which a sequence without a draft goes on without waiting for one.
-_LONGEST_REST = 32
+_LONGEST_PAUSE = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +26,7 @@ class Account:
     tenant: str
     tier: int
     served: float
-    held: int = 0
+    open_requests: int = 0
     """The number of sequences that wait or run on this account."""
 
 
@@ -38,7 +38,7 @@ class Guessed:
     """The estimated probability that a draft token is accepted if those before it are. None before the first draft."""
     latest: float = -math.inf
     """The turn of the latest draft."""
-    rest: int = 0
+    pause: int = 0
     """The number of steps for which the sequence need not wait for a draft, because the last attempt gave none."""
     missed: int = 0
     """The number of attempts in a row that gave no draft."""
@@ -48,7 +48,7 @@ class Guessed:
     def miss(self) -> None:
         """Count an attempt that gave no draft."""
         self.missed += 1
-        self.rest = min(2**self.missed, _LONGEST_REST)
+        self.pause = min(2**self.missed, _LONGEST_PAUSE)
 
 
 class Status(IntEnum):
@@ -124,4 +124,4 @@ class Sequence:
         logits."""
         if self.scores is None or self.scores.done:
             return len(self.tokens) - 1
-        return len(self.scores.found) - 1
+        return len(self.scores.entries) - 1

@@ -98,7 +98,7 @@ class Meter:
 
         setattr(target, name, timed)
 
-    def took(self, name: str, seconds: float) -> None:
+    def note_time(self, name: str, seconds: float) -> None:
         """Add a time measured elsewhere as the part `name`, within the open part."""
         self._now[name] = self._now.get(name, 0.0) + seconds
         if self._open:
@@ -111,7 +111,7 @@ class Meter:
         """
         for name, part in KERNELS.items():
             self.around(kernels, name, part)
-        kernels.report_time = self.took
+        kernels.report_time = self.note_time
         for name in ("prepare_linear", "prepare_quantised", "prepare_ordered", "prepare_fp8"):
             self._products(kernels, name)
         return kernels

@@ -49,7 +49,7 @@ Job = tuple[list[int], int]
 #: The lowest token id used. Most tokenizers have their special tokens below.
 _FIRST_ID = 100
 #: The engine's statistics that are told beside the figures.
-TOLD = ("dtype", "compute_dtype", "device", "kernels", "kv_tokens_total", "preemptions")
+REPORTED = ("dtype", "compute_dtype", "device", "kernels", "kv_tokens_total", "preemptions")
 
 
 def workload(name: str, vocab_size: int, seed: int, repeat: int) -> list[Job]:
@@ -142,7 +142,7 @@ def bench_engines(args: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
                 results[who]["results"][name] = summary(name, who, runs[who], least.get(name))
         for who, engine in engines.items():
             stats = asdict(engine.stats())
-            results[who] |= {name: stats[name] for name in TOLD} | {"fingerprint": engine.fingerprint}
+            results[who] |= {name: stats[name] for name in REPORTED} | {"fingerprint": engine.fingerprint}
     return results
 
 

@@ -33,7 +33,7 @@ class StepBatch:
     none."""
     attention: tuple[RaggedBatch, ...]
     """One batch for each KV group. Tables are padded with the zero block."""
-    wanted: Tensor
+    output_rows: Tensor
     """int64: the token rows whose logits are wanted. First, for the sampling rows in the plan's order, the last token
     and each draft token. Then the scored positions of prompts, in the plan's order."""
     entered: tuple[Tensor | None, ...]
@@ -123,7 +123,7 @@ class BatchBuilder:
         return StepBatch(
             tokens=tokens,
             positions=positions,
-            wanted=output_rows,
+            output_rows=output_rows,
             long=None if self._rope_switch is None else sent[-1],
             attention=tuple(
                 self._kernels.arrange(batch, self._block_size, group.zero_block)
@@ -134,7 +134,7 @@ class BatchBuilder:
 
 
 def _output_rows(plan: StepPlan, last_row: Ints) -> Ints:
-    """StepBatch.wanted. `last_row`: the token row of each row's last token."""
+    """StepBatch.output_rows. `last_row`: the token row of each row's last token."""
     sampling = [i for i, row in enumerate(plan.rows) if row.samples]
     output_rows: Ints = last_row[sampling]
     if any(row.draft for row in plan.rows):
@@ -144,7 +144,7 @@ def _output_rows(plan: StepPlan, last_row: Ints) -> Ints:
     spans = [
         np.arange(span.start, span.stop) + (last_row[i] + 1 - row.count - row.start)
         for i, row in enumerate(plan.rows)
-        if row.seq.scores is not None and (span := row.wanted())
+        if row.seq.scores is not None and (span := row.scored_span())
     ]
     return np.concatenate((output_rows, *spans)) if spans else output_rows
 

@@ -196,7 +196,7 @@ class StepLoop:
     def _wait_for_work(self) -> bool:
         """Wait until there is work. Returns False if the loop is to end."""
         while not self._has_calls():
-            self._pipeline.rest()
+            self._pipeline.pause()
             if self._run_idle_work():
                 continue
             try:

@@ -168,7 +168,7 @@ class Pipeline:
         self._enter(planned, self._run_apart(planned.plan, failures) if sampled_now is None else sampled_now, failures)
         return True
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """There is no work: the time until there is some belongs to no step."""
         self._at_work_since = None
 
@@ -223,7 +223,7 @@ class Pipeline:
         self.last_step_s = now - max(flight.began, self._last)
         self._last = now
         if self._speculation is not None and flight.error is None:
-            self._speculation.took(flight.plan, self.last_step_s - flight.guessing, flight.guessing)
+            self._speculation.record(flight.plan, self.last_step_s - flight.guessing, flight.guessing)
         self._entered(failures + events)
 
     def _note_work(self, flight: _Flight, now: float, generated: int) -> None:

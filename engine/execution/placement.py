@@ -30,7 +30,7 @@ _RUN = 8
 _LONG = 64 << 10
 
 
-def place(model: Model, config: EngineConfig, draft: Model | None = None) -> Capacity:
+def plan_capacity(model: Model, config: EngineConfig, draft: Model | None = None) -> Capacity:
     """Size what the engine holds: each KV group of the model, a step and a sequence.
 
     `draft`: a draft model whose KV cache takes part of the memory. Raises EngineError if the memory does not hold a
@@ -112,7 +112,7 @@ def speculation_for(
         proposer = DraftModel(executor, theirs, table=whole, context_length=draft.context_length)
     return Speculation(
         proposer,
-        most=config.speculate_tokens,
+        max_tokens=config.speculate_tokens,
         adaptive=config.speculate_adaptive,
         rope_switch=model.rope_switch,
         barred=runner.needs_token,

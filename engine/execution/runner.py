@@ -82,11 +82,11 @@ class Runner:
             if entered is not None:
                 cache.index_fill_(2, entered, 0)
         hidden = self._model.forward(
-            batch.tokens, batch.positions, batch.long, batch.attention, self._caches, batch.wanted
+            batch.tokens, batch.positions, batch.long, batch.attention, self._caches, batch.output_rows
         )
         self._model.kernels.settle()
         if len(hidden) > len(chosen):
-            scored = [(row, span) for row in plan.rows if (span := row.wanted())]
+            scored = [(row, span) for row in plan.rows if (span := row.scored_span())]
             score_prompts(scored, hidden[len(chosen) :], self._model.logits, self._model.vocab_size)
             hidden = hidden[: len(chosen)]
         if how is None:

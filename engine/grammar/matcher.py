@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.grammar.source import check_installed, form_of, new_rules, new_tokenizer, said, slow, unreadable
+from engine.grammar.source import check_installed, form_of, new_rules, new_tokenizer, readable, slow, unreadable
 from engine.grammar.trial import MAKING, Trials, key_of
 from engine.params import SamplingParams
 
@@ -215,4 +215,4 @@ class Matcher:
             self._pace.found_slow(self.error)
 
     def _fail(self) -> None:
-        self.error = self.error or said(self._rules.get_error()) or "the output left its form"
+        self.error = self.error or readable(self._rules.get_error()) or "the output left its form"

@@ -165,10 +165,10 @@ def limits() -> Any:
 
 def refused(name: str, reason: str) -> RequestError:
     """The error for a form that cannot be followed. `reason`: llguidance's."""
-    return RequestError(f"{name} cannot be followed: {said(reason)}", param=name)
+    return RequestError(f"{name} cannot be followed: {readable(reason)}", param=name)
 
 
-def said(reason: str) -> str:
+def readable(reason: str) -> str:
     """A reason of llguidance for people."""
     if reason.startswith("NoExtension"):
         return "no text has this form"

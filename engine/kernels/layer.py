@@ -52,7 +52,7 @@ class LayerParts:
 
     group: int
     """Its KV group."""
-    place: int
+    cache_index: int
     """Its index in that group's cache."""
     rope: int
     """The index of its rotation among the step's."""

@@ -232,14 +232,14 @@ class Decoder:
         long: Tensor | None,
         attention: Sequence[RaggedBatch],
         caches: Sequence[Tensor],
-        wanted: Tensor,
+        output_rows: Tensor,
     ) -> Tensor:
         rotations = self.rotations(positions, long)
         if self._together is not None:
-            return self._together(self._embedding(tokens), rotations, attention, caches, wanted)
+            return self._together(self._embedding(tokens), rotations, attention, caches, output_rows)
         x, residual = self.enter(tokens)
         for i in range(self.depth):
-            last = wanted if i + 1 == self.depth else None
+            last = output_rows if i + 1 == self.depth else None
             x, residual = self.layer(i, x, residual, rotations, attention, caches, last)
         return x
 
@@ -268,17 +268,17 @@ class Decoder:
         rotations: Sequence[tuple[Tensor, Tensor]],
         attention: Sequence[RaggedBatch],
         caches: Sequence[Tensor],
-        wanted: Tensor | None = None,
+        output_rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run layer `i`. Returns (x, residual) for the next layer; after the last, x are the last hidden states.
 
-        `wanted`: int64 [rows], the tokens to go on with after attention; None is all.
+        `output_rows`: int64 [rows], the tokens to go on with after attention; None is all.
         """
         layer = self._layers[i]
         group, cache_index, rope = self._homes[i]
         x = layer.attend(x, rotations[rope], caches[group][cache_index], attention[group])
-        if wanted is not None:
-            x, residual = x[wanted], residual[wanted]
+        if output_rows is not None:
+            x, residual = x[output_rows], residual[output_rows]
         x, residual = layer.middle_norm.add(x, residual)
         x = layer.feed(x)
         # The sum and the next layer's norm are one operation, so this takes the norm from the next layer.

@@ -27,7 +27,10 @@ Fill = Callable[[Mapping[str, Tensor]], None]
 
 
 def match(
-    folder: Path, located: Mapping[str, LocatedTensor], places: Mapping[str, Tensor], canonical: Callable[[str], str | None]
+    folder: Path,
+    located: Mapping[str, LocatedTensor],
+    places: Mapping[str, Tensor],
+    canonical: Callable[[str], str | None],
 ) -> dict[str, LocatedTensor]:
     """Find the checkpoint's tensor for each of `places`: a model's tensor name -> a tensor of the wanted shape and
     dtype.
@@ -67,7 +70,9 @@ def match(
 
 
 @contextmanager
-def weights_of(found: Mapping[str, LocatedTensor], dtype: torch.dtype, exact: Collection[str] = frozenset()) -> Iterator[Fill]:
+def weights_of(
+    found: Mapping[str, LocatedTensor], dtype: torch.dtype, exact: Collection[str] = frozenset()
+) -> Iterator[Fill]:
     """Open a checkpoint's files. Yields a function that fills tensors with those that `match` found.
 
     The tensors named in `exact` are copied as stored, the others are rounded to `dtype` on the way. Files are

@@ -66,9 +66,9 @@ class Model(Protocol):
         long: Tensor | None,
         attention: Sequence[RaggedBatch],
         caches: Sequence[Tensor],
-        wanted: Tensor,
+        output_rows: Tensor,
     ) -> Tensor:
-        """The last hidden states [wanted, width], normed, of the token rows whose indexes are in `wanted`.
+        """The last hidden states [output_rows, width], normed, of the token rows whose indexes are in `output_rows`.
 
         `tokens`, `positions`: int64 [tokens]. `long`: bool [tokens], whether the token's sequence is beyond
         `rope_switch`; None if the model has none. `attention` and `caches` have one entry for each of `kv_groups`. A

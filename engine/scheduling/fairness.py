@@ -37,22 +37,22 @@ class Shares:
         account = self._accounts[tier].get(tenant)
         if account is None:
             account = self._accounts[tier][tenant] = Account(tenant, tier, self._clocks[tier])
-        elif account.held == 0:
+        elif account.open_requests == 0:
             account.served = max(account.served, self._clocks[tier])
-        account.held += 1
+        account.open_requests += 1
         self._open_requests[tier] += 1
         return account
 
     def close(self, account: Account) -> None:
         """Remove one sequence from an account."""
         tier = account.tier
-        account.held -= 1
+        account.open_requests -= 1
         self._open_requests[tier] -= 1
         if self._open_requests[tier] == 0:
             self._accounts[tier].clear()
             self._idle[tier].clear()
             self._clocks[tier] = 0.0
-        elif account.held == 0:
+        elif account.open_requests == 0:
             heapq.heappush(self._idle[tier], (account.served, account.tenant))
             self._forget(tier)
 
@@ -67,7 +67,7 @@ class Shares:
         while idle and idle[0][0] <= clock:
             _, tenant = heapq.heappop(idle)
             account = self._accounts[tier].get(tenant)
-            if account is not None and account.held == 0 and account.served <= clock:
+            if account is not None and account.open_requests == 0 and account.served <= clock:
                 del self._accounts[tier][tenant]
 
     def __len__(self) -> int:

@@ -74,10 +74,10 @@ class Group:
         scores.reported = True
         event = self.event(row.seq, None)
         event.index = 0
-        event.prompt_logprobs = scores.found
+        event.prompt_logprobs = scores.entries
         return [event]
 
-    def told(self, event: Event) -> list[Event]:
+    def events_for_caller(self, event: Event) -> list[Event]:
         """The events to report of a choice's event: those of best_of's candidates wait for each other."""
         return [event] if self.candidates is None else self.candidates.take(event)
 

@@ -126,7 +126,7 @@ class Planner:
         if decodes:
             count = 1 if (step.budget if step.has_priority_prompt else step.unreserved) > 0 else 0
         else:
-            count = min(pending, step.left(seq, tier))
+            count = min(pending, step.budget_for(seq, tier))
         if count <= 0:
             return True
         if decodes and seq.computed < seq.allocated and self._speculation is None:  # nearly all
@@ -153,7 +153,7 @@ class Planner:
         """
         if self._speculation is None:
             return 0
-        count = min(self._speculation.wanted(seq), budget // 2)
+        count = min(self._speculation.draft_limit(seq), budget // 2)
         return self._tables.reach(seq, count, spare) if count > 0 else 0
 
     def _admit(self, seq: Sequence, tier: int, step: Step, freely: bool) -> bool:
@@ -179,7 +179,7 @@ class Planner:
         seq.request.course.admit(step.now, group.cached_tokens)
         step.admitted.add(seq.serial)
         pending = len(seq.tokens) - seq.computed
-        step.put_prompt(seq, self._tables.grow(seq, min(pending, step.left(seq, tier)), spare=step.to_come))
+        step.put_prompt(seq, self._tables.grow(seq, min(pending, step.budget_for(seq, tier)), spare=step.to_come))
         return True
 
     def _make_room(self, group: Group, seq: Sequence, tier: int, step: Step, freely: bool) -> Claim | None:
@@ -220,14 +220,14 @@ class Planner:
 
     def _fits(self, seq: Sequence, claim: Claim, tier: int, step: Step) -> bool:
         """Whether there are a free slot, a token of the budget and enough blocks."""
-        if not self._slots or step.left(seq, tier) <= 0:
+        if not self._slots or step.budget_for(seq, tier) <= 0:
             return False
         return self._tables.fits(claim, headroom=self._leaves_headroom(tier))
 
     def _fits_displacing(self, seq: Sequence, claim: Claim, tier: int, step: Step) -> bool:
         """Whether it would fit if all sequences that it may displace were preempted."""
         victims = [other for other in self.running if other.effective_tier > seq.request.tier]
-        if not victims or step.left(seq, tier, displacing=True) <= 0:
+        if not victims or step.budget_for(seq, tier, displacing=True) <= 0:
             return False
         return self._tables.fits_without(claim, victims, headroom=self._leaves_headroom(tier))
 
@@ -326,7 +326,8 @@ class Planner:
                 raise EngineError(f"request {seq.request.id!r} runs with a token that is not known")
         holders = Counter(id(seq.account) for seq in [*running, *self.waiting])
         if any(
-            seq.account is None or seq.account.held != holders[id(seq.account)] for seq in [*running, *self.waiting]
+            seq.account is None or seq.account.open_requests != holders[id(seq.account)]
+            for seq in [*running, *self.waiting]
         ):
             raise EngineError("the accounts of tenants do not count those who wait and run on them")
         for seq in self.waiting:

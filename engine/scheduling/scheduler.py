@@ -176,7 +176,7 @@ class Scheduler:
             seq = row.seq
             if seq.status is not Status.RUNNING:
                 continue
-            seq.computed = row.known
+            seq.computed = row.known_tokens
             self._tables.register(seq)
             if row.draft or (self.speculation is not None and self.speculation.waits(seq)):
                 continue
@@ -234,7 +234,7 @@ class Scheduler:
                 events += self.fail(seq.request.id, row.scored.error)
                 continue
             if seq.status is Status.RUNNING:
-                seq.computed = row.known
+                seq.computed = row.known_tokens
                 self._tables.register(seq)
                 if group.followers and seq.computed >= seq.prompt_len:
                     self._release_followers(group, seq)
@@ -251,11 +251,11 @@ class Scheduler:
             self.speculation.entered(row, len(result.then))
         if seq.output.limit == 0:  # it ran for its prompt's log probabilities alone
             self._end(group, seq)
-            return group.told(group.event(seq, "length"))
+            return group.events_for_caller(group.event(seq, "length"))
         if result.then:
             return self._extend_by_draft(group, row, result, now)
         text, reason, match = self._append(group, seq, result.token_id, now)
-        return group.told(group.event(seq, reason, match, (result,), (text,)))
+        return group.events_for_caller(group.event(seq, reason, match, (result,), (text,)))
 
     def _extend_by_draft(self, group: Group, row: ScheduledSeq, result: Sampled, now: float) -> list[Event]:
         """Append the token that a row sampled and those of its accepted draft tokens.
@@ -280,7 +280,7 @@ class Scheduler:
             texts.append(text)
             if reason is not None:
                 break
-        events = group.told(group.event(seq, reason, match, entered, texts))
+        events = group.events_for_caller(group.event(seq, reason, match, entered, texts))
         return events if token.error is None else events + self._spoilt(row, token, now)
 
     def _append(

@@ -35,7 +35,7 @@ class Step:
         """The number of decodes not yet visited, each of which may need a block."""
         return sum(self.decodes)
 
-    def left(self, seq: Sequence, tier: int, *, displacing: bool = False) -> int:
+    def budget_for(self, seq: Sequence, tier: int, *, displacing: bool = False) -> int:
         """The tokens that a prompt in effective tier `tier` may take.
 
         Decodes of that tier and better ones keep their tokens. A few decodes of worse tiers keep theirs too, so that a

@@ -43,9 +43,9 @@ _FOLLOWS = 2
 class Policy:
     """Chooses draft lengths. Used by one thread."""
 
-    def __init__(self, most: int) -> None:
-        """`most`: the most tokens of a draft."""
-        self._max_tokens = most
+    def __init__(self, max_tokens: int) -> None:
+        """`max_tokens`: the most tokens of a draft."""
+        self._max_tokens = max_tokens
         self.steps = Times()
         """The target's times of pure decode steps, by the tokens computed."""
         self.passes = Times()
@@ -118,10 +118,10 @@ class Policy:
         elif rows:
             self.passes.take(len(rows), seconds / max(len(row.draft) for row in rows))
 
-    def took(self, plan: StepPlan, seconds: float, guessing: float) -> None:
+    def record(self, plan: StepPlan, seconds: float, guessing: float) -> None:
         """Record a step, after what was `entered`: `seconds` to run it, and `guessing` seconds to make its drafts."""
         accepted, self._accepted = self._accepted, 0
-        decoding = sum(row.samples and row.known - row.start == 1 for row in plan.rows)
+        decoding = sum(row.samples and row.known_tokens - row.start == 1 for row in plan.rows)
         if decoding == len(plan.rows):
             self.steps.take(plan.num_tokens, seconds)
         self._debt = max(0.0, self._debt - _PART * (seconds + guessing))
@@ -146,7 +146,7 @@ class Policy:
         guessed = seq.guessed
         guessed.share = _learned(self._share(seq), drafted, accepted)
         guessed.latest = self._turn
-        guessed.missed = guessed.rest = 0
+        guessed.missed = guessed.pause = 0
         self._all = _learned(self._all, drafted, accepted)
         self._accepted += accepted
 

@@ -36,22 +36,22 @@ class Speculation:
         self,
         proposer: Proposer,
         *,
-        most: int,
+        max_tokens: int,
         adaptive: bool = True,
         rope_switch: int | None = None,
         barred: Callable[[Sequence], bool] = lambda seq: False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`most`: the most tokens of a draft; if not `adaptive`, every draft may have that many. `rope_switch`: no
+        """`max_tokens`: the longest draft; if not `adaptive`, every draft may have that many tokens. `rope_switch`: no
         draft goes past this length, after which keys differ. `barred`: whether a sequence gets no drafts. `clock`:
         seconds, to time the proposer."""
         self._proposer = proposer
-        self._most = most
+        self._max_tokens = max_tokens
         self._adaptive = adaptive
         self._rope_switch = rope_switch
         self._barred = barred
         self._clock = clock
-        self._policy = Policy(most)
+        self._policy = Policy(max_tokens)
         # The chosen draft lengths, by serial.
         self._lengths: dict[int, int] = {}
         self._failures = 0
@@ -66,24 +66,24 @@ class Speculation:
             may = [seq for seq in decoding if not (seq.guessed.barred or self._barred(seq))]
             self._lengths = self._policy.choose(len(decoding), may)
 
-    def wanted(self, seq: Sequence) -> int:
+    def draft_limit(self, seq: Sequence) -> int:
         """The number of draft tokens that a decoding sequence should have in this step."""
-        return 0 if seq.pending else self._wanted(seq, 1)
+        return 0 if seq.pending else self._draft_limit(seq, 1)
 
     def waits(self, seq: Sequence) -> bool:
         """Whether a sequence whose next token is being sampled should wait for that token, because it is to have a
         draft then."""
         guessed = seq.guessed
-        if guessed.rest > 0:
-            guessed.rest -= 1
+        if guessed.pause > 0:
+            guessed.pause -= 1
             return False
-        return self._wanted(seq, 2) > 0
+        return self._draft_limit(seq, 2) > 0
 
     def bar(self, seq: Sequence) -> None:
         """Make no more drafts for this sequence: one may have caused its NaNs."""
         seq.guessed.barred = True
 
-    def _wanted(self, seq: Sequence, ahead: int) -> int:
+    def _draft_limit(self, seq: Sequence, ahead: int) -> int:
         """The draft length for a sequence. `ahead`: the number of tokens that the step samples before the draft."""
         remaining = seq.output.limit - seq.output.count - ahead
         if self._rope_switch is not None and len(seq.tokens) <= self._rope_switch:
@@ -91,7 +91,7 @@ class Speculation:
         if remaining <= 0 or self._failures >= _PATIENCE or self._barred(seq) or seq.guessed.barred:
             return 0
         if not self._adaptive:
-            return min(remaining, self._most)
+            return min(remaining, self._max_tokens)
         return min(remaining, self._lengths.get(seq.serial, 0))
 
     # ---- a step
@@ -123,9 +123,9 @@ class Speculation:
         self._policy.proposed(rows, elapsed)
         return elapsed
 
-    def took(self, plan: StepPlan, seconds: float, guessing: float) -> None:
+    def record(self, plan: StepPlan, seconds: float, guessing: float) -> None:
         """Record the times of a step: `seconds` to run it, and `guessing` seconds to make its drafts."""
-        self._policy.took(plan, seconds, guessing)
+        self._policy.record(plan, seconds, guessing)
 
     def entered(self, row: ScheduledSeq, accepted: int) -> None:
         """Record how many draft tokens of a row were accepted. The row may have had an empty draft."""

@@ -114,7 +114,7 @@ class PagedModel:
     def compute(self, row: ScheduledSeq) -> None:
         seq = row.seq
         assert row.count > 0
-        assert row.samples == (row.known == len(seq.tokens))
+        assert row.samples == (row.known_tokens == len(seq.tokens))
         assert len(row.draft) <= row.max_draft
         tokens = [*seq.tokens, *row.draft]
         for i in range(row.start, row.start + row.count):

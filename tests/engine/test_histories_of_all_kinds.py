@@ -36,7 +36,7 @@ class Scoring:
 
     def compute(self, row: ScheduledSeq) -> None:
         super().compute(row)  # type: ignore[misc]
-        places = row.wanted()
+        places = row.scored_span()
         tokens = row.seq.tokens
         row.scored = ScoredPart(
             places.start + 1, [TokenLogprobs(tokens[p + 1], self._logprob(row.seq, p), ()) for p in places]

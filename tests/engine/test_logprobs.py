@@ -23,7 +23,7 @@ def test_parts_that_follow_each_other_make_the_whole() -> None:
     for first, end in ((1, 3), (3, 4), (4, 6)):
         assert not scores.done
         scores.take(part(first, end))
-    assert scores.found == [None, *(said(token, "first") for token in PROMPT[1:])]
+    assert scores.entries == [None, *(said(token, "first") for token in PROMPT[1:])]
     assert scores.done
 
 
@@ -35,14 +35,14 @@ def test_what_was_known_before_stays_and_only_what_is_new_is_added(first: int, e
     scores.take(part(1, 4))
     scores.take(part(first, end, "again"))
     new = [said(token, "again") for token in PROMPT[4:end]]
-    assert scores.found == [None, *(said(token, "first") for token in PROMPT[1:4]), *new]
+    assert scores.entries == [None, *(said(token, "first") for token in PROMPT[1:4]), *new]
     scores.take(part(end, 6))
-    assert [one and one.token_id for one in scores.found] == [None, *PROMPT[1:]]
+    assert [one and one.token_id for one in scores.entries] == [None, *PROMPT[1:]]
 
 
 def test_only_places_not_yet_scored_are_wanted_and_the_last_token_scores_none() -> None:
     scores = PromptScores(PROMPT, 1)
-    assert scores.wanted(0, 3) == range(3)  # of tokens 1, 2 and 3
+    assert scores.span_in(0, 3) == range(3)  # of tokens 1, 2 and 3
     scores.take(part(1, 4))
-    assert scores.wanted(0, 3) == range(3, 3)
-    assert scores.wanted(2, 6) == range(3, 5)
+    assert scores.span_in(0, 3) == range(3, 3)
+    assert scores.span_in(2, 6) == range(3, 5)

@@ -64,7 +64,7 @@ class Histories(RuleBasedStateMachine):
         if agreement is not None:
             self.speculation = Speculation(
                 Guesser(self.right, agreement, VOCAB),
-                most=3,
+                max_tokens=3,
                 adaptive=False,
                 rope_switch=self.switch,
                 barred=self.needs_token,

@@ -137,7 +137,7 @@ class DeviceRunner:
     def _launch(self, plan: StepPlan) -> Launched:
         self.copy_blocks(plan.copies)
         sampling = [row for row in plan.rows if row.samples]
-        scored = [(row, span) for row in plan.rows if (span := row.wanted())]
+        scored = [(row, span) for row in plan.rows if (span := row.scored_span())]
         shape = shape_of(plan, self._rows.windows, self.block_size)
         padded = None if self.graphs is None or scored else self.graphs.padded(shape)
         features = self._sampler.admit([row.seq for row in sampling]) if sampling else None
@@ -191,7 +191,7 @@ class DeviceRunner:
                 output_rows.append(end - 1 - len(row.draft))
         sampling = len(output_rows)
         for row in plan.rows:
-            output_rows += [begins[id(row)] + row.known + i for i in range(len(row.draft))]
+            output_rows += [begins[id(row)] + row.known_tokens + i for i in range(len(row.draft))]
         for row, span in scored:
             output_rows += [begins[id(row)] + position for position in span]
         sent = self._inputs.send(plan.rows, shape, [*output_rows, *(row.seq.slot for row in plan.rows if row.samples)])

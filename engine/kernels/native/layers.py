@@ -48,10 +48,10 @@ class NativeLayers:
         rotations: Sequence[tuple[Tensor, Tensor]],
         attention: Sequence[RaggedBatch],
         caches: Sequence[Tensor],
-        wanted: Tensor,
+        output_rows: Tensor,
     ) -> Tensor:
-        residual, wanted = residual.contiguous(), wanted.contiguous()
-        out = residual.new_empty(len(wanted), residual.shape[1])
+        residual, output_rows = residual.contiguous(), output_rows.contiguous()
+        out = residual.new_empty(len(output_rows), residual.shape[1])
         turned = [(cos.contiguous(), sin.contiguous()) for cos, sin in rotations]
         before = [leads(group_batch) for group_batch in attention]
         group_arguments = zip(attention, before, caches, strict=True)
@@ -64,8 +64,8 @@ class NativeLayers:
             self._norm,
             ctypes.addressof(groups),
             ctypes.addressof(turns),
-            wanted.data_ptr(),
-            len(wanted),
+            output_rows.data_ptr(),
+            len(output_rows),
             *residual.shape,
             None if spent is None else ctypes.addressof(spent),
         )
@@ -131,7 +131,7 @@ def _entry(layer: LayerParts, experts: NativeExperts | None) -> _Layer:
         Product() if layer.experts is None else entry(layer.experts.router),
         Mixture() if experts is None else experts.mixture,
         layer.group,
-        layer.place,
+        layer.cache_index,
         layer.rope,
     )
 

@@ -22,7 +22,7 @@ _PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class AwqMatrix(Stored):
-    def wanted(self) -> dict[str, Tensor]:
+    def empty_tensors(self) -> dict[str, Tensor]:
         groups = self.scheme.groups(self.inputs)
         if self.outputs % 8:
             raise ModelError(f"{self.name} has {self.outputs} outputs: AWQ packs multiples of 8")

@@ -21,9 +21,9 @@ from engine.quant.formats.stored import Stored, unpacked
 
 
 class PackedMatrix(Stored):
-    def wanted(self) -> dict[str, Tensor]:
+    def empty_tensors(self) -> dict[str, Tensor]:
         each, groups = 32 // self.scheme.bits, self.scheme.groups(self.inputs)
-        shape = self.held.get("weight_shape")
+        shape = self.headers.get("weight_shape")
         places = {
             "weight_packed": self.empty(self.outputs, -(-self.inputs // each)),
             "weight_scale": self.scale("weight_scale", self.outputs, groups),
@@ -31,7 +31,7 @@ class PackedMatrix(Stored):
         }
         if self.scheme.zeros:
             places["weight_zero_point"] = self.empty(-(-self.outputs // each), groups)
-        if "weight_g_idx" in self.held or self.scheme.shuffled:
+        if "weight_g_idx" in self.headers or self.scheme.shuffled:
             places["weight_g_idx"] = self.empty(self.inputs)
         return places
 
@@ -56,7 +56,7 @@ class PackedMatrix(Stored):
 
 
 class Int8Matrix(Stored):
-    def wanted(self) -> dict[str, Tensor]:
+    def empty_tensors(self) -> dict[str, Tensor]:
         groups = self.scheme.groups(self.inputs)
         return {
             "weight": self.empty(self.outputs, self.inputs, dtype=torch.int8),

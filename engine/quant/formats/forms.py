@@ -34,22 +34,22 @@ def stored_as(
     name: str,
     outputs: int,
     inputs: int,
-    held: Mapping[str, StoredTensor],
+    headers: Mapping[str, StoredTensor],
     device: torch.device,
 ) -> Stored | None:
     """The stored form of the matrix `name`. None if it is not quantised or is absent.
 
-    `held`: the matrix's tensors by their name suffixes. The tensors decide, because a checkpoint need not quantise all
+    `headers`: the matrix's tensors by their name suffixes. They decide, because a checkpoint need not quantise all
     of its matrices and has several ways to say which. Raises ModelError if they have another format than `scheme`, or a
     shape that it cannot have.
     """
     for end, forms in _NAMES.items():
-        if end in held and scheme.form not in forms:
+        if end in headers and scheme.form not in forms:
             raise ModelError(
                 f"{name}.{end} is of another form than config.json's quantization_config says, {scheme.form}"
             )
     if scheme.form in _DTYPES:
-        quantised = "weight" in held and held["weight"].dtype == _DTYPES[scheme.form]
+        quantised = "weight" in headers and headers["weight"].dtype == _DTYPES[scheme.form]
     else:
-        quantised = any(end in held for end, forms in _NAMES.items() if scheme.form in forms)
-    return _FORMS[scheme.form](name, outputs, inputs, scheme, held, device) if quantised else None
+        quantised = any(end in headers for end, forms in _NAMES.items() if scheme.form in forms)
+    return _FORMS[scheme.form](name, outputs, inputs, scheme, headers, device) if quantised else None

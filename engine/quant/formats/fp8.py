@@ -50,13 +50,13 @@ class Fp8Matrix(Quantised):
 
 
 class Fp8Stored(Stored):
-    def wanted(self) -> dict[str, Tensor]:
+    def empty_tensors(self) -> dict[str, Tensor]:
         values = self.empty(self.outputs, self.inputs, dtype=torch.float8_e4m3fn)
         if self.scheme.block is not None:
             outputs, inputs = self.scheme.block
-            end = "weight_scale_inv" if "weight_scale_inv" in self.held else "weight_scale"
+            end = "weight_scale_inv" if "weight_scale_inv" in self.headers else "weight_scale"
             return {"weight": values, end: self.scale(end, -(-self.outputs // outputs), -(-self.inputs // inputs))}
-        stored = self.held.get("weight_scale")
+        stored = self.headers.get("weight_scale")
         shape = (self.outputs, 1) if stored is None else stored.shape
         if shape not in ((), (1,), (self.outputs,), (self.outputs, 1)):
             raise ModelError(

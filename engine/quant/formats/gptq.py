@@ -18,7 +18,7 @@ from engine.quant.formats.stored import Stored, unpacked
 
 
 class GptqMatrix(Stored):
-    def wanted(self) -> dict[str, Tensor]:
+    def empty_tensors(self) -> dict[str, Tensor]:
         bits, groups = self.scheme.bits, self.scheme.groups(self.inputs)
         each = 32 // bits
         if self.inputs % each or self.outputs % each:
@@ -29,7 +29,7 @@ class GptqMatrix(Stored):
             "scales": self.scale("scales", groups, self.outputs),
         }
         # Early checkpoints leave it out if inputs are in order.
-        if "g_idx" in self.held or self.scheme.shuffled:
+        if "g_idx" in self.headers or self.scheme.shuffled:
             places["g_idx"] = self.empty(self.inputs)
         return places
 

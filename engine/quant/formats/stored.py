@@ -26,18 +26,18 @@ class Stored(ABC):
         outputs: int,
         inputs: int,
         scheme: Scheme,
-        held: Mapping[str, StoredTensor],
+        headers: Mapping[str, StoredTensor],
         device: torch.device,
     ) -> None:
-        """`held`: the header entries of the matrix's tensors, by their name suffixes. Raises ModelError for a shape
+        """`headers`: the header entries of the matrix's tensors, by their name suffixes. Raises ModelError for a shape
         that the scheme cannot have."""
         self.name, self.outputs, self.inputs, self.scheme = name, outputs, inputs, scheme
-        self.held, self.device = held, device
-        self.places: dict[str, Tensor] = self.wanted()
+        self.headers, self.device = headers, device
+        self.places: dict[str, Tensor] = self.empty_tensors()
         """The tensors by their name suffixes. The first is the matrix itself."""
 
     @abstractmethod
-    def wanted(self) -> dict[str, Tensor]:
+    def empty_tensors(self) -> dict[str, Tensor]:
         """Allocate the empty tensors that the scheme asks for."""
 
     @abstractmethod
@@ -58,7 +58,7 @@ class Stored(ABC):
 
     def scale(self, end: str, *shape: int) -> Tensor:
         """An empty tensor for scales, in the checkpoint's dtype, so that they keep all digits."""
-        stored = self.held.get(end)
+        stored = self.headers.get(end)
         return self.empty(*shape, dtype=torch.float32 if stored is None else _FLOATS.get(stored.dtype, torch.float32))
 
     def finite(self, end: str) -> Tensor:

@@ -80,8 +80,8 @@ def test_what_was_timed_elsewhere_is_taken_from_the_part_around_it() -> None:
     before = time.perf_counter()
     with meter.part("outer"):
         began = time.perf_counter()
-        meter.took("inner", 0.01)
-        meter.took("inner", 0.002)
+        meter.note_time("inner", 0.01)
+        meter.note_time("inner", 0.002)
         least = time.perf_counter() - began
     most = time.perf_counter() - before
     assert meter._now["inner"] == pytest.approx(0.012)

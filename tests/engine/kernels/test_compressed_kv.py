@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig, EngineError, SamplingParams
-from engine.execution.placement import place
+from engine.execution.placement import plan_capacity
 from engine.kernels import select
 from engine.models import load_model
 from engine.models.registry import Model
@@ -62,7 +62,7 @@ def test_the_same_memory_holds_more_of_it(tmp_path: Path) -> None:
     held = {}
     for kind in ("auto", "int8", "fp8"):
         config = EngineConfig(kv_cache_bytes=1 << 20, kv_cache_dtype=kind, max_num_seqs=64)
-        (space,) = place(loaded(folder, kind), config).spaces
+        (space,) = plan_capacity(loaded(folder, kind), config).spaces
         held[kind] = space.num_blocks
     assert held["fp8"] == 4 * held["auto"]
     assert held["int8"] == held["auto"] * 4 * 32 // 36

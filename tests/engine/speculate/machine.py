@@ -31,7 +31,7 @@ class Machine:
     """Of each step, the drafts' lengths."""
 
     def __post_init__(self) -> None:
-        self.speculation = Speculation(self, most=self.most, clock=lambda: self.now)
+        self.speculation = Speculation(self, max_tokens=self.most, clock=lambda: self.now)
         self._source = random.Random(self.seed)
         self._held_on_average = sum(self.held(self._source) for _ in range(2000)) / 2000
         self._known: set[int] = set()
@@ -63,7 +63,9 @@ class Machine:
         guessing = self.speculation
         guessing.begin(live)
         plan = StepPlan(num_tokens=len(live))
-        plan.rows += [ScheduledSeq(seq, len(seq.tokens) - 1, 1, True, max_draft=guessing.wanted(seq)) for seq in live]
+        plan.rows += [
+            ScheduledSeq(seq, len(seq.tokens) - 1, 1, True, max_draft=guessing.draft_limit(seq)) for seq in live
+        ]
         took = guessing.propose(plan)
         self.lengths.append([len(row.draft) for row in plan.rows])
         seconds = self.step(plan.num_tokens) * self.held(self._source)
@@ -76,7 +78,7 @@ class Machine:
                 guessing.entered(row, right)
             row.seq.output.count += 1 + right
             row.seq.tokens += [7] * (1 + right)
-        guessing.took(plan, seconds, took)
+        guessing.record(plan, seconds, took)
 
 
 _serials = iter(range(1_000_000, 2_000_000))

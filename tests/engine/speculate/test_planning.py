@@ -13,7 +13,7 @@ from tests.engine.stepping import EOS, request, rows, scheduler
 
 def guessing(most: int = 4, **settings: object) -> tuple[Scheduler, Speculation]:
     """Guesses 1 all the time."""
-    speculation = Speculation(Guesser(lambda seq, tokens: 1, 1.0, 99, whole=True), most=most, adaptive=False)
+    speculation = Speculation(Guesser(lambda seq, tokens: 1, 1.0, 99, whole=True), max_tokens=most, adaptive=False)
     return scheduler(speculation=speculation, **settings), speculation
 
 

@@ -30,13 +30,13 @@ def step(guessing: Speculation, seqs: list[Sequence], seconds: float, accepted: 
     """One in which all decode, and of each draft that part is accepted. Returns the drafts' lengths."""
     guessing.begin(seqs)
     plan = StepPlan(num_tokens=len(seqs))
-    plan.rows += [ScheduledSeq(seq, len(seq.tokens) - 1, 1, True, max_draft=guessing.wanted(seq)) for seq in seqs]
+    plan.rows += [ScheduledSeq(seq, len(seq.tokens) - 1, 1, True, max_draft=guessing.draft_limit(seq)) for seq in seqs]
     guessing.propose(plan)
     assert plan.num_tokens == sum(row.count for row in plan.rows)
     for row in plan.rows:
         if row.max_draft:
             guessing.entered(row, int(accepted * len(row.draft)))
-    guessing.took(plan, seconds * (1 + 0.01 * plan.num_tokens), 0.0)
+    guessing.record(plan, seconds * (1 + 0.01 * plan.num_tokens), 0.0)
     return [len(row.draft) for row in plan.rows]
 
 
@@ -44,27 +44,27 @@ def test_no_draft_goes_past_where_the_sequence_ends_for_certain() -> None:
     guessing = speculation(adaptive=False)
     one = running()
     one.output.limit, one.output.count = 10, 7
-    assert guessing.wanted(one) == 2
+    assert guessing.draft_limit(one) == 2
     # In flight, with one token more to come before a draft.
     assert guessing.waits(one)
     one.output.count = 8
-    assert (guessing.wanted(one), guessing.waits(one)) == (1, False)
+    assert (guessing.draft_limit(one), guessing.waits(one)) == (1, False)
     one.output.count = 9
-    assert guessing.wanted(one) == 0
+    assert guessing.draft_limit(one) == 0
 
 
 def test_no_draft_goes_across_the_rope_switch() -> None:
     guessing = speculation(adaptive=False, rope_switch=10)
-    assert [guessing.wanted(running(length=length)) for length in (5, 7, 9, 10, 11, 12)] == [4, 3, 1, 0, 4, 4]
+    assert [guessing.draft_limit(running(length=length)) for length in (5, 7, 9, 10, 11, 12)] == [4, 3, 1, 0, 4, 4]
     assert [guessing.waits(running(length=length)) for length in (8, 9, 10, 11)] == [True, False, False, True]
 
 
 def test_who_is_barred_or_ends_in_a_token_that_is_not_known_gets_none() -> None:
     one = running()
-    assert speculation(adaptive=False, barred=lambda seq: seq is one).wanted(one) == 0
+    assert speculation(adaptive=False, barred=lambda seq: seq is one).draft_limit(one) == 0
     assert not speculation(adaptive=False, barred=lambda seq: seq is one).waits(one)
     one.pending = True
-    assert speculation(adaptive=False).wanted(one) == 0
+    assert speculation(adaptive=False).draft_limit(one) == 0
 
 
 def test_who_was_not_guessed_lately_is_planned_ahead_for_ever_longer() -> None:
@@ -138,14 +138,14 @@ def test_a_proposer_that_fails_costs_the_drafts_alone_and_after_a_while_is_left_
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     broken = Broken()
-    guessing = Speculation(broken, most=4, adaptive=False)
+    guessing = Speculation(broken, max_tokens=4, adaptive=False)
     one = running()
     with caplog.at_level(logging.ERROR, "penstock.engine"):
         for fails in (True, True, False, True, True, True):
             broken.fails = fails
             assert step(guessing, [one], 1.0) == [not fails]
     assert broken.forgot == 5
-    assert guessing.wanted(one) == 0
+    assert guessing.draft_limit(one) == 0
     assert not guessing.waits(one)
     assert step(guessing, [one], 1.0) == [0]
     assert broken.asked == 6
