@@ -18,7 +18,7 @@ from producers.gateway.fair_share import in_thread
 from producers.gateway.http import idempotency
 from producers.gateway.http.errors import body_of, problem_of
 from producers.gateway.http.sse import LiveStream
-from producers.gateway.openai.parameters import Asked
+from producers.gateway.openai.parameters import TextRequest
 from producers.gateway.tasks.foreground import Foreground, stopping
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class Output:
 
 
 @dataclass(slots=True)
-class News:
+class OutputBatch:
     """The contents of a batch of events. `prompts`, `ends`: by task. A prompt comes in parts before its first token."""
 
     outputs: dict[int, Output] = field(default_factory=dict)
@@ -85,11 +85,11 @@ def weight(logprobs: Iterable[Logprobs | None]) -> int:
     return sum(1 if entry is None else 2 + len(entry[1]) for entry in logprobs)
 
 
-async def news(events: AsyncGenerator[list[tuple[int, Event]]], n: int) -> AsyncGenerator[News]:
+async def news(events: AsyncGenerator[list[tuple[int, Event]]], n: int) -> AsyncGenerator[OutputBatch]:
     """The outputs of each batch, for a stream."""
     async with aclosing(events):
         async for batch in events:
-            fresh = News()
+            fresh = OutputBatch()
             fresh.take(batch, n)
             yield fresh
 
@@ -116,9 +116,11 @@ def named(version: str, pool: str | None) -> str | None:
     return f"fp_{version}_{pool}" if pool else None
 
 
-async def respond(asked: Asked, foreground: Foreground, answer: Callable[[], Awaitable[Response]]) -> Response:
+async def respond(
+    text_request: TextRequest, foreground: Foreground, answer: Callable[[], Awaitable[Response]]
+) -> Response:
     """Submit the tasks and answer. Without an answer the tasks are cancelled; a stream's tasks end with the stream."""
-    with asked.in_its_words():
+    with text_request.in_its_words():
         try:
             await foreground.submit()
             response = await answer()
@@ -162,11 +164,11 @@ class Chunks:
     of its choice so far, as with vLLM.
     """
 
-    def __init__(self, head: dict[str, Any], asked: Asked, prompts: Sequence[int]) -> None:
+    def __init__(self, head: dict[str, Any], text_request: TextRequest, prompts: Sequence[int]) -> None:
         self._begin = json.dumps(head)[:-1]
         # If usage is requested, OpenAI has the field in every chunk.
-        self._end = ', "usage": null}' if asked.include_usage else "}"
-        self._prompts = prompts if asked.continuous_usage else ()
+        self._end = ', "usage": null}' if text_request.include_usage else "}"
+        self._prompts = prompts if text_request.continuous_usage else ()
         self._made = [0] * len(prompts)
 
     def count(self, index: int, tokens: int) -> None:

@@ -17,15 +17,15 @@ from producers.contract.stream.events import Event
 from producers.contract.task import Task
 from producers.errors import InvalidTask, shown
 from producers.gateway.http.errors import Problem, invalid_value
-from producers.gateway.openai.answer import News, named
+from producers.gateway.openai.answer import OutputBatch, named
 from producers.gateway.openai.chat import read_chat
 from producers.gateway.openai.chat import shape as chat_shape
 from producers.gateway.openai.complete import Choice, Whole
 from producers.gateway.openai.completions import shape as completion_shape
 from producers.gateway.openai.logprobs import CHAT, COMPLETION, ChatLogprobs, CompletionLogprobs
-from producers.gateway.openai.parameters import Asked, check_chats, refused
+from producers.gateway.openai.parameters import TextRequest, check_chats, refused
 from producers.gateway.openai.prompts import MAX_TOKENS, read_completion
-from producers.gateway.openai.responses.request import Wanted, read_response
+from producers.gateway.openai.responses.request import ResponseRequest, read_response
 from producers.gateway.openai.responses.view import body as response_body
 from producers.store.batches import ENDPOINTS
 
@@ -49,7 +49,7 @@ URLS: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
         "truncation": ("disabled",),
     },
 }
-_Read = tuple[Asked, Task, Wanted | None]
+_Read = tuple[TextRequest, Task, ResponseRequest | None]
 
 
 def read_line(
@@ -69,8 +69,8 @@ def read_line(
     for name, nothing in URLS[url].items():
         if body.get(name) is not None and body[name] not in nothing:
             raise refused(name, body[name], nothing, "which a line of a batch cannot have")
-    asked, task, response = _READ[url](body, fields)
-    with asked.in_its_words():
+    text_request, task, response = _READ[url](body, fields)
+    with text_request.in_its_words():
         if task.messages is not None:
             check_chats(card)
         task = task.resolved(card)
@@ -80,9 +80,9 @@ def read_line(
 
 def in_words_of(url: str, body: Mapping[str, Any], error: Problem | InvalidTask) -> Problem | InvalidTask:
     """An error of a line's task, in the words of its body, which `read_line` has taken."""
-    asked, _, _ = _READ[url](body, {})
+    text_request, _, _ = _READ[url](body, {})
     try:
-        with asked.in_its_words():
+        with text_request.in_its_words():
             raise error
     except (Problem, InvalidTask) as worded:
         return worded
@@ -101,7 +101,7 @@ def answer_line(url: str, record: Record, events: Iterable[Event], tokenizer: To
         scorers = [None if tokenizer is None else CompletionLogprobs(tokenizer) for _ in range(n)]
         whole = Whole([Choice(each, COMPLETION) for each in scorers], n, partial(completion_shape, n, []))
         first = _head("text_completion", "cmpl", record)
-    batch = News()
+    batch = OutputBatch()
     batch.take([(0, event) for event in events], n)
     whole.add(batch)
     return b"".join(whole.pieces(first))
@@ -120,7 +120,11 @@ def _head(kind: str, prefix: str, record: Record) -> dict[str, Any]:
 
 def _chat(body: Mapping[str, Any], fields: Mapping[str, Any]) -> _Read:
     read = read_chat(body, None)
-    return read.asked, read.asked.task(None, messages=read.messages, logprobs=read.logprobs, **fields), None
+    return (
+        read.text_request,
+        read.text_request.task(None, messages=read.messages, logprobs=read.logprobs, **fields),
+        None,
+    )
 
 
 def _completion(body: Mapping[str, Any], fields: Mapping[str, Any]) -> _Read:
@@ -129,16 +133,16 @@ def _completion(body: Mapping[str, Any], fields: Mapping[str, Any]) -> _Read:
         raise invalid_value(
             "prompt", f"prompt is {shown(body['prompt'])}; in a batch, a line has one prompt, which is not empty"
         )
-    defaults = {} if "max_tokens" in read.asked.fields else {"max_tokens": MAX_TOKENS}
-    return read.asked, read.asked.task(read.prompts[0], **defaults, **fields), None
+    defaults = {} if "max_tokens" in read.text_request.fields else {"max_tokens": MAX_TOKENS}
+    return read.text_request, read.text_request.task(read.prompts[0], **defaults, **fields), None
 
 
 def _response(body: Mapping[str, Any], fields: Mapping[str, Any]) -> _Read:
     read = read_response(body, None)
-    asked = replace(read.asked, service_tier=fields.get("tier", read.asked.service_tier))
+    text_request = replace(read.text_request, service_tier=fields.get("tier", read.text_request.service_tier))
     # Its answer is in the batch's files alone: nobody comes back for it by its id.
-    read = replace(read, asked=asked, store=False)
-    return read.asked, read.task(messages=read.messages(read.items), **fields), read
+    read = replace(read, text_request=text_request, store=False)
+    return read.text_request, read.task(messages=read.messages(read.items), **fields), read
 
 
 _READ: Final[dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], _Read]]] = {

@@ -24,15 +24,26 @@ from producers.gateway.http.authorization import SUBMITS_TASKS, principal_of, te
 from producers.gateway.http.errors import invalid_value
 from producers.gateway.http.request_body import read_object
 from producers.gateway.http.work import Work, work_of
-from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, News, Output, head, made, news, respond
+from producers.gateway.openai.answer import (
+    DONE,
+    REASONS,
+    Chunks,
+    ChunkStream,
+    Output,
+    OutputBatch,
+    head,
+    made,
+    news,
+    respond,
+)
 from producers.gateway.openai.arrays import joined
 from producers.gateway.openai.complete import Choice, Whole, whole_answer
 from producers.gateway.openai.logprobs import CHAT, ChatLogprobs, ScoredPrompt
 from producers.gateway.openai.parameters import (
     NOT_OFFERED,
     RESPONSES,
-    Asked,
     Parameters,
+    TextRequest,
     check_chats,
     count,
     flag,
@@ -74,7 +85,7 @@ TAKEN: Final = ("messages", "add_generation_prompt", "continue_final_message", "
 class _Chat:
     """A chat request. `template`: the template's variables besides the messages. `tools`: those that may be called."""
 
-    asked: Asked
+    text_request: TextRequest
     messages: list[dict[str, Any]]
     template: dict[str, Any]
     logprobs: int | None
@@ -82,7 +93,7 @@ class _Chat:
 
     @property
     def n(self) -> int:
-        return int(self.asked.fields.get("n", 1))
+        return int(self.text_request.fields.get("n", 1))
 
 
 @router.post(
@@ -98,7 +109,7 @@ async def create(request: Request) -> Response:
     gateway = gateway_of(request)
     await gateway.streams.enter(request.scope, "answer")
     chat = read_chat(await read_object(request, gateway.settings.max_body), tenant_of(request))
-    asked, task = chat.asked, chat.asked.task([0], logprobs=chat.logprobs)
+    text_request, task = chat.text_request, chat.text_request.task([0], logprobs=chat.logprobs)
     request.state.tier = task.tier
     check_may_use(principal_of(request), task)
     resolved = await resolve(request, gateway.client, task.model)
@@ -108,15 +119,15 @@ async def create(request: Request) -> Response:
         task = task.model_copy(update={"grammar": calling.grammar})
     scorer = None if chat.logprobs is None else ChatLogprobs(await gateway.prompts.tokenizer(resolved.card))
     scored = [] if task.prompt_logprobs is None else [ScoredPrompt(await gateway.prompts.tokenizer(resolved.card))]
-    with asked.in_its_words():
+    with text_request.in_its_words():
         foreground = await keyed(request, gateway, [task])
-    kind = "chat.completion.chunk" if asked.stream else "chat.completion"
-    first = head(kind, "chatcmpl", foreground, resolved) | {"service_tier": asked.service_tier}
+    kind = "chat.completion.chunk" if text_request.stream else "chat.completion"
+    first = head(kind, "chatcmpl", foreground, resolved) | {"service_tier": text_request.service_tier}
 
     async def answer() -> Response:
         first.update(foreground.shortened)
-        if asked.stream:
-            stream = _Stream(chat, Chunks(first, asked, [len(task.prompt)] * chat.n), scorer, calling)
+        if text_request.stream:
+            stream = _Stream(chat, Chunks(first, text_request, [len(task.prompt)] * chat.n), scorer, calling)
             return ChunkStream(stream.chunks(foreground), foreground, gateway)
         choices = [
             Choice(scorer, CHAT) if calling is None else CallingChoice(scorer, calling, foreground.ids[0], index)
@@ -125,13 +136,13 @@ async def create(request: Request) -> Response:
         whole = Whole(choices, chat.n, shape, scored)
         return await whole_answer(request, gateway, foreground, whole, first)
 
-    return await respond(asked, foreground, answer)
+    return await respond(text_request, foreground, answer)
 
 
 def read_chat(body: Mapping[str, Any], tenant: str | None) -> _Chat:
     """The chat request in a body. Raises Problem and InvalidTask."""
-    asked = PARAMETERS.read(body, tenant)
-    own = asked.own
+    text_request = PARAMETERS.read(body, tenant)
+    own = text_request.own
     scored, top = flag(own, "logprobs"), count(own, "top_logprobs", 0, MAX_TOP_LOGPROBS)
     if top and not scored:
         raise invalid_value("top_logprobs", "top_logprobs is given without logprobs: true")
@@ -143,7 +154,7 @@ def read_chat(body: Mapping[str, Any], tenant: str | None) -> _Chat:
             "continue_final_message and add_generation_prompt are both true: either the last message goes on, or a new "
             "one begins",
         )
-    if asked.stream and "prompt_logprobs" in asked.fields:
+    if text_request.stream and "prompt_logprobs" in text_request.fields:
         raise invalid_value(
             "prompt_logprobs", "prompt_logprobs is for answers in one piece; leave it out, or ask for stream: false"
         )
@@ -154,17 +165,17 @@ def read_chat(body: Mapping[str, Any], tenant: str | None) -> _Chat:
         if name in variables:
             raise invalid_value("chat_template_kwargs", f"chat_template_kwargs may not have {name}")
     if top is not None:
-        asked = replace(asked, names=asked.names | {"logprobs": "top_logprobs"})
-    asked = formed(asked, "response_format", own.get("response_format", TEXT))
+        text_request = replace(text_request, names=text_request.names | {"logprobs": "top_logprobs"})
+    text_request = formed(text_request, "response_format", own.get("response_format", TEXT))
     template = variables | {"add_generation_prompt": prompting, "continue_final_message": going_on}
     tools = read_tools(own)
     if tools is not None:
         template["tools"] = tools.shown
-        if form := next((name for name in FORMS if name in asked.fields), None):
-            parameter = asked.names.get(form, form)
+        if form := next((name for name in FORMS if name in text_request.fields), None):
+            parameter = text_request.names.get(form, form)
             raise invalid_value(parameter, f"tools and {parameter} are both given; an output has one form")
-        asked = replace(asked, names=asked.names | {"grammar": "tools"})
-    return _Chat(asked, read_messages(own["messages"]), template, (top or 0) if scored else None, tools)
+        text_request = replace(text_request, names=text_request.names | {"grammar": "tools"})
+    return _Chat(text_request, read_messages(own["messages"]), template, (top or 0) if scored else None, tools)
 
 
 async def _calling(gateway: Gateway, card: Mapping[str, Any], tools: Tools, work: Work) -> Calling:
@@ -183,7 +194,7 @@ async def _prompt(
 ) -> tuple[int, ...]:
     """The token ids of the messages, after all other checks."""
     work = work_of(request)
-    with chat.asked.in_its_words():
+    with chat.text_request.in_its_words():
         task.check(card)
         check_chats(card)
         if (prompts := await idempotency.made_prompts(request, gateway.client, 1, tenant=task.tenant)) is not None:
@@ -220,18 +231,18 @@ class _Stream:
 
     async def chunks(self, foreground: Foreground) -> AsyncGenerator[bytes]:
         self._task_id = foreground.ids[0]
-        with self._chat.asked.in_its_words():
+        with self._chat.text_request.in_its_words():
             ends: dict[int, End] = {}
             async with aclosing(news(foreground.events(), self._chat.n)) as batches:
                 async for batch in batches:
                     ends |= batch.ends
                     if batch.outputs and (chunk := await made(batch.weight, partial(self._of, batch))):
                         yield chunk
-            if self._chat.asked.include_usage:
+            if self._chat.text_request.include_usage:
                 yield self._chunks.usage(ends.values())
             yield DONE
 
-    def _of(self, batch: News) -> bytes:
+    def _of(self, batch: OutputBatch) -> bytes:
         chunks: list[bytes] = []
         for index, output in batch.outputs.items():
             if index not in self._begun:

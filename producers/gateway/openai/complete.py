@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from producers.contract.stream.events import End, Event, Prompt, Token
 from producers.gateway.context import Gateway
-from producers.gateway.openai.answer import News, Output, made, usage_of
+from producers.gateway.openai.answer import Output, OutputBatch, made, usage_of
 from producers.gateway.openai.arrays import Arrays, dumps
 from producers.gateway.openai.logprobs import Lists
 from producers.gateway.tasks import large
@@ -92,11 +92,11 @@ class Whole:
         self._ends: list[End] = []
 
     async def take(self, batch: Sequence[tuple[int, Event]]) -> None:
-        outputs = News()
+        outputs = OutputBatch()
         outputs.take(batch, self.n)
         await made(outputs.weight, lambda: self.add(outputs))
 
-    def add(self, batch_output: News) -> None:
+    def add(self, batch_output: OutputBatch) -> None:
         self._ends += batch_output.ends.values()
         for number, parts in batch_output.prompts.items():
             prompt = self._prompts[number]

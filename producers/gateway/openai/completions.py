@@ -22,7 +22,18 @@ from producers.gateway.http import idempotency
 from producers.gateway.http.authorization import SUBMITS_TASKS, principal_of, tenant_of
 from producers.gateway.http.request_body import INLINE, aside, read_object
 from producers.gateway.http.work import Work, work_of
-from producers.gateway.openai.answer import DONE, REASONS, Chunks, ChunkStream, News, head, made, news, respond, weight
+from producers.gateway.openai.answer import (
+    DONE,
+    REASONS,
+    Chunks,
+    ChunkStream,
+    OutputBatch,
+    head,
+    made,
+    news,
+    respond,
+    weight,
+)
 from producers.gateway.openai.arrays import joined
 from producers.gateway.openai.complete import Choice, Whole, whole_answer
 from producers.gateway.openai.echo import Echo, echoed
@@ -47,13 +58,13 @@ async def create(request: Request) -> Response:
     gateway = gateway_of(request)
     await gateway.streams.enter(request.scope, "answer")
     completion = read_completion(await read_object(request, gateway.settings.max_body), tenant_of(request))
-    asked, work = completion.asked, work_of(request)
+    text_request, work = completion.text_request, work_of(request)
     # To check a body's token ids takes as long as to parse it.
     large = work.size is not None and work.size > INLINE
     tasks = await aside(request, work, completion.tasks) if large else completion.tasks()
     request.state.tier = tasks[0].tier
     check_may_use(principal_of(request), tasks[0])
-    resolved = await resolve(request, gateway.client, asked.model)
+    resolved = await resolve(request, gateway.client, text_request.model)
     accounts = await gateway.accounts.limited(request, tasks[0].tenant)
     if len(tasks) > 1 and idempotency.HEADER not in request.headers:
         for account in accounts:
@@ -65,23 +76,23 @@ async def create(request: Request) -> Response:
     tokenizer = await gateway.prompts.tokenizer(resolved.card) if completion.logprobs else None
     echoes = await _echoes(gateway, resolved.card, completion, tasks, work, tokenizer)
     scorers = _scorers(completion, tokenizer, echoes)
-    with asked.in_its_words():
+    with text_request.in_its_words():
         foreground = await keyed(request, gateway, tasks)
     first = head("text_completion", "cmpl", foreground, resolved)
-    if asked.tier_given:
-        first["service_tier"] = asked.service_tier
+    if text_request.tier_given:
+        first["service_tier"] = text_request.service_tier
 
     async def answer() -> Response:
         first.update(foreground.shortened)
-        if asked.stream:
+        if text_request.stream:
             prompts = [len(task.prompt) for task in tasks for _ in range(completion.n)]
-            stream = _Stream(completion, Chunks(first, asked, prompts), scorers, echoes)
+            stream = _Stream(completion, Chunks(first, text_request, prompts), scorers, echoes)
             return ChunkStream(stream.chunks(foreground), foreground, gateway)
         choices = [Choice(scorer, COMPLETION) for scorer in scorers]
         whole = Whole(choices, completion.n, partial(shape, completion.n, echoes), echoes)
         return await whole_answer(request, gateway, foreground, whole, first)
 
-    return await respond(asked, foreground, answer)
+    return await respond(text_request, foreground, answer)
 
 
 async def _echoes(
@@ -136,20 +147,20 @@ class _Stream:
         scorers: Sequence[CompletionLogprobs | None],
         echoes: Sequence[Echo],
     ) -> None:
-        self._wanted = completion
+        self._completion = completion
         self._chunks = chunks
         self._scorers = scorers
         self._echoes = echoes
         self._ended: set[int] = set()
 
     async def chunks(self, foreground: Foreground) -> AsyncGenerator[bytes]:
-        with self._wanted.asked.in_its_words():
+        with self._completion.text_request.in_its_words():
             ends: dict[int, End] = {}
             for number, echo in enumerate(self._echoes):
                 if echo.text and not echo.scored:
                     for chunk in self._of_all(number, echoed(echo.text, None)):
                         yield chunk
-            async with aclosing(news(foreground.events(), self._wanted.n)) as batches:
+            async with aclosing(news(foreground.events(), self._completion.n)) as batches:
                 async for batch in batches:
                     ends |= batch.ends
                     for number, parts in batch.prompts.items():
@@ -159,16 +170,16 @@ class _Stream:
                                 yield chunk
                     if batch.outputs and (chunk := await made(batch.weight, partial(self._of, batch))):
                         yield chunk
-            if self._wanted.asked.include_usage:
+            if self._completion.text_request.include_usage:
                 yield self._chunks.usage(ends.values())
             yield DONE
 
     def _of_all(self, number: int, choice: str) -> Iterator[bytes]:
         """Equal chunks for all choices of one prompt."""
-        n = self._wanted.n
+        n = self._completion.n
         return self._chunks.alike(range(number * n, (number + 1) * n), choice)
 
-    def _of(self, batch: News) -> bytes:
+    def _of(self, batch: OutputBatch) -> bytes:
         chunks: list[bytes] = []
         for index, output in batch.outputs.items():
             self._chunks.count(index, len(output.tokens))

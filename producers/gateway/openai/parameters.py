@@ -85,7 +85,7 @@ OBFUSCATION: Final = "include_obfuscation"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TextRequest:
     """A request, checked as far as possible without its model.
 
     `own`: the endpoint's own parameters. `fields`: the task's fields without the prompt. `names`: a task's field -> the
@@ -182,7 +182,7 @@ class Parameters:
             "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
         }
 
-    def read(self, body: Mapping[str, Any], tenant: str | None) -> Asked:
+    def read(self, body: Mapping[str, Any], tenant: str | None) -> TextRequest:
         """The request in a body. `tenant`: the caller's. Raises Problem."""
         values = {name: value for name, value in body.items() if value is not None}
         renamed = OTHER_NAMES | self.renamed
@@ -206,7 +206,7 @@ class Parameters:
         fields |= {} if tenant is None else {"tenant": tenant}
         options = _stream_options(values, stream, self.stream_options)
         include_usage = options.get("include_usage", False)
-        return Asked(
+        return TextRequest(
             model=values["model"],
             own={name: values[name] for name in self.own if name in values},
             fields=fields | {"tier": ours},

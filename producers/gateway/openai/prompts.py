@@ -13,7 +13,7 @@ from producers.errors import InvalidTask, shown
 from producers.gateway.context import Gateway
 from producers.gateway.http.errors import Problem, invalid_value
 from producers.gateway.http.work import Work
-from producers.gateway.openai.parameters import Asked, Parameters, flag
+from producers.gateway.openai.parameters import Parameters, TextRequest, flag
 from producers.gateway.openai.response_format import NESTED, TEXT, formed
 from producers.gateway.text.prompts import InvalidPrompt
 
@@ -57,18 +57,18 @@ Prompt = str | list[int]
 class Completion:
     """A checked completions request. `special`: whether the tokenizer adds its special tokens to texts."""
 
-    asked: Asked
+    text_request: TextRequest
     prompts: list[Prompt]
     echo: bool
     special: bool
 
     @property
     def n(self) -> int:
-        return int(self.asked.fields.get("n", 1))
+        return int(self.text_request.fields.get("n", 1))
 
     @property
     def logprobs(self) -> bool:
-        return "logprobs" in self.asked.fields
+        return "logprobs" in self.text_request.fields
 
     def tasks(self) -> list[Task]:
         """A task for each prompt, before tokenisation. Raises InvalidTask."""
@@ -118,7 +118,7 @@ class Completion:
                 ids = _beginning(card)
             if ids is not None:
                 task = task.model_copy(update={"prompt": ids})
-            if "max_tokens" not in self.asked.fields:
+            if "max_tokens" not in self.text_request.fields:
                 # It is only a default: a long prompt gets the tokens that are left.
                 remaining = max(1, int(card["context_length"]) - len(task.prompt))
                 task = task.model_copy(update={"max_tokens": min(usual, remaining)})
@@ -128,52 +128,56 @@ class Completion:
     def check_size(self, tasks: Sequence[Task]) -> None:
         """Raise Problem if the complete answer to all prompts would be too large."""
         output = sum(task.max_tokens or 0 for task in tasks) * self.n
-        if not self.asked.stream and output > MAX_ANSWER:
+        if not self.text_request.stream and output > MAX_ANSWER:
             raise invalid_value(
                 "max_tokens",
-                f"max_tokens is {self.asked.fields['max_tokens']}: over all prompts and choices these are up to "
+                f"max_tokens is {self.text_request.fields['max_tokens']}: over all prompts and choices these are up to "
                 f"{output} tokens; at most {MAX_ANSWER} are given in one answer; ask for a stream, send fewer prompts, "
                 "or lower max_tokens or n",
             )
         if not self.logprobs:
             return
         tokens = output + (sum(len(task.prompt) for task in tasks) * self.n if self.echo else 0)
-        logprobs = tokens * (1 + int(self.asked.fields["logprobs"]))
+        logprobs = tokens * (1 + int(self.text_request.fields["logprobs"]))
         if logprobs > MAX_LOGPROBS:
             raise invalid_value(
                 "logprobs",
-                f"logprobs is {self.asked.fields['logprobs']}: over all prompts and choices these are {logprobs} log "
+                f"logprobs is {self.text_request.fields['logprobs']}: "
+                f"over all prompts and choices these are {logprobs} log "
                 f"probabilities; at most {MAX_LOGPROBS} are given in one answer; send fewer prompts, or lower the "
                 "others",
             )
 
     def _task(self, at: int, prompt: Prompt) -> Task:
-        fields = {} if "max_tokens" in self.asked.fields else {"max_tokens": MAX_TOKENS}
+        fields = {} if "max_tokens" in self.text_request.fields else {"max_tokens": MAX_TOKENS}
         if self.echo and self.logprobs:
-            fields["prompt_logprobs"] = self.asked.fields["logprobs"]
+            fields["prompt_logprobs"] = self.text_request.fields["logprobs"]
         # The model's card says which token an empty text means; until then, a token that every model has.
         return self._words(at).task([0] if prompt == "" else prompt, **fields)
 
-    def _words(self, at: int) -> Asked:
+    def _words(self, at: int) -> TextRequest:
         """The request, with the caller's names for the fields of the task of prompt `at`."""
-        names = self.asked.names | {"prompt_logprobs": "logprobs"}
+        names = self.text_request.names | {"prompt_logprobs": "logprobs"}
         if len(self.prompts) > 1:
             names |= dict.fromkeys(("prompt", "prompt_ids"), f"prompt[{at}]")
-        return replace(self.asked, names=names)
+        return replace(self.text_request, names=names)
 
 
 def read_completion(body: Mapping[str, Any], tenant: str | None) -> Completion:
     """The completions request in a body. Raises Problem."""
-    asked = PARAMETERS.read(body, tenant)
-    asked = formed(asked, "response_format", asked.own.get("response_format", TEXT))
-    n, best_of = asked.fields.get("n", 1), asked.fields.get("best_of")
-    if asked.stream and best_of is not None and best_of != n:
+    text_request = PARAMETERS.read(body, tenant)
+    text_request = formed(text_request, "response_format", text_request.own.get("response_format", TEXT))
+    n, best_of = text_request.fields.get("n", 1), text_request.fields.get("best_of")
+    if text_request.stream and best_of is not None and best_of != n:
         raise invalid_value(
             "best_of",
             f"best_of is {shown(best_of)} and n is {shown(n)}: the best are known at the end only, and not streamed",
         )
     return Completion(
-        asked, _prompts(asked.own["prompt"]), flag(asked.own, "echo"), flag(asked.own, "add_special_tokens", True)
+        text_request,
+        _prompts(text_request.own["prompt"]),
+        flag(text_request.own, "echo"),
+        flag(text_request.own, "add_special_tokens", True),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 from producers.contract.chat import read_string
 from producers.errors import shown
 from producers.gateway.http.errors import invalid_value, unknown_parameter
-from producers.gateway.openai.parameters import Asked, flag, refusal
+from producers.gateway.openai.parameters import TextRequest, flag, refusal
 
 TEXT: Final = {"type": "text"}
 _NAME: Final = re.compile("[a-zA-Z0-9_-]{1,64}")
@@ -49,14 +49,18 @@ FLAT: Final = {
 }
 
 
-def formed(asked: Asked, parameter: str, value: Any) -> Asked:
+def formed(text_request: TextRequest, parameter: str, value: Any) -> TextRequest:
     """The request with the schema that `value`, its parameter `parameter`, asks for. Raises Problem."""
     schema = schema_of(parameter, value)
     if schema is None:
-        return asked
-    if "json_schema" in asked.fields:
+        return text_request
+    if "json_schema" in text_request.fields:
         raise invalid_value(parameter, f"{parameter} and json_schema mean the same; give one of them")
-    return replace(asked, fields=asked.fields | {"json_schema": schema}, names=asked.names | {"json_schema": parameter})
+    return replace(
+        text_request,
+        fields=text_request.fields | {"json_schema": schema},
+        names=text_request.names | {"json_schema": parameter},
+    )
 
 
 def schema_of(parameter: str, value: Any) -> dict[str, Any] | None:

@@ -27,8 +27,8 @@ from producers.gateway.http.errors import Problem
 from producers.gateway.http.work import Work
 from producers.gateway.openai.parameters import check_chats
 from producers.gateway.openai.responses.items import Item
-from producers.gateway.openai.responses.request import Wanted
-from producers.gateway.openai.responses.view import PREFIX, About
+from producers.gateway.openai.responses.request import ResponseRequest
+from producers.gateway.openai.responses.view import PREFIX, ResponseMetadata
 from producers.gateway.tasks.ownership import task_of
 
 #: Codes of an error that a shorter prompt cures.
@@ -41,7 +41,7 @@ STAY: Final = ("system", "developer")
 _AROUND: Final = 100
 
 
-async def find(request: Request, response_id: str) -> tuple[AsyncHandle, Record, About] | None:
+async def find(request: Request, response_id: str) -> tuple[AsyncHandle, Record, ResponseMetadata] | None:
     """A stored response of the caller's; None if there is none (any more). Raises redis.exceptions.RedisError or
     OSError; Problem, where the caller names a tenant that it may not."""
     if not response_id.startswith(PREFIX):
@@ -55,8 +55,8 @@ async def find(request: Request, response_id: str) -> tuple[AsyncHandle, Record,
     kept = record.fields.get("response")
     if kept is None or (principal_of(request).key is None and record.fields.get("tenant") != tenant):
         return None
-    about = About.of(record.id, kept)
-    return (handle, record, about) if about.fields["store"] else None
+    metadata = ResponseMetadata.of(record.id, kept)
+    return (handle, record, metadata) if metadata.fields["store"] else None
 
 
 async def before(request: Request, response_id: str) -> list[Item]:
@@ -70,7 +70,7 @@ async def before(request: Request, response_id: str) -> list[Item]:
             code="previous_response_not_found",
             param="previous_response_id",
         )
-    handle, record, about = stored
+    handle, record, metadata = stored
     if not record.final:
         raise Problem(
             400,
@@ -82,18 +82,23 @@ async def before(request: Request, response_id: str) -> list[Item]:
     async with aclosing(handle.batches()) as batches:
         async for events in batches:
             text += "".join(event.text for event in events if isinstance(event, Token))
-    return [*about.items, *([Item(about.item_id, "assistant", (text,))] if text else [])]
+    return [*metadata.items, *([Item(metadata.item_id, "assistant", (text,))] if text else [])]
 
 
 async def fitted(
-    gateway: Gateway, card: Mapping[str, Any], response_request: Wanted, task: Task, items: Sequence[Item], work: Work
+    gateway: Gateway,
+    card: Mapping[str, Any],
+    response_request: ResponseRequest,
+    task: Task,
+    items: Sequence[Item],
+    work: Work,
 ) -> tuple[Task, list[Item]]:
     """The task with its prompt, and the items that are in it. Raises InvalidTask, and what rendering does.
 
     Without truncation those are all. With it the oldest go, as few as must: the system's and developer's messages at
     the beginning stay, and what follows them begins with a user's message.
     """
-    with response_request.asked.in_its_words():
+    with response_request.text_request.in_its_words():
         task.check(card)
         check_chats(card)
         stay, starts = _starts(items, response_request.truncate)
@@ -115,7 +120,7 @@ async def fitted(
         return full, left(at)
 
 
-def _first_of_size(response_request: Wanted, items: Sequence[Item], stay: int, starts: Sequence[int]) -> int:
+def _first_of_size(response_request: ResponseRequest, items: Sequence[Item], stay: int, starts: Sequence[int]) -> int:
     """The first of the places where the others may begin that leaves no more than a request may have; else the last."""
     sizes = [len(json.dumps(message, ensure_ascii=False).encode()) + 2 for message in response_request.messages(items)]
     fixed = len(sizes) - len(items) + stay  # instructions, and what stays
@@ -156,7 +161,7 @@ def _starts(items: Sequence[Item], truncate: bool) -> tuple[int, list[int]]:
 
 
 async def _prompt(
-    gateway: Gateway, card: Mapping[str, Any], response_request: Wanted, items: Sequence[Item], work: Work
+    gateway: Gateway, card: Mapping[str, Any], response_request: ResponseRequest, items: Sequence[Item], work: Work
 ) -> tuple[int, ...]:
     text = await gateway.templates.render(
         card, response_request.messages(items), work, add_generation_prompt=True, continue_final_message=False

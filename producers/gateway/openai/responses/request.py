@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from producers.contract.task import Task
 from producers.gateway.http.errors import invalid_value, unknown_parameter
-from producers.gateway.openai.parameters import KEPT_S, SAME, Asked, Parameters, count, flag, refusal, refused
+from producers.gateway.openai.parameters import KEPT_S, SAME, Parameters, TextRequest, count, flag, refusal, refused
 from producers.gateway.openai.response_format import FLAT, TEXT, formed
 from producers.gateway.openai.responses.items import INPUT, Item, read_input
 from producers.store.protocol import DEFAULT_TTL_S
@@ -75,10 +75,10 @@ SHOWN: Final = ("user", "safety_identifier", "prompt_cache_key", "previous_respo
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ResponseRequest:
     """A checked request. `items`: of its `input` alone. `shown`: fields of the response that are known already."""
 
-    asked: Asked
+    text_request: TextRequest
     items: list[Item]
     instructions: str | None
     previous: str | None
@@ -90,7 +90,7 @@ class Wanted:
     def task(self, **fields: Any) -> Task:
         """The task; its prompt is still to be set, unless it is given as `prompt` or `messages`. Raises InvalidTask."""
         prompt = fields.pop("prompt", None if "messages" in fields else [0])
-        return self.asked.task(prompt, **fields)
+        return self.text_request.task(prompt, **fields)
 
     def messages(self, items: Sequence[Item]) -> list[dict[str, Any]]:
         """The conversation as a chat template takes it. `items`: those before this request, and its own."""
@@ -105,7 +105,7 @@ class Wanted:
             "instructions": self.instructions,
             "background": self.background,
             "store": self.store,
-            "service_tier": self.asked.service_tier,
+            "service_tier": self.text_request.service_tier,
             "temperature": task.temperature,
             "top_p": task.top_p,
             "metadata": task.metadata,
@@ -116,30 +116,30 @@ class Wanted:
         return {"response": response, **origin}
 
 
-def read_response(body: Mapping[str, Any], tenant: str | None) -> Wanted:
+def read_response(body: Mapping[str, Any], tenant: str | None) -> ResponseRequest:
     """The request in a body. Raises Problem and InvalidTask."""
-    asked = PARAMETERS.read(body, tenant)
-    values = asked.own
+    text_request = PARAMETERS.read(body, tenant)
+    values = text_request.own
     background, store = flag(values, "background"), flag(values, "store", True)
     if background and not store:
         raise invalid_value(
             "store",
             "background is true and store is false: its caller comes back for a background response, so it is stored",
         )
-    if asked.fields.get("webhook") is not None and not background:
+    if text_request.fields.get("webhook") is not None and not background:
         raise invalid_value("webhook", "webhook is for background responses; leave it out, or ask for background: true")
-    asked.fields.setdefault("ttl", DEFAULT_TTL_S if store else KEPT_S)
+    text_request.fields.setdefault("ttl", DEFAULT_TTL_S if store else KEPT_S)
     truncation = values.get("truncation", "disabled")
     if truncation not in TRUNCATIONS:
         raise refusal("truncation", truncation, " or ".join(TRUNCATIONS))
     top = count(values, "top_logprobs", 0, MAX_TOP_LOGPROBS)
     if top or LOGPROBS in included(values.get("include", [])):
-        asked.fields["logprobs"] = top or 0
+        text_request.fields["logprobs"] = top or 0
     text = _text(values)
-    asked = formed(asked, "text.format", text["format"])
+    text_request = formed(text_request, "text.format", text["format"])
     texts: dict[str, Any] = {name: _string(body, name) for name in SHOWN}
-    return Wanted(
-        asked=replace(asked, names=asked.names | NAMES),
+    return ResponseRequest(
+        text_request=replace(text_request, names=text_request.names | NAMES),
         items=read_input(values["input"]),
         instructions=_string(values, "instructions"),
         previous=texts["previous_response_id"],

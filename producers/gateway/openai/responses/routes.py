@@ -30,9 +30,16 @@ from producers.gateway.openai.logprobs import ChatLogprobs
 from producers.gateway.openai.parameters import refusal, refused
 from producers.gateway.openai.responses import conversation
 from producers.gateway.openai.responses.items import Item
-from producers.gateway.openai.responses.request import INCLUDABLE, PARAMETERS, Wanted, bounded, included, read_response
+from producers.gateway.openai.responses.request import (
+    INCLUDABLE,
+    PARAMETERS,
+    ResponseRequest,
+    bounded,
+    included,
+    read_response,
+)
 from producers.gateway.openai.responses.stream import ResponseStream, Story
-from producers.gateway.openai.responses.view import PREFIX, About, Output
+from producers.gateway.openai.responses.view import PREFIX, Output, ResponseMetadata
 from producers.gateway.tasks import outcome
 from producers.gateway.tasks.foreground import Foreground, answered
 from producers.gateway.tasks.ownership import cancelled
@@ -136,11 +143,11 @@ async def retrieve(request: Request, response_id: str, after: Annotated[int | No
     gateway = gateway_of(request)
     if after is not None:
         await gateway.streams.enter(request.scope, "events")
-    handle, record, about = await _found(request, response_id)
+    handle, record, metadata = await _found(request, response_id)
     if after is None:
-        return await answer(gateway, handle, record, about)
+        return await answer(gateway, handle, record, metadata)
     scorer = await scorer_of(gateway, record)
-    return ResponseStream(Story(about, Output(scorer), after), handle, gateway)
+    return ResponseStream(Story(metadata, Output(scorer), after), handle, gateway)
 
 
 @router.post(
@@ -149,11 +156,11 @@ async def retrieve(request: Request, response_id: str, after: Annotated[int | No
 async def cancel(request: Request, response_id: str) -> Response:
     """Cancel a response, and answer with it. One that has ended stays as it is."""
     gateway = gateway_of(request)
-    handle, _, about = await _found(request, response_id)
+    handle, _, metadata = await _found(request, response_id)
     _, record = await cancelled(handle)
     if record.final and not principal_of(request).may("read"):
-        return JSONResponse(about.ended(record) | {"output": []})
-    return await answer(gateway, handle, record, about)
+        return JSONResponse(metadata.ended(record) | {"output": []})
+    return await answer(gateway, handle, record, metadata)
 
 
 @router.delete(
@@ -186,11 +193,11 @@ async def input_items(
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="most items")] = PAGE,
 ) -> Response:
     """The items that a response was made from: those of the responses before it, and its own."""
-    _, _, about = await _found(request, response_id)
-    return JSONResponse(item_page(about.items, order, after, limit))
+    _, _, metadata = await _found(request, response_id)
+    return JSONResponse(item_page(metadata.items, order, after, limit))
 
 
-async def _found(request: Request, response_id: str) -> tuple[AsyncHandle, Record, About]:
+async def _found(request: Request, response_id: str) -> tuple[AsyncHandle, Record, ResponseMetadata]:
     """A stored response of the caller. Raises Problem, redis.exceptions.RedisError or OSError."""
     stored = await conversation.find(request, response_id)
     if stored is None:
@@ -203,7 +210,7 @@ async def _found(request: Request, response_id: str) -> tuple[AsyncHandle, Recor
     return stored
 
 
-async def make(request: Request, gateway: Gateway, response_request: Wanted) -> Response:
+async def make(request: Request, gateway: Gateway, response_request: ResponseRequest) -> Response:
     """Submit a response's task and answer, or answer with what an earlier request of this Idempotency-Key made.
 
     Raises InvalidTask, UnknownModel, SubmitFailed, Problem, redis.exceptions.RedisError or OSError.
@@ -226,7 +233,7 @@ async def make(request: Request, gateway: Gateway, response_request: Wanted) -> 
         task, items = await conversation.fitted(
             gateway, resolved.card, response_request, task, [*earlier, *items], work
         )
-    with response_request.asked.in_its_words():
+    with response_request.text_request.in_its_words():
         (task,) = await gateway.accounts.sized(request, [task])
         task = bounded(task, resolved.card).resolved(resolved.card)
     more = response_request.more(task, items, resolved.now_ms())
@@ -236,24 +243,34 @@ async def make(request: Request, gateway: Gateway, response_request: Wanted) -> 
 
 
 async def _background(
-    request: Request, gateway: Gateway, response_request: Wanted, task: Task, more: dict[str, Any], output: Output
+    request: Request,
+    gateway: Gateway,
+    response_request: ResponseRequest,
+    task: Task,
+    more: dict[str, Any],
+    output: Output,
 ) -> Response:
     """Submit the task, which nobody's leaving cancels."""
-    with response_request.asked.in_its_words():
+    with response_request.text_request.in_its_words():
         task_id, earlier = await submitted(request, gateway, task, more)
     if earlier is not None:
         return await _again(gateway, response_request, earlier)
-    about = About.of(task_id, more["response"])
-    if response_request.asked.stream:
-        return ResponseStream(Story(about, output), gateway.client.get(task_id), gateway)
-    return opened(about, "queued")
+    metadata = ResponseMetadata.of(task_id, more["response"])
+    if response_request.text_request.stream:
+        return ResponseStream(Story(metadata, output), gateway.client.get(task_id), gateway)
+    return opened(metadata, "queued")
 
 
 async def _foreground(
-    request: Request, gateway: Gateway, response_request: Wanted, task: Task, more: dict[str, Any], output: Output
+    request: Request,
+    gateway: Gateway,
+    response_request: ResponseRequest,
+    task: Task,
+    more: dict[str, Any],
+    output: Output,
 ) -> Response:
     """Submit the task, whose caller waits; with a key, the one of an earlier request, if there was one."""
-    with response_request.asked.in_its_words():
+    with response_request.text_request.in_its_words():
         await gateway.forms.check(task, work_of(request))
     entry = await idempotency.first(request, gateway.client, str(uuid.uuid4()), tenant=task.tenant)
     if entry is not None:
@@ -266,40 +283,40 @@ async def _foreground(
     async def answer() -> Response:
         name = foreground.ids[0]
         kept = (await original(gateway, name)).fields["response"] if foreground.replayed else more["response"]
-        about = About.of(name, kept)
-        if response_request.asked.stream:
-            return ResponseStream(Story(about, output), gateway.client.get(name), gateway, foreground)
-        return await waited(request, gateway, about, foreground)
+        metadata = ResponseMetadata.of(name, kept)
+        if response_request.text_request.stream:
+            return ResponseStream(Story(metadata, output), gateway.client.get(name), gateway, foreground)
+        return await waited(request, gateway, metadata, foreground)
 
-    return await respond(response_request.asked, foreground, answer)
+    return await respond(response_request.text_request, foreground, answer)
 
 
-async def _again(gateway: Gateway, response_request: Wanted, record: Record) -> Response:
+async def _again(gateway: Gateway, response_request: ResponseRequest, record: Record) -> Response:
     """Answer with a background response that an earlier request of this key made."""
-    handle, about = gateway.client.get(record.id), About.of(record.id, record.fields["response"])
+    handle, metadata = gateway.client.get(record.id), ResponseMetadata.of(record.id, record.fields["response"])
     response: Response
-    if response_request.asked.stream:
-        response = ResponseStream(Story(about, Output(await scorer_of(gateway, record))), handle, gateway)
+    if response_request.text_request.stream:
+        response = ResponseStream(Story(metadata, Output(await scorer_of(gateway, record))), handle, gateway)
     else:
-        response = await answer(gateway, handle, record, about)
+        response = await answer(gateway, handle, record, metadata)
     response.headers.update(idempotency.REPLAYED)
     return response
 
 
-async def answer(gateway: Gateway, handle: AsyncHandle, record: Record, about: About) -> Response:
+async def answer(gateway: Gateway, handle: AsyncHandle, record: Record, metadata: ResponseMetadata) -> Response:
     """The response as its record stands. Raises as `outcome.collected`."""
     if not record.final:
-        return opened(about, record.status)
+        return opened(metadata, record.status)
     output = Output(await scorer_of(gateway, record))
-    return await outcome.collected(gateway, handle, output, partial(output.pieces, about, record))
+    return await outcome.collected(gateway, handle, output, partial(output.pieces, metadata, record))
 
 
-def opened(about: About, status: str) -> Response:
+def opened(metadata: ResponseMetadata, status: str) -> Response:
     """The response before its end."""
-    return Response(json.dumps(about.open(status)), media_type="application/json")
+    return Response(json.dumps(metadata.open(status)), media_type="application/json")
 
 
-async def waited(request: Request, gateway: Gateway, about: About, foreground: Foreground) -> Response:
+async def waited(request: Request, gateway: Gateway, metadata: ResponseMetadata, foreground: Foreground) -> Response:
     """The response of a foreground task, once it has ended. Raises what `answered` and `outcome.collected` do, and
     Problem for one that failed."""
 
@@ -312,8 +329,8 @@ async def waited(request: Request, gateway: Gateway, about: About, foreground: F
         await answered(request, gateway, ended)
     finally:
         await foreground.close()
-    handle = gateway.client.get(about.task_id)
-    return await answer(gateway, handle, await handle.status(), about)
+    handle = gateway.client.get(metadata.task_id)
+    return await answer(gateway, handle, await handle.status(), metadata)
 
 
 async def scorer_of(gateway: Gateway, record: Record) -> ChatLogprobs | None:

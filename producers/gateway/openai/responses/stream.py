@@ -29,7 +29,7 @@ from producers.gateway.context import Gateway
 from producers.gateway.http.errors import Problem, problem_of
 from producers.gateway.http.sse import LiveStream
 from producers.gateway.openai.answer import made, weight
-from producers.gateway.openai.responses.view import About, Output, opened_item, status_of
+from producers.gateway.openai.responses.view import Output, ResponseMetadata, opened_item, status_of
 from producers.gateway.tasks.foreground import Foreground, stopping
 
 #: Status of an ended response -> its last event.
@@ -45,17 +45,17 @@ EMPTY_PART: Final = '{"type": "output_text", "annotations": [], "text": "", "log
 class Story:
     """One telling. `after`: the last `sequence_number` that the reader has; -1: none. `number`: the next one."""
 
-    def __init__(self, about: About, output: Output, after: int = -1) -> None:
-        self.about = about
+    def __init__(self, metadata: ResponseMetadata, output: Output, after: int = -1) -> None:
+        self.metadata = metadata
         self.output = output
         self.after = after
         self.number = 0
-        self._place = f'"item_id": "{about.item_id}", "output_index": 0, "content_index": 0'
+        self._place = f'"item_id": "{metadata.item_id}", "output_index": 0, "content_index": 0'
 
     def opening(self) -> bytes:
         """The events before the first entry of the stream."""
-        status = "queued" if self.about.background else "in_progress"
-        response = f'"response": {json.dumps(self.about.open(status))}'
+        status = "queued" if self.metadata.background else "in_progress"
+        response = f'"response": {json.dumps(self.metadata.open(status))}'
         return self._event("response.created", response) + self._event(f"response.{status}", response)
 
     def told(self, events: Iterable[Event]) -> bytes:
@@ -64,7 +64,7 @@ class Story:
 
     def end(self, record: Record) -> Iterator[bytes]:
         """The last events, one at a time: each may have the whole output. `record`: the final one."""
-        about, output = self.about, self.output
+        metadata, output = self.metadata, self.output
         status = status_of(record)
         if output.shown(record):
             if not output.begun:
@@ -78,8 +78,10 @@ class Story:
                 "]",
             )
             yield self._event("response.content_part.done", f'{self._place}, "part": ', *output.part())
-            yield self._event("response.output_item.done", '"output_index": 0, "item": ', *output.item(about, status))
-        yield self._event(LAST[status], '"response": ', *output.pieces(about, record))
+            yield self._event(
+                "response.output_item.done", '"output_index": 0, "item": ', *output.item(metadata, status)
+            )
+        yield self._event(LAST[status], '"response": ', *output.pieces(metadata, record))
 
     def _token(self, token: Token) -> bytes:
         begin = b"" if self.output.begun else self._begin()
@@ -92,9 +94,9 @@ class Story:
     def _begin(self) -> bytes:
         """The events before the output's first delta."""
         began = b""
-        if self.about.background:
-            began = self._event("response.in_progress", f'"response": {json.dumps(self.about.open("in_progress"))}')
-        item = opened_item(self.about.item_id, "in_progress")
+        if self.metadata.background:
+            began = self._event("response.in_progress", f'"response": {json.dumps(self.metadata.open("in_progress"))}')
+        item = opened_item(self.metadata.item_id, "in_progress")
         began += self._event("response.output_item.added", f'"output_index": 0, "item": {item}')
         return began + self._event("response.content_part.added", f'{self._place}, "part": {EMPTY_PART}')
 

@@ -22,7 +22,7 @@ PREFIX: Final = "resp_"
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class ResponseMetadata:
     """A response as its record's field `response` has it. `fields`: those of its JSON that never change."""
 
     task_id: str
@@ -101,18 +101,18 @@ class Output:
         yield self.logprobs
         yield b"]}"
 
-    def item(self, about: About, status: str) -> Iterator[bytes | bytearray]:
+    def item(self, metadata: ResponseMetadata, status: str) -> Iterator[bytes | bytearray]:
         """The output's one item as JSON. `status`: the response's."""
-        yield opened_item(about.item_id, "completed" if status == "completed" else "incomplete")[:-2].encode()
+        yield opened_item(metadata.item_id, "completed" if status == "completed" else "incomplete")[:-2].encode()
         yield from self.part()
         yield b"]}"
 
-    def pieces(self, about: About, record: Record) -> Iterator[bytes | bytearray]:
+    def pieces(self, metadata: ResponseMetadata, record: Record) -> Iterator[bytes | bytearray]:
         """The final response's JSON in pieces."""
-        head = about.ended(record)
+        head = metadata.ended(record)
         yield json.dumps(head)[:-1].encode() + b', "output": ['
         if self.shown(record):
-            yield from self.item(about, head["status"])
+            yield from self.item(metadata, head["status"])
         yield b"]}"
 
     def shown(self, record: Record) -> bool:
@@ -127,7 +127,7 @@ def body(record: Record, events: Iterable[Event], scorer: ChatLogprobs | None = 
     """
     output = Output(scorer)
     output.take(events)
-    return b"".join(output.pieces(About.of(record.id, record.fields["response"]), record))
+    return b"".join(output.pieces(ResponseMetadata.of(record.id, record.fields["response"]), record))
 
 
 def opened_item(item_id: str, status: str) -> str:
