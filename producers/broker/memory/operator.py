@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
 
 from producers.broker.base import Broker, NoSuchPlace, Sender
 from producers.broker.memory.consumer import CAPABILITIES, workers
+from producers.broker.memory.message import Sent, Unusable, read
 from producers.broker.memory.server import Server
-from producers.broker.memory.standing import standing
+from producers.broker.memory.turns import Turns
 from producers.broker.values import NOTHING_COUNTED, Counted, Depth, Depths, Listed, Standing, Waiting, check_weight
 from producers.contract import keys
 from producers.contract.keys import takes_from
@@ -62,7 +65,7 @@ class MemoryBroker(Broker):
     async def standing(self, message: Message, counted: Counted = NOTHING_COUNTED) -> Standing | None:
         with self._server.lock:
             lists = [name for name, tier in self._lists(message.queue) if tier == message.tier]
-            return standing(self._server, lists, message)
+            return _queue_position(self._server, lists, message)
 
     async def depths(self, queues: Sequence[str]) -> Depths:
         with self._server.lock:
@@ -193,3 +196,43 @@ class MemoryBroker(Broker):
 
     async def aclose(self) -> None:
         pass
+
+
+def _queue_position(server: Server, lists: Sequence[str], message: Message) -> Standing | None:
+    """Its place in one of `lists`, those of its tier, as `redis/scripts/standing.lua` reckons it, by playing the turns.
+
+    `server.lock` is held."""
+    for name in lists:
+        turns = _all_sorted(server, name)
+        if any(sent.id == message.id for sent in turns.messages().values()):
+            alone = len(turns.queues) == 1
+            return Standing(_takes_before(server, turns, message.id), alone)
+    for delayed in server.delayed[message.queue]:
+        with suppress(Unusable):
+            if read(delayed.raw).id == message.id:
+                return Standing(due_s=max(0.0, delayed.due - server.clock()) / 1000)
+    return None
+
+
+def _all_sorted(server: Server, name: str) -> Turns:
+    """A list's turns, as if all that arrived were sorted already."""
+    turns, number = deepcopy(server.turns[name]), server.arrivals
+    for raw in reversed(server.lists[name]):
+        number += 1
+        with suppress(Unusable):
+            sent = read(raw)
+            turns.place(server.returned.get(sent.id, number), sent)
+    return turns
+
+
+def _takes_before(server: Server, turns: Turns, task_id: str) -> int:
+    count = 0
+    while (head := turns.head(set())) is not None and head[1].id != task_id:
+        number, sent = head
+        turns.serve(sent.tenant, number, _charge(sent) / server.weights.get(sent.tenant, 1.0))
+        count += 1
+    return count
+
+
+def _charge(sent: Sent) -> float:
+    return max(1.0, sent.tokens)
