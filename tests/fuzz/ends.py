@@ -18,8 +18,12 @@ ID = re.compile(rb'"id":\s*"([^"]+)"')
 FAR = re.compile(rb'"eta":\s*"(9999|2199)-')
 #: Seconds that a result is kept, as the record said: none.
 AT_ONCE = re.compile(rb"-.*|0(x0)?|nan|1e400|")
+#: Lists of what needs a later release (`*` in a pattern of Valkey).
+LATER = "penstock:queue:*+[0-9]*"
 #: A task that comes with Celery: its result is nobody's, unless it is asked for.
 CELERYS = re.compile(rb'"task":\s*"celery\.')
+#: A task of a kind that some release may know.
+PENSTOCKS = re.compile(rb'"task":\s*"penstock\.')
 FINAL = (b"completed", b"failed", b"cancelled", b"incomplete")
 #: How much is not over, at one instant: between two looks, what is held back may come to be in flight.
 LEFT = """
@@ -71,7 +75,8 @@ class Ends:
         """How each ended, and what is wrong with that, if anything is; forgets dead letters and what waits for long."""
         letters = self._take_letters()
         waiting = self._take_waiting()
-        return [self._one(task_id, fuzzed, letters, waiting) for task_id, fuzzed in sent]
+        later = self._take_later()
+        return [self._one(task_id, fuzzed, letters, waiting, later) for task_id, fuzzed in sent]
 
     def _take_letters(self) -> list[bytes]:
         """The messages of all dead letters: JSON whose strings are bytes, not characters."""
@@ -88,7 +93,16 @@ class Ends:
             self._redis.hdel(RETURNED, *ids)  # the numbers that they would have had again
         return found
 
-    def _one(self, task_id: str, fuzzed: Fuzzed, letters: list[bytes], waiting: list[bytes]) -> tuple[str, str]:
+    def _take_later(self) -> list[bytes]:
+        found: list[bytes] = []
+        for name in self._redis.keys(LATER):
+            found += self._redis.lrange(name, 0, -1)  # type: ignore[arg-type]
+            self._redis.delete(name)
+        return found
+
+    def _one(
+        self, task_id: str, fuzzed: Fuzzed, letters: list[bytes], waiting: list[bytes], later: list[bytes]
+    ) -> tuple[str, str]:
         key = f"penstock:task:{task_id}"
         record: Any = self._redis.hgetall(key) if self._redis.type(key) == b"hash" else {}
         told: Any = self._redis.get(f"celery-task-meta-{task_id}")
@@ -96,6 +110,8 @@ class Ends:
             return "dead letter", ""
         if FAR.search(fuzzed.raw) and any(fuzzed.raw in packed for packed in waiting):
             return "waits for its ETA", ""
+        if PENSTOCKS.search(fuzzed.raw) and fuzzed.raw in later:
+            return "waits for a later release", ""
         if fuzzed.record is not None and b"settled" in fuzzed.record:
             return "was settled before", ""
         if sent_id(fuzzed.raw) is None and record == fuzzed.record:

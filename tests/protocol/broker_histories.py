@@ -154,6 +154,14 @@ def go_elsewhere(machine: BrokerMachine) -> None:
     machine.fetch(INC, 0, 0, [0] * 4, [0] * 4)
 
 
+def leave_a_list(machine: BrokerMachine) -> None:
+    """One of two equal messages, and to the front of another list: a worker put it aside, or nobody may do it."""
+    for leave in (lambda: machine.move(FIRST, LAST, 0, True), lambda: machine.bury(FIRST, 0, "nobody", True)):
+        machine.send(LAST, [task("c")])
+        machine.send(FIRST, [task("a"), task("a")])
+        leave()
+
+
 #: All of them.
 HISTORIES: tuple[Callable[[BrokerMachine], None], ...] = (
     come_back,
@@ -171,6 +179,7 @@ HISTORIES: tuple[Callable[[BrokerMachine], None], ...] = (
     come_back_among_others,
     recall_a_few,
     go_elsewhere,
+    leave_a_list,
 )
 
 

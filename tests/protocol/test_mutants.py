@@ -36,7 +36,7 @@ STORE = {
     "CLAIM knows nothing of earlier releases": ("claim", "own[1] = pool and cjson.decode(pool).version", ""),
     "CLAIM knows no pools": ("claim", "own[3] ~= fingerprint", "false"),
     "CLAIM leaves to a pool what nobody has begun": ("claim", "begun and own[3] and", "own[3] and"),
-    "CLAIM leaves to a pool without workers": ("claim", "pool and lives(pool) and pool", "pool"),
+    "CLAIM leaves to a pool without workers": ("claim", "if pool and lives({ pool }, need) then", "if pool then"),
     "CLAIM sends away what is cancelled": ("claim", "not r[5] and not is_late", "not is_late"),
     "CLAIM sends away what is late": ("claim", "not r[5] and not is_late", "not r[5]"),
     "CLAIM does not say that it was queued": ("claim", "redis.call('HSETNX', task, 'queued', now)", ""),
