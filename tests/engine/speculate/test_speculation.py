@@ -16,7 +16,7 @@ from tests.engine.sampling.sequences import sequence
 
 def speculation(agreement: float = 1.0, **settings: Any) -> Speculation:
     """Guessing takes no time."""
-    defaults = {"most": 4, "clock": lambda: 0.0}
+    defaults = {"max_tokens": 4, "clock": lambda: 0.0}
     return Speculation(Guesser(lambda seq, tokens: 5, agreement, 9, whole=True), **(defaults | settings))
 
 
