@@ -240,6 +240,8 @@ class History:
                 (answer,) = worker.consumer.put_down([what])
             except ConnectionError:
                 return False
+            if self.faults and isinstance(what, Back) and answer is PutDown.UNSETTLED:
+                return False  # it met an Ack that was still on its way: it is a stray, and given back again
             assert answer in ((PutDown.DONE, PutDown.GONE) if self.faults else (PutDown.DONE,)), (what, answer)
             return True
 
