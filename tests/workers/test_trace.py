@@ -6,7 +6,7 @@ from celery import Celery
 
 from producers import Client
 from producers.contract import keys
-from tests.producers.contract.test_trace import GOOD, TRACE
+from tests.producers.contract.test_record import GOOD, TRACE
 from tests.workers.rig import Rig
 
 

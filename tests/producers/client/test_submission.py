@@ -17,7 +17,7 @@ from producers.contract import keys
 from producers.contract.webhook import FINAL_EVENTS, new_secret
 from producers.store import protocol
 from tests.producers.conftest import CARD, QUEUE
-from tests.producers.contract.test_trace import GOOD
+from tests.producers.contract.test_record import GOOD
 from tests.producers.faces import Face
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.proxy import Proxy

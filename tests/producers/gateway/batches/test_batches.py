@@ -20,7 +20,7 @@ from producers.store import batches
 from producers.store.access.api_keys import Key
 from producers.store.access.principal import Limits
 from producers.sweeper.batches.endpoint import Answer, Finished, Planned
-from tests.producers.contract.test_trace import GOOD
+from tests.producers.contract.test_record import GOOD
 from tests.producers.gateway.conftest import Ask, Open
 from tests.producers.gateway.openai.conftest import MESSAGES
 

@@ -17,7 +17,7 @@ from producers.contract.sealing import KEY_FILE, new_key
 from producers.contract.webhook import new_secret
 from producers.store.access import api_keys
 from tests.in_process import app
-from tests.producers.contract.test_trace import GOOD
+from tests.producers.contract.test_record import GOOD
 from tests.producers.gateway.conftest import Door, Make, Open
 from tests.producers.gateway.test_keys import as_caller
 

@@ -10,7 +10,7 @@ from redis import Redis
 
 from producers.contract import keys
 from producers.contract.record import Record
-from tests.producers.contract.test_trace import GOOD, TRACE
+from tests.producers.contract.test_record import GOOD, TRACE
 from tests.producers.gateway.openai.conftest import MESSAGES, Answering
 
 

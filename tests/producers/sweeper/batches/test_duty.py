@@ -34,7 +34,7 @@ from producers.sweeper.files import remove_files
 from tests.aws import Aws
 from tests.chaos.batching import BAD, GOOD, Job, Serving, make, names_in
 from tests.producers.conftest import CARD
-from tests.producers.contract.test_trace import GOOD as TRACEPARENT
+from tests.producers.contract.test_record import GOOD as TRACEPARENT
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.store.test_s3 import bucket_of
 from tests.waiting import auntil
