@@ -141,7 +141,7 @@ def submit(
         raise SubmitFailed(
             f"The model {shown(task.model)} got another version while the prompt was made for version "
             f"{resolved.card['version']}; nothing was queued, submit it again",
-            "model_changed",
+            code="model_changed",
         )
     task = task.resolved(known.card)
     named, task_id = task_id is not None, task_id or str(uuid.uuid4())

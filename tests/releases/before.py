@@ -17,7 +17,11 @@ from tests.processes import ROOT, guarded
 (WHEEL,) = Path(__file__).parent.glob("*.whl")
 NATIVE = Path("engine/kernels/native")
 #: Modules by their name in this release -> in the release before.
-MOVED = {"producers.contract.leases": "producers.connection.alive"}
+MOVED = {
+    "producers.contract.leases": "producers.connection.alive",
+    "producers.client.reader_leases": "producers.sweeper.reader_leases",
+    "producers.client.leader": "producers.sweeper.leader",
+}
 
 #: Calls functions by name, with values that came by pickle: of its own release's classes, and so are the answers.
 SERVE = """
