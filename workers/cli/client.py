@@ -7,14 +7,16 @@ import secrets
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from itertools import chain, islice
-from typing import Any, BinaryIO, Final
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 from urllib.parse import quote, urlencode, urlsplit
 
 from workers.api_key import API_KEY, authorization
 from workers.cli.exits import Exit, Failure
 from workers.sse import Event, EventStream
+
+if TYPE_CHECKING:
+    from http.client import HTTPResponse
 
 #: Silence (s) after which a gateway counts as gone. On an open stream it sends something every 10 s.
 SILENCE_S: Final = 30.0
@@ -219,6 +221,8 @@ class Gateway:
         self, method: str, path: str, body: str | Iterable[bytes] | None, headers: Mapping[str, str]
     ) -> Iterator[HTTPResponse]:
         """The answer to a request, to be read within the block."""
+        from http.client import HTTPConnection, HTTPException, HTTPSConnection
+
         make = HTTPSConnection if self._tls else HTTPConnection
         connection = make(self._host, self._port, timeout=SILENCE_S)
         try:
