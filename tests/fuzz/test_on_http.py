@@ -18,8 +18,8 @@ def test_every_request_is_answered_as_declared() -> None:
     findings = on_http.run(count, 7 + SEED)
     assert findings.faults == []
     assert findings.sent == count
-    # What else there is depends on what Hypothesis draws.
-    assert {200, 400, 404} <= findings.statuses.keys()
+    # Few requests have a wrong method: where others are drawn each time, there may be none.
+    assert {200, 400, 404} | ({405} if SEED == 0 else set()) <= findings.statuses.keys()
 
 
 def whole(status: int, body: bytes, kind: str = "application/json") -> bytes:
