@@ -133,7 +133,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a family has of its own."""
+    """A family of models: how its settings are read, and the parts of its decoder that are not the usual ones."""
 
     read: Callable[[Config], DecoderSettings]
     """Reads the settings. Raises ModelError naming a setting that it cannot serve."""

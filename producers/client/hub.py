@@ -188,7 +188,7 @@ class Hub:
                 for channel in self._channels.values():
                     channel.live = False
                 await connection.disconnect(nowait=True)
-            if self._closed:  # a task group that fails in the moment of its cancellation raises the failure alone
+            if self._closed:  # a task group that fails while it is cancelled raises the failure, not CancelledError
                 return
             attempt = 0 if self._replies else attempt + 1
             await asyncio.sleep(backoff(attempt))

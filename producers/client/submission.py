@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 #: Time (s) for which a model's card is cached.
 FRESH_S: Final = 2.0
-#: Longest time (s) from the end of FRESH_S to a submit whose prompt was made for the card.
+#: Time (s) beyond FRESH_S for which a request may still be submitted for the card that its prompt was made for.
 PREPARED_S: Final = 3.0
 #: Time (s) after the card has changed for which tasks of its former version may still come.
 SETTLED_S: Final = FRESH_S + PREPARED_S + 3.0
@@ -121,8 +121,8 @@ def submit(
     SubmitFailed.
 
     `more`: fields of its record beside those of the task itself. `charge`: the accounts that it is charged to. `room`:
-    the bounds on what waits that hold for it. `resolved`: the model, where the task's prompt was made for this version;
-    no other one gets it.
+    the bounds on what waits that hold for it. `resolved`: the model as the caller found it, where the prompt was made
+    for its version; no other version gets the task.
     """
     if task_id is not None and (type(task_id) is not str or not TASK_ID.fullmatch(task_id)):
         raise InvalidTask(

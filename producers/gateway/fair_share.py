@@ -104,7 +104,7 @@ class Share:
         """Seconds by which it has used more than the cap, of `counted` used ones, at a time (monotonic)."""
 
     def of(self, caller: Hashable) -> Share:
-        """Another caller's."""
+        """The share of another caller of this gateway."""
         return self._all.of(caller)
 
     async def turn(self) -> None:

@@ -1,4 +1,4 @@
-"""What must be there before `/readyz` says that a gateway is ready: models' files, and the store of files' content."""
+"""Checks before `/readyz` says that a gateway is ready: models' files, and the store of files' content."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Reach:
         self._looking: asyncio.Task[None] | None = None
 
     async def error(self, patience_s: float) -> OSError | None:
-        """What is wrong, as the last look saw it; None if nothing is. Waits for a look for up to `patience_s`."""
+        """The fault that the last look saw, None if there was none. Waits for a look for up to `patience_s`."""
         if self._looking is None and time.monotonic() - self._looked > EVERY_S:
             self._looking = asyncio.create_task(self._look())
         if self._looking is not None:

@@ -55,7 +55,7 @@ ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 MAX_WINDOW_S: Final = 7 * 24 * 3600
 MIN_WINDOW_S: Final = 60
 WINDOW: Final = re.compile("([1-9][0-9]{0,4})([mhd])")
-#: What a completion window has to be, for errors.
+#: The form of a completion window, for errors.
 WINDOW_FORM: Final = "minutes, hours or days, such as 30m, 24h or 7d; 7 days at most"
 #: Most pairs of a batch's metadata, and the most characters of a name and of a text.
 PAIRS, NAME, TEXT = 16, 64, 512

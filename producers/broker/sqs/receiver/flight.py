@@ -66,7 +66,7 @@ class ReceivedMessage:
     seqs: int = 0
     tokens: int = 0
     uuid: str = ""
-    """Of its delivery; empty: it is in the buffer."""
+    """The id of its delivery; empty while it is in the buffer."""
     delivered: bool = False
     """The store knows the delivery."""
     leaving: bool = False
@@ -181,7 +181,7 @@ def _decoded(body: str) -> bytes:
 
 
 def kept_message(name: str, raw: bytes, group: str) -> str:
-    """What the store keeps of a message of a list."""
+    """A message of a list as the store keeps it (JSON)."""
     return json.dumps({"list": name, "body": raw.decode(errors="surrogateescape"), "group": group})
 
 

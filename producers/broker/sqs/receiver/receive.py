@@ -331,7 +331,7 @@ class Receiver:
             self.give_back([message for message in self._received.values() if not message.delivered])
 
     def strays(self, incarnation: str, entries: Sequence[InFlight], deliveries: Sequence[str]) -> dict[str, str]:
-        """What neither the worker nor this has, by UUID; it may be given back then."""
+        """Deliveries that neither the worker nor this receiver has: UUID -> task's id. They may be given back."""
         with self.changed:
             mine = {message.field for message in self._received.values() if not message.stray} | set(deliveries)
             strays = [entry for entry in entries if entry.field not in mine and not entry.field.startswith("m:")]

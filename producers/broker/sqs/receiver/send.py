@@ -150,7 +150,7 @@ def _sendable(entry: dict[str, Any], url: str) -> dict[str, Any]:
 
 
 def ack(message: ReceivedMessage, reason: str = "", *, settled: bool = False) -> Steps:
-    """Nobody needs it any more. With a reason it is a dead letter."""
+    """Delete a message that nobody needs any more; with a reason, keep it as a dead letter."""
     way = "letter" if reason else "done"
     answer = yield flight.out(message, way, kept=message.raw if reason else "", reason=reason, settled=settled)
     if answer != 1:
