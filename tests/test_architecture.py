@@ -1,4 +1,4 @@
-"""docs/architecture.md names functions that are there: the table of one token's way, compared with the code."""
+"""docs/how/architecture.md names functions that are there: the table of one token's way, compared with the code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 from tests.processes import ROOT
 
-PAGE = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "how" / "architecture.md").read_text("utf-8")
 
 
 def way() -> list[tuple[str, list[str]]]:

@@ -1,4 +1,4 @@
-"""The examples of docs/aws.md run as they are written, against AWS on loopback."""
+"""The examples of docs/run/aws.md run as they are written, against AWS on loopback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.aws import ACCOUNT, Aws
 from tests.processes import ROOT, free_port, guarded
 from tests.producers.aws.users import user
 
-PAGE: Final = (ROOT / "docs" / "aws.md").read_text("utf-8")
+PAGE: Final = (ROOT / "docs" / "run" / "aws.md").read_text("utf-8")
 #: Commands that go on until they are told to stop.
 PROCESSES: Final = ("up", "worker", "gateway", "sweeper")
 #: Commands of the page, and the port that is free here in place of 8000.

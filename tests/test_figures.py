@@ -43,7 +43,7 @@ def test_each_figure_has_its_place_in_the_documentation(name: str) -> None:
 
 
 def test_no_place_waits_for_a_figure_that_nothing_measures() -> None:
-    text = "".join(page.read_text("utf-8") for page in DOCS.glob("*.md"))
+    text = "".join(page.read_text("utf-8") for page in DOCS.rglob("*.md"))
     marked = re.findall(r"^<!-- figures:(\w+) -->$", text, re.MULTILINE)
     assert sorted(marked) == sorted(figures.FIGURES)
 

@@ -115,7 +115,7 @@ def test_the_engines_example_runs_in_any_directory(
 
 
 def test_every_command_is_on_its_page() -> None:
-    page = (ROOT / "docs" / "commands.md").read_text("utf-8")
+    page = (ROOT / "docs" / "run" / "commands.md").read_text("utf-8")
     known: Any = typer.main.get_command(app)
     listed = "\n".join(line for line in page.splitlines() if line.startswith("| `"))
     for name, command in known.commands.items():

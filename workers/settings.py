@@ -35,7 +35,7 @@ class WorkerSettings:
     step_limit: float = 180.0
     """Longest engine step. A longer one counts as hung: tasks are handed back, the process exits. 0: no limit."""
     breaker: bool = True
-    """Take no tasks while the engine fails them, or is far slower than its peers' (docs/breaker.md)."""
+    """Take no tasks while the engine fails them, or is far slower than its peers' (docs/how/breaker.md)."""
     health_port: int | None = None
     """Port of /livez and /readyz; 0: any free port; None: no port."""
     spot_notice: str | None = None

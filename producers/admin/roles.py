@@ -1,6 +1,6 @@
 """The server's users by role, each with the rights that its process needs and no others.
 
-    ROLES: role -> Rights -> rules of an ACL (`docs/servers.md` shows them) -> a line of the server's users.acl
+    ROLES: role -> Rights -> rules of an ACL (`docs/run/servers.md` shows them) -> a line of the server's users.acl
 
 A server checks every command of a script as one of the user who calls it. So a script gives nobody more than these
 rights; and who may write a key may write it outside our scripts, too.

@@ -1,4 +1,4 @@
-"""Backups of a running system, and systems made of them (docs/backup.md).
+"""Backups of a running system, and systems made of them (docs/run/backup.md).
 
 store ─▶ take: entries ─▶ archive: segments and blobs, sealed, and a manifest
 store ─▶ journal: what must not come back, written by the leading sweeper

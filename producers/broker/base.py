@@ -134,7 +134,7 @@ class Consumer(ABC):
     @abstractmethod
     def look(self, looker: str, others: Sequence[str], since: int = 0) -> Observation | None:
         """Look whether other incarnations live, as `looker`. None where that is not heard here itself: nothing is known
-        then (docs/failover.md). `since`: the join since when what leases say counts; 0: all does."""
+        then (docs/how/failover.md). `since`: the join since when what leases say counts; 0: all does."""
 
     @abstractmethod
     def reap(self, incarnation: str, looker: str = "", since: int = 0) -> int:

@@ -256,7 +256,7 @@ class AsyncHandle:
 
     async def delete(self) -> None:
         """Delete the task and all that is stored of it; one that has not ended is cancelled first. Webhooks that were
-        not sent yet are not sent any more (docs/tasks.md says what stays where, and for how long).
+        not sent yet are not sent any more (docs/use/tasks.md says what stays where, and for how long).
 
         Raises TaskNotFound, and TaskInBatch for a line of a batch.
         """

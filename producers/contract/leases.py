@@ -1,4 +1,4 @@
-"""The lease protocol between workers, on store and broker alike: JOIN, LOOK, END, RETRACT (docs/failover.md).
+"""The lease protocol between workers, on store and broker alike: JOIN, LOOK, END, RETRACT (docs/how/failover.md).
 
 Taking and renewing a lease differ between the two servers: each has a LEASE script of its own.
 """

@@ -4,7 +4,7 @@
 
 `penstock:epoch` is a hash: `id`, `state`, `backup` (its id) and `at` (ms). LEASE and LEAD compare the epoch with that
 in which their caller began; other processes `watch` it. A process that began in another epoch knows what is not there
-any more, so it ends (`docs/backup.md`).
+any more, so it ends (`docs/run/backup.md`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OTHER: Final = -1
 LOOK_S: Final = 1.0
 CHANGED: Final = (
     "the store was restored from a backup, and this process began before that: it ends, to be started again "
-    "(docs/backup.md)"
+    "(docs/run/backup.md)"
 )
 
 

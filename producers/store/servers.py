@@ -21,7 +21,7 @@ from producers.store.epoch import RESTORING
 
 log = logging.getLogger(__name__)
 
-#: The permissions that Penstock's user needs, in the syntax of ACLs; docs/servers.md has the least.
+#: The permissions that Penstock's user needs, in the syntax of ACLs; docs/run/servers.md has the least.
 RIGHTS: Final = "~* &* +@all -@admin -@dangerous +info"
 #: Commands on the keys and channels of Penstock's own, as `_try` takes them.
 OWN: Final = (
@@ -110,7 +110,9 @@ def _may(client: Redis, control: bool) -> None:
     except RedisError as error:
         if trouble(error) is Trouble.DENIED:
             user = text(client.execute_command("ACL", "WHOAMI"))
-            raise type(error)(f"user {user!r}: {error}. It needs {RIGHTS}, or the least of docs/servers.md") from error
+            raise type(error)(
+                f"user {user!r}: {error}. It needs {RIGHTS}, or the least of docs/run/servers.md"
+            ) from error
         raise
 
 
@@ -140,7 +142,7 @@ def _read(connection: Any, command: list[str]) -> None:
 
 
 def _may_look(client: Redis, role: str, where: str) -> None:
-    """Warn where the user may not ask who listens: LEASE, LOOK and REAP then go by leases alone (docs/failover.md)."""
+    """Warn where the user may not ask who listens: LEASE, LOOK and REAP then go by leases (docs/how/failover.md)."""
     try:
         client.execute_command("PUBSUB", "NUMSUB", "penstock:alive:probe")
     except RedisError as error:

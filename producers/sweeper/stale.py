@@ -1,6 +1,6 @@
 """Removes unneeded data that has no TTL, so that nothing grows for ever. The leader does this.
 
-Data that its owner may be about to use must be found unneeded twice. docs/sweeper.md lists all kinds.
+Data that its owner may be about to use must be found unneeded twice. docs/how/sweeper.md lists all kinds.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ async def _check_workers(client: AsyncClient, pause_s: float) -> None:
         await asyncio.sleep(pause_s)
     raise ForeignWorkers(
         f"workers that have no lease at this store hold leases at its broker: {', '.join(sorted(foreign or ()))}. This "
-        "store was restored from a backup: stop the old system's workers first (docs/backup.md)"
+        "store was restored from a backup: stop the old system's workers first (docs/run/backup.md)"
     )
 
 

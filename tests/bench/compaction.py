@@ -33,7 +33,7 @@ COUNTS = [10, 100, 1000, 10_000]
 def tokens(count: int, top: int | None) -> list[str]:
     """Stream entries; with the log probabilities of so many alternatives each."""
     tokenizer = Tokenizer.from_file(str(ROOT / "workers" / "models" / "tiny" / "tokenizer.json"))
-    ids = tokenizer.encode((ROOT / "docs" / "protocol.md").read_text()).ids
+    ids = tokenizer.encode((ROOT / "docs" / "how" / "protocol.md").read_text()).ids
     chance = random.Random(1)
     entries = []
     for index, token in zip(range(count), itertools.cycle(ids), strict=False):

@@ -210,7 +210,7 @@ def shown(commands: tuple[str, ...], where: str, rows: list[tuple[str, ...]]) ->
 def place_of(docs: Path, name: str) -> tuple[Path, re.Match[str]]:
     """The page with the region of this name, and what lies within it. Raises LookupError."""
     pattern = re.compile(rf"(?<=<!-- figures:{name} -->\n)\n?.*?(?=<!-- /figures -->)", re.DOTALL)
-    for page in sorted(docs.glob("*.md")):
+    for page in sorted(docs.rglob("*.md")):
         if found := pattern.search(page.read_text("utf-8")):
             return page, found
     raise LookupError(f"no page in {docs} has a region <!-- figures:{name} --> ... <!-- /figures -->")

@@ -1,4 +1,4 @@
-"""The cost of looks at neighbours and peers (docs/failover.md, breaker.md): `python -m tests.bench.looks`.
+"""The cost of looks at neighbours and peers (docs/how/failover.md, breaker.md): `python -m tests.bench.looks`.
 
 So many incarnations are heard and have leases on one server. Each looks at two others, renews its lease, and compares
 itself with some peers. Printed is the server's own time for a call (INFO commandstats), and its share of a core at

@@ -1,4 +1,4 @@
-"""Every example of docs/api.md runs as it is written, and says what it should."""
+"""Every example of docs/use/examples.md runs as it is written, and says what it should."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from workers.processes import PENSTOCK
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "api.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "use" / "examples.md").read_text("utf-8")
 LANGUAGES = ("bash", "python", "javascript")
 #: One of each section in `make test`, each time another language.
 EXAMPLES = [
@@ -105,7 +105,9 @@ def test_the_readmes_response_calls_back(running: Running) -> None:
 
 
 def test_the_python_of_the_page_on_tasks_runs(running: Running) -> None:
-    source = "\n".join(re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "tasks.md").read_text(), re.M | re.S))
+    source = "\n".join(
+        re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "use" / "tasks.md").read_text(), re.M | re.S)
+    )
     ran = running.run("python", source.replace("ws://127.0.0.1:8000", running.url.replace("http", "ws")))
     assert ran.returncode == 0, ran.stderr
     # The text; the line of the list; the retried task's stream, of the same seed.

@@ -1,4 +1,4 @@
-"""What a gateway may answer: well-formed HTTP/1.1, and every error one that docs/http.md declares.
+"""What a gateway may answer: well-formed HTTP/1.1, and every error one that docs/use/http.md declares.
 
 Reads bytes strictly, with a parser that shares nothing with the server's.
 """
@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parents[2] / "docs" / "http.md"
+PAGE = Path(__file__).parents[2] / "docs" / "use" / "http.md"
 #: Of the server errors, those that a caller may bring about while all is well: a `timeout` that he asked for, and turns
 #: that he did not wait for.
 FAIR = frozenset({(504, "expired"), (503, "too_many_large_results"), (503, "too_many_connections"), (503, "stopping")})
@@ -33,7 +33,7 @@ class Answer:
 
 @cache
 def declared() -> frozenset[tuple[int, str]]:
-    """(status, code) of every error, as the table of docs/http.md has them."""
+    """(status, code) of every error, as the table of docs/use/http.md has them."""
     rows = re.findall(r"^\| ([0-9, ]+) \| (`[^|]+) \|", PAGE.read_text(), re.MULTILINE)
     return frozenset(
         (int(status), code)

@@ -2,8 +2,8 @@
 
     python -m tests.fuzz.on_http --requests 10000
 
-Connections come a few at a time. Every answer has to be HTTP, every error one of those that docs/http.md declares and
-of their form, no 5xx but those that a caller brings about himself; whole requests are all answered. The gateway and
+Connections come a few at a time. Every answer has to be HTTP, every error one of those that docs/use/http.md declares
+and of their form, no 5xx but those that a caller brings about himself; whole requests are all answered. The gateway and
 the worker have to live, and to hold nothing afterwards. Prints a report as JSON; exits with 1 where any of that does
 not hold.
 """

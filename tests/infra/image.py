@@ -22,7 +22,7 @@ from tests.infra.deploy.test_compose import said as compose
 from tests.infra.deploy.test_container import FOLDERS, USER
 
 IMAGE: Final = "localhost/penstock:cpu"
-#: Largest unpacked image (bytes), of which docs/deploy.md speaks.
+#: Largest unpacked image (bytes), of which docs/run/deploy.md speaks.
 MAX_BYTES: Final = 1_200_000_000
 #: For how long (s) something is waited for.
 PATIENCE_S: Final = 120.0

@@ -188,14 +188,14 @@ async def test_nothing_grows_for_ever(
 
 
 def test_the_table_of_keys_has_each_of_them() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "sweeper.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how" / "sweeper.md").read_text()
     table = page.partition("## When keys are removed")[2]
     told: list[str] = []
     for name in re.findall("`([^`]+)`", "".join(re.findall(r"^\|[^|]+", table, re.MULTILINE))):
         told.append(told[-1].rpartition(":")[0] + name if name.startswith(":") else name)
     known = [re.compile(re.sub("<.+?>", ".+", name) + (".+" if name.endswith(":") else "")) for name in told]
     for key in {key for module in (keys, broker_keys, sqs_keys) for key in _keys_of(module)}:
-        assert any(name.fullmatch(key) for name in known), f"{key}: docs/sweeper.md does not say when it is removed"
+        assert any(name.fullmatch(key) for name in known), f"{key}: docs/how/sweeper.md does not say when it is removed"
 
 
 def _keys_of(module: ModuleType) -> Iterator[str]:

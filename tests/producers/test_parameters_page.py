@@ -1,4 +1,4 @@
-"""docs/parameters.md has every field of a task, with its limits as the code has them."""
+"""docs/use/parameters.md has every field of a task, with its limits as the code has them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from engine.params import DEFAULTS
 from producers.contract.task import Task
 
-PAGE = Path(__file__).parents[2] / "docs" / "parameters.md"
+PAGE = Path(__file__).parents[2] / "docs" / "use" / "parameters.md"
 
 
 def rows() -> list[str]:

@@ -1,4 +1,4 @@
-"""What the Python client gives is typed: mypy knows the example of docs/tasks.md, and finds what is wrong in it."""
+"""What the Python client gives is typed: mypy knows the example of docs/use/tasks.md, and finds what is wrong in it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "tasks.md").read_text(), re.M | re.S)[0]
+EXAMPLE = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "use" / "tasks.md").read_text(), re.M | re.S)[0]
 #: A part of the example and what replaces it. All but the first are wrong.
 WRONG = {
     "": ("", ""),

@@ -19,5 +19,5 @@ def test_the_changelog_begins_with_this_release_and_the_wheel_is_of_the_one_befo
 
 
 def test_each_release_says_what_to_do_before_upgrading() -> None:
-    said = re.findall(r"^\| (\d+\.\d+\.\d+) \|", (ROOT / "docs" / "upgrading.md").read_text(), re.MULTILINE)
+    said = re.findall(r"^\| (\d+\.\d+\.\d+) \|", (ROOT / "docs" / "run" / "upgrading.md").read_text(), re.MULTILINE)
     assert said == RELEASES

@@ -145,12 +145,12 @@ def test_a_chord_gives_the_last_prompt_what_all_said(served: Rig, app: Celery) -
 def test_the_examples_in_the_documentation_run(
     served: Rig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    readme, page = ((ROOT / name).read_text("utf-8") for name in ("README.md", "docs/celery.md"))
+    readme, page = ((ROOT / name).read_text("utf-8") for name in ("README.md", "docs/use/celery.md"))
     first, _on_sqs, second = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert first in readme, "the same example stands in both"
     monkeypatch.setenv("BROKER_URL", served.url)
     example = (first + second).replace("tiny", "stub")
-    exec(compile(example, "docs/celery.md", "exec"), {})
+    exec(compile(example, "docs/use/celery.md", "exec"), {})
     assert capsys.readouterr().out.split()
 
 

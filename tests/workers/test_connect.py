@@ -73,7 +73,7 @@ def test_over_a_unix_socket_tasks_run_and_waiting_senders_hear(tmp_path: Path) -
 
 
 def test_the_least_rights_of_the_docs_suffice_and_a_worker_asks_for_each(caplog: pytest.LogCaptureFixture) -> None:
-    row = re.search(r"broker and store in one \| `(.*)`", (ROOT / "docs/servers.md").read_text())
+    row = re.search(r"broker and store in one \| `(.*)`", (ROOT / "docs/run/servers.md").read_text())
     assert row is not None
     least = row[1].split()
     with valkey() as (url, redis):

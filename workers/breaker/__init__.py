@@ -4,5 +4,5 @@
     publisher         a task's end ─▶ Window, Breaker
     housekeeper       peers' leases ─▶ judge ─▶ EJECT ─▶ Breaker ─▶ canary, on its own engine ─▶ half open ─▶ closed
 
-Each worker judges itself (docs/breaker.md).
+Each worker judges itself (docs/how/breaker.md).
 """

@@ -1,4 +1,4 @@
-"""The state of a worker's breaker: closed, asking, open, half open. No I/O; docs/breaker.md has the whole.
+"""The state of a worker's breaker: closed, asking, open, half open. No I/O; docs/how/breaker.md has the whole.
 
 publisher     failed, completed ─▶ asking, or closed again
 housekeeper   open (an outlier), refused, rest ─▶ open, closed

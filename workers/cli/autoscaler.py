@@ -57,11 +57,11 @@ def autoscaler(
     rule: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=VALUE", help="Set another constant of the policy (docs/scaling.md). May be repeated."
+            metavar="NAME=VALUE", help="Set another constant of the policy (docs/run/scaling.md). May be repeated."
         ),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="A TOML file with several pools (docs/scaling.md), instead of --model.")
+        Path | None, typer.Option(help="A TOML file with several pools (docs/run/scaling.md), instead of --model.")
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print decisions. Lead nothing, write nothing, start and end nothing.")

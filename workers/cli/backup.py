@@ -1,4 +1,4 @@
-"""`penstock backup` copies a running system, and `penstock restore` makes a new one of the copy (docs/backup.md)."""
+"""`penstock backup` copies a running system, `penstock restore` makes a new one of the copy (docs/run/backup.md)."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ What happens when a process dies:
 - a child before it serves, or soon after: it is restarted after a growing pause, and given up after MOST_DEATHS such
   deaths in a row. A child that is refused (a setting, a model) before it ever served is given up at once. After it has
   served, a refusal has another cause (a restarting broker) and passes.
-- a child that serves: its lease is ended for it (docs/worker.md). It is restarted with the same name, as a new
+- a child that serves: its lease is ended for it (docs/how/worker.md). It is restarted with the same name, as a new
   incarnation.
 - a child that another process told to stop: it exits with 0 and stays stopped.
 - a child while all stop: it is not restarted, and its status counts.

@@ -27,7 +27,7 @@ app = Commands("Processes", PROCESS_STATUS)
 def sources(
     broker: Broker,
     config: Annotated[
-        Path | None, typer.Option(help="The TOML file with a table for each source (docs/sources.md).")
+        Path | None, typer.Option(help="The TOML file with a table for each source (docs/use/sources.md).")
     ] = None,
     watch_folder: Annotated[
         list[Path] | None,

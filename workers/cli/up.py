@@ -149,7 +149,7 @@ def up(
     files_dir: FilesDir = None,
     secrets_key: SecretsKey = None,
     sources: Annotated[
-        Path | None, typer.Option(help="Run the event sources of this TOML file, too (docs/sources.md).")
+        Path | None, typer.Option(help="Run the event sources of this TOML file, too (docs/use/sources.md).")
     ] = None,
     drain_timeout: Annotated[
         float, typer.Option(min=0, callback=finite, help="Seconds that running tasks may go on after Ctrl-C.")

@@ -7,7 +7,7 @@
 
 No number of bad requests can make the answer NaN, as rows of a batch share no numbers; one is enough to ask.
 
-A canary is the same question with more tokens, for a breaker: does the engine work, and how fast (docs/breaker.md)?
+A canary is the same question with more tokens, for a breaker: does the engine work, and how fast (docs/how/breaker.md)?
 """
 
 from __future__ import annotations

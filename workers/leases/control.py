@@ -6,7 +6,7 @@ cancel TASK    a cancel should not wait for the task's next token
 drain          take no more tasks, end the running ones, exit (`penstock rollout --drain-old`)
 
 On store and broker, it listens to the incarnation's alive channel, where nothing is ever said: that somebody listens
-tells others that this process is there (docs/failover.md).
+tells others that this process is there (docs/how/failover.md).
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ class Lease:
     def _take_counts_back(self, life: Incarnation, dropped: Sequence[Delivery]) -> bool:
         """Whether another took this life for dead: then no task keeps the death or the return counted for it.
 
-        After RELEASE, so that no CLAIM counts another one. A life that only lapsed keeps them (docs/failover.md).
+        After RELEASE, so that no CLAIM counts another one. A life that only lapsed keeps them (docs/how/failover.md).
         """
         returned = self.broker.retract(life.id)
         noted = read_retract(run(self.store, retract(life.id)))

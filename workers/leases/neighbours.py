@@ -1,7 +1,7 @@
 """Looks whether neighbours' processes are alive, and takes over what dead ones held before their leases lapse.
 
 Each incarnation looks at the two that follow it by name. It judges what their leases said since it joined, and after a
-whole lease all. docs/failover.md has the rules, and what happens when a process dies or is cut off between any two
+whole lease all. docs/how/failover.md has the rules, and what happens when a process dies or is cut off between any two
 lines.
 """
 

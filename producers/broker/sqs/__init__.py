@@ -1,4 +1,4 @@
-"""The broker on SQS: SQS carries the messages, the store keeps the books (docs/sqs.md).
+"""The broker on SQS: SQS carries the messages, the store keeps the books (docs/how/sqs.md).
 
     operator ─▶ sending/ ─▶ index, SendMessage ─▶ one SQS queue for each tier of a version ─▶ receiver/ ─▶ consumer
 

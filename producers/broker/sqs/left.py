@@ -1,6 +1,6 @@
 """Gives back what workers that are gone left: their messages in flight, and delayed ones of a queue that nobody serves.
 
-Both may die between any two steps and be repeated; docs/sqs.md has the order of the steps.
+Both may die between any two steps and be repeated; docs/how/sqs.md has the order of the steps.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class _Chat:
     openapi_extra=PARAMETERS.openapi(),
 )
 async def create(request: Request) -> Response:
-    """OpenAI's chat completions; docs/http.md says which parameters are taken."""
+    """OpenAI's chat completions; docs/use/http.md says which parameters are taken."""
     gateway = gateway_of(request)
     await gateway.streams.enter(request.scope, "answer")
     chat = read_chat(await read_object(request, gateway.settings.max_body), tenant_of(request))

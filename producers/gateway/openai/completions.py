@@ -54,7 +54,7 @@ router = APIRouter(prefix="/v1", tags=["openai"])
     openapi_extra=PARAMETERS.openapi(),
 )
 async def create(request: Request) -> Response:
-    """OpenAI's completions; docs/http.md says which parameters are taken."""
+    """OpenAI's completions; docs/use/http.md says which parameters are taken."""
     gateway = gateway_of(request)
     await gateway.streams.enter(request.scope, "answer")
     completion = read_completion(await read_object(request, gateway.settings.max_body), tenant_of(request))

@@ -225,7 +225,7 @@ class Parameters:
             if name not in recognised:
                 near = likely(name, recognised)
                 raise unknown_parameter(
-                    name, f"did you mean {shown(near)}?" if near else "see docs/http.md for what is taken"
+                    name, f"did you mean {shown(near)}?" if near else "see docs/use/http.md for what is taken"
                 )
             nothing = self.not_offered.get(name)
             if nothing is not None and not any(_same(value, neutral) for neutral in nothing):

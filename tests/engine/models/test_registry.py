@@ -120,5 +120,5 @@ def test_a_card_knows_the_defaults_of_a_decoder_inside_of_a_larger_model(tmp_pat
 
 
 def test_every_family_is_documented_and_nothing_else() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "run" / "models.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `(\w+For\w+)` \|", text, re.MULTILINE)) == FAMILIES_SERVED.keys()

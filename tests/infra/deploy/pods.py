@@ -28,7 +28,7 @@ LEAST, NEWEST = "1.30", "1.37"
 OWNERS = ("Deployment", "StatefulSet", "Job", "CronJob")
 #: ConfigMaps and Secrets that `penstock secrets make` makes, or that an operator does.
 OTHERS = {"penstock-ca", "penstock-valkey", "penstock-backup-key"}
-#: Role -> its Secret, which `penstock secrets make` makes (docs/deploy.md), and what each has.
+#: Role -> its Secret, which `penstock secrets make` makes (docs/run/deploy.md), and what each has.
 SECRETS, OF_SECRET = {role: f"penstock-{role}" for role in ROLES}, {"BROKER_URL", "STORE_URL"}
 
 

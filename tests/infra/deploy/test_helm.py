@@ -166,7 +166,7 @@ def test_an_older_kubernetes_is_refused() -> None:
     old = helm("template", "penstock", str(CHART), "--kube-version", f"{major}.{minor - 1}.9", values={})
     assert "incompatible with Kubernetes" in old.stderr
     assert chart({}, "--kube-version", f"{major}.{minor}.0-eks-1")
-    page = (ROOT / "docs" / "kubernetes.md").read_text("utf-8")
+    page = (ROOT / "docs" / "run" / "kubernetes.md").read_text("utf-8")
     assert f"Kubernetes {least} " in page
 
 

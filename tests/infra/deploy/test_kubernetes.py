@@ -122,7 +122,7 @@ def test_the_sources_file_is_one_that_sources_take(tmp_path: Path) -> None:
 
 
 def test_the_adapters_rule_answers_what_the_hpa_asks_once_for_all_gateways() -> None:
-    page = (ROOT / "docs/kubernetes.md").read_text("utf-8")
+    page = (ROOT / "docs/run/kubernetes.md").read_text("utf-8")
     (told,) = [one for one in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "externalRules" in one]
     (rule,) = yaml.safe_load(told)["externalRules"]
     metric = of(rendered("hpa"), "HorizontalPodAutoscaler", "worker-tiny")["spec"]["metrics"][0]["external"]["metric"]

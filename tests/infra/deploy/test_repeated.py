@@ -35,7 +35,7 @@ from workers.library.reference import bundled
 from workers.runtime.health import Health
 
 #: What is compared, beside the code itself.
-FILES = ("infra", "Makefile", "Procfile", "pyproject.toml", "docs/deploy.md")
+FILES = ("infra", "Makefile", "Procfile", "pyproject.toml", "docs/run/deploy.md")
 GATEWAY_PORT: int = parsed(["gateway"])["port"]
 #: The port in the URLs that `penstock secrets make` writes.
 SERVER_PORT: int = inspect.signature(make).parameters["port"].default
@@ -81,9 +81,9 @@ def users(root: Path) -> Iterator[str]:
             yield f"Containerfile: USER is {user}, and the user is {number}"
     for process in processes(root):
         yield from (f"{process.where}: its user is {user}, not {number}" for user in process.users - {number})
-    page = (root / "docs/deploy.md").read_text("utf-8")
+    page = (root / "docs/run/deploy.md").read_text("utf-8")
     yield from (
-        f"docs/deploy.md: user {user} is not {number}" for user in re.findall(r"user (\d+)", page) if user != number
+        f"docs/run/deploy.md: user {user} is not {number}" for user in re.findall(r"user (\d+)", page) if user != number
     )
 
 
@@ -112,11 +112,11 @@ def folders(root: Path) -> Iterator[str]:
 
 
 def tags(root: Path) -> Iterator[str]:
-    """Images have the names and targets that docs/deploy.md builds."""
-    page = (root / "docs/deploy.md").read_text("utf-8")
+    """Images have the names and targets that docs/run/deploy.md builds."""
+    page = (root / "docs/run/deploy.md").read_text("utf-8")
     built = dict(re.findall(r"docker build -f infra/container/Containerfile --target (\w+) -t (\S+) \.", page))
     stages = set(re.findall(r"^FROM \S+ AS (\S+)$", containerfile(root), re.MULTILINE))
-    yield from (f"docs/deploy.md: the Containerfile has no target {target}" for target in built.keys() - stages)
+    yield from (f"docs/run/deploy.md: the Containerfile has no target {target}" for target in built.keys() - stages)
     for path in sorted((root / "infra").rglob("*.yaml")):
         text = path.read_text("utf-8")
         named = set(re.findall(r"(?:image|value): (penstock[\w-]*:\S+)", text))
@@ -351,8 +351,8 @@ def models(root: Path) -> Iterator[str]:
 
 
 def units(root: Path) -> Iterator[str]:
-    """Units write where systemd lets them, read the files that docs/deploy.md makes, and have the code's defaults."""
-    page = (root / "docs/deploy.md").read_text("utf-8")
+    """Units write where systemd lets them, read the files of docs/run/deploy.md, and have the code's defaults."""
+    page = (root / "docs/run/deploy.md").read_text("utf-8")
     example = (root / "infra/systemd/penstock.env.example").read_text("utf-8")
     settings = dict(re.findall(r"^#?([A-Z_]+)=(\S+)$", example, re.MULTILINE))
     for path in sorted((root / "infra/systemd").glob("*.service")):
@@ -364,7 +364,7 @@ def units(root: Path) -> Iterator[str]:
         for file in sorted(set(re.findall(r"/etc/[\w/.-]+", text))):
             name = Path(file).name
             if "worker-" not in name and "secrets" not in Path(file).parts and file not in page:
-                yield f"{path.name}: docs/deploy.md does not say what {file} is"
+                yield f"{path.name}: docs/run/deploy.md does not say what {file} is"
     (gateway,) = [one for one in processes(root) if one.where == "systemd, penstock-gateway"]
     defaults = {"HOST": str(parsed(["gateway"])["host"]), "PORT": str(GATEWAY_PORT)}
     for name, value in defaults.items():
@@ -380,7 +380,7 @@ def units(root: Path) -> Iterator[str]:
             if other != value
         )
     if f"Certificates last {DAYS} days" not in page:
-        yield f"docs/deploy.md: certificates last {DAYS} days"
+        yield f"docs/run/deploy.md: certificates last {DAYS} days"
 
 
 CHECKS: list[Check] = [
@@ -400,7 +400,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("root")
     for name in FILES:
         target = root / name
-        target.parent.mkdir(exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, target, ignore=shutil.ignore_patterns("__pycache__", "secrets"))
         else:

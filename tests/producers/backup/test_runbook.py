@@ -1,4 +1,4 @@
-"""The commands of docs/backup.md, as they are written there, in their order, on real servers and processes."""
+"""The commands of docs/run/backup.md, as they are written there, in their order, on real servers and processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from producers.store.access.audit import Actor
 from tests.processes import ROOT, guarded, running_valkey
 from tests.producers.fake_worker import FakeWorker
 
-PAGE = (ROOT / "docs" / "backup.md").read_text("utf-8").replace("\\\n", "")
+PAGE = (ROOT / "docs" / "run" / "backup.md").read_text("utf-8").replace("\\\n", "")
 #: The commands of the page's code blocks.
 COMMANDS = re.findall(r"^ +(penstock \S.*)$", PAGE, re.MULTILINE)
 

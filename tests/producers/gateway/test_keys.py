@@ -74,7 +74,7 @@ def test_every_endpoint_asks_for_a_key_but_those_named_here(http: httpx.Client) 
 
 
 def scope_of(method: str, path: str) -> str:
-    """The scope that docs/security.md names for this."""
+    """The scope that docs/run/security.md names for this."""
     if path == "/metrics":
         return "metrics"
     if re.match("/v1/(keys|audit|tenants)", path):

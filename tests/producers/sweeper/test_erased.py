@@ -68,7 +68,7 @@ async def test_dead_letters_and_results_go_until_no_more_can_come(
 async def test_a_user_who_may_not_touch_celerys_keys_leaves_the_result_to_the_sweeper(
     aclient: AsyncClient, valkey: Redis, valkey_url: str, worker: FakeWorker
 ) -> None:
-    """As a gateway's may be (docs/servers.md)."""
+    """As a gateway's may be (docs/run/servers.md)."""
     ended(worker, "t")
     valkey.set(keys.celery_result("t"), "xyzzy")
     rights = ("~penstock:*", "&penstock:*", "+@all", "-@admin", "-@dangerous", "+info")

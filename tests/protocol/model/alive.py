@@ -1,4 +1,4 @@
-"""Workers seen to be dead before their lease lapses, and living ones taken for dead (`docs/failover.md`).
+"""Workers seen to be dead before their lease lapses, and living ones taken for dead (`docs/how/failover.md`).
 
 worker:  subscribes to its alive channel on each server -> LEASE tells, by the server itself, whether it is heard there
 looker:  stood for a lease, or JOIN, which counts where it is heard, and values that were written since -> two looks at

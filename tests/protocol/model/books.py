@@ -1,4 +1,4 @@
-"""SQS with its books on the store: two systems that no step changes at once (`docs/sqs.md`).
+"""SQS with its books on the store: two systems that no step changes at once (`docs/how/sqs.md`).
 
 worker:  RECEIVE -> NOTE -> TAKE -> CLAIM ... SETTLE -> DeleteMessage -> DOWN (settled? else RELEASE and BACK)
          BACK -> visibility 0 -> BACK forgets        LETTER -> DeleteMessage -> DOWN

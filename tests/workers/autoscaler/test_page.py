@@ -1,4 +1,4 @@
-"""docs/scaling.md has every setting of a pool with its default, and every actuator."""
+"""docs/run/scaling.md has every setting of a pool with its default, and every actuator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from workers.autoscaler.actuators import EXPORT, SCHEMES
 from workers.autoscaler.config import Table
 from workers.autoscaler.policy.rules import Rules
 
-PAGE = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "run" / "scaling.md").read_text("utf-8")
 
 
 def rows(heading: str) -> dict[str, str]:

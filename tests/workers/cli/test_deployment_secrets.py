@@ -145,7 +145,7 @@ def test_each_process_does_its_work_as_its_own_user_and_is_denied_nothing(tmp_pa
         "sources": ["sources", "--config", str(tmp_path / "sources.toml")],
     }
     with server(tmp_path / "secrets") as (url, admin), ExitStack() as stack:
-        admin.execute_command("ACL", "SETUSER", "sources", "~jobs*", "~answers*")  # as docs/servers.md says
+        admin.execute_command("ACL", "SETUSER", "sources", "~jobs*", "~answers*")  # as docs/run/servers.md says
         store = {"STORE_URL": url("operator"), "BROKER_URL": url("operator")}
         run = CliRunner().invoke(app, ["keys", "create", "--tenant", "acme"], env=store)
         assert run.exit_code == 0, run.output
@@ -396,7 +396,7 @@ def test_a_password_is_in_its_own_file_alone(tmp_path: Path) -> None:
 
 
 def test_the_tables_of_the_docs_are_the_codes() -> None:
-    page = (ROOT / "docs" / "servers.md").read_text("utf-8")
+    page = (ROOT / "docs" / "run" / "servers.md").read_text("utf-8")
     named = re.findall(r"^\| `(\w+)` \| ", page.partition("## Users by role")[2].partition("\n## ")[0], re.MULTILINE)
     assert named == list(ROLES)
 

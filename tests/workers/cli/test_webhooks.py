@@ -18,7 +18,7 @@ from tests.receiver import Process, Receiver
 from tests.waiting import until
 from tests.workers.cli.conftest import Run
 
-PAGE = (Path(__file__).parents[3] / "docs" / "webhooks.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "use" / "webhooks.md").read_text("utf-8")
 LOCAL = "127.0.0.0/8"
 
 

@@ -8,8 +8,8 @@ What happens when a process dies:
 
 - this process: the kernel kills its workers (`workers.processes.guard`). Their leases lapse, and others take their
   tasks.
-- a worker: its lease is ended for it (docs/worker.md), and it is started again after a growing pause. A death before it
-  served counts as a failed start.
+- a worker: its lease is ended for it (docs/how/worker.md), and it is started again after a growing pause. A death
+  before it served counts as a failed start.
 - a worker that is refused before it ever served: it would be refused again. It stays down until `scale` is called
   again: the autoscaler says when.
 - a worker that was told to drain by `penstock drain`, or drained for a spot notice: it stays down until the number

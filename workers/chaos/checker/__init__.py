@@ -6,7 +6,7 @@
     the same prompts, run without faults           -> `outputs` -> /
 
 Imports only redis-py and the standard library (`lint-imports` and a test check that). It parses Penstock's formats
-itself, from their description in docs/protocol.md.
+itself, from their description in docs/how/protocol.md.
 """
 
 from workers.chaos.checker.case import Case, Violation

@@ -1,4 +1,4 @@
-"""A run's report, as data and as a table for docs/reliability.md."""
+"""A run's report, as data and as a table for docs/how/reliability.md."""
 
 from __future__ import annotations
 

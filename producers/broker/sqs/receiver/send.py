@@ -1,10 +1,10 @@
 """What a worker process writes to SQS for the messages that it has received, on one thread: the `Sender`.
 
 So a renewal never follows a hand-back. A way by which a message leaves a worker is a generator of steps: a script's
-`Call`, or a `BatchEntry` of a request to SQS. The order of steps is in docs/sqs.md. A step that failed is tried again,
-so each may be done twice. A generator is sent the answer: the script's; of SQS, whether it does not know the message
-any more. It returns what `put_down` answers. Steps of one kind share a request: the store's all, SQS's by ten. A delete
-waits for others for a while; nothing else does.
+`Call`, or a `BatchEntry` of a request to SQS. The order of steps is in docs/how/sqs.md. A step that failed is tried
+again, so each may be done twice. A generator is sent the answer: the script's; of SQS, whether it does not know the
+message any more. It returns what `put_down` answers. Steps of one kind share a request: the store's all, SQS's by ten.
+A delete waits for others for a while; nothing else does.
 """
 
 from __future__ import annotations

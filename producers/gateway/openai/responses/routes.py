@@ -124,7 +124,7 @@ def item_page(items: list[Item], order: str, after: str | None, limit: int) -> d
     openapi_extra=PARAMETERS.openapi(),
 )
 async def create(request: Request) -> Response:
-    """OpenAI's Responses; docs/responses.md says which parameters are taken."""
+    """OpenAI's Responses; docs/use/responses.md says which parameters are taken."""
     gateway = gateway_of(request)
     await gateway.streams.enter(request.scope, "answer")
     response_request = read_response(await read_object(request, gateway.settings.max_body), tenant_of(request))

@@ -1,4 +1,4 @@
-"""A gateway behind nginx with the settings that docs/gateway.md shows: both read the same requests in what comes."""
+"""A gateway behind nginx with the settings of docs/run/gateway.md: both read the same requests in what comes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.producers.gateway.tasks.test_websocket import read
 from tests.producers.gateway.test_keys import as_caller
 from tests.producers.gateway.test_keys import make as make  # the fixture
 
-PAGE = Path(__file__).parents[4] / "docs" / "gateway.md"
+PAGE = Path(__file__).parents[4] / "docs" / "run" / "gateway.md"
 #: The whole of nginx' settings beside the page's. One process, of whoever runs the tests.
 CONFIG = """
 daemon off; master_process off; pid nginx.pid; error_log error.log;

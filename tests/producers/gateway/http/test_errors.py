@@ -1,4 +1,4 @@
-"""docs/http.md names every code that an error may have, and no other."""
+"""docs/use/http.md names every code that an error may have, and no other."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def branches(value: ast.expr) -> Iterator[ast.expr]:
 
 def test_the_table_of_errors_is_that_of_the_code() -> None:
     written = {code for path in SOURCES for code in codes_of(path)} - NEVER_SHOWN
-    section = (ROOT / "docs" / "http.md").read_text().partition("\n## Errors\n")[2].partition("\n## ")[0]
+    section = (ROOT / "docs" / "use" / "http.md").read_text().partition("\n## Errors\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| \d[\d, ]* \| (.+?) \|", section, re.MULTILINE)
     table = [code for row in rows for code in re.findall(r"`(\w+)`", row)]
     assert len(table) == len(set(table)) > 30

@@ -1,4 +1,4 @@
-"""docs/http.md and docs/responses.md say what the code does."""
+"""docs/use/http.md and docs/use/responses.md say what the code does."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from producers.gateway.openai.prompts import PARAMETERS as COMPLETIONS
 from producers.gateway.openai.responses import request
 
 DOCS = Path(__file__).parents[4] / "docs"
-PAGE = (DOCS / "http.md").read_text()
-RESPONSES = (DOCS / "responses.md").read_text()
+PAGE = (DOCS / "use" / "http.md").read_text()
+RESPONSES = (DOCS / "use" / "responses.md").read_text()
 TAKEN = request.PARAMETERS
 
 
