@@ -9,10 +9,9 @@ from redis import Redis
 
 from producers.aws.bucket import BucketSetup, may_send
 from producers.broker.sqs import keys
-from producers.broker.sqs.address import Address
-from producers.broker.sqs.names import is_own
-from producers.broker.sqs.queues.setup import Finding, Setup, arn_of, own_account
-from producers.broker.sqs.queues.wanted import AS_IT_IS, Encryption, arn, inbox, inbox_name, lists_of, wanted
+from producers.broker.sqs.address import Address, is_own
+from producers.broker.sqs.setup import Finding, Setup, arn_of, own_account
+from producers.broker.sqs.specs import AS_IT_IS, Encryption, arn, inbox, inbox_name, lists_of, wanted
 from producers.connection.aws import partition_of
 from producers.connection.script import text
 from producers.store.blobs.bucket import Bucket

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from producers.broker.sqs.queues.setup import Finding, patiently
-from producers.broker.sqs.queues.wanted import AS_IT_IS, Encryption, named_tags
+from producers.broker.sqs.setup import Finding, patiently
+from producers.broker.sqs.specs import AS_IT_IS, Encryption, named_tags
 from producers.connection.aws import AwsError, AwsMissing, client
 from producers.connection.trouble import Trouble
 from producers.store.blobs.bucket import Bucket, lifecycle

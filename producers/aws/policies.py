@@ -24,9 +24,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from producers.aws.bucket import DONE, INBOX, OUTBOX
-from producers.broker.sqs.address import Address
-from producers.broker.sqs.names import celery_name
-from producers.broker.sqs.queues.wanted import arn, inbox_name
+from producers.broker.sqs.address import Address, celery_name
+from producers.broker.sqs.specs import arn, inbox_name
 from producers.connection.aws import partition_of
 from producers.contract.keys import TIERS, model_queue
 from producers.store.blobs.bucket import KMS_PERMISSIONS, OBJECT_PERMISSIONS, PERMISSIONS, Bucket

@@ -13,10 +13,10 @@ from redis import Redis
 
 from producers.aws.account import Needs
 from producers.aws.policies import FILES, OF_TIERS
-from producers.broker.sqs.names import sqs_name
-from producers.broker.sqs.queues.lookup import Queues
-from producers.broker.sqs.queues.setup import Finding
-from producers.broker.sqs.queues.wanted import inbox_name, lists_of
+from producers.broker.sqs.address import sqs_name
+from producers.broker.sqs.queues import Queues
+from producers.broker.sqs.setup import Finding
+from producers.broker.sqs.specs import inbox_name, lists_of
 from producers.connection.aws import AwsError, client, told
 from producers.connection.trouble import Trouble
 from producers.store.blobs.bucket import Bucket

@@ -14,7 +14,7 @@ from typing import Any, Final
 from producers.aws.bucket import INBOX, PRIVATE, SUFFIX, encryption_rules, may_send, notification
 from producers.aws.policies import OF_TIERS, Scope, policy
 from producers.broker.sqs.address import Address
-from producers.broker.sqs.queues.wanted import (
+from producers.broker.sqs.specs import (
     AS_IT_IS,
     Encryption,
     Wanted,

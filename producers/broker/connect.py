@@ -103,7 +103,7 @@ def check_broker(
     _check(url, store_url)
     if not is_sqs(url):
         return
-    from producers.broker.sqs.queues import check
+    from producers.broker.sqs.check import check
 
     address = read(url)
     if address.visibility <= lease:
@@ -112,7 +112,7 @@ def check_broker(
             "gives its messages to others before it counts as dead"
         )
     with closing(connect(store_url)) as store:
-        check.check(address, store, queues, make=make)
+        check(address, store, queues, make=make)
 
 
 def _is_memory(url: str) -> bool:

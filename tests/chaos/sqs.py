@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from redis import Redis
 
-from producers.broker.sqs.address import read
-from producers.broker.sqs.names import lists, sqs_name
+from producers.broker.sqs.address import lists, read, sqs_name
 from tests.aws import Aws, running_aws
 from tests.aws_faults import Fault, Faults, faulty
 from tests.stub_engine import load

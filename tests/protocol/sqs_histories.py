@@ -25,9 +25,8 @@ from redis import Redis
 from producers.broker.connect import connect_broker, connect_sender
 from producers.broker.redis import keys as shared
 from producers.broker.sqs import keys
-from producers.broker.sqs.address import Address, read
+from producers.broker.sqs.address import Address, lists, read, sqs_name
 from producers.broker.sqs.consumer import SqsConsumer
-from producers.broker.sqs.names import lists, sqs_name
 from producers.broker.values import Ack, Back, Credit, Fetched, PutDown, Rules
 from producers.connection.script import text
 from producers.contract import keys as contract

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from producers.aws.account import Needs
     from producers.broker.sqs.address import Address
-    from producers.broker.sqs.queues.setup import Finding
-    from producers.broker.sqs.queues.wanted import Encryption
+    from producers.broker.sqs.setup import Finding
+    from producers.broker.sqs.specs import Encryption
     from producers.store.blobs.bucket import Bucket
 
 Broker = Annotated[
@@ -180,7 +180,7 @@ def policy(
     from producers.aws.policies import ROLES, Scope
     from producers.aws.policies import policy as policy_of
     from producers.broker.sqs.address import read
-    from producers.broker.sqs.queues.setup import own_account
+    from producers.broker.sqs.setup import own_account
 
     if role not in ROLES:
         raise Failure(f"no process is called {role!r}; there are {', '.join(ROLES)}")
@@ -275,7 +275,7 @@ def _chosen(
     address: Address, store: Redis | None, models: list[tuple[str, str]], predefined: list[str]
 ) -> dict[str, str]:
     """List -> ARN. Raises Failure unless every list of one model has a queue, and a store to write it into."""
-    from producers.broker.sqs.queues.wanted import lists_of
+    from producers.broker.sqs.specs import lists_of
 
     if not predefined:
         return {}
@@ -291,7 +291,7 @@ def _chosen(
 
 
 def _tier(name: str) -> str:
-    from producers.broker.sqs.names import is_celery, split
+    from producers.broker.sqs.address import is_celery, split
 
     queue, tier = split(name)
     return "celery" if is_celery(queue) else tier
@@ -321,7 +321,7 @@ def arns_of(actuators: list[str] | None, region: str, account: str) -> dict[str,
 
 
 def _encryption(kms_key: str | None, sse: str | None) -> Encryption:
-    from producers.broker.sqs.queues.wanted import Encryption
+    from producers.broker.sqs.specs import Encryption
 
     if sse not in (None, "sqs"):
         raise Failure(f"--sse is {sse!r}; it must be sqs, or use --kms-key")

@@ -1,9 +1,9 @@
 """The broker on SQS: SQS carries the messages, the store keeps the books (docs/how/sqs.md).
 
-    operator ─▶ sending/ ─▶ index, SendMessage ─▶ one SQS queue for each tier of a version ─▶ receiver/ ─▶ consumer
+    operator ─▶ sending: index, SendMessage ─▶ one SQS queue for each tier of a version ─▶ receiver/ ─▶ consumer
 
-address reads the URL; names has SQS's names of queues, keys those of the books; calls has the scripts
-queues/ finds, makes and checks SQS queues; connection is what every blocking side works with
-operator and consumer implement the faces of `producers.broker.base`; receiver/ is what a worker process has received
-left gives back what dead workers left; repair keeps the index true
+operator and consumer implement the interface of `producers.broker.base`; receiver/ is one for all consumers of a process
+address reads the URL and names the SQS queues; keys has the store's keys of the books
+queues finds SQS queues and checks their settings; specs says how queues should be, setup makes them so
+check looks at SQS before a process starts and while it runs; repair mends what dead workers and lost replies leave
 """

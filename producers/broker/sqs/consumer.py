@@ -11,8 +11,8 @@ from redis import Redis
 from producers.broker.base import Waker
 from producers.broker.redis import keys as shared
 from producers.broker.redis.leases import Leases
-from producers.broker.sqs import keys, names
-from producers.broker.sqs.address import Address, capabilities
+from producers.broker.sqs import keys
+from producers.broker.sqs.address import Address, capabilities, lists
 from producers.broker.sqs.keys import Entry
 from producers.broker.sqs.receiver import flight
 from producers.broker.sqs.receiver.receive import Receiver, release, shared_receiver
@@ -98,7 +98,7 @@ class SqsConsumer(Leases):
     # ---- queues ---------------------------------------------------------------------------------------------------
 
     def waiting(self, queue: str) -> int:
-        indexes = [keys.waiting(name) for name, _ in names.lists(queue)]
+        indexes = [keys.waiting(name) for name, _ in lists(queue)]
         return sum(self._redis.zcard(key) for key in chain(indexes, [keys.delayed(queue)]))
 
     def weights(self) -> dict[str, float]:

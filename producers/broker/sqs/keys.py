@@ -11,7 +11,7 @@ from math import inf
 from typing import Final, Self
 
 from producers.broker.memory.message import Sent
-from producers.broker.sqs import names
+from producers.broker.sqs.address import is_celery, split
 from producers.contract.message import Message
 
 #: Hash: list -> URL of its queue, where an operator has said it; queues without an entry are found by their names.
@@ -44,7 +44,7 @@ def delayed(queue: str) -> str:
 
 def list_of(message: Message) -> str:
     """The list that a message goes into."""
-    tier = "default" if names.is_celery(message.queue) else message.tier
+    tier = "default" if is_celery(message.queue) else message.tier
     return f"{message.queue}#{tier}"
 
 
@@ -75,7 +75,7 @@ class Entry:
 
     def message(self, name: str) -> Message:
         """A message of this size in a list."""
-        queue, tier = names.split(name)
+        queue, tier = split(name)
         return Message(self.id, queue, tier, self.n, self.tokens, self.tenant)
 
 

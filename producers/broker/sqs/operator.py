@@ -1,7 +1,7 @@
 """The side of senders, gateways, sweepers and operators, on SQS.
 
-Messages go to SQS by a few threads. What there is is read from the books in the store: no request to SQS, also while no
-worker is up. Only the number of plain Celery messages is SQS's own, approximately.
+Messages go to SQS by a few threads. Counts and ages are read from the books in the store, without a request to SQS, also
+while no worker is up. Only the number of plain Celery messages is SQS's own, approximately.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
 import redis
 from redis.asyncio import Redis
@@ -20,19 +21,15 @@ from redis.asyncio import Redis
 from producers.broker.base import NoSuchPlace, Sender
 from producers.broker.redis import keys as shared
 from producers.broker.redis.books import Books
-from producers.broker.sqs import calls, keys, left
-from producers.broker.sqs.address import Address, capabilities
-from producers.broker.sqs.connection import Connection
-from producers.broker.sqs.names import is_celery, is_penstocks, lists, split
-from producers.broker.sqs.queues.health import Health
-from producers.broker.sqs.queues.lookup import MIN_MESSAGE_BYTES
-from producers.broker.sqs.repair import Repair
-from producers.broker.sqs.sending import celery
-from producers.broker.sqs.sending.batcher import Batcher
-from producers.broker.sqs.sending.outgoing import Outgoing, send, send_one
+from producers.broker.sqs import keys, repair
+from producers.broker.sqs.address import Address, capabilities, is_celery, is_penstocks, lists, split
+from producers.broker.sqs.check import Health
+from producers.broker.sqs.queues import MIN_MESSAGE_BYTES, Connection
+from producers.broker.sqs.receiver.flight import PACKAGE
+from producers.broker.sqs.sending import Batcher, Outgoing, put_celery, send, send_one
 from producers.broker.values import NOTHING_COUNTED, Counted, Depth, Depths, Standing, Waiting
 from producers.connection.aws import AwsError, AwsMissing
-from producers.connection.script import arun, text
+from producers.connection.script import Call, arun, script, text
 from producers.connection.trouble import Trouble, trouble
 from producers.contract import keys as contract_keys
 from producers.contract.claim_check import BodyStore, check_in
@@ -63,13 +60,13 @@ class SqsSender(Sender):
     def put(self, queue: str, tier: str, message: str) -> None:
         to = self._here()
         if is_celery(queue):
-            celery.put(to.queues, to.sqs, to.address, queue, self._check_in(to, f"{queue}#default", message))
+            put_celery(to, queue, self._check_in(to, f"{queue}#default", message))
         else:
             name = f"{queue}#{tier}"
             send_one(to, name, Outgoing.again(name, self._check_in(to, name, message)))
 
     def _check_in(self, to: Connection, name: str, message: str) -> str:
-        """The message as its queue takes it. Of other programs' queues SQS decides: they read no references."""
+        """The message as its queue takes it. Other programs read no references: their queues get it as it is."""
         if len(message) <= MIN_MESSAGE_BYTES // 2 or not is_penstocks(name):
             return message
         try:
@@ -98,16 +95,16 @@ class SqsBroker(Books):
         self._threads = ThreadPoolExecutor(THREADS, "penstock-sqs-send")
         self._batcher = Batcher(self._send, THREADS, in_order=address.fifo)
         self._health, self._believed_until = Health(self._to), 0.0
-        self._look: asyncio.Task[None] | None = None
-        self._repair = Repair(self._to)
+        self._running_check: asyncio.Task[None] | None = None
+        self._repair = repair.Repair(self._to)
 
     async def ping(self) -> None:
-        """The answer of the last look at SQS, if that was just now. A caller that leaves does not end a look."""
-        if self._look is None or (self._look.done() and time.monotonic() >= self._believed_until):
-            self._look = asyncio.create_task(self._look_now())
-        await asyncio.shield(self._look)
+        """Raise what the last check of SQS raised, if that is recent; else check. A caller that leaves ends no check."""
+        if self._running_check is None or (self._running_check.done() and time.monotonic() >= self._believed_until):
+            self._running_check = asyncio.create_task(self._check_now())
+        await asyncio.shield(self._running_check)
 
-    async def _look_now(self) -> None:
+    async def _check_now(self) -> None:
         seconds = UNWELL_S
         try:
             await asyncio.to_thread(self._health.look)
@@ -123,7 +120,7 @@ class SqsBroker(Books):
         for attempt in range(TRIES):
             futures = [self._batcher.put(name, message) for name, message in unsent]
             outcomes = await asyncio.gather(*futures, return_exceptions=True)
-            unsent = [one for one, error in zip(unsent, outcomes, strict=True) if error is not None]
+            unsent = [failed for failed, error in zip(unsent, outcomes, strict=True) if error is not None]
             errors = [error for error in outcomes if error is not None]
             if not errors:
                 return
@@ -137,39 +134,42 @@ class SqsBroker(Books):
     # ---- what there is --------------------------------------------------------------------------------------------
 
     async def waiting(self, queue: str) -> Waiting:
-        said = await self._books([], [queue])
-        served = any(takes_from(pool, queue) for pool, _ in said.workers.values())
-        found = Waiting(taken=said.taken, served=served)
-        for (_, tier), counts in zip(_indexed(queue), said.lists, strict=True):
-            found.tiers[tier] += counts.waiting
-        found.tiers["default"] += await self._stock(queue)
-        return found
+        books = await self._counts([], [queue])
+        served = any(takes_from(pool, queue) for pool, _ in books.workers.values())
+        waiting = Waiting(taken=books.delivered_tokens, served=served)
+        for (_, tier), counts in zip(_indexed(queue), books.lists, strict=True):
+            waiting.tiers[tier] += counts.waiting
+        waiting.tiers["default"] += await self._stock(queue)
+        return waiting
 
     async def standing(self, message: Message, counted: Counted = NOTHING_COUNTED) -> Standing | None:
         """None: SQS keeps no order, and tells none."""
         return None
 
     async def depths(self, queues: Sequence[str]) -> Depths:
-        said = await self._books(queues, queues)
-        found = {queue: Depth(delayed=count) for queue, count in zip(queues, said.delayed, strict=True)}
-        places = [(queue, tier) for queue in queues for _, tier in _indexed(queue)]
-        for (queue, tier), counts in zip(places, said.lists, strict=True):
-            depth = found[queue]
+        books = await self._counts(queues, queues)
+        depths = {queue: Depth(delayed=count) for queue, count in zip(queues, books.delayed, strict=True)}
+        tiers = [(queue, tier) for queue in queues for _, tier in _indexed(queue)]
+        for (queue, tier), counts in zip(tiers, books.lists, strict=True):
+            depth = depths[queue]
             depth.waiting[tier] += counts.waiting
             depth.tenants[tier] += counts.tenants
             depth.delayed += counts.delayed
             if counts.oldest >= 0:
                 depth.oldest[tier] = counts.oldest / 1000
         for queue in queues:
-            found[queue].waiting["default"] += await self._stock(queue)
-        for queue, held in said.workers.values():
-            if queue in found:
-                found[queue].in_flight += held
-        return Depths(found, {name: queue for name, (queue, _) in said.workers.items()}, said.dead_letters)
+            depths[queue].waiting["default"] += await self._stock(queue)
+        for queue, in_flight in books.workers.values():
+            if queue in depths:
+                depths[queue].in_flight += in_flight
+        return Depths(depths, {name: queue for name, (queue, _) in books.workers.items()}, books.dead_letters)
 
-    async def _books(self, delayed: Sequence[str], queues: Sequence[str]) -> calls.Said:
+    async def _counts(self, delayed: Sequence[str], queues: Sequence[str]) -> BookCounts:
+        """The counts of the books. `delayed`: queues whose kept messages are counted; `queues`: those to count."""
         names = [name for queue in queues for name, _ in _indexed(queue)]
-        return calls.read_depths(await arun(self._redis, calls.depths(delayed, names)))
+        delayed_keys = [keys.delayed(queue) for queue in delayed]
+        book_keys = (shared.INCARNATIONS, shared.DEAD, shared.DELIVERED_TOKENS, *delayed_keys)
+        return _read_counts(await arun(self._redis, Call(script(PACKAGE, "depths"), book_keys, names)))
 
     async def _stock(self, queue: str) -> int:
         """Messages of a queue for plain Celery senders, where workers take from it."""
@@ -180,19 +180,19 @@ class SqsBroker(Books):
     # ---- what dead workers left -----------------------------------------------------------------------------------
 
     async def reap(self, incarnation: str) -> int:
-        return await asyncio.to_thread(left.reap, self._to, incarnation)
+        return await asyncio.to_thread(repair.reap, self._to, incarnation)
 
     async def recall(self, queue: str, takers: Sequence[str], count: int) -> int:
-        """Nothing: what workers have is in flight, and returns by REAP or its visibility."""
+        """Does nothing: what workers have is in flight, and returns by REAP or its visibility."""
         return 0
 
     async def adopt(self, source: str, target: str) -> int:
-        """Nothing: pools have no queues of their own here."""
+        """Does nothing: pools have no queues of their own here."""
         return 0
 
     async def due(self, queue: str) -> int:
-        """Of those whose delay is over: they need no worker to come back."""
-        return await asyncio.to_thread(left.send_due, self._to, queue)
+        """Sends kept messages whose delay is over: they need no worker to come back."""
+        return await asyncio.to_thread(repair.send_due, self._to, queue)
 
     async def prune(
         self,
@@ -202,23 +202,23 @@ class SqsBroker(Books):
         reason: str = "",
         to: str = "",
     ) -> tuple[int, int]:
-        """From the index alone: SQS removes a message for its receiver only, or at the end of its retention. So no dead
-        letter is kept, and none is moved."""
+        """Removes from the index alone: SQS removes a message for its receiver only, or at the end of its retention. So
+        no dead letter is kept, and no message is moved."""
         removed, kept = 0, await self._stock(queue)
         for name, _ in _indexed(queue):
             start = 0
             while members := list(map(text, await self._redis.zrange(keys.waiting(name), start, start + page - 1))):
-                messages = {keys.Entry.parse(one).message(name).envelope().encode(): one for one in members}
+                messages = {keys.Entry.parse(member).message(name).envelope().encode(): member for member in members}
                 gone = await over(list(messages))
-                removed += await arun(self._redis, calls.gone(name, [messages[raw] for raw in gone]))
+                removed += await arun(self._redis, repair.gone(name, [messages[raw] for raw in gone]))
                 start += len(members) - len(gone)
             kept += start
         return removed, kept
 
     async def forget(self, queue: str) -> None:
-        """Its SQS queues, and where they are, stay: an operator made them."""
+        """Its SQS queues and their URLs stay: an operator made them."""
         for name, _ in _indexed(queue):
-            await arun(self._redis, calls.gone(name, []))
+            await arun(self._redis, repair.gone(name, []))
 
     async def tidy(self) -> None:
         await asyncio.to_thread(self._repair.step)
@@ -237,19 +237,21 @@ class SqsBroker(Books):
         position, _ = await self._ask(("LPOS", shared.DEAD, entry), ("HDEL", shared.REAPED, task_id))
         if position is None:
             return False
-        await self._batcher.put(place, Outgoing.again(place, body))  # a copy, if this process dies before the next line
+        await self._batcher.put(
+            place, Outgoing.again(place, body)
+        )  # sent twice, if this process dies before the next line
         return await self.remove_letter(entry)
 
     # ---- tenants --------------------------------------------------------------------------------------------------
 
     async def tenants(self, queues: Sequence[str]) -> tuple[dict[str, dict[str, int]], int]:
-        found: dict[str, dict[str, int]] = {}
-        names = [one for queue in queues for one in _indexed(queue)]
-        said = await self._ask(*(("HGETALL", keys.tenants(name)) for name, _ in names))
-        for (_, tier), counts in zip(names, said, strict=True):
+        tenants: dict[str, dict[str, int]] = {}
+        lists_of_queues = [indexed for queue in queues for indexed in _indexed(queue)]
+        answers = await self._ask(*(("HGETALL", keys.tenants(name)) for name, _ in lists_of_queues))
+        for (_, tier), counts in zip(lists_of_queues, answers, strict=True):
             for tenant, count in counts.items():
-                found.setdefault(text(tenant), dict.fromkeys(contract_keys.TIERS, 0))[tier] += int(count)
-        return found, sum([await self._stock(queue) for queue in queues])
+                tenants.setdefault(text(tenant), dict.fromkeys(contract_keys.TIERS, 0))[tier] += int(count)
+        return tenants, sum([await self._stock(queue) for queue in queues])
 
     async def aclose(self) -> None:
         self._batcher.close()
@@ -261,3 +263,34 @@ class SqsBroker(Books):
 def _indexed(queue: str) -> list[tuple[str, str]]:
     """(list, tier) of a queue, of lists that have an index."""
     return [] if is_celery(queue) else lists(queue)
+
+
+class ListCounts(NamedTuple):
+    """The messages of one list. `oldest`: ms for which the oldest message has waited; below 0 if none waits."""
+
+    waiting: int
+    delayed: int
+    tenants: int
+    oldest: int
+
+
+@dataclass(frozen=True, slots=True)
+class BookCounts:
+    """The counts of the books."""
+
+    delivered_tokens: int
+    """KV tokens of all messages ever delivered."""
+    dead_letters: int
+    workers: dict[str, tuple[str, int]]
+    """Incarnation -> its pool's queue, its messages in flight."""
+    delayed: list[int]
+    """For each queue, messages with a delay that is longer than SQS's longest."""
+    lists: list[ListCounts]
+
+
+def _read_counts(answer: Sequence[Any]) -> BookCounts:
+    """`answer`: of `scripts/depths.lua`."""
+    delivered_tokens, dead, workers, delayed, *rows = answer
+    flat = zip(workers[::3], workers[1::3], workers[2::3], strict=True)
+    by_name = {text(incarnation): (text(queue), int(in_flight)) for incarnation, queue, in_flight in flat}
+    return BookCounts(int(delivered_tokens), int(dead), by_name, list(delayed), [ListCounts(*row) for row in rows])

@@ -20,8 +20,7 @@ import yaml
 
 from engine.text.checkpoint import model_version
 from producers.admin.deployment import CA, DAYS, make
-from producers.broker.sqs.address import read
-from producers.broker.sqs.names import lists, sqs_name
+from producers.broker.sqs.address import lists, read, sqs_name
 from producers.contract import keys
 from producers.gateway.health import router
 from producers.gateway.settings import GatewaySettings

@@ -10,9 +10,8 @@ from redis import Redis
 from producers import AsyncClient
 from producers.admin.fleet import Pool, read_fleet
 from producers.broker.connect import connect_consumer
-from producers.broker.sqs.address import is_sqs, read
-from producers.broker.sqs.names import lists
-from producers.broker.sqs.queues.setup import make_missing
+from producers.broker.sqs.address import is_sqs, lists, read
+from producers.broker.sqs.setup import make_missing
 from producers.broker.values import Credit, Rules
 from producers.contract import keys
 from producers.store.fleet import cards

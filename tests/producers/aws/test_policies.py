@@ -14,9 +14,8 @@ from producers.aws.account import Needs, provide
 from producers.aws.bucket import DONE, INBOX, OUTBOX
 from producers.aws.policies import OF_TIERS, Scope, policy
 from producers.aws.probe import probe
-from producers.broker.sqs.address import read
-from producers.broker.sqs.names import sqs_name
-from producers.broker.sqs.queues.wanted import dead_letters_name, inbox_name, lists_of
+from producers.broker.sqs.address import read, sqs_name
+from producers.broker.sqs.specs import dead_letters_name, inbox_name, lists_of
 from producers.connection.aws import AwsError, client, told
 from producers.connection.trouble import Trouble
 from producers.sources.files.bucket import Bucket as Inbox

@@ -16,7 +16,7 @@ from producers.aws.account import Needs, provide
 from producers.aws.policies import OF_TIERS, Scope, policy
 from producers.aws.template import SERVICES, WAYS, Template
 from producers.broker.sqs.address import read
-from producers.broker.sqs.queues.wanted import Encryption
+from producers.broker.sqs.specs import Encryption
 from producers.store.blobs.bucket import Bucket
 from tests.aws import ACCOUNT, REGION, Aws
 from tests.processes import ROOT

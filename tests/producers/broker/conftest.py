@@ -9,8 +9,7 @@ import pytest
 
 from producers.broker.base import Broker, Consumer
 from producers.broker.connect import connect_broker, connect_consumer
-from producers.broker.sqs.address import is_sqs, read
-from producers.broker.sqs.names import lists, sqs_name
+from producers.broker.sqs.address import is_sqs, lists, read, sqs_name
 from producers.broker.values import Rules
 from tests.aws import Aws
 

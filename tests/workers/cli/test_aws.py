@@ -11,8 +11,7 @@ from redis import Redis
 
 from engine.text.checkpoint import model_version
 from producers.broker.sqs import keys as sqs_keys
-from producers.broker.sqs.address import read
-from producers.broker.sqs.names import lists, sqs_name
+from producers.broker.sqs.address import lists, read, sqs_name
 from producers.contract import keys
 from tests.aws import ACCOUNT, Aws
 from tests.aws_faults import Fault, faulty

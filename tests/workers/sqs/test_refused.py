@@ -11,8 +11,7 @@ import httpx
 import pytest
 from redis import Redis
 
-from producers.broker.sqs.address import read
-from producers.broker.sqs.names import lists, sqs_name
+from producers.broker.sqs.address import lists, read, sqs_name
 from producers.contract import keys
 from producers.gateway import GatewaySettings, health
 from tests.aws import Aws

@@ -19,7 +19,7 @@ from typing import Final
 
 from producers.broker.memory.fetch import Fetch
 from producers.broker.memory.server import Delivery, Server
-from producers.broker.sqs import names
+from producers.broker.sqs.address import lists
 from producers.broker.sqs.receiver.flight import ReceivedMessage
 from producers.broker.values import Credit, Fetched, Rules
 from producers.contract.keys import TIERS
@@ -32,7 +32,7 @@ QUIET_S: Final = 1.0
 
 def places(queue: str) -> list[tuple[str, int]]:
     """The lists of a queue, each with its tier's rank, best tier first."""
-    return [(name, TIERS[tier][0]) for name, tier in names.lists(queue)]
+    return [(name, TIERS[tier][0]) for name, tier in lists(queue)]
 
 
 class Buffer:

@@ -245,9 +245,11 @@ def due(queue: str, count: int, seconds: float = 60.0, *, every: bool = False, s
     return Call(script(PACKAGE, "due"), (keys.delayed(queue),), (count, int(seconds * 1000), int(every), *sent))
 
 
-def sent(name: str, member: str, at: float) -> Call:
-    """A message of a list is about to be sent; its task was submitted `at` (ms; 0: not known)."""
-    return Call(script(PACKAGE, "sent"), (), (name, member, int(at)))
+def sent(name: str, entries: Sequence[tuple[str, float]]) -> Call:
+    """Messages of a list are about to be sent. `entries`: index member and time of submit (ms; 0: unknown) of each.
+
+    Answers how many of them are new."""
+    return Call(script(PACKAGE, "sent"), (), (name, *(part for member, at in entries for part in (member, int(at)))))
 
 
 # ---- the plan of REAP -----------------------------------------------------------------------------------------------

@@ -19,14 +19,12 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from producers.broker.sqs import keys
-from producers.broker.sqs.address import Address
-from producers.broker.sqs.names import is_celery
-from producers.broker.sqs.queues.lookup import RENEW_BEFORE_S, Queues
+from producers.broker.sqs.address import Address, is_celery
+from producers.broker.sqs.queues import RENEW_BEFORE_S, Queues
 from producers.broker.sqs.receiver import flight, send
 from producers.broker.sqs.receiver.buffer import Blocked, Buffer, Demand, Line, places, poll_size, read_lines
 from producers.broker.sqs.receiver.flight import InFlight, ReceivedMessage, parse_received, stray_message
-from producers.broker.sqs.receiver.maintenance import Maintenance
-from producers.broker.sqs.receiver.send import Action, Request, Sender, Steps, send_batch
+from producers.broker.sqs.receiver.send import Action, Maintenance, Request, Sender, Steps, send_batch
 from producers.broker.values import Ack, Back, Credit, Fetched, PutDown, Rules, sane_weights
 from producers.connection import aws
 from producers.connection.aws import AwsError

@@ -1,10 +1,12 @@
-"""What a worker process writes to SQS for the messages that it has received, on one thread: the `Sender`.
+"""The requests of a worker process for the messages that it has received, on one thread: the `Sender`.
 
-So a renewal never follows a hand-back. A way by which a message leaves a worker is a generator of steps: a script's
-`Call`, or a `BatchEntry` of a request to SQS. The order of steps is in docs/how/sqs.md. A step that failed is tried
-again, so each may be done twice. A generator is sent the answer: the script's; of SQS, whether it does not know the
-message any more. It returns what `put_down` answers. Steps of one kind share a request: the store's all, SQS's by ten.
-A delete waits for others for a while; nothing else does.
+    put_down, Maintenance ─▶ Request: a generator of steps ─▶ Sender: steps of one kind share a call ─▶ store, SQS
+
+One thread sends all, so a renewal never follows a hand-back. A step is a script's `Call`, or a `BatchEntry` of a
+request to SQS; docs/sqs.md has their order. A failed step is tried again, so each may be done twice. A generator gets a
+step's answer: that of the script; of SQS, whether it does not know the message any more. It returns the answer of
+`put_down`. A delete waits a while for others, to share their request; no other step waits. `Maintenance` adds requests
+of its own: renewals, due messages, messages of dead workers.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from redis.exceptions import RedisError
 from producers.broker.memory.message import Unusable, read
 from producers.broker.sqs.address import Address
 from producers.broker.sqs.keys import Entry, member
-from producers.broker.sqs.queues.lookup import Queues
+from producers.broker.sqs.queues import Queues
 from producers.broker.sqs.receiver import flight
 from producers.broker.sqs.receiver.flight import BATCH, DELETED, LONGEST_S, InFlight, ReceivedMessage
 from producers.broker.values import PutDown
@@ -44,6 +46,11 @@ MAX_DELAY_S: Final = 900.0
 MAX_UNSEEN_S: Final = 30.0
 #: So long (s) before a receive reaches SQS's longest, its message is sent anew.
 ANEW_BEFORE_S: Final = 1800.0
+#: A message that no thread takes goes back after so long (s).
+KEEP_S: Final = 2.0
+#: Interval (s) of looking for kept messages that are due, and how many are sent at a time.
+DUE_S: Final = 1.0
+DUE: Final = 10
 #: Longest wait (s) of a delete for others.
 LINGER_S: Final = 0.5
 LONGEST_PAUSE_S: Final = 5.0
@@ -226,7 +233,7 @@ def reap(incarnation: str, entry: InFlight) -> Steps:
 def anew(message: ReceivedMessage) -> Steps:
     """SQS hides no message for longer than 12 h: a copy takes its place. Who gets that hears that the task is busy."""
     if message.member:
-        yield flight.sent(message.list, message.member, message.at)
+        yield flight.sent(message.list, [(message.member, message.at)])
     yield _copy(message, MAX_DELAY_S)
     yield BatchEntry(Action.DELETE, message.list, message)
     message.receipt = ""
@@ -240,7 +247,7 @@ def resend(queue: str, entry: bytes) -> Steps:
     with suppress(Unusable):
         message = read(flight.body_of(entry))
         if indexed := member(message):
-            yield flight.sent(kept["list"], indexed, message.at)
+            yield flight.sent(kept["list"], [(indexed, message.at)])
     yield BatchEntry(Action.SEND, kept["list"], None, kept["body"], kept.get("group", ""))
     yield flight.due(queue, 0, sent=[entry])
     return PutDown.DONE
@@ -271,12 +278,23 @@ class Request:
 
 
 class Owner(SqsAccess, Protocol):
-    """The receiver, as its sender needs it. The methods are called under its lock, `changed`."""
+    """The receiver, as its sender and maintenance need it. The methods are called under its lock, `changed`."""
 
     address: Address
     redis: Redis
     changed: threading.Condition
     closed: bool
+    served: list[str]
+    sender: Sender
+
+    @property
+    def messages(self) -> list[ReceivedMessage]: ...
+
+    def buffered(self) -> list[ReceivedMessage]: ...
+
+    def give_back_unfit(self, message: ReceivedMessage) -> None: ...
+
+    def serves(self, now: float) -> bool: ...
 
     def tend(self, now: float) -> None:
         """Adds the requests of its maintenance that are due."""
@@ -458,3 +476,81 @@ class Sender:
             for request in requests:
                 request.failures += 1
                 request.after = time.monotonic() + min(LONGEST_PAUSE_S, 0.1 * 2**request.failures)
+
+
+# ---- maintenance ----------------------------------------------------------------------------------------------------
+
+
+class Maintenance:
+    """Its methods are called under the owner's lock, except `reap`."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._half = owner.address.visibility / 2
+        self._due_at = 0.0
+        self._sending: set[bytes] = set()
+        self._reaping: set[tuple[str, str]] = set()
+
+    def tend(self, now: float) -> None:
+        """Give back what nobody takes, renew what stays, look for what is due."""
+        owner = self._owner
+        for message in owner.buffered():
+            if message.received + KEEP_S <= now and not message.leaving:
+                owner.give_back_unfit(message)
+        for message in self._renewable():
+            ending = now > message.received + LONGEST_S - ANEW_BEFORE_S
+            if message.delivered and not owner.address.fifo and ending:
+                message.renewing = True
+                owner.sender.add(Request(anew(message)))
+            elif now >= self._renew_at(message):
+                message.renewing = True
+                owner.sender.add(Request(renew(message, owner.address.visibility)))
+        if owner.serves(now) and now >= self._due_at:
+            self._due_at = now + DUE_S
+            owner.sender.add(Request(self._look_for_due()))
+
+    def next_at(self, now: float) -> float:
+        """When `tend` has something to do (monotonic)."""
+        times = [message.received + KEEP_S for message in self._owner.buffered()]
+        times += [self._renew_at(message) for message in self._renewable()]
+        if self._owner.serves(now):
+            times.append(self._due_at)
+        return min(times, default=math.inf)
+
+    def _renew_at(self, message: ReceivedMessage) -> float:
+        """At half of its visibility, which is shorter at first."""
+        return message.until - min(self._half, (message.until - message.received) / 2)
+
+    def _renewable(self) -> list[ReceivedMessage]:
+        return [m for m in self._owner.messages if m.receipt and not (m.leaving or m.lost or m.renewing)]
+
+    def _look_for_due(self) -> Steps:
+        for queue in self._owner.served:
+            entries = yield flight.due(queue, DUE)
+            fresh = [entry for entry in entries if entry not in self._sending]
+            self._sending.update(fresh)
+            self._owner.sender.add(*(Request(self._resend(queue, entry)) for entry in fresh))
+        return PutDown.DONE
+
+    def _resend(self, queue: str, entry: bytes) -> Steps:
+        try:
+            return (yield from resend(queue, entry))
+        finally:
+            self._sending.discard(entry)
+
+    def reap(self, incarnation: str, entries: Sequence[InFlight], timeout: float) -> None:
+        """Tell SQS of what REAP has put on its way; wait for it for so long (s), it goes on then."""
+        if not entries:
+            return
+        with self._owner.changed:
+            fresh = [entry for entry in entries if (incarnation, entry.field) not in self._reaping]
+            requests = [Request(self._reap(incarnation, entry)) for entry in fresh]
+            self._reaping.update((incarnation, entry.field) for entry in fresh)
+            self._owner.sender.add(*requests)
+            self._owner.changed.wait_for(lambda: all(request.answer for request in requests), timeout)
+
+    def _reap(self, incarnation: str, entry: InFlight) -> Steps:
+        try:
+            return (yield from reap(incarnation, entry))
+        finally:
+            self._reaping.discard((incarnation, entry.field))

@@ -14,9 +14,8 @@ from redis import Redis
 from producers.broker.base import Sender
 from producers.broker.connect import connect_consumer, connect_sender
 from producers.broker.sqs import keys
-from producers.broker.sqs.address import Address, read
+from producers.broker.sqs.address import Address, read, sqs_name
 from producers.broker.sqs.consumer import SqsConsumer
-from producers.broker.sqs.names import sqs_name
 from producers.broker.values import Credit, Fetched, Rules
 from producers.contract.keys import Pool
 from producers.contract.message import Message

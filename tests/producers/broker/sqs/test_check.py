@@ -11,8 +11,7 @@ import pytest
 from redis import Redis
 
 from producers.broker.connect import check_broker
-from producers.broker.sqs.address import read
-from producers.broker.sqs.names import lists, sqs_name
+from producers.broker.sqs.address import lists, read, sqs_name
 from producers.connection.aws import AwsError, AwsMissing, AwsNotInstalled
 from producers.connection.trouble import Trouble, trouble
 from producers.contract import keys

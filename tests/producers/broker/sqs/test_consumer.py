@@ -11,7 +11,7 @@ from redis import Redis
 
 from producers.broker.redis import keys as shared
 from producers.broker.sqs import keys
-from producers.broker.sqs.receiver import buffer, flight, maintenance
+from producers.broker.sqs.receiver import buffer, flight, send
 from producers.broker.sqs.receiver.flight import LONGEST_S
 from producers.broker.values import Ack, Back, Credit, PutDown, Rules
 from producers.connection.script import run
@@ -59,7 +59,7 @@ def test_what_does_not_fit_goes_back_and_is_not_asked_for_until_it_does(
 ) -> None:
     """Nor is what comes after it."""
     monkeypatch.setattr(buffer, "QUIET_S", 600.0)  # a busy machine's SQS is slow, not empty
-    monkeypatch.setattr(maintenance, "KEEP_S", 0.1)
+    monkeypatch.setattr(send, "KEEP_S", 0.1)
     place.send("large", tokens=900)
     place.send("small", tier="batch")
     until(lambda: not place.fetch(["1"], tokens=500) and place.consumer._receiver.lines[f"{QUEUE}#default"].blocked)
@@ -71,7 +71,7 @@ def test_what_does_not_fit_goes_back_and_is_not_asked_for_until_it_does(
 
 
 def test_a_list_whose_first_message_another_took_is_asked_again(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maintenance, "KEEP_S", 0.1)
+    monkeypatch.setattr(send, "KEEP_S", 0.1)
     place.send("large", tokens=900)
     until(lambda: not place.fetch(["1"], tokens=500) and place.consumer._receiver.lines[f"{QUEUE}#default"].blocked)
     until(lambda: place.counts() == (1, 0))
@@ -84,7 +84,7 @@ def test_a_list_whose_first_message_another_took_is_asked_again(place: Place, mo
 def test_credit_is_handed_back_where_a_poll_brought_more_than_fits(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(maintenance, "KEEP_S", 0.1)
+    monkeypatch.setattr(send, "KEEP_S", 0.1)
     place.fetch([])
     place.send(*"abcdef")
     assert len(place.take(1, room=1)) == 1

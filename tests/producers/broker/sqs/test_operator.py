@@ -14,10 +14,9 @@ from producers.broker.base import NoSuchPlace
 from producers.broker.connect import connect_broker
 from producers.broker.redis import keys as shared
 from producers.broker.sqs import keys, operator
-from producers.broker.sqs.address import read
-from producers.broker.sqs.names import sqs_name
+from producers.broker.sqs.address import read, sqs_name
 from producers.broker.sqs.operator import SqsBroker
-from producers.broker.sqs.sending.outgoing import Outgoing, send_one
+from producers.broker.sqs.sending import Outgoing, send_one
 from producers.broker.values import Back, Depth
 from producers.connection.aws import AwsError
 from producers.contract import keys as contract_keys

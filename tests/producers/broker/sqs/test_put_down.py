@@ -10,7 +10,7 @@ import pytest
 
 from producers.broker.redis import keys as shared
 from producers.broker.sqs import keys
-from producers.broker.sqs.names import sqs_name
+from producers.broker.sqs.address import sqs_name
 from producers.broker.sqs.receiver import flight, send
 from producers.broker.values import Ack, Back, PutDown
 from producers.connection.script import run

@@ -10,9 +10,8 @@ from redis import Redis
 
 from producers.broker.memory.message import read as received
 from producers.broker.sqs import keys
-from producers.broker.sqs.address import read
-from producers.broker.sqs.names import lists, sqs_name
-from producers.broker.sqs.queues.lookup import Queues
+from producers.broker.sqs.address import lists, read, sqs_name
+from producers.broker.sqs.queues import Queues
 from producers.connection.aws import AwsError, AwsMissing, client
 from producers.connection.trouble import Trouble, trouble
 from producers.contract.message import Message

@@ -10,15 +10,17 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import kombu
 import pytest
 from redis import Redis
 
 from producers.broker.base import Sender
 from producers.broker.connect import connect_broker, connect_sender
 from producers.broker.sqs import keys
-from producers.broker.sqs.address import read
-from producers.broker.sqs.names import sqs_name
+from producers.broker.sqs.address import read, sqs_name
 from producers.broker.sqs.operator import SqsBroker
+from producers.broker.sqs.queues import Connection
+from producers.broker.sqs.sending import put_celery
 from producers.connection.aws import AwsError, AwsMissing
 from producers.connection.trouble import Trouble, trouble
 from producers.contract.claim_check import MessageTooLarge, redeem
@@ -208,3 +210,20 @@ def test_a_large_message_for_another_program_is_left_to_sqs(
     with closing(connect_sender(aws.broker(), valkey_url, bodies=MessageBlobs(valkey, str(tmp_path)))) as broker:
         broker.put("theirs", "default", large)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("queue", ["links.of:me@host", "ordered.fifo"])
+def test_kombu_reads_what_is_put_into_a_celery_queue(aws: Aws, valkey: Redis, queue: str) -> None:
+    """Celery's own messages are where kombu's SQS transport looks for them, and as it reads them."""
+    address = read(aws.broker())
+    to = Connection(address, valkey)
+    for name in ("a", "b"):  # the first makes the queue
+        put_celery(to, queue, Message(name, queue, "default", 1, 1).envelope())
+    theirs = kombu.Connection(
+        f"sqs://test:test@{aws.url.removeprefix('http://')}",
+        transport_options={"region": address.region, "queue_name_prefix": address.prefix, "is_secure": False},
+    )
+    with theirs as connection, connection.SimpleQueue(queue) as inbox:
+        messages = [inbox.get(timeout=60) for _ in range(2)]
+        assert sorted(message.headers["id"] for message in messages) == ["a", "b"]
+        assert [json.loads(message.body)[0] for message in messages] == [[], []]

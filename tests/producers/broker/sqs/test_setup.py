@@ -11,11 +11,10 @@ import pytest
 from botocore.exceptions import ClientError
 from redis import Redis
 
-from producers.broker.sqs.address import Address, read
-from producers.broker.sqs.names import lists, sqs_name
-from producers.broker.sqs.queues.lookup import Queues
-from producers.broker.sqs.queues.setup import PAUSES_S, Setup, make_missing, own_account, patiently
-from producers.broker.sqs.queues.wanted import MAX_RECEIVES, Encryption, dead_letters_name, lists_of, wanted
+from producers.broker.sqs.address import Address, lists, read, sqs_name
+from producers.broker.sqs.queues import Queues
+from producers.broker.sqs.setup import PAUSES_S, Setup, make_missing, own_account, patiently
+from producers.broker.sqs.specs import MAX_RECEIVES, Encryption, dead_letters_name, lists_of, wanted
 from producers.connection.aws import AwsError, AwsMissing, client
 from producers.connection.trouble import Trouble
 from tests.aws import ACCOUNT, Aws

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from producers.broker.sqs.address import Address
-from producers.broker.sqs.names import QUEUE_TAG, TIER_TAG, is_celery, lists, split, sqs_name
+from producers.broker.sqs.address import QUEUE_TAG, TIER_TAG, Address, is_celery, lists, split, sqs_name
 from producers.connection.aws import partition_of
 from producers.contract.keys import model_queue, version_queue
 from producers.contract.levels import beside

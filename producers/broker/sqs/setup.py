@@ -14,10 +14,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-from producers.broker.sqs.address import Address
-from producers.broker.sqs.names import QUEUE_TAG
-from producers.broker.sqs.queues.lookup import Queue, is_fifo, unfit
-from producers.broker.sqs.queues.wanted import (
+from producers.broker.sqs.address import QUEUE_TAG, Address
+from producers.broker.sqs.queues import Queue, is_fifo, unfit
+from producers.broker.sqs.specs import (
     AS_IT_IS,
     MAX_RECEIVES,
     Encryption,

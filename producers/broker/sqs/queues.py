@@ -1,6 +1,6 @@
 """SQS queues of lists: their URLs, whether they are as the broker needs them, and errors that name them.
 
-The store's hash `keys.QUEUES` names queues that an operator has made or chosen. Another one is found by its name.
+The store's hash `keys.QUEUES` has the URLs of queues that an operator made or chose. Others are found by their names.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import Any, Final, Self
 from redis import Redis
 
 from producers.broker.sqs import keys
-from producers.broker.sqs.address import MIN_VISIBILITY_S, Address
-from producers.broker.sqs.names import is_celery, split, sqs_name
-from producers.connection.aws import AwsError, AwsMissing, told
+from producers.broker.sqs.address import MIN_VISIBILITY_S, Address, is_celery, split, sqs_name
+from producers.connection.aws import AwsError, AwsMissing, client, told
 from producers.connection.script import text
 from producers.connection.trouble import Trouble
 
@@ -130,6 +129,23 @@ class Queues:
         with self.telling("find", name, "sqs:GetQueueUrl"):
             found: str = self._sqs.get_queue_url(QueueName=sqs_name(self._address, name), **account)["QueueUrl"]
         return found
+
+
+class Connection:
+    """SQS of an address, and the store that keeps its books. Any thread of one process may use it.
+
+    `store`: closed with it. Raises as `producers.connection.aws.client`.
+    """
+
+    def __init__(self, address: Address, store: Redis) -> None:
+        self.address: Final = address
+        self.store: Final = store
+        self.sqs: Final[Any] = client("sqs", address.region, address.endpoint_url)
+        self.queues: Final = Queues(self.sqs, address, store)
+
+    def close(self) -> None:
+        self.sqs.close()
+        self.store.close()
 
 
 def is_fifo(address: Address, name: str) -> bool:
