@@ -47,7 +47,7 @@ def connect_broker(url: str, store_url: str, store: redis.asyncio.Redis | None =
         from producers.broker.sqs.operator import SqsBroker
 
         return SqsBroker(read(url), store if store is not None else connect_async(store_url), connect(store_url))
-    from producers.broker.redis.operator import RedisBroker
+    from producers.broker.redis.broker import RedisBroker
 
     return RedisBroker(store if store is not None and url == store_url else connect_async(url))
 
@@ -66,7 +66,7 @@ def connect_sender(
         from producers.broker.sqs.operator import SqsSender
 
         return SqsSender(read(url), store if store is not None else connect(store_url), bodies)
-    from producers.broker.redis.operator import RedisSender
+    from producers.broker.redis.broker import RedisSender
 
     return RedisSender(store if store is not None and url == store_url else connect(url))
 
@@ -86,7 +86,7 @@ def connect_consumer(
         from producers.broker.sqs.consumer import SqsConsumer
 
         return SqsConsumer(read(url), queues, store_url, timeout, home)
-    from producers.broker.redis.consumer import RedisConsumer
+    from producers.broker.redis.broker import RedisConsumer
 
     return RedisConsumer(url, queues, timeout, home)
 

@@ -1,23 +1,66 @@
-"""Workers, dead letters, weights and the time: what a broker keeps in Redis or Valkey, wherever its messages are."""
+"""What a broker keeps in Redis or Valkey wherever its messages are: leases, dead letters, weights and the time."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from redis.asyncio import Redis
+import redis
+from redis.asyncio import Redis as AsyncRedis
 
-from producers.broker.base import Broker
-from producers.broker.redis import keys
-from producers.broker.redis.leases import read_listed
+from producers.broker.base import Broker, Consumer
+from producers.broker.redis import calls, keys
 from producers.broker.values import Listed, check_weight, sane_weights
-from producers.connection.script import ask, ms, text
+from producers.connection.script import ask, ms, run, text
 from producers.contract import keys as contract_keys
+from producers.contract import leases
+
+
+class Leases(Consumer):
+    """The part of a `Consumer` for leases, and for the deaths that count. A subclass sets `_redis` and `queues`."""
+
+    _redis: redis.Redis
+
+    def take_lease(self, incarnation: str, about: str, ttl: float) -> None:
+        run(self._redis, calls.lease(incarnation, about, int(ttl * 1000), take=True, queue=self.queues[0]))
+
+    def renew(self, incarnation: str, about: str, ttl: float) -> bool:
+        return bool(run(self._redis, calls.lease(incarnation, about, int(ttl * 1000), take=False)))
+
+    def end_lease(self, incarnation: str) -> None:
+        self._redis.delete(contract_keys.lease(incarnation))
+
+    def workers(self) -> list[Listed]:
+        listed = self._redis.hgetall(keys.INCARNATIONS)
+        with self._redis.pipeline(transaction=False) as pipe:
+            for name in listed:
+                pipe.pttl(contract_keys.lease(text(name)))
+            return read_listed(listed, pipe.execute())
+
+    def survived(self, task_ids: Sequence[str]) -> None:
+        self._redis.hdel(keys.REAPED, *task_ids)
+
+    def join(self, looker: str) -> int:
+        return int(run(self._redis, leases.join(looker)))
+
+    def look(self, looker: str, others: Sequence[str], since: int = 0) -> leases.Observation | None:
+        return leases.observe(self._redis, looker, others, since)
+
+    def retract(self, incarnation: str) -> list[str] | None:
+        return leases.read_retract(run(self._redis, leases.retract(incarnation, keys.REAPED)))
+
+    def adopt(self, source: str, target: str) -> int:
+        """As `Consumer.adopt`. Where pools have no queues of their own, only delayed messages can be there."""
+        return int(run(self._redis, calls.adopt(source, target)))
 
 
 class Books(Broker):
-    """That part of a `Broker`. `client`: without time limits; closed with the broker."""
+    """The part of a `Broker` for workers, dead letters, weights and the time.
 
-    def __init__(self, client: Redis) -> None:
+    `client`: without time limits; closed with the broker.
+    """
+
+    def __init__(self, client: AsyncRedis) -> None:
         self._redis = client
 
     async def workers(self) -> list[Listed]:
@@ -53,3 +96,11 @@ class Books(Broker):
     async def _ask(self, *commands: tuple[str | bytes, ...]) -> list[Any]:
         """In one round trip."""
         return await ask(self._redis, commands)
+
+
+def read_listed(listed: Mapping[Any, Any], left_ms: Sequence[int]) -> list[Listed]:
+    """`listed`: queues by incarnation; `left_ms`: PTTL of each one's lease, below -1 where there is none."""
+    return [
+        Listed(text(name), text(queue), None if left == -2 else max(0, left) / 1000)
+        for (name, queue), left in zip(listed.items(), left_ms, strict=True)
+    ]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 from redis import Redis
 
-from producers.broker.redis.waker import TrackingWaker, shortest_prefixes
+from producers.broker.redis.broker import TrackingWaker, shortest_prefixes
 
 
 @contextmanager
