@@ -39,7 +39,7 @@ def connect_broker(url: str, store_url: str, store: redis.asyncio.Redis | None =
     there. Raises ValueError for a URL of another kind."""
     _check(url, store_url)
     if _is_memory(url):
-        from producers.broker.memory.operator import MemoryBroker
+        from producers.broker.memory.broker import MemoryBroker
         from producers.broker.memory.server import server_of
 
         return MemoryBroker(server_of(url))
@@ -58,7 +58,7 @@ def connect_sender(
     """A blocking client's side, as `connect_broker`. `bodies`: keeps those of messages that are too large."""
     _check(url, store_url)
     if _is_memory(url):
-        from producers.broker.memory.operator import MemorySender
+        from producers.broker.memory.broker import MemorySender
         from producers.broker.memory.server import server_of
 
         return MemorySender(server_of(url))
@@ -78,7 +78,7 @@ def connect_consumer(
     where what is delayed waits, the first unless given. Raises ValueError for a URL of another kind."""
     _check(url, store_url)
     if _is_memory(url):
-        from producers.broker.memory.consumer import MemoryConsumer
+        from producers.broker.memory.broker import MemoryConsumer
         from producers.broker.memory.server import server_of
 
         return MemoryConsumer(server_of(url), queues, home)

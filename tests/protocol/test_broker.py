@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 from redis import Redis
 
-from producers.broker.memory.consumer import MemoryConsumer
-from producers.broker.memory.fetch import fetch
+from producers.broker.memory.broker import MemoryConsumer
+from producers.broker.memory.server import fetch
 from producers.broker.memory.message import task_id_of
 from producers.broker.memory.server import Delayed
 from producers.broker.redis import calls as broker

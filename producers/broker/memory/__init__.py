@@ -1,7 +1,7 @@
-"""The broker in one process: for tests, for one-process use, and as what the scripts of the one on Redis must do.
+"""The broker in one process: for tests, for one-process use, and as the model of the scripts of the broker on Redis.
 
-    memory://NAME -> Server (all state, one lock) <- consumer, operator: the faces of `producers.broker.base`
+    memory://NAME -> server: all state, under one lock <- broker: the interface of `producers.broker.base`
 
-message reads what a sender wrote; turns has the turns of tenants within a list; fetch chooses what is next
+message reads what a sender wrote; the broker on SQS has that and the choice of the next message from here
 tests/protocol compares the server with the Lua scripts, call by call.
 """

@@ -1,20 +1,95 @@
-"""All that the broker in memory holds, and every change of it. A list's last element is its front, as in Redis."""
+"""The broker in memory: all that it holds, and every change of it. A list's last element is its front, as in Redis.
+
+    Turns: turns of tenants within one list (`redis/scripts/_fair.lua`)
+    Server: lists, deliveries in flight, leases, dead letters
+    Fetch: one FETCH, which chooses what comes first and fits (`redis/scripts/fetch.lua`)
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from math import inf
 
-from producers.broker.memory.message import Unusable, read, task_id_of
-from producers.broker.memory.turns import Turns
+from producers.broker.memory.message import Sent, Unusable, read, task_id_of
+from producers.broker.values import Credit, Fetched, Rules
 from producers.contract import keys
 from producers.contract.levels import split
+
+#: Delayed messages that come due in one FETCH.
+DUE: int = 100
+
+
+@dataclass(slots=True)
+class Turns:
+    """A list's sorted messages: each tenant's messages by number of arrival, and its served tokens by weight.
+
+    `served` has tenants with waiting messages. `rested` has tenants without, that were served more than the least of
+    the others.
+    """
+
+    queues: dict[str, dict[int, Sent]] = field(default_factory=dict)
+    served: dict[str, float] = field(default_factory=dict)
+    rested: dict[str, float] = field(default_factory=dict)
+
+    def place(self, number: int, message: Sent) -> None:
+        tenant = message.tenant
+        if tenant not in self.served:
+            self.served[tenant] = max([self.rested.pop(tenant, 0.0), *self._least()])
+        self.queues.setdefault(tenant, {})[number] = message
+
+    def serve(self, tenant: str, number: int, charge: float) -> None:
+        """It was taken, and its tenant is served so much more."""
+        del self.queues[tenant][number]
+        self.served[tenant] += charge
+        if not self.queues[tenant]:
+            del self.queues[tenant]
+            self.rested[tenant] = self.served.pop(tenant)
+        self._forget()
+
+    def correct(self, tenant: str, more: float) -> None:
+        """Set right what it was charged. Nobody comes to stand better by that than whoever was served least."""
+        for some in (self.served, self.rested):
+            if tenant in some:
+                least = min([some[tenant], *(self._least() or [0.0])])
+                some[tenant] = max(least, some[tenant] + more)
+        self._forget()
+
+    def take_last(self, count: int) -> list[tuple[int, Sent]]:
+        """The `count` that arrived last, by number; nobody is charged."""
+        last = sorted(self.messages().items(), key=lambda one: one[0])[-count:] if count else []
+        for number, message in last:
+            del self.queues[message.tenant][number]
+            if not self.queues[message.tenant]:
+                del self.queues[message.tenant], self.served[message.tenant]
+        if not self.queues:
+            self.rested.clear()
+        return last
+
+    def head(self, passed: set[str]) -> tuple[int, Sent] | None:
+        """The oldest of the tenant that was served least, of those that are not passed over."""
+        waiting = [tenant for tenant in self.queues if tenant not in passed]
+        if not waiting:
+            return None
+        first = min(waiting, key=lambda tenant: (self.served[tenant], tenant.encode(errors="surrogateescape")))
+        return min(self.queues[first].items(), key=lambda one: one[0])
+
+    def messages(self) -> dict[int, Sent]:
+        return {number: sent for queue in self.queues.values() for number, sent in queue.items()}
+
+    def __len__(self) -> int:
+        return sum(map(len, self.queues.values()))
+
+    def _least(self) -> list[float]:
+        return [min(self.served.values())] if self.served else []
+
+    def _forget(self) -> None:
+        self.rested = {t: n for t, n in self.rested.items() if any(n > least for least in self._least())}
 
 
 def places(queue: str) -> list[tuple[str, int]]:
@@ -88,7 +163,7 @@ class Server:
         said = [sent.at for _, sent in sorted(self.turns[name].messages().items())[:1]]
         with suppress(IndexError, Unusable):
             said.append(read(self.lists[name][-1]).at)
-        return min((at for at in said if 0 < at < inf), default=None)
+        return min((at for at in said if 0 < at < math.inf), default=None)
 
     def bury(self, reason: str, name: str, raw: bytes) -> None:
         message = raw.decode(errors="surrogateescape")
@@ -223,6 +298,137 @@ class Server:
         while waiting and (task_id := task_id_of(waiting[-1])) is not None and task_id in self.returned:
             taken.append((self.returned[task_id], waiting.pop(), task_id))
         return taken
+
+
+@dataclass(slots=True)
+class Fetch:
+    """`credit` is used up as it goes: what a tier takes, it and the lower tiers lose; higher tiers may preempt it."""
+
+    server: Server
+    incarnation: str
+    queues: Sequence[str]
+    home: str
+    rules: Rules
+    seqs: list[int]
+    tokens: list[int]
+    blocked: int = 4
+    """The best tier that has no room: it and lower ones get no more."""
+    now: float = 0.0
+    lists: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """List -> its queue and rank."""
+    passed: dict[str, set[str]] = field(default_factory=dict)
+    """List -> tenants that wait because their head is a suspect."""
+
+    def run(self, uuids: Sequence[str], bite: int) -> list[Fetched]:
+        server, mine = self.server, self.server.inflight[self.incarnation]
+        self.now = server.clock()
+        ranked = [(rank, name, queue) for queue in self.queues for name, rank in server.places(queue)]
+        self.lists = {name: (queue, rank) for rank, name, queue in sorted(ranked, key=lambda one: one[0])}
+        server.due(self.home, self.now, DUE)
+        buried = [one for name in self.lists for one in self._sort(name, bite)]
+        out, looked = [], False
+        for uuid in uuids:
+            if uuid not in mine:
+                if not looked:
+                    looked = True
+                    self._note_heads(self.lists)
+                chosen = self._choose(mine)
+                if chosen is None:
+                    break
+                mine[uuid] = self._take(*chosen)
+            out.append(self._given(uuid, mine[uuid]))
+        return out + buried
+
+    def _given(self, uuid: str, d: Delivery) -> Fetched:
+        for rank in range(d.rank, 4):
+            self.seqs[rank] -= d.seqs
+            self.tokens[rank] -= d.tokens
+        returns = self.server.reaped.get(d.id, 0)
+        return Fetched(uuid, *self.lists[d.list], d.raw, returns > 0, 0 < returns >= self.rules.max_redeliveries)
+
+    def _sort(self, name: str, bite: int) -> list[Fetched]:
+        """So many from the front of a list; what cannot be used is dead-lettered, and answered."""
+        server, buried = self.server, []
+        for _ in range(min(bite, len(server.lists[name]))):
+            raw = server.lists[name].pop()
+            try:
+                message = read(raw)
+            except Unusable as why:
+                server.bury(str(why), name, raw)
+                buried.append(Fetched("", *self.lists[name], raw, buried=str(why)))
+                continue
+            number = server.returned.pop(message.id, None)
+            if number is None:
+                number = server.arrivals = server.arrivals + 1
+            server.turns[name].place(number, message)
+        return buried
+
+    def _note_heads(self, names: Sequence[str] | dict[str, tuple[str, int]]) -> None:
+        """Since when each list's head waits; later than now: the clock was set back."""
+        for name in names:
+            if self.server.turns[name].queues:
+                self.server.unserved[name] = min(self.now, self.server.unserved.get(name, self.now))
+            else:
+                self.server.unserved.pop(name, None)
+
+    def _choose(self, mine: dict[str, Delivery]) -> tuple[str, int, Sent] | None:
+        """The next message: from the list of the best rank, then tier, then order, of lists that are not held up."""
+        while heads := {
+            name: head
+            for name, (_, tier) in self.lists.items()
+            if tier < self.blocked and (head := self.server.turns[name].head(self.passed.get(name, set())))
+        }:
+            best = min(heads, key=lambda name: (self._rank(name), self.lists[name][1]))
+            number, message = heads[best]
+            tier = self.lists[best][1]
+            seqs, tokens = message.size(self.rules.capacity, self.rules.plain_tokens)
+            if seqs > self.seqs[tier] or tokens > self.tokens[tier]:
+                self.blocked = tier
+            elif self._suspect(message.id) and any(self._suspect(d.id) for d in mine.values()):
+                self.passed.setdefault(best, set()).add(message.tenant)
+            else:
+                return best, number, message
+        return None
+
+    def _rank(self, name: str) -> int:
+        waited = (self.now - self.server.unserved[name]) / (self.rules.ageing * 1000)
+        return self.lists[name][1] - math.floor(waited)
+
+    def _suspect(self, task_id: str) -> bool:
+        """One more return, and it is condemned."""
+        return 0 < self.server.reaped.get(task_id, 0) >= self.rules.max_redeliveries - 1
+
+    def _take(self, name: str, number: int, message: Sent) -> Delivery:
+        server = self.server
+        seqs, tokens = message.size(self.rules.capacity, self.rules.plain_tokens)
+        charge, weight = max(tokens, 1), server.weights.get(message.tenant, 1.0)
+        server.turns[name].serve(message.tenant, number, charge / weight)
+        server.unserved[name] = self.now
+        server.taken += 1
+        server.taken_tokens += tokens
+        self._note_heads([name])
+        rank = self.lists[name][1]
+        return Delivery(
+            server.taken, name, message.id, message.raw, rank, seqs, tokens, number, message.tenant, charge, weight
+        )
+
+
+def fetch(
+    server: Server,
+    incarnation: str,
+    queues: Sequence[str],
+    uuids: Sequence[str],
+    credit: Credit,
+    rules: Rules,
+    bite: int,
+    home: str | None = None,
+) -> list[Fetched] | None:
+    """The same as `producers.broker.base.Consumer.fetch`."""
+    with server.lock:
+        if not server.lives(incarnation):
+            return None
+        room = (list(credit.seqs), list(credit.tokens))
+        return Fetch(server, incarnation, queues, home or queues[0], rules, *room).run(uuids, bite)
 
 
 _servers: dict[str, Server] = {}

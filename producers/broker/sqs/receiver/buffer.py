@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from producers.broker.memory.fetch import Fetch
+from producers.broker.memory.server import Fetch
 from producers.broker.memory.server import Delivery, Server
 from producers.broker.sqs.address import lists
 from producers.broker.sqs.receiver.flight import ReceivedMessage
