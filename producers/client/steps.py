@@ -15,8 +15,8 @@ from typing import Any, Final, TypeVar
 
 from redis import exceptions as redis
 
+from producers.connection.connect import Silent
 from producers.connection.script import Call
-from producers.connection.silence import Silent
 from producers.connection.trouble import Trouble, trouble
 from producers.contract.message import Message
 from producers.store.references import Reference

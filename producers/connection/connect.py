@@ -3,9 +3,10 @@
     redis:// rediss:// unix://                          the server itself
     sentinel:// redis+sentinel:// rediss+sentinel://    Sentinels that know the primary (sentinel.py)
 
-Each new connection finds the primary and checks it (`producers.connection.hello`). A connection to a demoted server is
-closed, and the next one finds the new primary. redis-py's own retries are off: they would hide lost replies from
-`producers.client.steps`, where a submit must know of them.
+Each new connection finds the primary and checks it by its answer to HELLO: kind, version and role. A connection to a
+demoted server is closed, and the next one finds the new primary. A silent server is waited for once (`Silence`).
+redis-py's own retries are off: they would hide lost replies from `producers.client.steps`, where a submit must know of
+them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -32,13 +33,20 @@ from redis.exceptions import ReadOnlyError, RedisError, ResponseError
 from redis.retry import Retry
 
 from producers.connection import sentinel
-from producers.connection.hello import check_hello, not_hello
-from producers.connection.silence import ENOUGH, Silence
-from producers.connection.silence import SILENT_S as SILENT_S
-from producers.connection.trouble import NotPrimary
+from producers.connection.script import text
+from producers.connection.trouble import NotPrimary, UnusableServer, trouble
 from producers.connection.turns import OWNER, Turns
 
 SCHEMES: Final = ("redis", "rediss", "unix", *sentinel.SCHEMES)
+#: Oldest Redis version: scripts with flags (`#!lua flags=allow-oom`) need it. Every Valkey version is later.
+OLDEST_REDIS: Final = (7, 0)
+#: Silence (s) after which a server counts as lost.
+SILENT_S: Final = 5.0
+#: Share of SILENT_S after which a call that is given up shows a silent server: a caller's own limit of that length
+#: began a moment earlier. No answer may have come for that share of its wait.
+ENOUGH: Final = 0.8
+#: Time (s) from an attempt without an answer to the next one.
+PAUSE_S: Final = 0.2
 #: Most connections of one client for commands; those of them that one owner (`producers.connection.turns`) may have at
 #: once. All its readers share one more.
 POOL: Final = 16
@@ -205,6 +213,71 @@ def shown(url: str) -> str:
     return f"{scheme}{mark}{place}" if mark else place
 
 
+# ---- connections ----------------------------------------------------------------------------------------------------
+
+
+class Silent(TimeoutError):
+    """The server is silent, and nothing was sent. `since`: when the first call without an answer began (monotonic)."""
+
+    def __init__(self, since: float) -> None:
+        super().__init__(f"no answer for {time.monotonic() - since:.0f} s")
+        self.since = since
+
+
+class Silence:
+    """One server's silence, as the connections of one client see it.
+
+        no answer for SILENT_S ─▶ silent ─▶ one connection tries at a time, other calls raise Silent ─▶ answer ─▶ over
+
+    A request makes several calls: without this each of them, and each of the next request, would wait as long again.
+    A server that answers other connections while a call waits is not silent: that call is slow, or its connection lost.
+    """
+
+    __slots__ = ("_doubt", "_heard", "_next", "_since", "_where")
+
+    def __init__(self) -> None:
+        self._where = ""
+        self._since: float | None = None
+        self._doubt = self._heard = self._next = 0.0
+
+    def enter(self, where: str) -> float:
+        """Let a connection to this address be made. Answers what `tried` is told then. Raises Silent while another
+        one tries."""
+        if self._since is None or where != self._where:
+            return 0.0
+        now = time.monotonic()
+        if now < self._next:
+            raise Silent(self._since)
+        if now > self._next + SILENT_S:  # nobody has tried for long, so nothing is known of the server
+            self._since = None
+            return 0.0
+        self._next = now + SILENT_S + PAUSE_S
+        return self._next
+
+    def tried(self, entered: float) -> None:
+        """The connection that `enter` let in was not made: another one may try."""
+        if entered == self._next:
+            self._next = time.monotonic() + PAUSE_S
+
+    def doubts(self, heard: float) -> bool:
+        """Whether a connection may be lost that was heard last at this time (monotonic): another one's call, which
+        began later, had no answer."""
+        return heard < self._doubt
+
+    def answered(self) -> float:
+        """An answer has come. Answers the time (monotonic)."""
+        self._since = None
+        self._heard = time.monotonic()
+        return self._heard
+
+    def unanswered(self, where: str, waited: float) -> None:
+        """A call to this address was given up after so many seconds, enough to show a silent server."""
+        now = time.monotonic()
+        self._doubt = max(self._doubt, now - waited)
+        if self._heard <= now - ENOUGH * waited and (self._since is None or where != self._where):
+            self._where, self._since, self._next = where, now - waited, now + PAUSE_S
+
+
 class _Checked(AbstractConnection):
     """A connection that closes when its server becomes a replica."""
 
@@ -345,6 +418,9 @@ class _AsyncFound(AsyncAbstractConnection):
         return await tcp.send_packed_command(*args, **options)
 
 
+# ---- new connections ------------------------------------------------------------------------------------------------
+
+
 def _look(connection: Any) -> None:
     connection.on_connect()
     connection.send_command("HELLO")
@@ -365,6 +441,44 @@ async def _look_async(connection: Any) -> None:
     except ResponseError as error:
         raise not_hello(error, where) from error
     check_hello(answer, where)
+
+
+def check_hello(answer: Mapping[Any, Any] | Sequence[Any], where: str) -> None:
+    """Check HELLO's answer. Raises UnusableServer or NotPrimary. `where`: the server's name for messages."""
+    pairs = answer.items() if isinstance(answer, Mapping) else zip(answer[::2], answer[1::2], strict=True)
+    server = {text(name): text(value) for name, value in pairs}
+    kind = f"{server['server']} {server['version']}"
+    if server["mode"] == "cluster":
+        raise UnusableServer(
+            f"the server at {where} is a Redis Cluster, which Penstock cannot use: its scripts change several keys "
+            "at once. Use a single primary, with Sentinel for failover"
+        )
+    if server["mode"] == "sentinel":
+        raise UnusableServer(
+            f"the server at {where} is a Sentinel, which holds no data; to ask it for the primary, write "
+            f"redis+sentinel://{where}/NAME"
+        )
+    if server["server"] == "redis" and _version(server["version"]) < OLDEST_REDIS:
+        oldest = ".".join(map(str, OLDEST_REDIS))
+        raise UnusableServer(f"the server at {where} is {kind}; Penstock needs Redis {oldest} or later, or any Valkey")
+    if server["role"] != "master":
+        raise NotPrimary(
+            f"the server at {where} is a replica, which takes no writes; name its primary, or Sentinels that know it"
+        )
+
+
+def not_hello(error: ResponseError, where: str) -> RedisError:
+    """The exception to raise if HELLO is refused. Servers before Redis 6 do not know it."""
+    if trouble(error) is not None:
+        return error
+    return UnusableServer(
+        f"the server at {where} does not know HELLO ({error}): it is older than Redis 6, or a proxy. "
+        f"Penstock needs Redis {'.'.join(map(str, OLDEST_REDIS))} or later, or any Valkey"
+    )
+
+
+def _version(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
 @cache

@@ -4,7 +4,7 @@
 
 This is the form of other tools on redis-py. `rediss+sentinel://` uses TLS to all servers; `sentinel://` is short for
 `redis+sentinel://`. User and password are the primary's; the Sentinels' own are the options `sentinel_username` and
-`sentinel_password`. Other options are redis-py's. `producers.connection.hello` checks that the address is no replica's.
+`sentinel_password`. Other options are redis-py's. `producers.connection.connect` checks that the address is no replica's.
 """
 
 from __future__ import annotations

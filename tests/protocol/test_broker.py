@@ -14,9 +14,8 @@ from hypothesis.stateful import initialize, precondition, rule
 from redis import Redis
 
 from producers.broker.memory.broker import MemoryConsumer
-from producers.broker.memory.server import fetch
 from producers.broker.memory.message import task_id_of
-from producers.broker.memory.server import Delayed
+from producers.broker.memory.server import Delayed, fetch
 from producers.broker.redis import calls as broker
 from producers.broker.redis import keys as broker_keys
 from producers.broker.values import Credit

@@ -129,8 +129,7 @@ def check(
 
     Exit status 1: something is missing or wrong.
     """
-    from producers.aws.account import provide
-    from producers.aws.probe import probe
+    from producers.aws.account import probe, provide
 
     with _opened(broker, store) as (address, server):
         required = _needs_of(address, server, model, predefined, bucket, inbox, None, None, None)

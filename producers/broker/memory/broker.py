@@ -12,7 +12,21 @@ from producers.broker.base import Broker, Consumer, NoSuchPlace, Sender, Waker
 from producers.broker.memory.message import Sent, Unusable, read
 from producers.broker.memory.server import Server, Turns, fetch
 from producers.broker.values import (
-    NOTHING_COUNTED, Ack, Back, Capabilities, Counted, Credit, Depth, Depths, Fetched, Listed, PutDown, Rules, Standing, Waiting, check_weight,
+    NOTHING_COUNTED,
+    Ack,
+    Back,
+    Capabilities,
+    Counted,
+    Credit,
+    Depth,
+    Depths,
+    Fetched,
+    Listed,
+    PutDown,
+    Rules,
+    Standing,
+    Waiting,
+    check_weight,
 )
 from producers.contract import keys
 from producers.contract.keys import takes_from
@@ -25,7 +39,6 @@ CAPABILITIES: Final = Capabilities(front_of_queue=True, max_message_bytes=sys.ma
 BITE: Final = 64
 #: A tier's rank -> the tier.
 _TIERS: Final = {rank: tier for tier, (rank, _) in keys.TIERS.items()}
-
 
 
 class MemoryConsumer(Consumer):

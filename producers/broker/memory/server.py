@@ -1,8 +1,8 @@
 """The broker in memory: all that it holds, and every change of it. A list's last element is its front, as in Redis.
 
-    Turns: turns of tenants within one list (`redis/scripts/_fair.lua`)
-    Server: lists, deliveries in flight, leases, dead letters
-    Fetch: one FETCH, which chooses what comes first and fits (`redis/scripts/fetch.lua`)
+Turns: turns of tenants within one list (`redis/scripts/_fair.lua`)
+Server: lists, deliveries in flight, leases, dead letters
+Fetch: one FETCH, which chooses what comes first and fits (`redis/scripts/fetch.lua`)
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The broker on Redis or Valkey: a worker's side, and the side of senders, gateways, sweepers and operators.
 
-    RedisSender, RedisBroker.send ─ LPUSH ─▶ list of the tier ─▶ RedisConsumer.fetch (FETCH) ─▶ put_down (ACK, BACK)
-                                                  └─ key tracking ─▶ TrackingWaker ─▶ the worker fetches
+RedisSender, RedisBroker.send ─ LPUSH ─▶ list of the tier ─▶ RedisConsumer.fetch (FETCH) ─▶ put_down (ACK, BACK)
+                                              └─ key tracking ─▶ TrackingWaker ─▶ the worker fetches
 """
 
 from __future__ import annotations
@@ -18,7 +18,20 @@ from producers.broker.base import NoSuchPlace, Sender, Waker
 from producers.broker.redis import calls, keys
 from producers.broker.redis.books import Books, Leases
 from producers.broker.values import (
-    NOTHING_COUNTED, Ack, Back, Capabilities, Counted, Credit, Depth, Depths, Fetched, PutDown, Rules, Standing, Waiting, sane_weights,
+    NOTHING_COUNTED,
+    Ack,
+    Back,
+    Capabilities,
+    Counted,
+    Credit,
+    Depth,
+    Depths,
+    Fetched,
+    PutDown,
+    Rules,
+    Standing,
+    Waiting,
+    sane_weights,
 )
 from producers.connection.connect import SILENT_S, connect, connection_pool
 from producers.connection.log_throttle import warn_throttled

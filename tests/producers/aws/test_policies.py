@@ -10,10 +10,9 @@ from typing import Any, Final
 import pytest
 from redis import Redis
 
-from producers.aws.account import Needs, provide
+from producers.aws.account import Needs, probe, provide
 from producers.aws.bucket import DONE, INBOX, OUTBOX
 from producers.aws.policies import OF_TIERS, Scope, policy
-from producers.aws.probe import probe
 from producers.broker.sqs.address import read, sqs_name
 from producers.broker.sqs.specs import dead_letters_name, inbox_name, lists_of
 from producers.connection.aws import AwsError, client, told

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from producers.client.steps import Pause, Read, persistently
-from producers.connection.silence import Silent
+from producers.connection.connect import Silent
 
 
 def test_patience_counts_from_when_the_server_fell_silent() -> None:

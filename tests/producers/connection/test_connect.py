@@ -9,7 +9,7 @@ import pytest
 import redis
 import uvloop
 
-from producers.connection import connect, silence
+from producers.connection import connect
 from producers.connection.connect import connect_async, kombu_url, shown
 from producers.connection.script import aexecute
 
@@ -47,7 +47,7 @@ async def test_a_server_that_does_not_answer_is_given_up(
     async with connect_async(valkey_url) as client:
         await client.ping()
         monkeypatch.setattr(connect, "SILENT_S", 0.1)
-        monkeypatch.setattr(silence, "PAUSE_S", 0.0)
+        monkeypatch.setattr(connect, "PAUSE_S", 0.0)
         with pytest.raises(TimeoutError):
             await ask(client, "BLPOP", "nobody-pushes", 0)
         monkeypatch.undo()

@@ -11,9 +11,8 @@ import pytest
 from redis.asyncio import Redis
 
 from producers.client.steps import FAILURES
-from producers.connection import connect, silence
-from producers.connection.connect import connect_async
-from producers.connection.silence import PAUSE_S, SILENT_S, Silence, Silent
+from producers.connection import connect
+from producers.connection.connect import PAUSE_S, SILENT_S, Silence, Silent, connect_async
 from tests.chaos.links import Links
 
 #: Calls that come at once.
@@ -33,7 +32,7 @@ def links(valkey_url: str) -> Iterator[Links]:
 @pytest.fixture
 async def client(links: Links, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Redis]:
     """A client of a server that has fallen silent, as a call of it has found; the next one may try it."""
-    monkeypatch.setattr(silence, "PAUSE_S", 0.0)
+    monkeypatch.setattr(connect, "PAUSE_S", 0.0)
     async with connect_async(f"redis://127.0.0.1:{links.by_name['client'].port}/0") as client:
         await asyncio.gather(*(client.ping() for _ in range(CALLS)))
         links.make("client", "silence")
@@ -93,7 +92,7 @@ async def test_a_watch_does_not_outlive_its_connection(valkey_url: str, monkeypa
         await pipe.watch("watched")
         with monkeypatch.context() as patched:
             patched.setattr(connect, "SILENT_S", 0.1)
-            patched.setattr(silence, "PAUSE_S", 0.0)
+            patched.setattr(connect, "PAUSE_S", 0.0)
             with pytest.raises(TimeoutError):
                 await client.blpop(["nobody-pushes"], 0)
         pipe.multi()
@@ -107,7 +106,7 @@ async def test_a_watch_does_not_outlive_its_connection(valkey_url: str, monkeypa
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The time (s) that Silence sees."""
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(silence, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(connect, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 

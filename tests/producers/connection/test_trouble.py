@@ -12,7 +12,7 @@ from redis import exceptions as redis
 
 from producers import Client, SubmitFailed
 from producers.connection import log_throttle as complaints
-from producers.connection.hello import check_hello
+from producers.connection.connect import check_hello
 from producers.connection.log_throttle import EVERY_S, Throttle, warn_throttled
 from producers.connection.sentinel import split
 from producers.connection.trouble import NotPrimary, Trouble, UnusableServer, said, trouble

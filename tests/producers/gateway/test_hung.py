@@ -14,7 +14,7 @@ import pytest
 from producers import AsyncClient
 from producers.client import reader_leases as readers
 from producers.client.reader_leases import ReaderLeases
-from producers.connection import connect, silence
+from producers.connection import connect
 from producers.gateway import metrics
 from producers.gateway.admission import authentication, overload
 from producers.gateway.admission.overload import Overload
@@ -47,7 +47,7 @@ def test_a_request_waits_once_and_the_next_ones_not_at_all(
 ) -> None:
     """However many calls it makes: the key is looked up, then the task."""
     monkeypatch.setattr(authentication, "FRESH_S", 0.0)
-    monkeypatch.setattr(silence, "PAUSE_S", LONG)
+    monkeypatch.setattr(connect, "PAUSE_S", LONG)
     abort, waits = connect._AsyncChecked._abort, []
     monkeypatch.setattr(connect._AsyncChecked, "_abort", lambda self, due: (waits.append(self), abort(self, due)))
     with closing(Links()) as links:

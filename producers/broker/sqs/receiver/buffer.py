@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from producers.broker.memory.server import Fetch
-from producers.broker.memory.server import Delivery, Server
+from producers.broker.memory.server import Delivery, Fetch, Server
 from producers.broker.sqs.address import lists
 from producers.broker.sqs.receiver.flight import ReceivedMessage
 from producers.broker.values import Credit, Fetched, Rules
