@@ -35,19 +35,19 @@ class LimitReached(PenstockError):
 
 class QueueFull(PenstockError):
     """Too many tasks wait, and nothing was queued. `bound`: the one that is reached, `all`, `pool`, `tenant` or `key`;
-    `waiting`: tasks that count against it; `most`: the most that may. Of the bound `kept` both are bytes of a tenant's
+    `waiting`: tasks that count against it; `limit`: tasks that may. Of the bound `kept` both are bytes of a tenant's
     tasks, waiting or not."""
 
-    def __init__(self, bound: str, waiting: int, most: int) -> None:
-        what = "bytes of tasks are kept" if bound == "kept" else "tasks wait"
-        super().__init__(f"{waiting} {what}, where {most} may (bound: {bound})")
+    def __init__(self, bound: str, waiting: int, limit: int) -> None:
+        unit = "bytes of tasks are kept" if bound == "kept" else "tasks wait"
+        super().__init__(f"{waiting} {unit}, where {limit} may (bound: {bound})")
         self.bound = bound
         self.waiting = waiting
-        self.most = most
+        self.limit = limit
 
 
 class SecretUnreadable(PenstockError):
-    """The file with the keys for stored secrets, or such a secret, cannot be read here. The message shows neither."""
+    """The file with the keys for stored secrets, or a stored secret, cannot be read here. The message shows neither."""
 
 
 class TaskExists(PenstockError):
@@ -67,7 +67,7 @@ class IdempotencyKeyReused(PenstockError):
 
 
 class InvalidQuery(PenstockError, ValueError):
-    """A list of tasks was asked for with a bad parameter, `param`."""
+    """A request for a list of tasks has a bad parameter, `param`."""
 
     def __init__(self, message: str, *, param: str) -> None:
         super().__init__(message)
@@ -124,7 +124,7 @@ class TaskFailed(PenstockError):
 
 
 def shown(value: Any) -> str:
-    """A value as a message shows it: as JSON writes it, and not longer than a line."""
+    """A value, for messages: as JSON, and not longer than a line."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, RecursionError):  # a caller of the library may give anything

@@ -17,14 +17,14 @@ GIT_S = 5.0
 def release() -> str:
     """The package's version. In a git checkout its commit is added as a local version (PEP 440): `0.2.0+g7ed59863`."""
     try:
-        found = version("penstock")
+        package = version("penstock")
     except PackageNotFoundError:  # copied into another program, say
-        found = "unknown"
+        package = "unknown"
     if not (ROOT / ".git").exists():
-        return found
+        return package
     command = ("git", "-C", str(ROOT), "rev-parse", "--short=8", "HEAD")
     try:
         commit = subprocess.run(command, capture_output=True, text=True, timeout=GIT_S, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return found
-    return f"{found}+g{commit}"
+        return package
+    return f"{package}+g{commit}"

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from redis.exceptions import ResponseError
 
-from producers.broker.base import NoSuchPlace
+from producers.broker.base import NoSuchList
 from producers.client.aio import AsyncClient
 from producers.client.submission import KEPT, TASK
 from producers.connection.script import parsed
@@ -154,7 +154,7 @@ async def _send(client: AsyncClient, letter: Letter, message: str, task_id: str 
         raise NotReplayed("nothing says to which list it belongs; purge it")
     try:
         sent = await client.broker.replay(_bytes(letter.raw), letter.list_name, _bytes(message), task_id or "")
-    except NoSuchPlace as error:
+    except NoSuchList as error:
         raise NotReplayed(f"{error}; purge it") from error
     if not sent:
         raise NotReplayed("somebody else has taken it off the list")

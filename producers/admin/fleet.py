@@ -12,7 +12,7 @@ from typing import Any, Final
 from redis.asyncio import Redis
 
 from producers.broker.base import Broker
-from producers.connection.script import ask, parsed, parsed_value, seconds, text
+from producers.connection.script import aexecute_many, parsed, parsed_value, seconds, text
 from producers.contract import keys
 from producers.contract.levels import looked_after, split
 from producers.contract.profile import Profile, sane
@@ -104,7 +104,7 @@ async def read_fleet(store: Redis, broker: Broker) -> Fleet:
             for command in (("ZCARD", index), ("ZRANGE", index, "0", "0", "WITHSCORES"))
         ),
     )
-    models, about, leads, swept, now, *rest = await ask(store, commands)
+    models, about, leads, swept, now, *rest = await aexecute_many(store, commands)
     at = seconds(now)
     scaling, left = _scaling(*rest[:5]), rest[5:]
     pools, dead_letters = await _pools(store, broker, _served(models, about))
@@ -142,7 +142,7 @@ async def _pools(store: Redis, broker: Broker, served: Mapping[str, str]) -> tup
         if not split(queue)[1] or its.delayed or any(its.waiting.values())
     }
     taking = [(name, pools[queue]) for name, queue in depths.workers.items() if queue in pools]
-    leases = await ask(store, [("GET", keys.lease(name)) for name, _ in taking])
+    leases = await aexecute_many(store, [("GET", keys.lease(name)) for name, _ in taking])
     for (name, pool), lease in zip(taking, leases, strict=True):
         if lease is not None:
             pool.workers.append({"worker": name, **parsed(lease)})

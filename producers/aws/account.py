@@ -18,8 +18,8 @@ from producers.broker.sqs import keys
 from producers.broker.sqs.address import Address, is_own, sqs_name
 from producers.broker.sqs.queues import Queues
 from producers.broker.sqs.setup import Finding, Setup, arn_of, own_account
-from producers.broker.sqs.specs import AS_IT_IS, Encryption, arn, inbox, inbox_name, lists_of, wanted
-from producers.connection.aws import AwsError, client, partition_of, told
+from producers.broker.sqs.specs import AS_IT_IS, Encryption, arn, inbox, inbox_name, lists_of, queue_specs
+from producers.connection.aws import AwsError, aws_errors, client, partition_of
 from producers.connection.script import text
 from producers.connection.trouble import Trouble
 from producers.store.blobs.bucket import Bucket
@@ -58,7 +58,7 @@ def provide(needs: Needs, store: Redis | None, *, apply: bool) -> list[Finding]:
     chosen = {**_chosen_before(needs.address, names, stored), **needs.predefined}
     findings = [setup.check(name, queue) for name, queue in chosen.items()]
     not_chosen = [name for name in names if name not in chosen]
-    findings += setup.provide(wanted(needs.address, not_chosen, needs.tags)) if not_chosen else []
+    findings += setup.provide(queue_specs(needs.address, not_chosen, needs.tags)) if not_chosen else []
     if store is not None:
         findings += _write_urls(store, stored, findings, apply)
     if needs.bucket is not None:
@@ -130,19 +130,19 @@ def _probe_list(role: str, queues: Queues, sqs: Any, name: str) -> Iterator[tupl
         return
     for permission, call in _put_down(sqs, url).items():
         if permission in OF_TIERS[role]:
-            yield from _tried(permission, call, queues.telling("put down messages of", name, permission))
+            yield from _tried(permission, call, queues.aws_errors("put down messages of", name, permission))
 
 
 def _probe_inbox(sqs: Any, name: str) -> Iterator[tuple[str, str]]:
     """Each fault of the queue of the bucket's events, as `_probe_list`."""
     try:
-        with told(f"find queue {name}", "sqs:GetQueueUrl"):
+        with aws_errors(f"find queue {name}", "sqs:GetQueueUrl"):
             url = sqs.get_queue_url(QueueName=name)["QueueUrl"]
     except AwsError as error:
         yield "settings", _refused(error)
         return
     for permission, call in _put_down(sqs, url).items():
-        yield from _tried(permission, call, told(f"put down messages of queue {name}", permission))
+        yield from _tried(permission, call, aws_errors(f"put down messages of queue {name}", permission))
 
 
 def _put_down(sqs: Any, url: str) -> dict[str, Callable[[], Any]]:
@@ -154,11 +154,9 @@ def _put_down(sqs: Any, url: str) -> dict[str, Callable[[], Any]]:
     }
 
 
-def _tried(
-    permission: str, call: Callable[[], Any], telling: AbstractContextManager[None]
-) -> Iterator[tuple[str, str]]:
+def _tried(permission: str, call: Callable[[], Any], errors: AbstractContextManager[None]) -> Iterator[tuple[str, str]]:
     try:
-        with telling:
+        with errors:
             call()
     except AwsError as error:
         if error.trouble is not None:  # else it only says that this receipt does not exist
@@ -174,7 +172,7 @@ def _probe_bucket(bucket: Bucket, region: str) -> Finding:
     }
     for permission, call in calls.items():
         try:
-            with told(f"read {bucket}", permission):
+            with aws_errors(f"read {bucket}", permission):
                 call()
         except AwsError as error:
             if error.code != "NoSuchKey":

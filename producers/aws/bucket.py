@@ -1,6 +1,6 @@
-"""Makes a system's bucket, corrects its settings, and lets it tell a queue of new input files.
+"""Makes a system's bucket, corrects its settings, and lets it notify a queue of new input files.
 
-What others set stays: lifecycle rules, notifications and tags are added to theirs.
+Settings of others stay: lifecycle rules, notifications and tags are added to theirs.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _UNSET: Final = frozenset(
     }
 )
 
-#: S3's answer if it may not send to the queue, whose policy may be new.
+#: S3's answer if it may not send to the queue yet, whose policy may be new.
 _NOT_YET: Final = frozenset({"InvalidArgument"})
 
 
 @dataclass(frozen=True, slots=True)
 class BucketSetup:
-    """Sets up one bucket. `region`: where a new one is made; `queue`: ARN of the queue that is told of input files, or
-    empty; `apply`: whether to change anything."""
+    """Sets up one bucket. `region`: of a new one; `queue`: ARN of the queue that is notified of input files, or empty;
+    `apply`: whether to change anything."""
 
     bucket: Bucket
     region: str
@@ -69,7 +69,7 @@ class BucketSetup:
         """The bucket's region; empty if it does not exist."""
         name = self.bucket.name
         try:
-            found = patiently(f"look at bucket {name}", "s3:ListBucket", lambda: s3.head_bucket(Bucket=name))
+            head = patiently(f"look at bucket {name}", "s3:ListBucket", lambda: s3.head_bucket(Bucket=name))
         except AwsMissing:
             return ""
         except AwsError as error:
@@ -77,48 +77,48 @@ class BucketSetup:
                 raise
             text = f"{error}; or it is another account's bucket: choose another name"
             raise AwsError(text, error.code, error.trouble) from error
-        return str(found.get("BucketRegion") or self.region)
+        return str(head.get("BucketRegion") or self.region)
 
     def _make(self, s3: Any) -> None:
         name = self.bucket.name
-        place = {"CreateBucketConfiguration": {"LocationConstraint": self.region}}
-        more = {} if self.region == "us-east-1" else place
+        constraint = {"CreateBucketConfiguration": {"LocationConstraint": self.region}}
+        more = {} if self.region == "us-east-1" else constraint
         doing = f"create bucket {name} in {self.region}"
         patiently(doing, "s3:CreateBucket", lambda: s3.create_bucket(Bucket=name, **more))
 
     def _correct(self, s3: Any) -> dict[str, str]:
-        """Correct the settings that differ. Returns each, and what is done to it."""
-        found = {}
-        for call, (argument, permission, ask) in self._settings().items():
+        """Correct the settings that differ. Returns setting -> what is done to it."""
+        corrections = {}
+        for call, (argument, permission, expect) in self._settings().items():
             existing = self._existing(s3, call, argument, permission)
-            asked = ask(existing)
-            if _plain({key: existing.get(key) for key in asked}) == _plain(asked):
+            expected = expect(existing)
+            if _plain({key: existing.get(key) for key in expected}) == _plain(expected):
                 continue
             if self.apply:
-                self._ask(s3, f"put_{call}", permission, {argument: asked})
-            found[call] = "corrected" if existing else "set"
-        return found
+                self._call(s3, f"put_{call}", permission, {argument: expected})
+            corrections[call] = "corrected" if existing else "set"
+        return corrections
 
     def _existing(self, s3: Any, call: str, argument: str, permission: str) -> dict[str, Any]:
         """A setting as `put_...` takes it; empty if it is not set."""
         try:
-            said: dict[str, Any] = self._ask(s3, f"get_{call}", permission.replace("s3:Put", "s3:Get"), {})
+            answer: dict[str, Any] = self._call(s3, f"get_{call}", permission.replace("s3:Put", "s3:Get"), {})
         except AwsError as error:
             if error.code in _UNSET:
                 return {}
             raise
-        said.pop("ResponseMetadata", None)
-        return dict(said.get(argument, said))
+        answer.pop("ResponseMetadata", None)
+        return dict(answer.get(argument, answer))
 
-    def _ask(self, s3: Any, call: str, permission: str, arguments: Mapping[str, Any]) -> Any:
+    def _call(self, s3: Any, call: str, permission: str, arguments: Mapping[str, Any]) -> Any:
         doing = f"{call.replace('_', ' ')} of bucket {self.bucket.name}"
         not_yet = _NOT_YET if call == "put_bucket_notification_configuration" else frozenset()
-        ask = getattr(s3, call)
-        return patiently(doing, permission, lambda: ask(Bucket=self.bucket.name, **arguments), not_yet=not_yet)
+        method = getattr(s3, call)
+        return patiently(doing, permission, lambda: method(Bucket=self.bucket.name, **arguments), not_yet=not_yet)
 
     def _settings(self) -> dict[str, tuple[str, str, Callable[[dict[str, Any]], dict[str, Any]]]]:
-        """S3's name of each setting -> its argument, permission, and what it should be, given what it is."""
-        found: dict[str, tuple[str, str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
+        """S3's name of each setting -> its argument, permission, and its expected value as a function of the existing one."""
+        settings: dict[str, tuple[str, str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
             "public_access_block": (
                 *("PublicAccessBlockConfiguration", "s3:PutBucketPublicAccessBlock"),
                 lambda existing: PRIVATE,
@@ -133,12 +133,12 @@ class BucketSetup:
             ),
         }
         if self.tags:
-            found["bucket_tagging"] = (
+            settings["bucket_tagging"] = (
                 *("Tagging", "s3:PutBucketTagging"),
                 lambda existing: {"TagSet": _merged(existing.get("TagSet", ()), named_tags(self.tags), "Key")},
             )
         if self.queue:
-            found["bucket_notification_configuration"] = (
+            settings["bucket_notification_configuration"] = (
                 *("NotificationConfiguration", "s3:PutBucketNotification"),
                 lambda existing: {
                     **existing,
@@ -147,7 +147,7 @@ class BucketSetup:
                     ),
                 },
             )
-        return found
+        return settings
 
 
 def encryption_rules(choice: Encryption, existing: Sequence[Mapping[str, Any]] = ()) -> list[Mapping[str, Any]]:
@@ -156,7 +156,7 @@ def encryption_rules(choice: Encryption, existing: Sequence[Mapping[str, Any]] =
     if choice.kms_key and by_default.get("KMSMasterKeyID") != choice.kms_key:
         key = {"SSEAlgorithm": "aws:kms", "KMSMasterKeyID": choice.kms_key}
         return [{"ApplyServerSideEncryptionByDefault": key, "BucketKeyEnabled": True}]
-    if not existing or (choice.own and by_default.get("SSEAlgorithm") != "AES256"):
+    if not existing or (choice.aws_keys and by_default.get("SSEAlgorithm") != "AES256"):
         return [{"ApplyServerSideEncryptionByDefault": {"SSEAlgorithm": "AES256"}}]
     return list(existing)
 
@@ -188,10 +188,10 @@ def may_send(target: str, service: str, source: str, account: str, action: str =
 def _merged(
     existing: Sequence[Mapping[str, Any]], ours: Sequence[Mapping[str, Any]], key: str
 ) -> list[Mapping[str, Any]]:
-    """Others' settings with ours, which take the places of earlier ones of the same key."""
-    named = {one[key]: one for one in ours}
-    kept = [named.pop(one[key], one) if key in one else one for one in existing]
-    return [*kept, *named.values()]
+    """Others' settings with ours, which replace earlier ones of the same key."""
+    by_key = {setting[key]: setting for setting in ours}
+    kept = [by_key.pop(setting[key], setting) if key in setting else setting for setting in existing]
+    return [*kept, *by_key.values()]
 
 
 def _plain(setting: Any) -> Any:
@@ -199,5 +199,5 @@ def _plain(setting: Any) -> Any:
     if isinstance(setting, Mapping):
         return {key: _plain(value) for key, value in setting.items() if value not in (None, False, [], {})}
     if isinstance(setting, Sequence) and not isinstance(setting, str):
-        return [_plain(one) for one in setting]
+        return [_plain(item) for item in setting]
     return setting.lower() if isinstance(setting, str) else setting

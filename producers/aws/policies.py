@@ -1,4 +1,4 @@
-"""IAM policies: what each process may do in AWS, and no more.
+"""IAM policies: the permissions that each process needs in AWS, and no others.
 
 | process | queues of tiers | inbox | bucket |
 | --- | --- | --- | --- |
@@ -76,7 +76,7 @@ class Scope:
     """The address's, unless given."""
     partition: str = ""
     files: Bucket | None = None
-    """The place of files (`--files-dir`)."""
+    """The bucket of files (`--files-dir`)."""
     inbox: str = ""
     """Name of the bucket with `inbox/`; empty: no such source."""
     chosen: tuple[str, ...] = ()
@@ -96,9 +96,9 @@ class Scope:
         """A queue's ARN; the name may hold `*`."""
         return arn(self.region or self.address.region, self.account, name, self.partition)
 
-    def s3(self, what: str) -> str:
+    def s3(self, path: str) -> str:
         """The ARN of a bucket or of objects."""
-        return f"arn:{self.partition or partition_of(self.address.region)}:s3:::{what}"
+        return f"arn:{self.partition or partition_of(self.address.region)}:s3:::{path}"
 
     @property
     def tiers(self) -> list[str]:
@@ -106,8 +106,8 @@ class Scope:
         if self.chosen:
             return list(self.chosen)
         prefix, end = self.address.prefix, ".fifo" if self.address.fifo else ""
-        found = [self.queue(f"{prefix}*-{tier}{end}") for tier in TIERS]
-        return found + [self.queue(celery_name(prefix, model_queue("")) + "*")] * self.address.celery
+        tiers = [self.queue(f"{prefix}*-{tier}{end}") for tier in TIERS]
+        return tiers + [self.queue(celery_name(prefix, model_queue("")) + "*")] * self.address.celery
 
 
 def policy(role: str, scope: Scope) -> dict[str, Any]:
@@ -119,35 +119,37 @@ def policy(role: str, scope: Scope) -> dict[str, Any]:
 
 def _of_process(role: str, scope: Scope) -> list[dict[str, Any]]:
     every = [scope.queue(f"{scope.address.prefix}*")]
-    found = [
+    statements = [
         _allow("Tiers", (*FIND, *OF_TIERS.get(role, ())), scope.tiers),
-        _allow("Find", ("sqs:GetQueueUrl",), every),  # also what is not there yet
+        _allow("Find", ("sqs:GetQueueUrl",), every),  # also queues that do not exist yet
     ]
     if scope.address.celery and role in _LINKS:
-        found.append(_allow("Celery", SEND, every))  # links and chords go to queues of any name
+        statements.append(_allow("Celery", SEND, every))  # links and chords go to queues of any name
     if scope.files is not None and role == "producer":
-        found.append(_allow("Results", ("s3:GetObject",), [scope.s3(f"{scope.files.name}/{scope.files.key('*')}")]))
+        statements.append(
+            _allow("Results", ("s3:GetObject",), [scope.s3(f"{scope.files.name}/{scope.files.key('*')}")])
+        )
     if scope.files is not None and role in FILES:
-        found += [
+        statements += [
             _allow("Bucket", PERMISSIONS, [scope.s3(scope.files.name)]),
             _allow("Files", OBJECT_PERMISSIONS, [scope.s3(f"{scope.files.name}/{scope.files.key('*')}")]),
         ]
     more = {"sources": _of_sources, "autoscaler": _of_autoscaler, "worker": _of_worker}
-    return found + (more[role](scope) if role in more else [])
+    return statements + (more[role](scope) if role in more else [])
 
 
 def _of_autoscaler(scope: Scope) -> list[dict[str, Any]]:
-    found = []
+    statements = []
     if scope.services:
         clusters = {"ArnEquals": {"ecs:cluster": _clusters(scope)}}
-        found += [
+        statements += [
             _allow("Services", OF_SERVICES, scope.services),
             _allow("ListTasks", ("ecs:ListTasks",), ["*"]) | {"Condition": clusters},
             _allow("Tasks", ("ecs:DescribeTasks",), _tasks(scope)),
         ]
     if scope.groups:
-        found += [_allow("Groups", OF_GROUPS, scope.groups), _allow("AllGroups", OF_ALL_GROUPS, ["*"])]
-    return found
+        statements += [_allow("Groups", OF_GROUPS, scope.groups), _allow("AllGroups", OF_ALL_GROUPS, ["*"])]
+    return statements
 
 
 def _of_worker(scope: Scope) -> list[dict[str, Any]]:
@@ -160,21 +162,21 @@ def _tasks(scope: Scope) -> list[str]:
 
 
 def _clusters(scope: Scope) -> list[str]:
-    return sorted({one.replace(":service/", ":cluster/").rpartition("/")[0] for one in scope.services})
+    return sorted({service.replace(":service/", ":cluster/").rpartition("/")[0] for service in scope.services})
 
 
 def _of_sources(scope: Scope) -> list[dict[str, Any]]:
-    found = []
+    statements = []
     inboxes = [*scope.receives, *([scope.queue(inbox_name(scope.address.prefix))] if scope.inbox else [])]
     if inboxes:
-        found.append(_allow("Messages", (*FIND, *TAKE), inboxes))
+        statements.append(_allow("Messages", (*FIND, *TAKE), inboxes))
     queues = [reply for reply in scope.replies if ":sqs:" in reply]
     topics = [reply for reply in scope.replies if ":sns:" in reply]
     if queues:
-        found.append(_allow("ReplyQueues", (*FIND, *SEND), queues))
+        statements.append(_allow("ReplyQueues", (*FIND, *SEND), queues))
     if topics:
-        found.append(_allow("ReplyTopics", ("sns:Publish",), topics))
-    return found + (_of_inbox(scope) if scope.inbox else [])
+        statements.append(_allow("ReplyTopics", ("sns:Publish",), topics))
+    return statements + (_of_inbox(scope) if scope.inbox else [])
 
 
 def _of_inbox(scope: Scope) -> list[dict[str, Any]]:
@@ -187,11 +189,11 @@ def _of_inbox(scope: Scope) -> list[dict[str, Any]]:
 
 
 def _of_setup(scope: Scope) -> list[dict[str, Any]]:
-    found = [_allow("Queues", MAKE, [scope.queue(f"{scope.address.prefix}*")])]
+    statements = [_allow("Queues", MAKE, [scope.queue(f"{scope.address.prefix}*")])]
     buckets = dict.fromkeys([*([scope.files.name] if scope.files else []), *([scope.inbox] if scope.inbox else [])])
     if buckets:
-        found.append(_allow("Bucket", MAKE_BUCKET, [scope.s3(name) for name in buckets]))
-    return found
+        statements.append(_allow("Bucket", MAKE_BUCKET, [scope.s3(name) for name in buckets]))
+    return statements
 
 
 def _keys(role: str, scope: Scope) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""A CloudFormation template of what `penstock aws setup` makes, with a role for each process.
+"""A CloudFormation template of the resources that `penstock aws setup` makes, with a role for each process.
 
 Text with `${...}` becomes `Fn::Sub`. Queues and bucket outlive their stack: they may hold tasks and files.
 """
@@ -17,21 +17,21 @@ from producers.broker.sqs.address import Address
 from producers.broker.sqs.specs import (
     AS_IT_IS,
     Encryption,
-    Wanted,
+    QueueSpec,
     encrypted,
     inbox,
     inbox_name,
     lists_of,
     named_tags,
+    queue_specs,
     redrive,
-    wanted,
 )
 from producers.store.blobs.bucket import Bucket, lifecycle
 
 #: The services that may run Penstock's processes.
 SERVICES: Final = ("ecs-tasks.amazonaws.com", "ec2.amazonaws.com", "pods.eks.amazonaws.com")
-#: Ways of a bucket's notifications, and the conditions' names.
-WAYS: Final = {"direct": "Direct", "sns": "BySns", "eventbridge": "ByEventBridge"}
+#: Route of a bucket's notifications -> its condition's name.
+ROUTES: Final = {"direct": "Direct", "sns": "BySns", "eventbridge": "ByEventBridge"}
 _BUCKET: Final = "${BucketName}"
 _BUCKET_ARN: Final = f"arn:${{AWS::Partition}}:s3:::{_BUCKET}"
 _ACCOUNT: Final = "${AWS::AccountId}"
@@ -41,7 +41,7 @@ _KEPT: Final = {"DeletionPolicy": "Retain", "UpdateReplacePolicy": "Retain"}
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A CloudFormation template. `models`: names and versions; `inbox`: whether the bucket tells of input files."""
+    """A CloudFormation template. `models`: names and versions; `inbox`: whether it has a queue of input files."""
 
     address: Address
     models: Sequence[tuple[str, str]]
@@ -56,29 +56,30 @@ class Template:
 
     def build(self) -> dict[str, Any]:
         """The template."""
-        found: dict[str, Any] = {
+        template: dict[str, Any] = {
             "AWSTemplateFormatVersion": "2010-09-09",
             "Description": "Penstock: queues, bucket, notifications and roles (made by: penstock aws template)",
             "Parameters": self._parameters(),
         }
         if self.inbox:
-            equal = {WAYS[way]: {"Fn::Equals": [{"Ref": "Notifications"}, way]} for way in WAYS}
-            found["Conditions"] = equal
-        return {**found, "Resources": _substituted(self._resources()), "Outputs": _substituted(self._outputs())}
+            template["Conditions"] = {
+                condition: {"Fn::Equals": [{"Ref": "Notifications"}, route]} for route, condition in ROUTES.items()
+            }
+        return {**template, "Resources": _substituted(self._resources()), "Outputs": _substituted(self._outputs())}
 
-    def _queues(self) -> list[Wanted]:
-        found = wanted(self.address, lists_of(self.address, self.models), self.tags)
+    def _queues(self) -> list[QueueSpec]:
+        specs = queue_specs(self.address, lists_of(self.address, self.models), self.tags)
         if self.inbox:
-            found += inbox(self.address, self.tags, {})
-        return list({one.name: one for one in found}.values())
+            specs += inbox(self.address, self.tags, {})
+        return list({spec.name: spec for spec in specs}.values())
 
     def _resources(self) -> dict[str, Any]:
-        found = {_id(one.name): _queue(one, self.encryption) for one in self._queues()}
+        resources = {_id(spec.name): _queue(spec, self.encryption) for spec in self._queues()}
         if self.bucket is not None:
-            found["Bucket"] = self._bucket(replace(self.bucket, name=_BUCKET))
+            resources["Bucket"] = self._bucket(replace(self.bucket, name=_BUCKET))
         if self.inbox:
-            found |= self._ways()
-        return found | {f"{role.capitalize()}Role": self._role(role) for role in OF_TIERS}
+            resources |= self._routes()
+        return resources | {f"{role.capitalize()}Role": self._role(role) for role in OF_TIERS}
 
     def _bucket(self, bucket: Bucket) -> dict[str, Any]:
         properties: dict[str, Any] = {
@@ -99,7 +100,7 @@ class Template:
         del to_queue["Id"]
         to_topic = {**to_queue, "Topic": "${InboxTopic}"}
         del to_topic["Queue"]
-        return _by_way(
+        return _by_route(
             {"QueueConfigurations": [to_queue]},
             {"TopicConfigurations": [to_topic]},
             {"EventBridgeConfiguration": {"EventBridgeEnabled": True}},
@@ -109,19 +110,19 @@ class Template:
     def _inbox_arn(self) -> str:
         return f"${{{_id(inbox_name(self.address.prefix))}.Arn}}"
 
-    def _ways(self) -> dict[str, Any]:
+    def _routes(self) -> dict[str, Any]:
         """The resources that bring a bucket's notifications to the queue."""
         queue, topic = self._inbox_arn, "${InboxTopic}"
         rule = {"source": ["aws.s3"], "detail-type": ["Object Created"]}
         detail = {"bucket": {"name": [_BUCKET]}, "object": {"key": [{"wildcard": f"{INBOX}*{SUFFIX}"}]}}
-        may = _by_way(
+        may = _by_route(
             may_send(queue, "s3", _BUCKET_ARN, _ACCOUNT),
             may_send(queue, "sns", topic, _ACCOUNT),
             may_send(queue, "events", "${InboxRule.Arn}", _ACCOUNT),
         )
         url = f"${{{_id(inbox_name(self.address.prefix))}}}"
         may_publish = may_send(topic, "s3", _BUCKET_ARN, _ACCOUNT, "sns:Publish")
-        subscribed = {"Fn::If": [WAYS["sns"], [{"Protocol": "sqs", "Endpoint": queue}], []]}
+        subscribed = {"Fn::If": [ROUTES["sns"], [{"Protocol": "sqs", "Endpoint": queue}], []]}
         return {
             "InboxPolicy": _resource("SQS::QueuePolicy", {"Queues": [url], "PolicyDocument": may}),
             "InboxTopic": _resource("SNS::Topic", {"Subscription": subscribed, **_tagged(self.tags)}),
@@ -129,7 +130,7 @@ class Template:
             "InboxRule": _resource(
                 "Events::Rule",
                 {"EventPattern": {**rule, "detail": detail}, "Targets": [{"Id": "inbox", "Arn": queue}]},
-                Condition=WAYS["eventbridge"],
+                Condition=ROUTES["eventbridge"],
             ),
         }
 
@@ -153,34 +154,34 @@ class Template:
         )
 
     def _parameters(self) -> dict[str, Any]:
-        about = "What runs Penstock's processes, and takes their roles. Several are separated by commas."
-        found = {"Service": _choice(about, SERVICES) | {"Type": "CommaDelimitedList"}}
+        description = "What runs Penstock's processes, and takes their roles. Several are separated by commas."
+        parameters = {"Service": _choice(description, SERVICES) | {"Type": "CommaDelimitedList"}}
         if self.bucket is not None:
-            about = "The bucket's name, unique in the world."
-            found["BucketName"] = {"Type": "String", "Description": about, "Default": self.bucket.name}
+            description = "The bucket's name, unique in the world."
+            parameters["BucketName"] = {"Type": "String", "Description": description, "Default": self.bucket.name}
         if self.inbox:
-            found["Notifications"] = _choice("How the bucket tells the queue of input files.", tuple(WAYS))
-        return found
+            parameters["Notifications"] = _choice("How the bucket tells the queue of input files.", tuple(ROUTES))
+        return parameters
 
     def _outputs(self) -> dict[str, Any]:
         options = {"visibility": str(self.address.visibility)} if self.address.visibility != 60 else {}
         options |= {name: "1" for name in ("fifo", "celery") if getattr(self.address, name)}
-        said = "".join(f"&{name}={value}" for name, value in options.items())
-        found = {"Broker": f"sqs://${{AWS::Region}}?prefix={self.address.prefix}{said}"}
+        query = "".join(f"&{name}={value}" for name, value in options.items())
+        outputs = {"Broker": f"sqs://${{AWS::Region}}?prefix={self.address.prefix}{query}"}
         if self.bucket is not None:
-            found["FilesDir"] = str(replace(self.bucket, name=_BUCKET))
+            outputs["FilesDir"] = str(replace(self.bucket, name=_BUCKET))
         if self.inbox:
-            found["InboxQueue"] = f"${{{_id(inbox_name(self.address.prefix))}}}"
-        found |= {f"{role.capitalize()}RoleArn": f"${{{role.capitalize()}Role.Arn}}" for role in OF_TIERS}
-        return {name: {"Value": value} for name, value in found.items()}
+            outputs["InboxQueue"] = f"${{{_id(inbox_name(self.address.prefix))}}}"
+        outputs |= {f"{role.capitalize()}RoleArn": f"${{{role.capitalize()}Role.Arn}}" for role in OF_TIERS}
+        return {name: {"Value": value} for name, value in outputs.items()}
 
 
-def _queue(one: Wanted, encryption: Encryption) -> dict[str, Any]:
-    asked = {key: value for key, value in one.attributes.items() if key != "Policy"}  # it is a resource of its own
-    properties: dict[str, Any] = {key: _typed(value) for key, value in (asked | encrypted(encryption, {})).items()}
-    if one.dead_letters:
-        properties["RedrivePolicy"] = redrive(f"${{{_id(one.dead_letters)}.Arn}}")
-    return _resource("SQS::Queue", {"QueueName": one.name, **properties, **_tagged(one.tags)}, **_KEPT)
+def _queue(spec: QueueSpec, encryption: Encryption) -> dict[str, Any]:
+    attributes = {key: value for key, value in spec.attributes.items() if key != "Policy"}  # a resource of its own
+    properties: dict[str, Any] = {key: _typed(value) for key, value in (attributes | encrypted(encryption, {})).items()}
+    if spec.dead_letters:
+        properties["RedrivePolicy"] = redrive(f"${{{_id(spec.dead_letters)}.Arn}}")
+    return _resource("SQS::Queue", {"QueueName": spec.name, **properties, **_tagged(spec.tags)}, **_KEPT)
 
 
 def _resource(kind: str, properties: Mapping[str, Any], **more: Any) -> dict[str, Any]:
@@ -193,8 +194,8 @@ def _choice(description: str, values: Iterable[str]) -> dict[str, Any]:
     return {"Type": "String", "Description": description, "AllowedValues": allowed, "Default": allowed[0]}
 
 
-def _by_way(direct: Any, by_sns: Any, by_eventbridge: Any) -> dict[str, Any]:
-    return {"Fn::If": [WAYS["direct"], direct, {"Fn::If": [WAYS["sns"], by_sns, by_eventbridge]}]}
+def _by_route(direct: Any, by_sns: Any, by_eventbridge: Any) -> dict[str, Any]:
+    return {"Fn::If": [ROUTES["direct"], direct, {"Fn::If": [ROUTES["sns"], by_sns, by_eventbridge]}]}
 
 
 def _tagged(tags: Mapping[str, str]) -> dict[str, Any]:
@@ -224,21 +225,21 @@ _NAMES: Final = {
 def _renamed(setting: Any) -> Any:
     """A setting of S3's API as CloudFormation writes it."""
     if isinstance(setting, list):
-        return [_renamed(one) for one in setting]
+        return [_renamed(item) for item in setting]
     if not isinstance(setting, Mapping):
         return setting
-    found = {_NAMES.get(key, key): _renamed(value) for key, value in setting.items()}
-    if "Event" in found:
-        (found["Event"],) = found["Event"]
-    if "Prefix" in found.get("Filter", {}):  # of a lifecycle rule
-        found["Prefix"] = found.pop("Filter")["Prefix"]
-    return found
+    renamed = {_NAMES.get(key, key): _renamed(value) for key, value in setting.items()}
+    if "Event" in renamed:
+        (renamed["Event"],) = renamed["Event"]
+    if "Prefix" in renamed.get("Filter", {}):  # of a lifecycle rule
+        renamed["Prefix"] = renamed.pop("Filter")["Prefix"]
+    return renamed
 
 
 def _substituted(value: Any) -> Any:
-    """`value` with `Fn::Sub` around each text that has something to fill in."""
+    """`value` with `Fn::Sub` around each text that has a placeholder."""
     if isinstance(value, Mapping):
-        return {key: _substituted(one) for key, one in value.items()}
+        return {key: _substituted(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_substituted(one) for one in value]
+        return [_substituted(item) for item in value]
     return {"Fn::Sub": value} if isinstance(value, str) and "${" in value else value

@@ -35,7 +35,7 @@ from producers.backup import sealed
 from producers.backup.archive import Manifest
 from producers.backup.entries import Entry, encode, line, parse
 from producers.backup.sealed import Damaged
-from producers.connection.script import ask, ms, parsed, text
+from producers.connection.script import aexecute_many, ms, parsed, text
 from producers.contract import keys
 from producers.contract.sealing import Keyring
 from producers.store import epoch
@@ -83,13 +83,15 @@ class Journal:
             await asyncio.to_thread(sealed.write, self._blobs, name, lines, self._ring)
             self._wrote = time.monotonic()
             if positions:
-                await ask(self._store, [("HSET", keys.JOURNAL, *(part for item in positions.items() for part in item))])
+                await aexecute_many(
+                    self._store, [("HSET", keys.JOURNAL, *(part for item in positions.items() for part in item))]
+                )
             self._erased |= {entry["id"] for entry in entries if entry["kind"] == "erased"}
             return len(entries)
 
     async def _new(self) -> tuple[list[Entry], dict[str, str]]:
         """The new entries, and the positions behind them."""
-        raw, folded, erasing = await ask(
+        raw, folded, erasing = await aexecute_many(
             self._store,
             [
                 ("HGETALL", keys.JOURNAL),
@@ -120,7 +122,7 @@ class Journal:
     async def _ends(self) -> dict[str, str]:
         """The positions behind all that there is."""
         logs = (*_LOGS, keys.LEDGER)
-        last = await ask(self._store, [("XREVRANGE", log, "+", "-", "COUNT", 1) for log in logs])
+        last = await aexecute_many(self._store, [("XREVRANGE", log, "+", "-", "COUNT", 1) for log in logs])
         return {log: text(page[0][0]) if page else "0-0" for log, page in zip(logs, last, strict=True)}
 
     async def _changes(self, log: str, positions: dict[str, str]) -> list[Entry]:
@@ -135,7 +137,7 @@ class Journal:
                     changed[HASHES[kind], what] = None
         if not changed:
             return []
-        values = await ask(self._store, [("HGET", name, what) for name, what in changed])
+        values = await aexecute_many(self._store, [("HGET", name, what) for name, what in changed])
         return [
             {"kind": "field", "name": name, "field": what, "value": None if value is None else encode(value)}
             for (name, what), value in zip(changed, values, strict=True)
@@ -152,7 +154,7 @@ class Journal:
             accounts |= {keys.account(text(key))} if key else set()
             accounts |= {keys.account(f"tenant:{text(tenant)}")} if tenant else set()
         names = sorted(accounts)
-        stand = await ask(self._store, [("HMGET", name, *_SPENT) for name in names])
+        stand = await aexecute_many(self._store, [("HMGET", name, *_SPENT) for name in names])
         for name, values in zip(names, stand, strict=True):
             if values[0] is not None:
                 entries.append(
@@ -163,7 +165,7 @@ class Journal:
     async def _rows(self, log: str, after: str) -> AsyncIterator[tuple[str, Mapping[bytes, bytes]]]:
         """The rows of a log behind one, oldest first."""
         while True:
-            (page,) = await ask(self._store, [("XRANGE", log, f"({after}", "+", "COUNT", PAGE)])
+            (page,) = await aexecute_many(self._store, [("XRANGE", log, f"({after}", "+", "COUNT", PAGE)])
             for row, fields in page:
                 yield text(row), fields
             if len(page) < PAGE:

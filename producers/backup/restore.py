@@ -28,7 +28,7 @@ from producers.backup.entries import Entry, commands, decode, pairs
 from producers.backup.plan import BatchFacts, Plan, TaskFacts, charge_of, is_erased, row_id
 from producers.client.aio import AsyncClient
 from producers.connection.connect import connect_async, is_redis, shown
-from producers.connection.script import Call, arun, ask, ms, script, text
+from producers.connection.script import Call, aexecute_many, arun, ms, script, text
 from producers.contract import keys
 from producers.contract.sealing import Keyring
 from producers.errors import PenstockError
@@ -119,14 +119,14 @@ class Restore:
         for number in range(self.done, len(manifest.segments)):
             made = await asyncio.to_thread(self._commands_of, number)
             await self._do(made)
-            await ask(store, [("HSET", keys.RESTORE, "segments", number + 1)])
+            await aexecute_many(store, [("HSET", keys.RESTORE, "segments", number + 1)])
             self.each(number + 1)
         if not self.counted:
             counts = (self._waiting(), self._accounts(), self._kept(), self._outbox(), self._ledger())
             for part in (self._changed_hashes(), *counts, self._erasures()):
                 await self._do(part)
             await self._brokers()
-            await ask(store, [("HSET", keys.RESTORE, "counted", 1)])
+            await aexecute_many(store, [("HSET", keys.RESTORE, "counted", 1)])
         await self._end_celery()  # changes the counts, so that they must not be made anew
         change = Change(operator(), "store.restore", manifest.id)
         async with store.pipeline(transaction=True) as pipe:
@@ -141,9 +141,9 @@ class Restore:
         for command in made:
             some.append(command)
             if len(some) == MANY:
-                await ask(self.client.store, some)
+                await aexecute_many(self.client.store, some)
                 some = []
-        await ask(self.client.store, some)
+        await aexecute_many(self.client.store, some)
 
     def _copy_blobs(self) -> None:
         blobs = self.plan.manifest.blobs
@@ -444,7 +444,7 @@ async def begin(
     else:
         await _check_empty(client.store, files, servers)
     now = int(begun["at"]) if begun else ms(await client.store.time())
-    state = await ask(client.store, [("HMGET", keys.EPOCH, "id", "state")])
+    state = await aexecute_many(client.store, [("HMGET", keys.EPOCH, "id", "state")])
     going_on = text(state[0][1] or b"") == epoch.RESTORING
     since = None
     if choices.journal:
@@ -508,7 +508,7 @@ def _other_database(url: str, number: int) -> Redis:
 
 async def _check_others(client: AsyncClient, servers: Servers, manifest: Manifest, choices: Choices) -> None:
     """Raises NotRestored while the old system's workers live, or may live where they would take the new one's tasks."""
-    living = [worker.incarnation for worker in await client.broker.workers() if worker.left is not None]
+    living = [worker.incarnation for worker in await client.broker.workers() if worker.remaining_s is not None]
     if living:
         raise NotRestored(f"workers hold leases at {shown(servers.broker)}: {_some(living)}. Stop them first")
     if servers.old is not None:

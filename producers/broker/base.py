@@ -1,9 +1,9 @@
 """The interface of a broker: `Consumer` for a worker's threads, `Broker` for all other processes.
 
-A message is in one place at a time: waiting (by queue and tier), delayed, in flight under one incarnation's lease, or a
+A message is in one state at a time: waiting (by queue and tier), delayed, in flight under one incarnation's lease, or a
 dead letter. Each operation is atomic. A call that raises may have been done. Every operation may be repeated with the
-same arguments, and its docstring says what that does. Operations raise what `producers.connection.trouble` classifies:
-redis.exceptions.RedisError from Redis, OSError (ConnectionError) from any other broker that is away.
+same arguments, and its docstring says what that does. Operations raise errors that `producers.connection.trouble`
+classifies: redis.exceptions.RedisError from Redis, OSError (ConnectionError) from any other broker that is away.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from producers.broker.values import (
     Fetched,
     Listed,
     PutDown,
+    QueuePosition,
     Rules,
-    Standing,
     Waiting,
 )
 from producers.connection.storage import Storage
@@ -33,8 +33,8 @@ from producers.contract.message import Message
 from producers.errors import PenstockError
 
 
-class NoSuchPlace(PenstockError):
-    """A dead letter's place of origin takes no messages."""
+class NoSuchList(PenstockError):
+    """The list that a dead letter is to go to takes no messages."""
 
 
 class Waker(Protocol):
@@ -62,22 +62,22 @@ class Consumer(ABC):
 
     @abstractmethod
     def fetch(
-        self, incarnation: str, uuids: Sequence[str], credit: Credit, rules: Rules, bite: int | None = None
+        self, incarnation: str, uuids: Sequence[str], credit: Credit, rules: Rules, sort_limit: int | None = None
     ) -> list[Fetched] | None:
         """Take up to one message for each of the caller's new `uuids`, and enter it in flight under that UUID.
 
         Returns None if the incarnation's lease is gone. The best tier comes first, with ageing counted. A head that
         does not fit its tier's credit stays, as do all messages of its own and lower tiers. A UUID that is in flight
-        already gives the same answer again, so a lost reply is asked for with the same UUIDs. Suspects (one more return
-        condemns them) are handed out one at a time. Buried messages come last, and only once. `bite`: most messages of
-        each list to sort by tenant; a broker may sort fewer.
+        already gives the same answer again, so after a lost reply the caller repeats the same UUIDs. Suspects (one more
+        return condemns them) are handed out one at a time. Buried messages come last, and only once. `sort_limit`:
+        messages of each list to sort by tenant, at most; a broker may sort fewer.
         """
 
     @abstractmethod
-    def put_down(self, what: Sequence[Ack | Back]) -> list[PutDown | Exception]:
+    def put_down(self, outcomes: Sequence[Ack | Back]) -> list[PutDown | Exception]:
         """Acknowledge and give back deliveries, in this order, in one round trip.
 
-        An entry's own error is returned in its place. If the call raises, any of them may have been done; repeated,
+        An outcome's own error is returned at its index. If the call raises, any of them may have been done; repeated,
         those answer GONE. `Ack` also corrects its tenant's charge. For a task that the worker calls settled, a broker
         that is also the store checks the record, and answers UNSETTLED if it is not settled. `Back` counts nothing
         against the task and charges no tenant.
@@ -85,30 +85,30 @@ class Consumer(ABC):
 
     @abstractmethod
     def survived(self, task_ids: Sequence[str]) -> None:
-        """Forget the redeliveries that count against these tasks, which have got a new token in the caller's hands.
+        """Forget the redeliveries that count against these tasks, since the caller has published a new token of each.
         Repeatable."""
 
     @abstractmethod
-    def strays(self, incarnation: str, held: Sequence[str]) -> dict[str, str]:
-        """UUID -> task id of the incarnation's deliveries in flight that are not `held`: a failover restored them."""
+    def strays(self, incarnation: str, expected: Sequence[str]) -> dict[str, str]:
+        """UUID -> task id of the incarnation's deliveries in flight beside the `expected`: a failover restored them."""
 
     @abstractmethod
     def scheduled(self, count: int) -> list[bytes]:
         """Delayed messages of the home queue, soonest first, at most `count`."""
 
     # ---- leases ---------------------------------------------------------------------------------------------------
-    # This server's side. CLAIM goes by a lease on the store, of the same name (`producers.store.protocol.lease`): take
-    # the store's first, so that nothing is fetched that cannot be claimed.
+    # The lease on the broker. CLAIM goes by a lease on the store, of the same name (`producers.store.protocol.lease`):
+    # take the store's first, so that no message is fetched that cannot be claimed.
 
     @abstractmethod
-    def take_lease(self, incarnation: str, about: str, ttl: float) -> None:
+    def take_lease(self, incarnation: str, state: str, ttl: float) -> None:
         """Begin a lease of `ttl` seconds, and list the incarnation with its pool's queue. Repeating it changes nothing.
 
-        It works with full memory. `about`: the worker's state (JSON).
+        It works with full memory. `state`: the worker's (JSON).
         """
 
     @abstractmethod
-    def renew(self, incarnation: str, about: str, ttl: float) -> bool:
+    def renew(self, incarnation: str, state: str, ttl: float) -> bool:
         """Extend the lease. Returns False if it is gone; it cannot be restored then."""
 
     @abstractmethod
@@ -129,12 +129,12 @@ class Consumer(ABC):
 
     @abstractmethod
     def join(self, looker: str) -> int:
-        """Tell all others that this incarnation is heard here now. Returns the join's number; 0 where it is not."""
+        """Tell all others that this incarnation sends its heartbeats here now. Returns the join's number; 0 if it does not."""
 
     @abstractmethod
     def look(self, looker: str, others: Sequence[str], since: int = 0) -> Observation | None:
-        """Look whether other incarnations live, as `looker`. None where that is not heard here itself: nothing is known
-        then (docs/how/failover.md). `since`: the join since when what leases say counts; 0: all does."""
+        """Look whether other incarnations live, as `looker`. Returns None if the looker's own heartbeats do not arrive
+        here: nothing is known then (docs/failover.md). `since`: the join from which on leases count; 0: all count."""
 
     @abstractmethod
     def reap(self, incarnation: str, looker: str = "", since: int = 0) -> int:
@@ -142,7 +142,7 @@ class Consumer(ABC):
 
         It counts one redelivery against each. Returns their number, -1 while the lease stands, 0 if repeated.
         `looker`: the incarnation that found it silent, by leases `since` that join. If it is, its lease ends first, in
-        the same script; ordinary Celery tasks wait for as long as the lease would have stood.
+        the same script; ordinary Celery tasks wait for as long as the lease would have lasted.
         """
 
     @abstractmethod
@@ -177,7 +177,7 @@ class Consumer(ABC):
         """
 
     def faults(self) -> list[str]:
-        """Why messages of its queues cannot be received now, as last seen; empty where they can. It asks no server."""
+        """The reasons why messages of its queues cannot be received, as last observed. Asks no server."""
         return []
 
     @abstractmethod
@@ -218,7 +218,7 @@ class Broker(ABC):
 
     @abstractmethod
     async def ping(self) -> None:
-        """Raise unless the broker answers, and has the queues of the announced models, as far as it can lack any."""
+        """Raise unless the broker answers and has the queues of the announced models, if it can lack any."""
 
     async def storage(self) -> Storage | None:
         """How full the broker's server is; None if it has no bound that anyone could reach."""
@@ -232,17 +232,19 @@ class Broker(ABC):
     async def send_many(self, messages: Sequence[Message]) -> None:
         """Send messages in this order, in one round trip. A call that raises may have sent some of them."""
 
-    # ---- what there is --------------------------------------------------------------------------------------------
+    # ---- counts ---------------------------------------------------------------------------------------------------
 
     @abstractmethod
     async def waiting(self, queue: str) -> Waiting:
         """The waiting messages of one queue, in one round trip."""
 
     @abstractmethod
-    async def standing(self, message: Message, counted: Counted = NOTHING_COUNTED) -> Standing | None:
-        """The place of a task's message, in one round trip. `counted`: for brokers that cannot count tenants' messages
-        before workers have sorted them. None where it does not wait: it is in flight, or gone; or
-        where the broker does not know its order."""
+    async def queue_position(self, message: Message, counted: Counted = NOTHING_COUNTED) -> QueuePosition | None:
+        """The position of a task's message, in one round trip. `counted`: for brokers that cannot count the messages of
+        tenants before workers have sorted them.
+
+        Returns None if the message does not wait (it is in flight, or gone), or if the broker does not know its order.
+        """
 
     @abstractmethod
     async def depths(self, queues: Sequence[str]) -> Depths:
@@ -252,7 +254,7 @@ class Broker(ABC):
     async def workers(self) -> list[Listed]:
         """The same as `Consumer.workers`."""
 
-    # ---- what dead workers left -----------------------------------------------------------------------------------
+    # ---- repair ---------------------------------------------------------------------------------------------------
 
     @abstractmethod
     async def reap(self, incarnation: str) -> int:
@@ -268,11 +270,11 @@ class Broker(ABC):
 
     @abstractmethod
     async def adopt(self, source: str, target: str) -> int:
-        """As `Consumer.adopt`."""
+        """The same as `Consumer.adopt`."""
 
     @abstractmethod
     async def due(self, queue: str) -> int:
-        """Make those delayed messages of a queue without workers waiting ones that are due. Returns their number."""
+        """Return the due ones of the delayed messages of a queue without workers to its lists. Returns their number."""
 
     @abstractmethod
     async def prune(
@@ -283,9 +285,9 @@ class Broker(ABC):
         reason: str = "",
         to: str = "",
     ) -> tuple[int, int]:
-        """Remove messages from a queue without workers. Returns the numbers removed and left.
+        """Remove messages from a queue without workers. Returns the numbers of removed and remaining messages.
 
-        What is delayed is left, too. With a `reason`, what is removed becomes a dead letter; with `to`, it goes to the
+        Delayed messages remain. With a `reason`, each removed message becomes a dead letter; with `to`, it goes to the
         front of its tier in that queue: in one step each.
 
         `over` gets the waiting messages, `page` at a time, and returns those to remove -> their task ids. A broker that
@@ -301,7 +303,7 @@ class Broker(ABC):
         """Remove data without a TTL that belongs to no waiting message."""
 
     # ---- dead letters ---------------------------------------------------------------------------------------------
-    # An entry is JSON: {"reason", "list" (the place that it came from), "at" (ms of the broker's clock), "message"}.
+    # An entry is JSON: {"reason", "list" (that it came from), "at" (ms of the broker's clock), "message"}.
 
     @abstractmethod
     async def letters(self, start: int, count: int) -> list[bytes]:
@@ -312,10 +314,10 @@ class Broker(ABC):
         """Remove a dead letter. Returns False if it no longer exists."""
 
     @abstractmethod
-    async def replay(self, entry: bytes, place: str, message: bytes, task_id: str) -> bool:
-        """Replay a dead letter: remove it, forget the task's earlier redeliveries, put `message` at the end of `place`.
+    async def replay(self, entry: bytes, list_name: str, message: bytes, task_id: str) -> bool:
+        """Replay a dead letter: remove it, forget the task's earlier redeliveries, put `message` at the end of a list.
 
-        Returns False if the letter no longer exists, so that none is replayed twice. Raises NoSuchPlace.
+        Returns False if the letter no longer exists, so that none is replayed twice. Raises NoSuchList.
         """
 
     @abstractmethod

@@ -25,7 +25,7 @@ MEMORY: Final = "memory://"
 
 
 def is_known(url: str) -> bool:
-    """Whether one of the brokers here speaks to it. kombu may take what is not."""
+    """Whether one of the brokers here takes this URL. kombu may take others."""
     return is_redis(url) or is_sqs(url) or _is_memory(url)
 
 
@@ -55,7 +55,7 @@ def connect_broker(url: str, store_url: str, store: redis.asyncio.Redis | None =
 def connect_sender(
     url: str, store_url: str, store: redis.Redis | None = None, bodies: BodyStore | None = None
 ) -> Sender:
-    """A blocking client's side, as `connect_broker`. `bodies`: keeps those of messages that are too large."""
+    """A blocking client's side, as `connect_broker`. `bodies`: keeps the bodies of messages that are too large."""
     _check(url, store_url)
     if _is_memory(url):
         from producers.broker.memory.broker import MemorySender
@@ -74,8 +74,8 @@ def connect_sender(
 def connect_consumer(
     url: str, queues: Sequence[str], store_url: str, timeout: float = SILENT_S, home: str | None = None
 ) -> Consumer:
-    """A worker's side. `queues`: those it takes from, its own pool's first; `timeout`: of each answer (s); `home`:
-    where what is delayed waits, the first unless given. Raises ValueError for a URL of another kind."""
+    """A worker's side. `queues`: those it takes from, its own pool's first; `timeout`: of each answer (s); `home`: the
+    queue whose delayed messages it serves, by default the first. Raises ValueError for a URL of another kind."""
     _check(url, store_url)
     if _is_memory(url):
         from producers.broker.memory.broker import MemoryConsumer
@@ -94,9 +94,9 @@ def connect_consumer(
 def check_broker(
     url: str, store_url: str, queues: Sequence[str] | None = None, *, make: bool = False, lease: float = 0.0
 ) -> None:
-    """Check that a broker can be used whose queues do not make themselves: SQS. The store must have been checked.
+    """Check a broker whose queues do not make themselves: SQS. The store must have been checked.
 
-    `queues`: those that have to be there; None: of all versions that workers have announced. `make`: make missing ones,
+    `queues`: those that have to exist; None: of all versions that workers have announced. `make`: make missing ones,
     where the credentials may. `lease`: a worker's (s). Raises ValueError for a bad URL, AwsNotInstalled, and an OSError
     that says what is wrong.
     """

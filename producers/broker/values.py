@@ -105,11 +105,11 @@ class PutDown(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A worker's incarnation that the broker lists. `left`: seconds until its lease ends; None if it has ended."""
+    """A worker's incarnation that the broker lists. `remaining_s`: seconds of its lease; None if that has ended."""
 
     incarnation: str
     queue: str
-    left: float | None
+    remaining_s: float | None
 
 
 def by_tier() -> dict[str, int]:
@@ -118,24 +118,24 @@ def by_tier() -> dict[str, int]:
 
 @dataclass(slots=True)
 class Waiting:
-    """A queue's waiting messages. `taken`: KV tokens of all messages ever fetched from the broker's queues."""
+    """A queue's waiting messages. `delivered_tokens`: KV tokens of all messages ever fetched."""
 
     tiers: dict[str, int] = field(default_factory=by_tier)
-    taken: int = 0
+    delivered_tokens: int = 0
     served: bool = False
     """Whether a worker serves the queue."""
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """A waiting message's place in its tier of its queue."""
+class QueuePosition:
+    """A waiting message's position in its tier of its queue."""
 
     ahead: int = 0
     """Messages of the tier that go before it."""
     exact: bool = False
-    """Whether that is counted. Where several tenants wait it is reckoned."""
+    """Whether `ahead` is counted; if several tenants wait, it is estimated."""
     due_s: float | None = None
-    """Seconds until it waits at all: it was given back with a delay."""
+    """Seconds until a message that was given back with a delay waits in its list; None for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +145,9 @@ class Counted:
     tenants: Mapping[str, int]
     """Tenant -> waiting tasks, in all queues."""
     before: float | None = None
-    """The part of its tenant's that came before it, 0 to 1; None: unknown."""
+    """The share of its tenant's tasks that came before it, 0 to 1; None: unknown."""
     tokens: float | None = None
-    """KV tokens that these may need, on average; None: unknown."""
+    """KV tokens that those may need, on average; None: unknown."""
 
 
 NOTHING_COUNTED: Final = Counted({})
@@ -184,10 +184,10 @@ def check_weight(weight: float) -> None:
 
 def sane_weights(raw: Mapping[Any, Any]) -> dict[str, float]:
     """Tenant -> weight, without invalid ones."""
-    found = {}
-    for name, said in raw.items():
+    weights = {}
+    for name, value in raw.items():
         with suppress(ValueError):
-            weight = float(text(said))
+            weight = float(text(value))
             if MIN_WEIGHT <= weight <= MAX_WEIGHT:
-                found[text(name)] = weight
-    return found
+                weights[text(name)] = weight
+    return weights

@@ -20,7 +20,7 @@ from producers.client.steps import Fetch, Pause, Send, Step, Steps, T, adrive
 from producers.client.submission import TASK, Directory, Known, submit
 from producers.connection.connect import SILENT_S, SMALL_EACH, SMALL_POOL, connect_pools
 from producers.connection.local import servers
-from producers.connection.script import Call, arun, ask
+from producers.connection.script import Call, aexecute_many, arun
 from producers.connection.turns import Turns
 from producers.contract.message import Message
 from producers.contract.record import Record, trace_fields
@@ -173,7 +173,7 @@ class AsyncClient:
             if isinstance(step, Fetch):
                 async with self._fetches.turn(SILENT_S):
                     return await asyncio.to_thread(self.places.block, step.reference, step.number)
-            return await ask(self._pools.bulk if step.bulk else self.store, step.commands)
+            return await aexecute_many(self._pools.bulk if step.bulk else self.store, step.commands)
 
 
 class AsyncHandle:

@@ -20,7 +20,7 @@ from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES, once
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call, script
-from producers.connection.trouble import fault, said
+from producers.connection.trouble import error_text, fault
 from producers.contract import keys
 from producers.store import epoch
 from producers.store.protocol import PACKAGE
@@ -121,7 +121,7 @@ class Leadership:
             async with asyncio.timeout(self.lease_s / RENEWALS):
                 await self._client.run(once(resign(self.name, self._key)))
         except FAILURES as error:
-            log.info("the lease of the %s is left to lapse: %s", self._role, said(error))
+            log.info("the lease of the %s is left to lapse: %s", self._role, error_text(error))
 
     async def _asked(self) -> int | None:
         """0 if this process leads, the ms left of another's lease, or None if the store does not say."""

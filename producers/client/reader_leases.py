@@ -21,7 +21,7 @@ from producers.client.steps import FAILURES, Steps, persistently
 from producers.connection.connect import SILENT_S
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call, arun, script, text
-from producers.connection.trouble import said
+from producers.connection.trouble import error_text
 from producers.contract import keys
 from producers.store import protocol
 from producers.store.protocol import READER_LEASE_S
@@ -90,7 +90,7 @@ class ReaderLeases:
                 async with asyncio.timeout(SILENT_S):
                     await self._client.store.zrem(keys.READERS, *ended)
         except FAILURES as error:
-            log.info("reader leases are left to lapse: %s", said(error))
+            log.info("reader leases are left to lapse: %s", error_text(error))
 
     async def run(self) -> None:
         """Renew all leases until cancelled."""

@@ -17,7 +17,7 @@ from typing import Any, Final
 from producers.client.steps import FAILURES, Read, Send, Steps, lost, persistently
 from producers.connection.connect import SILENT_S
 from producers.connection.script import text
-from producers.connection.trouble import CODES, Trouble, said, trouble
+from producers.connection.trouble import CODES, Trouble, error_text, trouble
 from producers.contract import keys, levels
 from producers.contract.message import Message
 from producers.contract.task import Task
@@ -161,7 +161,7 @@ def submit(
         yield protocol.queued(task_id)
     except FAILURES as error:
         # The message was sent. At worst the sweeper sends a second one, which finds the task claimed.
-        log.info("task %s was sent but not marked queued: %s", task_id, said(error))
+        log.info("task %s was sent but not marked queued: %s", task_id, error_text(error))
     return task_id
 
 
@@ -263,7 +263,7 @@ def _withdrawn(task_id: str, patience_s: float) -> Steps[bool]:
 def failed(what: str, error: Exception) -> SubmitFailed:
     """The error for a submit that a server's error ended."""
     found = trouble(error)
-    return SubmitFailed(f"{what}: {ADVICE.get(found, '')}{said(error)}", CODES.get(found, "submit_failed"))
+    return SubmitFailed(f"{what}: {ADVICE.get(found, '')}{error_text(error)}", CODES.get(found, "submit_failed"))
 
 
 def _only_fingerprint(pools: Sequence[Any], model: str, version: str) -> str | None:

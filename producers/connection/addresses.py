@@ -44,7 +44,7 @@ def networks(texts: Iterable[str]) -> tuple[Network, ...]:
 
 
 def embedded(address: Address) -> Address:
-    """The IPv4 address that an IPv6 one stands for (mapped, NAT64, 6to4); any other address is itself."""
+    """The IPv4 address that an IPv6 one contains (mapped, NAT64, 6to4); any other address itself."""
     if isinstance(address, IPv4Address):
         return address
     if address in _NAT64:
@@ -68,7 +68,7 @@ def is_public(address: Address) -> bool:
 
 
 def refusal(scheme: str, port: int, addresses: Sequence[Address], allowed: Sequence[Network] = ()) -> str | None:
-    """Why a URL with these addresses must not be called; None where it may be.
+    """The reason why a URL with these addresses must not be called; None if it may be.
 
     Every address must be public or on the allow-list. http:// and other ports than 443 and 80 need all on the list.
     """
@@ -109,15 +109,15 @@ class Resolver:
         self._dns = self._dns or aiodns.DNSResolver(timeout=RESOLVE_S / 2, tries=2)
         try:
             async with asyncio.timeout(RESOLVE_S):
-                found = await self._dns.getaddrinfo(host, family=socket.AF_UNSPEC, type=socket.SOCK_STREAM)
+                result = await self._dns.getaddrinfo(host, family=socket.AF_UNSPEC, type=socket.SOCK_STREAM)
         except TimeoutError:
             raise Unresolved(f"no name server answered for {host} within {RESOLVE_S:g} s") from None
         except aiodns.error.DNSError as error:
             raise Unresolved(f"{host} cannot be resolved: {error.args[-1]}") from None
-        addresses = {ip_address(node.addr[0].decode()) for node in found.nodes}
+        addresses = {ip_address(node.addr[0].decode()) for node in result.nodes}
         return sorted(addresses, key=lambda address: (address.version, int(address)))
 
     async def aclose(self) -> None:
-        """End it; lookups that are under way end with Unresolved."""
+        """Close it; lookups that are under way end with Unresolved."""
         if self._dns is not None:
             await self._dns.close()

@@ -1,6 +1,6 @@
-"""Connections to AWS, and to what speaks its protocols; its errors as the rest of Penstock knows them.
+"""Connections to AWS, and to other servers with its protocols; its errors as the rest of Penstock knows them.
 
-Credentials, and a region that a URL does not give, are found by boto3's own chain: environment, profile, role.
+boto3's own chain finds the credentials, and the region if a URL names none: environment, profile, role.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _ADVICE: Final = {
 
 
 class AwsError(OSError):
-    """AWS did not do what it was asked. `trouble`: whether a retry may help; None for the call's own error."""
+    """AWS refused or failed a call. `trouble`: whether a retry may help; None for the call's own error."""
 
     def __init__(self, message: str, code: str, trouble: Trouble | None) -> None:
         super().__init__(message)
@@ -134,24 +134,24 @@ def _s3(endpoint_url: str | None) -> dict[str, Any]:
 def partition_of(region: str) -> str:
     """The part of AWS that a region is in, as ARNs name it."""
     kinds = {"cn-": "aws-cn", "us-gov-": "aws-us-gov", "eusc-": "aws-eusc"}
-    return next((found for begin, found in kinds.items() if region.startswith(begin)), "aws")
+    return next((partition for prefix, partition in kinds.items() if region.startswith(prefix)), "aws")
 
 
 @contextmanager
-def told(doing: str, permission: str) -> Iterator[None]:
-    """Within it, what boto3 raises becomes AwsError.
+def aws_errors(doing: str, permission: str) -> Iterator[None]:
+    """Within it, boto3's errors become AwsError.
 
-    `doing`: what is tried, with its queue or bucket ("receive from queue pen-tiny"); `permission`: what the call
-    needs ("sqs:ReceiveMessage"). Both stand in the error's text.
+    `doing`: the attempt, with its queue or bucket ("receive from queue pen-tiny"); `permission`: the one that the call
+    needs ("sqs:ReceiveMessage"). The error's text has both.
     """
     from botocore.exceptions import BotoCoreError, ClientError
 
     try:
         yield
     except ClientError as error:
-        said = error.response.get("Error", {})
+        details = error.response.get("Error", {})
         status = str(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", ""))
-        raise refusal(doing, permission, said.get("Code", status), said.get("Message", ""), status) from error
+        raise refusal(doing, permission, details.get("Code", status), details.get("Message", ""), status) from error
     except BotoCoreError as error:
         raise _unreached(doing, permission, error) from error
 

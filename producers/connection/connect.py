@@ -51,7 +51,7 @@ PAUSE_S: Final = 0.2
 #: once. All its readers share one more.
 POOL: Final = 16
 EACH: Final = 12
-#: The same of a pool beside that: for bulk reads, or for what must go on whatever callers do.
+#: The same of a pool beside that: for bulk reads, or for work that callers must not delay.
 SMALL_POOL: Final = 4
 SMALL_EACH: Final = 2
 #: Longest wait (s) for a connection of an asyncio client; then `turns.Busy` is raised.
@@ -59,7 +59,7 @@ WAIT_S: Final = 2.0
 #: TCP options that detect a vanished peer: keepalive probes after 5 s of silence, three times, 2 s apart, and at most
 #: 10 s (in ms) for an acknowledgement. Options that a system lacks are left out.
 TCP: Final = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}
-#: Time (s) by which a timer is late where this process was held up, as by SIGSTOP: it is not the server that is silent.
+#: Lateness (s) of a timer that shows that this process was stopped, as by SIGSTOP: then the server is not silent.
 HELD_UP_S: Final = 0.5
 MOVED: Final = "the Sentinels name another primary, connecting to that"
 LOST: Final = "another connection had no answer, so this one may be lost, too; connecting again"
@@ -96,7 +96,7 @@ def connection_pool(
     base = options.pop("connection_class", redis.Connection)
     if sentinels is not None:
         options["sentinels"] = sentinels
-    kind = _class(mixin, _Found if sentinels is not None else None, _Checked, base)
+    kind = _class(mixin, _Located if sentinels is not None else None, _Checked, base)
     return redis.BlockingConnectionPool(max_connections=POOL, timeout=SILENT_S, connection_class=kind, **options)
 
 
@@ -109,9 +109,9 @@ class Pools:
 
     general: redis.asyncio.Redis
     bulk: redis.asyncio.Redis
-    """For reads of much: a small share, so that most of what the server and this process do is for others."""
+    """For large reads: a small share, so that server and process mostly work for other calls."""
     reserved: redis.asyncio.Redis
-    """For what must go on whatever callers do: to find who they are, to notice that keys end, to say what is ready."""
+    """For work that callers must not delay: their authentication, ended keys, readiness."""
 
     async def aclose(self) -> None:
         for client in (self.general, self.bulk, self.reserved):
@@ -128,7 +128,7 @@ def connect_async(url: str) -> redis.asyncio.Redis:
 
 
 def connect_pools(url: str) -> Pools:
-    """The same, with pools for several kinds of work. They connect when they are used."""
+    """`connect_async`, with pools for several kinds of work. They connect when they are used."""
     kind, options = _options_async(url)
     sizes = (POOL, EACH), (SMALL_POOL, SMALL_EACH), (SMALL_POOL, SMALL_EACH)
     return Pools(*(_client(Turns(places, each), kind, options) for places, each in sizes))
@@ -148,7 +148,7 @@ def _options_async(url: str) -> tuple[type, dict[str, Any]]:
     base = options.pop("connection_class", AsyncConnection)
     if sentinels is not None:
         options["sentinels"] = sentinels
-    return _class(_AsyncFound if sentinels is not None else None, _AsyncChecked, base), options
+    return _class(_AsyncLocated if sentinels is not None else None, _AsyncChecked, base), options
 
 
 def _client(turns: Turns, kind: type, options: dict[str, Any]) -> redis.asyncio.Redis:
@@ -204,13 +204,13 @@ def kombu_url(url: str) -> str:
 
 
 def shown(url: str) -> str:
-    """The URL without user, password and query (which may hold passwords, too), for messages. That of SQS is whole: it
-    has none, and its query says whose queues they are."""
+    """The URL without user, password and query (which may hold passwords, too), for messages. A URL of SQS is shown
+    whole: it has no password, and its query names the queues."""
     if url.startswith("sqs://") and "@" not in url:
         return url
-    scheme, mark, rest = url.partition("://")
-    place = (rest if mark else url).rpartition("@")[2].partition("?")[0]
-    return f"{scheme}{mark}{place}" if mark else place
+    scheme, mark, remainder = url.partition("://")
+    location = (remainder if mark else url).rpartition("@")[2].partition("?")[0]
+    return f"{scheme}{mark}{location}" if mark else location
 
 
 # ---- connections ----------------------------------------------------------------------------------------------------
@@ -233,48 +233,47 @@ class Silence:
     A server that answers other connections while a call waits is not silent: that call is slow, or its connection lost.
     """
 
-    __slots__ = ("_doubt", "_heard", "_next", "_since", "_where")
+    __slots__ = ("_answered_at", "_doubt", "_next", "_since", "_where")
 
     def __init__(self) -> None:
         self._where = ""
         self._since: float | None = None
-        self._doubt = self._heard = self._next = 0.0
+        self._doubt = self._answered_at = self._next = 0.0
 
     def enter(self, where: str) -> float:
-        """Let a connection to this address be made. Answers what `tried` is told then. Raises Silent while another
-        one tries."""
+        """Allow a connection to this address. Returns the argument of `tried`. Raises Silent while another tries."""
         if self._since is None or where != self._where:
             return 0.0
         now = time.monotonic()
         if now < self._next:
             raise Silent(self._since)
-        if now > self._next + SILENT_S:  # nobody has tried for long, so nothing is known of the server
+        if now > self._next + SILENT_S:  # no try for long, so nothing is known of the server
             self._since = None
             return 0.0
         self._next = now + SILENT_S + PAUSE_S
         return self._next
 
     def tried(self, entered: float) -> None:
-        """The connection that `enter` let in was not made: another one may try."""
+        """The connection that `enter` allowed was not made: another one may try."""
         if entered == self._next:
             self._next = time.monotonic() + PAUSE_S
 
-    def doubts(self, heard: float) -> bool:
-        """Whether a connection may be lost that was heard last at this time (monotonic): another one's call, which
+    def doubts(self, answered_at: float) -> bool:
+        """Whether a connection may be lost whose last answer came at this time (monotonic): another one's call, which
         began later, had no answer."""
-        return heard < self._doubt
+        return answered_at < self._doubt
 
     def answered(self) -> float:
-        """An answer has come. Answers the time (monotonic)."""
+        """Note that an answer has come. Returns the time (monotonic)."""
         self._since = None
-        self._heard = time.monotonic()
-        return self._heard
+        self._answered_at = time.monotonic()
+        return self._answered_at
 
     def unanswered(self, where: str, waited: float) -> None:
-        """A call to this address was given up after so many seconds, enough to show a silent server."""
+        """Note that a call to this address was given up after so many seconds, enough to show a silent server."""
         now = time.monotonic()
         self._doubt = max(self._doubt, now - waited)
-        if self._heard <= now - ENOUGH * waited and (self._since is None or where != self._where):
+        if self._answered_at <= now - ENOUGH * waited and (self._since is None or where != self._where):
             self._where, self._since, self._next = where, now - waited, now + PAUSE_S
 
 
@@ -290,7 +289,7 @@ class _Checked(AbstractConnection):
             raise NotPrimary(DEMOTED) from error
 
 
-class _Found(AbstractConnection):
+class _Located(AbstractConnection):
     """A connection that asks Sentinels for its address, and closes when the primary has moved."""
 
     def __init__(self, *, sentinels: sentinel.Sentinels, **options: Any) -> None:
@@ -319,14 +318,14 @@ class _AsyncChecked(AsyncAbstractConnection):
 
     def __init__(self, *, silence: Silence, **options: Any) -> None:
         self._silence = silence
-        self._heard = 0.0
+        self._answered_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         super().__init__(**options)
 
     async def connect(self) -> None:
         """Called for each use of a pooled connection."""
         if self.is_connected:
-            if not self._silence.doubts(self._heard):
+            if not self._silence.doubts(self._answered_at):
                 return
             await self.disconnect(nowait=True)
         tcp: Any = super()
@@ -336,7 +335,7 @@ class _AsyncChecked(AsyncAbstractConnection):
         if self.is_connected:
             return
         entered = self._silence.enter(self._host_error())
-        self._heard = began = time.monotonic()
+        self._answered_at = began = time.monotonic()
         try:
             await super().connect_check_health(*args, **options)
         except BaseException:
@@ -345,7 +344,7 @@ class _AsyncChecked(AsyncAbstractConnection):
             raise
 
     async def send_packed_command(self, *args: Any, **options: Any) -> None:
-        if self.is_connected and self._silence.doubts(self._heard):  # it may have a WATCH or subscriptions
+        if self.is_connected and self._silence.doubts(self._answered_at):  # it may have a WATCH or subscriptions
             await self.disconnect(nowait=True)
             raise redis.ConnectionError(LOST)
         try:
@@ -361,7 +360,7 @@ class _AsyncChecked(AsyncAbstractConnection):
         try:
             answer = await super().read_response(*args, disconnect_on_error=disconnect_on_error, **options)
         except ResponseError as error:
-            self._heard = self._silence.answered()
+            self._answered_at = self._silence.answered()
             if not isinstance(error, ReadOnlyError):
                 raise
             await self.disconnect(nowait=True)
@@ -369,15 +368,15 @@ class _AsyncChecked(AsyncAbstractConnection):
         except BaseException as error:
             if timer is None:
                 raise
-            left = timer.when() - asyncio.get_running_loop().time()
-            self._given_up(SILENT_S - left)
-            if left > 0 or not isinstance(error, redis.ConnectionError):
+            remaining = timer.when() - asyncio.get_running_loop().time()
+            self._given_up(SILENT_S - remaining)
+            if remaining > 0 or not isinstance(error, redis.ConnectionError):
                 raise
             raise TimeoutError(f"no answer for {SILENT_S:g} s") from error
         finally:
             if self._timer is not None:
                 self._timer.cancel()
-        self._heard = self._silence.answered()
+        self._answered_at = self._silence.answered()
         return answer
 
     def _given_up(self, waited: float) -> None:
@@ -395,7 +394,9 @@ class _AsyncChecked(AsyncAbstractConnection):
             self._writer.transport.abort()
 
 
-class _AsyncFound(AsyncAbstractConnection):
+class _AsyncLocated(AsyncAbstractConnection):
+    """As `_Located`."""
+
     def __init__(self, *, sentinels: sentinel.Sentinels, **options: Any) -> None:
         self._sentinels = sentinels
         super().__init__(**options)

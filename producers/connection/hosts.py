@@ -1,4 +1,4 @@
-"""Hosts and addresses as they are written: one that programs read differently, and the network that a caller is of."""
+"""Hosts and addresses as text: forms that programs read differently, and the network of a caller's address."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def check_form(host: str) -> None:
 
 @lru_cache(4096)
 def network_of(address: str) -> str:
-    """The part of an address that whoever has it cannot change at will: of IPv6 the first 64 bits, else all of it."""
+    """The part of an address that its holder cannot change at will: the first 64 bits of IPv6, else all of it."""
     try:
-        read = ip_address(address)
+        parsed = ip_address(address)
     except ValueError:
-        return address  # a proxy passes on what callers write
-    if isinstance(read, IPv6Address):
-        if read.ipv4_mapped is None:
-            return f"{IPv6Address(int(read) >> 64 << 64)}/64"
-        read = read.ipv4_mapped
-    return str(read)
+        return address  # a proxy passes on any text of a caller
+    if isinstance(parsed, IPv6Address):
+        if parsed.ipv4_mapped is None:
+            return f"{IPv6Address(int(parsed) >> 64 << 64)}/64"
+        parsed = parsed.ipv4_mapped
+    return str(parsed)

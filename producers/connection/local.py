@@ -40,7 +40,7 @@ def servers(broker: str | None, store: str | None) -> tuple[str, str]:
 
 
 def the_store(store: str | None, data_dir: Path | None) -> str:
-    """The store's URL, for who needs no broker: the one given, else that of a data directory, else as of `servers`.
+    """The store's URL, for callers without a broker: `store`, else that of the data directory, else as of `servers`.
 
     Raises ValueError if there is none, or both are given.
     """
@@ -52,7 +52,7 @@ def the_store(store: str | None, data_dir: Path | None) -> str:
 
 
 def store_of(broker: str, store: str | None) -> str:
-    """The store's URL: the broker's unless given. Raises ValueError if that keeps no records."""
+    """The store's URL: `store`, else the broker's. Raises ValueError if that keeps no records."""
     from producers.connection.connect import SCHEMES, shown
 
     if (not store or store == broker) and broker.partition("://")[0] == "sqs":
@@ -79,7 +79,7 @@ def _broker_here() -> str:
 
 
 def _broker_in(data_dir: Path) -> str:
-    """Empty: the server here is both, or there is none."""
+    """The broker's URL; empty if the server is both, or does not exist."""
     try:
         return (data_dir / BROKER).read_text().strip()
     except (OSError, ValueError):
@@ -92,7 +92,7 @@ def _server_here() -> str:
 
 def _server_in(data_dir: Path) -> str:
     _check_owner(data_dir)
-    # The password first: a new port is written before its new password, so that no old port is told the new one.
+    # The password first: a new port is written before its new password, so that no old port gets the new one.
     password = password_in(data_dir)
     file = data_dir / PORT
     try:
@@ -107,11 +107,11 @@ def _server_in(data_dir: Path) -> str:
 
 
 def _check_owner(data_dir: Path) -> None:
-    """Raises ValueError for another user's directory: its server may be a trap. Root may use all."""
+    """Raise ValueError for another user's directory: its server may be a trap. Root may use all."""
     try:
         owner = data_dir.stat().st_uid
     except OSError:
-        return  # it cannot be read either, which is said there
+        return  # it cannot be read either, and that raises
     if os.geteuid() not in (owner, 0):
         raise ValueError(
             f"the data directory {data_dir} and its server belong to another user (uid {owner}): run this as that "

@@ -1,6 +1,6 @@
 """Throttled warnings about retries: one every few seconds for each cause, not one for each try.
 
-`warn_throttled` is for our own; `Throttle` is a filter for loggers of libraries, which log each try.
+`warn_throttled` is for our own warnings; `Throttle` filters loggers of libraries, which log each try.
 """
 
 from __future__ import annotations
@@ -10,29 +10,29 @@ import threading
 import time
 from typing import Final
 
-from producers.connection.trouble import said
+from producers.connection.trouble import error_text
 
-#: Least time (s) between two lines about one cause.
+#: Shortest time (s) between two lines about one cause.
 EVERY_S: Final = 5.0
 
 _lock = threading.Lock()
 #: (logger, message, kind of cause) -> (time from which the next line is allowed, number of suppressed lines).
-_said: dict[tuple[str, str, type], tuple[float, int]] = {}
+_logged: dict[tuple[str, str, type], tuple[float, int]] = {}
 
 
 def warn_throttled(log: logging.Logger, message: str, *args: object) -> None:
     """Log a warning, unless the same one was logged within EVERY_S.
 
-    The last argument is the cause: another kind of cause is logged at once. An exception without text is shown by its
-    name.
+    The last argument is the cause: another kind of cause is logged at once. An exception without text appears as its
+    class's name.
     """
-    unsaid = _unsaid((log.name, message, type(args[-1])))
-    if unsaid is None:
+    suppressed = _suppressed((log.name, message, type(args[-1])))
+    if suppressed is None:
         return
     if isinstance(args[-1], BaseException):
-        args = (*args[:-1], said(args[-1]))
-    if unsaid:
-        message, args = f"{message} (and %d times more since that was last said)", (*args, unsaid)
+        args = (*args[:-1], error_text(args[-1]))
+    if suppressed:
+        message, args = f"{message} (and %d times more since that was last said)", (*args, suppressed)
     log.warning(message, *args, stacklevel=2)
 
 
@@ -43,19 +43,19 @@ class Throttle(logging.Filter):
         if record.levelno < logging.WARNING:
             return True
         kind = record.exc_info[0] if isinstance(record.exc_info, tuple) else None
-        unsaid = _unsaid((record.name, str(record.msg), kind or type(None)))
-        if unsaid:
-            record.msg = f"{record.msg} (and {unsaid} times more since that was last said)"
-        return unsaid is not None
+        suppressed = _suppressed((record.name, str(record.msg), kind or type(None)))
+        if suppressed:
+            record.msg = f"{record.msg} (and {suppressed} times more since that was last said)"
+        return suppressed is not None
 
 
-def _unsaid(key: tuple[str, str, type]) -> int | None:
-    """How often a cause was not logged since it was last; None if it is not to be logged now."""
+def _suppressed(key: tuple[str, str, type]) -> int | None:
+    """The number of suppressed lines of a cause; None if it must not be logged now."""
     now = time.monotonic()
     with _lock:
-        due, unsaid = _said.get(key, (now, 0))
+        due, suppressed = _logged.get(key, (now, 0))
         if now < due:
-            _said[key] = due, unsaid + 1
+            _logged[key] = due, suppressed + 1
             return None
-        _said[key] = now + EVERY_S, 0
-    return unsaid
+        _logged[key] = now + EVERY_S, 0
+    return suppressed

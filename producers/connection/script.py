@@ -39,7 +39,7 @@ class Script:
 
 @cache
 def script(package: str, name: str) -> Script:
-    """Load `<package>/scripts/<name>.lua`. A line `-- include: FILE` is replaced by that file's text, and so in there;
+    """Load `<package>/scripts/<name>.lua`. A line `-- include: FILE` is replaced by that file's text, recursively;
     `PACKAGE/FILE` is another package's.
 
     Raises RuntimeError if the package's files are missing.
@@ -64,14 +64,14 @@ def _files(package: str) -> dict[str, str]:
     """All scripts of a package, read together at first use: installing another version must not change them later."""
     folder = resources.files(package) / "scripts"
     try:
-        found = {file.name: file.read_text("utf-8") for file in folder.iterdir() if file.name.endswith(".lua")}
+        files = {file.name: file.read_text("utf-8") for file in folder.iterdir() if file.name.endswith(".lua")}
     except OSError as error:  # an OSError would look like an unreachable server
         raise RuntimeError(
             f"{folder} cannot be read ({error}): install Penstock again and restart this process"
         ) from error
-    if not found:
+    if not files:
         raise RuntimeError(f"{folder} has no scripts: install Penstock again and restart this process")
-    return found
+    return files
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +121,14 @@ async def aexecute(redis: AsyncRedis, *command: Any) -> Any:
         return await connection.read_response()
     except ResponseError:
         raise
-    except BaseException:  # also where the caller leaves: an answer that was not read must not be another's
+    except BaseException:  # also if the caller leaves: the next command must not read this one's answer
         await connection.disconnect(nowait=True)
         raise
     finally:
         await pool.release(connection)
 
 
-async def ask(redis: AsyncRedis, commands: Sequence[Sequence[str | bytes | int]]) -> list[Any]:
+async def aexecute_many(redis: AsyncRedis, commands: Sequence[Sequence[str | bytes | int]]) -> list[Any]:
     """The answers to commands, in one round trip. Raises the first error among them."""
     if not commands:
         return []
@@ -140,7 +140,7 @@ async def ask(redis: AsyncRedis, commands: Sequence[Sequence[str | bytes | int]]
 
 
 def run_many(redis: Redis, calls: Sequence[Call]) -> list[Any]:
-    """Send all calls in one round trip. A call's own error is returned in its place, as an exception object.
+    """Send all calls in one round trip. A call's own error is returned at its index, as an exception object.
 
     Raises redis errors if the round trip failed, or the server takes no such calls now
     (`producers.connection.trouble`). Any of the calls may have run then.
@@ -160,13 +160,14 @@ def run_many(redis: Redis, calls: Sequence[Call]) -> list[Any]:
 
 
 def _pipeline(redis: Redis, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """redis-py's own commands and pipelines look at each argument and answer again, which takes as long as the rest."""
+    """The answers to commands, in one round trip. redis-py's own pipelines inspect each argument and answer again,
+    which doubles the time."""
     pool: ConnectionPool = redis.connection_pool
     connection = pool.get_connection()
     try:
         connection.send_packed_command([b"".join(map(pack_command, commands))])
         return [_answer(connection) for _ in commands]
-    except BaseException:  # also where the caller is interrupted: answers that were not read must not be another's
+    except BaseException:  # also if the caller is interrupted: the next command must not read these answers
         connection.disconnect()
         raise
     finally:
@@ -196,7 +197,7 @@ def seconds(time: Sequence[Any]) -> float:
 
 
 def parsed_value(raw: str | bytes | None) -> Any:
-    """A value of JSON; None where it is none."""
+    """The value of JSON text; None if it cannot be parsed."""
     try:
         return json.loads(raw or "null")
     except (ValueError, RecursionError):
@@ -204,6 +205,6 @@ def parsed_value(raw: str | bytes | None) -> Any:
 
 
 def parsed(raw: str | bytes | None) -> dict[str, Any]:
-    """An object of JSON; empty where it is none."""
-    found = parsed_value(raw)
-    return found if isinstance(found, dict) else {}
+    """The object of JSON text; empty if it is not an object."""
+    value = parsed_value(raw)
+    return value if isinstance(value, dict) else {}

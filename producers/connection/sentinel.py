@@ -4,7 +4,7 @@
 
 This is the form of other tools on redis-py. `rediss+sentinel://` uses TLS to all servers; `sentinel://` is short for
 `redis+sentinel://`. User and password are the primary's; the Sentinels' own are the options `sentinel_username` and
-`sentinel_password`. Other options are redis-py's. `producers.connection.connect` checks that the address is no replica's.
+`sentinel_password`. Other options are redis-py's. Each new connection checks that it is no replica's.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Sentinels:
     options: dict[str, Any] = field(default_factory=dict)
     """Options of connections to Sentinels: `username`, `password`, `ssl_...`."""
     current: tuple[str, int] | None = None
-    """The primary's address, as last answered."""
+    """The primary's address, as of the last answer."""
     _ask_at: float = 0.0
     _silent_until: float = 0.0
     _silence: Exception | None = None
@@ -78,7 +78,7 @@ class Sentinels:
             try:
                 connection.connect()
                 connection.send_command(*self._question())
-                return self._heard(address, connection.read_response())
+                return self._note_primary(address, connection.read_response())
             except (RedisError, OSError) as error:
                 failures.append((address, error))
             finally:
@@ -98,7 +98,7 @@ class Sentinels:
                 async with asyncio.timeout(PATIENCE_S):
                     await connection.connect()
                     await connection.send_command(*self._question())
-                    return self._heard(address, await connection.read_response())
+                    return self._note_primary(address, await connection.read_response())
             except (RedisError, OSError) as error:
                 failures.append((address, error))
             finally:
@@ -113,10 +113,10 @@ class Sentinels:
     def _question(self) -> tuple[str, str, str]:
         return ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.name)
 
-    def _heard(self, address: tuple[str, int], answer: Any) -> tuple[str, int]:
+    def _note_primary(self, address: tuple[str, int], answer: Any) -> tuple[str, int]:
         if not answer:
             raise ResponseError(f"it watches no primary called {self.name!r}")
-        self.addresses.sort(key=lambda one: one != address)
+        self.addresses.sort(key=lambda other: other != address)
         self.current = text(answer[0]), int(answer[1])
         self._ask_at = time.monotonic() + ASK_S
         self._silent_until = 0.0
@@ -125,9 +125,9 @@ class Sentinels:
     def _none_answered(self, failures: list[Failure]) -> None:
         now = time.monotonic()
         self._ask_at, self._silent_until = now + ASK_AGAIN_S, now + RETRY_S
-        said = "; ".join(f"{host}:{port}: {str(error) or type(error).__name__}" for (host, port), error in failures)
+        errors = "; ".join(f"{host}:{port}: {str(error) or type(error).__name__}" for (host, port), error in failures)
         kind = AuthenticationError if all(isinstance(e, AuthenticationError) for _, e in failures) else ConnectionError
-        self._silence = kind(f"no Sentinel says where the primary {self.name!r} is ({said})")
+        self._silence = kind(f"no Sentinel says where the primary {self.name!r} is ({errors})")
 
     def _as_before(self) -> tuple[str, int]:
         """The last known primary while no Sentinel answers: it may still serve, and HELLO checks it. Else raises."""
@@ -144,27 +144,27 @@ def is_sentinel(url: str) -> bool:
 
 def split(url: str) -> tuple[str, Sentinels]:
     """Split a URL of Sentinels into redis-py's URL for the primary and its Sentinels. Raises ValueError."""
-    scheme, _, rest = url.partition("://")
-    rest, _, query = rest.partition("?")
-    place, _, path = rest.partition("/")
-    user, at, hosts = place.rpartition("@")
+    scheme, _, remainder = url.partition("://")
+    location, _, query = remainder.partition("?")
+    authority, _, path = location.partition("/")
+    user, at, hosts = authority.rpartition("@")
     name, _, db = path.partition("/")
     if not name or not hosts or ";" in url or (db and not db.isdigit()):
         raise ValueError(f"a URL of Sentinels must be {FORM}")
-    asked = dict(parse_qsl(query))
-    theirs = {key: asked.pop(f"sentinel_{key}") for key in ("username", "password") if f"sentinel_{key}" in asked}
+    options = dict(parse_qsl(query))
+    theirs = {key: options.pop(f"sentinel_{key}") for key in ("username", "password") if f"sentinel_{key}" in options}
     sentinels = Sentinels(unquote(name), [_address(host) for host in hosts.split(",")], SCHEMES[scheme] == "rediss")
-    plain = f"{SCHEMES[scheme]}://{user}{at}sentinel/{db or 0}" + (f"?{urlencode(asked)}" if asked else "")
+    plain = f"{SCHEMES[scheme]}://{user}{at}sentinel/{db or 0}" + (f"?{urlencode(options)}" if options else "")
     parsed = redis.connection.parse_url(plain)
     sentinels.options = {**{key: value for key, value in parsed.items() if key.startswith("ssl_")}, **theirs}
     return plain, sentinels
 
 
-def _address(place: str) -> tuple[str, int]:
-    host, colon, port = place.rpartition(":")
-    if not colon or place.endswith("]"):
-        host, port = place, str(PORT)
+def _address(location: str) -> tuple[str, int]:
+    host, colon, port = location.rpartition(":")
+    if not colon or location.endswith("]"):
+        host, port = location, str(PORT)
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"{place!r} is not a Sentinel's HOST:PORT; a URL of Sentinels must be {FORM}")
+        raise ValueError(f"{location!r} is not a Sentinel's HOST:PORT; a URL of Sentinels must be {FORM}")
     return host, int(port)

@@ -34,12 +34,12 @@ class Storage:
         return self.used / self.limit if self.limit else 0.0
 
     def problem(self) -> str:
-        """What an operator has to know, in words; empty if there is nothing."""
-        said = [self.fault] if self.fault else []
+        """The server's problems, for an operator; empty if it has none."""
+        problems = [self.fault] if self.fault else []
         if self.ratio >= FILLING:
             state = "full" if self.ratio >= FULL else "nearly full" if self.ratio >= NEARLY_FULL else "filling"
-            said.append(f"{state}: {self.ratio:.0%} of maxmemory ({self.used} of {self.limit} bytes)")
-        return "; ".join(said)
+            problems.append(f"{state}: {self.ratio:.0%} of maxmemory ({self.used} of {self.limit} bytes)")
+        return "; ".join(problems)
 
 
 async def read_storage(redis: Redis) -> Storage:
@@ -48,7 +48,7 @@ async def read_storage(redis: Redis) -> Storage:
 
 
 def parse(info: dict[str, Any]) -> Storage:
-    """The storage that an INFO's sections `memory` and `persistence` tell of."""
+    """The storage that the sections `memory` and `persistence` of an INFO describe."""
     used = int(info["used_memory"]) - int(info.get("mem_not_counted_for_evict", 0))
     faults = []
     if info.get("aof_enabled") and info.get("aof_last_write_status", "ok") != "ok":

@@ -38,14 +38,14 @@ class NotPrimary(redis.ConnectionError):
     """The server is a replica: named by mistake, a demoted primary, or an unfinished failover."""
 
 
-#: Words that a server's error begins with, or that a script's error contains.
-_WORDS: Final = {
+#: Codes that a server's error begins with, or that a script's error contains.
+_CODES: Final = {
     Trouble.FULL: "OOM|MISCONF",
     Trouble.DENIED: "NOPERM|NOAUTH|WRONGPASS|DENIED",
     Trouble.AWAY: "READONLY|LOADING|MASTERDOWN|CLUSTERDOWN|NOREPLICAS|BUSY|TRYAGAIN|NOSCRIPT|UNBLOCKED",
 }
-_PATTERNS: Final = [(trouble, re.compile(rf"(?:^|-)(?:{words})\b")) for trouble, words in _WORDS.items()]
-#: Exception classes whose text redis-py strips of that word. The first match counts.
+_PATTERNS: Final = [(trouble, re.compile(rf"(?:^|-)(?:{codes})\b")) for trouble, codes in _CODES.items()]
+#: Exception classes from whose text redis-py strips the code. The first match counts.
 _CLASSES: Final = (
     (UnusableServer, Trouble.UNUSABLE),
     ((redis.AuthenticationError, redis.AuthorizationError, redis.NoPermissionError), Trouble.DENIED),
@@ -64,37 +64,37 @@ _CLASSES: Final = (
     ),
 )
 #: Texts of errors that SCRIPT KILL or an ACL raises in a running script.
-_SAID: Final = (
+_TEXTS: Final = (
     ("killed by user", Trouble.AWAY),
     ("user executing the script can't", Trouble.DENIED),
     ("ACL failure in script", Trouble.DENIED),
 )
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """The error's text, or its class's name without one. redis-py's `repr` lacks the text."""
     return str(error) or type(error).__name__
 
 
 def fault(server: str, error: BaseException) -> str:
-    """What is wrong with the server, in words: it does not answer, or what it says where it does, and refuses."""
+    """The server's fault, in words: it does not answer, or its error."""
     away = trouble(error) is Trouble.AWAY and not isinstance(error, NotPrimary)
-    return f"{server} does not answer" if away else f"{server} cannot be used: {said(error)}"
+    return f"{server} does not answer" if away else f"{server} cannot be used: {error_text(error)}"
 
 
 def trouble(error: BaseException) -> Trouble | None:
     """The server's trouble that an error shows; None for the call's own error, which any server would repeat.
 
-    An error that knows its own says it as `trouble`, as those of `producers.connection.aws` do.
+    An error may have its own as the attribute `trouble`, as those of `producers.connection.aws` have.
     """
     if hasattr(error, "trouble"):
-        own: Trouble | None = error.trouble
-        return own
-    for classes, found in _CLASSES:
+        of_error: Trouble | None = error.trouble
+        return of_error
+    for classes, kind in _CLASSES:
         if isinstance(error, classes):
-            return found
+            return kind
     text = str(error)
-    for found, pattern in _PATTERNS:
+    for kind, pattern in _PATTERNS:
         if pattern.search(text):
-            return found
-    return next((found for words, found in _SAID if words in text), None)
+            return kind
+    return next((kind for part, kind in _TEXTS if part in text), None)

@@ -1,9 +1,9 @@
-"""Turns at something of which there are few: connections, permits for large answers. Whoever waits gets it by turns.
+"""Turns at a scarce resource, such as connections or permits for large answers. Owners that wait get it by turns.
 
-    OWNER ─▶ Turns.take: at once, while there are free places and the owner has not its most
+    OWNER ─▶ Turns.take: at once, while there are free places and the owner is below its limit
           ─▶ Turns.wait: the owners that wait get the next free place one after the other, each its first waiter
 
-So a caller with a thousand requests under way delays another one's by one of them, not by a thousand.
+So a caller with a thousand requests under way delays another caller's by one of them, not by a thousand.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Final
 
 from redis.exceptions import ConnectionError
 
-#: The owner of this process's own work, which has no most.
+#: The owner of this process's own work, which has no limit.
 PROCESS: Final = ""
-#: Owner of what is done now: a gateway sets the caller's tenant, or its network before that is known, for each request.
+#: Owner of the current work: a gateway sets the caller's tenant, or its network before that is known, for each request.
 OWNER: Final[ContextVar[Hashable]] = ContextVar("owner", default=PROCESS)
 
 
@@ -30,12 +30,12 @@ class Busy(ConnectionError):
 class Turns:
     """`places`: how many may be taken at once, and `each`: by one owner. Use it on one event loop."""
 
-    __slots__ = ("_each", "_free", "_held", "_waiting", "places")
+    __slots__ = ("_each", "_free", "_taken_by", "_waiting", "places")
 
     def __init__(self, places: int, each: int) -> None:
         self.places = self._free = places
         self._each = each
-        self._held: dict[Hashable, int] = {}
+        self._taken_by: dict[Hashable, int] = {}
         #: The owners that wait, the next one first.
         self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
 
@@ -45,7 +45,7 @@ class Turns:
 
     @property
     def waiting(self) -> int:
-        """How many wait for a place."""
+        """The number of waiters for a place."""
         return sum(not waiter.done() for waiters in self._waiting.values() for waiter in waiters)
 
     def take(self, owner: Hashable) -> bool:
@@ -53,7 +53,7 @@ class Turns:
         if owner in self._waiting or not self._may(owner):
             return False
         self._free -= 1
-        self._held[owner] = self._held.get(owner, 0) + 1
+        self._taken_by[owner] = self._taken_by.get(owner, 0) + 1
         return True
 
     async def wait(self, owner: Hashable, patience_s: float) -> None:
@@ -61,7 +61,7 @@ class Turns:
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
         self._waiting.setdefault(owner, deque()).append(waiter)
-        self._next()  # those who waited may all have left
+        self._next()  # all earlier waiters may have left
         timer = loop.call_later(patience_s, _end, waiter, patience_s)
         try:
             await waiter
@@ -74,11 +74,11 @@ class Turns:
 
     def give(self, owner: Hashable) -> None:
         """Give a place back."""
-        held = self._held[owner] - 1
-        if held:
-            self._held[owner] = held
+        count = self._taken_by[owner] - 1
+        if count:
+            self._taken_by[owner] = count
         else:
-            del self._held[owner]
+            del self._taken_by[owner]
         self._free += 1
         if self._waiting:
             self._next()
@@ -95,7 +95,7 @@ class Turns:
             self.give(owner)
 
     def _may(self, owner: Hashable) -> bool:
-        return self._free > 0 and (owner == PROCESS or self._held.get(owner, 0) < self._each)
+        return self._free > 0 and (owner == PROCESS or self._taken_by.get(owner, 0) < self._each)
 
     def _next(self) -> None:
         """Give free places to those whose turn it is."""
@@ -108,7 +108,7 @@ class Turns:
             del self._waiting[owner]
             if waiters:
                 self._free -= 1
-                self._held[owner] = self._held.get(owner, 0) + 1
+                self._taken_by[owner] = self._taken_by.get(owner, 0) + 1
                 waiters.popleft().set_result(None)
                 if waiters:
                     self._waiting[owner] = waiters

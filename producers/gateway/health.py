@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 
 from producers.client.steps import FAILURES
 from producers.connection.aws import AwsError
-from producers.connection.trouble import NotPrimary, Trouble, said, trouble
+from producers.connection.trouble import NotPrimary, Trouble, error_text, trouble
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http.errors import RETRY_AFTER, Problem, body_of
 from producers.gateway.metrics import read_servers
@@ -148,5 +148,5 @@ async def _fault(ping: Callable[[], Awaitable[object]]) -> str:
         if trouble(error) is Trouble.FULL:
             return ""
         tells_cause = isinstance(error, (AwsError, NotPrimary)) or trouble(error) is not Trouble.AWAY
-        return said(error).rstrip(".") if tells_cause else SILENT
+        return error_text(error).rstrip(".") if tells_cause else SILENT
     return ""

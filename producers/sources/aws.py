@@ -7,7 +7,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from producers.connection.aws import AwsError, client, told
+from producers.connection.aws import AwsError, aws_errors, client
 
 THREADS: Final = 8
 #: The region in the URL of a queue, and in an ARN.
@@ -28,7 +28,7 @@ class Service:
         self._threads = ThreadPoolExecutor(THREADS, f"{service}-sources")
 
     async def call(self, operation: str, doing: str, **arguments: Any) -> dict[str, Any]:
-        """boto3's answer. `operation`: such as `delete_message`; `doing` as of `producers.connection.aws.told`.
+        """boto3's answer. `operation`: such as `delete_message`; `doing` as of `producers.connection.aws.aws_errors`.
 
         A cancelled call goes on in its thread. Raises AwsError.
         """
@@ -38,7 +38,7 @@ class Service:
         name = "".join(map(str.capitalize, operation.removesuffix("_batch").split("_")))
         if self._client is None:
             self._client = client(*self._made_with, wait_s=self._wait_s)
-        with told(doing, f"{self._service}:{name}"):
+        with aws_errors(doing, f"{self._service}:{name}"):
             answer: dict[str, Any] = getattr(self._client, operation)(**arguments)
         return answer
 

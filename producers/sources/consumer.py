@@ -17,7 +17,7 @@ from typing import Final
 
 from producers.client.steps import FAILURES, backoff
 from producers.connection.log_throttle import warn_throttled
-from producers.connection.trouble import Trouble, said, trouble
+from producers.connection.trouble import Trouble, error_text, trouble
 from producers.errors import SubmitFailed, shown
 from producers.sources.inbox import BadMessage, Inbox, Received
 from producers.sources.source import ended
@@ -88,7 +88,7 @@ class Consumer:
         except FAILURES as error:
             if trouble(error) is not Trouble.AWAY:
                 raise
-            self._receives = said(error)
+            self._receives = error_text(error)
             warn_throttled(log, "cannot receive, trying again: %s", error)
             await asyncio.sleep(1.0)
             return []
@@ -135,7 +135,7 @@ class Consumer:
                 try:
                     return await work()
                 except RETRIED as error:
-                    self._held[message_id] = said(error)
+                    self._held[message_id] = error_text(error)
                     self._flows.clear()
                     warn_throttled(log, "a message is held until this is over: %s", error)
                 await asyncio.sleep(backoff(attempt))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from producers.client.steps import FAILURES
-from producers.connection.trouble import said
+from producers.connection.trouble import error_text
 from producers.errors import PenstockError
 from producers.sources.source import Source, ended
 
@@ -53,7 +53,7 @@ class _Kept:
             await self._source.run()
             self._trouble = "it ended by itself"
         except (*FAILURES, PenstockError) as error:
-            self._trouble = said(error)
+            self._trouble = error_text(error)
         except Exception as error:
             self._trouble = f"{type(error).__name__}: {error}"
             log.exception("source %s failed here", self._source.name)

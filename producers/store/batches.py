@@ -41,7 +41,7 @@ from typing import Any, Final
 
 from redis.asyncio import Redis
 
-from producers.connection.script import Call, ask, script, text
+from producers.connection.script import Call, aexecute_many, script, text
 from producers.contract import keys, levels
 from producers.contract.keys import timed_id
 from producers.store.access.principal import LOCAL, Principal
@@ -218,7 +218,7 @@ async def page(store: Redis, limit: int, *, after: str | None = None, tenant: st
         ids: list[Any] = await store.zrange(index, first, "-", desc=True, bylex=True, offset=0, num=limit)
         if not ids:
             break
-        rows = await ask(store, [("HGETALL", keys.batch(text(name))) for name in ids])
+        rows = await aexecute_many(store, [("HGETALL", keys.batch(text(name))) for name in ids])
         after = text(ids[-1])
         batches = [Batch.parse(text(name), raw) for name, raw in zip(ids, rows, strict=True) if raw]
         found += [batch for batch in batches if tenant is None or batch.tenant == tenant]
@@ -313,7 +313,7 @@ async def lines_of(store: Redis, tenant: str) -> tuple[int, int]:
     inputs. Raises redis.exceptions.RedisError or OSError."""
     ids = await store.smembers(keys.open_batches(tenant))
     fields = ("line", "written", "offset", "written_offset")
-    found = await ask(store, [("HMGET", keys.batch(text(name)), *fields) for name in ids]) if ids else []
+    found = await aexecute_many(store, [("HMGET", keys.batch(text(name)), *fields) for name in ids]) if ids else []
     rows = [[int(number) for number in row] for row in found if None not in row]
     return sum(row[0] - row[1] for row in rows), sum(row[2] - row[3] for row in rows)
 

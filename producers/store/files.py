@@ -30,7 +30,7 @@ from typing import Any, Final, Self
 
 from redis.asyncio import Redis
 
-from producers.connection.script import Call, arun, ask, script, seconds, text
+from producers.connection.script import Call, aexecute_many, arun, script, seconds, text
 from producers.contract import keys
 from producers.contract.keys import timed_id
 from producers.store.blobs import Blobs
@@ -176,7 +176,7 @@ async def listed(
         if not ids:
             break
         after = ids[-1]
-        rows = await ask(store, [("HGETALL", keys.file(file_id)) for file_id in ids])
+        rows = await aexecute_many(store, [("HGETALL", keys.file(file_id)) for file_id in ids])
         files = [File.parse(file_id, raw) for file_id, raw in zip(ids, rows, strict=True) if raw]
         found += [file for file in files if not file.expired(time.time())]
     return found

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from redis.asyncio import Redis
 
-from producers.connection.script import Call, ask, script, text
+from producers.connection.script import Call, aexecute_many, script, text
 from producers.contract import keys
 from producers.store import batches
 from producers.store.protocol import PACKAGE
@@ -84,7 +84,7 @@ async def open_entries(store: Redis, place: str) -> list[tuple[Entry, str | None
     """The place's open objects, the oldest first, each with the status of its batch; None before that is made."""
     found = [Entry.parse(text(name), text(raw)) for name, raw in (await store.hgetall(keys.inbox(place))).items()]
     found.sort(key=lambda entry: entry.id)
-    statuses = await ask(store, [("HGET", keys.batch(entry.id), "status") for entry in found])
+    statuses = await aexecute_many(store, [("HGET", keys.batch(entry.id), "status") for entry in found])
     return [(entry, text(raw) if raw else None) for entry, raw in zip(found, statuses, strict=True)]
 
 

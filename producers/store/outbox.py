@@ -45,7 +45,7 @@ from typing import Any, Final, Literal, cast
 
 from redis.asyncio import Redis
 
-from producers.connection.script import Call, ask, script, seconds, text
+from producers.connection.script import Call, aexecute_many, script, seconds, text
 from producers.contract import keys
 from producers.store.protocol import PACKAGE
 
@@ -249,7 +249,7 @@ async def backlog(store: Redis) -> Backlog:
 
 async def _places(store: Redis) -> list[str | None]:
     """The places where rows may be due (`due_at`): that of webhooks, and of each source with replies."""
-    (sources,) = await ask(store, [("SMEMBERS", keys.REPLIES)])
+    (sources,) = await aexecute_many(store, [("SMEMBERS", keys.REPLIES)])
     return [None, *sorted(text(source) for source in sources)]
 
 
@@ -296,7 +296,7 @@ async def _names(store: Redis, state: State, since: int | None) -> AsyncIterator
 
 
 async def _read(store: Redis, names: Sequence[str]) -> list[Row | None]:
-    found = await ask(store, [("HGETALL", keys.webhook_row(name)) for name in names])
+    found = await aexecute_many(store, [("HGETALL", keys.webhook_row(name)) for name in names])
     return [
         Row.parse(name, [part for item in raw.items() for part in item]) if raw else None
         for name, raw in zip(names, found, strict=True)

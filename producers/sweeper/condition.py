@@ -11,7 +11,7 @@ import time
 from typing import Final
 
 from producers.client.leader import Leadership
-from producers.connection.trouble import said
+from producers.connection.trouble import error_text
 
 #: Silence (s) of the store, beside the lease, after which a sweeper is not ready.
 SILENT_S: Final = 10.0
@@ -34,7 +34,7 @@ class Condition:
 
     def failed(self, sweep: object, error: Exception) -> None:
         since, _ = self.failing.get(sweep, (time.monotonic(), ""))
-        self.failing[sweep] = since, said(error)
+        self.failing[sweep] = since, error_text(error)
 
     def unready(self) -> list[str]:
         """Why it does not do its work now; empty while it leads, or stands by, as it should."""

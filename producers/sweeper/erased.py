@@ -16,7 +16,7 @@ from producers.admin.dead_letters import letters, purge
 from producers.backup.journal import Journal
 from producers.client.aio import AsyncClient
 from producers.connection.log_throttle import warn_throttled
-from producers.connection.script import ask, ms, text
+from producers.connection.script import aexecute_many, ms, text
 from producers.contract import keys
 
 log = logging.getLogger(__name__)
@@ -41,11 +41,13 @@ async def erase(client: AsyncClient, journal: Journal | None = None) -> Erased:
     done = Erased()
     if journal is not None:
         await journal.keep()
-    now, page = await ask(client.store, [("TIME",), ("ZRANGE", keys.ERASING, 0, PAGE - 1, "WITHSCORES")])
+    now, page = await aexecute_many(client.store, [("TIME",), ("ZRANGE", keys.ERASING, 0, PAGE - 1, "WITHSCORES")])
     deleted = {text(task_id): int(float(at)) for task_id, at in zip(page[::2], page[1::2], strict=True)}
     if not deleted:
         return done
-    done.results = sum(await ask(client.store, [("UNLINK", keys.celery_result(task_id)) for task_id in deleted]))
+    done.results = sum(
+        await aexecute_many(client.store, [("UNLINK", keys.celery_result(task_id)) for task_id in deleted])
+    )
     for letter in [letter async for letter in letters(client) if letter.task_id in deleted]:
         done.letters += await purge(client, letter)
     if journal is None and await client.store.exists(keys.JOURNAL):
@@ -54,5 +56,5 @@ async def erase(client: AsyncClient, journal: Journal | None = None) -> Erased:
         )
         return done
     if over := [task_id for task_id, at in deleted.items() if at < ms(now) - LATE_S * 1000]:
-        await ask(client.store, [("ZREM", keys.ERASING, *over)])
+        await aexecute_many(client.store, [("ZREM", keys.ERASING, *over)])
     return done

@@ -69,7 +69,7 @@ class Stale:
     async def _incarnations(self, removed: Removed, since: dict[str, float], kept: dict[str, float]) -> None:
         for worker in await self._broker.workers():
             name = worker.incarnation
-            if worker.left is None and self._long(keys.lease(name), since, kept):
+            if worker.remaining_s is None and self._long(keys.lease(name), since, kept):
                 count = await self._broker.reap(name)
                 removed.incarnations += count >= 0
                 removed.deliveries += max(count, 0)

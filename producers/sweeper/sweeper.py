@@ -32,7 +32,7 @@ from producers.client.reader_leases import LapsedReaders
 from producers.client.steps import FAILURES, Steps
 from producers.connection.local import FILES_DIR
 from producers.connection.log_throttle import warn_throttled
-from producers.connection.script import arun, ask
+from producers.connection.script import aexecute_many, arun
 from producers.connection.storage import PRESSED, read_storage
 from producers.contract import keys
 from producers.contract.sealing import Keyring
@@ -200,8 +200,8 @@ async def _check_workers(client: AsyncClient, pause_s: float) -> None:
         return
     foreign: set[str] | None = None
     for _ in range(2):
-        living = [worker.incarnation for worker in await client.broker.workers() if worker.left is not None]
-        leases = await ask(client.store, [("EXISTS", keys.lease(name)) for name in living])
+        living = [worker.incarnation for worker in await client.broker.workers() if worker.remaining_s is not None]
+        leases = await aexecute_many(client.store, [("EXISTS", keys.lease(name)) for name in living])
         without = {name for name, there in zip(living, leases, strict=True) if not there}
         foreign = without if foreign is None else foreign & without
         if not foreign:

@@ -68,7 +68,7 @@ def taken(consumer: Consumer, count: int) -> list[str]:
     found: list[str] = []
     while len(found) < count:
         uuids = [f"u{len(found) + k}" for k in range(500)]
-        fetched = consumer.fetch(INC, uuids, ROOM, RULES, bite=1000)
+        fetched = consumer.fetch(INC, uuids, ROOM, RULES, sort_limit=1000)
         assert fetched, f"{len(found)} of {count} came"
         found += [json.loads(one.raw)["headers"]["id"] for one in fetched]
     return found
@@ -101,7 +101,7 @@ async def measured(url: str, tasks: int, tenants: Mapping[str, float]) -> dict[s
     asked = draw.sample(sent, ASKED)
     unsorted, places = await timed(store, broker, asked)
     for _ in range(tasks // 1000 + 1):
-        consumer.fetch(INC, ["none"], NO_ROOM, RULES, bite=1000)
+        consumer.fetch(INC, ["none"], NO_ROOM, RULES, sort_limit=1000)
     by_tenant, places_by_tenant = await timed(store, broker, asked)
     order = {name: place for place, name in enumerate(taken(consumer, tasks))}
     await broker.aclose()

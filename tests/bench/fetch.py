@@ -47,7 +47,7 @@ def measure(redis: Redis, tenants: int, backlog: int, batch: int, rounds: int) -
     return {
         "tenants": tenants,
         "backlog": backlog,
-        f"sort_{broker.BITE}_ms_p50": _ms(sorting or [0.0]),
+        f"sort_{broker.SORT_LIMIT}_ms_p50": _ms(sorting or [0.0]),
         f"fetch_{batch}_ms_p50": _ms(taking),
         f"ack_{batch}_ms_p50": _ms(acking),
     }

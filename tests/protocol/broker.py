@@ -20,7 +20,7 @@ INCS = ("i1", "i2")
 LISTS = dict(broker.lists(QUEUES))
 CAPACITY = (8, 1000)
 PLAIN_TOKENS = 300
-BITE = 3
+SORT_LIMIT = 3
 LIMIT = 2
 #: So long that a test's own time is nothing beside it.
 AGEING_MS = 10**8

@@ -22,7 +22,18 @@ from producers.broker.values import Credit
 from producers.contract import keys
 from producers.contract import leases as lease_protocol
 from tests.histories import examples
-from tests.protocol.broker import AGEING_MS, BITE, CAPACITY, INCS, LIMIT, LISTS, PLAIN_TOKENS, QUEUES, RULES, BrokerPair
+from tests.protocol.broker import (
+    AGEING_MS,
+    CAPACITY,
+    INCS,
+    LIMIT,
+    LISTS,
+    PLAIN_TOKENS,
+    QUEUES,
+    RULES,
+    SORT_LIMIT,
+    BrokerPair,
+)
 from tests.protocol.broker_histories import run_histories
 from tests.protocol.messages import SEQS, TOKENS, good, messages
 from tests.protocol.server import Mutant, run_machine
@@ -116,10 +127,10 @@ class BrokerMachine(BrokerPair):
                 plain_tokens=PLAIN_TOKENS,
                 ageing_ms=AGEING_MS,
                 max_redeliveries=LIMIT,
-                bite=BITE,
+                sort_limit=SORT_LIMIT,
             )
             fetched = said.read_fetch(self.server.run(call), said.places(queues))
-            assert fetched == fetch(self.model, inc, queues, uuids, room, RULES, BITE)
+            assert fetched == fetch(self.model, inc, queues, uuids, room, RULES, SORT_LIMIT)
 
         self.do(step)
 

@@ -56,10 +56,10 @@ class Shop:
             self.sender.send(Message(f"t{self.numbers}", QUEUE, tier, 1, tokens, tenant))
         self.sent[tenant] += count
 
-    def take(self, count: int = 1, room: int = ROOM, bite: int | None = None) -> list[Taken]:
+    def take(self, count: int = 1, room: int = ROOM, sort_limit: int | None = None) -> list[Taken]:
         uuids = [f"u{self.numbers + k}" for k in range(1, count + 1)]
         self.numbers += count
-        fetched = self.worker.fetch(INC, uuids, Credit((room,) * 4, (10**9,) * 4), RULES, bite)
+        fetched = self.worker.fetch(INC, uuids, Credit((room,) * 4, (10**9,) * 4), RULES, sort_limit)
         assert fetched is not None
         found = []
         for one in fetched:
@@ -74,7 +74,7 @@ class Shop:
     def sort(self) -> None:
         """As workers without room do, in the end."""
         for _ in range(0, self.sent.total(), 1000):
-            assert not self.take(room=0, bite=1000)
+            assert not self.take(room=0, sort_limit=1000)
 
     def end(self, one: Taken, used: int) -> None:
         assert self.worker.put_down([Ack(INC, one.uuid, used=used)]) == [PutDown.DONE]

@@ -23,6 +23,9 @@ MOVED = {
     "producers.client.leader": "producers.sweeper.leader",
 }
 
+#: Arguments by their name in this release -> in the release before.
+RENAMED = {"sort_limit": "bite"}
+
 #: Calls functions by name, with values that came by pickle: of its own release's classes, and so are the answers.
 SERVE = """
 import importlib, pickle, sys
@@ -87,4 +90,9 @@ class Functions:
 
     def __getattr__(self, name: str) -> Any:
         module = MOVED.get(self._module.__name__, self._module.__name__)
-        return lambda *args, **kwargs: self._before.call(module, name, *args, **kwargs)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            named = {RENAMED.get(argument, argument): value for argument, value in kwargs.items()}
+            return self._before.call(module, name, *args, **named)
+
+        return call

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, TypeVar
 
 from producers.connection.log_throttle import warn_throttled
-from producers.connection.trouble import said
+from producers.connection.trouble import error_text
 from workers.autoscaler.actuators.base import Actual, Actuator
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,9 @@ class Acting:
                     log.info("%s: from %d to %d workers", self.actuator.name, actual.wanted, wanted)
                 await self._called(self.actuator.scale(wanted, self._first))
         except OSError as error:
-            pause = self._failed(f"no answer for {CALL_S:g} s" if isinstance(error, TimeoutError) else said(error))
+            pause = self._failed(
+                f"no answer for {CALL_S:g} s" if isinstance(error, TimeoutError) else error_text(error)
+            )
             warn_throttled(log, "%s fails, trying again: %s", self.actuator.name, self.refused)
             return pause
         except Exception as error:  # a fault of ours in one actuator must not end the others' scaling

@@ -25,7 +25,7 @@ from producers.client.leader import Leadership
 from producers.client.steps import FAILURES
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import arun
-from producers.connection.trouble import said
+from producers.connection.trouble import error_text
 from producers.contract import keys
 from producers.contract.profile import sane
 from producers.store.fleet import scaling
@@ -183,7 +183,7 @@ class Autoscaler:
             async with asyncio.timeout(LIMIT_S):
                 fleet = await read_fleet(self._client.store, self._client.broker)
         except FAILURES as error:
-            self._trouble = f"the store or the broker cannot be read: {said(error)}"
+            self._trouble = f"the store or the broker cannot be read: {error_text(error)}"
             warn_throttled(log, "holds what there is, since store or broker cannot be read: %s", error)
             return None
         self._clock = fleet.at - time.time()
@@ -225,7 +225,7 @@ class Autoscaler:
             async with asyncio.timeout(LIMIT_S):
                 answers = await asyncio.gather(*(arun(self._client.store, call) for call in calls))
         except FAILURES as error:
-            self._trouble = f"decisions cannot be kept, so they are not acted on: {said(error)}"
+            self._trouble = f"decisions cannot be kept, so they are not acted on: {error_text(error)}"
             warn_throttled(log, "cannot keep decisions, and does not act on them: %s", error)
             for control, _, _ in decided:
                 control.unkept()

@@ -389,7 +389,7 @@ def _failing(broker: str) -> Iterator[None]:
     from redis.exceptions import RedisError
 
     from producers.connection.aws import AwsError, AwsNotInstalled
-    from producers.connection.trouble import Trouble, said, trouble
+    from producers.connection.trouble import Trouble, error_text, trouble
 
     try:
         yield
@@ -401,7 +401,7 @@ def _failing(broker: str) -> Iterator[None]:
         raise Failure(f"{error}{advice}", Exit.UNREACHABLE if away else Exit.REFUSED) from error
     except (RedisError, OSError) as error:
         status = Exit.UNREACHABLE if trouble(error) is Trouble.AWAY else Exit.REFUSED
-        raise Failure(f"the store: {said(error)}", status) from error
+        raise Failure(f"the store: {error_text(error)}", status) from error
 
 
 def _region_advice(region: str) -> str:

@@ -253,7 +253,7 @@ def publish_to(broker: str, store: str, found: Found, over: str | None = None) -
     """
     with needs("gateway"):
         from producers.connection.connect import shown
-        from producers.connection.trouble import said
+        from producers.connection.trouble import error_text
         from producers.contract import keys
         from producers.contract.levels import beside
         from producers.store.fleet import cards
@@ -269,7 +269,7 @@ def publish_to(broker: str, store: str, found: Found, over: str | None = None) -
             before = cards.read(client, found.name)
             cards.publish(client, card, files, over)
     except LOST as error:
-        raise Failure(f"the store at {shown(store)} does not take it: {said(error)}", Exit.UNREACHABLE) from error
+        raise Failure(f"the store at {shown(store)} does not take it: {error_text(error)}", Exit.UNREACHABLE) from error
     return {"name": found.name, "version": card["version"], "before": before and before["version"]}
 
 
@@ -281,7 +281,7 @@ def publish_own(broker: str, store: str, found: Found) -> str:
     operator should know of it, or "". Raises Failure, and Refused.
     """
     from engine.text.checkpoint import model_version
-    from producers.connection.trouble import said
+    from producers.connection.trouble import error_text
     from producers.store.fleet import cards, rollouts
     from workers.connect import LOST, connect
 
@@ -290,7 +290,7 @@ def publish_own(broker: str, store: str, found: Found) -> str:
         with connect(store) as client:
             rollout, card = rollouts.read(client, found.name), cards.read(client, found.name)
     except LOST as error:
-        raise Failure(f"the store does not answer: {said(error)}", Exit.UNREACHABLE) from error
+        raise Failure(f"the store does not answer: {error_text(error)}", Exit.UNREACHABLE) from error
     standing = None if card is None else str(card["version"])
     under_way = rollout is not None and rollout.phase in rollouts.UNDER_WAY
     if rollout is not None and under_way and {own, standing} == {rollout.before, rollout.version}:

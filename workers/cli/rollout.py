@@ -159,12 +159,14 @@ def _checked(broker: str | None, store: str | None) -> tuple[str, str]:
 def _refusals() -> Iterator[None]:
     """Raises Failure for a bad URL, for a server that does not answer, and for Ctrl-C."""
     from producers.client.steps import FAILURES
-    from producers.connection.trouble import said
+    from producers.connection.trouble import error_text
 
     try:
         with refusing(ValueError):
             yield
     except FAILURES as error:
-        raise Failure(f"broker or store do not answer ({said(error)}); run this again", Exit.UNREACHABLE) from error
+        raise Failure(
+            f"broker or store do not answer ({error_text(error)}); run this again", Exit.UNREACHABLE
+        ) from error
     except KeyboardInterrupt:
         raise Failure("interrupted; the rollout stays where it is: run this again to go on", Exit.INTERRUPTED) from None

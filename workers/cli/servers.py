@@ -65,7 +65,7 @@ def answering(*urls: str) -> Iterator[None]:
     """Within it, a server that does not answer, or refuses, raises Failure."""
     from producers.client.steps import FAILURES
     from producers.connection.connect import shown
-    from producers.connection.trouble import Trouble, said, trouble
+    from producers.connection.trouble import Trouble, error_text, trouble
 
     try:
         yield
@@ -74,5 +74,5 @@ def answering(*urls: str) -> Iterator[None]:
         if (found := trouble(error)) is not Trouble.AWAY:
             # A full one may have room soon.
             status = Exit.UNREACHABLE if found is Trouble.FULL else Exit.REFUSED
-            raise Failure(f"{where} refused: {said(error)}", status) from error
-        raise Failure(f"no answer from {where} ({said(error)})", Exit.UNREACHABLE) from error
+            raise Failure(f"{where} refused: {error_text(error)}", status) from error
+        raise Failure(f"no answer from {where} ({error_text(error)})", Exit.UNREACHABLE) from error

@@ -17,7 +17,7 @@ from functools import partial
 from redis import Redis
 
 from producers.connection.log_throttle import warn_throttled
-from producers.connection.trouble import said
+from producers.connection.trouble import error_text
 from producers.contract import keys
 from producers.store.epoch import EpochChanged
 from producers.store.fleet import cards
@@ -178,7 +178,7 @@ class Housekeeper(threading.Thread):
         try:
             action()
         except LOST as exc:
-            self._error = said(exc)
+            self._error = error_text(exc)
             warn_throttled(logger, "Housekeeping: the store or the broker cannot be used, trying again: %s", exc)
             self._renewal.at = self._round_at
         except EpochChanged as exc:
@@ -214,7 +214,7 @@ class Housekeeper(threading.Thread):
         """Dead workers, the pool's other workers, pools without a worker, tasks that nobody waits for."""
         now, life = time.monotonic(), self._life
         alive = self._others.reap(life)
-        soonest = min((one.left for one in alive if one.left is not None), default=float("inf"))
+        soonest = min((one.remaining_s for one in alive if one.remaining_s is not None), default=float("inf"))
         self._look.at = min(self._look.at, now + soonest + REAP_AFTER_S)
         self._neighbours.learn(life, alive)
         self._peers.look(life, alive)

@@ -38,11 +38,11 @@ class Others:
         """Reap those whose lease is over; return those that live."""
         others = [one for one in self._broker.workers() if one.incarnation != life.id]
         for one in others:
-            if one.left is None:
+            if one.remaining_s is None:
                 count = self._broker.reap(one.incarnation)
                 if count > 0:
                     logger.warning("Worker %s is gone: returned its %d deliveries to the queue", one.incarnation, count)
-        return [one for one in others if one.left is not None]
+        return [one for one in others if one.remaining_s is not None]
 
     def adopt(self, alive: Sequence[Listed]) -> None:
         """Move what waits for pools of this model that have no worker left to the queues of their versions.

@@ -15,7 +15,7 @@ from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES
 from producers.client.submission import SETTLED_S
 from producers.connection.script import parsed, text
-from producers.connection.trouble import said
+from producers.connection.trouble import error_text
 from producers.contract import keys
 from producers.store.fleet import cards, rollouts
 from producers.store.fleet.rollouts import Rollout
@@ -51,7 +51,7 @@ class Carrier:
             try:
                 rollout = await (self._start(rollout, until) if rollout.phase == "starting" else self._drain(rollout))
             except FAILURES as error:
-                self._tell(f"store or broker do not answer, trying again: {said(error)}")
+                self._tell(f"store or broker do not answer, trying again: {error_text(error)}")
                 await asyncio.sleep(LOOK_S)
         return rollout
 
@@ -159,7 +159,7 @@ def _waits(seen: Seen, left: int | None, rollout: Rollout, *, drains: bool) -> s
 
 async def drain_idle(client: AsyncClient, model: str, version: str) -> int:
     """Tell each live worker of the version that holds no task to drain. Returns their number; raises redis errors."""
-    listed = [one.incarnation for one in await client.broker.workers() if one.left is not None]
+    listed = [one.incarnation for one in await client.broker.workers() if one.remaining_s is not None]
     told = 0
     for incarnation in listed:
         about = parsed(await client.store.get(keys.lease(incarnation)) or "{}")

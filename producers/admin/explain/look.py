@@ -11,8 +11,8 @@ from redis.asyncio import Redis
 from producers.admin.explain.tenants import count
 from producers.admin.fleet import Fleet, Pool, read_fleet
 from producers.broker.base import Broker
-from producers.broker.values import Counted, Standing
-from producers.connection.script import ask, text
+from producers.broker.values import Counted, QueuePosition
+from producers.connection.script import aexecute_many, text
 from producers.connection.storage import read_storage
 from producers.contract import keys, levels
 from producers.contract.keys import takes_from
@@ -36,7 +36,7 @@ class Seen:
     """The queue of the task's version: what waits there, by tier."""
     workers: list[Lease] = field(default_factory=list)
     """Those that serve the version, and can do what it needs."""
-    standing: Standing | None = None
+    standing: QueuePosition | None = None
     """Its place in its tier; None if it does not wait there, or the broker tells no order."""
     profile: Profile = field(default_factory=Profile)
     scaling: Mapping[str, Any] | None = None
@@ -141,7 +141,7 @@ async def _orphaned(store: Redis, record: Record) -> bool:
     if record.status != "in_progress" or owner is None:
         return False
     commands = [("EXISTS", keys.lease(owner)), ("HMGET", record.key, "status", "owner")]
-    lives, now = await ask(store, commands)
+    lives, now = await aexecute_many(store, commands)
     return not lives and [text(value) for value in now] == ["in_progress", owner]
 
 
@@ -155,13 +155,13 @@ def _message(record: Record) -> Message | None:
         return None
 
 
-async def _standing(broker: Broker, record: Record, message: Message, counted: Counted) -> Standing | None:
+async def _standing(broker: Broker, record: Record, message: Message, counted: Counted) -> QueuePosition | None:
     if "fingerprint" in record.fields:  # it was begun: its message goes back to its pool, while that has a worker
         own = keys.Pool(record.model, record.fields.get("version", ""), record.fields["fingerprint"]).queue
         own = levels.queue_of(own, levels.split(message.queue)[1])
-        if (found := await broker.standing(replace(message, queue=own), counted)) is not None:
+        if (found := await broker.queue_position(replace(message, queue=own), counted)) is not None:
             return found
-    return await broker.standing(message, counted)
+    return await broker.queue_position(message, counted)
 
 
 def _scaling(fleet: Fleet, model: str, version: str) -> Mapping[str, Any] | None:

@@ -8,7 +8,7 @@ from typing import Final
 from redis.asyncio import Redis
 
 from producers.broker.values import NOTHING_COUNTED, Counted
-from producers.connection.script import ask, text
+from producers.connection.script import aexecute_many, text
 from producers.contract import keys
 from producers.contract.message import Message
 
@@ -30,11 +30,11 @@ async def count(store: Redis, message: Message, since: float) -> Counted:
     index, first = keys.tasks(message.tenant), str(int(since * 1000))
     spans = (("-inf", f"({first}"), (first, f"({message.at}"), (first, "+inf"))
     commands = [("HLEN", keys.WAITING_TENANTS), *(("ZCOUNT", index, *span) for span in spans)]
-    tenants, skipped, before, whole = await ask(store, commands)
+    tenants, skipped, before, whole = await aexecute_many(store, commands)
     if not 0 < tenants <= MOST:
         return NOTHING_COUNTED
     sizes_of = _look_up(index, skipped, before) if message.tenant else ()
-    counts, *found = await ask(store, [("HGETALL", keys.WAITING_TENANTS), *sizes_of])
+    counts, *found = await aexecute_many(store, [("HGETALL", keys.WAITING_TENANTS), *sizes_of])
     waiting = {text(name): int(number) for name, number in counts.items()}
     sizes = [int(size) for some in found for size in some if size is not None and size.isdigit()]
     share = before / whole if whole and whole >= LISTED * waiting.get(message.tenant or "", 0) else None

@@ -1,4 +1,4 @@
-"""The interface of `producers.broker.base` on a `Server` in memory: a worker's side, and that of all other processes."""
+"""The interface of `producers.broker.base` on a `Server` in memory: the worker's side and the other one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 from copy import deepcopy
 from typing import Final
 
-from producers.broker.base import Broker, Consumer, NoSuchPlace, Sender, Waker
+from producers.broker.base import Broker, Consumer, NoSuchList, Sender, Waker
 from producers.broker.memory.message import Sent, Unusable, read
 from producers.broker.memory.server import Server, Turns, fetch
 from producers.broker.values import (
@@ -23,8 +23,8 @@ from producers.broker.values import (
     Fetched,
     Listed,
     PutDown,
+    QueuePosition,
     Rules,
-    Standing,
     Waiting,
     check_weight,
 )
@@ -35,8 +35,8 @@ from producers.contract.levels import beside
 from producers.contract.message import Message
 
 CAPABILITIES: Final = Capabilities(front_of_queue=True, max_message_bytes=sys.maxsize)
-#: Messages of each list that one fetch sorts, unless it is told.
-BITE: Final = 64
+#: Messages of each list that one fetch sorts, by default.
+SORT_LIMIT: Final = 64
 #: A tier's rank -> the tier.
 _TIERS: Final = {rank: tier for tier, (rank, _) in keys.TIERS.items()}
 
@@ -50,39 +50,39 @@ class MemoryConsumer(Consumer):
         self.home = home or self.queues[0]
 
     def fetch(
-        self, incarnation: str, uuids: Sequence[str], credit: Credit, rules: Rules, bite: int | None = None
+        self, incarnation: str, uuids: Sequence[str], credit: Credit, rules: Rules, sort_limit: int | None = None
     ) -> list[Fetched] | None:
         queues = [queue for queue in self.queues if queue not in self.passed]
-        return fetch(self._server, incarnation, queues, uuids, credit, rules, bite or BITE, self.home)
+        return fetch(self._server, incarnation, queues, uuids, credit, rules, sort_limit or SORT_LIMIT, self.home)
 
-    def put_down(self, what: Sequence[Ack | Back]) -> list[PutDown | Exception]:
+    def put_down(self, outcomes: Sequence[Ack | Back]) -> list[PutDown | Exception]:
         with self._server.lock:
-            return [PutDown.DONE if self._put_down(one) else PutDown.GONE for one in what]
+            return [PutDown.DONE if self._put_down(outcome) else PutDown.GONE for outcome in outcomes]
 
-    def _put_down(self, one: Ack | Back) -> bool:
-        if isinstance(one, Ack):  # it holds no records: nothing here says that a task is not settled
-            return self._server.ack(one.incarnation, one.uuid, one.reason, one.used)
-        return self._server.back(one.incarnation, self.home, one.uuid, one.delay * 1000, one.to)
+    def _put_down(self, outcome: Ack | Back) -> bool:
+        if isinstance(outcome, Ack):  # there are no records here, which might say that a task is not settled
+            return self._server.ack(outcome.incarnation, outcome.uuid, outcome.reason, outcome.used)
+        return self._server.back(outcome.incarnation, self.home, outcome.uuid, outcome.delay * 1000, outcome.to)
 
     def survived(self, task_ids: Sequence[str]) -> None:
         with self._server.lock:
             for task_id in task_ids:
                 self._server.reaped.pop(task_id, None)
 
-    def strays(self, incarnation: str, held: Sequence[str]) -> dict[str, str]:
+    def strays(self, incarnation: str, expected: Sequence[str]) -> dict[str, str]:
         with self._server.lock:
             flying = self._server.inflight[incarnation].items()
-            return {uuid: d.id for uuid, d in flying if uuid not in set(held)}
+            return {uuid: d.id for uuid, d in flying if uuid not in set(expected)}
 
     def scheduled(self, count: int) -> list[bytes]:
         with self._server.lock:
             return [d.raw for d in sorted(self._server.delayed[self.home], key=lambda d: d.due)[:count]]
 
-    def take_lease(self, incarnation: str, about: str, ttl: float) -> None:
+    def take_lease(self, incarnation: str, state: str, ttl: float) -> None:
         with self._server.lock:
             self._server.lease(incarnation, ttl * 1000, take=True, queue=self.queues[0])
 
-    def renew(self, incarnation: str, about: str, ttl: float) -> bool:
+    def renew(self, incarnation: str, state: str, ttl: float) -> bool:
         with self._server.lock:
             return self._server.lease(incarnation, ttl * 1000, take=False)
 
@@ -95,8 +95,8 @@ class MemoryConsumer(Consumer):
             self.end_lease(incarnation)
             self.reap(incarnation)
             if self.home != self.queues[0]:
-                for own, version in zip(beside(self.queues[0]), beside(self.home), strict=True):
-                    self._server.adopt(own, version)
+                for source, target in zip(beside(self.queues[0]), beside(self.home), strict=True):
+                    self._server.adopt(source, target)
             for queue in self.queues:
                 self._server.recall(queue, takers.get(queue, self.queues), sys.maxsize)
 
@@ -159,8 +159,11 @@ def workers(server: Server) -> list[Listed]:
     """The same as `producers.broker.base.Consumer.workers`."""
     with server.lock:
         now = server.clock()
-        left = {name: (server.leases.get(name, 0.0) - now) / 1000 for name in server.listed}
-        return [Listed(name, queue, left[name] if left[name] > 0 else None) for name, queue in server.listed.items()]
+        remaining_s = {name: (server.leases.get(name, 0.0) - now) / 1000 for name in server.listed}
+        return [
+            Listed(name, queue, remaining_s[name] if remaining_s[name] > 0 else None)
+            for name, queue in server.listed.items()
+        ]
 
 
 class MemorySender(Sender):
@@ -198,33 +201,33 @@ class MemoryBroker(Broker):
         for message in messages:
             await self.send(message)
 
-    # ---- what there is --------------------------------------------------------------------------------------------
+    # ---- counts ---------------------------------------------------------------------------------------------------
 
     async def waiting(self, queue: str) -> Waiting:
         server = self._server
         with server.lock:
             served = any(takes_from(pool, queue) for pool in server.listed.values())
-            return Waiting(self._depth(queue).waiting, server.taken_tokens, served)
+            return Waiting(self._depth(queue).waiting, server.delivered_tokens, served)
 
-    async def standing(self, message: Message, counted: Counted = NOTHING_COUNTED) -> Standing | None:
+    async def queue_position(self, message: Message, counted: Counted = NOTHING_COUNTED) -> QueuePosition | None:
         with self._server.lock:
             lists = [name for name, tier in self._lists(message.queue) if tier == message.tier]
             return _queue_position(self._server, lists, message)
 
     async def depths(self, queues: Sequence[str]) -> Depths:
         with self._server.lock:
-            found = {queue: self._depth(queue) for queue in queues}
-            return Depths(found, dict(self._server.listed), len(self._server.dead))
+            depths = {queue: self._depth(queue) for queue in queues}
+            return Depths(depths, dict(self._server.listed), len(self._server.dead))
 
     def _depth(self, queue: str) -> Depth:
-        server, found = self._server, Depth(delayed=len(self._server.delayed[queue]))
+        server, depth = self._server, Depth(delayed=len(self._server.delayed[queue]))
         for name, tier in self._lists(queue):
-            found.waiting[tier] += len(server.lists[name]) + len(server.turns[name])
-            found.tenants[tier] += len(server.turns[name].queues)
+            depth.waiting[tier] += len(server.lists[name]) + len(server.turns[name])
+            depth.tenants[tier] += len(server.turns[name].queues)
             if submitted := server.submitted(name):
-                found.oldest[tier] = max(0.0, server.clock() - submitted) / 1000
-        found.in_flight = sum(len(server.inflight[inc]) for inc, its in server.listed.items() if its == queue)
-        return found
+                depth.oldest[tier] = max(0.0, server.clock() - submitted) / 1000
+        depth.in_flight = sum(len(server.inflight[inc]) for inc, its in server.listed.items() if its == queue)
+        return depth
 
     def _lists(self, queue: str) -> Iterator[tuple[str, str]]:
         """Each list of the queue, with its tier."""
@@ -233,7 +236,7 @@ class MemoryBroker(Broker):
     async def workers(self) -> list[Listed]:
         return workers(self._server)
 
-    # ---- what dead workers left -----------------------------------------------------------------------------------
+    # ---- repair ---------------------------------------------------------------------------------------------------
 
     async def reap(self, incarnation: str) -> int:
         with self._server.lock:
@@ -259,7 +262,7 @@ class MemoryBroker(Broker):
         reason: str = "",
         to: str = "",
     ) -> tuple[int, int]:
-        removed = left = 0
+        removed = remaining = 0
         for (name, _), (target, _) in zip(self._lists(queue), self._lists(to), strict=True):
             messages = list(self._server.lists[name])
             gone = {
@@ -273,14 +276,14 @@ class MemoryBroker(Broker):
                         self._server.move(name, target, raw) if to else self._server.remove(name, raw, task_id, reason)
                     ):
                         removed += 1
-                left += len(self._server.lists[name])
-        return removed, left + len(self._server.delayed[queue])
+                remaining += len(self._server.lists[name])
+        return removed, remaining + len(self._server.delayed[queue])
 
     async def forget(self, queue: str) -> None:
         with self._server.lock:
             for name, _ in self._lists(queue):
-                for some in (self._server.lists, self._server.turns, self._server.unserved):
-                    some.pop(name, None)
+                for by_list in (self._server.lists, self._server.turns, self._server.unserved):
+                    by_list.pop(name, None)
             self._server.delayed.pop(queue, None)
 
     async def tidy(self) -> None:
@@ -297,18 +300,18 @@ class MemoryBroker(Broker):
 
     async def remove_letter(self, entry: bytes) -> bool:
         with self._server.lock:
-            there = entry in self._server.dead
-            if there:
+            exists = entry in self._server.dead
+            if exists:
                 self._server.dead.remove(entry)
-            return there
+            return exists
 
-    async def replay(self, entry: bytes, place: str, message: bytes, task_id: str) -> bool:
+    async def replay(self, entry: bytes, list_name: str, message: bytes, task_id: str) -> bool:
         with self._server.lock:
-            if place not in self._server.lists:
-                raise NoSuchPlace(f"{place} is no list of this broker")
+            if list_name not in self._server.lists:
+                raise NoSuchList(f"{list_name} is no list of this broker")
             if not await self.remove_letter(entry):
                 return False
-            self._server.push(place, message)
+            self._server.push(list_name, message)
             self._server.reaped.pop(task_id, None)
             return True
 
@@ -318,14 +321,14 @@ class MemoryBroker(Broker):
     # ---- tenants --------------------------------------------------------------------------------------------------
 
     async def tenants(self, queues: Sequence[str]) -> tuple[dict[str, dict[str, int]], int]:
-        found: dict[str, dict[str, int]] = {}
+        tenants: dict[str, dict[str, int]] = {}
         unsorted = 0
         with self._server.lock:
-            for name, tier in [one for queue in queues for one in self._lists(queue)]:
+            for name, tier in [pair for queue in queues for pair in self._lists(queue)]:
                 unsorted += len(self._server.lists[name])
                 for tenant, waiting in self._server.turns[name].queues.items():
-                    found.setdefault(tenant, dict.fromkeys(keys.TIERS, 0))[tier] += len(waiting)
-        return found, unsorted
+                    tenants.setdefault(tenant, dict.fromkeys(keys.TIERS, 0))[tier] += len(waiting)
+        return tenants, unsorted
 
     async def weights(self) -> dict[str, float]:
         with self._server.lock:
@@ -342,30 +345,29 @@ class MemoryBroker(Broker):
         pass
 
 
-def _queue_position(server: Server, lists: Sequence[str], message: Message) -> Standing | None:
-    """Its place in one of `lists`, those of its tier, as `redis/scripts/standing.lua` reckons it, by playing the turns.
-
-    `server.lock` is held."""
+def _queue_position(server: Server, lists: Sequence[str], message: Message) -> QueuePosition | None:
+    """A message's position in one of its tier's `lists`, found by playing the turns. `redis/scripts/queue_position.lua`
+    estimates the same. Needs `server.lock`."""
     for name in lists:
         turns = _all_sorted(server, name)
         if any(sent.id == message.id for sent in turns.messages().values()):
             alone = len(turns.queues) == 1
-            return Standing(_takes_before(server, turns, message.id), alone)
+            return QueuePosition(_takes_before(server, turns, message.id), alone)
     for delayed in server.delayed[message.queue]:
         with suppress(Unusable):
             if read(delayed.raw).id == message.id:
-                return Standing(due_s=max(0.0, delayed.due - server.clock()) / 1000)
+                return QueuePosition(due_s=max(0.0, delayed.due - server.clock()) / 1000)
     return None
 
 
 def _all_sorted(server: Server, name: str) -> Turns:
-    """A list's turns, as if all that arrived were sorted already."""
+    """A list's turns, as if all its messages were sorted already."""
     turns, number = deepcopy(server.turns[name]), server.arrivals
     for raw in reversed(server.lists[name]):
         number += 1
         with suppress(Unusable):
             sent = read(raw)
-            turns.place(server.returned.get(sent.id, number), sent)
+            turns.add(server.returned.get(sent.id, number), sent)
     return turns
 
 

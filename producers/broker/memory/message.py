@@ -1,4 +1,4 @@
-"""Reads a message as a sender wrote it, or says why it cannot be used; as `fetch.lua` does, which reads with cjson."""
+"""Reads a message as a sender wrote it. `fetch.lua` reads it the same way, with cjson."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from producers.contract import keys
 
 
 class Unusable(Exception):
-    """The message is to be a dead letter; the text says why."""
+    """The message must become a dead letter; the text is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A message that can be used. `generates`: it counts as sequences and tokens; 0 of either is unsaid."""
+    """A usable message. `generates`: it counts as sequences and tokens; 0 of either: unknown."""
 
     raw: bytes
     id: str
@@ -25,11 +25,11 @@ class Sent:
     seqs: float = 0
     tokens: float = 0
     at: float = 0
-    """When its task was submitted (ms); 0: unsaid."""
+    """When its task was submitted (ms); 0: unknown."""
     order_key: str = ""
 
     def size(self, capacity: tuple[int, int], plain_tokens: int) -> tuple[int, int]:
-        """Sequences and tokens that it takes of an engine."""
+        """Sequences and tokens that it needs of an engine."""
         if not self.generates:
             return 0, 0
         seqs, tokens = min(self.seqs or 1, capacity[0]), min(self.tokens or plain_tokens, capacity[1])
@@ -37,7 +37,7 @@ class Sent:
 
 
 def read(raw: bytes) -> Sent:
-    """Raises Unusable."""
+    """Parse a message. Raises Unusable."""
     m = _decoded(raw)
     headers = _of(m, "headers")
     if not isinstance(m, dict | list):
@@ -51,30 +51,30 @@ def read(raw: bytes) -> Sent:
         raise Unusable("no task id and name in the headers")
     if not isinstance(_of(m, "body"), str):
         raise Unusable("no body")
-    said = _of(headers, "penstock")
+    size = _of(headers, "penstock")
     return Sent(
         raw,
         task_id,
-        _name(_of(said, "tenant")),
+        _name(_of(size, "tenant")),
         task == keys.TASK_NAME,
-        _whole(_of(said, "n")),
-        _whole(_of(said, "tokens")),
-        _whole(_of(said, "at")),
-        _name(_of(said, "order_key")),
+        _whole(_of(size, "n")),
+        _whole(_of(size, "tokens")),
+        _whole(_of(size, "at")),
+        _name(_of(size, "order_key")),
     )
 
 
 def task_id_of(raw: bytes) -> str | None:
-    """The id of a message, if it has one."""
+    """The id of a message's task; None if it has none."""
     try:
-        found = _of(_of(_decoded(raw), "headers"), "id")
+        task_id = _of(_of(_decoded(raw), "headers"), "id")
     except Unusable:
         return None
-    return found if isinstance(found, str) else None
+    return task_id if isinstance(task_id, str) else None
 
 
 def _decoded(raw: bytes) -> Any:
-    """Bytes that are not UTF-8 come through; half of a pair of surrogates, written as an escape, does not."""
+    """The value of JSON. Bytes that are not UTF-8 are kept. A lone surrogate, written as an escape, raises Unusable."""
     try:
         json.dumps(json.loads(raw.decode("latin-1")), ensure_ascii=False).encode()
         return json.loads(raw.decode(errors="surrogateescape"))
@@ -91,7 +91,7 @@ def _name(value: Any) -> str:
 
 
 def _whole(value: Any) -> float:
-    """A size from a header; 0 where it is none."""
+    """A size from a header, rounded down; 0 if it is not a positive number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         return 0
     try:

@@ -29,22 +29,22 @@ DUE: int = 100
 class Turns:
     """A list's sorted messages: each tenant's messages by number of arrival, and its served tokens by weight.
 
-    `served` has tenants with waiting messages. `rested` has tenants without, that were served more than the least of
-    the others.
+    These are virtual token counters. `served` has tenants with waiting messages, `rested` those without that were
+    served more than the least served of the others.
     """
 
     queues: dict[str, dict[int, Sent]] = field(default_factory=dict)
     served: dict[str, float] = field(default_factory=dict)
     rested: dict[str, float] = field(default_factory=dict)
 
-    def place(self, number: int, message: Sent) -> None:
+    def add(self, number: int, message: Sent) -> None:
         tenant = message.tenant
         if tenant not in self.served:
             self.served[tenant] = max([self.rested.pop(tenant, 0.0), *self._least()])
         self.queues.setdefault(tenant, {})[number] = message
 
     def serve(self, tenant: str, number: int, charge: float) -> None:
-        """It was taken, and its tenant is served so much more."""
+        """Remove a message that was taken, and charge its tenant."""
         del self.queues[tenant][number]
         self.served[tenant] += charge
         if not self.queues[tenant]:
@@ -53,16 +53,16 @@ class Turns:
         self._forget()
 
     def correct(self, tenant: str, more: float) -> None:
-        """Set right what it was charged. Nobody comes to stand better by that than whoever was served least."""
-        for some in (self.served, self.rested):
-            if tenant in some:
-                least = min([some[tenant], *(self._least() or [0.0])])
-                some[tenant] = max(least, some[tenant] + more)
+        """Charge a tenant `more` (or less, if negative). No tenant falls below the least served one by that."""
+        for counters in (self.served, self.rested):
+            if tenant in counters:
+                lowest = min([counters[tenant], *(self._least() or [0.0])])
+                counters[tenant] = max(lowest, counters[tenant] + more)
         self._forget()
 
     def take_last(self, count: int) -> list[tuple[int, Sent]]:
-        """The `count` that arrived last, by number; nobody is charged."""
-        last = sorted(self.messages().items(), key=lambda one: one[0])[-count:] if count else []
+        """Remove the `count` that arrived last, and return them by number. No tenant is charged."""
+        last = sorted(self.messages().items(), key=_number)[-count:] if count else []
         for number, message in last:
             del self.queues[message.tenant][number]
             if not self.queues[message.tenant]:
@@ -72,12 +72,12 @@ class Turns:
         return last
 
     def head(self, passed: set[str]) -> tuple[int, Sent] | None:
-        """The oldest of the tenant that was served least, of those that are not passed over."""
+        """The oldest message of the least served tenant, of those that are not passed over."""
         waiting = [tenant for tenant in self.queues if tenant not in passed]
         if not waiting:
             return None
         first = min(waiting, key=lambda tenant: (self.served[tenant], tenant.encode(errors="surrogateescape")))
-        return min(self.queues[first].items(), key=lambda one: one[0])
+        return min(self.queues[first].items(), key=_number)
 
     def messages(self) -> dict[int, Sent]:
         return {number: sent for queue in self.queues.values() for number, sent in queue.items()}
@@ -89,17 +89,21 @@ class Turns:
         return [min(self.served.values())] if self.served else []
 
     def _forget(self) -> None:
-        self.rested = {t: n for t, n in self.rested.items() if any(n > least for least in self._least())}
+        self.rested = {t: n for t, n in self.rested.items() if any(n > lowest for lowest in self._least())}
+
+
+def _number(item: tuple[int, Sent]) -> int:
+    return item[0]
 
 
 def places(queue: str) -> list[tuple[str, int]]:
     """The lists of a queue, each with its tier's rank, best tier first."""
-    return sorted(((f"{queue}#{tier}", rank) for tier, (rank, _) in keys.TIERS.items()), key=lambda one: one[1])
+    return sorted(((f"{queue}#{tier}", rank) for tier, (rank, _) in keys.TIERS.items()), key=lambda item: item[1])
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """In flight. `order`: of taking; `number`: of its arrival; `charge`: tokens that its tenant is charged."""
+    """A message in flight. `order`: of deliveries; `number`: of its arrival; `charge`: its tenant's, in tokens."""
 
     order: int
     list: str
@@ -124,7 +128,8 @@ class Delayed:
 
 @dataclass(slots=True)
 class Server:
-    """`places`: the lists of a queue and their ranks; `clock`: ms. Any thread may call; `lock` guards all of it."""
+    """All state of a broker. `places`: the lists of a queue and their ranks; `clock`: ms. Any thread may call; `lock`
+    guards all of it."""
 
     places: Callable[[str], list[tuple[str, int]]] = places
     clock: Callable[[], float] = lambda: time.time() * 1000
@@ -132,7 +137,7 @@ class Server:
     lists: dict[str, list[bytes]] = field(default_factory=lambda: defaultdict(list))
     turns: dict[str, Turns] = field(default_factory=lambda: defaultdict(Turns))
     unserved: dict[str, float] = field(default_factory=dict)
-    """Since when (ms) each list's head waits."""
+    """List -> time (ms) since when its head waits."""
     inflight: dict[str, dict[str, Delivery]] = field(default_factory=lambda: defaultdict(dict))
     delayed: dict[str, list[Delayed]] = field(default_factory=lambda: defaultdict(list))
     dead: list[bytes] = field(default_factory=list)
@@ -145,10 +150,10 @@ class Server:
     listed: dict[str, str] = field(default_factory=dict)
     """Incarnation -> its pool's queue."""
     arrivals: int = 0
-    taken: int = 0
-    taken_tokens: int = 0
+    deliveries: int = 0
+    delivered_tokens: int = 0
     pokes: list[Callable[[], None]] = field(default_factory=list)
-    """Called whenever something may have come."""
+    """Called whenever a message may have arrived."""
 
     def lives(self, incarnation: str) -> bool:
         return self.leases.get(incarnation, 0.0) > self.clock()
@@ -159,11 +164,11 @@ class Server:
             poke()
 
     def submitted(self, name: str) -> float | None:
-        """When (ms) the oldest of a list was submitted, as its front and the first of what was sorted say it."""
-        said = [sent.at for _, sent in sorted(self.turns[name].messages().items())[:1]]
+        """When (ms) the oldest task of a list was submitted, by its front and the first of its sorted messages."""
+        times = [sent.at for _, sent in sorted(self.turns[name].messages().items())[:1]]
         with suppress(IndexError, Unusable):
-            said.append(read(self.lists[name][-1]).at)
-        return min((at for at in said if 0 < at < math.inf), default=None)
+            times.append(read(self.lists[name][-1]).at)
+        return min((at for at in times if 0 < at < math.inf), default=None)
 
     def bury(self, reason: str, name: str, raw: bytes) -> None:
         message = raw.decode(errors="surrogateescape")
@@ -171,7 +176,7 @@ class Server:
         self.dead.append(json.dumps(letter, ensure_ascii=False).encode(errors="surrogateescape"))
 
     def remove(self, name: str, raw: bytes, task_id: str, reason: str = "") -> bool:
-        """Take a message out of a list; with a reason, it becomes a dead letter. False where it does not wait there."""
+        """Remove a message from a list; with a reason, it becomes a dead letter. Returns False if it does not wait there."""
         if raw not in self.lists[name]:
             return False
         self.lists[name].remove(raw)
@@ -182,7 +187,7 @@ class Server:
         return True
 
     def move(self, name: str, target: str, raw: bytes) -> bool:
-        """Take a message out of a list, to the front of another. False where it does not wait there."""
+        """Move a message from a list to the front of another. Returns False if it does not wait there."""
         if raw not in self.lists[name]:
             return False
         self.lists[name].remove(raw)
@@ -196,7 +201,7 @@ class Server:
         if d is None:
             return False
         self.reaped.pop(d.id, None)
-        self.correct(d, max(1, used))  # nothing is for nothing
+        self.correct(d, max(1, used))
         if reason:
             self.bury(reason, d.list, d.raw)
         return True
@@ -208,8 +213,8 @@ class Server:
         if delay_ms > 0:
             self.delayed[queue].append(Delayed(self.clock() + delay_ms, uuid, d.list, d.raw))
         else:
-            there = next(name for name, rank in self.places(to) if rank == d.rank) if to else d.list
-            self.push(there, d.raw, front=True)
+            target = next(name for name, rank in self.places(to) if rank == d.rank) if to else d.list
+            self.push(target, d.raw, front=True)
         self._returns(d)
         return True
 
@@ -245,14 +250,14 @@ class Server:
 
     def due(self, queue: str, until: float, count: int) -> int:
         """Move due messages to the front of their lists, the soonest due to the very front."""
-        held = sorted((d for d in self.delayed[queue] if d.due <= until), key=lambda d: d.due)[:count]
-        for d in reversed(held):
+        due = sorted((d for d in self.delayed[queue] if d.due <= until), key=lambda d: d.due)[:count]
+        for d in reversed(due):
             self.push(d.list, d.raw, front=True)
             self.delayed[queue].remove(d)
-        return len(held)
+        return len(due)
 
     def recall(self, queue: str, takers: Sequence[str], count: int) -> int:
-        if self._one_lives(takers):
+        if self._any_lives(takers):
             return -1
         moved = 0
         for name, _ in self.places(queue):
@@ -260,25 +265,25 @@ class Server:
         return moved
 
     def adopt(self, source: str, target: str) -> int:
-        if self._one_lives([split(source)[0]]):
+        if self._any_lives([split(source)[0]]):
             return -1
         moved, lists = len(self.delayed[source]), {}
-        for (here, _), (there, _) in zip(self.places(source), self.places(target), strict=True):
-            lists[here] = there
-            self._unsort(here, len(self.turns[here]))
-            moved += len(self.lists[here])
-            for raw in self.lists.pop(here, []):
-                self.push(there, raw, front=True)
-        held = self.delayed.pop(source, [])
-        self.delayed[target] += [replace(d, list=lists.get(d.list, d.list)) for d in held]
+        for (old, _), (new, _) in zip(self.places(source), self.places(target), strict=True):
+            lists[old] = new
+            self._unsort(old, len(self.turns[old]))
+            moved += len(self.lists[old])
+            for raw in self.lists.pop(old, []):
+                self.push(new, raw, front=True)
+        delayed = self.delayed.pop(source, [])
+        self.delayed[target] += [replace(d, list=lists.get(d.list, d.list)) for d in delayed]
         return moved
 
-    def _one_lives(self, takers: Sequence[str]) -> bool:
+    def _any_lives(self, takers: Sequence[str]) -> bool:
         return any(pool in takers and self.lives(inc) for inc, pool in self.listed.items())
 
     def _unsort(self, name: str, count: int) -> int:
-        """The last `count` of what was sorted go back to the front of their list in the order of their arrival; among
-        them what came back and stood there. What stood before them all stays in front."""
+        """Return the last `count` sorted messages to the front of their list, in the order of their arrival. Returned
+        messages at its front are merged among them; those that arrived before all of them stay in front."""
         returned, last = self._take_returned(name), self.turns[name].take_last(count)
         oldest = last[0][0] if last else None
         back, ahead = [(number, sent.raw) for number, sent in last], []
@@ -288,21 +293,22 @@ class Server:
                 self.returned.pop(task_id, None)
             else:
                 ahead.append(raw)
-        for raw in [*(raw for _, raw in sorted(back, key=lambda one: one[0]))][::-1] + ahead[::-1]:
+        for raw in [raw for _, raw in sorted(back, key=lambda item: item[0])][::-1] + ahead[::-1]:
             self.push(name, raw, front=True)
         return len(last)
 
     def _take_returned(self, name: str) -> list[tuple[int, bytes, str]]:
-        """Take returned messages off a list's front: (number of arrival, message, task id), the front first."""
-        taken, waiting = [], self.lists[name]
+        """Remove returned messages from a list's front: (number of arrival, message, task id), the front first."""
+        returned, waiting = [], self.lists[name]
         while waiting and (task_id := task_id_of(waiting[-1])) is not None and task_id in self.returned:
-            taken.append((self.returned[task_id], waiting.pop(), task_id))
-        return taken
+            returned.append((self.returned[task_id], waiting.pop(), task_id))
+        return returned
 
 
 @dataclass(slots=True)
 class Fetch:
-    """`credit` is used up as it goes: what a tier takes, it and the lower tiers lose; higher tiers may preempt it."""
+    """One FETCH. `seqs`, `tokens`: the remaining credit, by tier. A message takes it from its own and all lower tiers:
+    higher tiers may preempt it."""
 
     server: Server
     incarnation: str
@@ -312,20 +318,20 @@ class Fetch:
     seqs: list[int]
     tokens: list[int]
     blocked: int = 4
-    """The best tier that has no room: it and lower ones get no more."""
+    """The best tier without room: it and lower ones get no more."""
     now: float = 0.0
     lists: dict[str, tuple[str, int]] = field(default_factory=dict)
     """List -> its queue and rank."""
     passed: dict[str, set[str]] = field(default_factory=dict)
     """List -> tenants that wait because their head is a suspect."""
 
-    def run(self, uuids: Sequence[str], bite: int) -> list[Fetched]:
+    def run(self, uuids: Sequence[str], sort_limit: int) -> list[Fetched]:
         server, mine = self.server, self.server.inflight[self.incarnation]
         self.now = server.clock()
         ranked = [(rank, name, queue) for queue in self.queues for name, rank in server.places(queue)]
-        self.lists = {name: (queue, rank) for rank, name, queue in sorted(ranked, key=lambda one: one[0])}
+        self.lists = {name: (queue, rank) for rank, name, queue in sorted(ranked, key=lambda item: item[0])}
         server.due(self.home, self.now, DUE)
-        buried = [one for name in self.lists for one in self._sort(name, bite)]
+        buried = [letter for name in self.lists for letter in self._sort(name, sort_limit)]
         out, looked = [], False
         for uuid in uuids:
             if uuid not in mine:
@@ -336,20 +342,20 @@ class Fetch:
                 if chosen is None:
                     break
                 mine[uuid] = self._take(*chosen)
-            out.append(self._given(uuid, mine[uuid]))
+            out.append(self._deliver(uuid, mine[uuid]))
         return out + buried
 
-    def _given(self, uuid: str, d: Delivery) -> Fetched:
+    def _deliver(self, uuid: str, d: Delivery) -> Fetched:
         for rank in range(d.rank, 4):
             self.seqs[rank] -= d.seqs
             self.tokens[rank] -= d.tokens
         returns = self.server.reaped.get(d.id, 0)
         return Fetched(uuid, *self.lists[d.list], d.raw, returns > 0, 0 < returns >= self.rules.max_redeliveries)
 
-    def _sort(self, name: str, bite: int) -> list[Fetched]:
-        """So many from the front of a list; what cannot be used is dead-lettered, and answered."""
+    def _sort(self, name: str, sort_limit: int) -> list[Fetched]:
+        """Sort messages from the front of a list by tenant. Unusable ones become dead letters, and are returned."""
         server, buried = self.server, []
-        for _ in range(min(bite, len(server.lists[name]))):
+        for _ in range(min(sort_limit, len(server.lists[name]))):
             raw = server.lists[name].pop()
             try:
                 message = read(raw)
@@ -360,11 +366,11 @@ class Fetch:
             number = server.returned.pop(message.id, None)
             if number is None:
                 number = server.arrivals = server.arrivals + 1
-            server.turns[name].place(number, message)
+            server.turns[name].add(number, message)
         return buried
 
     def _note_heads(self, names: Sequence[str] | dict[str, tuple[str, int]]) -> None:
-        """Since when each list's head waits; later than now: the clock was set back."""
+        """Note since when each list's head waits: a noted time after now comes from a clock that was set back."""
         for name in names:
             if self.server.turns[name].queues:
                 self.server.unserved[name] = min(self.now, self.server.unserved.get(name, self.now))
@@ -372,7 +378,7 @@ class Fetch:
                 self.server.unserved.pop(name, None)
 
     def _choose(self, mine: dict[str, Delivery]) -> tuple[str, int, Sent] | None:
-        """The next message: from the list of the best rank, then tier, then order, of lists that are not held up."""
+        """The next message: of the list with the best rank, then tier, then order, among those that are not blocked."""
         while heads := {
             name: head
             for name, (_, tier) in self.lists.items()
@@ -395,7 +401,7 @@ class Fetch:
         return self.lists[name][1] - math.floor(waited)
 
     def _suspect(self, task_id: str) -> bool:
-        """One more return, and it is condemned."""
+        """Whether one more return condemns it."""
         return 0 < self.server.reaped.get(task_id, 0) >= self.rules.max_redeliveries - 1
 
     def _take(self, name: str, number: int, message: Sent) -> Delivery:
@@ -404,12 +410,12 @@ class Fetch:
         charge, weight = max(tokens, 1), server.weights.get(message.tenant, 1.0)
         server.turns[name].serve(message.tenant, number, charge / weight)
         server.unserved[name] = self.now
-        server.taken += 1
-        server.taken_tokens += tokens
+        server.deliveries += 1
+        server.delivered_tokens += tokens
         self._note_heads([name])
         rank = self.lists[name][1]
         return Delivery(
-            server.taken, name, message.id, message.raw, rank, seqs, tokens, number, message.tenant, charge, weight
+            server.deliveries, name, message.id, message.raw, rank, seqs, tokens, number, message.tenant, charge, weight
         )
 
 
@@ -420,7 +426,7 @@ def fetch(
     uuids: Sequence[str],
     credit: Credit,
     rules: Rules,
-    bite: int,
+    sort_limit: int,
     home: str | None = None,
 ) -> list[Fetched] | None:
     """The same as `producers.broker.base.Consumer.fetch`."""
@@ -428,12 +434,12 @@ def fetch(
         if not server.lives(incarnation):
             return None
         room = (list(credit.seqs), list(credit.tokens))
-        return Fetch(server, incarnation, queues, home or queues[0], rules, *room).run(uuids, bite)
+        return Fetch(server, incarnation, queues, home or queues[0], rules, *room).run(uuids, sort_limit)
 
 
 _servers: dict[str, Server] = {}
 
 
 def server_of(url: str) -> Server:
-    """The server of this process that a `memory://NAME` names: made when first named, and there until the end."""
+    """The server of this process for a `memory://NAME`: made when first named, and kept until the process ends."""
     return _servers.setdefault(url, Server())

@@ -11,7 +11,7 @@ from redis.asyncio import Redis as AsyncRedis
 from producers.broker.base import Broker, Consumer
 from producers.broker.redis import calls, keys
 from producers.broker.values import Listed, check_weight, sane_weights
-from producers.connection.script import ask, ms, run, text
+from producers.connection.script import aexecute_many, ms, run, text
 from producers.contract import keys as contract_keys
 from producers.contract import leases
 
@@ -21,11 +21,11 @@ class Leases(Consumer):
 
     _redis: redis.Redis
 
-    def take_lease(self, incarnation: str, about: str, ttl: float) -> None:
-        run(self._redis, calls.lease(incarnation, about, int(ttl * 1000), take=True, queue=self.queues[0]))
+    def take_lease(self, incarnation: str, state: str, ttl: float) -> None:
+        run(self._redis, calls.lease(incarnation, state, int(ttl * 1000), take=True, queue=self.queues[0]))
 
-    def renew(self, incarnation: str, about: str, ttl: float) -> bool:
-        return bool(run(self._redis, calls.lease(incarnation, about, int(ttl * 1000), take=False)))
+    def renew(self, incarnation: str, state: str, ttl: float) -> bool:
+        return bool(run(self._redis, calls.lease(incarnation, state, int(ttl * 1000), take=False)))
 
     def end_lease(self, incarnation: str) -> None:
         self._redis.delete(contract_keys.lease(incarnation))
@@ -50,7 +50,7 @@ class Leases(Consumer):
         return leases.read_retract(run(self._redis, leases.retract(incarnation, keys.REAPED)))
 
     def adopt(self, source: str, target: str) -> int:
-        """As `Consumer.adopt`. Where pools have no queues of their own, only delayed messages can be there."""
+        """As `Consumer.adopt`. If pools have no queues of their own, only delayed messages are moved."""
         return int(run(self._redis, calls.adopt(source, target)))
 
 
@@ -65,7 +65,7 @@ class Books(Broker):
 
     async def workers(self) -> list[Listed]:
         listed = await self._redis.hgetall(keys.INCARNATIONS)
-        return read_listed(listed, await self._ask(*(("PTTL", contract_keys.lease(text(name))) for name in listed)))
+        return read_listed(listed, await self._execute(*(("PTTL", contract_keys.lease(text(name))) for name in listed)))
 
     async def letters(self, start: int, count: int) -> list[bytes]:
         return await self._range(keys.DEAD, start, count)
@@ -90,17 +90,17 @@ class Books(Broker):
         await self._redis.aclose()
 
     async def _range(self, name: str, start: int, count: int) -> list[bytes]:
-        found: list[bytes] = await self._redis.execute_command("LRANGE", name, start, start + count - 1)
-        return found
+        page: list[bytes] = await self._redis.execute_command("LRANGE", name, start, start + count - 1)
+        return page
 
-    async def _ask(self, *commands: tuple[str | bytes, ...]) -> list[Any]:
-        """In one round trip."""
-        return await ask(self._redis, commands)
+    async def _execute(self, *commands: tuple[str | bytes, ...]) -> list[Any]:
+        """The commands' answers, in one round trip."""
+        return await aexecute_many(self._redis, commands)
 
 
-def read_listed(listed: Mapping[Any, Any], left_ms: Sequence[int]) -> list[Listed]:
-    """`listed`: queues by incarnation; `left_ms`: PTTL of each one's lease, below -1 where there is none."""
+def read_listed(listed: Mapping[Any, Any], ttls_ms: Sequence[int]) -> list[Listed]:
+    """`listed`: incarnation -> queue; `ttls_ms`: PTTL of each incarnation's lease, -2 if that has ended."""
     return [
-        Listed(text(name), text(queue), None if left == -2 else max(0, left) / 1000)
-        for (name, queue), left in zip(listed.items(), left_ms, strict=True)
+        Listed(text(name), text(queue), None if ttl_ms == -2 else max(0, ttl_ms) / 1000)
+        for (name, queue), ttl_ms in zip(listed.items(), ttls_ms, strict=True)
     ]

@@ -14,7 +14,7 @@ from typing import Any, Final
 import redis
 from redis.exceptions import RedisError, ResponseError
 
-from producers.broker.base import NoSuchPlace, Sender, Waker
+from producers.broker.base import NoSuchList, Sender, Waker
 from producers.broker.redis import calls, keys
 from producers.broker.redis.books import Books, Leases
 from producers.broker.values import (
@@ -28,8 +28,8 @@ from producers.broker.values import (
     Depths,
     Fetched,
     PutDown,
+    QueuePosition,
     Rules,
-    Standing,
     Waiting,
     sane_weights,
 )
@@ -75,7 +75,7 @@ class RedisConsumer(Leases):
     # ---- deliveries -----------------------------------------------------------------------------------------------
 
     def fetch(
-        self, incarnation: str, uuids: Sequence[str], credit: Credit, rules: Rules, bite: int | None = None
+        self, incarnation: str, uuids: Sequence[str], credit: Credit, rules: Rules, sort_limit: int | None = None
     ) -> list[Fetched] | None:
         call = calls.fetch(
             incarnation,
@@ -86,22 +86,22 @@ class RedisConsumer(Leases):
             plain_tokens=rules.plain_tokens,
             ageing_ms=int(rules.ageing * 1000),
             max_redeliveries=rules.max_redeliveries,
-            bite=bite or calls.BITE,
+            sort_limit=sort_limit or calls.SORT_LIMIT,
             home=self.home,
         )
         return calls.read_fetch(run(self._redis, call), self._places)
 
-    def put_down(self, what: Sequence[Ack | Back]) -> list[PutDown | Exception]:
-        answers = run_many(self._redis, [self._call(one) for one in what])
+    def put_down(self, outcomes: Sequence[Ack | Back]) -> list[PutDown | Exception]:
+        answers = run_many(self._redis, [self._call(outcome) for outcome in outcomes])
         return [answer if isinstance(answer, Exception) else _OUTCOMES[answer] for answer in answers]
 
-    def _call(self, one: Ack | Back) -> Call:
-        if isinstance(one, Ack):
-            return calls.ack(one.incarnation, one.uuid, one.reason, one.used, one.settled)
-        return calls.back(one.incarnation, self.home, one.uuid, int(one.delay * 1000), one.to)
+    def _call(self, outcome: Ack | Back) -> Call:
+        if isinstance(outcome, Ack):
+            return calls.ack(outcome.incarnation, outcome.uuid, outcome.reason, outcome.used, outcome.settled)
+        return calls.back(outcome.incarnation, self.home, outcome.uuid, int(outcome.delay * 1000), outcome.to)
 
-    def strays(self, incarnation: str, held: Sequence[str]) -> dict[str, str]:
-        return calls.read_strays(run(self._redis, calls.strays(incarnation, held)))
+    def strays(self, incarnation: str, expected: Sequence[str]) -> dict[str, str]:
+        return calls.read_strays(run(self._redis, calls.strays(incarnation, expected)))
 
     def scheduled(self, count: int) -> list[bytes]:
         return list(run(self._redis, calls.scheduled(self.home, count)))
@@ -263,30 +263,30 @@ class RedisBroker(Books):
         lists: dict[str, list[str]] = {}
         for message in messages:
             lists.setdefault(keys.list_of(message), []).append(message.envelope())
-        await self._ask(*(("LPUSH", name, *envelopes) for name, envelopes in lists.items()))
+        await self._execute(*(("LPUSH", name, *envelopes) for name, envelopes in lists.items()))
 
-    # ---- what there is --------------------------------------------------------------------------------------------
+    # ---- counts ---------------------------------------------------------------------------------------------------
 
     async def waiting(self, queue: str) -> Waiting:
         lists = _lists(queue)
-        *counts, taken, pools = await self._ask(
+        *counts, delivered_tokens, pools = await self._execute(
             *(("LLEN", name) for name, _ in lists),
             *(("ZCARD", keys.sorted_of(name)) for name, _ in lists),
             ("GET", keys.DELIVERED_TOKENS),
             ("HVALS", keys.INCARNATIONS),
         )
         served = any(takes_from(text(pool), queue) for pool in pools)
-        found = Waiting(taken=int(taken or 0), served=served)
+        waiting = Waiting(delivered_tokens=int(delivered_tokens or 0), served=served)
         for (_, tier), count in zip(lists * 2, counts, strict=True):
-            found.tiers[tier] += count
-        return found
+            waiting.tiers[tier] += count
+        return waiting
 
-    async def standing(self, message: Message, counted: Counted = NOTHING_COUNTED) -> Standing | None:
-        return calls.read_standing(await arun(self._redis, calls.standing(message, counted)))
+    async def queue_position(self, message: Message, counted: Counted = NOTHING_COUNTED) -> QueuePosition | None:
+        return calls.read_queue_position(await arun(self._redis, calls.queue_position(message, counted)))
 
     async def depths(self, queues: Sequence[str]) -> Depths:
         lists = [(queue, tier, name) for queue in queues for name, tier in _lists(queue)]
-        listed, dead_letters, *counts = await self._ask(
+        listed, dead_letters, *counts = await self._execute(
             ("HGETALL", keys.INCARNATIONS),
             ("LLEN", keys.DEAD),
             *(("ZCARD", keys.delayed(queue)) for queue in queues),
@@ -296,25 +296,25 @@ class RedisBroker(Books):
                 for command in (("LLEN", name), ("ZCARD", keys.sorted_of(name)), ("ZCARD", keys.turns(name)))
             ),
         )
-        found = {queue: Depth(delayed=count) for queue, count in zip(queues, counts, strict=False)}
+        depths = {queue: Depth(delayed=count) for queue, count in zip(queues, counts, strict=False)}
         each = iter(counts[len(queues) :])
-        some = []
+        filled = []
         for (queue, tier, name), arrived, by_tenant, tenants in zip(lists, each, each, each, strict=True):
-            found[queue].waiting[tier] += arrived + by_tenant
-            found[queue].tenants[tier] += tenants
-            some += [(found[queue].oldest, tier, name)] if arrived or by_tenant else []
-        waited = await arun(self._redis, calls.oldest([name for *_, name in some])) if some else ()
-        for (oldest, tier, _), ms in zip(some, waited, strict=True):
+            depths[queue].waiting[tier] += arrived + by_tenant
+            depths[queue].tenants[tier] += tenants
+            filled += [(depths[queue].oldest, tier, name)] if arrived or by_tenant else []
+        waited = await arun(self._redis, calls.oldest([name for *_, name in filled])) if filled else ()
+        for (oldest, tier, _), ms in zip(filled, waited, strict=True):
             if ms >= 0:
                 oldest[tier] = max(oldest.get(tier, 0.0), ms / 1000)
         workers = {text(name): text(queue) for name, queue in listed.items()}
-        held = await self._ask(*(("HLEN", keys.inflight(name)) for name in workers))
-        for queue, count in zip(workers.values(), held, strict=True):
-            if queue in found:
-                found[queue].in_flight += count
-        return Depths(found, workers, dead_letters)
+        in_flight = await self._execute(*(("HLEN", keys.inflight(name)) for name in workers))
+        for queue, count in zip(workers.values(), in_flight, strict=True):
+            if queue in depths:
+                depths[queue].in_flight += count
+        return Depths(depths, workers, dead_letters)
 
-    # ---- what dead workers left -----------------------------------------------------------------------------------
+    # ---- repair ---------------------------------------------------------------------------------------------------
 
     async def reap(self, incarnation: str) -> int:
         return int(await arun(self._redis, calls.reap(incarnation)))
@@ -336,7 +336,7 @@ class RedisBroker(Books):
         reason: str = "",
         to: str = "",
     ) -> tuple[int, int]:
-        removed = left = 0
+        removed = remaining = 0
         for (name, _), (target, _) in zip(_lists(queue), _lists(to), strict=True):
             start = 0
             while messages := await self._range(name, start, page):
@@ -351,38 +351,38 @@ class RedisBroker(Books):
                     for counts in (keys.REAPED, keys.RETURNED):
                         await self._redis.hdel(counts, task_id)
                 start += sum(raw not in gone for raw in messages)
-            left += start
-        return removed, left + await self._redis.zcard(keys.delayed(queue))
+            remaining += start
+        return removed, remaining + await self._redis.zcard(keys.delayed(queue))
 
     async def forget(self, queue: str) -> None:
         await self._redis.delete(f"_kombu.binding.{queue}", f"_kombu.binding_permanent.{queue}")
 
     async def tidy(self) -> None:
         for name in map(text, await self._redis.hkeys(keys.UNSERVED)):
-            if not await self._redis.exists(name):  # FETCH enters it anew, when it finds something there
+            if not await self._redis.exists(name):  # FETCH enters it again once the list has messages
                 await self._redis.hdel(keys.UNSERVED, name)
 
     # ---- dead letters ---------------------------------------------------------------------------------------------
 
-    async def replay(self, entry: bytes, place: str, message: bytes, task_id: str) -> bool:
+    async def replay(self, entry: bytes, list_name: str, message: bytes, task_id: str) -> bool:
         try:
-            return bool(await arun(self._redis, calls.replay(entry, place, message, task_id)))
+            return bool(await arun(self._redis, calls.replay(entry, list_name, message, task_id)))
         except ResponseError as error:
             if trouble(error) is not None:
                 raise
-            raise NoSuchPlace(f"{place} is no list that takes it ({error})") from error
+            raise NoSuchList(f"{list_name} is no list that takes it ({error})") from error
 
     # ---- tenants --------------------------------------------------------------------------------------------------
 
     async def tenants(self, queues: Sequence[str]) -> tuple[dict[str, dict[str, int]], int]:
-        found: dict[str, dict[str, int]] = {}
+        waiting: dict[str, dict[str, int]] = {}
         unsorted = 0
-        for name, tier in [one for queue in queues for one in _lists(queue)]:
+        for name, tier in (pair for queue in queues for pair in _lists(queue)):
             unsorted += await self._redis.llen(name)
             for tenant in map(text, await self._redis.zrange(keys.turns(name), 0, -1)):
-                tiers = found.setdefault(tenant, dict.fromkeys(contract_keys.TIERS, 0))
+                tiers = waiting.setdefault(tenant, dict.fromkeys(contract_keys.TIERS, 0))
                 tiers[tier] += await self._redis.zcard(keys.turn(name, tenant))
-        return found, unsorted
+        return waiting, unsorted
 
 
 def _push(message: Message) -> tuple[str, str, str]:

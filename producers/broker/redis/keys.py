@@ -17,13 +17,11 @@ KOMBU_SEP: Final = "\x06\x16"
 INCARNATIONS: Final = "penstock:incarnations"  # hash: incarnation -> queue
 DEAD: Final = "penstock:dead"  # list: {"reason", "list", "at", "message"}
 REAPED: Final = "penstock:reaped"  # hash: task id -> deliveries that their worker did not survive
-RETURNED: Final = (
-    "penstock:returned"  # hash: task id -> number of arrival; of what is back in its list, to be sorted anew
-)
+RETURNED: Final = "penstock:returned"  # hash: task id -> number of arrival, of messages that returned to their list
 DELIVERIES: Final = "penstock:deliveries"  # string: how many messages were ever taken by workers
 DELIVERED_TOKENS: Final = "penstock:deliveries:tokens"  # string: KV tokens that they might need, by their senders
 ARRIVALS: Final = "penstock:arrivals"  # string: how many messages were ever sorted
-WEIGHTS: Final = "penstock:weights"  # hash: tenant -> its share, where that is not 1
+WEIGHTS: Final = "penstock:weights"  # hash: tenant -> its weight, if that is not 1
 UNSERVED: Final = "penstock:unserved"  # hash: list -> ms since when its head waits
 
 
@@ -38,22 +36,22 @@ def delayed(queue: str) -> str:
 
 
 def sorted_of(list_name: str) -> str:
-    """Sorted set: what waits of a list, sorted by tenant already, by number of arrival (see `fetch.lua`)."""
+    """Sorted set: a list's messages that are sorted by tenant, by number of arrival (see `fetch.lua`)."""
     return f"penstock:sorted:{list_name}"
 
 
 def turns(list_name: str) -> str:
-    """Sorted set: the tenants of whom something waits there, by what they were served (tokens / weight)."""
+    """Sorted set: the tenants with waiting messages in a list, by their served tokens / weight."""
     return f"penstock:turns:{list_name}"
 
 
 def rested(list_name: str) -> str:
-    """Sorted set: the same, of tenants of whom nothing waits, who were served more than somebody who does."""
+    """Sorted set: tenants without waiting messages that were served more than one who waits, by the same."""
     return f"penstock:rested:{list_name}"
 
 
 def turn(list_name: str, tenant: str) -> str:
-    """Sorted set: the numbers of what waits there of a tenant; the empty name stands for all who give none."""
+    """Sorted set: the numbers of a tenant's messages in a list; the empty name is that of all without a tenant."""
     return f"penstock:turn:{list_name}:{tenant}"
 
 
@@ -64,11 +62,11 @@ def tier_list(queue: str, tier: str) -> str:
 
 
 def tier_lists(queue: str, tier: str) -> list[str]:
-    """Every list that may hold a tier of a queue: ours, and where a sender with kombu's own separator puts it."""
+    """Every list that may hold a tier of a queue: ours, and that of a sender with kombu's own separator."""
     priority = TIERS[tier][1]
     return [tier_list(queue, tier), *([f"{queue}{KOMBU_SEP}{priority}"] if priority else [])]
 
 
 def list_of(message: Message) -> str:
-    """The list that a message goes into."""
+    """The list of a message."""
     return tier_list(message.queue, message.tier)

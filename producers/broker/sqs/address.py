@@ -49,7 +49,7 @@ _KOMBU: Final = str.maketrans({c: "_" for c in string.punctuation if c not in "-
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A broker's URL, as read."""
+    """A broker's URL, parsed."""
 
     region: str
     prefix: str = "pen-"
@@ -67,7 +67,7 @@ def is_sqs(url: str) -> bool:
 
 
 def read(url: str) -> Address:
-    """Raises ValueError, which says what is wrong with the URL."""
+    """Parse a broker's URL. Raises ValueError, whose text names the fault."""
     parts = urlsplit(url)
     if not is_sqs(url):
         raise ValueError(f"{url!r} does not begin with sqs://")
@@ -91,10 +91,10 @@ def read(url: str) -> Address:
 
 
 def capabilities(address: Address) -> Capabilities:
-    """The broker's promises. SQS has no front of a queue, and its standard queues keep no order."""
+    """The broker's guarantees. SQS has no front of a queue, and its standard queues keep no order."""
     return Capabilities(
         front_of_queue=False,
-        max_message_bytes=1024 * 1024,  # of a queue that says no less
+        max_message_bytes=1024 * 1024,  # unless a queue has a lower limit
         pool_queues=False,
         prunes=False,
         order_per_key=address.fifo,
@@ -102,29 +102,29 @@ def capabilities(address: Address) -> Capabilities:
 
 
 def _visibility(options: dict[str, str]) -> int:
-    said = options.get("visibility", "60")
-    if not said.isdecimal() or not MIN_VISIBILITY_S <= int(said) <= MAX_VISIBILITY_S:
-        raise ValueError(f"visibility is {said!r}; it must be {MIN_VISIBILITY_S} to {MAX_VISIBILITY_S} seconds")
-    return int(said)
+    value = options.get("visibility", "60")
+    if not value.isdecimal() or not MIN_VISIBILITY_S <= int(value) <= MAX_VISIBILITY_S:
+        raise ValueError(f"visibility is {value!r}; it must be {MIN_VISIBILITY_S} to {MAX_VISIBILITY_S} seconds")
+    return int(value)
 
 
 def _flag(options: dict[str, str], name: str) -> bool:
-    said = options.get(name, "0")
-    if said not in ("0", "1", "false", "true"):
-        raise ValueError(f"{name} is {said!r}; it must be 0 or 1")
-    return said in ("1", "true")
+    value = options.get(name, "0")
+    if value not in ("0", "1", "false", "true"):
+        raise ValueError(f"{name} is {value!r}; it must be 0 or 1")
+    return value in ("1", "true")
 
 
 # ---- names of queues -----------------------------------------------------------------------------------------------
 
 
 def is_celery(queue: str) -> bool:
-    """Whether it is a queue of plain Celery's, such as a model's for its senders: one list, of the tier `default`."""
+    """Whether it is a queue for plain Celery, such as a model's own: one list, of the tier `default`."""
     return "@" not in queue or not queue.startswith(_QUEUES)
 
 
 def is_penstocks(queue: str) -> bool:
-    """Whether workers of Penstock take from it, and nobody else."""
+    """Whether only workers of Penstock take from it."""
     return queue.startswith(_QUEUES)
 
 

@@ -21,9 +21,9 @@ from producers.contract.levels import beside
 
 logger = logging.getLogger(__name__)
 
-#: The fault of one queue, not of SQS or of the credentials.
-_ITS_OWN: Final = (None, Trouble.UNUSABLE)
-#: A list that need not exist, of a name that Penstock's policies allow to be asked for.
+#: Trouble of a fault of one queue, not of SQS or of the credentials.
+_OF_ONE_QUEUE: Final = (None, Trouble.UNUSABLE)
+#: A list that need not exist, of a name that Penstock's policies allow.
 PROBE: Final = "penstock:queue:probe@0#default"
 
 
@@ -34,38 +34,37 @@ def check(address: Address, store: Redis, queues: Sequence[str] | None = None, *
     there are none. `make`: make missing ones, where the credentials may. Raises AwsNotInstalled without boto3, and
     redis.exceptions.RedisError.
     """
-    sqs = client("sqs", address.region, address.endpoint_url)
-    found = Queues(sqs, address, store)
-    asked = [
+    sqs_queues = Queues(client("sqs", address.region, address.endpoint_url), address, store)
+    expected = [
         queue for queue in (announced(store) if queues is None else queues) if address.celery or not is_celery(queue)
     ]
-    names = [name for queue in asked for name, _ in lists(queue)]
+    names = [name for queue in expected for name, _ in lists(queue)]
     if not names:
-        reach(found)
+        reach(sqs_queues)
     for name in names:
         try:
-            found.check(name)
+            sqs_queues.check(name)
         except AwsMissing as error:
             if not make:
                 raise
             _make(address, name, error)
-            found.check(name)
+            sqs_queues.check(name)
 
 
 def _make(address: Address, name: str, missing: AwsMissing) -> None:
     """Make a list's queue. Raises `missing` where the credentials may not."""
     try:
-        for made in make_missing(address, [name]):
-            logger.info("made queue %s in %s", made, address.region)
+        for queue_name in make_missing(address, [name]):
+            logger.info("made queue %s in %s", queue_name, address.region)
     except AwsError as error:
         if error.trouble is not Trouble.DENIED:
             raise
-        said = f"{missing}. This process may not make it: {error}"
-        raise AwsMissing(said, missing.code, missing.trouble) from error
+        message = f"{missing}. This process may not make it: {error}"
+        raise AwsMissing(message, missing.code, missing.trouble) from error
 
 
 def reach(queues: Queues) -> None:
-    """Raise AwsError unless SQS answers, and knows the credentials. They may be good for other queues alone."""
+    """Raise AwsError unless SQS answers and accepts the credentials. They may be valid for other queues only."""
     try:
         queues.url(PROBE)
     except AwsMissing:
@@ -76,15 +75,15 @@ def reach(queues: Queues) -> None:
 
 
 def announced(store: Redis) -> list[str]:
-    """The queues of the model versions that are published or that workers have announced, and no sweeper forgot."""
+    """The queues of the model versions that are published or announced by workers, without those that are retired."""
     cards = (parsed(card) for card in store.hvals(keys.MODELS))
-    found = {keys.version_queue(card["name"], card["version"]) for card in cards if "published" in card}
-    found |= {version_queue_of(text(about)) for about in store.hvals(keys.POOLS)}
-    return sorted(queue for version in found for queue in beside(version))
+    versions = {keys.version_queue(card["name"], card["version"]) for card in cards if "published" in card}
+    versions |= {version_queue_of(text(pool)) for pool in store.hvals(keys.POOLS)}
+    return sorted(queue for version in versions for queue in beside(version))
 
 
 class Health:
-    """Remembers what was wrong with each list's queue when it was last looked at. One thread at a time may look."""
+    """Each list's fault, as of its last check. One thread at a time may check."""
 
     def __init__(self, connection: Connection) -> None:
         self._to = connection
@@ -94,29 +93,29 @@ class Health:
     def look(self) -> None:
         """Raise AwsError or redis.exceptions.RedisError unless SQS answers, and some announced model has its queues.
 
-        It asks for those that were not seen yet or had a fault, and for one more, by turns. Faults of one model among
-        several are logged.
+        A call checks the queues that are new or had a fault, and one more, by turns: one request, once all are known.
+        Faults of one model among several are logged.
         """
         queues = {queue: [name for name, _ in lists(queue)] for queue in announced(self._to.store)}
-        wanted = [name for names in queues.values() for name in names]
-        if not wanted:
+        expected = [name for names in queues.values() for name in names]
+        if not expected:
             reach(self._to.queues)
             return
         self._looks += 1
-        doubtful = {name for name in wanted if name not in self._faults or self._faults[name] is not None}
-        for name in sorted({*doubtful, wanted[self._looks % len(wanted)]}):
+        doubtful = {name for name in expected if name not in self._faults or self._faults[name] is not None}
+        for name in sorted({*doubtful, expected[self._looks % len(expected)]}):
             self._faults[name] = self._fault(name)
-        found = [error for name in wanted if (error := self._faults[name]) is not None]
+        errors = [error for name in expected if (error := self._faults[name]) is not None]
         if all(any(self._faults[name] is not None for name in names) for names in queues.values()):
-            raise found[0]
-        for error in found:
+            raise errors[0]
+        for error in errors:
             warn_throttled(logger, "Tasks of a model cannot be sent: %s", error)
 
     def _fault(self, name: str) -> AwsError | None:
         try:
-            self._to.queues.check(name, anew=True)
+            self._to.queues.check(name, refresh=True)
         except AwsError as error:
-            if trouble(error) not in _ITS_OWN:
+            if trouble(error) not in _OF_ONE_QUEUE:
                 raise
             return error
         return None

@@ -1,4 +1,4 @@
-"""A worker's side of the broker on SQS: its leases and books are on the store, messages in the process's `Receiver`."""
+"""A worker's side of the broker on SQS: leases and books are in the store, messages in the process's `Receiver`."""
 
 from __future__ import annotations
 
@@ -45,41 +45,41 @@ class SqsConsumer(Leases):
     # ---- deliveries -----------------------------------------------------------------------------------------------
 
     def fetch(
-        self, incarnation: str, uuids: Sequence[str], credit: Credit, rules: Rules, bite: int | None = None
+        self, incarnation: str, uuids: Sequence[str], credit: Credit, rules: Rules, sort_limit: int | None = None
     ) -> list[Fetched] | None:
         self._receiver.passed = self.passed
         return self._receiver.fetch(incarnation, uuids, credit, rules)
 
-    def put_down(self, what: Sequence[Ack | Back]) -> list[PutDown | Exception]:
-        return self._receiver.put_down(what, self._timeout)
+    def put_down(self, outcomes: Sequence[Ack | Back]) -> list[PutDown | Exception]:
+        return self._receiver.put_down(outcomes, self._timeout)
 
     def survived(self, task_ids: Sequence[str]) -> None:
         super().survived(task_ids)
         self._receiver.survived(task_ids)
 
-    def strays(self, incarnation: str, held: Sequence[str]) -> dict[str, str]:
+    def strays(self, incarnation: str, expected: Sequence[str]) -> dict[str, str]:
         fields = self._redis.hgetall(keys.inflight(incarnation))
         entries = [flight.read_entry(text(field), raw) for field, raw in fields.items()]
-        return self._receiver.strays(incarnation, entries, held)
+        return self._receiver.strays(incarnation, entries, expected)
 
     def scheduled(self, count: int) -> list[bytes]:
-        """Of what SQS delays, the index knows id, size and tenant."""
-        found: list[tuple[float, bytes]] = []
+        """As `Consumer.scheduled`. Of a message that SQS delays, the index has only id, size and tenant."""
+        scheduled: list[tuple[float, bytes]] = []
         seconds: int = self._redis.time()[0]
         for queue in self._receiver.served:
             kept: Any = self._redis.zrange(keys.delayed(queue), 0, count - 1, withscores=True)
-            found += [(due, flight.body_of(raw)) for raw, due in kept]
+            scheduled += [(due, flight.body_of(raw)) for raw, due in kept]
         for name in self._receiver.lines:
             later: Any = self._redis.zrangebyscore(
                 keys.waiting(name), (seconds + 1) * 1000, "inf", start=0, num=count, withscores=True
             )
-            found += [(due, Entry.parse(text(raw)).message(name).envelope().encode()) for raw, due in later]
-        return [body for _, body in sorted(found)[:count]]
+            scheduled += [(due, Entry.parse(text(raw)).message(name).envelope().encode()) for raw, due in later]
+        return [body for _, body in sorted(scheduled)[:count]]
 
     # ---- leases ---------------------------------------------------------------------------------------------------
 
-    def renew(self, incarnation: str, about: str, ttl: float) -> bool:
-        if super().renew(incarnation, about, ttl):
+    def renew(self, incarnation: str, state: str, ttl: float) -> bool:
+        if super().renew(incarnation, state, ttl):
             return True
         self._receiver.lose(incarnation)
         return False
@@ -119,7 +119,7 @@ class SqsConsumer(Leases):
 
 
 class SqsWaker:
-    """Is called by the pollers; it has no thread of its own."""
+    """The pollers call it; it has no thread of its own."""
 
     def __init__(self, receiver: Receiver, poke: Callable[[], None]) -> None:
         self._receiver, self._poke = receiver, poke
@@ -131,7 +131,7 @@ class SqsWaker:
         self._poke()
 
     def stop(self) -> None:
-        """The worker fetches no more, either: what it has not taken goes back."""
+        """Also ends fetching: messages that the worker has not taken go back."""
         if self._started and self._poke in self._receiver.pokes:
             self._receiver.pokes.remove(self._poke)
             self._receiver.pause()

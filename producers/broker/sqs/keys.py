@@ -14,7 +14,7 @@ from producers.broker.memory.message import Sent
 from producers.broker.sqs.address import is_celery, split
 from producers.contract.message import Message
 
-#: Hash: list -> URL of its queue, where an operator has said it; queues without an entry are found by their names.
+#: Hash: list -> URL of its queue, if an operator chose it; queues without an entry are found by their names.
 QUEUES: Final = "penstock:sqs:queues"
 #: Sorted set: task id -> ms at which its message was last sent anew, before its queue would have dropped it.
 RENEWED: Final = "penstock:sqs:renewed"
@@ -23,12 +23,12 @@ LISTS: Final = "penstock:sqs:lists"
 
 
 def waiting(name: str) -> str:
-    """Sorted set: the index of a list. Member: see `Entry`; score: ms since when it waits, or from when on."""
+    """Sorted set: the index of a list. Member: see `Entry`; score: ms since when it waits, or will wait."""
     return f"penstock:sqs:waiting:{name}"
 
 
 def tenants(name: str) -> str:
-    """Hash: tenant -> its entries in the index of a list; the empty name stands for all who give none."""
+    """Hash: tenant -> its entries in the index of a list; the empty name is that of all tasks without a tenant."""
     return f"penstock:sqs:tenants:{name}"
 
 
@@ -43,7 +43,7 @@ def delayed(queue: str) -> str:
 
 
 def list_of(message: Message) -> str:
-    """The list that a message goes into."""
+    """The list of a message."""
     tier = "default" if is_celery(message.queue) else message.tier
     return f"{message.queue}#{tier}"
 
@@ -66,7 +66,7 @@ class Entry:
 
     @classmethod
     def parse(cls, member: str) -> Self:
-        """Raises ValueError for what is none."""
+        """Parse a member of the index. Raises ValueError."""
         task_id, n, tokens, tenant = member.split(" ", 3)
         return cls(task_id, int(n), int(tokens), tenant)
 

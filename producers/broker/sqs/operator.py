@@ -1,7 +1,7 @@
 """The side of senders, gateways, sweepers and operators, on SQS.
 
-Messages go to SQS by a few threads. Counts and ages are read from the books in the store, without a request to SQS, also
-while no worker is up. Only the number of plain Celery messages is SQS's own, approximately.
+Messages go to SQS by a few threads. Counts and ages are read from the books in the store, without a request to SQS,
+also while no worker is up. Only the number of plain Celery messages is SQS's own, approximately.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import redis
 from redis.asyncio import Redis
 
-from producers.broker.base import NoSuchPlace, Sender
+from producers.broker.base import NoSuchList, Sender
 from producers.broker.redis import keys as shared
 from producers.broker.redis.books import Books
 from producers.broker.sqs import keys, repair
@@ -27,7 +27,7 @@ from producers.broker.sqs.check import Health
 from producers.broker.sqs.queues import MIN_MESSAGE_BYTES, Connection
 from producers.broker.sqs.receiver.flight import PACKAGE
 from producers.broker.sqs.sending import Batcher, Outgoing, put_celery, send, send_one
-from producers.broker.values import NOTHING_COUNTED, Counted, Depth, Depths, Standing, Waiting
+from producers.broker.values import NOTHING_COUNTED, Counted, Depth, Depths, QueuePosition, Waiting
 from producers.connection.aws import AwsError, AwsMissing
 from producers.connection.script import Call, arun, script, text
 from producers.connection.trouble import Trouble, trouble
@@ -99,7 +99,7 @@ class SqsBroker(Books):
         self._repair = repair.Repair(self._to)
 
     async def ping(self) -> None:
-        """Raise what the last check of SQS raised, if that is recent; else check. A caller that leaves ends no check."""
+        """Raise what the last check of SQS raised, if that is recent; else check. Callers that leave end no check."""
         if self._running_check is None or (self._running_check.done() and time.monotonic() >= self._believed_until):
             self._running_check = asyncio.create_task(self._check_now())
         await asyncio.shield(self._running_check)
@@ -131,19 +131,19 @@ class SqsBroker(Books):
     async def _send(self, name: str, messages: Sequence[Outgoing]) -> list[AwsError | None]:
         return await asyncio.get_running_loop().run_in_executor(self._threads, send, self._to, name, messages)
 
-    # ---- what there is --------------------------------------------------------------------------------------------
+    # ---- counts ---------------------------------------------------------------------------------------------------
 
     async def waiting(self, queue: str) -> Waiting:
         books = await self._counts([], [queue])
         served = any(takes_from(pool, queue) for pool, _ in books.workers.values())
-        waiting = Waiting(taken=books.delivered_tokens, served=served)
+        waiting = Waiting(delivered_tokens=books.delivered_tokens, served=served)
         for (_, tier), counts in zip(_indexed(queue), books.lists, strict=True):
             waiting.tiers[tier] += counts.waiting
         waiting.tiers["default"] += await self._stock(queue)
         return waiting
 
-    async def standing(self, message: Message, counted: Counted = NOTHING_COUNTED) -> Standing | None:
-        """None: SQS keeps no order, and tells none."""
+    async def queue_position(self, message: Message, counted: Counted = NOTHING_COUNTED) -> QueuePosition | None:
+        """None: SQS keeps no order."""
         return None
 
     async def depths(self, queues: Sequence[str]) -> Depths:
@@ -177,7 +177,7 @@ class SqsBroker(Books):
             return 0
         return await asyncio.to_thread(self._to.queues.stock, lists(queue)[0][0])
 
-    # ---- what dead workers left -----------------------------------------------------------------------------------
+    # ---- repair ---------------------------------------------------------------------------------------------------
 
     async def reap(self, incarnation: str) -> int:
         return await asyncio.to_thread(repair.reap, self._to, incarnation)
@@ -225,20 +225,20 @@ class SqsBroker(Books):
 
     # ---- dead letters ---------------------------------------------------------------------------------------------
 
-    async def replay(self, entry: bytes, place: str, message: bytes, task_id: str) -> bool:
-        if place not in [name for name, _ in lists(split(place)[0])]:
-            raise NoSuchPlace(f"{place} is no list of this broker")
+    async def replay(self, entry: bytes, list_name: str, message: bytes, task_id: str) -> bool:
+        if list_name not in [name for name, _ in lists(split(list_name)[0])]:
+            raise NoSuchList(f"{list_name} is no list of this broker")
         try:
             body = message.decode()
         except UnicodeDecodeError as error:
-            raise NoSuchPlace(f"SQS takes no message that is not UTF-8 ({error})") from error
+            raise NoSuchList(f"SQS takes no message that is not UTF-8 ({error})") from error
         if not body:
-            raise NoSuchPlace("SQS takes no message that is empty")
-        position, _ = await self._ask(("LPOS", shared.DEAD, entry), ("HDEL", shared.REAPED, task_id))
+            raise NoSuchList("SQS takes no message that is empty")
+        position, _ = await self._execute(("LPOS", shared.DEAD, entry), ("HDEL", shared.REAPED, task_id))
         if position is None:
             return False
         await self._batcher.put(
-            place, Outgoing.again(place, body)
+            list_name, Outgoing.again(list_name, body)
         )  # sent twice, if this process dies before the next line
         return await self.remove_letter(entry)
 
@@ -247,7 +247,7 @@ class SqsBroker(Books):
     async def tenants(self, queues: Sequence[str]) -> tuple[dict[str, dict[str, int]], int]:
         tenants: dict[str, dict[str, int]] = {}
         lists_of_queues = [indexed for queue in queues for indexed in _indexed(queue)]
-        answers = await self._ask(*(("HGETALL", keys.tenants(name)) for name, _ in lists_of_queues))
+        answers = await self._execute(*(("HGETALL", keys.tenants(name)) for name, _ in lists_of_queues))
         for (_, tier), counts in zip(lists_of_queues, answers, strict=True):
             for tenant, count in counts.items():
                 tenants.setdefault(text(tenant), dict.fromkeys(contract_keys.TIERS, 0))[tier] += int(count)

@@ -16,16 +16,16 @@ from redis import Redis
 
 from producers.broker.sqs import keys
 from producers.broker.sqs.address import MIN_VISIBILITY_S, Address, is_celery, split, sqs_name
-from producers.connection.aws import AwsError, AwsMissing, client, told
+from producers.connection.aws import AwsError, AwsMissing, aws_errors, client
 from producers.connection.script import text
 from producers.connection.trouble import Trouble
 
-#: Shortest retention (s): a message is sent anew a day before its queue would drop it.
+#: Shortest retention (s): a message is sent again a day before its queue would drop it.
 MIN_RETENTION_S: Final = 2 * 24 * 3600
 RENEW_BEFORE_S: Final = 24 * 3600
 #: Shortest MaximumMessageSize (bytes): Penstock's own messages have about 1,000.
 MIN_MESSAGE_BYTES: Final = 4096
-#: Time (s) for which a number of messages is believed that SQS was asked for.
+#: Time (s) for which SQS's number of messages is cached.
 STOCK_S: Final = 30.0
 SETUP: Final = "penstock aws setup --broker ... --store ... --model ..."
 
@@ -38,12 +38,12 @@ class Queue:
     fifo: bool
     retention: int
     visibility: int
-    """The visibility timeout of a receiver that asks for none; workers ask for that of the broker's URL."""
+    """The default visibility timeout; workers use that of the broker's URL."""
     max_message_bytes: int
 
     @classmethod
     def of(cls, url: str, attributes: Mapping[str, str]) -> Self:
-        """`attributes`: all of the queue's, as SQS answers them."""
+        """`attributes`: all of the queue's, as GetQueueAttributes answers them."""
         return cls(
             url,
             attributes.get("FifoQueue", "false") == "true",
@@ -66,56 +66,56 @@ class Queues:
         self._stock: dict[str, tuple[int, float]] = {}
 
     def url(self, name: str) -> str:
-        """A list's queue. It asks once; a queue that is not there yet is looked for again. Raises AwsMissing."""
-        found = self._urls.get(name)  # at once: another thread may forget it
-        if found is None:
-            said = self._store.hget(keys.QUEUES, name)
-            found = self._urls[name] = self._find(name) if said is None else text(said)
-        return found
+        """The URL of a list's queue, cached once it exists. Raises AwsMissing."""
+        url = self._urls.get(name)  # one access: another thread may forget it
+        if url is None:
+            stored = self._store.hget(keys.QUEUES, name)
+            url = self._urls[name] = self._find(name) if stored is None else text(stored)
+        return url
 
     def forget(self, name: str) -> None:
-        """Ask again for its URL and settings: it seems to be gone, or was made anew."""
+        """Drop its cached URL and settings: it seems to be gone, or was made again."""
         self._urls.pop(name, None)
         self._queues.pop(name, None)
 
-    def check(self, name: str, *, anew: bool = False) -> Queue:
-        """The queue's settings, read once unless `anew`. Raises AwsError, which says what is unfit, and what to do."""
-        found = None if anew else self._queues.get(name)
-        if found is None:
+    def check(self, name: str, *, refresh: bool = False) -> Queue:
+        """The queue's settings, read once unless `refresh`. Raises AwsError, whose text says what is unfit and what to do."""
+        queue = None if refresh else self._queues.get(name)
+        if queue is None:
             url = self.url(name)
-            with self.telling("read the settings of", name, "sqs:GetQueueAttributes"):
-                said = self._sqs.get_queue_attributes(QueueUrl=url, AttributeNames=["All"])["Attributes"]
-            found = Queue.of(url, said)
-            if wrong := unfit(found, is_fifo(self._address, name)):
+            with self.aws_errors("read the settings of", name, "sqs:GetQueueAttributes"):
+                attributes = self._sqs.get_queue_attributes(QueueUrl=url, AttributeNames=["All"])["Attributes"]
+            queue = Queue.of(url, attributes)
+            if wrong := unfit(queue, is_fifo(self._address, name)):
                 raise AwsError(f"{self.called(name)} {wrong}", "UnfitQueue", Trouble.UNUSABLE)
-            self._queues[name] = found
-        return found
+            self._queues[name] = queue
+        return queue
 
-    def known(self, name: str) -> Queue | None:
-        """The queue's settings, if they were read. It asks nobody."""
+    def cached(self, name: str) -> Queue | None:
+        """The queue's settings, if they were read. Makes no request."""
         return self._queues.get(name)
 
     def stock(self, name: str) -> int:
         """SQS's approximate number of messages that wait or are delayed, at most STOCK_S old."""
         count, at = self._stock.get(name, (0, -inf))
         if time.monotonic() - at >= STOCK_S:
-            url, wanted = self.url(name), ["ApproximateNumberOfMessages", "ApproximateNumberOfMessagesDelayed"]
-            with self.telling("count the messages of", name, "sqs:GetQueueAttributes"):
-                said = self._sqs.get_queue_attributes(QueueUrl=url, AttributeNames=wanted)["Attributes"]
-            count = sum(int(said[attribute]) for attribute in wanted)
+            url, attributes = self.url(name), ["ApproximateNumberOfMessages", "ApproximateNumberOfMessagesDelayed"]
+            with self.aws_errors("count the messages of", name, "sqs:GetQueueAttributes"):
+                values = self._sqs.get_queue_attributes(QueueUrl=url, AttributeNames=attributes)["Attributes"]
+            count = sum(int(values[attribute]) for attribute in attributes)
             self._stock[name] = (count, time.monotonic())
         return count
 
     def called(self, name: str) -> str:
         """A list's queue, for messages to people."""
-        theirs = self._urls.get(name, sqs_name(self._address, name)).rpartition("/")[2]
-        return f"queue {theirs} in {self._address.region}"
+        queue_name = self._urls.get(name, sqs_name(self._address, name)).rpartition("/")[2]
+        return f"queue {queue_name} in {self._address.region}"
 
     @contextmanager
-    def telling(self, doing: str, name: str, permission: str) -> Iterator[None]:
-        """As `producers.connection.aws.told`, with the list's queue. A missing one is forgotten: it may be made."""
+    def aws_errors(self, doing: str, name: str, permission: str) -> Iterator[None]:
+        """As `producers.connection.aws.aws_errors`, with the list's queue. Forgets a missing one: it may be made."""
         try:
-            with told(f"{doing} {self.called(name)}", permission):
+            with aws_errors(f"{doing} {self.called(name)}", permission):
                 yield
         except AwsMissing as error:
             self.forget(name)
@@ -126,9 +126,9 @@ class Queues:
 
     def _find(self, name: str) -> str:
         account = {"QueueOwnerAWSAccountId": self._address.account} if self._address.account else {}
-        with self.telling("find", name, "sqs:GetQueueUrl"):
-            found: str = self._sqs.get_queue_url(QueueName=sqs_name(self._address, name), **account)["QueueUrl"]
-        return found
+        with self.aws_errors("find", name, "sqs:GetQueueUrl"):
+            url: str = self._sqs.get_queue_url(QueueName=sqs_name(self._address, name), **account)["QueueUrl"]
+        return url
 
 
 class Connection:
@@ -149,12 +149,12 @@ class Connection:
 
 
 def is_fifo(address: Address, name: str) -> bool:
-    """Whether a list's queue has to be a FIFO queue: kombu's senders know none."""
+    """Whether a list's queue has to be a FIFO queue. Those of kombu's senders never are."""
     return address.fifo and not is_celery(split(name)[0])
 
 
 def unfit(queue: Queue, fifo: bool) -> str:
-    """The fault of a queue that has to be a FIFO queue, or must not be one; empty if nothing is."""
+    """A queue's fault; empty if it has none. `fifo`: whether it has to be a FIFO queue."""
     if queue.fifo != fifo:
         if queue.fifo:
             return "is a FIFO queue: put fifo=1 into the broker's URL, or use another prefix"
@@ -168,5 +168,5 @@ def unfit(queue: Queue, fifo: bool) -> str:
     return ""
 
 
-def _short(attribute: str, is_: int, least: int) -> str:
-    return f"has {attribute} {is_}; it must be {least} or more: set it with `{SETUP}` (sqs:SetQueueAttributes)"
+def _short(attribute: str, value: int, minimum: int) -> str:
+    return f"has {attribute} {value}; it must be {minimum} or more: set it with `{SETUP}` (sqs:SetQueueAttributes)"

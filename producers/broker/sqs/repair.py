@@ -31,11 +31,11 @@ from producers.contract import keys as contract_keys
 
 logger = logging.getLogger(__name__)
 
-#: Entries of each list that one call looks at.
+#: Entries of each list that one step reads.
 PAGE: Final = 2000
 #: Kept messages that one call of `send_due` sends.
 DUE_PAGE: Final = 100
-#: Time (ms) after which nothing tells any more that a message was sent anew: SQS keeps none for longer than 14 days.
+#: Time (ms) for which it is kept that a message was sent again: SQS keeps none for longer than 14 days.
 RENEWED_MS: Final = 15 * 24 * 3600 * 1000
 
 
@@ -54,7 +54,7 @@ def reap(to: Connection, incarnation: str) -> int:
 
 
 def _send_lost(to: Connection, request: BatchRequest, refused: dict[int, AwsError]) -> None:
-    """SQS has no such message, though its record waits: a failover has lost that it went."""
+    """Send messages again that SQS does not have though their records wait: a failover lost that they were deleted."""
     if not request.delete:
         lost = [request.messages[index].id for index, error in refused.items() if error.code in GONE]
         send_anew(to, request.name, [task_id for task_id in lost if task_id])
@@ -92,24 +92,24 @@ class _Waiting:
     id: str
     since: int
     over: bool
-    """Its task needs no message any more."""
+    """Whether its task needs no message any more."""
 
 
 class Repair:
-    """The sweeper's memory of how far it has looked. One thread at a time may use it."""
+    """Repairs the index, page by page; remembers its position. The leading sweeper uses it, one thread at a time."""
 
     def __init__(self, connection: Connection) -> None:
         self._to = connection
         self._cursors: dict[str, int] = {}
 
     def step(self) -> None:
-        """Look at some entries of each list. Raises redis.exceptions.RedisError, and AwsError if SQS is away."""
+        """Repair one page of each list's entries. Raises redis.exceptions.RedisError, and AwsError if SQS is away."""
         store = self._to.store
         now = ms(store.time())
         for name in sorted(map(text, store.smembers(keys.LISTS))):
-            found = self._page(name)
-            run(store, gone(name, [one.member for one in found if one.over]))
-            self._renew(name, [one for one in found if not one.over], now)
+            page = self._page(name)
+            run(store, gone(name, [entry.member for entry in page if entry.over]))
+            self._renew(name, [entry for entry in page if not entry.over], now)
         store.zremrangebyscore(keys.RENEWED, "-inf", now - RENEWED_MS)
 
     def _page(self, name: str) -> list[_Waiting]:
@@ -120,21 +120,21 @@ class Repair:
             for member, _ in page:
                 pipe.hmget(contract_keys.task(_id(member)), "status", "settled", "created")
                 pipe.zscore(keys.RENEWED, _id(member))
-            said = pipe.execute()
-        found = []
-        for (member, score), (status, settled, created), renewed in zip(page, said[::2], said[1::2], strict=True):
+            answers = pipe.execute()
+        entries = []
+        for (member, score), (status, settled, created), renewed in zip(page, answers[::2], answers[1::2], strict=True):
             since = int(max(float(created or score), renewed or 0))
-            found.append(_Waiting(member, _id(member), since, over=not status or settled is not None))
-        return found
+            entries.append(_Waiting(member, _id(member), since, over=not status or settled is not None))
+        return entries
 
     def _renew(self, name: str, entries: Sequence[_Waiting], now: int) -> None:
-        """Send anew what is so old that its queue is about to drop it."""
-        old = [one for one in entries if now - one.since > (MIN_RETENTION_S - RENEW_BEFORE_S) * 1000]
+        """Send again the messages that are so old that their queue is about to drop them."""
+        old = [entry for entry in entries if now - entry.since > (MIN_RETENTION_S - RENEW_BEFORE_S) * 1000]
         if not old:
             return
         try:
             keeps_ms = (self._to.queues.check(name).retention - RENEW_BEFORE_S) * 1000
-            late = [one.id for one in old if now - one.since > keeps_ms]
+            late = [entry.id for entry in old if now - entry.since > keeps_ms]
             for start in range(0, len(late), BATCH):
                 send_anew(self._to, name, late[start : start + BATCH])
         except AwsError as error:

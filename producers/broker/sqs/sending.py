@@ -99,7 +99,7 @@ def send(to: Connection, name: str, messages: Sequence[Outgoing]) -> list[AwsErr
     entries = [_entry(str(index), message, url) for index, message in enumerate(messages)]
     failures = []
     for request in _requests(entries):
-        with to.queues.telling("send to", name, "sqs:SendMessage"):
+        with to.queues.aws_errors("send to", name, "sqs:SendMessage"):
             failures += to.sqs.send_message_batch(QueueUrl=url, Entries=request).get("Failed", [])
     outcome: list[AwsError | None] = [None] * len(messages)
     for failure in failures:
@@ -194,7 +194,7 @@ class Batcher:
         self._due = False
 
     def put(self, name: str, message: Outgoing) -> asyncio.Future[None]:
-        """The future is done once the message is sent. If it is cancelled before its request, the message is not sent."""
+        """The future is done once the message is sent. One that is cancelled before its request is not sent."""
         loop = asyncio.get_running_loop()
         future = loop.create_future()
         self._waiting.setdefault(name, deque()).append((message, future))
@@ -274,7 +274,7 @@ def put_celery(to: Connection, queue: str, message: str) -> None:
     except AwsMissing:
         url = _make_celery_queue(to, name)
     body = base64.b64encode(message.encode()).decode()
-    with to.queues.telling("send to", name, "sqs:SendMessage"):
+    with to.queues.aws_errors("send to", name, "sqs:SendMessage"):
         to.sqs.send_message(QueueUrl=url, MessageBody=body, **_celery_group(url, json.loads(message)["properties"]))
 
 
@@ -283,7 +283,7 @@ def _make_celery_queue(to: Connection, name: str) -> str:
     attributes = {"VisibilityTimeout": str(CELERY_VISIBILITY_S)}
     if queue_name.endswith(".fifo"):
         attributes["FifoQueue"] = "true"
-    with to.queues.telling("make", name, "sqs:CreateQueue"):
+    with to.queues.aws_errors("make", name, "sqs:CreateQueue"):
         url: str = to.sqs.create_queue(QueueName=queue_name, Attributes=attributes)["QueueUrl"]
     return url
 

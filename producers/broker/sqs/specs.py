@@ -1,4 +1,4 @@
-"""The SQS queues that a system needs, as they should be: names, attributes and tags. Nothing here calls AWS.
+"""The SQS queues that a system needs, as they should be: names, attributes and tags. No function here calls AWS.
 
 dead letters    pen-dead-letters[.fifo]     what SQS moves away after MAX_RECEIVES; no process reads it
 tiers           four for each model version
@@ -32,24 +32,25 @@ class Encryption:
 
     kms_key: str = ""
     """Id, ARN or alias of a KMS key."""
-    own: bool = False
+    aws_keys: bool = False
     """Use AWS's own keys (SSE-SQS, SSE-S3), also where a KMS key was used before."""
 
 
+#: Existing encryption stays; new queues and buckets use AWS's own keys.
 AS_IT_IS: Final = Encryption()
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class QueueSpec:
     """An SQS queue as it should be."""
 
     name: str
-    """SQS's."""
+    """SQS's name of it."""
     attributes: Mapping[str, str]
-    """SQS's, without the encryption and the redrive policy."""
+    """SQS's attributes, without the encryption and the redrive policy."""
     tags: Mapping[str, str] = field(default_factory=dict)
     list: str = ""
-    """Penstock's; empty for dead letters and the inbox."""
+    """Penstock's name of it; empty for dead letters and the inbox."""
     dead_letters: str = ""
     """SQS's name of the queue for its dead letters, in the same account."""
 
@@ -58,20 +59,20 @@ class Wanted:
         return self.name.endswith(".fifo")
 
 
-def wanted(address: Address, names: Iterable[str], tags: Mapping[str, str]) -> list[Wanted]:
-    """The queues of these lists, after those for their dead letters, which SQS wants first. `tags`: of all of them."""
-    found = [_of_list(address, name, tags) for name in dict.fromkeys(names)]
-    fifo = dict.fromkeys(one.fifo for one in found)
-    return [*(_dead_letters(address, one, tags) for one in sorted(fifo)), *found]
+def queue_specs(address: Address, names: Iterable[str], tags: Mapping[str, str]) -> list[QueueSpec]:
+    """The queues of these lists, after those for their dead letters, which must exist first. `tags`: of all of them."""
+    specs = [_of_list(address, name, tags) for name in dict.fromkeys(names)]
+    kinds = sorted({spec.fifo for spec in specs})
+    return [*(_dead_letters(address, fifo, tags) for fifo in kinds), *specs]
 
 
-def inbox(address: Address, tags: Mapping[str, str], policy: Mapping[str, object]) -> list[Wanted]:
-    """The queue of a bucket's notifications, after that for its dead letters. `policy`: who may send to it."""
+def inbox(address: Address, tags: Mapping[str, str], policy: Mapping[str, object]) -> list[QueueSpec]:
+    """The queue of a bucket's notifications, after the queue for its dead letters. `policy`: who may send to it."""
     attributes = {**_attributes(address), "Policy": json.dumps(policy)}
     name = inbox_name(address.prefix)
     return [
         _dead_letters(address, False, tags),
-        Wanted(name, attributes, tags, dead_letters=dead_letters_name(address.prefix, False)),
+        QueueSpec(name, attributes, tags, dead_letters=dead_letters_name(address.prefix, False)),
     ]
 
 
@@ -81,29 +82,29 @@ def inbox_name(prefix: str) -> str:
 
 
 def dead_letters_name(prefix: str, fifo: bool) -> str:
-    """SQS's name of the queue for dead letters of standard or of FIFO queues: SQS wants both of one kind."""
+    """SQS's name of the queue for dead letters of standard or of FIFO queues: it must be of the same kind."""
     return f"{prefix}dead-letters{'.fifo' if fifo else ''}"
 
 
 def lists_of(address: Address, models: Iterable[tuple[str, str]]) -> list[str]:
     """The lists of models, given by name and version."""
-    found = []
+    names = []
     for model, version in models:
-        found += [name for queue in beside(version_queue(model, version)) for name, _ in lists(queue)]
+        names += [name for queue in beside(version_queue(model, version)) for name, _ in lists(queue)]
         if address.celery:
-            found += [name for name, _ in lists(model_queue(model))]
-    return found
+            names += [name for name, _ in lists(model_queue(model))]
+    return names
 
 
 def encrypted(choice: Encryption, existing: Mapping[str, str]) -> dict[str, str]:
     """The attributes of a queue's encryption that differ from the existing ones (none: a new queue)."""
-    key, own = existing.get("KmsMasterKeyId", ""), existing.get("SqsManagedSseEnabled", "false") == "true"
+    key, by_sqs = existing.get("KmsMasterKeyId", ""), existing.get("SqsManagedSseEnabled", "false") == "true"
     if choice.kms_key:
-        asked = {"KmsMasterKeyId": choice.kms_key, "KmsDataKeyReusePeriodSeconds": str(KEY_REUSE_S)}
-        return {} if key == choice.kms_key else asked
-    if key and choice.own:
+        by_kms = {"KmsMasterKeyId": choice.kms_key, "KmsDataKeyReusePeriodSeconds": str(KEY_REUSE_S)}
+        return {} if key == choice.kms_key else by_kms
+    if key and choice.aws_keys:
         return {"KmsMasterKeyId": "", "SqsManagedSseEnabled": "true"}
-    return {} if key or own else {"SqsManagedSseEnabled": "true"}
+    return {} if key or by_sqs else {"SqsManagedSseEnabled": "true"}
 
 
 def redrive(dead_letters_arn: str) -> dict[str, object]:
@@ -116,13 +117,13 @@ def arn(region: str, account: str, name: str, partition: str = "") -> str:
     return f"arn:{partition or partition_of(region)}:sqs:{region}:{account}:{name}"
 
 
-def _of_list(address: Address, name: str, tags: Mapping[str, str]) -> Wanted:
+def _of_list(address: Address, name: str, tags: Mapping[str, str]) -> QueueSpec:
     queue, tier = split(name)
-    found = sqs_name(address, name)
-    fifo = found.endswith(".fifo")
+    queue_name = sqs_name(address, name)
+    fifo = queue_name.endswith(".fifo")
     assert fifo == (address.fifo and not is_celery(queue))
-    return Wanted(
-        found,
+    return QueueSpec(
+        queue_name,
         {**_attributes(address), **_fifo(fifo)},
         {**tags, QUEUE_TAG: queue, TIER_TAG: tier},
         name,
@@ -130,8 +131,8 @@ def _of_list(address: Address, name: str, tags: Mapping[str, str]) -> Wanted:
     )
 
 
-def _dead_letters(address: Address, fifo: bool, tags: Mapping[str, str]) -> Wanted:
-    return Wanted(dead_letters_name(address.prefix, fifo), {**_attributes(address), **_fifo(fifo)}, tags)
+def _dead_letters(address: Address, fifo: bool, tags: Mapping[str, str]) -> QueueSpec:
+    return QueueSpec(dead_letters_name(address.prefix, fifo), {**_attributes(address), **_fifo(fifo)}, tags)
 
 
 def _attributes(address: Address) -> dict[str, str]:

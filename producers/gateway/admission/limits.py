@@ -112,8 +112,8 @@ class Admission:
 
 def _too_much_kept(error: QueueFull) -> Problem:
     message = (
-        f"The tasks and results of this tenant have {error.waiting} bytes in the store; at most {error.most} are kept: "
-        "delete some, give tasks a shorter ttl, or wait until they expire."
+        f"The tasks and results of this tenant have {error.waiting} bytes in the store; at most {error.limit} are "
+        "kept: delete some, give tasks a shorter ttl, or wait until they expire."
     )
     return Problem(429, message, code="too_many_task_bytes", headers=ONCE)
 

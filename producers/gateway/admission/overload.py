@@ -114,8 +114,8 @@ class Overload:
         size = pressure.tokens / pressure.tasks if pressure.tasks else tokens
         code, whose = SAID[error.bound]
         there = f" for the tier {tier}" if code == SHARED else ""
-        message = f"The queue is full{there}: of tasks {whose}, {error.most} may wait"
-        return self._refusal(queue, (error.waiting + 1 - error.most) * size, message, code)
+        message = f"The queue is full{there}: of tasks {whose}, {error.limit} may wait"
+        return self._refusal(queue, (error.waiting + 1 - error.limit) * size, message, code)
 
     def _refusal(self, queue: str, tokens: float, message: str, code: str) -> Problem:
         """`tokens`: those that have to be started before there is a place. Whoever has reached a bound of its own

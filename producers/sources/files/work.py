@@ -20,7 +20,7 @@ from typing import Final
 from producers.client.steps import FAILURES
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import arun
-from producers.connection.trouble import said, trouble
+from producers.connection.trouble import error_text, trouble
 from producers.errors import shown
 from producers.sources.files.delivery import Delivery
 from producers.sources.files.intake import Intake, input_file
@@ -112,7 +112,7 @@ class Work:
             async with self._steps:
                 await self.take_forward(entry, stopped)
         except FAILURES as error:
-            self._later(entry, said(error), error)
+            self._later(entry, error_text(error), error)
         except BlobNotFound as error:
             self._later(entry, f"{error} in --files-dir, which all processes share", error)
         except Exception as error:  # noqa: BLE001 - one object must not stop the others

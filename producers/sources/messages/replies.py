@@ -21,7 +21,7 @@ from producers.client.steps import FAILURES, once, persistently
 from producers.client.wake import wake
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call
-from producers.connection.trouble import said
+from producers.connection.trouble import error_text
 from producers.sources.aws import too_large
 from producers.sources.messages import answer
 from producers.sources.messages.answer import Reply
@@ -124,8 +124,8 @@ class Replies:
             call = outbox.delivered(row, holder, tried())
             self._note(reply, "")
         except FAILURES as error:
-            self._note(reply, said(error))
-            call = self._failed(row, holder, tried(said(error)), error)
+            self._note(reply, error_text(error))
+            call = self._failed(row, holder, tried(error_text(error)), error)
         except Exception as error:  # what no retry mends must not be tried for ever
             log.exception("reply %s is given up", row.name)
             call = outbox.dead(row, holder, tried(f"{type(error).__name__}: {error}"))

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from producers.client.aio import AsyncClient
 from producers.client.reader import read_block, read_entries
-from producers.connection.script import arun, ask, text
+from producers.connection.script import aexecute_many, arun, text
 from producers.contract import keys
 from producers.contract.record import Record
 from producers.contract.stream.events import Event
@@ -87,7 +87,7 @@ class Writer:
             return False
         for lines in _pages(range(first, min(first + count, expanded))):
             commands = [("HMGET", keys.task(batches.task_id(batch.id, line)), "status", "end") for line in lines]
-            if any(status is not None and end is None for status, end in await ask(self._store, commands)):
+            if any(status is not None and end is None for status, end in await aexecute_many(self._store, commands)):
                 return False
         return True
 
@@ -129,7 +129,7 @@ class Writer:
             return []
         commands: list[tuple[str | int, ...]] = [("HMGET", keys.batch_refused(batch.id), *lines)]
         commands += [("HGETALL", keys.task(batches.task_id(batch.id, line))) for line in lines]
-        refusals, *records = await ask(self._store, commands)
+        refusals, *records = await aexecute_many(self._store, commands)
         return list(zip(lines, records, refusals, strict=True))
 
     async def _lost(self, batch: Batch) -> Outcome:
@@ -167,8 +167,8 @@ class Writer:
     async def _events(self, records: Sequence[Record]) -> list[Sequence[Event] | None]:
         """All events of each task, from its stream or its blocks; None if it has neither."""
         # In this order: blocks replace a stream in one step.
-        streams = await ask(self._store, [("XRANGE", keys.stream(record.id), "-", "+") for record in records])
-        results = await ask(self._store, [("HGETALL", keys.result(record.id)) for record in records])
+        streams = await aexecute_many(self._store, [("XRANGE", keys.stream(record.id), "-", "+") for record in records])
+        results = await aexecute_many(self._store, [("HGETALL", keys.result(record.id)) for record in records])
         return await asyncio.to_thread(lambda: [self._read(s, r) for s, r in zip(streams, results, strict=True)])
 
     def _read(self, stream: Sequence[Any], result: Mapping[bytes, bytes]) -> list[Event] | None:

@@ -50,13 +50,13 @@ class OrphanedQueues:
         pools = {text(queue): text(about) for queue, about in (await self._store.hgetall(keys.POOLS)).items()}
         takers = takers_of(pools)
         workers = await self._broker.workers()
-        served = {worker.queue for worker in workers if worker.left is not None}
+        served = {worker.queue for worker in workers if worker.remaining_s is not None}
         now = time.monotonic()
         found = {queue: since.get(queue, now) for queue, its in takers.items() if not served & set(its)}
         late = [queue for queue, first in found.items() if queue in since and now - first >= self._patience_s]
         reaped = recalled = 0
         for worker in workers:
-            if worker.queue in late and worker.left is None:
+            if worker.queue in late and worker.remaining_s is None:
                 reaped += max(0, await self._broker.reap(worker.incarnation))
         for pool, about in pools.items():
             for queue, target in zip(looked_after(pool), looked_after(version_queue_of(about)), strict=True):

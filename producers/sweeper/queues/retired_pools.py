@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from producers.client.aio import AsyncClient
-from producers.connection.script import Call, arun, ask, parsed, script, text
+from producers.connection.script import Call, aexecute_many, arun, parsed, script, text
 from producers.contract import keys
 from producers.contract.keys import takers_of, version_queue_of
 from producers.contract.levels import looked_after
@@ -124,7 +124,7 @@ class RetiredPools:
         """
         found = [(raw, headers) for raw in page if (headers := task_headers(raw)) is not None]
         ids = [headers["id"] for _, headers in found]
-        answers = await ask(
+        answers = await aexecute_many(
             self._store,
             [
                 *(("HMGET", keys.task(task_id), "status", "settled") for task_id in ids),

@@ -26,7 +26,7 @@ from typing import Any, Final
 
 from producers.broker.values import Listed
 from producers.client.aio import AsyncClient
-from producers.connection.script import Call, arun, ask, parsed, script, text
+from producers.connection.script import Call, aexecute_many, arun, parsed, script, text
 from producers.contract import keys, levels
 from producers.contract.keys import version_queue_of
 from producers.contract.message import is_plain, kind_of, task_headers
@@ -128,7 +128,7 @@ class UnservedTasks:
         return ended
 
     async def _leases(self, workers: Sequence[str]) -> list[dict[str, Any]]:
-        leases = await ask(self._store, [("GET", keys.lease(name)) for name in workers])
+        leases = await aexecute_many(self._store, [("GET", keys.lease(name)) for name in workers])
         return [parsed(lease) for lease in leases if lease is not None]
 
     async def _end(self, queue: str, version: str, pools: Sequence[str], workers: Sequence[str], error: str) -> int:

@@ -15,7 +15,7 @@ from producers.aws.bucket import DONE, INBOX, OUTBOX
 from producers.aws.policies import OF_TIERS, Scope, policy
 from producers.broker.sqs.address import read, sqs_name
 from producers.broker.sqs.specs import dead_letters_name, inbox_name, lists_of
-from producers.connection.aws import AwsError, client, told
+from producers.connection.aws import AwsError, aws_errors, client
 from producers.connection.trouble import Trouble
 from producers.sources.files.bucket import Bucket as Inbox
 from producers.store.blobs.bucket import Bucket
@@ -96,7 +96,7 @@ def test_a_process_may_do_its_own_things_alone(
     with acting_as(aws, monkeypatch, role):
         for place, kind, call in calls(needs):
             try:
-                with told(f"use {place}", "the permission"):
+                with aws_errors(f"use {place}", "the permission"):
                     call()
             except AwsError as error:
                 (denied if error.trouble is Trouble.DENIED else done).add((place, kind))

@@ -14,7 +14,7 @@ import pytest
 from engine.text.checkpoint import model_version
 from producers.aws.account import Needs, provide
 from producers.aws.policies import OF_TIERS, Scope, policy
-from producers.aws.template import SERVICES, WAYS, Template
+from producers.aws.template import ROUTES, SERVICES, Template
 from producers.broker.sqs.address import read
 from producers.broker.sqs.specs import Encryption
 from producers.store.blobs.bucket import Bucket
@@ -121,7 +121,7 @@ def test_what_moto_does_not_make_is_as_setup_asks_for_it(aws: Aws, monkeypatch: 
     assert json.loads(written, object_hook=lambda one: one.get("Fn::Sub", one)) == json.loads(said)
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "direct"])
+@pytest.mark.parametrize("way", [way for way in ROUTES if way != "direct"])
 def test_notifications_come_another_way(aws: Aws, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", aws.url)
     made = Template(read(f"sqs://{REGION}"), [], Bucket("penstock-files"), inbox=True)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from producers.broker.base import Broker, Consumer, NoSuchPlace
+from producers.broker.base import Broker, Consumer, NoSuchList
 from producers.broker.connect import connect_consumer, connect_sender
 from producers.broker.values import Ack, Back, Credit, Depth, Fetched
 from producers.contract.message import Message
@@ -46,7 +46,7 @@ async def test_a_message_is_counted_wherever_it_is(broker: Broker, consumer: Con
     assert depths.queues["none"] == Depth()
     assert (depths.workers, depths.dead_letters) == ({INC: QUEUE}, 0)
     waiting = await broker.waiting(QUEUE)
-    assert (waiting.tiers, waiting.taken, waiting.served) == ({**tiers, "default": 3, "batch": 1}, 200, True)
+    assert (waiting.tiers, waiting.delivered_tokens, waiting.served) == ({**tiers, "default": 3, "batch": 1}, 200, True)
     waits, unsorted = await broker.tenants([QUEUE])
     assert (waits["t"]["default"], waits[""]["batch"], unsorted) == (2, 1, 1)
 
@@ -96,7 +96,7 @@ async def test_what_a_dead_worker_left_comes_back(broker: Broker, consumer: Cons
     consumer.put_down([Back(INC, "1", 0.2)])
     assert await broker.reap(INC) == await broker.recall(QUEUE, [QUEUE], 9) == -1
     consumer.end_lease(INC)
-    assert [(one.incarnation, one.left) for one in await broker.workers()] == [(INC, None)]
+    assert [(one.incarnation, one.remaining_s) for one in await broker.workers()] == [(INC, None)]
     assert (await broker.reap(INC), await broker.recall(QUEUE, [QUEUE], 9)) == (1, 2)
     await asyncio.sleep(0.3)
     assert (await broker.due(QUEUE), await broker.due(QUEUE)) == (1, 0)
@@ -164,7 +164,7 @@ async def test_a_dead_letter_is_replayed_once(broker: Broker, consumer: Consumer
     assert said["reason"] == "no good"
     assert abs(said["at"] - await broker.now_ms()) < 600_000
     message = said["message"].encode()
-    with pytest.raises(NoSuchPlace):
+    with pytest.raises(NoSuchList):
         await broker.replay(first, "penstock:arrivals", message, "a")
     assert await broker.replay(first, said["list"], message, "a")
     assert not await broker.replay(first, said["list"], message, "a")

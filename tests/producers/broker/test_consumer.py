@@ -136,11 +136,11 @@ def test_workers_are_listed_until_they_are_reaped(consumer: Consumer, sender: Se
     take(consumer, "1")
     (one,) = consumer.workers()
     assert (one.incarnation, one.queue) == (INC, OWN)
-    assert one.left is not None
-    assert 0 < one.left <= 60
+    assert one.remaining_s is not None
+    assert 0 < one.remaining_s <= 60
     assert consumer.reap(INC) == -1
     consumer.end_lease(INC)
-    assert [one.left for one in consumer.workers()] == [None]
+    assert [one.remaining_s for one in consumer.workers()] == [None]
     assert (consumer.reap(INC), consumer.reap(INC)) == (1, 0)
     assert (consumer.workers(), consumer.waiting(QUEUE)) == ([], 1)
 

@@ -15,7 +15,7 @@ from producers.connection import log_throttle as complaints
 from producers.connection.connect import check_hello
 from producers.connection.log_throttle import EVERY_S, Throttle, warn_throttled
 from producers.connection.sentinel import split
-from producers.connection.trouble import NotPrimary, Trouble, UnusableServer, said, trouble
+from producers.connection.trouble import NotPrimary, Trouble, UnusableServer, error_text, trouble
 from producers.contract import keys
 from producers.store.servers import RIGHTS, ServerRefused, check_server
 
@@ -192,5 +192,5 @@ def test_a_library_that_logs_each_try_is_throttled_too(
 
 
 def test_what_an_error_says_is_told_and_else_its_name() -> None:
-    assert said(redis.ConnectionError("Connection closed by server.")) == "Connection closed by server."
-    assert said(TimeoutError()) == "TimeoutError"
+    assert error_text(redis.ConnectionError("Connection closed by server.")) == "Connection closed by server."
+    assert error_text(TimeoutError()) == "TimeoutError"

@@ -53,7 +53,7 @@ def fetch(valkey: Redis, life: Incarnation, count: int) -> list[str]:
         plain_tokens=1,
         ageing_ms=10**9,
         max_redeliveries=5,
-        bite=count,
+        sort_limit=count,
     )
     fetched = broker.read_fetch(run(valkey, call), broker.places([QUEUE]))
     assert fetched is not None

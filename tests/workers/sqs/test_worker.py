@@ -117,7 +117,7 @@ def test_workers_and_what_waits_are_listed(sqs: SqsRig, tmp_path: Path) -> None:
     async def fleet() -> tuple[int, int, int]:
         async with AsyncClient(sqs.url, sqs.store_url) as client:
             (pool,) = (one for one in (await read_fleet(client.store, client.broker)).pools if one.workers)
-            listed = [one for one in await client.broker.workers() if one.left is not None]
+            listed = [one for one in await client.broker.workers() if one.remaining_s is not None]
             waiting = await client.broker.waiting(keys.version_queue("stub", "v1"))
             return len(pool.workers), len(listed), waiting.tiers["flex"]
 

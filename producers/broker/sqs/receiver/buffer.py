@@ -59,7 +59,7 @@ class Buffer:
     def _open(self, message: ReceivedMessage) -> None:
         assert message.sent is not None
         self._waiting[message.number] = message
-        self.server.turns[message.list].place(message.number, message.sent)
+        self.server.turns[message.list].add(message.number, message.sent)
 
     def choose(
         self, incarnation: str, uuids: Sequence[str], credit: Credit, rules: Rules, since: dict[str, float]

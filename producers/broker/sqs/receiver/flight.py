@@ -1,11 +1,11 @@
 """A message in flight: as its worker has received it, as the store's books have it, and the scripts of those books.
 
-The preconditions, effects and answers of a script stand at the head of `../scripts/*.lua`. REAP is a plan of several
-steps, for workers (blocking) and sweepers (asyncio), with requests to SQS between its scripts:
+The head of each `../scripts/*.lua` has its precondition, effect and answers. REAP is a plan of several steps, for
+workers (blocking) and sweepers (asyncio), with requests to SQS between its scripts:
 
     reap(inc) -> read_reap -> batch_requests -> SQS, `BATCH` messages a request -> reaped(inc, fields)
 
-It may be repeated between any two steps. What SQS does not take is shown by the visibility timeout.
+It may be repeated between any two steps. If SQS refuses a request, the visibility timeout shows the message again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PACKAGE: Final = "producers.broker.sqs"
 LONGEST_S: Final = 12 * 3600.0
 #: Messages of one request, at most.
 BATCH: Final = 10
-#: Ways out (`scripts/out.lua`) whose message is deleted; any other's is shown again.
+#: Routes out (`scripts/out.lua`) whose message is deleted; with any other route it is shown again.
 DELETED: Final = frozenset({"done", "letter", "delay"})
 #: An answer of NOTE and TAKE: the incarnation's lease is gone.
 LOST: Final = [-1]
@@ -41,7 +41,7 @@ _arrivals = count()
 
 @dataclass(slots=True, eq=False)
 class ReceivedMessage:
-    """`number`: its place among its tenant's messages. Times are of this process's monotonic clock."""
+    """A message that this process received. `number`: orders its tenant's messages. Times: this process's monotonic clock."""
 
     incarnation: str
     list: str
@@ -51,10 +51,10 @@ class ReceivedMessage:
     receipt: str
     raw: bytes
     sent: Sent | None
-    """The message as read; None if it cannot be used, for this `reason`."""
+    """The message, parsed; None if it cannot be used, for this `reason`."""
     reason: str
     member: str
-    """Its entry in the index; empty: it is not indexed, as it does not say its size."""
+    """Its entry in the index; empty: it has none, since its size is unknown."""
     group: str
     """FIFO queues: its group's id."""
     sent_at: float
@@ -75,7 +75,7 @@ class ReceivedMessage:
     lost: bool = False
     """Its incarnation's lease is gone: others may have it."""
     stray: bool = False
-    """Its record turned out not to be settled: it is nobody's until it is given back."""
+    """Its record turned out not to be settled: no thread has it until it is given back."""
 
     @property
     def id(self) -> str:
@@ -104,9 +104,9 @@ class ReceivedMessage:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A message in flight, as its worker's hash has it. `receipt`: empty where no message of SQS stands for it.
+    """A message in flight, as its worker's hash has it. `receipt`: empty if SQS has no message of it.
 
-    `member`: its entry in the index. If SQS does not know its receipt, and it was to be shown, it is sent anew.
+    `member`: its entry in the index. If SQS does not know the receipt of a message to be shown, it is sent again.
     """
 
     field: str
@@ -149,7 +149,7 @@ def parse_received(
 
 
 def stray_message(incarnation: str, entry: InFlight, location: tuple[str, str, int]) -> ReceivedMessage:
-    """A delivery that a failover of the store brought back: its body is not known any more, but for its size."""
+    """A delivery that a failover of the store restored: only the size of its body is known."""
     now = time.monotonic()
     raw = Entry.parse(entry.member).message(entry.list).envelope().encode() if entry.member else b""
     message = ReceivedMessage(
@@ -160,33 +160,33 @@ def stray_message(incarnation: str, entry: InFlight, location: tuple[str, str, i
 
 
 def _number(at: float, sent_at: float) -> int:
-    """Messages are in the order in which their tasks were submitted; copies of one differ."""
+    """A number that orders messages by the submission of their tasks, and differs between copies of one."""
     ms = at if 0 < at < math.inf else sent_at * 1000
     return (int(ms) << 24) + next(_arrivals) % (1 << 24)
 
 
 def _decoded(body: str) -> bytes:
-    """kombu's SQS transport writes its JSON in base64."""
+    """The message's JSON, which kombu's SQS transport writes in base64."""
     if not body.lstrip().startswith("{"):
         try:
             decoded = base64.b64decode(body, validate=True)
         except (binascii.Error, ValueError):
             decoded = b""
-        if decoded.lstrip().startswith(b"{"):  # else it is a text that only looks like base64
+        if decoded.lstrip().startswith(b"{"):  # else the body only looks like base64
             return decoded
     return body.encode(errors="surrogateescape")
 
 
-# ---- messages that the store keeps: their delay is too long for SQS -------------------------------------------------
+# ---- kept messages: the store has those whose delay is too long for SQS ----------------------------------------------
 
 
 def kept_message(name: str, raw: bytes, group: str) -> str:
-    """A message of a list as the store keeps it (JSON)."""
+    """A message of a list, as the store keeps it (JSON)."""
     return json.dumps({"list": name, "body": raw.decode(errors="surrogateescape"), "group": group})
 
 
 def body_of(kept: bytes) -> bytes:
-    """The message of what the store keeps."""
+    """The body of a kept message."""
     body: str = json.loads(kept)["body"]
     return body.encode(errors="surrogateescape")
 
@@ -195,8 +195,8 @@ def body_of(kept: bytes) -> bytes:
 
 
 def note(incarnation: str, name: str, messages: Sequence[tuple[ReceivedMessage, bool]]) -> Call:
-    """`messages`: of one list; each with whether the worker has a copy of it already. Those without a receipt stay in
-    the index: what SQS has is another copy."""
+    """NOTE. `messages`: of one list; each with whether the worker has a copy of it already. Messages without a receipt
+    stay in the index, since SQS has another copy."""
     names = (contract_keys.lease(incarnation), keys.inflight(incarnation), shared.REAPED)
     args: list[str | bytes | int] = [name]
     for message, is_copy in messages:
@@ -206,7 +206,7 @@ def note(incarnation: str, name: str, messages: Sequence[tuple[ReceivedMessage, 
 
 
 def take(incarnation: str, lists: Sequence[str], messages: Sequence[ReceivedMessage]) -> Call:
-    """Answers also what the index has of the `lists`; only that without `messages`."""
+    """TAKE. Answers the counts that the index has of the `lists`, with or without `messages`."""
     names = (contract_keys.lease(incarnation), keys.inflight(incarnation), shared.UNSERVED)
     args = [arg for m in messages for arg in (m.in_buffer, m.uuid, m.entry(), m.tokens, m.list)]
     return Call(script(PACKAGE, "take"), (*names, *map(keys.waiting, lists)), (len(lists), *lists, *args))
@@ -214,7 +214,7 @@ def take(incarnation: str, lists: Sequence[str], messages: Sequence[ReceivedMess
 
 def out(
     message: ReceivedMessage,
-    way: str,
+    route: str,
     *,
     to: str = "",
     delay: float = 0.0,
@@ -222,14 +222,15 @@ def out(
     reason: str = "",
     settled: bool = False,
 ) -> Call:
-    """`to`: the list that it goes to, its own by default; `delay`: seconds; `kept`: what the store keeps of it."""
+    """OUT. `route`: see `scripts/out.lua`; `to`: the list that it goes to, its own by default; `delay`: seconds;
+    `kept`: the text that the store keeps of it."""
     names = (
         keys.inflight(message.incarnation),
         keys.delayed(message.queue),
         shared.DEAD,
         contract_keys.task(message.id),
     )
-    args = (message.field, way, to or message.list, int(delay * 1000), message.member, kept, reason, int(settled))
+    args = (message.field, route, to or message.list, int(delay * 1000), message.member, kept, reason, int(settled))
     return Call(script(PACKAGE, "out"), names, args)
 
 
@@ -240,8 +241,8 @@ def down(message: ReceivedMessage, *, deleted: bool) -> Call:
 
 
 def due(queue: str, count: int, seconds: float = 60.0, *, every: bool = False, sent: Sequence[bytes] = ()) -> Call:
-    """Answers messages (as `kept_message` makes them) whose delay is over, or of `every` one; they are the caller's for
-    so many seconds. First it removes those that were `sent`."""
+    """Answers kept messages whose delay is over, or `every` one; they are the caller's for so many seconds. First it
+    removes those that were `sent`."""
     return Call(script(PACKAGE, "due"), (keys.delayed(queue),), (count, int(seconds * 1000), int(every), *sent))
 
 
@@ -271,20 +272,20 @@ class BatchRequest:
 
 
 def reap(incarnation: str, looker: str = "", since: int = 0) -> Call:
-    """See `read_reap`. `looker`: the incarnation that found it silent, if its lease stands, and `since` which join
-    lease values count for it."""
+    """REAP; see `read_reap`. `looker`: the incarnation that found it silent, if its lease is valid; `since`: the join
+    from which on leases count."""
     names = (contract_keys.lease(incarnation), keys.inflight(incarnation), shared.REAPED, shared.INCARNATIONS)
     return Call(script(PACKAGE, "reap"), names, (incarnation, looker, since))
 
 
 def read_reap(answer: Sequence[Any]) -> tuple[int, list[InFlight]]:
-    """Messages that this call put on their way back, -1 while the lease stands; and all that are still in flight."""
+    """The number of messages that this call put on their way back, -1 while the lease is valid; and all in flight."""
     entries = [read_entry(text(field), raw) for field, raw in zip(answer[1::2], answer[2::2], strict=True)]
     return int(answer[0]), entries
 
 
 def read_entry(field: str, raw: bytes | str) -> InFlight:
-    """A field of the hash of messages in flight, and its value."""
+    """Parse a field of the hash of messages in flight, and its value."""
     values = json.loads(raw if isinstance(raw, str) else raw.decode(errors="surrogateescape"))
     return InFlight(
         field,
@@ -298,7 +299,7 @@ def read_entry(field: str, raw: bytes | str) -> InFlight:
 
 
 def batch_requests(entries: Sequence[InFlight]) -> list[BatchRequest]:
-    """The requests to SQS for them. A receipt that has become stale is no error: its message is back already."""
+    """The requests to SQS for these messages. A stale receipt is no error: its message is back already."""
 
     def kind(entry: InFlight) -> tuple[str, bool]:
         return entry.list, entry.out in DELETED
@@ -313,6 +314,6 @@ def batch_requests(entries: Sequence[InFlight]) -> list[BatchRequest]:
 
 
 def reaped(incarnation: str, fields: Sequence[str]) -> Call:
-    """Answers how many entries are left, -1 while the lease stands."""
+    """Answers how many entries remain, -1 while the lease is valid."""
     names = (contract_keys.lease(incarnation), keys.inflight(incarnation), shared.INCARNATIONS)
     return Call(script(PACKAGE, "reaped"), names, (incarnation, *fields))

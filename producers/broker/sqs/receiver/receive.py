@@ -31,7 +31,7 @@ from producers.connection.aws import AwsError
 from producers.connection.connect import connect
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import run
-from producers.connection.trouble import Trouble, said
+from producers.connection.trouble import Trouble, error_text
 from producers.contract.levels import split
 
 logger = logging.getLogger(__name__)
@@ -201,35 +201,35 @@ class Receiver:
 
     # ---- put down -------------------------------------------------------------------------------------------------
 
-    def put_down(self, what: Sequence[Ack | Back], timeout: float) -> list[PutDown | Exception]:
+    def put_down(self, outcomes: Sequence[Ack | Back], timeout: float) -> list[PutDown | Exception]:
         """As `producers.broker.base.Consumer.put_down`. What is acknowledged is deleted soon; it waits for the rest."""
         with self.changed:
-            results = [self._put_down(delivery) for delivery in what]
+            results = [self._put_down(outcome) for outcome in outcomes]
             backs = [result for result in results if isinstance(result, Request)]
             if not self.changed.wait_for(lambda: all(request.answer for request in backs), timeout):
                 raise ConnectionError(f"SQS or the store did not take {len(backs)} messages back within {timeout:g} s")
             return [result if isinstance(result, PutDown) else result.answer or PutDown.GONE for result in results]
 
-    def _put_down(self, delivery: Ack | Back) -> Request | PutDown:
-        message = self._delivered.get(delivery.uuid)
-        if message is None or message.incarnation != delivery.incarnation:
+    def _put_down(self, outcome: Ack | Back) -> Request | PutDown:
+        message = self._delivered.get(outcome.uuid)
+        if message is None or message.incarnation != outcome.incarnation:
             return PutDown.GONE
         if message.leaving:
             request = next((request for request in self.sender.requests if request.message is message), None)
-            return request if request is not None and isinstance(delivery, Back) else PutDown.GONE
-        if isinstance(delivery, Ack):
+            return request if request is not None and isinstance(outcome, Back) else PutDown.GONE
+        if isinstance(outcome, Ack):
             self._finished.append(time.monotonic())
-            steps = send.ack(message, delivery.reason, settled=bool(delivery.settled))
-            self._leave(message, steps, max(1, delivery.used))
+            steps = send.ack(message, outcome.reason, settled=bool(outcome.settled))
+            self._leave(message, steps, max(1, outcome.used))
             return PutDown.DONE
-        if delivery.to:
-            lists = places(delivery.to)
-            to = next(name for name, rank in lists if rank == message.rank or is_celery(delivery.to))
+        if outcome.to:
+            lists = places(outcome.to)
+            to = next(name for name, rank in lists if rank == message.rank or is_celery(outcome.to))
             return self._leave(message, send.move(message, to))
-        return self._leave(message, self._way_back(message, delivery.delay))
+        return self._leave(message, self._way_back(message, outcome.delay))
 
     def _way_back(self, message: ReceivedMessage, delay: float = 0.0) -> Steps:
-        queue = self.queues.known(message.list)
+        queue = self.queues.cached(message.list)
         worn = queue is not None and time.time() + delay > message.sent_at + queue.retention - RENEW_BEFORE_S
         return send.back(message, delay, fifo=self.address.fifo, worn=worn)
 
@@ -404,7 +404,7 @@ class Poller(threading.Thread):
         with self._receiver.changed:
             line.polling, line.entering = None, False
             line.failures = 0 if error is None else line.failures + 1
-            line.error = "" if error is None else said(error)
+            line.error = "" if error is None else error_text(error)
             if error is not None:
                 mends = getattr(error, "trouble", None) is Trouble.AWAY or not isinstance(error, AwsError)
                 longest = AWAY_S if mends else REFUSED_S
@@ -420,7 +420,7 @@ class Poller(threading.Thread):
         with receiver.changed:
             self._line.polling = began = time.monotonic()
             receiver.changed.notify_all()
-        with receiver.queues.telling("receive from", name, "sqs:ReceiveMessage"):
+        with receiver.queues.aws_errors("receive from", name, "sqs:ReceiveMessage"):
             answer = receiver.polling_sqs.receive_message(
                 QueueUrl=receiver.queues.url(name),
                 MaxNumberOfMessages=count,

@@ -44,8 +44,8 @@ logger = logging.getLogger(__name__)
 MAX_DELAY_S: Final = 900.0
 #: The same of what has no entry in the index, where its delay could not be seen.
 MAX_UNSEEN_S: Final = 30.0
-#: So long (s) before a receive reaches SQS's longest, its message is sent anew.
-ANEW_BEFORE_S: Final = 1800.0
+#: Time (s) before the end of SQS's longest receive at which a message is replaced by a copy.
+REPLACE_BEFORE_S: Final = 1800.0
 #: A message that no thread takes goes back after so long (s).
 KEEP_S: Final = 2.0
 #: Interval (s) of looking for kept messages that are due, and how many are sent at a time.
@@ -54,7 +54,7 @@ DUE: Final = 10
 #: Longest wait (s) of a delete for others.
 LINGER_S: Final = 0.5
 LONGEST_PAUSE_S: Final = 5.0
-#: A message's own errors that a retry does not mend, by which SQS says that it does not have it, or not in flight.
+#: Codes for a message that SQS does not have, or not in flight: a retry does not help.
 GONE: Final = frozenset(
     {"ReceiptHandleIsInvalid", "InvalidParameterValue", "AWS.SimpleQueueService.InvalidReceiptHandle"}
 )
@@ -72,7 +72,7 @@ _DOING: Final = {Action.DELETE: "delete from", Action.SHOW: "change visibilities
 
 @dataclass(frozen=True, slots=True)
 class BatchEntry:
-    """A message's part of a request. `seconds`: SHOW hides it for so long, SEND delays it."""
+    """A message's part of a request. `seconds`: SHOW hides it for so long, SEND delays it by so long."""
 
     action: Action
     list: str
@@ -84,12 +84,12 @@ class BatchEntry:
 
     @property
     def lingers(self) -> bool:
-        """It may wait for others, to share a request."""
+        """Whether it may wait for others, to share a request."""
         return self.action is Action.DELETE
 
     @property
     def needless(self) -> bool:
-        """SQS has no message for it any more; or it renews what is on its way back by now."""
+        """Whether SQS has no message for it any more, or it would renew a message that is on its way back."""
         if self.receipt_of is None:
             return False
         leaving = isinstance(self.receipt_of, ReceivedMessage) and self.receipt_of.leaving
@@ -110,7 +110,7 @@ Steps = Generator[Call | BatchEntry, Any, PutDown]
 
 
 class SqsAccess(Protocol):
-    """SQS, and how it is known there which queues there are."""
+    """SQS and its queues."""
 
     @property
     def sqs(self) -> Any: ...
@@ -122,7 +122,7 @@ class SqsAccess(Protocol):
 def send_batch(to: SqsAccess, name: str, action: Action, entries: Sequence[dict[str, Any]]) -> dict[int, AwsError]:
     """One batch request to a list's queue. Returns the refused entries' errors by index. Raises AwsError."""
     with_ids = [{"Id": str(index), **entry} for index, entry in enumerate(entries)]
-    with to.queues.telling(_DOING[action], name, action.value):
+    with to.queues.aws_errors(_DOING[action], name, action.value):
         url = to.queues.url(name)
         if action is Action.DELETE:
             answer = to.sqs.delete_message_batch(QueueUrl=url, Entries=with_ids)
@@ -157,9 +157,9 @@ def _sendable(entry: dict[str, Any], url: str) -> dict[str, Any]:
 
 
 def ack(message: ReceivedMessage, reason: str = "", *, settled: bool = False) -> Steps:
-    """Delete a message that nobody needs any more; with a reason, keep it as a dead letter."""
-    way = "letter" if reason else "done"
-    answer = yield flight.out(message, way, kept=message.raw if reason else "", reason=reason, settled=settled)
+    """Delete a message that is done; with a reason, keep it as a dead letter."""
+    route = "letter" if reason else "done"
+    answer = yield flight.out(message, route, kept=message.raw if reason else "", reason=reason, settled=settled)
     if answer != 1:
         return PutDown.UNSETTLED if answer == -1 else PutDown.GONE
     yield BatchEntry(Action.DELETE, message.list, message)
@@ -168,8 +168,8 @@ def ack(message: ReceivedMessage, reason: str = "", *, settled: bool = False) ->
 
 
 def back(message: ReceivedMessage, delay: float, *, fifo: bool, worn: bool) -> Steps:
-    """It goes back to its own queue. `worn`: it is so old that its queue would soon drop it."""
-    ends = message.received + LONGEST_S - ANEW_BEFORE_S < time.monotonic() + delay
+    """Return a message to its own queue. `worn`: it is so old that its queue would soon drop it."""
+    ends = message.received + LONGEST_S - REPLACE_BEFORE_S < time.monotonic() + delay
     if delay > (MAX_DELAY_S if message.member else MAX_UNSEEN_S) or (delay > 0 and ends):
         return (yield from _keep(message, delay))
     answer = yield flight.out(message, "back", delay=delay)
@@ -179,7 +179,7 @@ def back(message: ReceivedMessage, delay: float, *, fifo: bool, worn: bool) -> S
         yield _copy(message, delay)
         yield BatchEntry(Action.DELETE, message.list, message)
     elif (yield BatchEntry(Action.SHOW, message.list, message, seconds=delay)):
-        yield _copy(message, delay)  # SQS has none: a failover has lost that it went
+        yield _copy(message, delay)  # SQS has none: a failover lost that it was deleted
     yield flight.down(message, deleted=False)
     return PutDown.DONE
 
@@ -200,7 +200,7 @@ def _keep(message: ReceivedMessage, delay: float) -> Steps:
 
 
 def move(message: ReceivedMessage, to: str) -> Steps:
-    """It goes to another list."""
+    """Move a message to another list."""
     answer = yield flight.out(message, "back", to=to)
     if answer != 1:
         return PutDown.GONE
@@ -211,7 +211,7 @@ def move(message: ReceivedMessage, to: str) -> Steps:
 
 
 def renew(message: ReceivedMessage, seconds: float) -> Steps:
-    """SQS hides it for as long again; if it does not have it in flight, whoever has it by now renews it."""
+    """Hide a message for as long again. If SQS does not have it in flight here, its new receiver renews it."""
     began = time.monotonic()
     gone = yield BatchEntry(Action.SHOW, message.list, message, seconds=seconds, renews=True)
     message.until = math.inf if gone else began + seconds
@@ -220,18 +220,18 @@ def renew(message: ReceivedMessage, seconds: float) -> Steps:
 
 
 def reap(incarnation: str, entry: InFlight) -> Steps:
-    """A message that a dead worker had in flight goes the way that REAP has put it on."""
+    """Take the route that REAP chose for a message that a dead worker had in flight."""
     deleted = entry.out in DELETED
     gone = yield BatchEntry(Action.DELETE if deleted else Action.SHOW, entry.list, entry)
-    if gone and not deleted and entry.member:  # SQS has none: a failover has lost that it went
+    if gone and not deleted and entry.member:  # SQS has none: a failover lost that it was deleted
         body = Entry.parse(entry.member).message(entry.list).envelope()
         yield BatchEntry(Action.SEND, entry.list, None, body, entry.group)
     yield flight.reaped(incarnation, [entry.field])
     return PutDown.DONE
 
 
-def anew(message: ReceivedMessage) -> Steps:
-    """SQS hides no message for longer than 12 h: a copy takes its place. Who gets that hears that the task is busy."""
+def renew_receipt(message: ReceivedMessage) -> Steps:
+    """Replace a message by a copy: SQS hides none for longer than 12 h. Its receiver finds the task busy."""
     if message.member:
         yield flight.sent(message.list, [(message.member, message.at)])
     yield _copy(message, MAX_DELAY_S)
@@ -242,7 +242,7 @@ def anew(message: ReceivedMessage) -> Steps:
 
 
 def resend(queue: str, entry: bytes) -> Steps:
-    """The delay of a kept message is over: it is sent before the store lets go of it."""
+    """Send a kept message whose delay is over, before the store drops it."""
     kept = json.loads(entry)
     with suppress(Unusable):
         message = read(flight.body_of(entry))
@@ -258,7 +258,8 @@ def resend(queue: str, entry: bytes) -> Steps:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """`message`: what it puts down, if it does. `step`: the next step, since `at`, not before `after` (monotonic)."""
+    """Steps under way. `message`: the one that they put down, if any. `step`: the next, since `at`, not before `after`
+    (monotonic)."""
 
     steps: Steps
     step: Call | BatchEntry | None = None
@@ -266,7 +267,7 @@ class Request:
     after: float = 0.0
     failures: int = 0
     answer: PutDown | None = None
-    """Not None: it has ended."""
+    """Set when it has ended."""
     message: ReceivedMessage | None = None
 
     def advance(self, answer: Any = None) -> None:
@@ -306,7 +307,7 @@ class Owner(SqsAccess, Protocol):
 
 
 class Sender:
-    """Its thread begins with the first request."""
+    """Performs requests on a thread, which starts with the first one."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
@@ -316,7 +317,7 @@ class Sender:
         self._flushing = False
 
     def add(self, *requests: Request) -> None:
-        """Under the owner's lock. Their first steps are taken soon."""
+        """Add requests, under the owner's lock. Their first steps are taken soon."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="penstock-sqs-sender", daemon=True)
             self._thread.start()
@@ -342,12 +343,12 @@ class Sender:
                 if not (ready := self._wait()):
                     return
                 self._step(ready)
-            except Exception:  # of one step, that nobody foresaw: the others' must not wait for it
+            except Exception:  # an unforeseen error of one step must not stop the others
                 logger.exception("A request to SQS failed, going on")
                 time.sleep(LONGEST_PAUSE_S)
 
     def _wait(self) -> list[Request]:
-        """Waits for the requests that are due next. Returns none once the owner is closed and all is done."""
+        """Wait for the requests that are due next. Returns none once the owner is closed and all are done."""
         with self._changed:
             while not (ready := self._ready(time.monotonic())):
                 if self._owner.closed:
@@ -439,7 +440,7 @@ class Sender:
                 self._advance(request, refusal is not None and refusal.code in GONE)
 
     def _call_sqs_alone(self, name: str, action: Action, requests: Sequence[Request], error: AwsError) -> None:
-        """SQS refused a batch for one of its messages: find out for which, and go on without it."""
+        """Send each message of a refused batch alone: SQS refused it for one of them."""
         if len(requests) > 1:
             for request in requests:
                 self._call_sqs(name, action, [request])
@@ -449,7 +450,7 @@ class Sender:
             self._advance(requests[0], True)
 
     def _refuse(self, request: Request, error: AwsError) -> None:
-        """SQS does not take what is to be sent, so nothing may be deleted for it: whoever sees it next tries again."""
+        """End a request whose message SQS does not take, without deleting it: its next receiver tries again."""
         warn_throttled(logger, "A message cannot be sent, it comes back when its visibility is over: %s", error)
         with self._changed:
             request.steps.close()
@@ -482,7 +483,10 @@ class Sender:
 
 
 class Maintenance:
-    """Its methods are called under the owner's lock, except `reap`."""
+    """Adds the requests that no call asks for: renewals, due messages, hand-backs, messages of dead workers.
+
+    Its methods are called under the owner's lock, except `reap`.
+    """
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
@@ -492,16 +496,16 @@ class Maintenance:
         self._reaping: set[tuple[str, str]] = set()
 
     def tend(self, now: float) -> None:
-        """Give back what nobody takes, renew what stays, look for what is due."""
+        """Give back messages that no thread takes, renew the others, look for due ones."""
         owner = self._owner
         for message in owner.buffered():
             if message.received + KEEP_S <= now and not message.leaving:
                 owner.give_back_unfit(message)
         for message in self._renewable():
-            ending = now > message.received + LONGEST_S - ANEW_BEFORE_S
+            ending = now > message.received + LONGEST_S - REPLACE_BEFORE_S
             if message.delivered and not owner.address.fifo and ending:
                 message.renewing = True
-                owner.sender.add(Request(anew(message)))
+                owner.sender.add(Request(renew_receipt(message)))
             elif now >= self._renew_at(message):
                 message.renewing = True
                 owner.sender.add(Request(renew(message, owner.address.visibility)))
@@ -518,7 +522,7 @@ class Maintenance:
         return min(times, default=math.inf)
 
     def _renew_at(self, message: ReceivedMessage) -> float:
-        """At half of its visibility, which is shorter at first."""
+        """When to renew: at half of its visibility, which is shorter at first."""
         return message.until - min(self._half, (message.until - message.received) / 2)
 
     def _renewable(self) -> list[ReceivedMessage]:
@@ -539,7 +543,7 @@ class Maintenance:
             self._sending.discard(entry)
 
     def reap(self, incarnation: str, entries: Sequence[InFlight], timeout: float) -> None:
-        """Tell SQS of what REAP has put on its way; wait for it for so long (s), it goes on then."""
+        """Perform the requests of REAP. Waits for them at most `timeout` seconds; they go on then."""
         if not entries:
             return
         with self._owner.changed:

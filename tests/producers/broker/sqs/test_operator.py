@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from producers.broker.base import NoSuchPlace
+from producers.broker.base import NoSuchList
 from producers.broker.connect import connect_broker
 from producers.broker.redis import keys as shared
 from producers.broker.sqs import keys, operator
@@ -57,7 +57,7 @@ async def test_what_there_is_is_known_without_a_request(place: Place, beside: Sq
     assert depths.queues["penstock:queue:none@1"] == Depth()
     assert (depths.workers, depths.dead_letters) == ({INC: OWN}, 0)
     waiting = await beside.waiting(QUEUE)
-    assert (waiting.tiers["default"], waiting.taken, waiting.served) == (1, 200, True)
+    assert (waiting.tiers["default"], waiting.delivered_tokens, waiting.served) == (1, 200, True)
     waits, unsorted = await beside.tenants([QUEUE])
     assert (waits["t"]["default"], waits[""]["batch"], unsorted) == (2, 1, 0)
 
@@ -161,7 +161,7 @@ async def test_a_letter_whose_message_is_empty_is_refused_and_stays(
 ) -> None:
     """Whoever else sends one hears what SQS says of it."""
     valkey.rpush(shared.DEAD, "letter")
-    with pytest.raises(NoSuchPlace, match="empty"):
+    with pytest.raises(NoSuchList, match="empty"):
         await broker.replay(b"letter", DEFAULT, b"", "")
     assert await broker.letters(0, 9) == [b"letter"]
     send_one(broker._to, DEFAULT, Outgoing.again(DEFAULT, ""))

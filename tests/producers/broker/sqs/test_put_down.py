@@ -151,7 +151,7 @@ def test_what_a_killed_worker_had_is_shown_at_once(place: Place) -> None:
     process.kill()
     process.wait()
     place.consumer.end_lease("dead")
-    assert [one.left for one in place.consumer.workers() if one.incarnation == "dead"] == [None]
+    assert [one.remaining_s for one in place.consumer.workers() if one.incarnation == "dead"] == [None]
     run(place.redis, flight.reap("dead"))  # by a reaper that dies before it told SQS
     assert place.consumer.reap("dead") == 0
     until(lambda: place.redis.hlen(flying) == 0)

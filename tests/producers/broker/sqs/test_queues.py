@@ -81,7 +81,7 @@ def test_settings_are_read_once_and_again_once_a_queue_seemed_gone(aws: Aws, val
     sqs = aws.client("sqs")
     sqs.delete_queue(QueueUrl=url)
     assert known.check(NAME) == found
-    with pytest.raises(AwsMissing, match="cannot send to queue pen-m_1"), known.telling("send to", NAME, "sqs:Send"):
+    with pytest.raises(AwsMissing, match="cannot send to queue pen-m_1"), known.aws_errors("send to", NAME, "sqs:Send"):
         sqs.send_message(QueueUrl=url, MessageBody="x")
     with pytest.raises(AwsMissing, match="cannot find queue pen-m_1"):
         known.check(NAME)

@@ -89,7 +89,7 @@ def test_a_key_is_kept_unless_another_is_asked_for(aws: Aws) -> None:
     assert {one.action for one in provide(address).values()} == {"keep"}
     name = dead_letters_name("pen-", False)
     assert attributes(aws, name)["KmsMasterKeyId"] == KEY
-    changed = provide(address, encryption=Encryption(own=True))
+    changed = provide(address, encryption=Encryption(aws_keys=True))
     assert changed[name].details["KmsMasterKeyId"] == f"{KEY} -> unset"
     assert not attributes(aws, name).get("KmsMasterKeyId")
 

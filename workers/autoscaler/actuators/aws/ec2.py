@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 from urllib.parse import SplitResult
 
-from producers.connection.aws import partition_of, told
+from producers.connection.aws import aws_errors, partition_of
 from workers.autoscaler.actuators import SCHEMES
 from workers.autoscaler.actuators.aws.calls import OPTIONS, Calls
 from workers.autoscaler.actuators.base import Actual, ActuatorError, Address, read
@@ -72,7 +72,7 @@ class Ec2:
         least, most, had = group["MinSize"], group["MaxSize"], group["DesiredCapacity"]
         allowed = min(max(wanted, least), most)
         if allowed > had:
-            with told(f"set its capacity to {allowed}", "autoscaling:SetDesiredCapacity"):
+            with aws_errors(f"set its capacity to {allowed}", "autoscaling:SetDesiredCapacity"):
                 self._calls.client.set_desired_capacity(AutoScalingGroupName=self._group, DesiredCapacity=allowed)
         elif allowed < had:
             self._shrink(_living(group), had - allowed, first)
@@ -84,13 +84,13 @@ class Ec2:
 
     def _shrink(self, living: Sequence[str], count: int, first: Sequence[str]) -> None:
         for instance in victims(self.name, living, count, first):
-            with told(f"end {instance}", "autoscaling:TerminateInstanceInAutoScalingGroup"):
+            with aws_errors(f"end {instance}", "autoscaling:TerminateInstanceInAutoScalingGroup"):
                 self._calls.client.terminate_instance_in_auto_scaling_group(
                     InstanceId=instance, ShouldDecrementDesiredCapacity=True
                 )
 
     def _described(self) -> dict[str, Any]:
-        with told("look at the group", "autoscaling:DescribeAutoScalingGroups"):
+        with aws_errors("look at the group", "autoscaling:DescribeAutoScalingGroups"):
             said = self._calls.client.describe_auto_scaling_groups(AutoScalingGroupNames=[self._group])
         if not said["AutoScalingGroups"]:
             region = self._calls.client.meta.region_name
@@ -99,7 +99,7 @@ class Ec2:
         return group
 
     def _activities(self) -> list[dict[str, Any]]:
-        with told("look at the group's activities", "autoscaling:DescribeScalingActivities"):
+        with aws_errors("look at the group's activities", "autoscaling:DescribeScalingActivities"):
             said = self._calls.client.describe_scaling_activities(
                 AutoScalingGroupName=self._group, MaxRecords=ACTIVITIES
             )

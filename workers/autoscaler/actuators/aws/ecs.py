@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 from urllib.parse import SplitResult
 
-from producers.connection.aws import partition_of, told
+from producers.connection.aws import aws_errors, partition_of
 from workers.autoscaler.actuators import SCHEMES
 from workers.autoscaler.actuators.aws.calls import OPTIONS, Calls
 from workers.autoscaler.actuators.base import Actual, ActuatorError, Address, read
@@ -60,7 +60,7 @@ class Ecs:
     def _scale(self, wanted: int) -> None:
         if self._described()["desiredCount"] == wanted:
             return
-        with told(f"set the count to {wanted}", "ecs:UpdateService"):
+        with aws_errors(f"set the count to {wanted}", "ecs:UpdateService"):
             self._calls.client.update_service(cluster=self._cluster, service=self._service, desiredCount=wanted)
 
     def _actual(self) -> Actual:
@@ -69,7 +69,7 @@ class Ecs:
         return actual_of(service, self._stopped() if lacks else [])
 
     def _described(self) -> dict[str, Any]:
-        with told("look at the service", "ecs:DescribeServices"):
+        with aws_errors("look at the service", "ecs:DescribeServices"):
             said = self._calls.client.describe_services(cluster=self._cluster, services=[self._service])
         found = [one for one in said["services"] if one["status"] == "ACTIVE"]
         if not found:
@@ -80,13 +80,13 @@ class Ecs:
 
     def _stopped(self) -> list[dict[str, Any]]:
         """Tasks of the last hour that ended."""
-        with told("list stopped tasks", "ecs:ListTasks"):
+        with aws_errors("list stopped tasks", "ecs:ListTasks"):
             listed = self._calls.client.list_tasks(
                 cluster=self._cluster, serviceName=self._service, desiredStatus="STOPPED", maxResults=20
             )
         if not listed["taskArns"]:
             return []
-        with told("look at stopped tasks", "ecs:DescribeTasks"):
+        with aws_errors("look at stopped tasks", "ecs:DescribeTasks"):
             said = self._calls.client.describe_tasks(cluster=self._cluster, tasks=listed["taskArns"])
         tasks: list[dict[str, Any]] = said["tasks"]
         return tasks

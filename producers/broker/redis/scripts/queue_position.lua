@@ -1,5 +1,5 @@
 #!lua flags=no-writes
--- STANDING(task) | how many messages of its tier go before a waiting one; reads only.
+-- QUEUE_POSITION(task) | how many messages of its tier go before a waiting one; reads only.
 -- Lists and turns are searched by the time of submission, which rises along them but where messages came back: so the
 -- neighbours of the found place are looked through for the id. Turns among tenants are reckoned, not played: before a
 -- message come those of each tenant that will have been served less by then, if its messages are as large as some of

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from producers.broker.base import Broker, Consumer
-from producers.broker.values import Back, Counted, Credit, Rules, Standing
+from producers.broker.values import Back, Counted, Credit, QueuePosition, Rules
 from producers.contract.message import Message
 from tests.exhaustive import few
 from tests.producers.broker.conftest import INC, QUEUE
@@ -25,7 +25,7 @@ REDIS_FIRST = pytest.mark.parametrize("url", few(["redis", "memory"], "redis"), 
 def take(consumer: Consumer, count: int) -> list[str]:
     """The ids of the next messages; of each list so many are sorted by tenant that none is taken out of turn."""
     uuids = [f"{random.random()}" for _ in range(count)]
-    fetched = consumer.fetch(INC, uuids, ALL, RULES, bite=1000)
+    fetched = consumer.fetch(INC, uuids, ALL, RULES, sort_limit=1000)
     return [json.loads(one.raw)["headers"]["id"] for one in fetched or ()]
 
 
@@ -40,9 +40,9 @@ async def test_with_one_tenant_it_is_exact_wherever_the_message_is(broker: Broke
     await broker.send_many(sent)
     assert take(consumer, 10) == [message.id for message in sent[:10]]
     for number in (10, 11, 500, 1499):
-        assert await broker.standing(sent[number]) == Standing(number - 10, exact=True)
-    assert await broker.standing(sent[3]) is None  # in flight
-    assert await broker.standing(one(4000)) is None
+        assert await broker.queue_position(sent[number]) == QueuePosition(number - 10, exact=True)
+    assert await broker.queue_position(sent[3]) is None  # in flight
+    assert await broker.queue_position(one(4000)) is None
 
 
 @EITHER
@@ -52,8 +52,8 @@ async def test_what_was_given_back_stands_at_the_front_or_is_due(broker: Broker,
     fetched = consumer.fetch(INC, ["a", "b", "c"], ALL, RULES)
     assert fetched is not None
     consumer.put_down([Back(INC, "b"), Back(INC, "c", delay=3600.0)])
-    assert await broker.standing(sent[1]) == Standing(0, exact=True)
-    late = await broker.standing(sent[2])
+    assert await broker.queue_position(sent[1]) == QueuePosition(0, exact=True)
+    late = await broker.queue_position(sent[2])
     assert late is not None
     assert late.due_s is not None
     assert 3000 < late.due_s <= 3600
@@ -74,7 +74,7 @@ async def test_among_tenants_it_is_right_to_a_twentieth_of_the_queue(
     await broker.send_many(sent)
     gone = {*take(consumer, 40)} if sorted_already else set[str]()
     waiting = [message for message in sent if message.id not in gone]
-    told = {message.id: await broker.standing(message) for message in draw.sample(waiting, 30)}
+    told = {message.id: await broker.queue_position(message) for message in draw.sample(waiting, 30)}
     order = take(consumer, len(waiting))
     assert len(order) == len(waiting)
     found = {name: standing for name, standing in told.items() if standing is not None and not standing.exact}
@@ -90,7 +90,7 @@ async def test_so_it_is_among_more_tenants_than_are_looked_at(broker: Broker, co
     await broker.send_many(sent)
     gone = {*take(consumer, 150)}
     waiting = [message for message in sent if message.id not in gone]
-    told = {message.id: await broker.standing(message) for message in waiting[::50]}
+    told = {message.id: await broker.queue_position(message) for message in waiting[::50]}
     order = take(consumer, len(waiting))
     off = [abs(found.ahead - order.index(name)) for name, found in told.items() if found is not None]
     assert len(off) == len(told)
@@ -109,7 +109,7 @@ async def test_of_many_tenants_what_was_counted_tells_where_samples_cannot(broke
         before = its[: its.index(message)]
         size = sum(other.tokens for other in before) / len(before) if before else None
         counted = Counted(tenants, len(before) / len(its), size)
-        told[message.id] = await broker.standing(message, counted)
+        told[message.id] = await broker.queue_position(message, counted)
     order = {task_id: place for place, task_id in enumerate(_all(consumer, 3000))}
     off = [abs(standing.ahead - order[task_id]) for task_id, standing in told.items() if standing is not None]
     assert len(off) == len(told)
@@ -119,7 +119,7 @@ async def test_of_many_tenants_what_was_counted_tells_where_samples_cannot(broke
 def _all(consumer: Consumer, count: int) -> list[str]:
     found: list[str] = []
     for _ in range(count // 1000 + 1):  # first all are sorted, as others do who take nothing
-        consumer.fetch(INC, ["none"], Credit((0,) * 4, (0,) * 4), RULES, bite=1000)
+        consumer.fetch(INC, ["none"], Credit((0,) * 4, (0,) * 4), RULES, sort_limit=1000)
     while len(found) < count:
         found += take(consumer, 500)
     return found
