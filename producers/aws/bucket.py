@@ -117,7 +117,7 @@ class BucketSetup:
         return patiently(doing, permission, lambda: method(Bucket=self.bucket.name, **arguments), not_yet=not_yet)
 
     def _settings(self) -> dict[str, tuple[str, str, Callable[[dict[str, Any]], dict[str, Any]]]]:
-        """S3's name of each setting -> its argument, permission, and its expected value as a function of the existing one."""
+        """S3's name of each setting -> its argument, permission, and expected value by its existing one."""
         settings: dict[str, tuple[str, str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
             "public_access_block": (
                 *("PublicAccessBlockConfiguration", "s3:PutBucketPublicAccessBlock"),

@@ -129,7 +129,7 @@ class Consumer(ABC):
 
     @abstractmethod
     def join(self, looker: str) -> int:
-        """Tell all others that this incarnation sends its heartbeats here now. Returns the join's number; 0 if it does not."""
+        """Tell all others that this incarnation's heartbeats arrive here now. Returns the join's number; 0 if not."""
 
     @abstractmethod
     def look(self, looker: str, others: Sequence[str], since: int = 0) -> Observation | None:

@@ -176,7 +176,7 @@ class Server:
         self.dead.append(json.dumps(letter, ensure_ascii=False).encode(errors="surrogateescape"))
 
     def remove(self, name: str, raw: bytes, task_id: str, reason: str = "") -> bool:
-        """Remove a message from a list; with a reason, it becomes a dead letter. Returns False if it does not wait there."""
+        """Remove a message from a list; with a reason, it becomes a dead letter. Returns False if it is not there."""
         if raw not in self.lists[name]:
             return False
         self.lists[name].remove(raw)

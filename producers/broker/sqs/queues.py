@@ -79,7 +79,7 @@ class Queues:
         self._queues.pop(name, None)
 
     def check(self, name: str, *, refresh: bool = False) -> Queue:
-        """The queue's settings, read once unless `refresh`. Raises AwsError, whose text says what is unfit and what to do."""
+        """The queue's settings, read once unless `refresh`. Raises AwsError, which names the fault and its repair."""
         queue = None if refresh else self._queues.get(name)
         if queue is None:
             url = self.url(name)

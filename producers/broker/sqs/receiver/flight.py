@@ -41,7 +41,7 @@ _arrivals = count()
 
 @dataclass(slots=True, eq=False)
 class ReceivedMessage:
-    """A message that this process received. `number`: orders its tenant's messages. Times: this process's monotonic clock."""
+    """A message that this process received. `number`: orders its tenant's messages. Times are monotonic."""
 
     incarnation: str
     list: str
