@@ -1,4 +1,4 @@
-"""What a system needs in an AWS account: made and corrected (`provide`), or tried as one of its processes (`probe`).
+"""A system's needs in an AWS account: made and corrected (`provide`), or tried as one of its processes (`probe`).
 
 Both may be repeated. `probe` changes nothing, so it tries neither sending nor receiving: both would change what waits.
 """

@@ -221,7 +221,7 @@ class Broker(ABC):
         """Raise unless the broker answers and has the queues of the announced models, if it can lack any."""
 
     async def storage(self) -> Storage | None:
-        """How full the broker's server is; None if it has no bound that anyone could reach."""
+        """The used memory of the broker's server; None if it has no limit."""
         return None
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What a broker keeps in Redis or Valkey wherever its messages are: leases, dead letters, weights and the time."""
+"""The part of a broker that is in Redis or Valkey wherever its messages are: leases, dead letters, weights, time."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Leases(Consumer):
         return leases.read_retract(run(self._redis, leases.retract(incarnation, keys.REAPED)))
 
     def adopt(self, source: str, target: str) -> int:
-        """As `Consumer.adopt`. If pools have no queues of their own, only delayed messages are moved."""
+        """The same as `Consumer.adopt`. If pools have no queues of their own, only delayed messages are moved."""
         return int(run(self._redis, calls.adopt(source, target)))
 
 

@@ -143,7 +143,7 @@ class SqsBroker(Books):
         return waiting
 
     async def queue_position(self, message: Message, counted: Counted = NOTHING_COUNTED) -> QueuePosition | None:
-        """None: SQS keeps no order."""
+        """Returns None: SQS keeps no order."""
         return None
 
     async def depths(self, queues: Sequence[str]) -> Depths:

@@ -1,12 +1,12 @@
-"""Received messages that are not put down yet: which one is next, and which lists are polled for how many more.
+"""Received messages that are not put down yet: the choice of the next one, and of how many more to poll for.
 
-The choice of the next has the turns of the broker in memory. Of a FIFO queue's group only the first message may be
-chosen. The others wait for it here, since SQS shows none of a group of which one is in flight: once it is acknowledged,
-the next may be chosen; if it goes back, they all do.
+The choice of the next message has the turns of the broker in memory. Only the first message of a FIFO queue's group may
+be chosen. The others wait for it here, since SQS shows no message of a group while one is in flight: once it is
+acknowledged, the next may be chosen; if it goes back, they all do.
 
-A list is polled while its tier has credit left after what is in the buffer of its own and better tiers. It waits while
-a better list has messages to receive. With nothing to receive, all lists are polled at the same time, each by a
-long poll: then a message is had at once, and no list waits for another's poll.
+A list is polled while its tier has more credit than the buffer's messages of its own and better tiers need. It waits
+while a better list has messages to receive. If no list has any, all are polled at the same time, each by a long poll: a
+new message arrives at once, and no list waits for another's poll.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from producers.broker.sqs.receiver.flight import ReceivedMessage
 from producers.broker.values import Credit, Fetched, Rules
 from producers.contract.keys import TIERS
 
-#: Most messages of one ReceiveMessage.
+#: Messages of one ReceiveMessage, at most.
 MAX_MESSAGES: Final = 10
-#: A poll that is not answered for so long (s) has found nothing: SQS answers at once where there is something.
+#: A poll without an answer for so long (s) has found no message: SQS answers at once if it has one.
 QUIET_S: Final = 1.0
 
 
@@ -35,7 +35,7 @@ def places(queue: str) -> list[tuple[str, int]]:
 
 
 class Buffer:
-    """Not thread-safe: its `Receiver` has a lock for it."""
+    """The messages of one `Receiver`, whose lock guards it."""
 
     def __init__(self, queues: Sequence[str], fifo: bool) -> None:
         self._queues, self._fifo = list(queues), fifo
@@ -44,7 +44,7 @@ class Buffer:
         self._groups: dict[tuple[str, str], deque[ReceivedMessage]] = {}
 
     def add(self, message: ReceivedMessage, returns: int, rules: Rules) -> None:
-        """It may be chosen. `returns`: its redeliveries whose worker died."""
+        """Add a message that may be chosen. `returns`: its redeliveries whose worker died."""
         assert message.sent is not None
         message.seqs, message.tokens = message.sent.size(rules.capacity, rules.plain_tokens)
         if returns:
@@ -64,9 +64,9 @@ class Buffer:
     def choose(
         self, incarnation: str, uuids: Sequence[str], credit: Credit, rules: Rules, since: dict[str, float]
     ) -> tuple[list[Fetched], Credit]:
-        """The messages that come first and fit, and the credit that remains; the same again for known UUIDs.
+        """The messages that come first and fit, and the remaining credit; the same again for the same UUIDs.
 
-        `since`: list -> ms since when it is unserved. What is chosen has its delivery's UUID then."""
+        `since`: list -> ms since when it is unserved. Sets the UUIDs of the chosen messages."""
         server = self.server
         server.unserved.update({name: ms for name, ms in since.items() if ms})
         seqs, tokens = list(credit.seqs), list(credit.tokens)
@@ -91,7 +91,7 @@ class Buffer:
         return seqs, tokens
 
     def drop(self, message: ReceivedMessage, used: int | None = None) -> list[ReceivedMessage]:
-        """It is put down: done with, for so many KV tokens, or goes back (None). Returns what goes back with it."""
+        """Drop a message that is done, after `used` KV tokens, or goes back (None). Returns those that follow it back."""
         if self._waiting.pop(message.number, None) is not None:
             self._forget(message)
         delivery: Delivery | None = self.server.inflight[message.incarnation].pop(message.uuid, None)
@@ -125,7 +125,7 @@ class Buffer:
 
 @dataclass(slots=True)
 class Blocked:
-    """A list whose first message did not fit: it needs so much credit."""
+    """The credit that the first message of a list needs, which did not fit."""
 
     seqs: int
     tokens: int
@@ -133,12 +133,12 @@ class Blocked:
     mid: str
     until: float
     passed: bool = False
-    """It fits, and was passed over for another reason."""
+    """Whether it fits, and was passed over for another reason."""
 
 
 @dataclass(slots=True)
 class Line:
-    """The state of a list. `due`: messages to receive, by its index; `since`: it waits unserved (ms; 0: empty)."""
+    """The state of a list. `due`: messages to receive, by its index; `since`: unserved since (ms; 0: empty)."""
 
     name: str
     queue: str
@@ -146,23 +146,23 @@ class Line:
     due: int = 0
     since: float = 0.0
     polling: float | None = None
-    """When its poll began (monotonic), inf while it is about to; None while it has none."""
+    """When its poll began (monotonic); inf: it is about to; None: it has none."""
     entering: bool = False
-    """Messages came, which its index may have no more and the buffer not yet."""
+    """Whether messages came that its index may have no more, and the buffer not yet."""
     retry_at: float = 0.0
     failures: int = 0
     error: str = ""
     blocked: Blocked | None = None
 
     def aged(self, rules: Rules, now_ms: float) -> tuple[int, int]:
-        """The order of lists: the best first."""
+        """The list's sort key: the best list comes first."""
         waited = max(0.0, now_ms - self.since) / (rules.ageing * 1000) if self.since else 0.0
         return self.rank - math.floor(waited), self.rank
 
 
 @dataclass(slots=True)
 class Demand:
-    """The worker's last fetch. `seqs`, `tokens`: what the buffer has, by tier."""
+    """The worker's last fetch. `seqs`, `tokens`: needs of the buffer's messages, by tier."""
 
     incarnation: str
     credit: Credit
@@ -171,10 +171,10 @@ class Demand:
     seqs: list[int]
     tokens: list[int]
     ahead: int = 0
-    """Sequences that the worker has finished in the last second: so many soon fit, too."""
+    """Sequences that the worker finished in the last second: so many more will fit soon."""
 
     def room(self, rank: int) -> int:
-        """Sequences that a tier has room for. A small stock is kept of what is soon fetched, so that polls are full."""
+        """Sequences that a tier has room for, plus a small stock for the next fetch, so that polls are full."""
         room = self.credit.seqs[rank] - sum(self.seqs[: rank + 1])
         if self.credit.tokens[rank] <= sum(self.tokens[: rank + 1]):
             room = min(room, 0)
@@ -186,7 +186,7 @@ class Demand:
 
 
 def poll_size(line: Line, lines: Sequence[Line], demand: Demand, now: float, now_ms: float) -> tuple[int, float]:
-    """The number of messages to ask SQS for, 0 for not now; and the seconds until the next look at the latest."""
+    """The number of messages to poll for now, and the seconds until the next decision, at most."""
     if now < line.retry_at:
         return 0, line.retry_at - now
     room = demand.room(line.rank)
@@ -206,22 +206,22 @@ def poll_size(line: Line, lines: Sequence[Line], demand: Demand, now: float, now
 
 
 def _busy(better: Line, line: Line, demand: Demand, now: float) -> float:
-    """For how long (s) a better list is to be waited for; 0 if it is not."""
-    holds_up = math.inf if better.rank <= line.rank else 0.0
+    """For how long (s) to wait for a better list; 0: not at all."""
+    blocks = math.inf if better.rank <= line.rank else 0.0
     if now < better.retry_at:
         return 0.0
-    if better.blocked or better.entering:  # it holds up its own tier and lower ones, no better one
-        return holds_up
+    if better.blocked or better.entering:  # it blocks its own tier and lower ones, no better one
+        return blocks
     if better.due <= 0:
         return 0.0
     if demand.room(better.rank) <= 0:
-        return holds_up
+        return blocks
     if better.polling is None:
         return math.inf
     return max(0.0, better.polling + QUIET_S - now)
 
 
 def read_lines(lines: Mapping[str, Line], answer: Sequence[int]) -> None:
-    """Enter TAKE's answer for these lists, in their order."""
+    """Update the lists by TAKE's answer, which has their order."""
     for line, due, since in zip(lines.values(), answer[::2], answer[1::2], strict=True):
         line.due, line.since = int(due), float(since)

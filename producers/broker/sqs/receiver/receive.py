@@ -1,6 +1,6 @@
-"""A worker process's messages of SQS, which its consumers share: received, given to the worker, on their way out.
+"""A worker process's messages of SQS, which its consumers share: received, with the worker, or on their way out.
 
-One lock guards a `Receiver`. Nothing waits for a server under it. A `Poller` for each list receives for it.
+One lock guards a `Receiver`. No thread waits for a server under it. A `Poller` for each list receives for it.
 """
 
 from __future__ import annotations
@@ -36,29 +36,30 @@ from producers.contract.levels import split
 
 logger = logging.getLogger(__name__)
 
-#: Without a fetch for so long (s), nothing is polled for.
+#: Without a fetch for so long (s), no list is polled.
 FRESH_S: Final = 3.0
-#: A message that was not taken holds its list up for so long (s) at most: it does not fit; or it was passed over.
+#: A message that was not taken blocks its list for so long (s) at most: it does not fit; or it was passed over.
 UNFIT_S: Final = 60.0
 PASSED_S: Final = 10.0
 ACCEPTED_S: Final = 1.0 + aws.CONNECT_S
-#: SQS's longest poll (s): 720 requests an hour for four lists that have nothing.
+#: SQS's longest poll (s): 720 requests an hour for four empty lists.
 WAIT_S: Final = 20
-#: The poll (s) after a failure: whether that has passed is known when it is answered.
+#: The poll (s) after a failure: its answer shows that the failure has passed.
 AGAIN_S: Final = 1
-#: Hides (s) a message at first, until its first renewal. The poll of a process that was killed goes on at SQS, and
-#: takes messages that nobody gets.
+#: First visibility timeout (s) of a message, until its first renewal. The poll of a killed process goes on at SQS, and
+#: receives messages for nobody.
 FIRST_S: Final = 20
 RETRY_S: Final = 0.2
-#: Longest pause (s) after a failure that may pass by itself; and after one that an operator has to mend.
+#: Longest pause (s) after a failure that may pass by itself; and after one that an operator has to repair.
 AWAY_S: Final = 5.0
 REFUSED_S: Final = 15.0
-#: Part of a message's visibility within which it is entered in flight, or else left to reappear.
+#: Share of a message's visibility within which it is entered in flight, or else left to reappear.
 NOTE_WITHIN: Final = 0.6
 
 
 class Receiver:
-    """`queues`: those of a worker, its own pool's first, which has none on SQS; `home`: the version's."""
+    """The messages of a worker process. `queues`: a worker's, its own pool's first, which has none on SQS; `home`: its
+    version's."""
 
     def __init__(self, address: Address, queues: Sequence[str], store_url: str, home: str) -> None:
         self.address = address
@@ -98,7 +99,7 @@ class Receiver:
     # ---- fetch ----------------------------------------------------------------------------------------------------
 
     def fetch(self, incarnation: str, uuids: Sequence[str], credit: Credit, rules: Rules) -> list[Fetched] | None:
-        """As `producers.broker.base.Consumer.fetch`, of what was received. It also tells the pollers what has room."""
+        """As `producers.broker.base.Consumer.fetch`, from received messages. Also updates the demand of the pollers."""
         with self.changed:
             self.give_back([m for m in self._received.values() if m.incarnation != incarnation and not m.delivered])
             since = {line.name: line.since for line in self.lines.values()}
@@ -139,7 +140,7 @@ class Receiver:
         return {name for name, b in elsewhere.items() if self.redis.zscore(keys.waiting(name), b.member) is None}
 
     def next_poll(self, line: Line) -> tuple[str, int]:
-        """Wait until a list is to be polled: for which incarnation, and how many messages. 0: the worker ends."""
+        """Wait until a list is to be polled. Returns the incarnation and the number of messages; 0: the worker ends."""
         with self.changed:
             while not self.closed:
                 now, pause = time.monotonic(), inf
@@ -156,7 +157,7 @@ class Receiver:
     # ---- received -------------------------------------------------------------------------------------------------
 
     def register(self, received: Sequence[ReceivedMessage]) -> list[tuple[ReceivedMessage, bool]]:
-        """Messages, each with whether it is a copy of what the worker has: that keeps its place, with a new receipt."""
+        """Add received messages. Returns each with whether it is a copy: then it is the existing message."""
         messages = []
         with self.changed:
             for message in received:
@@ -170,14 +171,14 @@ class Receiver:
         return messages
 
     def forget(self, registered: Sequence[tuple[ReceivedMessage, bool]]) -> None:
-        """They were not entered in flight."""
+        """Drop messages that were not entered in flight."""
         with self.changed:
             for message, is_copy in registered:
                 if not is_copy:
                     self._drop(message)
 
     def admit(self, registered: Sequence[tuple[ReceivedMessage, bool]], returns: Sequence[int]) -> None:
-        """They are in flight; `returns`: redeliveries of each whose worker died."""
+        """Make messages that are in flight available. `returns`: redeliveries of each whose worker died."""
         with self.changed:
             demand = self._demand
             for (message, is_copy), count in zip(registered, returns, strict=True):
@@ -196,13 +197,13 @@ class Receiver:
             pokes = list(self.pokes)
             if not pokes:
                 self.changed.notify_all()
-        for poke in pokes:  # it fetches now, and that wakes the other threads: they would only be in its way
+        for poke in pokes:  # it fetches now, and that wakes the other threads: earlier they would only be in its way
             poke()
 
     # ---- put down -------------------------------------------------------------------------------------------------
 
     def put_down(self, outcomes: Sequence[Ack | Back], timeout: float) -> list[PutDown | Exception]:
-        """As `producers.broker.base.Consumer.put_down`. What is acknowledged is deleted soon; it waits for the rest."""
+        """As `producers.broker.base.Consumer.put_down`. Waits for hand-backs; deletes happen soon after."""
         with self.changed:
             results = [self._put_down(outcome) for outcome in outcomes]
             backs = [result for result in results if isinstance(result, Request)]
@@ -226,15 +227,16 @@ class Receiver:
             lists = places(outcome.to)
             to = next(name for name, rank in lists if rank == message.rank or is_celery(outcome.to))
             return self._leave(message, send.move(message, to))
-        return self._leave(message, self._way_back(message, outcome.delay))
+        return self._leave(message, self._steps_back(message, outcome.delay))
 
-    def _way_back(self, message: ReceivedMessage, delay: float = 0.0) -> Steps:
+    def _steps_back(self, message: ReceivedMessage, delay: float = 0.0) -> Steps:
         queue = self.queues.cached(message.list)
         worn = queue is not None and time.time() + delay > message.sent_at + queue.retention - RENEW_BEFORE_S
         return send.back(message, delay, fifo=self.address.fifo, worn=worn)
 
     def _leave(self, message: ReceivedMessage, steps: Steps, used: int | None = None) -> Request:
-        """Under the lock. `used`: it is done with; what waits for it may be chosen, else that goes back, too."""
+        """Put a message on its way out, under the lock. `used`: KV tokens of one that is done, whose group's next
+        may be chosen; None: it goes back, as does the rest of its group."""
         message.leaving = True
         request = Request(steps, message=message)
         self.sender.add(request)
@@ -244,13 +246,13 @@ class Receiver:
         return request
 
     def survived(self, task_ids: Sequence[str]) -> None:
-        """As `producers.broker.base.Consumer.survived`, of what this process has received."""
+        """As `producers.broker.base.Consumer.survived`, for this process's messages."""
         with self.changed:
             for task_id in task_ids:
                 self._forget_returns(task_id)
 
     def _forget_returns(self, task_id: str) -> None:
-        """Messages whose workers died come one at a time: the next may."""
+        """Forget a task's returns. Messages whose workers died come one at a time, so the next may come now."""
         if self._buffer.server.reaped.pop(task_id, None):
             for line in self.lines.values():
                 line.blocked = None if line.blocked and line.blocked.passed else line.blocked
@@ -258,10 +260,11 @@ class Receiver:
     def give_back(self, messages: Sequence[ReceivedMessage]) -> None:
         for message in messages:
             if not message.leaving:
-                self._leave(message, self._way_back(message))
+                self._leave(message, self._steps_back(message))
 
     def give_back_unfit(self, message: ReceivedMessage) -> None:
-        """Under the lock: nobody took it, so it goes back; its list is not polled until it fits or another has it."""
+        """Give back a message that no thread took, under the lock. Its list is not polled until the message fits, or
+        another worker has it."""
         line, now, demand = self.lines[message.list], time.monotonic(), self._demand
         if line.blocked is None:
             blocked = Blocked(message.seqs, message.tokens, message.member, message.mid, now + UNFIT_S)
@@ -271,7 +274,7 @@ class Receiver:
         self.give_back([message])
 
     def ended(self, request: Request) -> None:
-        """Under the lock: a request has."""
+        """Note that a request has ended, under the lock."""
         message = request.message
         if message is None:
             return
@@ -299,21 +302,21 @@ class Receiver:
 
     @property
     def messages(self) -> list[ReceivedMessage]:
-        """Under the lock: all that is not put down."""
+        """All messages that are not put down; under the lock."""
         return list(self._received.values())
 
     def buffered(self) -> list[ReceivedMessage]:
-        """Under the lock: what no thread has taken, and what does not wait for another's end."""
+        """The messages that a thread may take; under the lock."""
         return self._buffer.waiting()
 
     def serves(self, now: float) -> bool:
         """Whether the worker fetches."""
         return self._demand is not None and now - self._demand.at < FRESH_S
 
-    # ---- the ends of incarnations ---------------------------------------------------------------------------------
+    # ---- ends of incarnations -------------------------------------------------------------------------------------
 
     def lose(self, incarnation: str) -> None:
-        """Its lease is gone. What it has not given to the worker goes back; the rest is renewed no more."""
+        """Note that an incarnation's lease is gone. Undelivered messages go back; the others are renewed no more."""
         with self.changed:
             messages = [message for message in self._received.values() if message.incarnation == incarnation]
             for message in messages:
@@ -323,13 +326,13 @@ class Receiver:
                 self._demand = None
 
     def pause(self) -> None:
-        """The worker fetches no more: poll no more, and give back what it has not taken. A fetch begins it anew."""
+        """Stop polling, and give back the undelivered messages. The next fetch starts polling again."""
         with self.changed:
             self._demand = None
             self.give_back([message for message in self._received.values() if not message.delivered])
 
     def strays(self, incarnation: str, entries: Sequence[InFlight], deliveries: Sequence[str]) -> dict[str, str]:
-        """Deliveries that neither the worker nor this receiver has: UUID -> task's id. They may be given back."""
+        """UUID -> task id of deliveries that neither the worker nor this receiver has. They may be given back."""
         with self.changed:
             mine = {message.field for message in self._received.values() if not message.stray} | set(deliveries)
             strays = [entry for entry in entries if entry.field not in mine and not entry.field.startswith("m:")]
@@ -347,20 +350,20 @@ class Receiver:
         return weights
 
     def faults(self) -> list[str]:
-        """The reasons for which lists are not polled. A poll that is still waited for is not refused."""
+        """The reasons why lists cannot be polled. A poll that waits for its answer counts as accepted."""
         accepted = time.monotonic() - ACCEPTED_S
         with self.changed:
             return [line.error for line in self.lines.values() if line.error and (line.polling or inf) > accepted]
 
     def _start_polling(self) -> None:
         if not self._pollers and not self.closed:
-            self.sender.add()  # it has maintenance from now on
+            self.sender.add()  # starts its thread, which has maintenance from now on
             self._pollers = [Poller(self, line) for line in self.lines.values()]
             for poller in self._pollers:
                 poller.start()
 
     def close(self) -> None:
-        """The last of its consumers is closed: what goes back within a second does."""
+        """End polling. Waits up to a second for messages on their way back."""
         self.pause()
         self.flush(1.0)
         with self.changed:
@@ -375,7 +378,7 @@ def _is_polled(queue: str, queues: Sequence[str], home: str, address: Address) -
 
 
 class Poller(threading.Thread):
-    """Receives a list's messages by long polls, on a thread of its own."""
+    """A thread that receives a list's messages by long polls."""
 
     def __init__(self, receiver: Receiver, line: Line) -> None:
         super().__init__(name=f"penstock-sqs-{line.name.rpartition('#')[2]}", daemon=True)
@@ -399,7 +402,7 @@ class Poller(threading.Thread):
                 self._answered(error)
 
     def _answered(self, error: Exception | None) -> None:
-        """The poll was answered, or not."""
+        """Note that a poll ended, with an answer or an error."""
         line = self._line
         with self._receiver.changed:
             line.polling, line.entering = None, False
@@ -451,7 +454,8 @@ class Poller(threading.Thread):
             send_batch(receiver, self._line.name, Action.SHOW, show)
 
     def _note(self, incarnation: str, registered: list[tuple[ReceivedMessage, bool]]) -> Any:
-        """Redeliveries of each; None if the lease is gone. Raises RedisError once their visibility is nearly over."""
+        """Enter messages in flight. Returns the redeliveries of each; None if the lease is gone. Raises RedisError once
+        their visibility is nearly over."""
         now = time.monotonic()
         until = now + NOTE_WITHIN * (min(message.until for message, _ in registered) - now)
         while True:
@@ -466,7 +470,7 @@ class Poller(threading.Thread):
 
 
 def _shown_at(began: float, visibility: float) -> float:
-    """When SQS shows again what it has just handed out: not before its answer came, less a long way."""
+    """When SQS shows just received messages again: counted from its answer, less a generous time of transfer."""
     return max(began, time.monotonic() - 1.0) + visibility
 
 
@@ -477,8 +481,8 @@ _lock: Final = threading.Lock()
 
 
 def shared_receiver(address: Address, queues: Sequence[str], store_url: str, home: str) -> Receiver:
-    """The consumers of a process's threads share one for each address and model; a process that was forked has its own.
-    `release` it."""
+    """The receiver that the consumers of this process share for an address and a model. A forked process has its own.
+    Every user must `release` it."""
     key = (os.getpid(), address, tuple(queues), store_url, home)
     with _lock:
         receiver = _receivers.get(key)
@@ -489,7 +493,7 @@ def shared_receiver(address: Address, queues: Sequence[str], store_url: str, hom
 
 
 def release(receiver: Receiver) -> None:
-    """Close it with the last of its users; whoever asks for one from then on gets another."""
+    """End one use of a receiver, and close it with its last user."""
     with _lock:
         receiver.users -= 1
         gone = [key for key, shared in _receivers.items() if shared is receiver and not receiver.users]
