@@ -91,7 +91,7 @@ class Buffer:
         return seqs, tokens
 
     def drop(self, message: ReceivedMessage, used: int | None = None) -> list[ReceivedMessage]:
-        """Drop a message that is done, after `used` KV tokens, or goes back (None). Returns those that follow it back."""
+        """Drop a message that is done, after `used` KV tokens, or goes back (None). Returns those that follow it."""
         if self._waiting.pop(message.number, None) is not None:
             self._forget(message)
         delivery: Delivery | None = self.server.inflight[message.incarnation].pop(message.uuid, None)
