@@ -13,18 +13,18 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from producers.broker.values import (
-    NOTHING_COUNTED,
+    NO_COUNTS,
     Ack,
     Back,
     Capabilities,
-    Counted,
     Credit,
     Depths,
     Fetched,
-    Listed,
+    ListedWorker,
     PutDown,
     QueuePosition,
     Rules,
+    TenantCounts,
     Waiting,
 )
 from producers.connection.storage import Storage
@@ -124,7 +124,7 @@ class Consumer(ABC):
         """
 
     @abstractmethod
-    def workers(self) -> list[Listed]:
+    def workers(self) -> list[ListedWorker]:
         """All listed incarnations, also those of other queues and those whose lease has ended."""
 
     @abstractmethod
@@ -239,7 +239,7 @@ class Broker(ABC):
         """The waiting messages of one queue, in one round trip."""
 
     @abstractmethod
-    async def queue_position(self, message: Message, counted: Counted = NOTHING_COUNTED) -> QueuePosition | None:
+    async def queue_position(self, message: Message, counted: TenantCounts = NO_COUNTS) -> QueuePosition | None:
         """The position of a task's message, in one round trip. `counted`: for brokers that cannot count the messages of
         tenants before workers have sorted them.
 
@@ -251,7 +251,7 @@ class Broker(ABC):
         """The figures for /metrics, in at most three round trips for any number of queues."""
 
     @abstractmethod
-    async def workers(self) -> list[Listed]:
+    async def workers(self) -> list[ListedWorker]:
         """The same as `Consumer.workers`."""
 
     # ---- repair ---------------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class PutDown(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedWorker:
     """A worker's incarnation that the broker lists. `remaining_s`: seconds of its lease; None if that has ended."""
 
     incarnation: str
@@ -139,7 +139,7 @@ class QueuePosition:
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class TenantCounts:
     """The records' counts of a waiting message's tenant, and of others."""
 
     tenants: Mapping[str, int]
@@ -150,7 +150,7 @@ class Counted:
     """KV tokens that those may need, on average; None: unknown."""
 
 
-NOTHING_COUNTED: Final = Counted({})
+NO_COUNTS: Final = TenantCounts({})
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from typing import Final
 from redis import Redis
 
 from producers.broker.base import Consumer
-from producers.broker.values import Listed
+from producers.broker.values import ListedWorker
 from producers.connection.script import run
 from producers.contract.leases import Liveness, end, join, observe
 from workers.leases.control import Control
@@ -62,7 +62,7 @@ class Neighbours:
     _joins: int = field(init=False, default=-1)
     """The broker's count, at the last look."""
 
-    def learn(self, life: Incarnation, alive: Sequence[Listed]) -> None:
+    def learn(self, life: Incarnation, alive: Sequence[ListedWorker]) -> None:
         """Choose whom to look at, from all others that have a lease."""
         ring = sorted(one.incarnation for one in alive)
         after = [name for name in ring if name > life.id]

@@ -10,7 +10,7 @@ from typing import Any
 from redis import Redis
 
 from producers.broker.base import Consumer
-from producers.broker.values import Listed
+from producers.broker.values import ListedWorker
 from producers.client.reader_leases import LapsedReaders
 from producers.client.steps import Read, Step, drive
 from producers.connection.script import Call, run, text
@@ -34,7 +34,7 @@ class Others:
         self._readers = LapsedReaders(served.settings.reader_lease)
         self._stranded: dict[str, int] = {}
 
-    def reap(self, life: Incarnation) -> list[Listed]:
+    def reap(self, life: Incarnation) -> list[ListedWorker]:
         """Reap those whose lease is over; return those that live."""
         others = [one for one in self._broker.workers() if one.incarnation != life.id]
         for one in others:
@@ -44,7 +44,7 @@ class Others:
                     logger.warning("Worker %s is gone: returned its %d deliveries to the queue", one.incarnation, count)
         return [one for one in others if one.remaining_s is not None]
 
-    def adopt(self, alive: Sequence[Listed]) -> None:
+    def adopt(self, alive: Sequence[ListedWorker]) -> None:
         """Move what waits for pools of this model that have no worker left to the queues of their versions.
 
         An upgrade of torch, another dtype or machine makes another pool; what was queued before must not wait for ever.

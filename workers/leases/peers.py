@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from redis import Redis
 
-from producers.broker.values import Listed
+from producers.broker.values import ListedWorker
 from producers.connection.script import parsed_value, run
 from producers.contract import keys
 from producers.store.protocol import eject
@@ -39,7 +39,7 @@ class Peers:
     _entered: bool = field(init=False, default=False)
     """EJECT may have entered this worker."""
 
-    def look(self, life: Incarnation, alive: Sequence[Listed]) -> None:
+    def look(self, life: Incarnation, alive: Sequence[ListedWorker]) -> None:
         """Compare this worker with its peers. `alive`: all others that have a lease."""
         breaker, others = self.breaker, [one.incarnation for one in alive if one.queue == self.queue]
         breaker.peers = self._figures(others)

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from producers.admin.explain.tenants import count
 from producers.admin.fleet import Fleet, Pool, read_fleet
 from producers.broker.base import Broker
-from producers.broker.values import Counted, QueuePosition
+from producers.broker.values import QueuePosition, TenantCounts
 from producers.connection.script import aexecute_many, text
 from producers.connection.storage import read_storage
 from producers.contract import keys, levels
@@ -155,7 +155,7 @@ def _message(record: Record) -> Message | None:
         return None
 
 
-async def _standing(broker: Broker, record: Record, message: Message, counted: Counted) -> QueuePosition | None:
+async def _standing(broker: Broker, record: Record, message: Message, counted: TenantCounts) -> QueuePosition | None:
     if "fingerprint" in record.fields:  # it was begun: its message goes back to its pool, while that has a worker
         own = keys.Pool(record.model, record.fields.get("version", ""), record.fields["fingerprint"]).queue
         own = levels.queue_of(own, levels.split(message.queue)[1])

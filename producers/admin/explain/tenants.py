@@ -7,7 +7,7 @@ from typing import Final
 
 from redis.asyncio import Redis
 
-from producers.broker.values import NOTHING_COUNTED, Counted
+from producers.broker.values import NO_COUNTS, TenantCounts
 from producers.connection.script import aexecute_many, text
 from producers.contract import keys
 from producers.contract.message import Message
@@ -20,7 +20,7 @@ LISTED: Final = 0.9
 PLACES, EACH = 16, 16
 
 
-async def count(store: Redis, message: Message, since: float) -> Counted:
+async def count(store: Redis, message: Message, since: float) -> TenantCounts:
     """`since`: when the task that has waited longest in its tier was submitted, unix s. Raises
     redis.exceptions.RedisError or OSError.
 
@@ -32,14 +32,14 @@ async def count(store: Redis, message: Message, since: float) -> Counted:
     commands = [("HLEN", keys.WAITING_TENANTS), *(("ZCOUNT", index, *span) for span in spans)]
     tenants, skipped, before, whole = await aexecute_many(store, commands)
     if not 0 < tenants <= MOST:
-        return NOTHING_COUNTED
+        return NO_COUNTS
     sizes_of = _look_up(index, skipped, before) if message.tenant else ()
     counts, *found = await aexecute_many(store, [("HGETALL", keys.WAITING_TENANTS), *sizes_of])
     waiting = {text(name): int(number) for name, number in counts.items()}
     sizes = [int(size) for some in found for size in some if size is not None and size.isdigit()]
     share = before / whole if whole and whole >= LISTED * waiting.get(message.tenant or "", 0) else None
     tokens = sum(sizes) / len(sizes) if sizes else None
-    return Counted(waiting, share, tokens)
+    return TenantCounts(waiting, share, tokens)
 
 
 def _look_up(index: str, first: int, count: int) -> Iterator[tuple[str | int, ...]]:

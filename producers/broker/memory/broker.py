@@ -12,19 +12,19 @@ from producers.broker.base import Broker, Consumer, NoSuchList, Sender, Waker
 from producers.broker.memory.message import Sent, Unusable, read
 from producers.broker.memory.server import Server, Turns, fetch
 from producers.broker.values import (
-    NOTHING_COUNTED,
+    NO_COUNTS,
     Ack,
     Back,
     Capabilities,
-    Counted,
     Credit,
     Depth,
     Depths,
     Fetched,
-    Listed,
+    ListedWorker,
     PutDown,
     QueuePosition,
     Rules,
+    TenantCounts,
     Waiting,
     check_weight,
 )
@@ -100,7 +100,7 @@ class MemoryConsumer(Consumer):
             for queue in self.queues:
                 self._server.recall(queue, takers.get(queue, self.queues), sys.maxsize)
 
-    def workers(self) -> list[Listed]:
+    def workers(self) -> list[ListedWorker]:
         return workers(self._server)
 
     def join(self, looker: str) -> int:
@@ -155,13 +155,13 @@ class MemoryWaker:
             self._server.pokes.remove(self._poke)
 
 
-def workers(server: Server) -> list[Listed]:
+def workers(server: Server) -> list[ListedWorker]:
     """The same as `producers.broker.base.Consumer.workers`."""
     with server.lock:
         now = server.clock()
         remaining_s = {name: (server.leases.get(name, 0.0) - now) / 1000 for name in server.listed}
         return [
-            Listed(name, queue, remaining_s[name] if remaining_s[name] > 0 else None)
+            ListedWorker(name, queue, remaining_s[name] if remaining_s[name] > 0 else None)
             for name, queue in server.listed.items()
         ]
 
@@ -209,7 +209,7 @@ class MemoryBroker(Broker):
             served = any(takes_from(pool, queue) for pool in server.listed.values())
             return Waiting(self._depth(queue).waiting, server.delivered_tokens, served)
 
-    async def queue_position(self, message: Message, counted: Counted = NOTHING_COUNTED) -> QueuePosition | None:
+    async def queue_position(self, message: Message, counted: TenantCounts = NO_COUNTS) -> QueuePosition | None:
         with self._server.lock:
             lists = [name for name, tier in self._lists(message.queue) if tier == message.tier]
             return _queue_position(self._server, lists, message)
@@ -233,7 +233,7 @@ class MemoryBroker(Broker):
         """Each list of the queue, with its tier."""
         return ((name, _TIERS[rank]) for name, rank in self._server.places(queue))
 
-    async def workers(self) -> list[Listed]:
+    async def workers(self) -> list[ListedWorker]:
         return workers(self._server)
 
     # ---- repair ---------------------------------------------------------------------------------------------------

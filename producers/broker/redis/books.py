@@ -10,7 +10,7 @@ from redis.asyncio import Redis as AsyncRedis
 
 from producers.broker.base import Broker, Consumer
 from producers.broker.redis import calls, keys
-from producers.broker.values import Listed, check_weight, sane_weights
+from producers.broker.values import ListedWorker, check_weight, sane_weights
 from producers.connection.script import aexecute_many, ms, run, text
 from producers.contract import keys as contract_keys
 from producers.contract import leases
@@ -30,7 +30,7 @@ class Leases(Consumer):
     def end_lease(self, incarnation: str) -> None:
         self._redis.delete(contract_keys.lease(incarnation))
 
-    def workers(self) -> list[Listed]:
+    def workers(self) -> list[ListedWorker]:
         listed = self._redis.hgetall(keys.INCARNATIONS)
         with self._redis.pipeline(transaction=False) as pipe:
             for name in listed:
@@ -63,7 +63,7 @@ class Books(Broker):
     def __init__(self, client: AsyncRedis) -> None:
         self._redis = client
 
-    async def workers(self) -> list[Listed]:
+    async def workers(self) -> list[ListedWorker]:
         listed = await self._redis.hgetall(keys.INCARNATIONS)
         return read_listed(listed, await self._execute(*(("PTTL", contract_keys.lease(text(name))) for name in listed)))
 
@@ -98,9 +98,9 @@ class Books(Broker):
         return await aexecute_many(self._redis, commands)
 
 
-def read_listed(listed: Mapping[Any, Any], ttls_ms: Sequence[int]) -> list[Listed]:
+def read_listed(listed: Mapping[Any, Any], ttls_ms: Sequence[int]) -> list[ListedWorker]:
     """`listed`: incarnation -> queue; `ttls_ms`: PTTL of each incarnation's lease, -2 if that has ended."""
     return [
-        Listed(text(name), text(queue), None if ttl_ms == -2 else max(0, ttl_ms) / 1000)
+        ListedWorker(text(name), text(queue), None if ttl_ms == -2 else max(0, ttl_ms) / 1000)
         for (name, queue), ttl_ms in zip(listed.items(), ttls_ms, strict=True)
     ]

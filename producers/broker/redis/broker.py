@@ -18,11 +18,10 @@ from producers.broker.base import NoSuchList, Sender, Waker
 from producers.broker.redis import calls, keys
 from producers.broker.redis.books import Books, Leases
 from producers.broker.values import (
-    NOTHING_COUNTED,
+    NO_COUNTS,
     Ack,
     Back,
     Capabilities,
-    Counted,
     Credit,
     Depth,
     Depths,
@@ -30,6 +29,7 @@ from producers.broker.values import (
     PutDown,
     QueuePosition,
     Rules,
+    TenantCounts,
     Waiting,
     sane_weights,
 )
@@ -281,7 +281,7 @@ class RedisBroker(Books):
             waiting.tiers[tier] += count
         return waiting
 
-    async def queue_position(self, message: Message, counted: Counted = NOTHING_COUNTED) -> QueuePosition | None:
+    async def queue_position(self, message: Message, counted: TenantCounts = NO_COUNTS) -> QueuePosition | None:
         return calls.read_queue_position(await arun(self._redis, calls.queue_position(message, counted)))
 
     async def depths(self, queues: Sequence[str]) -> Depths:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from producers.broker.redis import keys
-from producers.broker.values import Counted, Credit, Fetched, QueuePosition
+from producers.broker.values import Credit, Fetched, QueuePosition, TenantCounts
 from producers.connection.script import Call, script, text
 from producers.contract import keys as contract_keys
 from producers.contract.levels import split
@@ -127,7 +127,7 @@ def oldest(lists: Sequence[str]) -> Call:
 DELAYED: Final = 1000
 
 
-def queue_position(message: Message, counted: Counted) -> Call:
+def queue_position(message: Message, counted: TenantCounts) -> Call:
     """Answers a message's position in its tier; `read_queue_position` reads it."""
     lists = keys.tier_lists(message.queue, message.tier)
     before, size = ("" if figure is None else f"{figure:.6f}" for figure in (counted.before, counted.tokens))

@@ -27,7 +27,7 @@ from producers.broker.sqs.check import Health
 from producers.broker.sqs.queues import MIN_MESSAGE_BYTES, Connection
 from producers.broker.sqs.receiver.flight import PACKAGE
 from producers.broker.sqs.sending import Batcher, Outgoing, put_celery, send, send_one
-from producers.broker.values import NOTHING_COUNTED, Counted, Depth, Depths, QueuePosition, Waiting
+from producers.broker.values import NO_COUNTS, Depth, Depths, QueuePosition, TenantCounts, Waiting
 from producers.connection.aws import AwsError, AwsMissing
 from producers.connection.script import Call, arun, script, text
 from producers.connection.trouble import Trouble, trouble
@@ -142,7 +142,7 @@ class SqsBroker(Books):
         waiting.tiers["default"] += await self._stock(queue)
         return waiting
 
-    async def queue_position(self, message: Message, counted: Counted = NOTHING_COUNTED) -> QueuePosition | None:
+    async def queue_position(self, message: Message, counted: TenantCounts = NO_COUNTS) -> QueuePosition | None:
         """Returns None: SQS keeps no order."""
         return None
 

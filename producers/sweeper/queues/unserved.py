@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from producers.broker.values import Listed
+from producers.broker.values import ListedWorker
 from producers.client.aio import AsyncClient
 from producers.connection.script import Call, aexecute_many, arun, parsed, script, text
 from producers.contract import keys, levels
@@ -166,7 +166,7 @@ class UnservedTasks:
         return ended
 
 
-def _names(listed: Sequence[Listed], models: Mapping[str, str], model: str) -> list[str]:
+def _names(listed: Sequence[ListedWorker], models: Mapping[str, str], model: str) -> list[str]:
     """The incarnations that serve the model. `models`: by their pools."""
     return [worker.incarnation for worker in listed if models.get(worker.queue) == model]
 

@@ -7,7 +7,7 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
 from producers.admin.explain.tenants import count
-from producers.broker.values import NOTHING_COUNTED, Counted
+from producers.broker.values import NO_COUNTS, TenantCounts
 from producers.contract import keys
 from producers.contract.message import Message
 
@@ -21,15 +21,15 @@ async def test_records_tell_how_many_came_before_and_how_large_they_are(valkey: 
             valkey.hset(keys.task(f"task-{number}"), "tokens", 100 if number < 500 else 300)
     async with AsyncRedis.from_url(valkey_url) as store:
 
-        async def counted(at: int, since: float) -> Counted:
+        async def counted(at: int, since: float) -> TenantCounts:
             return await count(store, Message("it", "q", "default", 1, 7, "a", at), since)
 
         tenants = {"a": 750, "b": 5}
-        assert await counted(750, 0.25) == Counted(tenants, 500 / 750, pytest.approx(200, rel=0.02))
-        assert await counted(253, 0.25) == Counted(tenants, 3 / 750, 100.0)
-        assert await counted(250, 0.25) == Counted(tenants, 0.0, None)
+        assert await counted(750, 0.25) == TenantCounts(tenants, 500 / 750, pytest.approx(200, rel=0.02))
+        assert await counted(253, 0.25) == TenantCounts(tenants, 3 / 750, 100.0)
+        assert await counted(250, 0.25) == TenantCounts(tenants, 0.0, None)
         valkey.delete(keys.WAITING_TENANTS)
-        assert await counted(750, 0.25) == NOTHING_COUNTED
+        assert await counted(750, 0.25) == NO_COUNTS
 
 
 async def test_a_few_listed_tasks_tell_nothing_of_those_that_no_list_shows(valkey: Redis, valkey_url: str) -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from producers.broker.base import Broker, Consumer
-from producers.broker.values import Back, Counted, Credit, QueuePosition, Rules
+from producers.broker.values import Back, Credit, QueuePosition, Rules, TenantCounts
 from producers.contract.message import Message
 from tests.exhaustive import few
 from tests.producers.broker.conftest import INC, QUEUE
@@ -108,7 +108,7 @@ async def test_of_many_tenants_what_was_counted_tells_where_samples_cannot(broke
         its = [other for other in waiting if other.tenant == message.tenant]
         before = its[: its.index(message)]
         size = sum(other.tokens for other in before) / len(before) if before else None
-        counted = Counted(tenants, len(before) / len(its), size)
+        counted = TenantCounts(tenants, len(before) / len(its), size)
         told[message.id] = await broker.queue_position(message, counted)
     order = {task_id: place for place, task_id in enumerate(_all(consumer, 3000))}
     off = [abs(standing.ahead - order[task_id]) for task_id, standing in told.items() if standing is not None]
