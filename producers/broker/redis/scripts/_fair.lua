@@ -1,11 +1,11 @@
 -- Fair turns among tenants: virtual token counters, as in "Fairness in Serving Large Language Models" (OSDI 2024).
--- What arrives in a list L is sorted by tenant; whoever was served least, in tokens by weight, is next. Of each L:
+-- Messages that arrive in a list L are sorted by tenant; the least served tenant, in tokens by weight, is next. Each L:
 --   penstock:sorted:L  zset, number of arrival -> { number, message, id, tenant, generates (0, 1), n, tokens }, packed
---   penstock:turn:L:T  zset, the numbers of what waits of tenant T (the empty name: of those that name none)
---   penstock:turns:L   zset, tenant -> what it was served, of those of whom something waits
---   penstock:rested:L  zset, the same of those of whom nothing waits, as long as it is more than the least of the
---                      others'
--- Who comes back from a rest begins with the least of those who wait: a rest saves nothing up.
+--   penstock:turn:L:T  zset, the numbers of tenant T's waiting messages (the empty name: of messages without a tenant)
+--   penstock:turns:L   zset, tenant -> its served tokens by weight, of tenants with waiting messages
+--   penstock:rested:L  zset, the same of tenants without waiting messages, while it is more than the least of the
+--                      others
+-- A tenant that returns starts at the least of those who wait: a rest saves nothing up.
 local function least_served(list)
   return tonumber(redis.call('ZRANGE', 'penstock:turns:' .. list, 0, 0, 'WITHSCORES')[2])
 end
@@ -43,8 +43,8 @@ local function place(list, entries)
   end
 end
 
--- What this call has read of a tenant's turn, oldest first. What it takes stays in the sorted sets until `take_out`: a
--- call for each message would be half of what FETCH takes.
+-- The part of a tenant's turn that this call has read, oldest first. Taken messages stay in the sorted sets until
+-- `take_out`: a call for each of them would be half of FETCH's time.
 local lines, taken = {}, {}
 local function oldest(list, tenant)
   lines[list] = lines[list] or {}
@@ -61,7 +61,7 @@ local function oldest(list, tenant)
   return line[line.at]
 end
 
--- take the tenant's oldest message, and note that it is served so much more; `take_out` is to follow
+-- takes the tenant's oldest message, and adds its charge; `take_out` must follow
 local function serve(list, tenant, number, charge)
   local turns, line = 'penstock:turns:' .. list, lines[list][tenant]
   taken[list] = taken[list] or {}
@@ -94,11 +94,11 @@ local function take_out()
   end
 end
 
--- Delivery `e` (as FETCH entered it) took `used` tokens: what it was charged more is given back, but nobody comes to
--- stand better by that than whoever was served least, and what was charged before a rest is over with it.
+-- Corrects the charge of delivery `e` (as FETCH entered it) to `used` tokens. No tenant falls below the least served
+-- one by that, and charges before a rest count no more.
 local function correct(e, used)
   local list, tenant, charge, weight = e[2], e[9], e[10], e[11]
-  if not tenant or used == charge then -- none: an earlier release's
+  if not tenant or used == charge then -- no tenant: an entry of an earlier release
     return
   end
   local more = (used - charge) / weight

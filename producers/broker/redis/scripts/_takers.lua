@@ -1,6 +1,6 @@
 -- include: producers.connection/_level.lua
--- Whether an incarnation has its lease, of a release of at least this level, that is listed with one of these queues;
--- `takers` has them for its keys.
+-- Whether a live incarnation, of a release of at least this level, is listed with one of these queues (the keys of
+-- `takers`).
 local function one_lives(incarnations, takers, level)
   local listed = redis.call('HGETALL', incarnations)
   for k = 1, #listed, 2 do

@@ -1,5 +1,4 @@
--- What came back is at the front of its list, to be sorted to where it stood: it is taken off, the front first. Of each
--- its number, message and task.
+-- Takes returned messages off the front of a list, the front first: number, message and task of each.
 local function take_returned(list)
   local taken = {}
   while true do
@@ -14,9 +13,9 @@ local function take_returned(list)
   end
 end
 
--- The last `count` of what was sorted go back to the front of their list, in the order of their arrival; among them
--- what came back and stood there, whose number is not needed then. What stood before them all stays in front, and keeps
--- its own: older ones may still be sorted.
+-- Returns the last `count` sorted messages to the front of their list, in the order of their arrival, merged with the
+-- returned messages that arrived among them, which need their numbers no more. Returned messages that arrived before
+-- all of them stay in front with their numbers: older messages may still be sorted.
 local function unsort(list, count)
   local sorted = 'penstock:sorted:' .. list
   local last, back, ahead = redis.call('ZRANGE', sorted, -count, -1), {}, {}

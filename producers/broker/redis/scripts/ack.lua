@@ -20,7 +20,7 @@ end
 local e = cmsgpack.unpack(packed)
 redis.call('HDEL', KEYS[1], ARGV[1])
 redis.call('HDEL', KEYS[2], e[3])
-correct(e, math.max(1, tonumber(ARGV[3]))) -- nothing is for nothing
+correct(e, math.max(1, tonumber(ARGV[3])))
 if ARGV[2] ~= '' then
   local letter = { reason = ARGV[2], list = e[2], at = now_ms(), message = e[4] }
   redis.call('RPUSH', KEYS[3], cjson.encode(letter))

@@ -1,7 +1,6 @@
 #!lua flags=allow-oom
--- ADOPT | no incarnation of a pool that may take them has its lease: the waiting messages of its own queue, or of one
--- beside that, move to the front of its version's lists, in their order, and its delayed messages to that queue's; else
--- nothing.
+-- ADOPT | no live incarnation of the pool may take them: the waiting messages of its own queue, or of one beside that,
+-- move to the front of its version's lists, in their order, and its delayed messages to that queue's; else nothing.
 -- KEYS: incarnations, delayed of the source, delayed of the target, then source list, target list, ...
 -- ARGV: the pool's queue; the level that tasks of the source need
 -- Answers: the number of moved messages; -1 if a worker lives

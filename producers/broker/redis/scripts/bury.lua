@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- BURY(message) | it waits in the list: it becomes a dead letter, and what is counted of its task is forgotten; else
+-- BURY(message) | it waits in the list: it becomes a dead letter, and its task's redeliveries are forgotten; else
 -- nothing.
 -- KEYS: list, dead, reaped, returned   ARGV: message, task id, reason
 -- Answers: 1 buried | 0

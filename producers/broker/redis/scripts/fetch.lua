@@ -1,22 +1,22 @@
 #!lua flags=allow-oom
 -- FETCH(inc, uuid) | broker lease alive; the caller names the UUID; already in flight: same answer; else take + enter
--- in flight (what cannot be decoded: dead letter).
--- First it sorts by tenant what has arrived, so many of each list; another call goes on with the rest. A list's head is
--- then the oldest message of the tenant that was served least (see _fair.lua); what it may need is charged to it here,
--- and set right by ACK, BACK and REAP.
+-- in flight (a message that cannot be decoded: dead letter).
+-- First it sorts arrived messages by tenant, so many of each list; the next call sorts more. A list's head is then the
+-- oldest message of the least served tenant (see _fair.lua), which is charged an estimate here; ACK, BACK and REAP
+-- correct it.
 -- Takes up to one message per named UUID, best list first: a list's rank is its tier less one for every `ageing` ms
 -- that its head has waited unserved, so that a lower tier never starves. A head that does not fit its tier's credit is
--- left where it is, and so is all of its own and of lower tiers; higher tiers go on.
+-- left in its list, as are all messages of its own and of lower tiers; higher tiers go on.
 -- A suspect (one more return and it is condemned) had company whenever its worker died, and most of that company is
 -- innocent: an incarnation holds one suspect at a time, so that whatever kills its workers condemns itself alone. Its
 -- tenant waits with it; others do not.
 -- KEYS: lease, in flight of inc, delayed, dead, reaped, unserved, returned, arrivals, weights, list ...
--- ARGV: ageing (ms), N redeliveries, capacity in sequences, capacity in tokens, tokens of a plain task, how many of a
---       list are sorted (at most 1,000: Lua hands over no more than some thousands of arguments), sequence credit * 4
+-- ARGV: ageing (ms), N redeliveries, capacity in sequences, capacity in tokens, tokens of a plain task, messages of
+--       a list to sort (at most 1,000: Lua passes no more than some thousands of arguments), sequence credit * 4
 --       tiers, token credit * 4 tiers, rank (0-3) of each list ..., uuid ...
--- Answers: {lost}; else for each message: uuid, list, message, redeliveries. At N of them it says `condemned`: its
--- workers died of it before they could claim, so that it must be claimed by its id before anyone decodes it.
--- Last, for each message that was dead-lettered: nothing, list, message, reason.
+-- Answers: {lost}; else for each message: uuid, list, message, redeliveries; `condemned` instead of N of them: its
+-- workers died before they could claim it, so that it must be claimed by its id before anyone decodes it.
+-- Last, for each new dead letter: empty, list, message, reason.
 -- include: producers.connection/_now.lua
 -- include: _fair.lua
 local lease, inflight, delayed, dead, reaped, unserved = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
@@ -34,8 +34,7 @@ for k = 0, 3 do
 end
 local out, buried = {}, {}
 
--- a size from a header; where it is no number it is 0, and what is not above 0 counts as unsaid (as NaN is, which cjson
--- lets through)
+-- a size from a header; 0 if it is not a number, or not above 0 (as NaN, which cjson accepts)
 local function whole(value)
   return type(value) == 'number' and math.floor(value) or 0
 end
@@ -60,7 +59,7 @@ local function suspect(id)
   return n > 0 and n >= limit - 1
 end
 
-local entering = {} -- UUIDs and entries on their way into what is in flight
+local entering = {} -- UUIDs and entries that enter flight
 local function enter()
   if entering[1] then
     redis.call('HSET', inflight, unpack(entering))
@@ -87,7 +86,7 @@ local function give(uuid, list, raw, id, tier, need_seqs, need_tokens)
   end
 end
 
--- what was sent back with a delay, and is due, goes to the front of its list, what was due first to the very front
+-- due messages that were given back with a delay go to the fronts of their lists, the first due one to the very front
 local due = redis.call('ZRANGEBYSCORE', delayed, '-inf', now, 'LIMIT', 0, 100)
 for i = #due, 1, -1 do
   local e = cmsgpack.unpack(due[i])
@@ -95,7 +94,7 @@ for i = #due, 1, -1 do
   redis.call('ZREM', delayed, due[i])
 end
 
--- what the front of a list holds, by tenant; what cannot be decoded is dead-lettered on the way
+-- sorts messages at the front of a list by tenant; those that cannot be decoded become dead letters
 local function sort(list)
   local entries, ids, fresh = {}, {}, {}
   for _, raw in ipairs(redis.call('RPOP', list, math.min(bite, 1000)) or {}) do
@@ -130,7 +129,7 @@ local function sort(list)
     return
   end
   for k, number in ipairs(redis.call('HMGET', returned, unpack(ids))) do
-    if number and redis.call('HDEL', returned, ids[k]) == 1 then -- it goes back to where it stood
+    if number and redis.call('HDEL', returned, ids[k]) == 1 then -- a returned message keeps its number
       entries[k][1] = tonumber(number)
     else
       fresh[#fresh + 1] = entries[k]
@@ -143,7 +142,7 @@ local function sort(list)
   place(list, entries)
 end
 
--- the head of list k: the oldest message of whoever was served least and is not `passed` over
+-- the head of list k: the oldest message of the least served tenant that is not `passed` over
 local passed = {}
 local waits = redis.call('HMGET', unserved, unpack(KEYS, before + 1)) -- since when each list's head has waited
 local function head(k)
@@ -188,7 +187,7 @@ for u = first, #ARGV do
   local uuid, known = ARGV[u], flying[u - first + 1]
   if known then
     local e = cmsgpack.unpack(known)
-    give(uuid, e[2], e[4], e[3], e[5], e[6], e[7]) -- its credit too: the caller does not know yet that it holds this
+    give(uuid, e[2], e[4], e[3], e[5], e[6], e[7]) -- takes credit, too: the caller does not know this delivery yet
   else
     if not busy then
       busy, order = {}, tonumber(redis.call('GET', 'penstock:deliveries') or '0')

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- LEASE(inc) | `take`: the lease begins, and the incarnation is listed with its queue; else an existing lease is
--- renewed. The value says `listens` where somebody listens to the incarnation's alive channel here, and the last join.
--- It is a script because a full server refuses a plain SET: all workers, which free memory, would then count as dead.
+-- renewed. The value has the last join, and `listens` if the incarnation's alive channel has a subscriber here.
+-- A script, because a full server refuses a plain SET: all workers, which free memory, would then count as dead.
 -- KEYS: lease, incarnations   ARGV: inc, the worker's state (JSON), ttl (ms), take 0|1, queue
 -- Answers: 1 | 0 gone
 -- include: producers.contract/_alive.lua

@@ -1,8 +1,8 @@
 #!lua flags=no-writes
--- OLDEST | how long the oldest message of each list has waited since its task was submitted, as the front of the list
--- and the first of what was sorted say it; reads only. What does not say when (a plain Celery message) does not count.
+-- OLDEST | how long the oldest message of each list has waited since its task was submitted, by the front of the list
+-- and its first sorted message; reads only. Messages without a time (plain Celery's) do not count.
 -- KEYS: list, sorted, ...
--- Answers: ms, ... (by the clock of this server); -1 where nothing says it
+-- Answers: ms, ... (by the clock of this server); -1 if unknown
 -- include: producers.connection/_now.lua
 local function submitted(raw)
   local fine, m = pcall(cjson.decode, raw)

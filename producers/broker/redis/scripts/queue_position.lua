@@ -1,15 +1,15 @@
 #!lua flags=no-writes
 -- QUEUE_POSITION(task) | how many messages of its tier go before a waiting one; reads only.
--- Lists and turns are searched by the time of submission, which rises along them but where messages came back: so the
--- neighbours of the found place are looked through for the id. Turns among tenants are reckoned, not played: before a
--- message come those of each tenant that will have been served less by then, if its messages are as large as some of
--- them are on average. Whose the messages of an unsorted list are is told by samples, or by what the caller has
--- counted, where that is of about these messages.
+-- Lists and turns are searched by the time of submission, which rises along them except for returned messages: so the
+-- neighbours of the position are searched for the id. Turns among tenants are estimated, not played: a message comes
+-- after those of each tenant that will have been served less by then, if these have the average size of a sample.
+-- The tenants of an unsorted list's messages are estimated from samples, or from the caller's counts, if those are of
+-- about these messages.
 -- KEYS: delayed, weights, returned, list ...
--- ARGV: id, tenant, at (ms), tokens, most delayed messages to look through, then what the caller has counted: the part
---       of the tenant's messages that came before, and their tokens on average ('': unknown), messages of all queues by
---       tenant (JSON)
--- Answers: {waiting, messages ahead, exact 0|1} | {delayed, ms until it is due} | {} where it does not wait
+-- ARGV: id, tenant, at (ms), tokens, delayed messages to search at most, then the caller's counts: the share of the
+--       tenant's messages that came before, and their tokens on average ('': unknown), messages of all queues by tenant
+--       (JSON)
+-- Answers: {waiting, messages ahead, exact 0|1} | {delayed, ms until it is due} | {} if it does not wait
 local delayed, weights = KEYS[1], KEYS[2]
 local id, tenant, at, tokens = ARGV[1], ARGV[2], tonumber(ARGV[3]), math.max(tonumber(ARGV[4]), 1)
 local NEAR, BLOCKS, BLOCK, SIZES, TENANTS, FEW, USUAL, OWN, BEFORE = 128, 16, 8, 256, 200, 32, 4, 64, 256
@@ -26,7 +26,7 @@ local function read(raw)
   return headers.id, type(said.at) == 'number' and said.at, type(said.tenant) == 'string' and said.tenant or '', size
 end
 
--- the place of the message among `count`, from 0; `get(i)` gives one
+-- the index of the message among `count`, from 0; `get(i)` returns message i
 local function search(count, get)
   local low, high = 0, count
   while low < high do
@@ -54,7 +54,7 @@ local function weight(of)
   return said and said >= 0.001 and said <= 1000 and said or 1
 end
 
--- the tokens of `looked` of a tenant's `count` oldest sorted messages, from all over them
+-- the tokens of `looked` of a tenant's `count` oldest sorted messages, spread over them
 local function sizes(list, name, count, looked)
   local turn, sum = 'penstock:turn:' .. list .. ':' .. name, 0
   for one = 1, looked do
@@ -66,8 +66,8 @@ local function sizes(list, name, count, looked)
   return sum
 end
 
--- what is sorted of a list: tenant -> {served, messages, tokens of those looked at, how many, weight, tenants that it
--- stands for}, of the caller and of others from all over their order; and how many there are
+-- the sorted messages of a list: tenant -> {served, messages, tokens of the sample, its size, weight, tenants that it
+-- represents}, of the caller and of others spread over their order; and the number of tenants
 local function sorted(list)
   local turns, all, some, every, each = 'penstock:turns:' .. list, {}, {}, 0, 0
   local count = redis.call('ZCARD', turns)
@@ -85,7 +85,7 @@ local function sorted(list)
     all[name] = { tonumber(served), length, sum, looked, weight(name), count / most }
     every, each = every + sum, each + looked
   end
-  for name, its in pairs(all) do -- a few messages say little of their tenant's others: all tenants' count as some more
+  for name, its in pairs(all) do -- few messages are a poor sample: those of all tenants count, too
     if name ~= tenant and each > 0 then
       its[3], its[4] = its[3] + USUAL * every / each, its[4] + USUAL
     end
@@ -93,20 +93,20 @@ local function sorted(list)
   return all, count
 end
 
--- what a message of the tenant adds to what it was served, on average
+-- the average charge of a message of the tenant
 local function charge(its)
   return its[4] > 0 and its[3] / its[4] / its[5] or tokens / its[5]
 end
 
--- messages of others that go before the one with `own` of its tenant's before it. size: the latter's tokens on average,
--- where that is known
+-- messages of others that go before the one with `own` of its tenant's before it. size: the average tokens of those, if
+-- known
 local function before(all, own, size)
   local its = all[tenant]
   local then_served, total = its[1] + own * (size and size / its[5] or charge(its)), 0
   for name, its in pairs(all) do
     if name ~= tenant then
       local turns = (then_served - its[1]) / charge(its)
-      turns = name < tenant and math.floor(turns) + 1 or math.ceil(turns) -- served alike, the names decide
+      turns = name < tenant and math.floor(turns) + 1 or math.ceil(turns) -- if equally served, the names decide
       total = total + its[6] * math.max(0, math.min(its[2], turns))
     end
   end
@@ -128,8 +128,8 @@ local function in_turn(list)
   end
 end
 
--- adds to each tenant its part of the messages `from` to `to` of a list, from 0, as blocks of them tell it; returns the
--- caller's part
+-- adds to each tenant its share of the messages `from` to `to` of a list, from 0, estimated from blocks of them;
+-- returns the caller's share
 local function add(all, list, from, to)
   local count, seen, own = to - from, {}, 0
   local blocks = math.min(BLOCKS, math.ceil(count / BLOCK))
@@ -148,8 +148,8 @@ local function add(all, list, from, to)
   return own
 end
 
--- all tenants of a list, by what the caller has counted; and the messages of its own that came before. Nil where much
--- of what was counted waits elsewhere
+-- all tenants of a list, by the caller's counts; and the tenant's messages that came before. Nil if many of the counted
+-- messages wait elsewhere
 local function counted(list, length, place, sampled)
   local turns, all, total, sorted_sum, sum, looked = 'penstock:turns:' .. list, {}, 0, 0, 0, 0
   local tenants = 0
@@ -170,7 +170,7 @@ local function counted(list, length, place, sampled)
     tenants, total, sorted_sum = tenants + 1, total + waiting, sorted_sum + have
   end
   local scale = math.min((length + sorted_sum) / math.max(total, 1), 1)
-  if not all[tenant] or scale < (tenants <= FEW and 0.9 or 0.5) then -- of few tenants, samples tell as much
+  if not all[tenant] or scale < (tenants <= FEW and 0.9 or 0.5) then -- samples are as good with few tenants
     return nil
   end
   for _, its in pairs(all) do
@@ -193,9 +193,9 @@ local function in_list(list)
   local all = sorted(list)
   local own = all[tenant] and all[tenant][2] or 0
   local number = redis.call('HGET', KEYS[3], id)
-  if number then -- it came back, and goes to where it stood
+  if number then -- a returned message keeps its number
     own = redis.call('ZCOUNT', 'penstock:turn:' .. list .. ':' .. tenant, '-inf', '(' .. number)
-  else -- as if all of the list were sorted, which is faster than to be taken
+  else -- as if the whole list were sorted: sorting is faster than taking
     own = own + add(all, list, 0, place)
     add(all, list, place, length)
     local of_all, of_own = counted(list, length, place, all)
@@ -208,7 +208,7 @@ local function in_list(list)
   for _, its in pairs(all) do
     least, tenants = its[1] > 0 and math.min(least or its[1], its[1]) or least, tenants + 1
   end
-  for _, its in pairs(all) do -- who comes begins with the least of those who wait
+  for _, its in pairs(all) do -- new tenants start at the least of those who wait
     its[1] = math.max(its[1], least or 0)
   end
   return { 'waiting', math.floor(own + before(all, own, tonumber(ARGV[7])) + 0.5), tenants == 1 and 1 or 0 }

@@ -1,11 +1,12 @@
 #!lua flags=allow-oom
 -- REAP(inc) | broker lease absent: return its entries to the front, in the order in which they were fetched, as BACK
 -- does. Each return is counted, because a worker killed between FETCH and CLAIM counts no death on the record.
--- Early, with a looker: the lease stands and inc is silent (see _alive.lua): its lease ends here, and what is counted
--- is noted for RETRACT. Ordinary Celery tasks, which nothing fences, are delayed until the lease would have lapsed.
+-- Early, with a looker: the lease is valid and inc is silent (see _alive.lua): its lease ends here, and the counted
+-- returns are noted for RETRACT. Ordinary Celery tasks, which nothing fences, are delayed until the lease would have
+-- lapsed.
 -- KEYS: lease, in flight of inc, incarnations, reaped, returned, delayed
--- ARGV: inc, looker (or empty), the join since when lease values count for it
--- Answers: entries returned, or -1 while the lease is alive
+-- ARGV: inc, looker (or empty), the join from which on leases count
+-- Answers: entries returned, or -1 while the lease is valid
 -- include: producers.connection/_now.lua
 -- include: _fair.lua
 -- include: producers.contract/_alive.lua

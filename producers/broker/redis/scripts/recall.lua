@@ -3,8 +3,8 @@
 -- lists' fronts, in order of arrival, so that a list's length again counts all that wait; else nothing. A live worker
 -- goes on with the sorted messages and the tenants' turns.
 -- KEYS: incarnations, list ...
--- ARGV: most messages to return; the level that the tasks need; the queues of the pools whose workers serve these lists ...
--- Answers: the number of returned messages (fewer than asked for: all are done); -1 if a worker lives
+-- ARGV: messages to return at most; the level that the tasks need; queues of the pools that serve these lists ...
+-- Answers: the number of returned messages (fewer than requested: all are done); -1 if a worker lives
 -- include: _takers.lua
 -- include: _unsort.lua
 local takers = {}

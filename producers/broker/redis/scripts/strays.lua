@@ -1,7 +1,7 @@
 #!lua flags=no-writes
--- STRAYS(inc, held) | reads an incarnation's deliveries in flight that its worker does not hold: a failover, or a
+-- STRAYS(inc, expected) | reads an incarnation's deliveries in flight that its worker does not know: a failover, or a
 -- restart that lost the last second, restored deliveries that were acknowledged or given back.
--- KEYS: in flight of inc   ARGV: uuid, ... (held by the worker)
+-- KEYS: in flight of inc   ARGV: uuid, ... (known to the worker)
 -- Answers: uuid, task id, ...
 local held, out = {}, {}
 for _, uuid in ipairs(ARGV) do

@@ -1,5 +1,5 @@
 #!lua flags=no-writes
--- DEPTHS | what the books say of lists and of workers; reads only.
+-- DEPTHS | the counts of lists and workers in the books; reads only.
 -- KEYS: incarnations, dead, KV tokens of deliveries, delayed of a queue ...   ARGV: list ...
 -- Answers: tokens, dead letters, { incarnation, its queue, its messages in flight, ... }, { messages of each
 --          `delayed` }, then for each list { waiting, delayed, tenants, ms for which the oldest has waited (-1: none

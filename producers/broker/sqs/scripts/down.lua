@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- DOWN(field) | the entry is there, and on its way out: it is in flight no more. Said once SQS has done its part. If it
--- is on no way out, a failover has lost that, and maybe more: it stays, and is found as a stray. Of a message that was
--- deleted no redelivery counts; its entry in the index goes, unless its record is not settled: then it is of a retry's
--- copy.
+-- DOWN(field) | the entry exists, on a route out: remove it from those in flight. Called once SQS has done its part. An
+-- entry without a route lost it in a failover, and maybe more: it stays, and is found as a stray. For a deleted message
+-- the redeliveries are forgotten, and its entry in the index is removed, unless its record is not settled: then that
+-- entry is of a retry's copy.
 -- KEYS: in flight of inc, reaped, task   ARGV: field, task id, list, member of the index (or empty), deleted 0|1
 -- Answers: 1 | 0
 -- include: _index.lua

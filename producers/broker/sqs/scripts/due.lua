@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- DUE(sent) | removes what was `sent`; then reads messages whose delay is over, for their sender: nobody else reads
--- them for a while. If it dies before it says that they were sent, the next one sends them, too.
--- KEYS: delayed of a queue   ARGV: most messages, ms for which they are the caller's, every 0|1: also what is not due,
---                                  what was sent ...
+-- DUE(sent) | removes the `sent` messages; then reads messages whose delay is over, and reserves them for the caller
+-- for a while. If it dies before it reports them as sent, the next caller sends them, too.
+-- KEYS: delayed of a queue   ARGV: messages at most, ms of the reservation, every 0|1: also messages that are not due,
+--                                  sent message ...
 -- Answers: message (JSON {list, body}) ...
 -- include: producers.connection/_now.lua
 for k = 4, #ARGV do

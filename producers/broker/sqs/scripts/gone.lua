@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
--- GONE | nobody needs these messages of a list: they leave its index; so does the list, once nothing of it waits.
+-- GONE | removes messages that nobody needs from a list's index, and the list itself once none of its messages waits.
 -- KEYS: unserved   ARGV: list, member ...
--- Answers: how many left
+-- Answers: how many were removed
 -- include: _index.lua
 local list, left = ARGV[1], 0
 for k = 2, #ARGV do

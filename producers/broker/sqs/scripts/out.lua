@@ -1,15 +1,15 @@
 #!lua flags=allow-oom
--- OUT(field, way) | the entry is there and on no way out: it is on this one, and what stands in the store for its
--- message from then on is made, once. Said before SQS is told, so that whoever finishes it knows what to say there.
---   back    its message is shown again: it is in the index, from `delay` ms after now on, unless its record is settled
---   delay   its message is deleted: the store has it, until it is due and sent anew
---   letter  its message is deleted: it is a dead letter
---   done    its message is deleted: nobody needs it
+-- OUT(field, route) | the entry exists without a route out: it gets this one, and the store gets its part of the
+-- outcome, once. Called before the request to SQS, so that whoever finishes the route knows that request.
+--   back    SQS shows its message again: it is in the index, from `delay` ms after now on, unless its record is settled
+--   delay   SQS deletes its message: the store keeps it until it is due and sent again
+--   letter  SQS deletes its message: it is a dead letter
+--   done    SQS deletes its message: nobody needs it
 -- A task that its worker has settled must be settled in its record: a failover may have lost that.
 -- KEYS: in flight of inc, delayed of the queue, dead, task
--- ARGV: field, way, list that it goes to, delay (ms), member of the index (or empty), body (what is kept), reason,
+-- ARGV: field, route, list that it goes to, delay (ms), member of the index (or empty), body to keep, reason,
 --       settled 0|1
--- Answers: 1 | 0 no such entry, or on another way | -1 not settled
+-- Answers: 1 | 0 no such entry, or on another route | -1 not settled
 -- include: _index.lua
 local packed = redis.call('HGET', KEYS[1], ARGV[1])
 if not packed then

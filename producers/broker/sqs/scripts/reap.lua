@@ -1,12 +1,12 @@
 #!lua flags=allow-oom
--- REAP(inc) | lease absent: all its messages are on their way back, if on no other (see OUT): in the index, unless
--- their records are settled; deliveries (not what is in the buffer) count a redelivery. Of what is over, none counts
--- any more. Then SQS is told, then REAPED.
--- Early, with a looker, where inc is silent (see _alive.lua) and holds nothing of plain Celery's, which cannot be kept
--- back: its lease ends here, and what is counted is noted for RETRACT.
+-- REAP(inc) | lease absent: all its messages without a route (see OUT) get the route back, and enter the index unless
+-- their records are settled; deliveries (not buffered messages) count a redelivery. Redeliveries of done messages are
+-- forgotten. The requests to SQS follow, then REAPED.
+-- Early, with a looker, if inc is silent (see _alive.lua) and has no plain Celery tasks, which cannot be kept back: its
+-- lease ends here, and the counted redeliveries are noted for RETRACT.
 -- KEYS: lease, in flight of inc, reaped, incarnations
--- ARGV: inc, looker (or empty), the join since when lease values count for it
--- Answers: {-1} while the lease is alive; else messages that this call has put on their way, then field, entry (JSON),
+-- ARGV: inc, looker (or empty), the join from which on leases count
+-- Answers: {-1} while the lease is valid; else messages to which this call gave a route, then field, entry (JSON),
 --          ... of all that are in flight. Without any, the incarnation is forgotten.
 -- include: _index.lua
 -- include: producers.contract/_alive.lua

@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- REAPED(inc, fields) | lease absent: these are in flight no more, because SQS shows or has deleted their messages.
+-- REAPED(inc, fields) | lease absent: remove these from those in flight, since SQS shows or has deleted their messages.
 -- With the last of them the incarnation is forgotten.
 -- KEYS: lease, in flight of inc, incarnations   ARGV: inc, field ...
--- Answers: entries left; -1 while the lease is alive
+-- Answers: remaining entries; -1 while the lease is valid
 if redis.call('EXISTS', KEYS[1]) == 1 then
   return -1
 end

@@ -1,8 +1,7 @@
 #!lua
--- SENT | messages of one list are about to be sent to SQS: they are entered into its index. Repeating it changes
--- nothing.
--- ARGV: list, then for each message its member, ms at which its task was submitted (0: not known)
--- Answers: how many were not there
+-- SENT | enters messages of one list, which are about to be sent to SQS, into its index. Repeating it changes nothing.
+-- ARGV: list, then for each message its member, ms at which its task was submitted (0: unknown)
+-- Answers: how many are new
 -- include: _index.lua
 local now, new = now_ms(), 0
 for k = 2, #ARGV, 2 do

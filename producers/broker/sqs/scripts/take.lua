@@ -1,6 +1,6 @@
 #!lua
--- TAKE(inc, messages) | lease present: each message of the worker's buffer is a delivery under its UUID, and is counted
--- once; its list is served now. Without messages it only looks.
+-- TAKE(inc, messages) | lease present: make each message of the worker's buffer a delivery under its UUID, counted
+-- once; its list is served now. Without messages it only reads.
 -- KEYS: lease, in flight of inc, unserved, index ... of the lists
 -- ARGV: number of lists, list ..., then for each message its field in the buffer, UUID, entry (JSON), tokens, list
 -- Answers: {-1} without a lease; else for each list: messages to receive now, since when it is unserved (ms, or 0)
@@ -29,7 +29,7 @@ for k = 1, nlists do
   if count == 0 then
     since = 0
     redis.call('HDEL', KEYS[3], name)
-  elseif since > now then -- there was nothing before; or the clock was set back
+  elseif since > now then -- the list was empty before; or the clock was set back
     since = now
     redis.call('HSET', KEYS[3], name, now)
   end
