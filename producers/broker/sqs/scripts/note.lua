@@ -1,7 +1,7 @@
 #!lua
 -- NOTE(inc, messages) | lease present: enter each received message in flight, in its worker's buffer, and remove it
--- from its list's index; else nothing. A known message is a copy of one that the worker has: its entry is replaced, if it
--- exists and has no route out.
+-- from its list's index; else nothing. A known message is a copy of one that the worker has: its entry is replaced, if
+-- it exists and has no route out.
 -- KEYS: lease, in flight of inc, reaped
 -- ARGV: list, then for each message its field, entry (JSON), member of the index (or empty), task id, known 0|1
 -- Answers: {-1} without a lease; else each message's redeliveries whose worker died
