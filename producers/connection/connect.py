@@ -213,6 +213,37 @@ def shown(url: str) -> str:
     return f"{scheme}{mark}{location}" if mark else location
 
 
+@cache
+def _class(*parts: type | None) -> type:
+    return type("PenstockConnection", tuple(part for part in parts if part is not None), {})
+
+
+def _read(url: str) -> tuple[str, sentinel.Sentinels | None]:
+    """The URL in redis-py's form, and the Sentinels to ask for the primary, or None."""
+    if not is_redis(url):
+        kinds = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+        raise ValueError(f"{shown(url)!r} is not supported: a server's URL begins with {kinds}")
+    if sentinel.is_sentinel(url):
+        return _split(url)
+    parts = urlsplit(url)
+    database = parts.path.strip("/")
+    if parts.scheme != "unix" and database and not database.isdecimal():  # redis-py would take database 0
+        raise ValueError(f"{database!r} is not the number of a database; the URL must end in one, as in /0")
+    return url, None
+
+
+#: Cached, so that a process's connections share Sentinels: when one moves, the others follow before they send.
+_split = cache(sentinel.split)
+
+
+def _options(url: str, protocol: int) -> dict[str, Any]:
+    options: dict[str, Any] = {"protocol": protocol}
+    if not url.startswith("unix:"):  # Unix sockets have none of these options
+        named = {getattr(socket, name): value for name, value in TCP.items() if hasattr(socket, name)}
+        options |= {"socket_connect_timeout": SILENT_S, "socket_keepalive": True, "socket_keepalive_options": named}
+    return options
+
+
 # ---- connections ----------------------------------------------------------------------------------------------------
 
 
@@ -323,7 +354,7 @@ class _AsyncChecked(AsyncAbstractConnection):
         super().__init__(**options)
 
     async def connect(self) -> None:
-        """Called for each use of a pooled connection."""
+        """Connect, unless it is connected. Called for each use of a pooled connection."""
         if self.is_connected:
             if not self._silence.doubts(self._answered_at):
                 return
@@ -480,34 +511,3 @@ def not_hello(error: ResponseError, where: str) -> RedisError:
 
 def _version(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-
-
-@cache
-def _class(*parts: type | None) -> type:
-    return type("PenstockConnection", tuple(part for part in parts if part is not None), {})
-
-
-def _read(url: str) -> tuple[str, sentinel.Sentinels | None]:
-    """The URL in redis-py's form, and the Sentinels to ask for the primary, or None."""
-    if not is_redis(url):
-        kinds = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-        raise ValueError(f"{shown(url)!r} is not supported: a server's URL begins with {kinds}")
-    if sentinel.is_sentinel(url):
-        return _split(url)
-    parts = urlsplit(url)
-    database = parts.path.strip("/")
-    if parts.scheme != "unix" and database and not database.isdecimal():  # redis-py would take database 0
-        raise ValueError(f"{database!r} is not the number of a database; the URL must end in one, as in /0")
-    return url, None
-
-
-#: Cached, so that a process's connections share Sentinels: when one moves, the others follow before they send.
-_split = cache(sentinel.split)
-
-
-def _options(url: str, protocol: int) -> dict[str, Any]:
-    options: dict[str, Any] = {"protocol": protocol}
-    if not url.startswith("unix:"):  # Unix sockets have none of these options
-        named = {getattr(socket, name): value for name, value in TCP.items() if hasattr(socket, name)}
-        options |= {"socket_connect_timeout": SILENT_S, "socket_keepalive": True, "socket_keepalive_options": named}
-    return options
