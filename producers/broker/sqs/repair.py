@@ -5,7 +5,7 @@ a kept message whose delay is over            -> is sent, if no worker serves it
 an entry whose task is settled, or gone       -> leaves the index; if its message comes, CLAIM says `done` (`Repair`)
 an entry older than the retention less a day  -> its message is sent anew; of two copies CLAIM lets one run (`Repair`)
 
-A process may die between any two steps, and each may be repeated; docs/sqs.md has the order of the steps.
+A process may die between any two steps, and each may be repeated; docs/how/sqs.md has the order of the steps.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     put_down, Maintenance ─▶ Request: a generator of steps ─▶ Sender: steps of one kind share a call ─▶ store, SQS
 
 One thread sends all, so a renewal never follows a hand-back. A step is a script's `Call`, or a `BatchEntry` of a
-request to SQS; docs/sqs.md has their order. A failed step is tried again, so each may be done twice. A generator gets a
-step's answer: that of the script; of SQS, whether it does not know the message any more. It returns the answer of
-`put_down`. A delete waits a while for others, to share their request; no other step waits. `Maintenance` adds requests
-of its own: renewals, due messages, messages of dead workers.
+request to SQS; docs/how/sqs.md has their order. A failed step is tried again, so each may be done twice. A generator
+gets a step's answer: that of the script; of SQS, whether it does not know the message any more. It returns the answer
+of `put_down`. A delete waits a while for others, to share their request; no other step waits. `Maintenance` adds
+requests of its own: renewals, due messages, messages of dead workers.
 """
 
 from __future__ import annotations
