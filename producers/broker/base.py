@@ -134,7 +134,7 @@ class Consumer(ABC):
     @abstractmethod
     def look(self, looker: str, others: Sequence[str], since: int = 0) -> Observation | None:
         """Look whether other incarnations live, as `looker`. Returns None if the looker's own heartbeats do not arrive
-        here: nothing is known then (docs/how/failover.md). `since`: the join from which on leases count; 0: all count."""
+        here: nothing is known then (docs/how/failover.md). `since`: the join from which on leases count; 0: all."""
 
     @abstractmethod
     def reap(self, incarnation: str, looker: str = "", since: int = 0) -> int:
