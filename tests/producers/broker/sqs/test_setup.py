@@ -14,7 +14,7 @@ from redis import Redis
 from producers.broker.sqs.address import Address, lists, read, sqs_name
 from producers.broker.sqs.queues import Queues
 from producers.broker.sqs.setup import PAUSES_S, Setup, make_missing, own_account, patiently
-from producers.broker.sqs.specs import MAX_RECEIVES, Encryption, dead_letters_name, lists_of, wanted
+from producers.broker.sqs.specs import MAX_RECEIVES, Encryption, dead_letters_name, lists_of, queue_specs
 from producers.connection.aws import AwsError, AwsMissing, client
 from producers.connection.trouble import Trouble
 from tests.aws import ACCOUNT, Aws
@@ -26,7 +26,7 @@ KEY = "arn:aws:kms:us-east-1:123456789012:key/0a"
 
 def provide(address: Address, tags: dict[str, str] | None = None, **options: Any) -> dict[str, Any]:
     """SQS's name of each queue -> what was found."""
-    found = Setup(address, **options).provide(wanted(address, lists_of(address, MODELS), tags or {}))
+    found = Setup(address, **options).provide(queue_specs(address, lists_of(address, MODELS), tags or {}))
     return {one.name: one for one in found}
 
 
@@ -100,7 +100,7 @@ def test_a_queue_of_another_name_stays_as_it_is(aws: Aws) -> None:
     make_missing(address, lists_of(address, [("a.b", "1")]))
     before = attributes(aws, "pen-penstock_queue_a-b")
     lost = [name for name in lists_of(address, [("a-b", "1")]) if "@" not in name]
-    (_, wrong) = Setup(replace(address, visibility=99)).provide(wanted(replace(address, visibility=99), lost, {}))
+    (_, wrong) = Setup(replace(address, visibility=99)).provide(queue_specs(replace(address, visibility=99), lost, {}))
     assert wrong.action == "wrong"
     assert "it is the queue of penstock:queue:a.b" in str(wrong.details)
     assert attributes(aws, "pen-penstock_queue_a-b") == before
