@@ -1,4 +1,4 @@
-"""docs/how/architecture.md names functions that are there: the table of one token's way, compared with the code."""
+"""docs/how/architecture.md is the map of the code: its folders, files and functions are those that are there."""
 
 from __future__ import annotations
 
@@ -32,3 +32,26 @@ def test_the_functions_on_the_way_of_a_token_are_there() -> None:
     rows = way()
     assert len(rows) == 15
     assert [(file, name) for file, names in rows for name in names if name not in defined(file)] == []
+
+
+def folders() -> dict[str, list[str]]:
+    """Each folder of the map, and the files with which its row says to begin."""
+    section = PAGE.partition("## The map\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `((?:engine|producers|workers)/\w+/)` \| .* \| (.*) \|$", section, re.MULTILINE)
+    return {folder: re.findall(r"`([\w/]+\.py)`", files) for folder, files in rows}
+
+
+def test_the_map_has_every_folder_of_the_packages() -> None:
+    there = {
+        f"{package}/{folder.name}/"
+        for package in ("engine", "producers", "workers")
+        for folder in (ROOT / package).iterdir()
+        if any(folder.glob("*.py"))
+    }
+    assert there <= folders().keys()
+
+
+def test_the_files_of_the_map_are_there() -> None:
+    named = [folder + file for folder, files in folders().items() for file in files]
+    assert len(named) > 50
+    assert [name for name in named if not (ROOT / name).exists()] == []

@@ -59,7 +59,7 @@ def test_the_families_are_those_of_the_engine() -> None:
 
 
 def test_the_parameters_are_those_of_the_engine() -> None:
-    rows = ("Sampling", "Penalties", "Bans", "Forms", "Log probabilities", "Ends")
+    rows = ("Sampling", "Penalties", "Bans", "Structured output", "Log probabilities", "Ends")
     assert sorted(name for one in rows for name in code(row(one))) == sorted(f.name for f in fields(SamplingParams))
 
 
@@ -142,6 +142,17 @@ def test_every_page_that_it_links_to_is_there(page: Path) -> None:
 def test_every_file_of_ours_that_it_names_is_there(page: Path) -> None:
     named = re.findall(r"`((?:engine|producers|workers|infra|tests|docs)/[\w./-]+)`", page.read_text("utf-8"))
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_lists_of_pages_have_every_page() -> None:
+    docs = ROOT / "docs"
+    lists = [docs / "README.md", docs / "notes" / "README.md"]
+    listed = {
+        (page.parent / name).resolve()
+        for page in lists
+        for name in re.findall(r"\]\(([\w./-]+\.md)\)", page.read_text())
+    }
+    assert {page.resolve() for page in docs.rglob("*.md")} - {lists[0]} <= listed
 
 
 def test_the_processes_are_those_of_the_procfile() -> None:

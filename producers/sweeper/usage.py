@@ -1,6 +1,6 @@
 """Adds the ledger's old rows to sums of hours, hours to days, and removes old days. The leader does this.
 
-docs/how/protocol-beside-tasks.md says what stands when it dies in between.
+docs/how/deaths.md says what stands when it dies in between.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reads what the pool's other workers say of themselves, and tells this worker's breaker; on the housekeeper's thread.
 
-docs/how/breaker.md has what happens when a worker dies between any two lines. Redis errors come through.
+docs/how/deaths.md has what happens when a worker dies between any two lines. Redis errors come through.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Ends the leases of a worker process that has ended, so that other workers take its tasks over at once.
 
-Only who has waited for a process (waitpid) knows that it is gone. docs/how/worker.md has what happens when this process
+Only who has waited for a process (waitpid) knows that it is gone. docs/how/deaths.md has what happens when this process
 dies between two calls.
 """
 

@@ -4,5 +4,5 @@
                                                                                        │ refused: told, and buried
     a task's end: a row of the outbox ─▶ replies.py ─▶ answer.py: its result ─▶ targets.py: queue, topic or list
 
-The settings (`source.py`) say where replies may go. docs/use/sources.md says what stands when a process dies.
+The settings (`source.py`) say where replies may go. docs/how/deaths.md says what stands when a process dies.
 """
