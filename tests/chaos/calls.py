@@ -9,6 +9,7 @@ from importlib import resources
 
 from producers.broker.redis import calls as broker
 from producers.connection.script import Script, script
+from producers.contract import leases
 from producers.store import protocol
 
 #: Said when a connection is made or looked after: nothing lasts of them.
@@ -43,7 +44,7 @@ class Call:
 def sources() -> dict[Script, str]:
     """The protocol's scripts, and their names."""
     found = {}
-    for package in (protocol.PACKAGE, broker.PACKAGE):
+    for package in (protocol.PACKAGE, leases.PACKAGE, broker.PACKAGE):
         folder = resources.files(package) / "scripts"
         for name in sorted(path.name for path in folder.iterdir()):
             if name.endswith(".lua") and not name.startswith("_"):
@@ -67,7 +68,7 @@ def kind(requests: list[list[bytes]]) -> str:
 def _kind(words: list[bytes]) -> str:
     name = words[0].upper()
     if name in (b"EVALSHA", b"EVALSHA_RO"):
-        return _by_sha().get(words[1]) or f"EVALSHA {_family(words[3])}"  # Celery's own
+        return _by_sha().get(words[1]) or "EVALSHA of Celery"
     return f"{name.decode()} {_family(words[1])}" if len(words) > 1 else name.decode()
 
 

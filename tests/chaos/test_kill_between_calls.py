@@ -7,6 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from producers.connection.script import Call
+from producers.contract import leases
+from tests.chaos.calls import kind
 from tests.chaos.kill_between_calls import Pairs, strike
 from tests.chaos.tap import MODES, Aim
 
@@ -43,3 +46,11 @@ def test_every_pair_of_adjacent_calls_can_be_parted() -> None:
         kinds = {kind for pair in tally.pairs for kind in pair}
         assert kinds >= {*(DRAINED if drained else SERVING)}
     assert ways == {"before", "after", "drop"}
+
+
+@pytest.mark.parametrize(
+    ("call", "name"), [(leases.join("first.1"), "JOIN"), (leases.look("first.1", ["second.1"]), "LOOK")]
+)
+def test_a_kind_of_call_names_no_worker(call: Call, name: str) -> None:
+    """Else each run would have pairs that none had before, and runs would never end."""
+    assert kind([[str(word).encode() for word in call.command]]) == name
