@@ -1,7 +1,7 @@
 """An hour's load in minutes, on real processes that come and go: `python -m tests.bench.scaling`.
 
 `penstock up --min 0 --max 4` on this machine. First what one worker makes with all its rows taken. Then a synthetic
-hour (`workers.autoscaler.simulate.synthetic`: quiet at both ends, bursts between) in `--seconds`, at a load of so many
+hour (`workers.trials.simulate.traces`: quiet at both ends, bursts between) in `--seconds`, at a load of so many
 workers on average; the cool-down is 300 s of that hour. Then `--rollout`: the next version replaces this one while
 tasks come. Every task is sent to the gateway and read as it is made, over one connection.
 
@@ -30,12 +30,11 @@ from producers.connection.local import urls_in
 from producers.contract import keys
 from producers.store.fleet.scaling import decisions
 from tests.bench.streamed import System
-from workers.autoscaler.simulate.replay import replay
-from workers.autoscaler.simulate.synthetic import Synthetic
-from workers.autoscaler.simulate.trace import TIERS
 from workers.bench.connection import Connections
 from workers.library import Found, find_model
 from workers.processes import PENSTOCK
+from workers.trials.simulate.replay import replay
+from workers.trials.simulate.traces import TIERS, Synthetic
 
 HOUR_S, COOL_DOWN_S = 3600.0, 300.0
 PROMPT, OUTPUT, CONTEXT = 30, 150, 1000

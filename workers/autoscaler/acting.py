@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, TypeVar
 
 from producers.connection.log_throttle import warn_throttled
-from producers.connection.trouble import error_text
-from workers.autoscaler.actuators.base import Actual, Actuator
+from producers.connection.trouble import said
+from workers.autoscaler.actuators import Actual, Actuator
 
 log = logging.getLogger(__name__)
 
@@ -41,16 +41,16 @@ class Acting:
         self.refused = ""
         """The words of the actuator's last error; empty after an answer."""
         self._may, self._look = may, look
-        self._told: int | None = None
+        self._target: int | None = None
         self._first: Sequence[str] = ()
         self._changed = asyncio.Event()
         self._errors = 0
 
-    def tell(self, wanted: int, first: Sequence[str]) -> None:
+    def set_target(self, target: int, first: Sequence[str]) -> None:
         """Have so many workers run. `first`: as `Actuator.scale`."""
         self._first = first
-        if wanted != self._told:
-            self._told = wanted
+        if target != self._target:
+            self._target = target
             self._changed.set()
 
     def wake(self) -> None:
@@ -72,14 +72,14 @@ class Acting:
         """Look, and act if something is to change. Returns the pause (s) until the next look."""
         try:
             before, actual = self.actual, await self._called(self.actuator.actual())
-            self.actual, wanted = actual, self._told
-            changes = wanted is not None and actual.wanted != wanted
+            self.actual, target = actual, self._target
+            changes = target is not None and actual.wanted != target
             # A start that has just failed is for the next tick to judge: it may not want another try yet.
             failed = before is not None and actual.failures > before.failures
-            if wanted is not None and (changes or (actual.up < wanted and not failed)) and self._may():
+            if target is not None and (changes or (actual.up < target and not failed)) and self._may():
                 if changes:
-                    log.info("%s: from %d to %d workers", self.actuator.name, actual.wanted, wanted)
-                await self._called(self.actuator.scale(wanted, self._first))
+                    log.info("%s: from %d to %d workers", self.actuator.name, actual.wanted, target)
+                await self._called(self.actuator.scale(target, self._first))
         except OSError as error:
             pause = self._failed(
                 f"no answer for {CALL_S:g} s" if isinstance(error, TimeoutError) else error_text(error)

@@ -1,10 +1,10 @@
 """The autoscaler: leads, reads the fleet, decides each pool's number, keeps the decisions, acts on them.
 
-    acquire the lead ─▶ tick: read once ─▶ decide each pool ─▶ keep (SCALE, fenced by the lead) ─▶ act ─▶ rest ─▶ tick
+    acquire the lead ─▶ tick: read once ─▶ decide each pool ─▶ keep (SCALE, fenced by the lead) ─▶ act ─▶ wait ─▶ tick
                           ▲                                        │ another leads
                           └──────────────── acquire ◀──────────────┘
 
-While a pool wants no worker, the rest is broken off by its first task: a glance at its queues is one round trip.
+While a pool wants no worker, its first task ends the pause: a glance at its queues is one round trip.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from producers.admin.fleet import Fleet, read_fleet
+from producers.broker.base import Broker
 from producers.client.aio import AsyncClient
 from producers.client.leader import Leadership
 from producers.client.steps import FAILURES
@@ -27,17 +28,19 @@ from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import arun
 from producers.connection.trouble import error_text
 from producers.contract import keys
+from producers.contract.levels import looked_after
 from producers.contract.profile import sane
 from producers.store.fleet import scaling
 from workers.autoscaler.acting import Acting
 from workers.autoscaler.control import Control
-from workers.autoscaler.glance import Glance
-from workers.autoscaler.pools import Pools, Scaled
+from workers.autoscaler.pools import Pools, PoolSettings, Scaled
 
 log = logging.getLogger(__name__)
 
 #: Time limit (s) of one reading, and of keeping the decisions.
 LIMIT_S: Final = 3.0
+#: Time limit (s) of a glance.
+GLANCE_LIMIT_S: Final = 1.0
 #: Time (s) without a good reading after which the process says that it is not ready.
 SILENT_S: Final = 10.0
 
@@ -121,11 +124,11 @@ class Autoscaler:
     async def _scale(self) -> None:
         """Ticks until the lead is lost."""
         log.info("%s %s", self.settings.name, "decides, and changes nothing" if self._dry else "leads: it scales")
-        self._before = {name: one.wanted for name, one in self._controls.items() if one.wanted is not None}
+        self._before = {name: control.target for name, control in self._controls.items() if control.target is not None}
         self._controls = {}
         try:
             while await self._ticked():
-                await self._rest()
+                await self._wait_for_tick()
         finally:
             for task in self._acts.values():
                 task.cancel()
@@ -163,7 +166,7 @@ class Autoscaler:
                 level = logging.WARNING if state["trouble"] else logging.INFO
                 log.log(level, "%s: %s%s", control.settings.name, state["reason"], _and(state["trouble"]))
         if fleet is not None:
-            self._glance.see(fleet, [one.settings for one in self._controls.values() if one.wanted == 0])
+            self._glance.see(fleet, [control.settings for control in self._controls.values() if control.target == 0])
             if not self._faulty and (decided or not self._controls):
                 self._trouble, self._well_at = "", time.monotonic()
         return True
@@ -191,17 +194,17 @@ class Autoscaler:
 
     def _take(self, scaled: list[Scaled]) -> None:
         """Begin with new pools, leave those that are gone."""
-        named = {one.settings.name: one for one in scaled}
+        named = {pool.settings.name: pool for pool in scaled}
         for name in self._controls.keys() - named.keys():
             del self._controls[name]
             self._gone.add(name)
             if (task := self._acts.pop(name, None)) is not None:
                 task.cancel()
-        for name, one in named.items():
+        for name, pool in named.items():
             if name in self._controls:
-                self._controls[name].settings = one.settings
+                self._controls[name].settings = pool.settings
             else:
-                self._controls[name] = self._control(one)
+                self._controls[name] = self._control(pool)
 
     def _control(self, scaled: Scaled) -> Control:
         before = self._before.get(scaled.settings.name, 0)
@@ -219,7 +222,10 @@ class Autoscaler:
         """Write the decisions. Returns False where another autoscaler leads: then nothing may be done."""
         if self._dry:
             return True
-        calls = [scaling.keep(self.settings.name, one.settings.name, state, changed=new) for one, state, new in decided]
+        calls = [
+            scaling.keep(self.settings.name, control.settings.name, state, changed=new)
+            for control, state, new in decided
+        ]
         calls += [scaling.drop(self.settings.name, name) for name in self._gone]
         try:
             async with asyncio.timeout(LIMIT_S):
@@ -234,16 +240,53 @@ class Autoscaler:
         self._gone = set()
         return all(answers)
 
-    async def _rest(self) -> None:
+    async def _wait_for_tick(self) -> None:
         """Wait for the next tick's time, a first task of a pool that wants no worker, or an actuator's first answer."""
         until = time.monotonic() + self.settings.every
-        while (left := until - time.monotonic()) > 0:
-            starting = any(control.wanted is None for control in self._controls.values())
-            await asyncio.sleep(min(left, self.settings.glance if starting or self._glance.queues else left))
+        while (remaining := until - time.monotonic()) > 0:
+            starting = any(control.target is None for control in self._controls.values())
+            await asyncio.sleep(min(remaining, self.settings.glance if starting or self._glance.queues else remaining))
             if any(control.may_begin for control in self._controls.values()):
                 return
             if self._glance.queues and time.monotonic() < until and await self._glance.more():
                 return
+
+
+class Glance:
+    """Tells whether more waits in the queues of pools that want no worker than the last reading counted.
+
+    It costs one round trip a queue, all at once, against five one after another for a whole reading. `queues`: those to
+    look at, by the number that waited there.
+    """
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self.queues: dict[str, int] = {}
+
+    def see(self, fleet: Fleet, pools: Iterable[PoolSettings]) -> None:
+        """Look at these pools' queues from now on. The fleet's numbers count as known."""
+        waiting = {keys.model_queue(queue.name): sum(queue.queued.values()) for queue in fleet.pools}
+        self.queues = {name: waiting.get(name, 0) for pool in pools for name in _queues(fleet, pool)}
+
+    async def more(self) -> bool:
+        """Whether more waits now. A failure says nothing: the next reading tells."""
+        try:
+            async with asyncio.timeout(GLANCE_LIMIT_S):
+                waiting = await asyncio.gather(*(self._broker.waiting(name) for name in self.queues))
+        except FAILURES:
+            return False
+        counts = dict(zip(self.queues, (sum(queue.tiers.values()) for queue in waiting), strict=True))
+        more = any(count > self.queues[name] for name, count in counts.items())
+        self.queues = counts
+        return more
+
+
+def _queues(fleet: Fleet, pool: PoolSettings) -> list[str]:
+    """The queues that new tasks of the pool go to."""
+    current = fleet.versions.get(pool.model)
+    version = pool.version or current
+    queues = [] if version is None else looked_after(keys.version_queue(pool.model, version))
+    return queues + ([keys.model_queue(pool.model)] if pool.version in (None, current) else [])
 
 
 def _forgotten(fleet: Fleet, scaled: Container[str]) -> set[str]:

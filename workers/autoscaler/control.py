@@ -11,10 +11,7 @@ from producers.client.submission import SETTLED_S
 from producers.store.fleet.scaling import is_fresh
 from workers.autoscaler import watch
 from workers.autoscaler.acting import Acting
-from workers.autoscaler.policy.decide import Decision, decide
-from workers.autoscaler.policy.memory import Memory, restored
-from workers.autoscaler.policy.rules import Rules
-from workers.autoscaler.policy.signals import Signals
+from workers.autoscaler.policy import Decision, Memory, Rules, Signals, decide, restored
 from workers.autoscaler.pools import PoolSettings, Scaled
 from workers.autoscaler.starts import Starts, limit_of
 
@@ -35,7 +32,7 @@ class Control:
     def __init__(self, scaled: Scaled, acting: Acting | None, before: int = 0) -> None:
         self.settings = scaled.settings
         self.acting = acting
-        self.wanted: int | None = None
+        self.target: int | None = None
         """The policy's number; None before the first decision."""
         self._memory: Memory | None = None
         self._before: Memory | None = None
@@ -63,18 +60,18 @@ class Control:
             decision, self._memory = decide(self._rules, None, self._memory)
             return self._state(at, decision, None, by)
         self._rules, old = rules_now(fleet, self.settings)
-        seen = watch.signals(fleet, self.settings)
-        decision, self._memory = _decided(self._rules, seen, self._memory)
+        signals = watch.signals(fleet, self.settings)
+        decision, self._memory = _decided(self._rules, signals, self._memory)
         self._old_since = (self._old_since or at) if old else None
         settled = self._old_since is not None and at - self._old_since >= SETTLED_S
-        if settled and watch.left(fleet, self.settings) == 0:
+        if settled and watch.remaining_tasks(fleet, self.settings) == 0:
             decision = Decision(0, "0: another version has replaced it, and nothing of it is left", decision.raw)
             self._memory = replace(self._memory, wanted=0)
-        self.wanted = decision.wanted
-        self._watch_starts(fleet, seen, decision.wanted)
+        self.target = decision.target
+        self._watch_starts(fleet, signals, decision.target)
         before, self._stranded = self._stranded, watch.stranded(fleet, self.settings)
         self._stranded_since = self._stranded_since if before else at
-        return self._state(at, decision, seen, by)
+        return self._state(at, decision, signals, by)
 
     def changed(self, state: dict[str, Any]) -> bool:
         """Whether the state differs from the last one in its number or its trouble; times left do not count."""
@@ -89,12 +86,12 @@ class Control:
     @property
     def may_begin(self) -> bool:
         """Whether what it waited for is known now."""
-        return self.wanted is None and self.acting is not None and self.acting.actual is not None
+        return self.target is None and self.acting is not None and self.acting.actual is not None
 
     def act(self, state: dict[str, Any], fleet: Fleet | None) -> None:
         """Have the actuator told. It goes on by itself."""
         if self.acting is not None and fleet is not None and self._memory is not None:
-            self.acting.tell(state["told"], watch.victims(fleet, self.settings))
+            self.acting.set_target(state["told"], watch.victims(fleet, self.settings))
 
     # ---- what was before ------------------------------------------------------------------------------------------
 
@@ -141,56 +138,56 @@ class Control:
 
     # ---- starts ---------------------------------------------------------------------------------------------------
 
-    def _watch_starts(self, fleet: Fleet, seen: Signals, wanted: int) -> None:
-        actual, heard = None if self.acting is None else self.acting.actual, self._starts.retried
-        self._starts = self._starts.seen(
-            seen.at,
-            seen.ready,
-            wanted,
+    def _watch_starts(self, fleet: Fleet, signals: Signals, target: int) -> None:
+        actual, retried = None if self.acting is None else self.acting.actual, self._starts.retried
+        self._starts = self._starts.updated(
+            signals.at,
+            signals.ready,
+            target,
             actual,
-            limit=limit_of(self.settings.start_limit, seen.profile.cold_start.get("total", 0.0)),
+            limit=limit_of(self.settings.start_limit, signals.profile.cold_start.get("total", 0.0)),
             tries=self.settings.tries,
             retry=fleet.scaling.retries.get(self.settings.name, 0.0),
-            held=watch.held(fleet, self.settings),
+            unready=watch.unready_reasons(fleet, self.settings),
         )
-        if self.acting is not None and self._starts.retried != heard:
+        if self.acting is not None and self._starts.retried != retried:
             self.acting.wake()
 
-    def _trouble(self, at: float, told: int) -> str:
+    def _trouble(self, at: float, requested: int) -> str:
         """The reason why workers do not come up, in words."""
-        found = self._starts.trouble(at, self.settings.tries, self.settings.name)
-        if not found and self._stranded and at - self._stranded_since > FEWER_S:
-            found = self._stranded
+        trouble = self._starts.trouble(at, self.settings.tries, self.settings.name)
+        if not trouble and self._stranded and at - self._stranded_since > FEWER_S:
+            trouble = self._stranded
         if self.acting is None:
-            return found
+            return trouble
         if self.acting.refused:
-            return f"{self.acting.actuator.name}: {self.acting.refused}" + (f"; {found}" if found else "")
+            return f"{self.acting.actuator.name}: {self.acting.refused}" + (f"; {trouble}" if trouble else "")
         actual = self.acting.actual
-        fewer = actual is not None and actual.wanted == told and actual.up < told
+        fewer = actual is not None and actual.wanted == requested and actual.up < requested
         self._fewer_since = (self._fewer_since or at) if fewer else None
-        if not found and actual is not None and self._fewer_since is not None and at - self._fewer_since > FEWER_S:
+        if not trouble and actual is not None and self._fewer_since is not None and at - self._fewer_since > FEWER_S:
             why = f": {actual.failing}" if actual.failing else ""
-            return f"{self.acting.actuator.name} was told {told} and has {actual.up}{why}"
-        return found
+            return f"{self.acting.actuator.name} was told {requested} and has {actual.up}{why}"
+        return trouble
 
-    def _state(self, at: float, decision: Decision, seen: Signals | None, by: str) -> dict[str, Any]:
+    def _state(self, at: float, decision: Decision, signals: Signals | None, by: str) -> dict[str, Any]:
         acting = self.acting
-        told = decision.wanted if acting is None else self._starts.asked(decision.wanted, at)
+        requested = decision.target if acting is None else self._starts.request(decision.target, at)
         return {
             "at": at,
             "model": self.settings.model,
-            "wanted": decision.wanted,
-            "told": told,
+            "wanted": decision.target,
+            "told": requested,
             "reason": decision.reason,
             "raw": decision.raw,
-            "signals": _written(seen),
+            "signals": _written(signals),
             "before": _written(self._before),
             "memory": _written(self._memory),
             "rules": asdict(self._rules),
             "starts": asdict(self._starts),
             "actual": None if acting is None or acting.actual is None else asdict(acting.actual),
             "actuator": "" if acting is None else acting.actuator.name,
-            "trouble": self._trouble(at, told),
+            "trouble": self._trouble(at, requested),
             "given_up": self._starts.given_up(at, self.settings.tries),
             "by": by,
         }
@@ -213,19 +210,19 @@ def rules_now(fleet: Fleet | None, pool: PoolSettings) -> tuple[Rules, bool]:
     return replace(pool.rules, min=0), True
 
 
-def _written(one: Signals | Memory | None) -> dict[str, Any] | None:
+def _written(part: Signals | Memory | None) -> dict[str, Any] | None:
     """In the form in which it is kept. The release before reads no field that it does not know: such ones are left out
     where they say nothing."""
-    if one is None:
+    if part is None:
         return None
-    return {name: value for name, value in asdict(one).items() if value or name not in ADDED}
+    return {name: value for name, value in asdict(part).items() if value or name not in ADDED}
 
 
-def _decided(rules: Rules, seen: Signals | None, memory: Memory) -> tuple[Decision, Memory]:
+def _decided(rules: Rules, signals: Signals | None, memory: Memory) -> tuple[Decision, Memory]:
     """The policy's decision. A number so odd that the policy cannot compute with it holds what there is."""
     try:
-        return decide(rules, seen, memory)
+        return decide(rules, signals, memory)
     except ArithmeticError as error:
-        log.exception("no decision could be made of %s", seen)
-        held, memory = decide(rules, None, memory)
-        return replace(held, reason=f"holds {held.wanted}: its figures make no sense ({error})"), memory
+        log.exception("no decision could be made of %s", signals)
+        decision, memory = decide(rules, None, memory)
+        return replace(decision, reason=f"holds {decision.target}: its figures make no sense ({error})"), memory

@@ -59,42 +59,42 @@ def _body(state: State, now: float) -> Iterator[str]:
     yield f"why        {state['reason']}"
     if state["trouble"]:
         yield f"trouble    {state['trouble']}"
-    seen, rules, memory = state["signals"], state["rules"], state["memory"]
-    if seen is None:
+    signals, rules, memory = state["signals"], state["rules"], state["memory"]
+    if signals is None:
         yield "seen       nothing: the store or the broker could not be read"
     else:
-        yield f"seen       {_queued(seen)}, {seen['in_flight']} in flight; {_workers(seen['ready'])} ready"
-        if seen["missing"]:
-            yield f"missing    {', '.join(seen['missing'])}"
-    if seen is not None and state["raw"]:
-        yield from _formula(state["raw"], seen, rules)
+        yield f"seen       {_queued(signals)}, {signals['in_flight']} in flight; {_workers(signals['ready'])} ready"
+        if signals["missing"]:
+            yield f"missing    {', '.join(signals['missing'])}"
+    if signals is not None and state["raw"]:
+        yield from _formula(state["raw"], signals, rules)
     yield f"limits     {rules['min']} to {rules['max']}"
     yield f"cool-down  {_cool_down(rules, memory, now)}"
     yield f"actuator   {_actuator(state)}"
-    if seen is not None and seen["profile"]["cold_start"]:
-        yield f"cold start {_phases(seen['profile']['cold_start'])}"
+    if signals is not None and signals["profile"]["cold_start"]:
+        yield f"cold start {_phases(signals['profile']['cold_start'])}"
     yield f"decided    by {state['by']}, {max(0.0, now - state['at']):.0f} s ago"
 
 
-def _queued(seen: State) -> str:
+def _queued(signals: State) -> str:
     waiting = [
         f"{tier['waiting']} {name} queued" + ("" if tier["oldest_s"] is None else f" (for {tier['oldest_s']:.0f} s)")
-        for name, tier in seen["tiers"].items()
+        for name, tier in signals["tiers"].items()
         if tier["waiting"]
     ]
     return ", ".join(waiting) or "nothing queued"
 
 
-def _formula(raw: State, seen: State, rules: State) -> Iterator[str]:
-    """The numbers, each with what it is made of; see `workers.autoscaler.policy.decide`."""
-    profile = seen["profile"]
+def _formula(raw: State, signals: State, rules: State) -> Iterator[str]:
+    """The numbers, each with what it is made of; see `workers.autoscaler.policy`."""
+    profile = signals["profile"]
     yield f"a = {raw['a']}      room: hurried tasks queued and in flight, over {_room(profile, rules)}"
     if profile["tokens_per_s"] and profile["tokens_per_task"]:
         speed = f"{profile['tokens_per_task']:.3g} tokens a task, {profile['tokens_per_s']:.3g} tokens/s a worker"
     else:
         speed = "tokens a task and tokens/s were never measured"
     yield f"b = {raw['b']}      wait: the queued tasks' tokens within their tiers' waits ({speed})"
-    yield f"c = {raw['c']}      strain: {_strain(seen)}"
+    yield f"c = {raw['c']}      strain: {_strain(signals)}"
     if raw.get("d"):
         yield f"d = {raw['d']}      release: tasks that need a later one than that of some workers that are up"
     yield f"needed     {raw['raw']}: the largest of these, within the limits"
@@ -109,21 +109,21 @@ def _room(profile: State, rules: State) -> str:
     return f"{rules['headroom']:g} of the knee ({knee:.3g}{'' if profile['knee'] else ', never measured'})"
 
 
-def _strain(seen: State) -> str:
-    ttft, duty = seen["profile"]["ttft_p95"], seen["profile"]["duty"]
+def _strain(signals: State) -> str:
+    ttft, duty = signals["profile"]["ttft_p95"], signals["profile"]["duty"]
     figures = (
         f"p95 of the first token {ttft:.3g} s" if ttft is not None else "",
-        f"{seen['kv_used']:.0%} of the KV cache" if seen["kv_used"] is not None else "",
+        f"{signals['kv_used']:.0%} of the KV cache" if signals["kv_used"] is not None else "",
         f"computing {duty:.0%} of the time" if duty is not None else "",
     )
-    return f"{seen['running']} running, " + (", ".join(filter(None, figures)) or "nothing measured")
+    return f"{signals['running']} running, " + (", ".join(filter(None, figures)) or "nothing measured")
 
 
 def _cool_down(rules: State, memory: State | None, now: float) -> str:
     if memory is None or memory["changed_at"] is None:
         return f"{rules['cool_down']:g} s; the number has not changed yet"
-    left = rules["cool_down"] - (now - memory["changed_at"])
-    return f"{rules['cool_down']:g} s, " + (f"{left:.0f} s left" if left > 0 else "over")
+    remaining = rules["cool_down"] - (now - memory["changed_at"])
+    return f"{rules['cool_down']:g} s, " + (f"{remaining:.0f} s left" if remaining > 0 else "over")
 
 
 def _actuator(state: State) -> str:

@@ -18,8 +18,8 @@ from typing import Annotated, Final
 
 from pydantic import Field, with_config
 
-from workers.autoscaler.actuators.base import Actual
-from workers.autoscaler.policy.memory import STRICT, Count
+from workers.autoscaler.actuators import Actual
+from workers.autoscaler.policy import STRICT, Count
 
 Time = Annotated[float, Field(ge=0)]
 
@@ -36,9 +36,9 @@ SURE_S: Final = 60.0
 BLIND_S: Final = 15.0
 
 
-def limit_of(asked: float | None, cold_start: float) -> float:
-    """Longest start (s). `asked`: the setting; None: by the measured cold start (s)."""
-    return asked if asked is not None else max(LIMIT_S, COLD_STARTS * cold_start)
+def limit_of(setting: float | None, cold_start: float) -> float:
+    """Longest start (s). `setting`: the setting; None: by the measured cold start (s)."""
+    return setting if setting is not None else max(LIMIT_S, COLD_STARTS * cold_start)
 
 
 @with_config(STRICT)
@@ -70,50 +70,53 @@ class Starts:
         """Whether no new worker is tried. A pause that is longer than any is one of a clock that was set back."""
         return 0 < self.until - at <= GIVEN_UP_S
 
-    def asked(self, wanted: int, at: float) -> int:
+    def request(self, target: int, at: float) -> int:
         """The number to ask the actuator for."""
-        return min(wanted, self.sure) if self.paused(at) else wanted
+        return min(target, self.sure) if self.paused(at) else target
 
-    def seen(
+    def updated(
         self,
         at: float,
         ready: int,
-        wanted: int,
+        target: int,
         actual: Actual | None,
         *,
         limit: float,
         tries: int,
         retry: float,
-        held: str = "",
+        unready: str = "",
     ) -> Starts:
-        """After another look. `wanted`: the policy's number. `retry`: when an operator last asked for one. `held`: why
-        workers that are there take no tasks."""
-        one = self._believing(at, ready)
-        if retry and retry != one.retried:
-            one = replace(one._well(actual), retried=retry)
-        if ready > self.ready or (ready and ready >= wanted and not one.paused(at)):
-            one = one._well(actual)
-        if ready >= wanted:
-            return replace(one, since=None, counted=_count(actual))
-        since = at if one.since is None or one.paused(at) else min(one.since, at)
-        one = replace(one, since=since)
-        if actual is not None and one.counted is not None and actual.failures > one.counted:
-            more = actual.failures - one.counted
-            return one._failed(at, more, actual.failing or "its process ended", actual, tries)
-        one = replace(one, counted=_count(actual))
+        """The memory after another look.
+
+        `target`: the policy's number. `retry`: when an operator last asked for one. `unready`: why workers that are
+        there take no tasks.
+        """
+        starts = self._believing(at, ready)
+        if retry and retry != starts.retried:
+            starts = replace(starts._well(actual), retried=retry)
+        if ready > self.ready or (ready and ready >= target and not starts.paused(at)):
+            starts = starts._well(actual)
+        if ready >= target:
+            return replace(starts, since=None, counted=_count(actual))
+        since = at if starts.since is None or starts.paused(at) else min(starts.since, at)
+        starts = replace(starts, since=since)
+        if actual is not None and starts.counted is not None and actual.failures > starts.counted:
+            more = actual.failures - starts.counted
+            return starts._failed(at, more, actual.failing or "its process ended", actual, tries)
+        starts = replace(starts, counted=_count(actual))
         late = at - since
-        if late > limit * 2.0 ** min(one.failures, 10):
-            return one._failed(at, 1, _slow(actual, late, held), actual, tries)
-        return one
+        if late > limit * 2.0 ** min(starts.failures, 10):
+            return starts._failed(at, 1, _slow(actual, late, unready), actual, tries)
+        return starts
 
     def _believing(self, at: float, ready: int) -> Starts:
         """With the number of ready workers; a lower one is believed after a while."""
-        one = replace(self, ready=ready, seen_at=at)
+        starts = replace(self, ready=ready, seen_at=at)
         if ready >= self.sure:
-            return replace(one, sure=ready, fewer_since=None)
+            return replace(starts, sure=ready, fewer_since=None)
         if self.fewer_since is None or not 0 <= at - self.seen_at <= BLIND_S:
-            return replace(one, fewer_since=at)
-        return replace(one, sure=ready, fewer_since=None) if at - self.fewer_since > SURE_S else one
+            return replace(starts, fewer_since=at)
+        return replace(starts, sure=ready, fewer_since=None) if at - self.fewer_since > SURE_S else starts
 
     def _well(self, actual: Actual | None) -> Starts:
         """Without any failure."""
@@ -136,18 +139,18 @@ class Starts:
         failed = "1 try failed" if self.failures == 1 else f"{self.failures} tries in a row failed"
         if not self.paused(at):
             return f"{failed}: {self.why} (trying again)"
-        left = f"{self.until - at:.0f} s"
+        pause = f"{self.until - at:.0f} s"
         if self.failures < tries:
-            return f"{failed}: {self.why} (the next try is in {left})"
-        return f"{failed}: {self.why} (given up; the next try is in {left}, or after `penstock scale retry {pool}`)"
+            return f"{failed}: {self.why} (the next try is in {pause})"
+        return f"{failed}: {self.why} (given up; the next try is in {pause}, or after `penstock scale retry {pool}`)"
 
 
 def _count(actual: Actual | None) -> int | None:
     return None if actual is None else actual.failures
 
 
-def _slow(actual: Actual | None, late: float, held: str) -> str:
-    if held:
-        return f"held back for {late:.0f} s: {held}"
+def _slow(actual: Actual | None, late: float, unready: str) -> str:
+    if unready:
+        return f"held back for {late:.0f} s: {unready}"
     failing = f": {actual.failing}" if actual is not None and actual.failing else ""
     return f"no worker became ready for {late:.0f} s{failing}"

@@ -17,7 +17,7 @@ from producers.contract.keys import takes_from
 from producers.contract.levels import split
 from producers.contract.profile import Profile, sane
 from producers.store.fleet.profiles import field
-from workers.autoscaler.policy.signals import LevelQueue, Signals, TierQueue
+from workers.autoscaler.policy import LevelQueue, Signals, TierQueue
 from workers.autoscaler.pools import PoolSettings
 
 Worker = dict[str, Any]
@@ -46,19 +46,19 @@ def signals(fleet: Fleet, pool: PoolSettings) -> Signals:
         return Signals(fleet.at, missing=("queued", "in_flight", "card"))
     working = [worker for worker in workers(queues) if takes_tasks(worker)]
     in_flight = missing.sum("in_flight", (queue.in_flight for queue in queues))
-    patient = missing.sum("patient", (worker.get("patient", 0) for worker in workers(queues)))
-    aside = [count for queue in here if queue not in queues for count in queue.queued.values()]
+    throughput = missing.sum("patient", (worker.get("patient", 0) for worker in workers(queues)))
+    unknown_kinds = [count for queue in here if queue not in queues for count in queue.queued.values()]
     return Signals(
         fleet.at,
         {tier: _tier(queues, tier, missing) for tier in keys.TIERS},
         in_flight,
-        min(patient, in_flight),
+        min(throughput, in_flight),
         len(working),
         missing.sum("running", (worker.get("running", 0) for worker in working)),
         _kv_used(working),
         _profile(fleet, pool, working),
         _levels(queues, working),
-        missing.sum("queued", aside),
+        missing.sum("queued", unknown_kinds),
         tuple(missing.names),
     )
 
@@ -72,16 +72,16 @@ def _levels(queues: Sequence[Pool], working: Sequence[Worker]) -> tuple[LevelQue
             for tier, count in queue.queued.items():
                 tiers = waiting.setdefault(level, dict.fromkeys(keys.TIERS, 0))
                 tiers[tier] = tiers.get(tier, 0) + int(sane(count) or 0)
-    found = []
+    level_queues = []
     for level in sorted(waiting):
         able = [worker for worker in working if (sane(worker.get("level")) or 0) >= level]
-        tiers = {tier: sum(waiting[one].get(tier, 0) for one in waiting if one >= level) for tier in keys.TIERS}
-        held = sum((sane(worker.get("tasks")) or 0) - (sane(worker.get("patient")) or 0) for worker in able)
-        found.append(LevelQueue(level, tiers, len(working) - len(able), len(able), max(0, int(held))))
-    return tuple(found)
+        tiers = {tier: sum(waiting[other].get(tier, 0) for other in waiting if other >= level) for tier in keys.TIERS}
+        in_flight = sum((sane(worker.get("tasks")) or 0) - (sane(worker.get("patient")) or 0) for worker in able)
+        level_queues.append(LevelQueue(level, tiers, len(working) - len(able), len(able), max(0, int(in_flight))))
+    return tuple(level_queues)
 
 
-def left(fleet: Fleet, pool: PoolSettings) -> int | None:
+def remaining_tasks(fleet: Fleet, pool: PoolSettings) -> int | None:
     """Tasks of the pool that are queued, delayed or in flight; None where a number is missing."""
     missing = _Missing()
     queues = served(fleet, pool)
@@ -100,14 +100,14 @@ def takes_tasks(worker: Worker) -> bool:
     return not worker.get("draining") and not worker.get("unready")
 
 
-def held(fleet: Fleet, pool: PoolSettings) -> str:
+def unready_reasons(fleet: Fleet, pool: PoolSettings) -> str:
     """Why workers that are there take no tasks, by their names; empty where all do."""
-    found = [worker for worker in workers(served(fleet, pool)) if worker.get("unready")]
-    return "; ".join(f"{worker['worker']} ({_listed(worker['unready'])})" for worker in found)
+    unready = [worker for worker in workers(served(fleet, pool)) if worker.get("unready")]
+    return "; ".join(f"{worker['worker']} ({_listed(worker['unready'])})" for worker in unready)
 
 
-def _listed(said: Any) -> str:
-    return ", ".join(map(str, said)) if isinstance(said, list) else str(said)
+def _listed(reasons: Any) -> str:
+    return ", ".join(map(str, reasons)) if isinstance(reasons, list) else str(reasons)
 
 
 def stranded(fleet: Fleet, pool: PoolSettings) -> str:
@@ -155,8 +155,8 @@ class _Missing:
 
     def sum(self, name: str, numbers: Iterable[Any]) -> int:
         total = 0
-        for said in numbers:
-            number = sane(said)
+        for value in numbers:
+            number = sane(value)
             if number is not None:
                 total += int(number)
             elif name not in self.names:
@@ -186,22 +186,22 @@ def _profile(fleet: Fleet, pool: PoolSettings, working: Iterable[Worker]) -> Pro
     """
     version = pool.version or fleet.versions.get(pool.model, "")
     kept = fleet.scaling.profiles.get(field(pool.model, version), Profile())
-    said = [Profile.of(worker.get("profile")) for worker in working]
-    starts = [one.cold_start for one in said if one.cold_start.get("total")]
+    profiles = [Profile.of(worker.get("profile")) for worker in working]
+    starts = [profile.cold_start for profile in profiles if profile.cold_start.get("total")]
     return replace(
         kept,
         reached=None,
-        knee=kept.knee or _over(median, (one.knee for one in said)),
-        tokens_per_s=kept.tokens_per_s or _over(median, (one.tokens_per_s for one in said)),
-        tokens_per_task=kept.tokens_per_task or _over(median, (one.tokens_per_task for one in said)),
-        ttft_p95=_over(max, (one.ttft_p95 for one in said)),
-        duty=_over(fmean, (one.duty for one in said)),
+        knee=kept.knee or _over(median, (profile.knee for profile in profiles)),
+        tokens_per_s=kept.tokens_per_s or _over(median, (profile.tokens_per_s for profile in profiles)),
+        tokens_per_task=kept.tokens_per_task or _over(median, (profile.tokens_per_task for profile in profiles)),
+        ttft_p95=_over(max, (profile.ttft_p95 for profile in profiles)),
+        duty=_over(fmean, (profile.duty for profile in profiles)),
         cold_start=kept.cold_start or max(starts, key=lambda start: start["total"], default={}),
     )
 
 
-def _over(fold: Callable[[list[float]], float], said: Iterable[float | None]) -> float | None:
-    values = [value for value in said if value is not None]
+def _over(fold: Callable[[list[float]], float], measured: Iterable[float | None]) -> float | None:
+    values = [value for value in measured if value is not None]
     try:
         return sane(fold(values)) if values else None
     except OverflowError:  # of numbers that are finite one by one

@@ -81,7 +81,7 @@ def autoscaler(
     import asyncio
 
     from workers.autoscaler.autoscaler import AutoscalerSettings
-    from workers.autoscaler.config import BadScaling, opened
+    from workers.autoscaler.pools import BadScaling, opened
     from workers.runtime.health import Health
 
     set_up_logging(log_level)
@@ -136,7 +136,7 @@ async def _run(
 
 def _pools(said: dict[str, Any], rules: list[str], config: Path | None) -> list[PoolSettings]:
     """The pools of the file or of the command line. Raises BadScaling, and Failure for neither or both."""
-    from workers.autoscaler.config import one_pool, read
+    from workers.autoscaler.pools import one_pool, read
 
     table = {name: value for name, value in said.items() if value is not None}
     if config is not None:

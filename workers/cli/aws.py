@@ -307,14 +307,14 @@ def arns_of(actuators: list[str] | None, region: str, account: str) -> dict[str,
     """Kind -> ARNs of what the actuators act on, for `Scope`. Raises ValueError."""
     from urllib.parse import urlsplit
 
-    from workers.autoscaler.actuators.aws import ec2, ecs
+    from workers.autoscaler.actuators.aws import group_arn, service_arn
 
     found: dict[str, tuple[str, ...]] = {"services": (), "groups": ()}
     for url in actuators or ():
         parts = urlsplit(url)
         if parts.scheme not in ("ecs", "ec2"):
             raise ValueError(f"--actuator is {url!r}; it must begin with ecs:// or ec2://")
-        kind, arn = ("services", ecs.arn) if parts.scheme == "ecs" else ("groups", ec2.arn)
+        kind, arn = ("services", service_arn) if parts.scheme == "ecs" else ("groups", group_arn)
         found[kind] += (arn(parts, region, account),)
     return found
 

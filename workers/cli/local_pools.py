@@ -20,8 +20,8 @@ from engine.execution.threads import threads_of_each
 from engine.text.checkpoint import model_version
 from producers.admin.fleet import Fleet
 from producers.connection.connect import is_redis
-from workers.autoscaler.actuators.local import Local, Places
-from workers.autoscaler.policy.rules import Rules
+from workers.autoscaler.actuators.local import Local, Slots
+from workers.autoscaler.policy import Rules
 from workers.autoscaler.pools import PoolSettings, Scaled
 from workers.cli.gpus import Chosen
 from workers.library import Found
@@ -133,7 +133,7 @@ class _Model:
         plan = pools.plan
         self._pools, self._plan, self._number, self.name = pools, plan, number, found.name
         self._each = plan.rules.max
-        self._places = Places(self._each if plan.gpus else None)
+        self._places = Slots(self._each if plan.gpus else None)
         self._own = model_version(found.folder)
         self.versions = {self._own: self._local(found.reference)}
 
@@ -161,7 +161,7 @@ class _Model:
 
     def _left(self, version: str) -> bool:
         """Whether the pool is left alone: it has a fixed number, and an operator told one of its workers to stop."""
-        return self._plan.rules.min == self._plan.rules.max and self.versions[version].told
+        return self._plan.rules.min == self._plan.rules.max and self.versions[version].stopped_by_others
 
     def _pool(self, version: str) -> Scaled:
         return Scaled(PoolSettings(self.name, version, self._plan.rules), self.versions[version])
@@ -175,7 +175,7 @@ class _Model:
         return Local(self.name, self._places, program, pools.say, plan.drain, standby=pools.standby)
 
     def _program(self, reference: str, place: int) -> Program:
-        """The worker in a place. Places beyond the largest number, used while versions overlap, have no port."""
+        """The worker in a place. Slots beyond the largest number, used while versions overlap, have no port."""
         plan, total = self._plan, self._each * len(self._plan.models)
         name = "worker" if total == 1 and place == 1 else f"worker.{self.name}.{place}"
         argv = [*PENSTOCK, "worker", "--model", reference, "--drain-timeout", str(plan.drain)]

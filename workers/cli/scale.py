@@ -23,7 +23,7 @@ from workers.cli.terminal import aligned, say
 
 if TYPE_CHECKING:
     from producers.client.aio import AsyncClient
-    from workers.autoscaler.simulate.compare import Compared
+    from workers.trials.simulate.compare import Compared
 
 #: Columns of a simulation's table.
 _HEADS: Final = (
@@ -200,11 +200,10 @@ def simulate(
 
     The policy is the autoscaler's own code. Exit status 1: the objective was missed, or a kept decision differs.
     """
-    from workers.autoscaler.config import one_pool
-    from workers.autoscaler.simulate.compare import Objective, Settings, compared
-    from workers.autoscaler.simulate.synthetic import Synthetic
-    from workers.autoscaler.simulate.trace import read, write
-    from workers.autoscaler.simulate.worker import WorkerModel
+    from workers.autoscaler.pools import one_pool
+    from workers.trials.simulate.compare import Objective, Settings, compared
+    from workers.trials.simulate.simulation import WorkerModel
+    from workers.trials.simulate.traces import Synthetic, read, write
 
     if sum(one is not None for one in (trace, synthetic, decisions)) != 1:
         raise Failure("give one of --trace FILE, --synthetic SHAPE and --decisions FILE")
@@ -256,7 +255,7 @@ def _profile(version: str, broker: str | None, store: str | None) -> dict[str, A
 
 
 def _replay(path: Path, as_json: bool) -> None:
-    from workers.autoscaler.simulate.replay import replay
+    from workers.trials.simulate.replay import replay
 
     with refusing(ValueError), touching(path, "read"):
         found = replay(path)
@@ -285,7 +284,7 @@ def _progress(last: float) -> Iterator[Callable[[str, float], None]]:
 
 def _report(found: Compared, name: str, plot: Path | None, out: Path | None, as_json: bool) -> None:
     """Print the figures; draw and write them."""
-    from workers.autoscaler.simulate.plot import plot as draw
+    from workers.trials.simulate.compare import plot as draw
 
     said = {"trace": name, **found.to_dict()}
     if plot is not None:

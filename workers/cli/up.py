@@ -32,7 +32,7 @@ from workers.cli.terminal import relayed
 from workers.cli.worker import worker as worker_command
 
 if TYPE_CHECKING:
-    from workers.autoscaler.policy.rules import Rules
+    from workers.autoscaler.policy import Rules
     from workers.cli.system import System
 
 
@@ -299,7 +299,7 @@ def _rules(workers: int | None, least: int | None, most: int | None, cool_down: 
     """How many workers each model has. `gpus`: of each model; 0 where no GPU was named. Raises Failure."""
     from dataclasses import replace
 
-    from workers.autoscaler.policy.rules import Rules
+    from workers.autoscaler.policy import Rules
 
     scaled = least is not None or most is not None
     if workers is not None and scaled:

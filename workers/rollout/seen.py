@@ -55,7 +55,7 @@ class Seen:
             ready,
             len(workers) - ready,
             sum(not one.get("draining") for one in watch.workers(watch.served(fleet, old))),
-            watch.left(fleet, old),
+            watch.remaining_tasks(fleet, old),
             str(state.get("trouble") or "") if fresh else "",
             _failures(state) if fresh else 0,
             fresh and _given_up(fleet.scaling.states.get(new.name) or {}, rollout),

@@ -18,8 +18,7 @@ from producers.admin.roles import ROLES
 from producers.contract import keys
 from tests.infra.deploy.code import grace, parsed, variables, wrong_in
 from tests.infra.deploy.crds import SCHEMAS
-from workers.autoscaler.config import parse
-from workers.autoscaler.pools import PoolSettings
+from workers.autoscaler.pools import PoolSettings, parse
 
 Object = dict[str, Any]
 #: The least release of Kubernetes that we say will do (the chart's `kubeVersion`), and the newest.

@@ -107,7 +107,7 @@ def test_the_autoscaler_may_do_what_its_actuator_does_and_no_more() -> None:
     (role,) = [one for one in rendered("actuator") if one["kind"] == "Role"]
     may = {(verb, name) for rule in role["rules"] for verb in rule["verbs"] for name in rule["resources"]}
     # As the actuator names the right that a refused request lacked.
-    source = (ROOT / "workers/autoscaler/actuators/kubernetes/cluster.py").read_text("utf-8")
+    source = (ROOT / "workers/autoscaler/actuators/kubernetes.py").read_text("utf-8")
     assert may == set(re.findall(r'"(\w+) on ([\w/]+)"', source))
     (account,) = [one for one in rendered("actuator") if one["kind"] == "RoleBinding"]
     pod = of(rendered("actuator"), "Deployment", "autoscaler")["spec"]["template"]["spec"]

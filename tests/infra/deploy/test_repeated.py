@@ -28,8 +28,8 @@ from tests.infra.deploy.code import parsed
 from tests.infra.deploy.processes import Process, processes
 from tests.infra.deploy.templates import template
 from tests.processes import ROOT
-from workers.autoscaler.config import one_pool
-from workers.autoscaler.policy.rules import Rules
+from workers.autoscaler.policy import Rules
+from workers.autoscaler.pools import one_pool
 from workers.library.reference import bundled
 from workers.runtime.health import Health
 

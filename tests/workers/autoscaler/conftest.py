@@ -15,7 +15,7 @@ from producers.broker.redis import keys as broker_keys
 from producers.connection.script import parsed
 from producers.contract import keys
 from tests.processes import fill
-from workers.autoscaler.actuators.base import Actual, ActuatorError
+from workers.autoscaler.actuators import Actual, ActuatorError
 
 POOL = keys.Pool("tiny", "v1", "cafe")
 

@@ -6,10 +6,7 @@ from typing import Any
 
 from producers.contract import keys
 from producers.contract.profile import Profile
-from workers.autoscaler.policy.decide import Decision, decide
-from workers.autoscaler.policy.memory import Memory
-from workers.autoscaler.policy.rules import Rules
-from workers.autoscaler.policy.signals import Signals, TierQueue
+from workers.autoscaler.policy import Decision, Memory, Rules, Signals, TierQueue, decide
 
 RULES = Rules(max=100)
 #: A worker does a task in one second, has a knee of 10 (8 with headroom), and starts in 20 s.
@@ -43,5 +40,5 @@ class Pool:
         while True:
             self.last, self.memory = decide(self.rules, seen(self.at, profile, **said), self.memory)
             if self.at >= end:
-                return self.last.wanted
+                return self.last.target
             self.at = min(end, self.at + 5)

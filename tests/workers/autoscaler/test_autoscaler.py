@@ -17,9 +17,9 @@ from tests.producers.proxy import Proxy
 from tests.waiting import auntil as until
 from tests.workers.autoscaler.conftest import POOL, Fleet, Recorder
 from workers.autoscaler import acting, autoscaler, control
-from workers.autoscaler.actuators.base import Actuator
+from workers.autoscaler.actuators import Actuator
 from workers.autoscaler.autoscaler import Autoscaler, AutoscalerSettings
-from workers.autoscaler.policy.rules import Rules
+from workers.autoscaler.policy import Rules
 from workers.autoscaler.pools import Pools, PoolSettings, Scaled, fixed
 
 RULES = Rules(max=4, cool_down=0.2, step=0.05)

@@ -19,7 +19,7 @@ from tests.workers.autoscaler.conftest import Recorder
 from workers.autoscaler.acting import Acting
 from workers.autoscaler.control import Control
 from workers.autoscaler.explain import explained, summary
-from workers.autoscaler.policy.rules import Rules
+from workers.autoscaler.policy import Rules
 from workers.autoscaler.pools import PoolSettings, Scaled
 from workers.autoscaler.watch import victims
 
@@ -109,7 +109,7 @@ def test_a_worker_that_is_held_back_for_long_is_replaced() -> None:
     told, state = [], {}
     for second in range(200):
         if second == 30:
-            workers[1]["unready"] = ["its breaker is open: its engine fails a canary"]
+            workers[1]["unready"] = ["its breaker is open: its engine fails a probe"]
         queue = Pool("tiny@1.x", "tiny", in_flight=3, workers=workers)
         seen = Fleet([queue], at=AT + second, versions={"tiny": "1"}, scaling=Scaling(states=state))
         decided = one.decide(seen, seen.at, "one")
@@ -118,5 +118,5 @@ def test_a_worker_that_is_held_back_for_long_is_replaced() -> None:
         told.append(decided["told"])
         if decided["told"] == 2:
             assert victims(seen, one.settings)[0] == "w1"
-            assert "w1 (its breaker is open: its engine fails a canary)" in decided["trouble"]
+            assert "w1 (its breaker is open: its engine fails a probe)" in decided["trouble"]
     assert [number for number, before in zip(told, [0, *told], strict=False) if number != before] == [3, 2, 3]

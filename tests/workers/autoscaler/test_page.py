@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from workers.autoscaler.actuators import EXPORT, SCHEMES
-from workers.autoscaler.config import Table
-from workers.autoscaler.policy.rules import Rules
+from workers.autoscaler.policy import Rules
+from workers.autoscaler.pools import Table
 
 PAGE = (Path(__file__).parents[3] / "docs" / "run" / "scaling.md").read_text("utf-8")
 

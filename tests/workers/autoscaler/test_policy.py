@@ -9,10 +9,7 @@ import pytest
 
 from producers.contract.profile import Profile
 from tests.workers.autoscaler.looks import PROFILE, RULES, Pool, raw, seen
-from workers.autoscaler.policy.decide import decide
-from workers.autoscaler.policy.memory import Memory
-from workers.autoscaler.policy.rules import Rules
-from workers.autoscaler.policy.signals import LevelQueue, Signals
+from workers.autoscaler.policy import LevelQueue, Memory, Rules, Signals, decide
 
 # ---- a: room -------------------------------------------------------------------------------------
 
@@ -282,7 +279,7 @@ def test_to_the_least_once_nothing_is_left_for_the_cool_down_or_two_cold_starts(
     slow = replace(PROFILE, cold_start={"total": 200.0})
     pool = Pool(Rules(min=1, max=9), Memory(wanted=1, changed_at=0.0))
     pool.see(10, slow, in_flight=16)
-    assert pool.last.wanted == 2
+    assert pool.last.target == 2
     pool.at += 5
     assert pool.see(395, slow) == 1  # in by one meanwhile
     pool = Pool(Rules(max=9), Memory(wanted=1, changed_at=0.0))
@@ -298,9 +295,9 @@ def test_to_the_least_after_a_turn_takes_two_cool_downs() -> None:
 
 def test_limits_that_change_hold_at_once() -> None:
     memory = Memory(wanted=7)
-    assert decide(Rules(max=3), seen(in_flight=80), memory)[0].wanted == 3
-    assert decide(Rules(min=9, max=9), seen(), memory)[0].wanted == 9
-    assert decide(Rules(max=3), None, memory)[0].wanted == 3
+    assert decide(Rules(max=3), seen(in_flight=80), memory)[0].target == 3
+    assert decide(Rules(min=9, max=9), seen(), memory)[0].target == 9
+    assert decide(Rules(max=3), None, memory)[0].target == 3
 
 
 # ---- missing numbers and clocks ------------------------------------------------------------------
@@ -309,7 +306,7 @@ def test_limits_that_change_hold_at_once() -> None:
 @pytest.mark.parametrize("nothing", [None, seen(0, missing=("queued",)), seen(0, missing=("in_flight", "duty"))])
 def test_missing_numbers_hold_what_there_is(nothing: Signals | None) -> None:
     decision, memory = decide(RULES, nothing, before := Memory(wanted=4, empty_since=-1e6))
-    assert (decision.wanted, memory) == (4, before)
+    assert (decision.target, memory) == (4, before)
     assert decision.reason.startswith("holds 4")
 
 
@@ -335,7 +332,7 @@ def test_a_silence_within_the_limit_counts() -> None:
 def test_huge_and_tiny_figures_ask_for_no_more_than_the_most(odd: float, queued: int) -> None:
     for name in ("knee", "tokens_per_s", "tokens_per_task", "ttft_p95", "duty"):
         decision, _ = decide(RULES, seen(0, replace(PROFILE, **{name: odd}), default=queued), Memory(wanted=64))
-        assert 64 <= decision.wanted <= 100
+        assert 64 <= decision.target <= 100
 
 
 # ---- the words -----------------------------------------------------------------------------------
@@ -358,7 +355,7 @@ def test_the_reason_says_what_an_idle_pool_waits_for(said: dict[str, Any], words
 def test_the_reason_says_when_the_number_falls() -> None:
     pool = Pool(replace(RULES, cool_down=60.0))
     pool.see(100, default=20)
-    assert pool.last.wanted == 3
+    assert pool.last.target == 3
     pool.see(10, in_flight=1, ready=3)
     assert pool.last.reason == "holds 3: 1 would be enough; the number falls in 50 s if that lasts"
     pool.see(50, in_flight=1, ready=3)

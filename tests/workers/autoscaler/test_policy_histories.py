@@ -11,10 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.workers.autoscaler.looks import seen
-from workers.autoscaler.policy.decide import Decision, decide
-from workers.autoscaler.policy.memory import Memory, restored
-from workers.autoscaler.policy.rules import Rules
-from workers.autoscaler.policy.signals import Signals
+from workers.autoscaler.policy import Decision, Memory, Rules, Signals, decide, restored
 
 NUMBERS = st.integers(0, 200)
 STEPS = st.tuples(
@@ -50,15 +47,15 @@ def _history(rules: Rules, steps: list[Any]) -> list[tuple[float, Signals | None
 @given(RULESETS, st.lists(STEPS, max_size=60))
 def test_any_history_keeps_the_limits(rules: Rules, steps: list[Any]) -> None:
     for _, signals, before, decision, after in _history(rules, steps):
-        assert rules.min <= decision.wanted <= rules.max
-        assert after.wanted == decision.wanted
+        assert rules.min <= decision.target <= rules.max
+        assert after.wanted == decision.target
         had = before.wanted
-        assert decision.wanted <= max(1, had + 1, int(had * rules.growth), rules.min)
-        assert decision.wanted >= min(had - 1, had) or (signals is not None and not signals.queued + signals.in_flight)
+        assert decision.target <= max(1, had + 1, int(had * rules.growth), rules.min)
+        assert decision.target >= min(had - 1, had) or (signals is not None and not signals.queued + signals.in_flight)
         if signals is None:
-            assert decision.wanted == had
+            assert decision.target == had
         if signals is not None and (signals.queued or signals.in_flight):
-            assert decision.wanted or not had  # never to zero while a task is there
+            assert decision.target or not had  # never to zero while a task is there
         assert restored(Memory, json.loads(json.dumps(asdict(after)))) == after
 
 
@@ -82,4 +79,4 @@ def test_more_tasks_never_mean_fewer_workers(rules: Rules, steps: list[Any], wha
     fewer, larger = (
         decide(rules, seen(5000.0, **{**said, what: said[what] + extra}), memory)[0] for extra in (0, more)
     )
-    assert fewer.wanted <= larger.wanted
+    assert fewer.target <= larger.target

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from workers.autoscaler.actuators.base import Actual
-from workers.autoscaler.policy.memory import restored
+from workers.autoscaler.actuators import Actual
+from workers.autoscaler.policy import restored
 from workers.autoscaler.starts import FIRST_PAUSE_S, GIVEN_UP_S, Starts, limit_of
 
 LIMIT = 100.0
@@ -15,7 +15,7 @@ def after(
     one: Starts, at: float, *, ready: int = 0, wanted: int = 1, failures: int | None = None, retry: float = 0.0
 ) -> Starts:
     actual = None if failures is None else Actual(wanted, wanted, "no GPU", failures)
-    return one.seen(at, ready, wanted, actual, limit=LIMIT, tries=3, retry=retry)
+    return one.updated(at, ready, wanted, actual, limit=LIMIT, tries=3, retry=retry)
 
 
 #: An actuator was looked at, of which no start failed yet.
@@ -26,10 +26,10 @@ def test_each_failure_doubles_the_pause_and_the_last_ends_the_tries() -> None:
     one, at, pauses = BEGUN, 0.0, []
     for failures in (1, 2, 3):
         one = after(one, at, failures=failures)
-        assert one.asked(4, at) == 0
+        assert one.request(4, at) == 0
         pauses.append(one.until - at)
         at = one.until
-        assert one.asked(4, at) == 4
+        assert one.request(4, at) == 4
     assert pauses == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, GIVEN_UP_S]
     assert "3 tries in a row failed: no GPU (given up" in one.trouble(at - 1, 3, "tiny")
     assert (one.given_up(at - 1, 3), one.given_up(at - 1, 4), one.given_up(at, 3)) == (at - GIVEN_UP_S, None, None)
@@ -50,10 +50,10 @@ def test_a_worker_that_is_never_ready_fails_by_time_and_gets_longer_each_time() 
 def test_a_worker_that_becomes_ready_is_a_success_and_others_that_fail_count_anew() -> None:
     one = after(BEGUN, 0.0, wanted=2, failures=2)
     one = after(one, one.until, ready=1, wanted=2, failures=2)
-    assert (one.failures, one.asked(2, one.until)) == (0, 2)
+    assert (one.failures, one.request(2, one.until)) == (0, 2)
     one = after(one, 100.0, ready=1, wanted=2, failures=3)
     assert one.failures == 1
-    assert one.asked(2, 100.0) == 1, "the one that is ready goes on"
+    assert one.request(2, 100.0) == 1, "the one that is ready goes on"
 
 
 def test_failures_outlive_a_moment_without_demand_and_a_new_actuator() -> None:
@@ -61,7 +61,7 @@ def test_failures_outlive_a_moment_without_demand_and_a_new_actuator() -> None:
     one = after(BEGUN, 0.0, failures=3)
     one = after(one, 1.0, wanted=0, failures=0)
     assert one.failures == 3
-    assert one.asked(1, 2.0) == 0
+    assert one.request(1, 2.0) == 0
 
 
 def test_leases_that_lapsed_with_the_store_end_no_worker() -> None:
@@ -69,7 +69,7 @@ def test_leases_that_lapsed_with_the_store_end_no_worker() -> None:
     one = after(BEGUN, 0.0, ready=3, wanted=4, failures=0)
     one = after(one, 500.0, ready=0, wanted=4, failures=5)
     assert (one.failures, one.paused(501.0)) == (5, True)
-    assert one.asked(4, 501.0) == 3
+    assert one.request(4, 501.0) == 3
     for at in range(510, 580, 10):
         one = after(one, float(at), ready=1, wanted=4, failures=5)
     assert one.sure == 1, "it stayed so"
@@ -78,7 +78,7 @@ def test_leases_that_lapsed_with_the_store_end_no_worker() -> None:
 def test_a_retry_forgets_and_is_heard_once() -> None:
     one = after(BEGUN, 0.0, failures=3)
     one = after(one, 5.0, failures=3, retry=4.0)
-    assert (one.failures, one.asked(1, 5.0)) == (0, 1)
+    assert (one.failures, one.request(1, 5.0)) == (0, 1)
     assert after(one, 6.0, failures=4, retry=4.0).failures == 1
 
 

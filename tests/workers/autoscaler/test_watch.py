@@ -48,7 +48,7 @@ def test_a_pool_of_a_version_has_its_queues_and_that_of_plain_senders_if_it_is_t
     assert (one.queued, one.in_flight, one.patient, one.ready, one.tiers["default"].oldest_s) == (4, 3, 1, 1, 3.0)
     assert (other.queued, other.in_flight, other.ready) == (4, 0, 0)
     assert watch.signals(FLEET, PoolSettings("tiny")).queued == 58
-    assert [watch.left(FLEET, PoolSettings("tiny", version)) for version in ("1", "2", "3")] == [7, 5, 0]
+    assert [watch.remaining_tasks(FLEET, PoolSettings("tiny", version)) for version in ("1", "2", "3")] == [7, 5, 0]
 
 
 def test_tasks_that_not_every_release_can_do_are_told_by_level_with_who_can(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_numbers_that_lie_are_missing_and_never_zero() -> None:
     seen = watch.signals(Fleet(lying, versions={"tiny": "1"}), PoolSettings("tiny"))
     assert set(seen.missing) == {"queued", "in_flight", "running"}
     assert (seen.kv_used, seen.tiers["default"].oldest_s) == (None, None)
-    assert watch.left(Fleet(lying), PoolSettings("tiny")) is None
+    assert watch.remaining_tasks(Fleet(lying), PoolSettings("tiny")) is None
     assert watch.signals(Fleet([]), PoolSettings("tiny")).missing == ("queued", "in_flight", "card")
 
 

@@ -11,7 +11,7 @@ import pytest
 from engine.text.checkpoint import model_version
 from producers.admin.fleet import Fleet, Scaling
 from tests.producers.gateway.conftest import TINY
-from workers.autoscaler.policy.rules import Rules
+from workers.autoscaler.policy import Rules
 from workers.cli import local_pools as pools
 from workers.cli.local_pools import LocalPools, Plan
 from workers.library import Found

@@ -68,7 +68,7 @@ async def test_what_the_autoscaler_kept_is_computed_again(
 ) -> None:
     from producers import AsyncClient
     from workers.autoscaler.autoscaler import Autoscaler, AutoscalerSettings
-    from workers.autoscaler.policy.rules import Rules
+    from workers.autoscaler.policy import Rules
     from workers.autoscaler.pools import PoolSettings, Scaled, fixed
 
     fleet = Fleet(valkey)

@@ -12,7 +12,7 @@ import pytest
 
 from producers.gateway.settings import GatewaySettings
 from tests.workers.cli.conftest import invoke, told, worker_programs
-from workers.autoscaler.policy.rules import Rules
+from workers.autoscaler.policy import Rules
 from workers.cli import gpus as gpu_workers
 from workers.cli import up
 from workers.cli.exits import Failure

@@ -1,4 +1,4 @@
-"""Actuators: what starts and ends workers. A pool has one, chosen by URL.
+"""Actuators start and end workers. A pool has one, chosen by URL.
 
     export                          none: another program (KEDA, say) follows `penstock_desired_workers` in /metrics
     local                           child processes of the autoscaler
@@ -9,25 +9,83 @@ A new actuator is a module with `open_url`, and a line in SCHEMES. Modules are i
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Final
-from urllib.parse import SplitResult, urlsplit
-
-from workers.autoscaler.actuators.base import Actual, Actuator, ActuatorError
-
-__all__ = ["EXPORT", "EXTRAS", "SCHEMES", "Actual", "Actuator", "ActuatorError", "checked", "open_actuator"]
+from typing import Final, Protocol
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 EXPORT: Final = "export"
 #: Scheme -> (module with `open_url(url, model, broker, store, here) -> Actuator`, the URL's form for messages).
 SCHEMES: Final[dict[str, tuple[str, str]]] = {
     "local": ("workers.autoscaler.actuators.local", "local, local:?OPTION=VALUE (of penstock worker)"),
     "kubernetes": ("workers.autoscaler.actuators.kubernetes", "kubernetes://NAMESPACE/DEPLOYMENT[?context=NAME]"),
-    "ecs": ("workers.autoscaler.actuators.aws.ecs", "ecs://CLUSTER/SERVICE[?region=REGION&endpoint=URL]"),
-    "ec2": ("workers.autoscaler.actuators.aws.ec2", "ec2://GROUP[?region=REGION&endpoint=URL]"),
+    "ecs": ("workers.autoscaler.actuators.aws", "ecs://CLUSTER/SERVICE[?region=REGION&endpoint=URL]"),
+    "ec2": ("workers.autoscaler.actuators.aws", "ec2://GROUP[?region=REGION&endpoint=URL]"),
 }
 
 #: Scheme -> the extra that it needs.
 EXTRAS: Final = {"kubernetes": "kubernetes", "ecs": "aws", "ec2": "aws"}
+
+
+class ActuatorError(OSError):
+    """The platform refused or did not answer; the text says what, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Actual:
+    """A platform's state. `wanted`: the number it was last told. `up`: workers that run or are starting."""
+
+    wanted: int
+    up: int
+    failing: str = ""
+    """Why workers do not come up, in words (the last output of a process that died, say); empty if none is known."""
+    failures: int = 0
+    """Starts in a row that failed."""
+
+
+class Actuator(Protocol):
+    """Keeps a number of workers running. Any call may be repeated, and is cancelled after `acting.CALL_S`."""
+
+    @property
+    def name(self) -> str:
+        """The thing that it acts on, for people: `kubernetes default/worker-tiny`, say."""
+
+    async def actual(self) -> Actual:
+        """The platform's state now. Raises ActuatorError."""
+
+    async def scale(self, target: int, first: Sequence[str]) -> None:
+        """Have so many workers run; those that are too many drain. Raises ActuatorError.
+
+        `first`: names of workers (as in their leases), those that should go first in front. Workers that are not named
+        serve nothing yet, and go before all.
+        """
+
+    async def aclose(self) -> None:
+        """Close connections. Workers go on, except those of local processes, which drain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """`host` and `name` as the platform spells them; `name` is empty where the URL has none."""
+
+    host: str
+    name: str
+    options: dict[str, str]
+
+
+def read(parts: SplitResult, form: str, options: Collection[str], *, named: bool = True) -> Address:
+    """A URL's parts. `form`: how it must look, for the error. Raises ValueError."""
+    host, name = unquote(parts.netloc), unquote(parts.path.strip("/"))
+    if not host or bool(name) != named or parts.fragment:
+        raise ValueError(f"actuator is {parts.geturl()!r}; it must look like {form}")
+    query = dict(parse_qsl(parts.query, keep_blank_values=True))
+    for option, value in query.items():
+        if option not in options or not value:
+            raise ValueError(
+                f"actuator is {parts.geturl()!r}; {option}={value} makes no sense, it must look like {form}"
+            )
+    return Address(host, name, query)
 
 
 def checked(url: str) -> str:
@@ -49,5 +107,5 @@ def open_actuator(url: str, *, model: str, broker: str, store: str, here: int = 
         return None
     parts: SplitResult = urlsplit(url)
     module, _ = SCHEMES[parts.scheme or url]
-    made: Actuator = import_module(module).open_url(parts, model=model, broker=broker, store=store, here=here)
-    return made
+    actuator: Actuator = import_module(module).open_url(parts, model=model, broker=broker, store=store, here=here)
+    return actuator

@@ -31,7 +31,7 @@ from typing import Final
 from urllib.parse import SplitResult, parse_qsl
 
 from engine.execution.threads import threads_of_each
-from workers.autoscaler.actuators.base import Actual, ActuatorError
+from workers.autoscaler.actuators import Actual, ActuatorError
 from workers.errors import REFUSED
 from workers.library import name_of
 from workers.processes import PENSTOCK
@@ -48,41 +48,41 @@ def open_url(url: SplitResult, *, model: str, broker: str, store: str, here: int
     `here`: the most workers that share this machine's cores. An option that comes later on the command line wins."""
     options = ["--threads", str(threads_of_each(here))] if here > 1 else []
     options += [word for name, value in parse_qsl(url.query) for word in (f"--{name}", value)]
-    called, own = name_of(model), f"{socket.gethostname()}.{os.getpid()}"
+    model_name, process = name_of(model), f"{socket.gethostname()}.{os.getpid()}"
 
-    def program(place: int) -> Program:
-        name = f"worker.{called}.{place}"
-        argv = [*PENSTOCK, "worker", "--model", model, *options, "--name", f"{own}.{name}"]
+    def program(slot: int) -> Program:
+        name = f"worker.{model_name}.{slot}"
+        argv = [*PENSTOCK, "worker", "--model", model, *options, "--name", f"{process}.{name}"]
         return Program(name, argv, {"BROKER_URL": broker, "STORE_URL": store}, tells=True)
 
-    return Local(called, Places(), program, lambda name, line: log.info("%s | %s", name, line))
+    return Local(model_name, Slots(), program, lambda name, line: log.info("%s | %s", name, line))
 
 
-class Places:
+class Slots:
     """Numbers from 1 for a model's workers on this machine, each for one worker at a time.
 
-    `most`: the last number, where places are few, as GPUs are.
+    `limit`: the last number, where places are few, as GPUs are.
     """
 
-    def __init__(self, most: int | None = None) -> None:
-        self._most = most
-        self._taken: set[int] = set()
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = limit
+        self._used: set[int] = set()
 
     def take(self) -> int | None:
         """The lowest free number; None if all are taken."""
-        number = next(k for k in range(1, len(self._taken) + 2) if k not in self._taken)
-        if self._most is not None and number > self._most:
+        number = next(k for k in range(1, len(self._used) + 2) if k not in self._used)
+        if self._limit is not None and number > self._limit:
             return None
-        self._taken.add(number)
+        self._used.add(number)
         return number
 
     def give_back(self, number: int) -> None:
-        self._taken.discard(number)
+        self._used.discard(number)
 
 
 @dataclass(eq=False, slots=True)
 class _Worker:
-    place: int
+    slot: int
     child: Child
     name: str
     """As in its lease."""
@@ -101,13 +101,13 @@ class Local:
     """
 
     model: str
-    places: Places
+    slots: Slots
     program: Callable[[int], Program]
     say: Callable[[str, str], None]
     drain: float = 30.0
     restart: bool = True
     standby: Warm | None = None
-    _wanted: int = field(init=False, default=0)
+    _target: int = field(init=False, default=0)
     _workers: list[_Worker] = field(init=False, default_factory=list)
     _failed: tuple[str, deque[str]] | None = field(init=False, default=None)
     """The end of the last worker that died before it served, in words, and the last lines of its output."""
@@ -123,25 +123,25 @@ class Local:
         return [worker.child for worker in self._workers]
 
     @property
-    def told(self) -> bool:
+    def stopped_by_others(self) -> bool:
         """Whether a worker is down because another process told it to stop."""
         return any(worker.down == TOLD for worker in self._workers)
 
     async def actual(self) -> Actual:
         up = [worker for worker in self._workers if worker.draining is None and not worker.down]
-        return Actual(self._wanted, len(up), self._failing(), self._failures)
+        return Actual(self._target, len(up), self._failing(), self._failures)
 
-    async def scale(self, wanted: int, first: Sequence[str] = ()) -> None:
+    async def scale(self, target: int, first: Sequence[str] = ()) -> None:
         """See `Actuator`. Raises ActuatorError where no worker can be started now."""
-        changed, self._wanted = wanted != self._wanted, wanted
+        changed, self._target = target != self._target, target
         kept = [worker for worker in self._workers if worker.draining is None]
         for worker in kept:
             if worker.down == REFUSAL or (worker.down and changed):
                 self._forget(worker)
         kept = [worker for worker in kept if worker in self._workers]
-        for worker in self._surplus(kept, len(kept) - wanted, first):
+        for worker in self._surplus(kept, len(kept) - target, first):
             worker.draining = asyncio.create_task(self._drain(worker), name=f"drain {worker.name}")
-        for _ in range(wanted - len(kept)):
+        for _ in range(target - len(kept)):
             await self._start()
 
     def go_on(self) -> None:
@@ -173,26 +173,26 @@ class Local:
     @staticmethod
     def _surplus(workers: list[_Worker], count: int, first: Sequence[str]) -> list[_Worker]:
         """So many of these workers, those that should end first in front."""
-        rank = {name: place for place, name in enumerate(first)}
-        latest = sorted(workers, key=lambda worker: -worker.place)
+        rank = {name: index for index, name in enumerate(first)}
+        latest = sorted(workers, key=lambda worker: -worker.slot)
         return sorted(latest, key=lambda worker: (worker.child.serves, rank.get(worker.name, len(rank))))[
             : max(0, count)
         ]
 
     async def _start(self) -> None:
-        place = self.places.take()
-        if place is None:
+        slot = self.slots.take()
+        if slot is None:
             raise ActuatorError(f"no GPU is free for another worker of {self.model}")
-        program = self.program(place)
+        program = self.program(slot)
         child = Child(program, self.say, self.standby)
-        worker = _Worker(place, child, program.argv[-1])
+        worker = _Worker(slot, child, program.argv[-1])
         child.restart = self.restart
         child.give_up = lambda status, deaths: self._ended(worker, status)
         child.on_serve = self._served
         try:
             await child.start()
         except BaseException as error:  # also where the lead is lost meanwhile: then the process was killed
-            self.places.give_back(place)
+            self.slots.give_back(slot)
             if not isinstance(error, OSError):
                 raise
             raise ActuatorError(f"cannot start {program.name}: {error.strerror or error}") from error
@@ -218,4 +218,4 @@ class Local:
 
     def _forget(self, worker: _Worker) -> None:
         self._workers.remove(worker)
-        self.places.give_back(worker.place)
+        self.slots.give_back(worker.slot)

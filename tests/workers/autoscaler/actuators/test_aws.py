@@ -14,8 +14,7 @@ from producers.broker.sqs.address import read
 from tests.aws import ACCOUNT, REGION, Aws
 from tests.producers.aws.users import user
 from workers.autoscaler.actuators import Actual, Actuator, ActuatorError, open_actuator
-from workers.autoscaler.actuators.aws.ec2 import failures_of
-from workers.autoscaler.actuators.aws.ecs import actual_of
+from workers.autoscaler.actuators.aws import actual_of, failures_of
 from workers.cli.aws import arns_of
 
 

@@ -14,11 +14,10 @@ import pytest
 
 from tests.infra.deploy.code import parsed
 from tests.waiting import auntil as until
-from workers.autoscaler.actuators import ActuatorError, open_actuator
+from workers.autoscaler.actuators import Actual, ActuatorError, open_actuator
 from workers.autoscaler.actuators import local as local_actuator
-from workers.autoscaler.actuators.base import Actual
-from workers.autoscaler.actuators.local import Local, Places
-from workers.autoscaler.config import opened, parse
+from workers.autoscaler.actuators.local import Local, Slots
+from workers.autoscaler.pools import opened, parse
 from workers.processes import supervisor
 from workers.processes.supervisor import TOLD, Child, Program
 
@@ -50,7 +49,7 @@ async def make(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Make]:
             argv = (sys.executable, "-I", "-S", "-c", source, f"host.w{place}")
             return Program(f"w{place}", argv, tells=True)
 
-        made.append(Local("tiny", Places(most), program, lambda name, line: None, **options))
+        made.append(Local("tiny", Slots(most), program, lambda name, line: None, **options))
         return made[-1]
 
     yield actuator
@@ -179,7 +178,7 @@ async def test_one_that_was_told_to_drain_stays_down_until_the_number_changes(ma
     await until(lambda: child.keeper and child.keeper.done())
     await local.scale(1)
     assert await local.actual() == Actual(1, 0)
-    assert local.told
+    assert local.stopped_by_others
     await local.scale(2)
     assert await local.actual() == Actual(2, 2)
 
@@ -250,4 +249,4 @@ async def test_one_that_ends_by_itself_while_it_is_told_to_gives_its_place_back_
     assert draining.draining is not None
     await draining.draining
     assert local.children == []
-    assert [local.places.take(), local.places.take(), local.places.take()] == [1, 2, None]
+    assert [local.slots.take(), local.slots.take(), local.slots.take()] == [1, 2, None]

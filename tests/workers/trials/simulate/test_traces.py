@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.autoscaler.simulate.synthetic import Synthetic
-from workers.autoscaler.simulate.trace import Arrival, parse, read, write
+from workers.trials.simulate.traces import Arrival, Synthetic, parse, read, write
 
 HEAD = "time,tier,prompt_tokens,output_tokens\n"
 

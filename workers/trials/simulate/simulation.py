@@ -1,4 +1,11 @@
-"""The simulation: arrivals, workers and a scaler, event by event."""
+"""The simulation: arrivals, workers and a scaler, event by event.
+
+A worker models continuous batching. It generates `tokens_per_s / knee` tokens a second for each of its sequences, up to
+`knee` of them. More share `tokens_per_s`. A token of a prompt costs `prompt_cost` tokens of the output. Prompts are
+computed one after another, better tiers first. A worker takes a task of a tier while fewer than `slots` sequences of
+that tier and better ones are there (the credit of FETCH). If its batch is full, the worst and youngest sequence pauses,
+and later computes its tokens anew.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +13,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import count
 from math import inf
 from typing import Final, Protocol
 
 from producers.contract.profile import Profile
-from workers.autoscaler.policy.rules import HURRIED
-from workers.autoscaler.policy.signals import Signals, TierQueue
-from workers.autoscaler.simulate.trace import TIERS, Arrival
-from workers.autoscaler.simulate.worker import Task, Worker, WorkerModel
+from workers.autoscaler.policy import LATENCY_TIERS, Signals, TierQueue
+from workers.trials.simulate.traces import TIERS, Arrival
 
 #: Interval (s) of the samples for plots.
 SAMPLE: Final = 60.0
@@ -25,12 +31,177 @@ ENDED: Final = 2000
 LONGEST: Final = 86_400.0
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerModel:
+    """A worker's speed and sizes. Times are seconds."""
+
+    knee: int = 16
+    tokens_per_s: float = 320.0
+    slots: int = 32
+    prompt_cost: float = 0.05
+    cold_start: float = 60.0
+    drain: float = 30.0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the setting that makes no sense."""
+        if not 1 <= self.knee <= self.slots:
+            raise ValueError(f"the knee is {self.knee} and the slots are {self.slots}; it must be 1 <= knee <= slots")
+        if not 0 < self.tokens_per_s < float("inf"):
+            raise ValueError(f"tokens_per_s is {self.tokens_per_s:g}; it must be above 0")
+        for name in ("prompt_cost", "cold_start", "drain"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} is {getattr(self, name):g}; it must be 0 or more")
+
+    def work(self, prompt: int, output: int) -> float:
+        """A task's work, in tokens of output."""
+        return prompt * self.prompt_cost + max(1, output)
+
+
+class Task:
+    """A task on its way. `remaining`: work that is still to do. `first`: time of its first token."""
+
+    __slots__ = ("at", "ended", "first", "output", "prompt", "rank", "remaining", "total")
+
+    def __init__(self, at: float, rank: int, prompt: int, output: int, work: float) -> None:
+        self.at, self.rank, self.prompt, self.output = at, rank, prompt, output
+        self.remaining = self.total = work
+        self.first: float | None = None
+        self.ended: float | None = None
+
+
+class Worker:
+    """One worker. Its sequences progress alike, so one number, `done`, tells the progress of all."""
+
+    __slots__ = (
+        "_ends",
+        "_last",
+        "_model",
+        "_numbers",
+        "_paused",
+        "_prompts",
+        "_ranks",
+        "_running",
+        "claimed",
+        "closes_at",
+        "done",
+        "name",
+        "ready",
+        "ready_at",
+        "started_at",
+        "version",
+    )  # fmt: skip
+
+    def __init__(self, name: int, model: WorkerModel, now: float) -> None:
+        self.name, self._model = name, model
+        self.started_at, self.ready_at = now, now + model.cold_start
+        self.ready = False
+        self.closes_at: float | None = None
+        """The end of its drain. None: it takes tasks."""
+        self.claimed = [0] * len(TIERS)
+        """Tasks that it holds, by rank."""
+        self.done = 0.0
+        """Work that a sequence would have got since the start."""
+        self.version = 0
+        """Changes with each change of the batch: an end that was foreseen before is none any more."""
+        self._last = now
+        self._ends: list[tuple[float, int, Task]] = []
+        self._running: dict[int, tuple[float, Task]] = {}
+        self._ranks: list[dict[int, None]] = [{} for _ in TIERS]  # the numbers that run, oldest first
+        self._paused: list[tuple[int, int, Task]] = []
+        self._prompts = [now] * len(TIERS)
+        self._numbers = count()
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def load(self) -> int:
+        return len(self._running) + len(self._paused)
+
+    def has_room(self, rank: int) -> bool:
+        return sum(self.claimed[: rank + 1]) < self._model.slots
+
+    def next_end(self) -> float | None:
+        """When its next sequence ends, unless the batch changes."""
+        while self._ends and self._ends[0][1] not in self._running:
+            heappop(self._ends)
+        return self._last + (self._ends[0][0] - self.done) / self._rate() if self._ends else None
+
+    def _rate(self) -> float:
+        """Work a second that each sequence gets."""
+        running, knee = len(self._running), self._model.knee
+        return self._model.tokens_per_s / (running if running > knee else knee)
+
+    def advance(self, now: float) -> None:
+        self.done += (now - self._last) * self._rate()
+        self._last = now
+
+    def take(self, task: Task, now: float) -> None:
+        """Claim a task. Pause another one if the batch is full."""
+        self.advance(now)
+        self.claimed[task.rank] += 1
+        if len(self._running) >= self._model.slots:
+            self._pause_one()
+        self._run(task)
+        if task.first is None:
+            task.first = self._compute_prompt(task, now) + 1 / self._rate()
+
+    def _compute_prompt(self, task: Task, now: float) -> float:
+        """When the prompt is computed. Worse tiers' prompts wait for it."""
+        cost = task.prompt * self._model.prompt_cost / self._model.tokens_per_s
+        for rank in range(task.rank, len(TIERS)):
+            self._prompts[rank] = max(self._prompts[rank], now) + cost
+        return self._prompts[task.rank]
+
+    def _run(self, task: Task) -> None:
+        number = next(self._numbers)
+        self._running[number] = (self.done + task.remaining, task)
+        self._ranks[task.rank][number] = None
+        heappush(self._ends, (self.done + task.remaining, number, task))
+        self.version += 1
+
+    def _pause_one(self) -> None:
+        number = next(reversed(next(numbers for numbers in reversed(self._ranks) if numbers)))
+        task = self._stop(number)
+        heappush(self._paused, (task.rank, number, task))
+
+    def _stop(self, number: int) -> Task:
+        """Take a sequence out of the batch. It computes its prompt and tokens again when it goes on."""
+        end, task = self._running.pop(number)
+        del self._ranks[task.rank][number]
+        computed = task.total - (end - self.done)
+        task.remaining = end - self.done + (task.prompt + max(0.0, computed)) * self._model.prompt_cost
+        return task
+
+    def end_one(self, now: float) -> Task:
+        """End the sequence that is done; a paused one goes on."""
+        self.advance(now)
+        self.next_end()
+        _, number, task = heappop(self._ends)
+        del self._running[number], self._ranks[task.rank][number]
+        self.claimed[task.rank] -= 1
+        task.ended = now
+        if self._paused:
+            self._run(heappop(self._paused)[2])
+        self.version += 1
+        return task
+
+    def hand_back(self, now: float) -> list[Task]:
+        """Give up all that it holds, best and oldest tasks first."""
+        self.advance(now)
+        tasks = [self._stop(number) for number in list(self._running)] + [task for *_, task in self._paused]
+        self._paused, self._ends, self.claimed = [], [], [0] * len(TIERS)
+        self.version += 1
+        return sorted(tasks, key=lambda task: (task.rank, task.at))
+
+
 class Scaler(Protocol):
     """Says how many workers there should be. `every`: interval (s) at which it is asked."""
 
     every: float
 
-    def wanted(self, pool: Simulation) -> int: ...
+    def target(self, pool: Simulation) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +225,7 @@ class Outcome:
     tasks: list[Task]
     worker_s: float = 0.0
     ended_at: float = 0.0
-    most: int = 0
+    max_workers: int = 0
     """Most workers that existed at once."""
     turns: int = 0
     """Changes of the number's direction."""
@@ -81,13 +252,13 @@ class Simulation:
         self.now = 0.0
         self.workers: list[Worker] = []
         self.queues: list[deque[Task]] = [deque() for _ in TIERS]
-        self._tasks = [Task(*one, model.work(one.prompt, one.output)) for one in arrivals]
+        self._tasks = [Task(*arrival, model.work(arrival.prompt, arrival.output)) for arrival in arrivals]
         self._out = Outcome(self._tasks)
         self._heap: list[tuple[float, int, int, int]] = []  # (time, sequence, worker's name, its version)
         self._by_name: dict[int, Worker] = {}
         self._pushed = 0
-        self._left = len(self._tasks)
-        self._wanted = 0
+        self._unfinished = len(self._tasks)
+        self._target = 0
         self._direction = 0
         self._spent = 0.0
         self._firsts: deque[tuple[float, float]] = deque()
@@ -97,7 +268,7 @@ class Simulation:
         tokens = sum(task.prompt + task.output for task in self._tasks)
         self._mean = tokens / len(self._tasks)
         self._speed = tokens / self._out.work_s
-        self.set_wanted(ready)
+        self.set_target(ready)
         for worker in self.workers:
             worker.ready = True
 
@@ -119,7 +290,7 @@ class Simulation:
     def signals(self) -> Signals:
         """As the autoscaler reads them from the store, the broker and the leases."""
         takers = self.takers
-        held = [worker.held for worker in self.workers]
+        claimed = [worker.claimed for worker in self.workers]
         waiting = {
             tier: TierQueue(len(queue), self.now - queue[0].at if queue else None)
             for tier, queue in zip(TIERS, self.queues, strict=True)
@@ -127,8 +298,8 @@ class Simulation:
         return Signals(
             at=self.now,
             tiers=waiting,
-            in_flight=sum(map(sum, held)),
-            patient=sum(sum(one[len(HURRIED) :]) for one in held),
+            in_flight=sum(map(sum, claimed)),
+            patient=sum(sum(counts[len(LATENCY_TIERS) :]) for counts in claimed),
             ready=len(takers),
             running=sum(worker.running for worker in takers),
             profile=self._profile(takers),
@@ -161,7 +332,7 @@ class Simulation:
         """Simulate until all tasks have ended and no worker is left that the scaler would end."""
         arriving, tick, sample = 0, 0.0, 0.0
         tasks, last = self._tasks, self._tasks[-1].at
-        while self._left or self.now < last:
+        while self._unfinished or self.now < last:
             next_arrival = tasks[arriving].at if arriving < len(tasks) else inf
             next_event = self._heap[0][0] if self._heap else inf
             at = min(next_arrival, next_event, tick)
@@ -177,7 +348,7 @@ class Simulation:
                 if at >= sample:
                     self._sample()
                     sample += SAMPLE
-                self.set_wanted(self._scaler.wanted(self))
+                self.set_target(self._scaler.target(self))
                 tick = at + self._scaler.every
         self._out.worker_s, self._out.ended_at = self._spent, self.now
         self._sample()
@@ -219,7 +390,7 @@ class Simulation:
             self._turn(worker)
         elif version == worker.version:
             task = worker.end_one(self.now)
-            self._left -= 1
+            self._unfinished -= 1
             self._ended.append(task.prompt + task.output)
             self._foresee(worker)
             self._settle(worker)
@@ -256,19 +427,19 @@ class Simulation:
 
     # ---- scaling ----------------------------------------------------------------------------------------------
 
-    def set_wanted(self, wanted: int) -> None:
+    def set_target(self, target: int) -> None:
         """Start workers, or end them: idle ones, then the least loaded, and last those that start."""
-        if wanted != self._wanted:
-            direction = 1 if wanted > self._wanted else -1
+        if target != self._target:
+            direction = 1 if target > self._target else -1
             self._out.turns += direction == -self._direction
-            self._direction, self._wanted = direction, wanted
-            self._out.changes.append((self.now, wanted))
-        for _ in range(wanted - self.up):
+            self._direction, self._target = direction, target
+            self._out.changes.append((self.now, target))
+        for _ in range(target - self.up):
             self._start()
-        if self.up > wanted:
+        if self.up > target:
             open_ones = [worker for worker in self.workers if worker.closes_at is None]
             open_ones.sort(key=lambda worker: (not worker.ready, worker.load, -worker.started_at))
-            for worker in open_ones[: len(open_ones) - wanted]:
+            for worker in open_ones[: len(open_ones) - target]:
                 self._drain(worker)
 
     def _start(self) -> None:
@@ -277,7 +448,7 @@ class Simulation:
         self.workers.append(worker)
         self._by_name[worker.name] = worker
         self._push(worker.ready_at, worker, -1)
-        self._out.most = max(self._out.most, len(self.workers))
+        self._out.max_workers = max(self._out.max_workers, len(self.workers))
 
     def _drain(self, worker: Worker) -> None:
         worker.closes_at = self.now + self.model.drain
@@ -287,6 +458,7 @@ class Simulation:
             self._push(worker.closes_at, worker, -1)
 
     def _sample(self) -> None:
-        hurried, patient = (sum(map(len, self.queues[: len(HURRIED)])), sum(map(len, self.queues[len(HURRIED) :])))
-        self._out.samples.append(Sample(self.now, hurried, patient, len(self.takers), len(self.workers), self._spent))
+        waiting = list(map(len, self.queues))
+        first, later = sum(waiting[: len(LATENCY_TIERS)]), sum(waiting[len(LATENCY_TIERS) :])
+        self._out.samples.append(Sample(self.now, first, later, len(self.takers), len(self.workers), self._spent))
         self._note(self.now)

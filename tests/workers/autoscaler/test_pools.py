@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from workers.autoscaler.config import BadScaling, parse_rule, read
-from workers.autoscaler.policy.rules import Rules
-from workers.autoscaler.pools import PoolSettings
+from workers.autoscaler.policy import Rules
+from workers.autoscaler.pools import BadScaling, PoolSettings, parse_rule, read
 
 
 def test_a_file_with_pools(tmp_path: Path) -> None:

@@ -9,16 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.autoscaler.policy.decide import Memory, decide
-from workers.autoscaler.policy.rules import Rules
-from workers.autoscaler.policy.signals import Signals
-from workers.autoscaler.simulate.clairvoyant import REST, clairvoyant
-from workers.autoscaler.simulate.compare import Objective, figures, time_to_first
-from workers.autoscaler.simulate.scalers import CpuHpa, Keda, Policy, Schedule
-from workers.autoscaler.simulate.simulation import Outcome, Simulation
-from workers.autoscaler.simulate.synthetic import Synthetic
-from workers.autoscaler.simulate.trace import Arrival
-from workers.autoscaler.simulate.worker import WorkerModel
+from workers.autoscaler.policy import Memory, Rules, Signals, decide
+from workers.trials.simulate.compare import Objective, figures, time_to_first
+from workers.trials.simulate.scalers import DEADLINE, CpuHpa, Keda, Policy, Schedule, clairvoyant
+from workers.trials.simulate.simulation import Outcome, Simulation, WorkerModel
+from workers.trials.simulate.traces import Arrival, Synthetic
 
 #: A sequence makes 10 tokens a second, alone or beside another one; three or four share 20. Prompts cost nothing.
 MODEL = WorkerModel(knee=2, tokens_per_s=20.0, slots=4, prompt_cost=0.0, cold_start=0.0, drain=5.0)
@@ -94,7 +89,7 @@ def test_worker_hours_count_from_the_order_to_the_end_of_the_drain() -> None:
     model = replace(MODEL, cold_start=10.0)
     out = run([(0.0, DEFAULT, 0, 100), (40.0, DEFAULT, 0, 10)], model, (0.0, 2), (15.0, 1))
     assert out.worker_s == pytest.approx(41.0 + 15.0)  # the idle one of two ends at once
-    assert (out.most, [number for _, number in out.changes]) == (2, [2, 1])
+    assert (out.max_workers, [number for _, number in out.changes]) == (2, [2, 1])
 
 
 def test_a_drained_worker_hands_back_what_it_does_not_finish_in_time() -> None:
@@ -142,8 +137,8 @@ def test_decisions_are_those_of_decide_for_the_same_inputs(monkeypatch: pytest.M
     told: list[tuple[Signals, int]] = []
 
     class Watched(Policy):
-        def wanted(self, pool: Simulation) -> int:
-            told.append((pool.signals(), number := super().wanted(pool)))
+        def target(self, pool: Simulation) -> int:
+            told.append((pool.signals(), number := super().target(pool)))
             return number
 
     rules, memory = Rules(max=8, cool_down=30.0), Memory()
@@ -151,7 +146,7 @@ def test_decisions_are_those_of_decide_for_the_same_inputs(monkeypatch: pytest.M
     assert len({number for _, number in told}) > 4
     for signals, number in told:
         decision, memory = decide(rules, signals, memory)
-        assert decision.wanted == number
+        assert decision.target == number
 
 
 class Seen:
@@ -164,7 +159,7 @@ class Seen:
 
 
 def of_keda(scaler: Any, *seen: tuple[float, int, int]) -> list[int]:
-    return [scaler.wanted(Seen(at, queued=queued, up=up)) for at, queued, up in seen]
+    return [scaler.target(Seen(at, queued=queued, up=up)) for at, queued, up in seen]
 
 
 def test_keda_asks_for_a_replica_for_each_five_waiting_tasks() -> None:
@@ -181,7 +176,7 @@ def test_an_hpa_on_cpu_keeps_seventy_percent_and_counts_starting_pods_as_idle() 
             self.running = running
 
     def wanted(scaler: CpuHpa, at: float, up: int, *running: int) -> int:
-        return scaler.wanted(Seen(at, up=up, takers=[Worker(one) for one in running]))  # type: ignore[arg-type]
+        return scaler.target(Seen(at, up=up, takers=[Worker(one) for one in running]))  # type: ignore[arg-type]
 
     assert wanted(CpuHpa(0, 30), 0, 0) == 1
     assert wanted(CpuHpa(0, 30), 0, 4, 2, 2, 2, 2) == 6
@@ -202,8 +197,8 @@ def test_the_clairvoyant_schedule_holds_the_objective_and_lies_near_the_bound() 
     found = clairvoyant(arrivals, WorkerModel(), Rules(max=12), objective.holds)
     assert found is not None
     assert objective.holds(found.outcome)
-    assert found.outcome.most <= 12
-    assert found.outcome.ended_at <= arrivals[-1].at + REST
+    assert found.outcome.max_workers <= 12
+    assert found.outcome.ended_at <= arrivals[-1].at + DEADLINE
     assert 1.0 < found.outcome.worker_s / found.outcome.work_s < 1.12
     assert clairvoyant(arrivals, WorkerModel(), Rules(max=12), lambda out: False) is None
 

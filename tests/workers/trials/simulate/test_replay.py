@@ -10,18 +10,15 @@ from typing import Any
 import pytest
 
 from producers.contract.profile import Profile
-from workers.autoscaler.policy.decide import Memory, decide
-from workers.autoscaler.policy.memory import restored
-from workers.autoscaler.policy.rules import Rules
-from workers.autoscaler.policy.signals import Signals, TierQueue
-from workers.autoscaler.simulate.replay import replay
+from workers.autoscaler.policy import Memory, Rules, Signals, TierQueue, decide, restored
+from workers.trials.simulate.replay import replay
 
 
 def kept(seen: Signals | None, memory: Memory, rules: Rules) -> dict[str, Any]:
     """A decision as the autoscaler keeps it, as far as replay reads it."""
     decision, after = decide(rules, seen, memory)
     signals = None if seen is None else asdict(seen)
-    said = {"at": 5.0, "wanted": decision.wanted, "reason": decision.reason, "signals": signals}
+    said = {"at": 5.0, "wanted": decision.target, "reason": decision.reason, "signals": signals}
     return {**said, "before": asdict(memory), "memory": asdict(after), "rules": asdict(rules)}
 
 

@@ -12,10 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workers.autoscaler.policy.decide import decide
-from workers.autoscaler.policy.memory import Memory, restored
-from workers.autoscaler.policy.rules import Rules
-from workers.autoscaler.policy.signals import Signals
+from workers.autoscaler.policy import Memory, Rules, Signals, decide, restored
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +40,7 @@ def replay(path: Path) -> Replay:
     count, ended, differences = 0, 0, []
     for number, pool, kept in _kept(path):
         try:
-            wanted, reason, memory = _again(kept)
+            target, reason, memory = _again(kept)
             was = int(kept["wanted"])
             after = restored(Memory, kept["memory"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -51,9 +48,9 @@ def replay(path: Path) -> Replay:
         count += 1
         if str(kept["reason"]).startswith("0: another version"):
             ended += 1
-        elif wanted != was or memory != after:
-            what = f"{reason}; kept was: {kept['reason']}" if wanted != was else "what it remembers differs"
-            differences.append(Difference(pool, float(kept["at"]), was, wanted, what))
+        elif target != was or memory != after:
+            difference = f"{reason}; kept was: {kept['reason']}" if target != was else "what it remembers differs"
+            differences.append(Difference(pool, float(kept["at"]), was, target, difference))
     if not count:
         raise ValueError(f"{path} has no decision")
     return Replay(count, ended, differences)
@@ -64,16 +61,16 @@ def _kept(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            said = json.loads(line)
+            record = json.loads(line)
         except ValueError as error:
             raise ValueError(f"{path}, line {number} is no JSON: {error}") from error
-        if not isinstance(said, dict):
+        if not isinstance(record, dict):
             raise ValueError(f"{path}, line {number} is no JSON object")
-        for one in said.get("history", [said]):
-            yield number, str(said.get("pool", said.get("model", ""))), one
+        for decision in record.get("history", [record]):
+            yield number, str(record.get("pool", record.get("model", ""))), decision
 
 
 def _again(kept: dict[str, Any]) -> tuple[int, str, Memory]:
-    seen = None if kept["signals"] is None else restored(Signals, kept["signals"])
-    decision, memory = decide(Rules(**kept["rules"]), seen, restored(Memory, kept["before"]))
-    return decision.wanted, decision.reason, memory
+    signals = None if kept["signals"] is None else restored(Signals, kept["signals"])
+    decision, memory = decide(Rules(**kept["rules"]), signals, restored(Memory, kept["before"]))
+    return decision.target, decision.reason, memory
