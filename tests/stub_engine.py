@@ -9,7 +9,7 @@ compute a prompt with this token), STUB_LOST_AFTER (so many steps, then the devi
 gets past so many tokens until the file STUB_GO is there; unset: never). A prompt that contains DEADLY kills the process
 in its first step, one that contains STALLED makes no token, one that contains SPOILED has NaN; the text PANIC cannot be
 tokenised. STUB_NAN_AFTER: after so many steps everything has NaN, the worker's own probe too, which is no step.
-STUB_SICK: a file; while it says `fail`, each request fails in its next step, also a canary; `slow S`: each step takes
+STUB_SICK: a file; while it says `fail`, each request fails in its next step, also a probe; `slow S`: each step takes
 so many seconds longer. STUB_VERSION, STUB_FINGERPRINT: of the model, and of how this engine computes.
 """
 

@@ -9,8 +9,7 @@ import sys
 from typing import Any
 
 from tests.receiver import Process
-from workers.webhooks.deliverer import WebhookSettings
-from workers.webhooks.process import run
+from workers.webhooks.deliverer import WebhookSettings, run
 
 
 class WebhooksProcess(Process):

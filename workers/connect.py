@@ -65,5 +65,5 @@ def check_queues(
         if away and not must_answer:
             log.warning("the broker at %s does not answer yet: %s", shown(broker), error)
             return
-        said = str(error).replace(broker, shown(broker))
-        raise (Away if away else Refused)(f"cannot use the broker at {shown(broker)}: {said}") from error
+        message = str(error).replace(broker, shown(broker))
+        raise (Away if away else Refused)(f"cannot use the broker at {shown(broker)}: {message}") from error

@@ -22,8 +22,7 @@ from producers.contract import keys
 from producers.contract.leases import Liveness, join, observe
 from producers.store import protocol
 from tests.processes import valkey
-from workers.breaker.figures import SLICES, Figures, Window
-from workers.breaker.judge import judge
+from workers.breaker.figures import SLICES, Figures, Window, judge
 from workers.leases.housekeeper import ROUND_S
 from workers.leases.neighbours import LOOK_S, LOOKED_AT
 from workers.leases.peers import READ

@@ -31,7 +31,7 @@ from producers.contract import keys
 from producers.store.fleet.scaling import decisions
 from tests.bench.streamed import System
 from workers.bench.connection import Connections
-from workers.library import Found, find_model
+from workers.library import ResolvedModel, find_model
 from workers.processes import PENSTOCK
 from workers.trials.simulate.replay import replay
 from workers.trials.simulate.traces import TIERS, Synthetic
@@ -155,14 +155,14 @@ def at(values: list[float], percent: int) -> float:
 
 
 @contextmanager
-def another(model: str) -> Iterator[Found]:
+def another(model: str) -> Iterator[ResolvedModel]:
     """The same weights as another version."""
     found = find_model(model)
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(found.folder, folder, dirs_exist_ok=True)
         (Path(folder) / "manifest.json").unlink(missing_ok=True)
         (Path(folder) / "version.json").write_text('"next"')
-        yield Found(found.name, Path(folder))
+        yield ResolvedModel(found.name, Path(folder))
 
 
 async def roll(system: System, load: float, seconds: float) -> None:

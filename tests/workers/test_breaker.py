@@ -65,7 +65,7 @@ def test_a_worker_that_fails_gets_no_tasks_until_a_probe_passes(rig: Rig, tmp_pa
     ids = rig.fill(60, max_tokens=30)
     pool.until_state("open")
     said = pool.said(pool.sick)
-    assert "its engine fails a canary" in said["unready"][0]
+    assert "its engine fails a probe" in said["unready"][0]
     assert said["breaker_open"] == said["breaker_openings"] == 1
     rig.until(lambda: pool.held_back() == {pool.sick.name})
     rig.check(ids)
@@ -117,14 +117,14 @@ def test_an_engine_that_fails_every_probe_is_given_up(rig: Rig, tmp_path: Path) 
     ids = rig.fill(4, max_tokens=30)
     rig.until(lambda: worker.process.poll() is not None)
     assert worker.process.wait() == 70
-    assert "its engine failed 5 canaries in a row" in worker.log.read_text()
+    assert "its engine failed 5 probes in a row" in worker.log.read_text()
     rig.worker()
     rig.check(ids)
     assert {rig.record(task_id).get("deaths", "0") for task_id in ids} == {"0"}
 
 
 def test_bad_requests_break_no_worker(rig: Rig) -> None:
-    """The engine answers a canary, so that the requests are to blame, and their tries are spent."""
+    """The engine answers a probe, so that the requests are to blame, and their tries are spent."""
     rig.worker(times=SOON, STUB_FAULTS=9, max_retries=0)
     bad = rig.fill(12, max_tokens=10)
     rig.until_settled(bad)
@@ -184,7 +184,7 @@ def test_an_engine_on_a_sick_device_among_two_good_ones(rig: Rig, tmp_path: Path
             said = {lease["worker"]: lease for lease in rig.leases()}
             return str(said[sick.name]["breaker"])
 
-        for how, why in (("slow 0.1", "times as long as its peers"), ("fail", "its engine fails a canary")):
+        for how, why in (("slow 0.1", "times as long as its peers"), ("fail", "its engine fails a probe")):
             fault.write_text(how)
             rig.until(lambda: ask() == "open", 120)
             assert why in sick.log.read_text()

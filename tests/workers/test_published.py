@@ -13,7 +13,7 @@ from producers.store.fleet import cards
 from tests.producers.gateway.conftest import Door, open_door
 from tests.workers.rig import Rig
 from workers.library import find_model
-from workers.library.verify import described
+from workers.library.reference import described
 
 __all__ = ["open_door"]
 

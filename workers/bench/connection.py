@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from workers.api_key import authorization
-from workers.sse import Event, EventStream
+from workers.gateway_http import Event, EventStream, authorization
 
 #: Idle time (s) after which a connection is not reused: the server may be closing it.
 IDLE_S: Final = 2.0

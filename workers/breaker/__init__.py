@@ -2,7 +2,7 @@
 
     engine's thread   a step ─▶ Window ─▶ Figures ─▶ the lease
     publisher         a task's end ─▶ Window, Breaker
-    housekeeper       peers' leases ─▶ judge ─▶ EJECT ─▶ Breaker ─▶ canary, on its own engine ─▶ half open ─▶ closed
+    housekeeper       peers' leases ─▶ judge ─▶ EJECT ─▶ Breaker ─▶ probe, on its own engine ─▶ half open ─▶ closed
 
 Each worker judges itself (docs/how/breaker.md).
 """

@@ -1,8 +1,8 @@
 """The state of a worker's breaker: closed, asking, open, half open. No I/O; docs/how/breaker.md has the whole.
 
 publisher     failed, completed ─▶ asking, or closed again
-housekeeper   open (an outlier), refused, rest ─▶ open, closed
-clock         the canary, when it is due; the engine's thread has its answer ─▶ half open, or open for longer
+housekeeper   open (an outlier), refused, on_idle ─▶ open, closed
+clock         the probe, when it is due; the engine's thread has its answer ─▶ half open, or open for longer
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from functools import partial
 from typing import Any, Final
 
 from engine.errors import NOT_FINITE, EngineError
-from workers.breaker.figures import Figures, Window
-from workers.breaker.judge import Slowness, judge, slowness
+from workers.breaker.figures import Figures, Slowness, Window, judge, slowness
 from workers.state.clock import Clock
 
 logger = logging.getLogger(__name__)
 
 #: Tasks in a row that the engine fails before it is asked whether it is to blame.
 IN_A_ROW: Final = 3
-#: Seconds after a canary that passed in which failures in a row are the requests'.
+#: Seconds after a probe that passed in which failures in a row are the requests'.
 TRUSTED_S: Final = 10.0
-#: Seconds until the first probe, and the most that they grow to.
+#: Seconds from an opening to its probe: the first, and the most that they grow to.
 FIRST_S = 10.0
 MOST_S: Final = 300.0
 #: Openings after which that time grows no more.
@@ -35,12 +34,12 @@ LONGEST_STREAK: Final = 6
 FORGET_S: Final = 60.0
 #: Seconds half open without a task after which it is closed.
 TRIAL_S = 30.0
-#: Failed canaries in a row after which only a new process may help.
+#: Failed probes in a row after which only a new process may help.
 GIVE_UP: Final = 5
-#: Steps of a canary by which its speed is judged.
+#: Steps of a probe by which its speed is judged.
 STEPS: Final = 8
 
-Ask = Callable[[Callable[[str | None], None]], None]
+SendProbe = Callable[[Callable[[str | None], None]], None]
 
 
 class State(StrEnum):
@@ -53,20 +52,26 @@ class State(StrEnum):
 
 
 class Breaker:
-    """Thread-safe. `enabled`: whether it may open. `ask` sends a canary to the engine, on whose thread its error comes,
-    None where there is none; it raises EngineError where the engine takes none now. `give_up` ends this worker, with
-    a reason."""
+    """Thread-safe. `enabled`: whether it may open. `send_probe` sends a probe to the engine and calls back on the
+    engine's thread, with the error, or None; it raises EngineError if the engine takes none now. `give_up` ends this
+    worker, with a reason."""
 
     def __init__(
-        self, window: Window, clock: Clock, ask: Ask, give_up: Callable[[str], None], *, enabled: bool = True
+        self,
+        window: Window,
+        clock: Clock,
+        send_probe: SendProbe,
+        give_up: Callable[[str], None],
+        *,
+        enabled: bool = True,
     ) -> None:
         self._enabled = enabled
         self._window = window
         self._clock = clock
-        self._ask = ask
+        self._send_probe = send_probe
         self._give_up = give_up
         self._lock = threading.RLock()
-        self._in_a_row = self._streak = self._canaries = self._turn = 0
+        self._in_a_row = self._streak = self._failed_probes = self._turn = 0
         self._since = self._closed_at = time.monotonic()
         self._trusted_until = 0.0
         self.on_change: Callable[[], None] = lambda: None
@@ -157,7 +162,7 @@ class Breaker:
             if not self.closed:
                 self._close("too many of its pool's workers are held back")
 
-    def rest(self) -> None:
+    def on_idle(self) -> None:
         """Nothing is held: a worker on trial that nobody needs is closed at last."""
         with self._lock:
             if self.state is State.HALF_OPEN and time.monotonic() - self._since >= TRIAL_S:
@@ -173,33 +178,33 @@ class Breaker:
             return
         self._window.forget()
         try:
-            self._ask(self._answered)
+            self._send_probe(self._answered)
         except EngineError as exc:
-            logger.info("No canary is sent: %s", exc)
+            logger.info("No probe is sent: %s", exc)
             self._probe_in(FIRST_S)
 
     def _answered(self, error: str | None) -> None:
-        """The engine's thread: the canary has ended."""
+        """The engine's thread: the probe has ended."""
         with self._lock:
             if self.closed:
                 return
-            found = slowness(self._window.figures(1, STEPS), self.peers)
+            slow = slowness(self._window.figures(1, STEPS), self.peers)
             if error is not None:
-                self._canary_failed(error)
+                self._probe_failed(error)
             elif self.state is State.ASKING:
                 self._trusted_until = time.monotonic() + TRUSTED_S
-                self._close("it answers a canary, so that the requests are to blame")
-            elif found is not None and found.far:
-                self._open(f"a canary took {found.ratio:.1f} times as long as peers would", alone=False)
+                self._close("it answers a probe, so that the requests are to blame")
+            elif slow is not None and slow.far:
+                self._open(f"a probe took {slow.ratio:.1f} times as long as peers would", alone=False)
             else:
-                self._canaries = 0
+                self._failed_probes = 0
                 self._become(State.HALF_OPEN, "it takes one task to prove itself")
 
-    def _canary_failed(self, error: str) -> None:
-        self._canaries += 1
-        if error == NOT_FINITE or self._canaries >= GIVE_UP:
-            self._give_up(f"its engine failed {self._canaries} canaries in a row: {error}")
-        self._open(f"its engine fails a canary: {error}", alone=True)
+    def _probe_failed(self, error: str) -> None:
+        self._failed_probes += 1
+        if error == NOT_FINITE or self._failed_probes >= GIVE_UP:
+            self._give_up(f"its engine failed {self._failed_probes} probes in a row: {error}")
+        self._open(f"its engine fails a probe: {error}", alone=True)
 
     def _open(self, why: str, *, alone: bool) -> None:
         if self.state in (State.CLOSED, State.ASKING):
@@ -214,7 +219,7 @@ class Breaker:
 
     def _close(self, why: str) -> None:
         self._window.forget()
-        self._in_a_row = self._canaries = 0
+        self._in_a_row = self._failed_probes = 0
         self.alone = False
         self._closed_at = time.monotonic()
         self._become(State.CLOSED, "")

@@ -1,4 +1,4 @@
-"""A worker's figures of its last minute, by which peers compare themselves: tasks ended and failed, times of steps.
+"""A worker's figures of its last minute: tasks ended and failed, times of steps. And how far they are off its peers'.
 
 Format in the lease's `figures`, one JSON object; what makes no sense is left out by readers:
 
@@ -9,6 +9,20 @@ Format in the lease's `figures`, one JSON object; what makes no sense is left ou
 
 A step's key is its tokens and the KV tokens that it reads, each by its number of bits. A step's time is linear in the
 two, so that steps of one key differ by less than a factor of 2 on equal machines, whatever their load.
+
+`judge` has two reasons, as Envoy's outlier detection and gRPC's (gRFC A50) have, each with a least number of peers and
+of cases:
+
+Failures: the share of tasks that its engine failed is larger than all peers' together, by FAILURES at least and by more
+than chance gives (DEVIATIONS standard deviations). Bad requests reach all workers of a pool alike.
+
+Slowness: its decode steps take FACTOR times as long as the middle peer's of the same size, and EXCESS_S longer. A slow
+worker has more sequences at once than its peers. So where they lack a size, the bound is what they take for a larger
+one, or for a smaller one times the difference. A step's time is linear in its size, so that on equal machines this is
+off by less than 2, and no load makes a slow worker. Peers on other kinds of machines, and sizes that fewer than PEERS
+peers have, are not compared.
+
+A pool that is slow or fails as a whole has no outlier.
 """
 
 from __future__ import annotations
@@ -16,8 +30,9 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import sqrt
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, Self
@@ -34,8 +49,15 @@ SEEN_SLICES: Final = 3
 SEEN_STEPS: Final = 10
 #: Keys that are published: those of the most steps.
 KEYS: Final = 12
-
 Key = tuple[int, int]
+#: Peers with whom a comparison is one.
+PEERS: Final = 2
+#: Ended tasks from which on a share of failures is one: a worker's own, and its peers' together.
+ENDED: Final = 10
+FAILURES: Final = 0.3
+DEVIATIONS: Final = 4.0
+FACTOR: Final = 3.0
+EXCESS_S: Final = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +70,17 @@ class Figures:
     steps: dict[Key, tuple[int, float]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, said: Any) -> Self:
+    def of(cls, data: Any) -> Self:
         """Figures from parsed JSON of whatever kind."""
-        said = said if isinstance(said, dict) else {}
-        steps = said.get("steps")
-        found = {}
-        for name, one in steps.items() if isinstance(steps, dict) else ():
-            key, times = _key_of(name), [sane(part) for part in one] if isinstance(one, list) else []
+        data = data if isinstance(data, dict) else {}
+        steps = data.get("steps")
+        figures = {}
+        for name, entry in steps.items() if isinstance(steps, dict) else ():
+            key, times = _key_of(name), [sane(part) for part in entry] if isinstance(entry, list) else []
             if key is not None and len(times) == 2 and times[0] and times[1]:
-                found[key] = (int(times[0]), times[1])
-        ended, failed = (int(sane(said.get(name)) or 0) for name in ("ended", "failed"))
-        return cls(str(said.get("machine", "")), ended, min(failed, ended), found)
+                figures[key] = (int(times[0]), times[1])
+        ended, failed = (int(sane(data.get(name)) or 0) for name in ("ended", "failed"))
+        return cls(str(data.get("machine", "")), ended, min(failed, ended), figures)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -95,11 +117,11 @@ class Window:
         if work.decodes and not work.prompt_tokens:
             key = (max(work.tokens, work.decodes).bit_length(), work.context.bit_length())
             steps = self._now().steps
-            if (one := steps.get(key)) is None:
+            if (entry := steps.get(key)) is None:
                 steps[key] = [1, work.seconds]  # whole at once: who reads divides by the steps
             else:
-                one[0] += 1
-                one[1] += work.seconds
+                entry[0] += 1
+                entry[1] += work.seconds
 
     def on_end(self, *, failed: bool) -> None:
         """The publisher's thread: a task was completed, or the engine failed it."""
@@ -115,18 +137,18 @@ class Window:
         """The window's figures. Keys that were seen in fewer slices, or fewer steps, are left out."""
         self._now()
         kept = list(self._slices)
-        seen: dict[Key, list[tuple[float, float]]] = {}
-        for one in kept:
-            for key, (count, seconds) in list(one.steps.items()):
-                seen.setdefault(key, []).append((count, seconds / count))
-        found = {
+        measured: dict[Key, list[tuple[float, float]]] = {}
+        for part in kept:
+            for key, (count, seconds) in list(part.steps.items()):
+                measured.setdefault(key, []).append((count, seconds / count))
+        means = {
             key: (int(sum(count for count, _ in parts)), median(mean for _, mean in parts))
-            for key, parts in seen.items()
+            for key, parts in measured.items()
             if len(parts) >= slices and sum(count for count, _ in parts) >= steps
         }
-        most = sorted(found, key=lambda key: -found[key][0])[:KEYS]
-        ended, failed = sum(one.ended for one in kept), sum(one.failed for one in kept)
-        return Figures(self._machine, ended, failed, {key: found[key] for key in most})
+        busiest = sorted(means, key=lambda key: -means[key][0])[:KEYS]
+        ended, failed = sum(part.ended for part in kept), sum(part.failed for part in kept)
+        return Figures(self._machine, ended, failed, {key: means[key] for key in busiest})
 
     def _now(self) -> _Slice:
         """The present slice. Those of times in which nothing was entered are there, too: they push old ones out."""
@@ -156,3 +178,69 @@ def _cpu() -> str:
     except OSError:
         return "CPU"
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
+
+
+@dataclass(frozen=True, slots=True)
+class Slowness:
+    """Mean seconds of this worker's comparable steps, and of its peers' for the same steps."""
+
+    mine: float
+    peers: float
+
+    @property
+    def ratio(self) -> float:
+        return self.mine / self.peers
+
+    @property
+    def far(self) -> bool:
+        return self.ratio >= FACTOR and self.mine - self.peers >= EXCESS_S
+
+
+def judge(mine: Figures, peers: Sequence[Figures]) -> str:
+    """Why this worker is an outlier among its peers; empty where it is none."""
+    if reason := failures(mine, peers):
+        return reason
+    slow = slowness(mine, peers)
+    if slow is None or not slow.far:
+        return ""
+    return f"its decode steps take {slow.ratio:.1f} times as long as its peers' ({1e3 * slow.mine:.1f} ms)"
+
+
+def failures(mine: Figures, peers: Sequence[Figures]) -> str:
+    """Why it fails too many tasks; empty where it does not."""
+    measured = [peer for peer in peers if peer.ended]
+    ended, failed = sum(peer.ended for peer in measured), sum(peer.failed for peer in measured)
+    if len(measured) < PEERS or min(mine.ended, ended) < ENDED:
+        return ""
+    share, theirs = mine.failed / mine.ended, failed / ended
+    both = (mine.failed + failed) / (mine.ended + ended)
+    chance = sqrt(both * (1 - both) * (1 / mine.ended + 1 / ended))
+    if share - theirs < max(FAILURES, DEVIATIONS * chance):
+        return ""
+    return f"its engine failed {mine.failed} of {mine.ended} tasks, its peers' {failed} of {ended}"
+
+
+def slowness(mine: Figures, peers: Sequence[Figures]) -> Slowness | None:
+    """The comparison of decode steps; None where nothing can be compared."""
+    alike = [peer for peer in peers if peer.machine == mine.machine]
+    expected_s = {
+        key: expected for peer in alike for key in peer.steps if (expected := _middle(key, alike)) is not None
+    }
+    if not expected_s or not mine.steps:
+        return None
+    steps = sum(count for count, _ in mine.steps.values())
+    own_s = sum(count * seconds for count, seconds in mine.steps.values())
+    theirs = sum(count * _at_most(key, expected_s) for key, (count, _) in mine.steps.items())
+    return Slowness(own_s / steps, theirs / steps) if theirs else None
+
+
+def _middle(key: Key, peers: Sequence[Figures]) -> float | None:
+    """Seconds of the middle peer's steps of this key."""
+    seconds = [peer.steps[key][1] for peer in peers if key in peer.steps]
+    return median(seconds) if len(seconds) >= PEERS else None
+
+
+def _at_most(key: Key, expected_s: Mapping[Key, float]) -> float:
+    """Seconds that peers would take for a step of this key, or less: a larger step takes no less, and one of twice the
+    size at most twice as long."""
+    return min(seconds * 2.0 ** max(0, key[0] - k[0], key[1] - k[1]) for k, seconds in expected_s.items())

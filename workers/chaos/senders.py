@@ -16,7 +16,7 @@ from producers.connection.connect import kombu_url
 from producers.contract import keys
 from workers.bench.connection import Answer, Broken, Connections
 from workers.chaos.load import LINKS
-from workers.sse import Event
+from workers.gateway_http import Event
 
 #: Silence (s) after which a connection is given up. Gateways send a comment at least every 15 s.
 SILENT_S: Final = 20.0

@@ -11,9 +11,8 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 from urllib.parse import quote, urlencode, urlsplit
 
-from workers.api_key import API_KEY, authorization
 from workers.cli.exits import Exit, Failure
-from workers.sse import Event, EventStream
+from workers.gateway_http import API_KEY, Event, EventStream, authorization
 
 if TYPE_CHECKING:
     from http.client import HTTPResponse

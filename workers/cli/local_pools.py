@@ -24,7 +24,7 @@ from workers.autoscaler.actuators.local import Local, Slots
 from workers.autoscaler.policy import Rules
 from workers.autoscaler.pools import PoolSettings, Scaled
 from workers.cli.gpus import Chosen
-from workers.library import Found
+from workers.library import ResolvedModel
 from workers.processes import PENSTOCK
 from workers.processes.supervisor import Child, Program, Warm
 
@@ -38,7 +38,7 @@ class Plan:
     standby process is kept; None: there is none.
     """
 
-    models: tuple[Found, ...]
+    models: tuple[ResolvedModel, ...]
     data_dir: Path
     host: str = "127.0.0.1"
     port: int = 8000
@@ -129,7 +129,7 @@ class LocalPools:
 class _Model:
     """One model's pools, by version. `number`: its place among the models of this `up`, from 0."""
 
-    def __init__(self, pools: LocalPools, number: int, found: Found) -> None:
+    def __init__(self, pools: LocalPools, number: int, found: ResolvedModel) -> None:
         plan = pools.plan
         self._pools, self._plan, self._number, self.name = pools, plan, number, found.name
         self._each = plan.rules.max

@@ -16,7 +16,7 @@ from workers.cli.terminal import aligned, note, say
 
 if TYPE_CHECKING:
     from engine.text import ModelCard
-    from workers.library import Found
+    from workers.library import ResolvedModel
 
 JsonOutput = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 #: Settings of config.json that give a model's size -> their names in `penstock models show`.
@@ -246,7 +246,7 @@ def publish(
             typer.echo(json.dumps(told) if as_json else f"{told['name']} {told['version']}{before}")
 
 
-def publish_to(broker: str, store: str, found: Found, over: str | None = None) -> dict[str, str | None]:
+def publish_to(broker: str, store: str, found: ResolvedModel, over: str | None = None) -> dict[str, str | None]:
     """Check the servers, make queues where these do not make themselves, and publish. Raises Refused, and Failure.
 
     `over`: as of `cards.publish`.
@@ -258,7 +258,7 @@ def publish_to(broker: str, store: str, found: Found, over: str | None = None) -
         from producers.contract.levels import beside
         from producers.store.fleet import cards
         from workers.connect import LOST, check_queues, check_servers, connect
-        from workers.library.verify import described
+        from workers.library.reference import described
 
         card, files = described(found, note)
     queues = [*beside(keys.version_queue(found.name, card["version"])), keys.model_queue(found.name)]
@@ -273,7 +273,7 @@ def publish_to(broker: str, store: str, found: Found, over: str | None = None) -
     return {"name": found.name, "version": card["version"], "before": before and before["version"]}
 
 
-def publish_own(broker: str, store: str, found: Found) -> str:
+def publish_own(broker: str, store: str, found: ResolvedModel) -> str:
     """Publish a model of `penstock up`, but for one whose rolling update is under way, from or to this version.
 
     An `up` that ends in the middle of an update is started again with the folder that it had. It must neither turn the

@@ -18,7 +18,7 @@ from workers.cli.exits import Failure, needs
 from workers.cli.terminal import note
 
 if TYPE_CHECKING:
-    from workers.library import Found
+    from workers.library import ResolvedModel
 
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 #: The longest time that clocks and servers can still reckon with: 30 years, in seconds.
@@ -125,12 +125,12 @@ def health_ports(first: int | None, workers: int) -> list[int | None]:
 
 def complete_model(incomplete: str) -> list[str]:
     """Names of models on this machine that begin with `incomplete`, for shell completion."""
-    from workers.library.reference import known
+    from workers.library.reference import available
 
-    return [name for name in known() if name.startswith(incomplete)]
+    return [name for name in available() if name.startswith(incomplete)]
 
 
-def find_models(references: Sequence[str], say: Callable[[str], None] = note) -> tuple[Found, ...]:
+def find_models(references: Sequence[str], say: Callable[[str], None] = note) -> tuple[ResolvedModel, ...]:
     """The named models; those on a hub are pulled first. Raises Refused, also for two models of one name.
 
     The command does this, not each process that serves a model: a model is downloaded once, with visible progress, and

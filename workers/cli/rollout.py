@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from redis import Redis
 
     from producers.store.fleet.rollouts import Rollout
-    from workers.rollout.begin import New
+    from workers.rollout import New
 
 
 app = Commands("Operations", OPERATOR_STATUS)
@@ -90,8 +90,8 @@ def _new(reference: str, urls: tuple[str, str]) -> New:
     from producers.contract import keys
     from producers.contract.levels import beside
     from workers.connect import check_queues
-    from workers.library.verify import described
-    from workers.rollout.begin import New
+    from workers.library.reference import described
+    from workers.rollout import New
 
     (found,) = find_models([reference])
     with needs("gateway"):
@@ -106,13 +106,11 @@ async def _carried(
     """Begin the rollout, or go on with it, until it has ended."""
     from producers.admin.fleet import read_fleet
     from producers.client.aio import AsyncClient
-    from workers.rollout.begin import begin
-    from workers.rollout.carry import Carrier
-    from workers.rollout.seen import ready
+    from workers.rollout import Carrier, begin, ready
 
     async with AsyncClient(*urls) as client:
         fleet = await read_fleet(client.store, client.broker)
-        begun = begin(store, new, workers, ready(fleet, new.found.name))
+        begun = begin(store, new, workers, ready(fleet, new.model.name))
         if begun.phase == "starting":
             note(f"{begun.model}: {begun.before} -> {begun.version}")
         return await Carrier(client, store, new, note, limit_s, drain_old).run(begun)
@@ -132,7 +130,7 @@ def _shown(store: Redis, model: str | None) -> list[Rollout]:
 
 def _cancelled(store: Redis, model: str) -> Rollout:
     from workers.library import name_of
-    from workers.rollout.begin import cancel
+    from workers.rollout import cancel
 
     return cancel(store, name_of(model))
 

@@ -40,7 +40,7 @@ from workers.cli.models import publish_own
 from workers.cli.starting import open_port
 from workers.connect import check_servers
 from workers.errors import Refused
-from workers.library import Found
+from workers.library import ResolvedModel
 from workers.processes import PENSTOCK, ahead
 from workers.processes.standby.keeper import IDLE_S, Standby
 from workers.processes.supervisor import HAND_BACK_S, Child, Program, ended
@@ -207,7 +207,7 @@ class System:
                 while standby.pid is not None and not standby.ready:  # noqa: ASYNC110 - nothing tells of it
                     await asyncio.sleep(0.02)
 
-    def _publish(self, model: Found) -> None:
+    def _publish(self, model: ResolvedModel) -> None:
         if told := publish_own(self.broker, self.store, model):
             self.say("up", told)
 
@@ -352,7 +352,7 @@ async def _stop(system: System, came: asyncio.Queue[signal.Signals], told: async
 
 @contextmanager
 def running_system(
-    models: tuple[Found, ...], *, drain: float = 1.0, worker_options: tuple[str, ...] = ()
+    models: tuple[ResolvedModel, ...], *, drain: float = 1.0, worker_options: tuple[str, ...] = ()
 ) -> Iterator[System]:
     """Serve the models with a system in a temporary folder; stop it on leaving, also after an exception.
 

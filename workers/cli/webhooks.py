@@ -103,15 +103,14 @@ def run(
     import asyncio
 
     with needs("webhooks"):
-        from workers.webhooks import process
-        from workers.webhooks.deliverer import WebhookSettings
+        from workers.webhooks import deliverer
     set_up_logging(log_level)
     use_secrets_key(secrets_key)
     allowed = tuple(webhook_allow or ())
-    settings = WebhookSettings(store_of(broker, store), allowed, drain=drain_timeout, health_port=health_port)
+    settings = deliverer.WebhookSettings(store_of(broker, store), allowed, drain=drain_timeout, health_port=health_port)
     with refusing(ValueError):
         look_at_servers(settings.store, None)
-        asyncio.run(process.run(settings))
+        asyncio.run(deliverer.run(settings))
 
 
 @app.shown("penstock webhooks ls --state dead", "ls")

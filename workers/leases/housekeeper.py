@@ -31,7 +31,7 @@ from workers.leases.lease import Lease, Reconciler
 from workers.leases.neighbours import LOOK_S, Neighbours
 from workers.leases.others import Others
 from workers.leases.peers import Peers
-from workers.measure.keeper import Keeper
+from workers.measure.measured import Keeper
 from workers.state.clock import Clock
 from workers.state.delivery import Delivery
 from workers.state.incarnation import Incarnation

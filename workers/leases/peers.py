@@ -48,7 +48,7 @@ class Peers:
                 breaker.open(why)
         elif not breaker.closed:
             if not self.deliveries.held:
-                breaker.rest()
+                breaker.on_idle()
             if not self._granted(life, len(others) + 1):
                 breaker.refused()
         elif self._entered:

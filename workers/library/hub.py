@@ -72,39 +72,39 @@ def pull(model: HubModel, models: LocalModels, name: str, say: Callable[[str], N
             raise
         say(f"{away}; using {name} {old.version}, which was pulled before")
         return old
-    with models.workplace(name, commit, lambda: say(f"another process is pulling {model}: waiting for it")) as place:
+    with models.workplace(name, commit, lambda: say(f"another process is pulling {model}: waiting for it")) as folder:
         old = _here(models, name, model.repo, lambda source: source.commit == commit)
         if old is not None:
-            shutil.rmtree(place)
+            shutil.rmtree(folder)
             say(f"{model} is here already: {name} {old.version}")
             return old
-        wanted = [files[file] for file in needed(str(model), set(files), _index(model, files, commit, place))]
-        size = sum(file.size for file in wanted)
-        say(f"pulling {model} at commit {commit[:12]}: {len(wanted)} files, {size / 1e6:,.1f} MB")
-        _check_room(model, wanted, place)
-        digests = {file.name: _fetch(model, file, commit, place) for file in wanted}
+        downloads = [files[file] for file in needed(str(model), set(files), _index(model, files, commit, folder))]
+        size = sum(file.size for file in downloads)
+        say(f"pulling {model} at commit {commit[:12]}: {len(downloads)} files, {size / 1e6:,.1f} MB")
+        _check_room(model, downloads, folder)
+        digests = {file.name: _fetch(model, file, commit, folder) for file in downloads}
         with _refusals(model):
-            pulled = models.finish(place, digests, Source(model.repo, model.revision, commit))
+            pulled = models.finish(folder, digests, Source(model.repo, model.revision, commit))
     say(f"{name} {pulled.version} is in {pulled.folder}")
     return pulled
 
 
-def _index(model: HubModel, files: dict[str, _File], commit: str, place: Path) -> bytes | None:
+def _index(model: HubModel, files: dict[str, _File], commit: str, folder: Path) -> bytes | None:
     """The index of the weights, which says what else is needed; None where there is none."""
     if INDEX not in files:
         return None
     if files[INDEX].size > LONGEST_INDEX:
         raise Refused(f"{INDEX} of {model} has {files[INDEX].size} bytes; at most {LONGEST_INDEX} are read")
-    _check_room(model, [files[INDEX]], place)
-    _fetch(model, files[INDEX], commit, place)
-    return (place / INDEX).read_bytes()
+    _check_room(model, [files[INDEX]], folder)
+    _fetch(model, files[INDEX], commit, folder)
+    return (folder / INDEX).read_bytes()
 
 
 def _here(models: LocalModels, name: str, repo: str, fits: Callable[[Source], bool]) -> Pulled | None:
     """The last pulled version of the repository whose source fits; None without one."""
-    for one in models.all():
-        if one.name == name and one.source is not None and one.source.repo == repo and fits(one.source):
-            return one
+    for pulled in models.all():
+        if pulled.name == name and pulled.source is not None and pulled.source.repo == repo and fits(pulled.source):
+            return pulled
     return None
 
 
@@ -135,11 +135,11 @@ def _look(model: HubModel) -> tuple[dict[str, _File], str]:
     return files, info.sha
 
 
-def _fetch(model: HubModel, file: _File, commit: str, place: Path) -> str:
+def _fetch(model: HubModel, file: _File, commit: str, folder: Path) -> str:
     """Download one file, or the rest of it. Returns its SHA-256 in hex. Raises Refused if the checksum differs."""
     from huggingface_hub import try_to_load_from_cache
 
-    path = place / file.name
+    path = folder / file.name
     with _refusals(model):
         if path.exists() and path.stat().st_nlink > 1:
             # A killed run linked it from the cache, so nothing may be written to it.
@@ -178,16 +178,16 @@ def _download(model: HubModel, file: _File, commit: str, path: Path) -> None:
     from huggingface_hub.utils import build_hf_headers
 
     url = hf_hub_url(model.repo, file.name, revision=commit, endpoint=_endpoint())
-    place = get_hf_file_metadata(url, endpoint=_endpoint()).location
+    location = get_hf_file_metadata(url, endpoint=_endpoint()).location
     headers = build_hf_headers()
-    if urlsplit(place).netloc != urlsplit(url).netloc:
+    if urlsplit(location).netloc != urlsplit(url).netloc:
         headers.pop("authorization", None)  # the token is for the hub, not for its storage server
     with path.open("ab") as partial:
         if partial.tell() > file.size:
             partial.truncate(0)
             partial.seek(0)
         http_get(
-            place,
+            location,
             partial,
             resume_size=partial.tell(),
             headers=headers,
@@ -214,13 +214,13 @@ def _take(cached: Path, path: Path, file: _File) -> str | None:
     return digest
 
 
-def _check_room(model: HubModel, files: list[_File], place: Path) -> None:
-    here = sum((place / file.name).stat().st_size for file in files if (place / file.name).exists())
-    missing, free = sum(file.size for file in files) - here, shutil.disk_usage(place).free
+def _check_room(model: HubModel, files: list[_File], folder: Path) -> None:
+    here = sum((folder / file.name).stat().st_size for file in files if (folder / file.name).exists())
+    missing, free = sum(file.size for file in files) - here, shutil.disk_usage(folder).free
     if missing > free:
         raise Refused(
-            f"{model} needs {missing / 1e6:,.1f} MB more, and {place.parent} has {free / 1e6:,.1f} MB free: make room, "
-            "or set PENSTOCK_MODELS to a folder on another disk"
+            f"{model} needs {missing / 1e6:,.1f} MB more, and {folder.parent} has {free / 1e6:,.1f} MB free: make "
+            "room, or set PENSTOCK_MODELS to a folder on another disk"
         )
 
 
@@ -247,9 +247,9 @@ def _refusals(model: HubModel) -> Iterator[None]:
         raise Refused(f"{model.repo} has no branch, tag or commit {model.revision!r}") from error
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
-        told = " ".join(str(error.server_message or error.response.reason_phrase).split())[:200]
+        message = " ".join(str(error.server_message or error.response.reason_phrase).split())[:200]
         kind = _Away if status >= 500 else Refused
-        raise kind(f"{endpoint} answered {status} {told!r} for {model.repo}") from error
+        raise kind(f"{endpoint} answered {status} {message!r} for {model.repo}") from error
     except (httpx2.TransportError, errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
         raise _Away(f"cannot reach {endpoint} for {model} ({_reason(error)})") from error
     except OSError as error:
@@ -269,5 +269,5 @@ def _reason(error: BaseException) -> str:
 
 
 def _endpoint() -> str:
-    given: str = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    return given.rstrip("/")
+    endpoint: str = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    return endpoint.rstrip("/")

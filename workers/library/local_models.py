@@ -1,10 +1,13 @@
-"""The local model folder: pulled models, each version in its own folder that never changes.
+"""The local model folder: pulled models, each version in its own folder that never changes. And the check of files.
 
     {root}/{name}/{version}/   the model's files, and
         manifest.json          {"v": 1, "files": {name: {"size": bytes, "sha256": hex}}}, written last
         .source.json           {"repo", "revision", "commit"} of a model from a hub
 
 The version is that of `engine.text.checkpoint.model_version`: a hash of the manifest, and so of the files alone.
+
+A failing disk or a partial copy makes a model that answers wrongly. So every load reads and hashes all files, several
+at a time (`verify`). Results are not remembered: a file's time and inode do not change when a disk returns wrong bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -30,6 +35,10 @@ INDEX: Final = "model.safetensors.index.json"
 WEIGHTS: Final = "model.safetensors"
 #: Files of a model folder, besides weights, that Penstock reads or keeps with them.
 KEPT: Final = re.compile(r"[\w][\w.\-]*\.(json|jinja)|(README|LICENSE|NOTICE)[\w.\-]*", re.ASCII)
+#: Files that weights are read from; each must be in the manifest.
+WEIGHT_FILES: Final = ("*.safetensors", "*.safetensors.index.json")
+#: Files hashed at a time. Hashing releases the GIL; more threads would only make a disk seek.
+THREADS: Final = 8
 SHARD: Final = re.compile(r"[\w][\w.\-]*\.safetensors", re.ASCII)
 
 
@@ -63,17 +72,17 @@ class LocalModels:
     @classmethod
     def default(cls) -> LocalModels:
         """PENSTOCK_MODELS, else penstock/models in the user's data folder (XDG_DATA_HOME). Raises Refused."""
-        given = os.environ.get("PENSTOCK_MODELS")
+        configured = os.environ.get("PENSTOCK_MODELS")
         try:
             data = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
-            return cls(Path(given).expanduser().absolute() if given else data / "penstock" / "models")
+            return cls(Path(configured).expanduser().absolute() if configured else data / "penstock" / "models")
         except RuntimeError as error:
             raise Refused(f"cannot tell where models are kept ({error}); set PENSTOCK_MODELS to a folder") from error
 
     def all(self) -> list[Pulled]:
         """All versions, the last pulled first."""
-        found = [_pulled(manifest.parent) for manifest in self.root.glob(f"[!.]*/[!.]*/{MANIFEST}")]
-        return sorted(found, key=lambda pulled: pulled.pulled_ns, reverse=True)
+        versions = [_pulled(manifest.parent) for manifest in self.root.glob(f"[!.]*/[!.]*/{MANIFEST}")]
+        return sorted(versions, key=lambda pulled: pulled.pulled_ns, reverse=True)
 
     def find(self, name: str) -> Pulled | None:
         """The last pulled version of a model."""
@@ -140,18 +149,18 @@ class LocalModels:
             if digests.get(file, digest) != digest:
                 raise Refused(f"{folder / file} is damaged: its SHA-256 is not the one in {MANIFEST}")
         _check_weights(folder, files)
-        with self.workplace(name, secrets.token_hex(8)) as place:
+        with self.workplace(name, secrets.token_hex(8)) as workplace:
             try:
                 for file in files:
-                    shutil.copyfile(folder / file, place / file)
-                    if sha256_of(place / file) != digests[file]:
+                    shutil.copyfile(folder / file, workplace / file)
+                    if sha256_of(workplace / file) != digests[file]:
                         raise Refused(f"{folder / file} changed while it was copied, or a disk fails; run this again")
-                return self.finish(place, digests, None)
+                return self.finish(workplace, digests, None)
             except OSError as error:
-                raise Refused(f"cannot copy {folder} to {place.parent}: {error.strerror or error}") from error
+                raise Refused(f"cannot copy {folder} to {workplace.parent}: {error.strerror or error}") from error
             finally:
-                shutil.rmtree(place, ignore_errors=True)
-                place.with_suffix(".lock").unlink(missing_ok=True)
+                shutil.rmtree(workplace, ignore_errors=True)
+                workplace.with_suffix(".lock").unlink(missing_ok=True)
 
 
 def write_manifest(folder: Path, digests: Mapping[str, str] | None = None) -> bytes:
@@ -250,7 +259,46 @@ def _pulled(folder: Path) -> Pulled:
 
 def _source(folder: Path) -> Source | None:
     try:
-        given = json.loads((folder / SOURCE).read_text())
-        return Source(str(given["repo"]), str(given["revision"]), str(given["commit"]))
+        source = json.loads((folder / SOURCE).read_text())
+        return Source(str(source["repo"]), str(source["revision"]), str(source["commit"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def verify(folder: Path, say: Callable[[str], None] = lambda line: None) -> None:
+    """Compare every file with the folder's manifest.json; a folder without one passes. Pulled models have one.
+
+    Raises Refused, which names a missing or damaged file, or a weights file that the manifest does not name.
+    """
+    if not (folder / MANIFEST).exists():
+        return
+    digests = manifest_of(folder)
+    if strange := sorted({path.name for pattern in WEIGHT_FILES for path in folder.glob(pattern)} - digests.keys()):
+        raise Refused(
+            f"{folder} is damaged: {', '.join(strange[:3])} is not in its {MANIFEST}; "
+            "remove the folder and pull the model again"
+        )
+    began = time.monotonic()
+    # The largest first, so that the threads end at about the same time.
+    try:
+        sizes = {name: own_file(folder, name).stat().st_size for name in digests}
+    except OSError as error:
+        raise Refused(f"{folder} is damaged: {error.filename} is in its {MANIFEST}, and cannot be read") from error
+    names = sorted(sizes, key=sizes.__getitem__, reverse=True)
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="verify") as pool:
+        digest_of = pool.map(lambda name: _digest(folder / name), names)
+        damaged = [name for name, digest in zip(names, digest_of, strict=True) if digest != digests[name]]
+    if damaged:
+        raise Refused(
+            f"{folder} is damaged: the SHA-256 of {', '.join(sorted(damaged)[:3])} is not the one in its {MANIFEST}; "
+            "remove the folder and pull the model again"
+        )
+    total, seconds = sum(sizes.values()), time.monotonic() - began
+    say(f"{len(names)} files of {folder} are as its {MANIFEST} says ({total / 1e9:.2f} GB in {seconds:.1f} s)")
+
+
+def _digest(path: Path) -> str:
+    try:
+        return sha256_of(path)
+    except OSError as error:
+        return f"unreadable: {error}"

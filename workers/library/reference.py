@@ -1,16 +1,17 @@
-"""Resolves a model reference, as users write it, to a folder."""
+"""Resolves a model reference, as users write it, to a folder, and describes the model in it."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from workers.errors import Refused
-from workers.library.local_models import LocalModels
+from workers.library.local_models import LocalModels, verify
 
 #: Valid model names; they are part of queues' names.
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -20,7 +21,7 @@ HUB: Final = "hf://"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ResolvedModel:
     """A model on this machine and its name."""
 
     name: str
@@ -33,34 +34,34 @@ class Found:
         return f"{self.name}={self.folder}"
 
 
-def find_model(reference: str, say: Callable[[str], None] = lambda line: None) -> Found:
+def find_model(reference: str, say: Callable[[str], None] = lambda line: None) -> ResolvedModel:
     """The model that a reference names; a hub's model is pulled first if needed. `say` gets progress messages.
 
     A reference is a folder with a config.json, the name of a bundled or pulled model, or hf://OWNER/NAME[@REVISION];
     NAME= before it gives the model another name. Raises Refused.
     """
-    name, place = _split(reference)
-    if place.startswith(HUB):
+    name, location = _split(reference)
+    if location.startswith(HUB):
         from workers.library.hub import HubModel, pull
 
-        wanted = HubModel.parse(place)
-        name = checked_name(name or wanted.name, reference)
-        return Found(name, pull(wanted, LocalModels.default(), name, say).folder)
-    folder = _local(place)
-    return Found(checked_name(name or folder.name, reference), folder)
+        hub_model = HubModel.parse(location)
+        name = checked_name(name or hub_model.name, reference)
+        return ResolvedModel(name, pull(hub_model, LocalModels.default(), name, say).folder)
+    folder = _local(location)
+    return ResolvedModel(checked_name(name or folder.name, reference), folder)
 
 
 def name_of(reference: str) -> str:
     """The name that a referenced model will have, without looking for the model."""
-    name, place = _split(reference)
-    if not name and place.startswith(HUB):
+    name, location = _split(reference)
+    if not name and location.startswith(HUB):
         from workers.library.hub import HubModel
 
-        name = HubModel.parse(place).name
-    return name or Path(place).resolve().name
+        name = HubModel.parse(location).name
+    return name or Path(location).resolve().name
 
 
-def known() -> dict[str, Path]:
+def available() -> dict[str, Path]:
     """Name -> folder of bundled and pulled models; for a pulled one, its last version."""
     pulled = {pulled.name: pulled.folder for pulled in reversed(LocalModels.default().all())}
     return bundled() | {name: pulled[name] for name in sorted(pulled.keys() - bundled().keys())}
@@ -72,21 +73,21 @@ def bundled() -> dict[str, Path]:
 
 
 def _split(reference: str) -> tuple[str, str]:
-    name, equals, place = reference.partition("=")
+    name, equals, location = reference.partition("=")
     if equals and NAME.fullmatch(name) and not os.path.exists(reference):
-        return name, place
+        return name, location
     return "", reference
 
 
-def _local(place: str) -> Path:
+def _local(location: str) -> Path:
     # os.path rather than Path: it answers False for a name that is too long, where Path raises.
-    if os.path.isfile(Path(place) / "config.json"):
-        return Path(place).resolve()
-    models = known()
-    if place in models:
-        return models[place]
-    shown = place if len(place) <= 200 else f"{place[:200]}..."
-    name, equals, other = place.partition("=")
+    if os.path.isfile(Path(location) / "config.json"):
+        return Path(location).resolve()
+    models = available()
+    if location in models:
+        return models[location]
+    shown = location if len(location) <= 200 else f"{location[:200]}..."
+    name, equals, other = location.partition("=")
     if equals and (other in models or os.path.isdir(other)):
         raise Refused(f"{name[:200]!r} cannot be a model's name: use letters, digits, '.', '_' and '-' alone")
     raise Refused(
@@ -102,3 +103,18 @@ def checked_name(name: str, reference: str) -> str:
             "with a NAME of letters, digits, '.', '_' and '-'"
         )
     return name
+
+
+def described(
+    model: ResolvedModel, say: Callable[[str], None] = lambda line: None
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """A model's card and tokenizer files, once its files are checked. Raises Refused."""
+    from engine.errors import ModelError
+    from engine.text import ModelCard
+
+    verify(model.folder, say=say)
+    try:
+        card = ModelCard.from_folder(model.folder, model.name)
+        return json.loads(card.to_json()), ModelCard.tokenizer_files(model.folder)
+    except ModelError as error:
+        raise Refused(f"cannot serve {model.folder}: {error}") from error

@@ -1,7 +1,18 @@
-"""All that a worker measures of itself while it serves, and the profile that it makes of that."""
+"""All that a worker measures of itself while it serves, the profile that it makes of that, and the one that is kept.
+
+`Keeper` keeps the profile with the model's version, so that it is known with no worker up. A store that does not take
+it, or holds something else there, is no reason to serve less: it is logged and tried again.
+
+| dies after | state | who repairs it |
+| --- | --- | --- |
+| it measured | an older profile, or none | the next worker that serves |
+| HSET, before this worker knows | the new profile | nothing to repair: told again, it changes little |
+"""
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from bisect import bisect_left
 from collections import deque
@@ -10,9 +21,15 @@ from math import ceil
 from operator import itemgetter
 from typing import Any, Final
 
+from redis import Redis
+
 from engine.plan import StepWork
+from producers.connection.log_throttle import warn_throttled
 from producers.contract.profile import Profile
+from producers.store.fleet.profiles import field, keep
+from workers.connect import LOST
 from workers.measure.steps import Knee, Mix, StepTimes
+from workers.state.served import Served
 
 #: The seconds that the duty cycle is about.
 DUTY_S: Final = 10.0
@@ -23,6 +40,7 @@ MEMORY: Final = 200
 #: First tokens of the last so many seconds count, and at most so many of them.
 FIRST_S: Final = 180.0
 FIRST: Final = 512
+logger = logging.getLogger(__name__)
 
 
 class Duty:
@@ -52,12 +70,12 @@ class Duty:
     def _until(self, then: float) -> float:
         """Seconds of all steps until then."""
         notes = tuple(self._notes)
-        place = bisect_left(notes, then, key=itemgetter(0))
-        if place == len(notes):
+        index = bisect_left(notes, then, key=itemgetter(0))
+        if index == len(notes):
             return self._busy if then - notes[-1][0] >= NOTED_S else notes[-1][1]
-        if place == 0:
+        if index == 0:
             return notes[0][1]
-        (early, less), (late, more) = notes[place - 1], notes[place]
+        (early, less), (late, more) = notes[index - 1], notes[index]
         return less + (more - less) * (then - early) / (late - early)
 
 
@@ -164,3 +182,30 @@ class Measured:
         if mix is None:
             return None
         return self._steps.knee(mix, engine.max_num_seqs, engine.kv_tokens_total, engine.step_tokens)
+
+
+class Keeper:
+    """`profile`: what the worker says of itself now. Any thread."""
+
+    def __init__(self, served: Served, measured: Measured, profile: Callable[[], Profile]) -> None:
+        self._name = field(served.pool.model, served.pool.version)
+        self._measured = measured
+        self._profile = profile
+        self._lock = threading.Lock()
+        self._evidence = (0, 0)
+        self._start: dict[str, float] = {}
+
+    def keep(self, store: Redis) -> None:
+        """Merge it into the kept profile. Raises nothing."""
+        with self._lock:
+            evidence, measured_now = self._measured.evidence, self._profile()
+            fresh, started = (
+                evidence != self._evidence,
+                measured_now.cold_start != self._start and "total" in measured_now.cold_start,
+            )
+            try:
+                if keep(store, self._name, measured_now, fresh=fresh, started=started):
+                    self._evidence = evidence
+                    self._start = measured_now.cold_start if started else self._start
+            except LOST as exc:
+                warn_throttled(logger, "What this worker measured is not kept, trying again: %s", exc)

@@ -29,8 +29,7 @@ from workers.flow.finisher import Finisher
 from workers.flow.intake import Intake
 from workers.flow.publisher import Publisher
 from workers.leases.housekeeper import Housekeeper
-from workers.measure.keeper import Keeper
-from workers.measure.measured import Measured
+from workers.measure.measured import Keeper, Measured
 from workers.pool.transport import Link
 from workers.runtime.cold_start import COLD_START
 from workers.runtime.drain import Drain, Part, within

@@ -1,9 +1,10 @@
-"""Takes due rows from the outbox and delivers them, many at once, within the limits of each receiver."""
+"""The process that takes due rows from the outbox and delivers them, many at once, within each receiver's limits."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import time
 import uuid
 from collections.abc import Sequence
@@ -12,23 +13,24 @@ from typing import Final
 
 from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES, once, persistently
+from producers.client.wake import wake
 from producers.connection.addresses import networks
 from producers.connection.connect import SILENT_S as ANSWER_S
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call
 from producers.connection.trouble import fault
 from producers.errors import SecretUnreadable, shown
-from producers.store import endpoints, outbox
+from producers.store import endpoints, epoch, outbox
 from producers.store.access.audit import Change
 from producers.store.endpoints import TEST_PREFIX, Endpoint
 from producers.store.outbox import Attempt, Row
-from workers.webhooks.limits import Limits, Visit
-from workers.webhooks.schedule import next_delay
-from workers.webhooks.sender import Outcome, OwnTrouble, Sender, body_of, headers_of
+from workers.runtime.health import Health
+from workers.runtime.signals import when_told
+from workers.webhooks.limits import QUICK, SLOW, Limits, Visit
+from workers.webhooks.sender import Outcome, OwnTrouble, Sender, body_of, headers_of, next_delay
 from workers.webhooks.targets import Target, targets
 
 log = logging.getLogger(__name__)
-
 #: Most rows that one TAKE leases.
 BATCH: Final = 128
 #: Longest time (s) between two looks at the store: rows become due silently, and a wake-up may be lost.
@@ -43,6 +45,8 @@ NO_KEY_S: Final = 30.0
 SILENT_S: Final = 10.0
 #: Time (s) before each try, counted from the one before it; after the last there is none.
 SCHEDULE: Final = (0.0, 5.0, 300.0, 1800.0, *(hours * 3600.0 for hours in (2, 5, 10, 14, 20, 24)))
+#: Open files that the tries, connections kept for the next ones, and all else may need.
+FILES: Final = 4 * (QUICK + SLOW)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,7 @@ class Deliverer:
                 except Exception:  # rows that were taken are due again when their lease ends; others must not wait
                     log.exception("a round failed here, going on")
                     pause = LOOK_S
-                await self._rest(pause)
+                await self._pause(pause)
             await self._drain()
         finally:
             await self._sender.close()
@@ -128,15 +132,17 @@ class Deliverer:
             return 0.0
         self.due.clear()
         holder = uuid.uuid4().hex
-        taken = outbox.read_take(await self._client.run(once(outbox.take(holder, n, int(self._settings.lease * 1000)))))
+        leased = outbox.read_take(
+            await self._client.run(once(outbox.take(holder, n, int(self._settings.lease * 1000))))
+        )
         self._heard_at = time.monotonic()
-        if taken.rows:
-            await self._begin(taken.rows, holder)
-        if len(taken.rows) == n:
+        if leased.rows:
+            await self._begin(leased.rows, holder)
+        if len(leased.rows) == n:
             return 0.0
-        return LOOK_S if taken.next_ms is None else min(LOOK_S, taken.next_ms / 1000)
+        return LOOK_S if leased.next_ms is None else min(LOOK_S, leased.next_ms / 1000)
 
-    async def _rest(self, seconds: float) -> None:
+    async def _pause(self, seconds: float) -> None:
         if seconds <= 0.0:
             await asyncio.sleep(0)
             return
@@ -178,25 +184,25 @@ class Deliverer:
             body = body_of(row)
             outcome = await self._sender.send(target.url, headers_of(row, body, target.secrets), body)
         except asyncio.CancelledError:  # the drain is over
-            await self._tell(outbox.retry(row, holder, 0))
+            await self._store_end(outbox.retry(row, holder, 0))
             raise
         except OwnTrouble as error:
             warn_throttled(log, "cannot connect for want of this machine's own means: %s", error)
-            await self._tell(outbox.retry(row, holder, int(OWN_TROUBLE_S * 1000)))
+            await self._store_end(outbox.retry(row, holder, int(OWN_TROUBLE_S * 1000)))
             return
         except Exception as error:  # a fault of ours must not make a row that is tried for ever
             log.exception("delivery %s failed here", row.name)
             outcome = Outcome(Attempt(int(time.time()), 0, error=f"{type(error).__name__} in the webhooks process"))
         finally:
             visit.leave(None if outcome is None else outcome.well)
-        await self._tell(await self._ended(row, holder, target, outcome))
+        await self._store_end(await self._ended(row, holder, target, outcome))
 
     async def _ended(self, row: Row, holder: str, target: Target, outcome: Outcome) -> Call:
         """The call that says how a try ended."""
         if outcome.delivered:
             return outbox.delivered(row, holder, outcome.attempt)
-        what = shown(outcome.attempt.status or outcome.attempt.error)  # others' text: kept to one line of the log
-        log.info("delivery %s to %s failed, try %d: %s", row.name, shown(target.receiver), row.tries + 1, what)
+        result = shown(outcome.attempt.status or outcome.attempt.error)  # others' text: kept to one line of the log
+        log.info("delivery %s to %s failed, try %d: %s", row.name, shown(target.receiver), row.tries + 1, result)
         delay = next_delay(self._settings.schedule, row.tries + 1, outcome.retry_after_s)
         if outcome.gone:
             delay = None
@@ -209,10 +215,12 @@ class Deliverer:
         if endpoint_id is None:
             return
 
-        def disabled(one: Endpoint) -> Endpoint:
-            if one.url != url:  # it has moved meanwhile
-                return one
-            return replace(one, enabled=False, disabled_because="it answered 410 Gone", updated_at=int(time.time()))
+        def disabled(endpoint: Endpoint) -> Endpoint:
+            if endpoint.url != url:  # it has moved meanwhile
+                return endpoint
+            return replace(
+                endpoint, enabled=False, disabled_because="it answered 410 Gone", updated_at=int(time.time())
+            )
 
         try:
             audit = Change("webhooks", "endpoint.disable", endpoint_id)
@@ -220,7 +228,7 @@ class Deliverer:
         except FAILURES as error:  # its next delivery hears the same
             warn_throttled(log, "an endpoint that answered 410 is not disabled yet: %s", error)
 
-    async def _tell(self, call: Call) -> None:
+    async def _store_end(self, call: Call) -> None:
         """Send the end of a try. If the store stays away, the row is due again when its lease ends."""
         try:
             await self._client.run(persistently(call, PATIENCE_S))
@@ -234,9 +242,41 @@ class Deliverer:
             all_ended = asyncio.create_task(asyncio.wait(set(self._tries)))
             await asyncio.wait((all_ended, hastened), timeout=self._settings.drain, return_when=asyncio.FIRST_COMPLETED)
             hastened.cancel()
-            left = set(self._tries)
-            for task in left:
+            unfinished = set(self._tries)
+            for task in unfinished:
                 task.cancel()
-            if left:
-                log.info("giving %d deliveries back", len(left))
+            if unfinished:
+                log.info("giving %d deliveries back", len(unfinished))
             await all_ended
+
+
+async def run(settings: WebhookSettings) -> None:
+    """Deliver until SIGTERM or SIGINT; a second signal gives all rows back at once.
+
+    Raises ValueError for a bad URL or network, and workers.errors.Refused for a port that is taken.
+    """
+    _allow_files()
+    health = Health(settings.health_port)
+    async with AsyncClient(settings.store, settings.store) as client:
+        deliverer = Deliverer(client, settings)
+        health.serve(deliverer, asyncio.get_running_loop())
+        when_told(deliverer.stop)
+        beside = [
+            asyncio.create_task(wake(client.store, deliverer.due), name="wake"),
+            asyncio.create_task(epoch.watch(client.store, deliverer.stop), name="watch the epoch"),
+        ]
+        log.info("delivering webhooks; not public and allowed: %s", ", ".join(settings.allowed) or "nothing")
+        try:
+            await deliverer.run()
+        finally:
+            for task in beside:
+                task.cancel()
+            await asyncio.wait(beside)
+
+
+def _allow_files() -> None:
+    """Raise the limit of open files as far as is allowed and of use."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

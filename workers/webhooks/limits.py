@@ -63,75 +63,79 @@ class Visit:
         self._limits, self._receiver = limits, receiver
         self._began = time.monotonic()
         self._kind = receiver.kind
-        limits.taken[self._kind] += 1
+        limits.in_use[self._kind] += 1
         receiver.running += 1
         self._timer = asyncio.get_running_loop().call_later(SLOW_AFTER_S, self._takes_long)
 
     def leave(self, well: bool | None) -> None:
         """`well`: whether the receiver keeps up; None where the try does not show it."""
         self._timer.cancel()
-        one, took = self._receiver, time.monotonic() - self._began
-        one.running -= 1
-        one.mean_s += NEWEST * (took - one.mean_s)
-        one.kind = "slow" if took > SLOW_AFTER_S else "quick"
+        receiver, elapsed = self._receiver, time.monotonic() - self._began
+        receiver.running -= 1
+        receiver.mean_s += NEWEST * (elapsed - receiver.mean_s)
+        receiver.kind = "slow" if elapsed > SLOW_AFTER_S else "quick"
         if well is not None:
-            one.window = min(MAX_WINDOW, one.window + 1) if well else max(1.0, one.window / 2)
-        self._limits.taken[self._kind] -= 1
+            receiver.window = min(MAX_WINDOW, receiver.window + 1) if well else max(1.0, receiver.window / 2)
+        self._limits.in_use[self._kind] -= 1
         self._limits.room.set()
 
     def _takes_long(self) -> None:
         self._receiver.kind = "slow"
-        taken = self._limits.taken
-        if self._kind != "slow" and taken["slow"] < SLOW:
-            taken[self._kind] -= 1
+        in_use = self._limits.in_use
+        if self._kind != "slow" and in_use["slow"] < SLOW:
+            in_use[self._kind] -= 1
             self._kind = "slow"
-            taken["slow"] += 1
+            in_use["slow"] += 1
             self._limits.room.set()
 
 
 class Limits:
-    """The tries of one process. `taken`: places by kind; `room`: set when a place may be free again."""
+    """The tries of one process. `in_use`: places by kind; `room`: set when a place may be free again."""
 
     def __init__(self) -> None:
-        self.taken: dict[Kind, int] = {"quick": 0, "new": 0, "slow": 0}
+        self.in_use: dict[Kind, int] = {"quick": 0, "new": 0, "slow": 0}
         self.room = asyncio.Event()
         self._receivers: OrderedDict[str, Receiver] = OrderedDict()
 
     @property
     def free(self) -> int:
         """Quick places that are free."""
-        return max(0, QUICK - self.taken["quick"] - self.taken["new"])
+        return max(0, QUICK - self.in_use["quick"] - self.in_use["new"])
 
     def visit(self, receiver: str) -> Visit | None:
         """A place for a try at this receiver; None if it has no room now."""
-        one = self._known(receiver)
-        narrow = one.kind != "quick" and self.taken["slow"] > CROWD
-        if self._crowded(one) or one.running >= (1 if narrow else int(one.window)):
+        known_receiver = self._receiver_of(receiver)
+        narrow = known_receiver.kind != "quick" and self.in_use["slow"] > CROWD
+        if self._crowded(known_receiver) or known_receiver.running >= (1 if narrow else int(known_receiver.window)):
             return None
-        return Visit(self, one)
+        return Visit(self, known_receiver)
 
     def put_off_s(self, receiver: str) -> float:
         """Seconds until the next row of this receiver should have its turn, behind those put off before."""
-        one, now = self._known(receiver), time.monotonic()
-        if self._crowded(one):
+        entry, now = self._receiver_of(receiver), time.monotonic()
+        if self._crowded(entry):
             return random.uniform(*CROWDED_S)  # noqa: S311 - spreads load
-        one.line = min(max(one.line, now) + one.mean_s / one.window, now + LONGEST_S)
-        return (one.line - now) * random.uniform(0.8, 1.2)  # noqa: S311 - spreads load
+        entry.line = min(max(entry.line, now) + entry.mean_s / entry.window, now + LONGEST_S)
+        return (entry.line - now) * random.uniform(0.8, 1.2)  # noqa: S311 - spreads load
 
-    def _crowded(self, one: Receiver) -> bool:
+    def _crowded(self, receiver: Receiver) -> bool:
         """Whether there is no place of its kind."""
-        return self.taken["slow"] >= SLOW if one.kind == "slow" else one.kind == "new" and self.taken["new"] >= NEW
+        return (
+            self.in_use["slow"] >= SLOW
+            if receiver.kind == "slow"
+            else receiver.kind == "new" and self.in_use["new"] >= NEW
+        )
 
-    def _known(self, receiver: str) -> Receiver:
-        one = self._receivers.get(receiver)
-        if one is None:
-            one = self._receivers[receiver] = Receiver()
+    def _receiver_of(self, receiver: str) -> Receiver:
+        entry = self._receivers.get(receiver)
+        if entry is None:
+            entry = self._receivers[receiver] = Receiver()
             if len(self._receivers) > REMEMBERED:
                 self._forget()
         self._receivers.move_to_end(receiver)
-        return one
+        return entry
 
     def _forget(self) -> None:
-        oldest = next((name for name, one in self._receivers.items() if not one.running), None)
+        oldest = next((name for name, entry in self._receivers.items() if not entry.running), None)
         if oldest is not None:
             del self._receivers[oldest]

@@ -1,7 +1,7 @@
 """One try of a delivery: resolve, check the addresses, connect to one of them, POST, read the answer's beginning.
 
 Whatever a receiver does, a try ends in time, holds a few KB, follows no redirect, and connects to no address that was
-not checked.
+not checked. `next_delay` says when a delivery that failed is tried again (the schedule of standardwebhooks.com).
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import random
 import ssl
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any, Final, NoReturn
 
 import aiohttp
@@ -26,7 +28,6 @@ from producers.connection.addresses import Address, Network, Resolver, Unresolve
 from producers.contract.webhook import Destination
 from producers.release import release
 from producers.store.outbox import Attempt, Row
-from workers.webhooks.schedule import retry_after
 
 #: Bytes of an answer that are kept, and that are read ahead.
 KEPT, READ_AHEAD = 1024, 4096
@@ -40,9 +41,11 @@ IDLE_S: Final = 2.0
 OVERLOADED: Final = frozenset({408, 429, 502, 503, 504})
 #: This machine's own trouble: no file descriptors, memory or ports left.
 OURS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
-
-
 USER_AGENT: Final = f"Penstock/{release()}"
+#: Longest wait (s) that a receiver's Retry-After is granted.
+MAX_RETRY_AFTER_S: Final = 24 * 3600.0
+#: A wait is up to this much longer than the schedule says, so that retries do not come all at once.
+JITTER: Final = 0.2
 
 
 class OwnTrouble(Exception):
@@ -152,10 +155,10 @@ class Sender:
         except (aiohttp.ClientError, OSError, ValueError, Unresolved, _Refused) as error:
             if getattr(error, "errno", None) in OURS:
                 raise OwnTrouble(str(error)) from error
-            return outcome(self._said(error))
+            return outcome(self._describe_error(error))
         return Outcome(Attempt(at, round(1000 * (time.monotonic() - began)), status, answer), later)
 
-    def _said(self, error: Exception) -> str:
+    def _describe_error(self, error: Exception) -> str:
         if isinstance(error, aiohttp.ServerDisconnectedError):
             return "the receiver closed the connection before it answered"
         if isinstance(error, aiohttp.ClientResponseError):  # its text has the URL, whose path may be a secret
@@ -165,28 +168,28 @@ class Sender:
         return str(error) or type(error).__name__
 
     async def _post(
-        self, place: Destination, headers: Mapping[str, str], body: str, limit: asyncio.Timeout
+        self, destination: Destination, headers: Mapping[str, str], body: str, limit: asyncio.Timeout
     ) -> tuple[int, str, float | None]:
         """Status, the answer's beginning, and seconds of its Retry-After."""
-        addresses = await self._resolver.resolve(place.host)
-        why = refusal(place.scheme, place.port, addresses, self._allowed)
+        addresses = await self._resolver.resolve(destination.host)
+        why = refusal(destination.scheme, destination.port, addresses, self._allowed)
         if why is not None:
             raise _Refused(why)
         *others, last = addresses[:ADDRESSES]
         for address in others:
             with suppress(aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):  # nothing was sent
-                return await self._post_to(address, place, headers, body, limit)
-        return await self._post_to(last, place, headers, body, limit)
+                return await self._post_to(address, destination, headers, body, limit)
+        return await self._post_to(last, destination, headers, body, limit)
 
     async def _post_to(
-        self, address: Address, place: Destination, headers: Mapping[str, str], body: str, limit: asyncio.Timeout
+        self, address: Address, destination: Destination, headers: Mapping[str, str], body: str, limit: asyncio.Timeout
     ) -> tuple[int, str, float | None]:
         host = f"[{address}]" if address.version == 6 else str(address)
         async with self._http.post(
-            URL(f"{place.scheme}://{host}:{place.port}{place.target}", encoded=True),
+            URL(f"{destination.scheme}://{host}:{destination.port}{destination.target}", encoded=True),
             data=body.encode(),
-            headers={**headers, "host": place.authority},
-            server_hostname=place.host if place.scheme == "https" else None,
+            headers={**headers, "host": destination.authority},
+            server_hostname=destination.host if destination.scheme == "https" else None,
             allow_redirects=False,
         ) as response:
             limit.reschedule(None)  # the status says whether it was delivered; the body has a limit of its own
@@ -198,11 +201,36 @@ class Sender:
 
 async def _beginning(response: aiohttp.ClientResponse) -> tuple[str, bool]:
     """The answer's first KB as text, and whether that was all of it."""
-    found = b""
+    beginning = b""
     try:
         async with asyncio.timeout(BODY_S):
-            while len(found) <= KEPT and (more := await response.content.read(KEPT + 1 - len(found))):
-                found += more
+            while len(beginning) <= KEPT and (more := await response.content.read(KEPT + 1 - len(beginning))):
+                beginning += more
     except (TimeoutError, aiohttp.ClientError, OSError):
-        return found[:KEPT].decode(errors="replace"), False
-    return found[:KEPT].decode(errors="replace"), len(found) <= KEPT
+        return beginning[:KEPT].decode(errors="replace"), False
+    return beginning[:KEPT].decode(errors="replace"), len(beginning) <= KEPT
+
+
+def next_delay(schedule: Sequence[float], tries: int, retry_after_s: float | None) -> float | None:
+    """Seconds until the next try after `tries` failed ones; None if that was the last.
+
+    A Retry-After makes it later, never sooner.
+    """
+    if tries >= len(schedule):
+        return None
+    requested = min(retry_after_s or 0.0, MAX_RETRY_AFTER_S)
+    return max(schedule[tries], requested) * random.uniform(1.0, 1.0 + JITTER)  # noqa: S311 - spreads load
+
+
+def retry_after(header: str | None) -> float | None:
+    """Seconds that a Retry-After header (RFC 9110, 10.2.3) asks for: a number or a date. None for anything else."""
+    if header is None:
+        return None
+    text = header.strip()
+    if text.isascii() and text.isdecimal():
+        return float(text[:12])
+    try:
+        at = parsedate_to_datetime(text).timestamp()
+    except (ValueError, OverflowError):  # such as a year of twenty digits
+        return None
+    return max(0.0, at - time.time())

@@ -41,23 +41,23 @@ async def targets(store: Redis, rows: Sequence[Row]) -> list[Target | SecretUnre
     Raises redis.exceptions.RedisError or OSError.
     """
     named = await endpoints.get_many(store, list({row.endpoint for row in rows if row.endpoint is not None}))
-    own = {row.tenant for row in rows if row.endpoint is None and row.secret is None}
-    secrets = {tenant: await _of_tenant(store, tenant) for tenant in own}
-    found: list[Target | SecretUnreadable | str] = []
+    tenants = {row.tenant for row in rows if row.endpoint is None and row.secret is None}
+    secrets = {tenant: await _of_tenant(store, tenant) for tenant in tenants}
+    results: list[Target | SecretUnreadable | str] = []
     for row in rows:
         try:
-            found.append(_of_task(row, secrets) if row.endpoint is None else _of_endpoint(named.get(row.endpoint)))
+            results.append(_of_task(row, secrets) if row.endpoint is None else _of_endpoint(named.get(row.endpoint)))
         except SecretUnreadable as error:
-            found.append(error)
-    return found
+            results.append(error)
+    return results
 
 
-def _of_endpoint(one: Endpoint | None) -> Target | str:
-    if one is None:
+def _of_endpoint(endpoint: Endpoint | None) -> Target | str:
+    if endpoint is None:
         return "the endpoint was deleted, or cannot be read"
-    if not one.enabled:
-        return f"the endpoint is disabled: {one.disabled_because}"
-    return Target(one.url, one.secrets.signing(time.time()), one.id)
+    if not endpoint.enabled:
+        return f"the endpoint is disabled: {endpoint.disabled_because}"
+    return Target(endpoint.url, endpoint.secrets.signing(time.time()), endpoint.id)
 
 
 async def _of_tenant(store: Redis, tenant: str | None) -> Secrets | SecretUnreadable | None:
@@ -74,8 +74,8 @@ def _of_task(row: Row, secrets: Mapping[str | None, Secrets | SecretUnreadable |
     signing: Sequence[str] = ()
     if row.secret is not None:
         signing = [unseal(row.secret)]
-    elif isinstance(own := secrets[row.tenant], SecretUnreadable):
-        raise own
-    elif own is not None:
-        signing = own.signing(time.time())
+    elif isinstance(tenant_secrets := secrets[row.tenant], SecretUnreadable):
+        raise tenant_secrets
+    elif tenant_secrets is not None:
+        signing = tenant_secrets.signing(time.time())
     return Target(row.url, signing, f"of {row.tenant or ''}") if signing else "the tenant's secret cannot be read"

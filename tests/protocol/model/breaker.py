@@ -59,7 +59,7 @@ def steps(w: World, rules: frozenset[str]) -> Iterator[tuple[str, World]]:
             entered, granted = eject(w, k, one.own, rules)
             after = _settled(_put(w._replace(ejected=entered), k, one._replace(open=granted)), k)
             yield f"{k} EJECT again -> {granted}", after
-        yield f"the canary of {k} passes", _put(w, k, one._replace(open=False, own=False, fresh=False))
+        yield f"the probe of {k} passes", _put(w, k, one._replace(open=False, own=False, fresh=False))
     if w.faults:
         for k, one in enumerate(w.workers):
             if one.lives:

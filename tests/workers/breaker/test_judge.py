@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from engine.plan import StepWork
 from workers.breaker import figures
-from workers.breaker.figures import SLICE_S, Figures, Window
-from workers.breaker.judge import judge, slowness
+from workers.breaker.figures import SLICE_S, Figures, Window, judge, slowness
 
 COST = st.floats(0.0, 0.01)
 
@@ -60,10 +59,10 @@ def test_a_slow_worker_is_seen_among_two() -> None:
 def test_steps_of_other_sizes_are_bounds() -> None:
     """A larger step takes no less, one of twice the size at most twice as long."""
     peers = [run([(30, 700)], COSTS)] * 2
-    canary, busy = slowness(run([(1, 20)], COSTS, 20.0), peers), slowness(run([(60, 900)], COSTS, 20.0), peers)
-    assert canary is not None
+    short, busy = slowness(run([(1, 20)], COSTS, 20.0), peers), slowness(run([(60, 900)], COSTS, 20.0), peers)
+    assert short is not None
     assert busy is not None
-    assert canary.far
+    assert short.far
     assert busy.far
     assert not judge(run([(60, 900)], COSTS, 3.0), peers), "with so many at once, it may be the load"
 

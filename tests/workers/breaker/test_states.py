@@ -1,4 +1,4 @@
-"""The breaker's states, without a worker: its clock, and the answers of its canaries, are the tests' own."""
+"""The breaker's states, without a worker: its clock, and the answers of its probes, are the tests' own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workers.breaker.figures import Figures, Window
 
 
 class Bench:
-    """A breaker, and what it asked for: `due` are its probes (s, action), `asked` canaries that wait for an answer."""
+    """A breaker, and what it asked for: `due` are its timers (s, action), `asked` the probes without an answer."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
         self.now = 1000.0
@@ -55,7 +55,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(monkeypatch)
 
 
-def test_failures_in_a_row_are_the_requests_if_the_canary_passes(bench: Bench) -> None:
+def test_failures_in_a_row_are_the_requests_if_the_probe_passes(bench: Bench) -> None:
     assert bench.fail(2) == [False, False]
     bench.breaker.completed()
     assert bench.fail() == [False, False, True], "the last one is tried elsewhere"
@@ -71,7 +71,7 @@ def test_it_opens_for_longer_each_time_and_gives_up(bench: Bench) -> None:
     bench.fail()
     waited = [bench.probe("broken") for _ in range(GIVE_UP)]
     assert waited == [0.0, *(FIRST_S * 2**k for k in range(GIVE_UP - 1))]
-    assert "5 canaries in a row: broken" in bench.given_up[0]
+    assert "5 probes in a row: broken" in bench.given_up[0]
     assert bench.breaker.openings == 1
 
 
@@ -98,10 +98,10 @@ def test_an_outlier_that_nobody_needs_is_closed_at_last(bench: Bench) -> None:
     bench.breaker.open("it is slow")
     assert bench.breaker.reason == "its breaker is open: it is slow"
     bench.probe(None)
-    bench.breaker.rest()
+    bench.breaker.on_idle()
     assert not bench.breaker.closed
     bench.now += module.TRIAL_S
-    bench.breaker.rest()
+    bench.breaker.on_idle()
     assert bench.breaker.closed
 
 
@@ -138,7 +138,7 @@ def test_who_is_refused_serves_and_its_old_probe_is_void(bench: Bench) -> None:
     assert not bench.asked
 
 
-def test_a_canary_that_is_slow_keeps_it_open(bench: Bench) -> None:
+def test_a_probe_that_is_slow_keeps_it_open(bench: Bench) -> None:
     bench.breaker.open("it is slow")
     bench.now += FIRST_S
     bench.probe_slowly()
@@ -153,12 +153,12 @@ def test_switched_off_it_never_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench.breaker.outlier() == ""
 
 
-def test_a_canary_that_the_engine_does_not_take_is_sent_later(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
+def test_a_probe_that_the_engine_does_not_take_is_sent_later(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
     def busy(_: object) -> None:
-        raise EngineError("the canary before has not ended")
+        raise EngineError("the probe before has not ended")
 
     with monkeypatch.context() as patch:
-        patch.setattr(bench.breaker, "_ask", busy)
+        patch.setattr(bench.breaker, "_send_probe", busy)
         bench.fail()
         bench.due.pop(0)[1]()
     assert bench.breaker.state is State.ASKING

@@ -16,7 +16,7 @@ from workers.cli import cuda_devices, gpus
 from workers.cli.exits import Failure
 from workers.cli.gpus import Chosen, Gpu, choose, gpus_here
 from workers.cli.local_pools import Plan
-from workers.library import Found
+from workers.library import ResolvedModel
 from workers.processes.supervisor import Program
 from workers.settings import WorkerSettings
 
@@ -233,7 +233,7 @@ class TestUpCommand:
         assert why in ran.err
 
     def test_gives_each_worker_one(self, tmp_path: Path) -> None:
-        models = (Found("a", tmp_path), Found("b", tmp_path))
+        models = (ResolvedModel("a", tmp_path), ResolvedModel("b", tmp_path))
         programs = worker_programs(Plan(models, tmp_path, gpus=choose("all", HERE)), {})
         assert [(one.name, one.env["CUDA_VISIBLE_DEVICES"]) for one in programs] == [
             ("worker.a.1", "0"),

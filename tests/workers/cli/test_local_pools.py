@@ -14,7 +14,7 @@ from tests.producers.gateway.conftest import TINY
 from workers.autoscaler.policy import Rules
 from workers.cli import local_pools as pools
 from workers.cli.local_pools import LocalPools, Plan
-from workers.library import Found
+from workers.library import ResolvedModel
 
 OLD = model_version(TINY)
 NEW = {"version": "new", "reference": "tiny=/models/new", "workers": 2}
@@ -28,7 +28,9 @@ def fleet(card: str, **rollout: Any) -> Fleet:
 async def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The pools of one model, whose workers only sleep."""
     monkeypatch.setattr(pools, "PENSTOCK", (sys.executable, "-c", "import time; time.sleep(600)"))
-    found = LocalPools(Plan((Found("tiny", TINY),), tmp_path, rules=Rules(min=0, max=2)), {}, lambda name, line: None)
+    found = LocalPools(
+        Plan((ResolvedModel("tiny", TINY),), tmp_path, rules=Rules(min=0, max=2)), {}, lambda name, line: None
+    )
     yield found
     await found.kill()
 
@@ -94,7 +96,7 @@ async def test_a_fixed_number_is_left_alone_once_an_operator_told_a_worker_to_dr
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pools, "PENSTOCK", (sys.executable, "-c", "pass"))  # ends at once, as one that was told to
-    running = LocalPools(Plan((Found("tiny", TINY),), tmp_path), {}, lambda name, line: None)
+    running = LocalPools(Plan((ResolvedModel("tiny", TINY),), tmp_path), {}, lambda name, line: None)
     (pool,) = running(fleet(OLD))
     assert pool.actuator is not None
     await pool.actuator.scale(1, [])

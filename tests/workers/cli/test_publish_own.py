@@ -8,9 +8,8 @@ from engine.text import ModelCard
 from producers.store.fleet import cards, rollouts
 from workers.cli.models import publish_own
 from workers.library import find_model
-from workers.library.reference import BUNDLED
-from workers.library.verify import described
-from workers.rollout.begin import New, begin
+from workers.library.reference import BUNDLED, described
+from workers.rollout import New, begin
 
 OLD, NEW = (ModelCard.from_folder(BUNDLED / name).version for name in ("tiny", "tiny-v2"))
 

@@ -9,7 +9,7 @@ import pytest
 
 from workers.errors import Refused
 from workers.library import LocalModels, find_model, name_of
-from workers.library.reference import BUNDLED, known
+from workers.library.reference import BUNDLED, available
 
 TINY = BUNDLED / "tiny"
 
@@ -34,7 +34,7 @@ def test_a_folder_is_called_as_it_is_named_wherever_it_is_looked_at_from(tmp_pat
 def test_a_pulled_model_goes_by_its_name() -> None:
     pulled = LocalModels.default().copy("python", TINY)
     assert find_model("python").folder == pulled.folder
-    assert list(known())[-1] == "python"
+    assert list(available())[-1] == "python"
 
 
 def test_a_bundled_model_is_not_replaced_by_a_pulled_one() -> None:

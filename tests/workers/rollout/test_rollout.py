@@ -24,14 +24,12 @@ from tests.processes import Worker
 from tests.stub_engine import token
 from tests.warm import Forked
 from tests.workers.rig import Rig
+from workers import rollout
 from workers.errors import Refused
 from workers.library import find_model
-from workers.library.reference import BUNDLED
-from workers.library.verify import described
+from workers.library.reference import BUNDLED, described
 from workers.processes import PENSTOCK
-from workers.rollout import carry
-from workers.rollout.begin import New, begin, cancel
-from workers.rollout.carry import Carrier
+from workers.rollout import Carrier, New, begin, cancel
 
 OLD, NEW = (ModelCard.from_folder(BUNDLED / name).version for name in ("tiny", "tiny-v2"))
 
@@ -40,8 +38,8 @@ OLD, NEW = (ModelCard.from_folder(BUNDLED / name).version for name in ("tiny", "
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients here know within an instant where new tasks go, so less time passes until the old version is done."""
     monkeypatch.setattr(submission, "FRESH_S", 0.05)
-    monkeypatch.setattr(carry, "SETTLED_S", 1.0)
-    monkeypatch.setattr(carry, "LOOK_S", 0.05)
+    monkeypatch.setattr(rollout, "SETTLED_S", 1.0)
+    monkeypatch.setattr(rollout, "LOOK_S", 0.05)
 
 
 def up(rig: Rig, version: str, **more: Any) -> Worker:

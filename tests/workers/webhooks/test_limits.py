@@ -13,9 +13,9 @@ async def test_strangers_who_hang_leave_places_for_receivers_who_have_answered()
         one = limits.visit(f"stranger {number % (2 * SLOW)}")
         if one is not None:
             hanging.append(one)
-            if limits.taken["slow"] < SLOW:
+            if limits.in_use["slow"] < SLOW:
                 one._takes_long()
-    assert limits.taken == {"slow": SLOW, "new": NEW, "quick": 0}
+    assert limits.in_use == {"slow": SLOW, "new": NEW, "quick": 0}
     assert limits.visit("stranger 0") is None
     assert 1.0 <= limits.put_off_s("stranger 0") <= 3.0
     good = [limits.visit("good") for _ in range(5)]
@@ -24,7 +24,7 @@ async def test_strangers_who_hang_leave_places_for_receivers_who_have_answered()
     for one in (*hanging, *good):
         assert one is not None
         one.leave(None)
-    assert limits.taken == {"slow": 0, "new": 0, "quick": 0}
+    assert limits.in_use == {"slow": 0, "new": 0, "quick": 0}
 
 
 async def test_a_window_follows_answers_and_rows_beyond_it_queue_up() -> None:

@@ -9,8 +9,7 @@ import pytest
 from producers.connection.addresses import networks
 from tests.receiver import Receiver
 from workers.webhooks.deliverer import SCHEDULE
-from workers.webhooks.schedule import MAX_RETRY_AFTER_S, next_delay, retry_after
-from workers.webhooks.sender import Sender
+from workers.webhooks.sender import MAX_RETRY_AFTER_S, Sender, next_delay, retry_after
 
 
 class Names:

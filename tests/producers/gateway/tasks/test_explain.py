@@ -115,7 +115,7 @@ def test_workers_that_are_held_back_beside_others(
 ) -> None:
     task_id = submit()
     lease(valkey_url)
-    lease(valkey_url, worker="w2", unready=["its breaker is open: its engine fails a canary"])
+    lease(valkey_url, worker="w2", unready=["its breaker is open: its engine fails a probe"])
     reason = explain(task_id)["blocked_by"][-1]
     assert reason["name"] == "workers_held_back"
     assert "1 of 2 workers takes no tasks" in reason["message"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from workers.sse import Event, EventStream
+from workers.gateway_http import Event, EventStream
 
 
 def messages(*data: str) -> list[Event]:

@@ -1,11 +1,28 @@
-"""Server-sent events, by the rules of the HTML standard (section 9.2.6, interpreting an event stream).
+"""The parts of HTTP that all clients of a gateway share: the API key that their requests carry, and server-sent events.
 
-It does no I/O: `workers.cli.client` feeds it from a blocking connection, `workers.bench.connection` from asyncio's.
+Events are parsed by the rules of the HTML standard (section 9.2.6, interpreting an event stream). This does no I/O:
+`workers.cli.client` feeds it from a blocking connection, `workers.bench.connection` from asyncio's.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import os
+import re
+from typing import Final, NamedTuple
+
+from workers.errors import Refused
+
+API_KEY: Final = "PENSTOCK_API_KEY"
+
+
+def authorization() -> dict[str, str]:
+    """The header for it; none without a key. Raises Refused for what no header may hold, without showing it."""
+    key = os.environ.get(API_KEY, "").strip()
+    if not key:
+        return {}
+    if not re.fullmatch("[!-~]+", key):
+        raise Refused(f"{API_KEY} holds what no API key has: spaces, line breaks, or letters that are not ASCII")
+    return {"authorization": f"Bearer {key}"}
 
 
 class Event(NamedTuple):
@@ -20,10 +37,10 @@ class EventStream:
     """The parser of one stream. Lines end with LF, CR or CRLF. Comments, `retry` and unknown fields are passed over,
     and no byte order mark is looked for."""
 
-    __slots__ = ("_data", "_id", "_kind", "_last", "_rest")
+    __slots__ = ("_data", "_id", "_kind", "_last", "_partial")
 
     def __init__(self) -> None:
-        self._rest = b""  # of a line whose end has not come
+        self._partial = b""  # of a line whose end has not come
         self._last = b""  # byte that came
         self._kind = self._id = ""
         self._data: list[str] = []
@@ -31,14 +48,14 @@ class EventStream:
     @property
     def within(self) -> bool:
         """Whether an event has begun whose end has not come."""
-        return bool(self._rest or self._kind or self._data)
+        return bool(self._partial or self._kind or self._data)
 
     def feed(self, piece: bytes) -> list[Event]:
         """The events that end in the next piece of the stream, wherever it was cut."""
         before, self._last = self._last, piece[-1:] or self._last
-        text = self._rest + (piece.removeprefix(b"\n") if before == b"\r" else piece)
+        text = self._partial + (piece.removeprefix(b"\n") if before == b"\r" else piece)
         lines = text.splitlines()
-        self._rest = lines.pop() if text[-1:] not in b"\r\n" else b""
+        self._partial = lines.pop() if text[-1:] not in b"\r\n" else b""
         return [event for line in lines if (event := self._take(line.decode(errors="replace")))]
 
     def _take(self, line: str) -> Event | None:
