@@ -45,8 +45,8 @@ _IMPORTS = """
     workers.pool.consumer workers.pool.engine_pool workers.pool.task workers.runtime.assembly workers.runtime.worker
     producers.gateway producers.gateway.app producers.gateway.batches.endpoints
     uvicorn uvicorn.protocols.http.httptools_impl uvloop
-    workers.chaos.senders workers.chaos.talk workers.cli.commands workers.cli.gateway workers.cli.sources
-    workers.cli.sweeper workers.cli.webhooks workers.cli.worker workers.webhooks.deliverer
+    workers.trials.chaos.senders workers.trials.chaos.caller workers.cli.commands workers.cli.gateway
+    workers.cli.sources workers.cli.sweeper workers.cli.webhooks workers.cli.worker workers.webhooks.deliverer
     tests.frozen
 """
 

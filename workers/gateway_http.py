@@ -1,7 +1,7 @@
 """The parts of HTTP that all clients of a gateway share: the API key that their requests carry, and server-sent events.
 
 Events are parsed by the rules of the HTML standard (section 9.2.6, interpreting an event stream). This does no I/O:
-`workers.cli.client` feeds it from a blocking connection, `workers.bench.connection` from asyncio's.
+`workers.cli.client` feeds it from a blocking connection, `workers.trials.bench.connection` from asyncio's.
 """
 
 from __future__ import annotations

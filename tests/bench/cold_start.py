@@ -25,7 +25,7 @@ from signal import SIGTERM
 from typing import Any, Final
 
 from tests.workers.cli.running_up import Up
-from workers.bench.connection import Connections
+from workers.trials.bench.connection import Connections
 
 PATIENCE_S: Final = 180.0
 #: Memory (bytes) of a standby that has imported torch; and the processor time that it takes while it still imports.

@@ -26,7 +26,7 @@ from typing import Any, Final
 from tests.chaos.hostile.stage import TENANT, Stage, stage
 from tests.producers.gateway.conftest import CARD
 from tests.stub_engine import StubEngine
-from workers.bench.connection import Broken, Connections
+from workers.trials.bench.connection import Broken, Connections
 
 #: The limits of the attacker's key.
 LIMITS: Final = {"rpm": 1, "max_in_flight": 1, "max_waiting": 1}

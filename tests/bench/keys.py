@@ -32,7 +32,7 @@ from producers.store.access.audit import Actor
 from producers.store.access.principal import COUNTED
 from tests.processes import valkey
 from tests.producers.gateway.conftest import publish
-from workers.bench.connection import Connections
+from workers.trials.bench.connection import Connections
 
 TENANT = "bench"
 #: Settings of a gateway without bounds.

@@ -37,8 +37,8 @@ from redis import Redis
 from tests.bench.gateways import GATEWAY, serving
 from tests.fuzz.watch import processor_s
 from tests.processes import Worker, free_port, valkey
-from workers.bench.connection import Connections
-from workers.chaos.checker.rest import at_rest
+from workers.trials.bench.connection import Connections
+from workers.trials.chaos.checker.rest import at_rest
 
 #: Share of the requests, and the time within which its tasks are worth anything, in times of `task_s`.
 TIERS = {"priority": (0.15, 5.0), "default": (0.45, 15.0), "flex": (0.2, 37.5), "batch": (0.2, 75.0)}

@@ -30,9 +30,9 @@ from producers.connection.local import urls_in
 from producers.contract import keys
 from producers.store.fleet.scaling import decisions
 from tests.bench.streamed import System
-from workers.bench.connection import Connections
 from workers.library import ResolvedModel, find_model
 from workers.processes import PENSTOCK
+from workers.trials.bench.connection import Connections
 from workers.trials.simulate.replay import replay
 from workers.trials.simulate.traces import TIERS, Synthetic
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from producers.admin.fleet import Fleet, read_fleet
 from producers.client.aio import AsyncClient
-from workers.bench.connection import Broken, Connections
+from workers.trials.bench.connection import Broken, Connections
 
 
 @dataclass(slots=True)

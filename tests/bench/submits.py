@@ -21,7 +21,7 @@ from fastapi import FastAPI, Request, Response
 
 from tests.bench.gateways import cpu_s, gateway, serving
 from tests.processes import free_port, valkey
-from workers.bench.connection import Connections
+from workers.trials.bench.connection import Connections
 
 TASK = {"model": "stub", "prompt": list(range(100)), "max_tokens": 64}
 CONNECTIONS = 16

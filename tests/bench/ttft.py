@@ -19,7 +19,7 @@ from engine import Engine, EngineConfig, SamplingParams
 from engine.request import Event, Request
 from tests.bench.gateways import GATEWAY, serving
 from tests.processes import ROOT, Worker, free_port, valkey
-from workers.bench.connection import Connections
+from workers.trials.bench.connection import Connections
 
 MODEL = ROOT / "workers" / "models" / "tiny"
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tests.chaos.driver import ALL_KINDS, SQS_KINDS, plan_of, run
 from tests.chaos.stage import Shape
-from workers.chaos.plan import Plan
+from workers.trials.chaos.plan import Plan
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""One run: a plan drawn for a stage, its trial (`workers.chaos.trial`), everything down, and the verdict."""
+"""One run: a plan drawn for a stage, its trial (`workers.trials.chaos.trial`), everything down, and the verdict."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 from tests.chaos import clock
 from tests.chaos.stage import Shape, Stage
-from workers.chaos.checker import Report
-from workers.chaos.plan import KINDS, Plan, draw
-from workers.chaos.trial import Trial
+from workers.trials.chaos.checker.report import Report
+from workers.trials.chaos.plan import KINDS, Plan, draw
+from workers.trials.chaos.trial import Trial
 
 #: All faults that a stage can suffer on this machine.
 ALL_KINDS: tuple[str, ...] = tuple(kind for kind in KINDS if kind != "clock" or clock.available())

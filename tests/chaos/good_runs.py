@@ -6,9 +6,9 @@ import copy
 import json
 from typing import Any
 
-from workers.chaos.checker import Case, History, Stores
-from workers.chaos.checker.ledger import COUNTS, Ledger, total
-from workers.chaos.checker.streams import outputs_of
+from workers.trials.chaos.checker.case import Case, outputs_of
+from workers.trials.chaos.checker.history import History
+from workers.trials.chaos.checker.store import COUNTS, Ledger, Stores, total
 
 TOKENS = (7, 8, 9)
 

@@ -28,16 +28,17 @@ from tests.chaos.sweeper_process import HASTY
 from tests.processes import free_port
 from tests.waiting import within
 from tests.warm import Forked
-from workers.chaos.checker import Stores, Violation
-from workers.chaos.checker.rest import workers_of
-from workers.chaos.client import SETTINGS, Settings
-from workers.chaos.injector import Handle, Healing
-from workers.chaos.journal import Journal, journal_path
-from workers.chaos.load import WITHOUT_CELERY, Load
-from workers.chaos.plan import Fault
-from workers.chaos.senders import Holder
-from workers.chaos.trial import unended
 from workers.processes import PENSTOCK
+from workers.trials.chaos.checker.case import Violation
+from workers.trials.chaos.checker.history import Journal, journal_path
+from workers.trials.chaos.checker.rest import workers_of
+from workers.trials.chaos.checker.store import Stores
+from workers.trials.chaos.client import SETTINGS, Settings
+from workers.trials.chaos.injector import Handle, Healing
+from workers.trials.chaos.load import WITHOUT_CELERY, Load
+from workers.trials.chaos.plan import Fault
+from workers.trials.chaos.senders import Holder
+from workers.trials.chaos.trial import unended
 
 #: Whoever takes longer than this hangs (s): beyond the drain time to stop; to come up.
 HAND_BACK_S = 60.0
@@ -122,7 +123,7 @@ class Shape:
 
 
 class Stage:
-    """Start it with `up`, end it with `down`; a `Scene` and its `Clients`, as `workers.chaos.trial` has them."""
+    """Start it with `up`, end it with `down`; a `Scene` and its `Clients`, as `workers.trials.chaos.trial` has them."""
 
     def __init__(self, shape: Shape, seed: int, folder: Path, say: Callable[[str], None] = lambda line: None) -> None:
         self.shape, self.seed, self.folder, self._say = shape, seed, folder, say
@@ -191,7 +192,7 @@ class Stage:
     def run_quietly(self, variants: Sequence[int], seconds: float) -> list[Violation]:
         within(lambda: all(slot.ready for slot in self.slots.values() if slot.running), BOOT_S)
         settings = replace(self._client("quiet-1", 0), variants=tuple(variants), step=1, open_tasks=8)
-        argv, env = _python("workers.chaos.client"), {SETTINGS: settings.text()}
+        argv, env = _python("workers.trials.chaos.client"), {SETTINGS: settings.text()}
         process = self._start(argv, env, self.logs / "quiet.log")
         ended = within(lambda: process.poll() is not None, seconds) and process.poll() == 0
         return [] if ended else [unended("the run in quiet", "did not come to its end")]
@@ -199,7 +200,7 @@ class Stage:
     def end(self, broker: Redis, stores: Stores) -> list[Violation]:
         """Stop everything; what is left then, no worker may have left. Returns who did not stop in time."""
         if self.sqs is not None:
-            stores.left += self.sqs.left()
+            stores.leftovers += self.sqs.left()
         late = [
             name
             for role in ("worker", "gateway", "sweeper")
@@ -207,8 +208,8 @@ class Stage:
         ]
         # One that could not hand back in time leaves both, and the lease lapses.
         within(lambda: not workers_of(broker), self.shape.lease + IDLE_S)
-        stores.left += [f"{about['incarnation']}: a lease" for about in workers_of(broker)]
-        stores.left += [f"an incarnation: {name}" for name in self._booked(broker)]
+        stores.leftovers += [f"{about['incarnation']}: a lease" for about in workers_of(broker)]
+        stores.leftovers += [f"an incarnation: {name}" for name in self._booked(broker)]
         return [unended(name, f"did not stop within its drain time and {HAND_BACK_S:g} s") for name in late]
 
     def _booked(self, broker: Redis) -> list[str]:
@@ -319,7 +320,7 @@ class Stage:
     def _reader(self, name: str, process: str, urls: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         settings = self._client(name, int(name.rpartition("-")[2]) - 1)
         settings = replace(settings, number=int(process.rpartition(".g")[2]))
-        return _python("workers.chaos.client"), {SETTINGS: settings.text()}
+        return _python("workers.trials.chaos.client"), {SETTINGS: settings.text()}
 
     def _client(self, name: str, first: int) -> Settings:
         number = first % self.shape.gateways

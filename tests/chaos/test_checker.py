@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-import workers.chaos.checker
+import workers.trials.chaos.checker
 from tests.chaos.good_runs import LIMITS, good, record_of, shown_of, stream_of, token_of, with_keys
-from workers.chaos.checker import Case, Report, Stores, judge
-from workers.chaos.checker.history import Key, lines_of
-from workers.chaos.checker.ledger import COUNTS, total
-from workers.chaos.checker.streams import NOTHING, outputs_of
+from workers.trials.chaos.checker.case import NOTHING, Case, outputs_of
+from workers.trials.chaos.checker.history import Key, lines_of
+from workers.trials.chaos.checker.report import Report
+from workers.trials.chaos.checker.rules import judge
+from workers.trials.chaos.checker.store import COUNTS, Stores, total
 
 
 def test_a_whole_run_is_found_whole() -> None:
@@ -26,7 +27,7 @@ def test_a_whole_run_is_found_whole() -> None:
     assert judge(case) == []
     report = Report.of(case, [], command="c", seed=1, lease=1.0)
     assert report.gaps.served == [0.5], "it stood still at 2.4, and went on at 2.9"
-    assert report.gaps.seen == [pytest.approx(0.6)], "its reader was given that at 3.0"
+    assert report.gaps.observed == [pytest.approx(0.6)], "its reader was given that at 3.0"
     assert (report.tasks, report.tokens, report.kills["worker"]) == (4, 11, 1)
 
 
@@ -166,7 +167,7 @@ def _other_result(case: Case) -> None:
 
 
 def _leave_message(case: Case) -> None:
-    case.stores.left.append("penstock:inflight:w.1")
+    case.stores.leftovers.append("penstock:inflight:w.1")
 
 
 def _leave_reader(case: Case) -> None:
@@ -310,7 +311,7 @@ def test_each_way_to_break_a_promise_is_seen(rule: str, number: int) -> None:
 
 
 def test_every_rule_can_fail() -> None:
-    from workers.chaos.checker.rules import RULES
+    from workers.trials.chaos.checker.rules import RULES
 
     assert {rule.__name__ for rule in RULES} == set(CORRUPTED)
 
@@ -327,7 +328,7 @@ def test_what_others_do_on_a_shared_system_is_none_of_ours() -> None:
 def test_a_reader_lease_that_the_clock_ended_is_not_one_that_nobody_takes_away() -> None:
     case = good()
     case.stores.readers = {"read": -9.0, "polled": 29.0, "plain": 3600.0}
-    assert [violation.about for violation in judge(case)] == ["penstock:readers plain"]
+    assert [violation.subject for violation in judge(case)] == ["penstock:readers plain"]
     case.history.faults.append({"t": 2.6, "e": "fault", "kind": "clock", "target": "store", "amount": 3600.0})
     assert judge(case) == []
 
@@ -351,11 +352,14 @@ def test_a_torn_last_line_is_no_line_and_any_other_is_an_error(tmp_path: Path) -
 
 
 def test_the_checker_imports_nothing_of_the_product() -> None:
-    folder = Path(workers.chaos.checker.__file__).parent
+    folder = Path(workers.trials.chaos.checker.__file__).parent
     allowed = sys.stdlib_module_names | {"redis"}
     for path in folder.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             for name in names:
-                assert name.startswith("workers.chaos.checker") or name.partition(".")[0] in allowed, (path.name, name)
+                assert name.startswith(workers.trials.chaos.checker.__name__) or name.partition(".")[0] in allowed, (
+                    path.name,
+                    name,
+                )

@@ -15,22 +15,21 @@ import pytest
 
 from producers.connection.connect import connect
 from tests.waiting import until
-from workers.chaos.checker import Stores
-from workers.chaos.client import Settings
-from workers.chaos.injector import Injector
-from workers.chaos.journal import Journal
-from workers.chaos.load import Load
-from workers.chaos.operated import Operated, Process
-from workers.chaos.plan import Fault, Plan
-from workers.chaos.pulse import Pulse
 from workers.runtime.host.proc import argv_of
+from workers.trials.chaos.checker.history import Journal
+from workers.trials.chaos.checker.store import Stores
+from workers.trials.chaos.client import Settings
+from workers.trials.chaos.injector import Injector, Pulse
+from workers.trials.chaos.load import Load
+from workers.trials.chaos.operated import Operated, Process
+from workers.trials.chaos.plan import Fault, Plan
 
 #: Starts the load, and says its process.
 _LOAD: Final = """
 import sys
 from pathlib import Path
-from workers.chaos.client import Settings
-from workers.chaos.trial import OneClient
+from workers.trials.chaos.client import Settings
+from workers.trials.chaos.trial import OneClient
 settings = Settings.parse(sys.argv[1])
 client = OneClient(settings, Path(settings.folder))
 client.start_clients()

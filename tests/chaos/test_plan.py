@@ -8,8 +8,8 @@ import pytest
 
 from tests.chaos.driver import ALL_KINDS, plan_of, targets
 from tests.chaos.stage import Shape
-from workers.chaos.load import Load
-from workers.chaos.plan import KINDS, Plan, draw
+from workers.trials.chaos.load import Load
+from workers.trials.chaos.plan import KINDS, Plan, draw
 
 
 def _plan(seed: int) -> Plan:

@@ -11,8 +11,8 @@ from redis import Redis
 
 from producers.connection.connect import connect
 from producers.contract import keys
-from workers.chaos.checker import Stores
-from workers.chaos.checker.rest import LOOKS, at_rest, held_by
+from workers.trials.chaos.checker.rest import LOOKS, at_rest, held_by
+from workers.trials.chaos.checker.store import Stores
 
 IDLE, BUSY = 0, 3
 

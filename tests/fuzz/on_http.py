@@ -36,7 +36,7 @@ from tests.fuzz.drawing import drawn
 from tests.fuzz.requests import Route, Visit, routes, visits
 from tests.fuzz.watch import Held, held
 from tests.processes import ROOT, Worker, free_port, running_valkey
-from workers.chaos.checker.rest import at_rest, held_by
+from workers.trials.chaos.checker.rest import at_rest, held_by
 
 MODEL = "tiny"
 #: torch's CPU library keeps what it has compiled for each number of rows, 1024 of each kind, before it lets go: some

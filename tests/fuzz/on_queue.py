@@ -31,7 +31,7 @@ from tests.fuzz.ends import Ends, sent_id
 from tests.fuzz.messages import Fuzzed, messages
 from tests.fuzz.watch import Held, held
 from tests.processes import Worker, fill, queues_of, running_valkey
-from workers.chaos.checker.rest import at_rest, held_by
+from workers.trials.chaos.checker.rest import at_rest, held_by
 
 ENGINES: dict[str, dict[str, Any]] = {
     "bundled": {

@@ -30,7 +30,7 @@ from tests.fuzz.on_http import BOOT_S, ENGINE, MODEL, SMALL_CACHES, House
 from tests.fuzz.soak_load import SoakLoad
 from tests.fuzz.watch import held, server
 from tests.processes import ROOT, Worker, running_valkey
-from workers.chaos.checker.rest import at_rest, held_by
+from workers.trials.chaos.checker.rest import at_rest, held_by
 
 MIB = 1 << 20
 #: Growth over the judged time that is no leak, by quantity; of memory: what allocators and caches still take.

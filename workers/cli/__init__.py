@@ -3,7 +3,7 @@
     up, demo, chat               -> system -> supervisor -> children: valkey, gateway, workers
     run                          -> the engine, in this process
     models                       -> models on this machine and on a hub
-    bench                        -> workers.bench: load on a gateway, over HTTP
+    bench                        -> workers.trials.bench: load on a gateway, over HTTP
     worker, gateway, sweeper     -> one such process by itself
     submit, tail, result, cancel, explain -> client -> a gateway, over HTTP
 

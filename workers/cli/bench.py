@@ -16,7 +16,8 @@ from workers.cli.options import DEFAULT_URL, Url
 from workers.cli.terminal import aligned
 
 if TYPE_CHECKING:
-    from workers.bench import Client, Limits, Load, Sample
+    from workers.trials.bench.figures import Limits
+    from workers.trials.bench.load import Client, Load, Sample
 
 
 app = Commands("Operations", CALLER_STATUS)
@@ -74,10 +75,10 @@ def bench(
     """
     import asyncio
 
-    from workers.bench import Limits, Load
-    from workers.bench import plot as draw
-    from workers.bench.load import read_prompts
     from workers.cli.client import Gateway
+    from workers.trials.bench.figures import Limits
+    from workers.trials.bench.figures import plot as draw
+    from workers.trials.bench.load import Load, read_prompts
 
     gateway = Gateway(url)
     served = {one["id"]: one for one in gateway.models()}
@@ -130,7 +131,7 @@ async def _drive(url: str, load: Load, cap: int | None, duration: float | None) 
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
-    from workers.bench import drive
+    from workers.trials.bench.load import drive
 
     console = Console(file=sys.stderr)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -139,7 +140,7 @@ async def _drive(url: str, load: Load, cap: int | None, duration: float | None) 
     ) as bar:
         row = bar.add_task("requests", total=load.requests)
         note = lambda sample: bar.advance(row)  # noqa: E731
-        return await drive(url, load.asks(), concurrency=cap, duration=duration, note=note)
+        return await drive(url, load.schedule(), concurrency=cap, duration=duration, note=note)
 
 
 def _figures(
@@ -147,7 +148,7 @@ def _figures(
 ) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from workers.bench import summary
+    from workers.trials.bench.figures import summary
 
     settings = {name: value for name, value in asdict(load).items() if name != "prompts"}
     settings |= {"url": url, "concurrency": cap, "warm_up": warm_up, "prompts": len(load.prompts)}

@@ -21,9 +21,9 @@ from workers.cli.terminal import note
 if TYPE_CHECKING:
     from redis import Redis
 
-    from workers.chaos.checker import Report
-    from workers.chaos.operated import Process
     from workers.cli.client import Gateway
+    from workers.trials.chaos.checker.report import Report
+    from workers.trials.chaos.operated import Process
 
 
 app = Commands("Operations", OPERATOR_STATUS)
@@ -91,12 +91,12 @@ def chaos(
     from producers.broker.connect import control_url
     from producers.connection.connect import connect, is_redis, shown
     from producers.connection.local import store_of
-    from workers.chaos.client import Settings
-    from workers.chaos.load import WAYS, WITHOUT_CELERY, Load
-    from workers.chaos.operated import Operated, say_plan
-    from workers.chaos.plan import Plan, draw
-    from workers.chaos.trial import OneClient, Trial
     from workers.cli.client import Gateway
+    from workers.trials.chaos.client import Settings
+    from workers.trials.chaos.load import WAYS, WITHOUT_CELERY, Load
+    from workers.trials.chaos.operated import Operated, say_plan
+    from workers.trials.chaos.plan import Plan, draw
+    from workers.trials.chaos.trial import OneClient, Trial
 
     try:
         processes = _processes(process or [], commands or [], broker)
@@ -138,7 +138,7 @@ def chaos(
 def _processes(process: list[str], commands: list[str], broker: str) -> list[Process]:
     """The processes to harm. Raises ValueError, and Failure."""
     from producers.connection.connect import is_redis, shown
-    from workers.chaos.operated import Process
+    from workers.trials.chaos.operated import Process
 
     hooks = _hooks(commands)
     processes = [Process.parse(text, hooks) for text in process]
@@ -208,7 +208,7 @@ def _tell(report: Report, folder: Path, as_json: bool) -> None:
 
 
 def _hooks(commands: list[str]) -> dict[str, str]:
-    from workers.chaos.operated import VERBS
+    from workers.trials.chaos.operated import VERBS
 
     found = {}
     for text in commands:
@@ -224,7 +224,7 @@ def _hooks(commands: list[str]) -> dict[str, str]:
 
 
 def _kinds(asked: str | None) -> list[str]:
-    from workers.chaos.operated import NEEDS
+    from workers.trials.chaos.operated import NEEDS
 
     if asked is None:
         return list(NEEDS)

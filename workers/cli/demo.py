@@ -317,7 +317,7 @@ def report(console: Console, tasks: Sequence[Task], kv: KvUse) -> None:
     from rich.table import Table
 
     from producers.contract import keys
-    from workers.bench import percentile
+    from workers.trials.bench.figures import percentile
 
     results = [task.result for task in tasks]
     output = sum(result["usage"]["output_tokens"] for result in results)

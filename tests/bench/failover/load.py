@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 
-from workers.bench.connection import Broken, Connections
+from workers.trials.bench.connection import Broken, Connections
 
 #: Different tasks; each has a seed of its own.
 VARIANTS = 16

@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.producers.fake_worker import FakeWorker
-from tests.workers.bench.test_drive import serving
 from tests.workers.cli.conftest import Run
+from tests.workers.trials.bench.test_sending import serving
 
 SMALL = ("--requests", "6", "--prompt-tokens", "5", "--output-tokens", "3")
 

@@ -19,10 +19,10 @@ from producers.contract import keys
 from tests.chaos.stage import Shape, Stage
 from tests.waiting import until
 from tests.workers.cli.conftest import Run, Scripted, send
-from workers.chaos.injector import Gone
-from workers.chaos.load import Load
-from workers.chaos.operated import Process
 from workers.runtime.host.proc import argv_of
+from workers.trials.chaos.injector import Gone
+from workers.trials.chaos.load import Load
+from workers.trials.chaos.operated import Process
 
 URLS = ("--broker", "redis://127.0.0.1:1/0", "--url", "http://127.0.0.1:1")
 
@@ -201,7 +201,7 @@ def system(tmp_path: Path) -> Iterator[Stage]:
 def test_a_system_that_keeps_its_promises_is_told_so(
     run: Run, system: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.chaos.load.Load", partial(Load, ids=600))  # its engine has no tokenizer
+    monkeypatch.setattr("workers.trials.chaos.load.Load", partial(Load, ids=600))  # its engine has no tokenizer
     monkeypatch.setenv("PENSTOCK_API_KEY", system.holders[-1].token)
     # Kills by the name that a process was given, as `kubectl delete pod` does.
     kill = f"sh -c 'kill -9 $(cat {tmp_path}/{{name}})'"

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from producers.admin.fleet import Fleet, Pool
 from producers.contract import keys
-from workers.bench import percentile
 from workers.cli.client import Gateway
 from workers.cli.demo import Board, KvUse, Lines, Load, Task, report
+from workers.trials.bench.figures import percentile
 
 
 def console(terminal: bool = False) -> tuple[Console, Callable[[], str]]:

@@ -13,7 +13,7 @@ from math import inf
 from typing import Any, Final
 
 from workers.autoscaler.policy import Rules
-from workers.bench.plot import POINTS, Panel, drawn
+from workers.trials.bench.figures import POINTS, Panel, drawn
 from workers.trials.simulate.scalers import CpuHpa, Keda, Policy, clairvoyant
 from workers.trials.simulate.simulation import SAMPLE, Outcome, Scaler, Simulation, Task, WorkerModel
 from workers.trials.simulate.traces import TIERS, Arrival
