@@ -46,7 +46,7 @@ _IMPORTS = """
     producers.gateway producers.gateway.app producers.gateway.batches.endpoints
     uvicorn uvicorn.protocols.http.httptools_impl uvloop
     workers.trials.chaos.senders workers.trials.chaos.caller workers.cli.commands workers.cli.gateway
-    workers.cli.sources workers.cli.sweeper workers.cli.webhooks workers.cli.worker workers.webhooks.deliverer
+    workers.cli.background workers.cli.webhooks workers.cli.worker workers.webhooks.deliverer
     tests.frozen
 """
 

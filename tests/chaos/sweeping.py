@@ -21,7 +21,7 @@ from producers.store.usage.ledger import COUNTS
 from producers.sweeper.sweeper import SweeperSettings
 from producers.sweeper.usage import Ages
 from tests.warm import template
-from workers.cli.sweeper import sweep
+from workers.cli.background import sweep
 
 POOL = keys.Pool("tiny", "1", "chaos")
 QUEUE = POOL.version_queue

@@ -16,7 +16,7 @@ from producers.contract import keys
 from producers.gateway import GatewaySettings
 from tests.processes import Worker, valkey
 from tests.warm import Forked, warm_gateway
-from workers.cli.starting import open_port
+from workers.cli.servers import open_port
 
 TINY = Path(__file__).parents[2] / "workers" / "models" / "tiny"
 #: Seconds; short, so that what is lost is found soon, and longer than a busy machine holds the worker up.

@@ -5,7 +5,7 @@ import logging
 import sys
 
 from producers.gateway import GatewaySettings, health, serve
-from workers.cli.starting import open_port
+from workers.cli.servers import open_port
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -2,10 +2,11 @@
 
     up, demo, chat               -> system -> supervisor -> children: valkey, gateway, workers
     run                          -> the engine, in this process
-    models                       -> models on this machine and on a hub
-    bench                        -> workers.trials.bench: load on a gateway, over HTTP
-    worker, gateway, sweeper     -> one such process by itself
-    submit, tail, result, cancel, explain -> client -> a gateway, over HTTP
+    models, prepare              -> models on this machine and on a hub
+    trials: bench, chaos         -> workers.trials: load and faults for a running system
+    worker, gateway, background  -> one such process by itself
+    tasks, batch                 -> client -> a gateway, over HTTP
+    all others                   -> servers: the broker and the store
 
 Modules import what they need when a command runs, so that `--help` is quick and a caller's machine needs no torch.
 """
@@ -27,36 +28,31 @@ if TYPE_CHECKING:
 
 __all__ = ["app_of", "main"]
 
-#: The modules with commands, in the order of --help, and the commands that each adds.
+#: The modules with commands, in the order of --help, and the commands that each adds; `MODULE:NAME` names another
+#: Typer of the module than its `app`.
 MODULES: Final = {
     "up": "up url",
     "demo": "demo",
-    "run": "run",
-    "chat": "chat",
+    "run": "run chat",
     "tasks": "submit tail result cancel explain tasks",
     "batch": "batch",
     "models": "models",
-    "quantize": "quantize",
-    "warm": "warm",
+    "prepare": "quantize warm",
     "worker": "worker",
     "gateway": "gateway",
-    "sweeper": "sweeper",
-    "sources": "sources",
-    "autoscaler": "autoscaler",
+    "background": "sweeper sources autoscaler",
     "scale": "scale",
-    "rollout": "rollout",
-    "drain": "drain",
+    "models:rollout_app": "rollout",
+    "worker:drain_app": "drain",
     "dlq": "dlq",
-    "tenants": "tenants",
-    "keys": "keys audit",
+    "keys": "tenants keys audit",
     "secrets": "secrets",
     "backup": "backup restore prune-journal",
-    "usage": "usage",
+    "keys:usage_app": "usage",
     "webhooks": "webhooks",
     "aws": "aws",
-    "bench": "bench",
-    "chaos": "chaos",
-    "completion": "completion",
+    "trials": "bench chaos",
+    "commands": "completion",
 }
 
 
@@ -86,7 +82,8 @@ def app_of(command: str | None) -> Typer:
     from workers.cli.commands import root
 
     app = root()
-    alone = [module for module, commands in MODULES.items() if command in commands.split()]
-    for module in alone or MODULES:
-        app.add_typer(import_module(f"workers.cli.{module}").app)
+    alone = [name for name, commands in MODULES.items() if command in commands.split()]
+    for name in alone or MODULES:
+        module, _, typer = name.partition(":")
+        app.add_typer(getattr(import_module(f"workers.cli.{module}"), typer or "app"))
     return app

@@ -102,9 +102,9 @@ def setup(
 
     with _opened(broker, store) as (address, server):
         required = _needs_of(address, server, model, predefined, bucket, inbox, kms_key, sse, tag)
-        found = provide(required, server, apply=not dry_run)
-    _show(found, applied=not dry_run, as_json=as_json)
-    if any(one.action == "wrong" for one in found):
+        findings = provide(required, server, apply=not dry_run)
+    _show(findings, applied=not dry_run, as_json=as_json)
+    if any(finding.action == "wrong" for finding in findings):
         raise typer.Exit(Exit.TASK_FAILED)
 
 
@@ -135,9 +135,9 @@ def check(
         required = _needs_of(address, server, model, predefined, bucket, inbox, None, None, None)
         if role is not None and server is None:
             raise Failure("--role needs --store: the process finds its queues there")
-        found = probe(role, required, server) if role and server else provide(required, server, apply=False)
-    _show(found, applied=False, as_json=as_json)
-    if any(one.action != "keep" for one in found):
+        findings = probe(role, required, server) if role and server else provide(required, server, apply=False)
+    _show(findings, applied=False, as_json=as_json)
+    if any(finding.action != "keep" for finding in findings):
         raise typer.Exit(Exit.TASK_FAILED)
 
 
@@ -217,10 +217,10 @@ def template(
 
     with _opened(broker, store) as (address, server):
         required = _needs_of(address, server, model, None, bucket, inbox, kms_key, None, tag)
-    made = Template(
+    rendered = Template(
         required.address, required.models, required.bucket, required.inbox, required.encryption, required.tags
     )
-    typer.echo(str(made), nl=False)
+    typer.echo(str(rendered), nl=False)
 
 
 @contextmanager
@@ -296,11 +296,11 @@ def _tier(name: str) -> str:
     return "celery" if is_celery(queue) else tier
 
 
-def _bucket_of(said: str) -> Bucket:
+def _bucket_of(name_or_url: str) -> Bucket:
     """A bucket by its name or URL. Raises ValueError."""
     from producers.store.blobs.bucket import read
 
-    return read(said if "://" in said else f"s3://{said}")
+    return read(name_or_url if "://" in name_or_url else f"s3://{name_or_url}")
 
 
 def arns_of(actuators: list[str] | None, region: str, account: str) -> dict[str, tuple[str, ...]]:
@@ -309,14 +309,14 @@ def arns_of(actuators: list[str] | None, region: str, account: str) -> dict[str,
 
     from workers.autoscaler.actuators.aws import group_arn, service_arn
 
-    found: dict[str, tuple[str, ...]] = {"services": (), "groups": ()}
+    arns: dict[str, tuple[str, ...]] = {"services": (), "groups": ()}
     for url in actuators or ():
         parts = urlsplit(url)
         if parts.scheme not in ("ecs", "ec2"):
             raise ValueError(f"--actuator is {url!r}; it must begin with ecs:// or ec2://")
         kind, arn = ("services", service_arn) if parts.scheme == "ecs" else ("groups", group_arn)
-        found[kind] += (arn(parts, region, account),)
-    return found
+        arns[kind] += (arn(parts, region, account),)
+    return arns
 
 
 def _encryption(kms_key: str | None, sse: str | None) -> Encryption:
@@ -329,17 +329,17 @@ def _encryption(kms_key: str | None, sse: str | None) -> Encryption:
     return Encryption(kms_key or "", sse is not None)
 
 
-def _tag(said: str) -> tuple[str, str]:
-    key, value = _pair(said)
+def _tag(text: str) -> tuple[str, str]:
+    key, value = _pair(text)
     if key.startswith(("aws:", "penstock:")):
         raise Failure(f"the tag {key!r} cannot be set: aws: is AWS's own, penstock: is Penstock's")
     return key, value
 
 
-def _pair(said: str) -> tuple[str, str]:
-    name, equals, value = said.partition("=")
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
     if not equals or not name:
-        raise Failure(f"{said!r} must be NAME=VALUE")
+        raise Failure(f"{text!r} must be NAME=VALUE")
     return name, value
 
 
@@ -352,8 +352,8 @@ def _versions(references: Sequence[str], store: Redis | None) -> list[tuple[str,
 
 
 def _versions_of(reference: str, store: Redis | None) -> list[tuple[str, str]]:
-    if given := _WITH_VERSION.fullmatch(reference):
-        return [(given[1], given[2])]
+    if match := _WITH_VERSION.fullmatch(reference):
+        return [(match[1], match[2])]
     from workers.library import name_of
 
     name = name_of(reference)
@@ -380,7 +380,7 @@ def _served(name: str, store: Redis | None) -> list[tuple[str, str]]:
 def _local(reference: str) -> list[tuple[str, str]]:
     with needs("worker"):
         from engine.text.checkpoint import model_version
-    return [(one.name, model_version(one.folder)) for one in find_models([reference])]
+    return [(model.name, model_version(model.folder)) for model in find_models([reference])]
 
 
 @contextmanager
@@ -409,20 +409,27 @@ def _region_advice(region: str) -> str:
     import boto3
 
     session = boto3.session.Session()
-    known = [one for kind in session.get_available_partitions() for one in session.get_available_regions("sqs", kind)]
-    if region in known:
+    regions = [
+        name for kind in session.get_available_partitions() for name in session.get_available_regions("sqs", kind)
+    ]
+    if region in regions:
         return ""
-    close = difflib.get_close_matches(region, known, 1)
+    close = difflib.get_close_matches(region, regions, 1)
     return f" (no region {region} is known{f'; is it {close[0]}?' if close else ''})"
 
 
 def _show(findings: Sequence[Finding], *, applied: bool, as_json: bool) -> None:
     """Print each finding on a line of its own."""
-    for one in findings:
-        word = _ACTION_TEXTS[one.action][0 if applied else 1]
+    for finding in findings:
+        word = _ACTION_TEXTS[finding.action][0 if applied else 1]
         if as_json:
-            about = {"kind": one.kind, "name": one.name, "action": one.action, "details": dict(one.details)}
-            typer.echo(json.dumps(about | {"url": one.url, "list": one.list}))
+            fields = {
+                "kind": finding.kind,
+                "name": finding.name,
+                "action": finding.action,
+                "details": dict(finding.details),
+            }
+            typer.echo(json.dumps(fields | {"url": finding.url, "list": finding.list}))
             continue
-        details = "".join(f"\n          {name}: {text}" for name, text in one.details.items())
-        say(f"{word:<8}  {one.kind} {one.name}{details}")
+        details = "".join(f"\n          {name}: {text}" for name, text in finding.details.items())
+        say(f"{word:<8}  {finding.kind} {finding.name}{details}")

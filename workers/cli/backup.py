@@ -14,7 +14,7 @@ import typer
 from producers.connection.local import FILES_DIR
 from workers.cli.commands import Commands
 from workers.cli.exits import OPERATOR_STATUS, Exit, Failure, refusing
-from workers.cli.options import AnyBroker, BackupKey, FilesDir, Json, Store, place, places
+from workers.cli.options import AnyBroker, BackupKey, FilesDir, Json, Store, checked_location, checked_locations
 from workers.cli.servers import system
 from workers.cli.terminal import note, say
 
@@ -30,15 +30,17 @@ app = Commands("Operations", OPERATOR_STATUS)
 #: Errors of a disk, as no connection has them.
 DISK = {ENOSPC, EDQUOT, EROFS, EACCES, EPERM, EIO, EFBIG, EEXIST, ENOENT, ENOTDIR, EISDIR}
 
-Place = Annotated[
+Location = Annotated[
     str,
-    typer.Argument(metavar="PLACE", callback=place, help="The folder of this backup alone, or s3://BUCKET/PREFIX."),
+    typer.Argument(
+        metavar="PLACE", callback=checked_location, help="The folder of this backup alone, or s3://BUCKET/PREFIX."
+    ),
 ]
 
 
 @app.shown("penstock backup /backups/2026-11-28 --backup-key /etc/penstock/backup.key --broker redis://10.0.0.5:6379/0")
 def backup(
-    place: Place,
+    location: Location,
     broker: AnyBroker = None,
     store: Store = None,
     files_dir: FilesDir = None,
@@ -54,12 +56,12 @@ def backup(
     from producers.connection.local import servers
     from producers.store.blobs import open_blobs
 
-    with _archive(place, backup_key) as (archive, _), system(broker, store) as (client, loop):
+    with _archive(location, backup_key) as (archive, _), system(broker, store) as (client, loop):
         broker_url, store_url = servers(broker, store)
         run = Backup(client, archive, open_blobs(str(files_dir or FILES_DIR)), store_url, broker_url)
-        with _disk(place):
+        with _disk(location):
             manifest = loop.run(run.run())
-    _tell(manifest, as_json)
+    _print_manifest(manifest, as_json)
     if as_json:
         typer.echo(json.dumps(describe(manifest)))
 
@@ -69,7 +71,7 @@ def backup(
     "--broker redis://10.0.0.6:6379/0 --files-dir /srv/penstock/files --old-store redis://10.0.0.5:6379/0"
 )
 def restore(
-    place: Place,
+    location: Location,
     broker: AnyBroker = None,
     store: Store = None,
     files_dir: FilesDir = None,
@@ -78,7 +80,7 @@ def restore(
         str | None,
         typer.Option(
             metavar="PLACE",
-            callback=place,
+            callback=checked_location,
             help="The place of the journal that the old system's sweepers kept: what was revoked, deleted and spent "
             "since the backup stays so.",
         ),
@@ -123,11 +125,11 @@ def restore(
     from producers.backup.archive import check as check_all
     from producers.backup.archive import describe
 
-    with _archive(place, backup_key) as (archive, ring):
+    with _archive(location, backup_key) as (archive, ring):
         if check:
-            with _disk(place):
+            with _disk(location):
                 manifest = check_all(archive)
-            _tell(manifest, as_json)
+            _print_manifest(manifest, as_json)
             if as_json:
                 typer.echo(json.dumps(describe(manifest)))
             return
@@ -152,11 +154,15 @@ def restore(
     "prune-journal",
 )
 def prune_journal(
-    journal: Annotated[str, typer.Argument(metavar="JOURNAL", callback=place, help="The place of the journal.")],
+    journal: Annotated[
+        str, typer.Argument(metavar="JOURNAL", callback=checked_location, help="The place of the journal.")
+    ],
     backups: Annotated[
         list[str],
         typer.Argument(
-            metavar="BACKUP", callback=places, help="The places of all backups that you keep, unfinished ones, too."
+            metavar="BACKUP",
+            callback=checked_locations,
+            help="The places of all backups that you keep, unfinished ones, too.",
         ),
     ],
     backup_key: BackupKey = None,
@@ -185,14 +191,14 @@ def _kept(backups: list[str], backup_key: object) -> list[Manifest]:
     """The manifests of the backups that are there, and the notes of progress of those that have not ended."""
     from producers.backup.archive import MANIFEST, PROGRESS
 
-    found = []
-    for one in backups:
-        with _archive(one, backup_key) as (archive, _):
+    manifests = []
+    for location in backups:
+        with _archive(location, backup_key) as (archive, _):
             manifest = archive.look(MANIFEST) or archive.look(PROGRESS)
             if manifest is None:
-                raise Failure(f"there is no backup in {one}: name those that are there, and no others")
-            found.append(manifest)
-    return found
+                raise Failure(f"there is no backup in {location}: name those that are there, and no others")
+            manifests.append(manifest)
+    return manifests
 
 
 def _restore(
@@ -215,8 +221,8 @@ def _restore(
         choices = Choices(deadlines, journal, broker_kept)
         with _disk(archive.place, files_dir):
             run = loop.run(begin(client, archive, open_blobs(files_dir), urls, choices, ring))
-        told = effects(run.plan, choices.broker_kept)
-        for line in told:
+        texts = effects(run.plan, choices.broker_kept)
+        for line in texts:
             note(line)
         if not yes:
             if not sys.stdin.isatty():
@@ -225,7 +231,7 @@ def _restore(
         with _disk(archive.place, files_dir):
             loop.run(run.run())
     if as_json:
-        typer.echo(json.dumps({"backup": run.plan.manifest.id, "epoch": run.epoch, "effects": told}))
+        typer.echo(json.dumps({"backup": run.plan.manifest.id, "epoch": run.epoch, "effects": texts}))
     else:
         say(f"restored; the epoch is {run.epoch}. Start the processes, a sweeper among them")
 
@@ -240,7 +246,7 @@ def effects(plan: Plan, broker_kept: bool) -> list[str]:
     batches = sum(not batch.ended for batch in plan.batches.values())
     due = sum(row.state == "due" for row in plan.rows.values())
     age_s = (plan.now - manifest.began) // 1000
-    told = [
+    texts = [
         f"The backup began at {_when(manifest.began)}, {_length(age_s)} ago: what was accepted since is not there.",
         f"{len(open_tasks) - plain - waited_for} tasks that had not ended are queued again, {lines} of them lines of "
         f"{batches} batches; {late} of all are late, and end as expired.",
@@ -251,12 +257,12 @@ def effects(plan: Plan, broker_kept: bool) -> list[str]:
     ]
     if manifest.celery and not broker_kept:
         waiting = sum(manifest.celery.values())
-        told.append(f"{waiting} plain Celery tasks waited in the broker alone: their senders must send them again.")
+        texts.append(f"{waiting} plain Celery tasks waited in the broker alone: their senders must send them again.")
     if plain:
         how = "wait for their messages" if broker_kept else "fail with the code restored"
-        told.append(f"{plain} plain Celery tasks that had begun {how}.")
-    told += [f"The backup: {said}." for said in manifest.notes]
-    return told + _of_journal(plan)
+        texts.append(f"{plain} plain Celery tasks that had begun {how}.")
+    texts += [f"The backup: {text}." for text in manifest.notes]
+    return texts + _of_journal(plan)
 
 
 def _of_journal(plan: Plan) -> list[str]:
@@ -266,14 +272,14 @@ def _of_journal(plan: Plan) -> list[str]:
             "There is no journal: what was deleted since is there again, budgets are as they were at the backup, and "
             "API keys are disabled until `penstock keys confirm`."
         ]
-    told = [
+    texts = [
         f"The journal ends at {_when(since.until) if since.until else 'no time: it has nothing of this system'}: "
         f"{plan.counts['erased']} deleted tasks stay so."
     ]
     if not since.covers:
         why = "; ".join(dict.fromkeys(since.gaps)) or "it was not kept when the backup began"
-        told.append(f"The journal has gaps ({why}): API keys are disabled until `penstock keys confirm`.")
-    return told
+        texts.append(f"The journal has gaps ({why}): API keys are disabled until `penstock keys confirm`.")
+    return texts
 
 
 @contextmanager
@@ -289,7 +295,7 @@ def _disk(*places: str) -> Iterator[None]:
 
 
 @contextmanager
-def _archive(place: str, key_file: object) -> Iterator[tuple[Archive, Keyring]]:
+def _archive(location: str, key_file: object) -> Iterator[tuple[Archive, Keyring]]:
     """The files of a backup, and the keys to read them. What is refused of either raises Failure."""
     from pathlib import Path
 
@@ -300,22 +306,22 @@ def _archive(place: str, key_file: object) -> Iterator[tuple[Archive, Keyring]]:
 
     with refusing(ValueError, AwsNotInstalled, PenstockError):
         ring = read_keys(key_file if isinstance(key_file, Path) else None)
-        yield Archive(place, ring), ring
+        yield Archive(location, ring), ring
 
 
-def _tell(manifest: Manifest, as_json: bool) -> None:
+def _print_manifest(manifest: Manifest, as_json: bool) -> None:
     from producers.backup.archive import describe
 
     if as_json:
         return
-    about = describe(manifest)
+    description = describe(manifest)
     counted = ", ".join(f"{count} {kind}" for kind, count in manifest.counts.items()) or "nothing"
-    say(f"{about['id']} of {about['from']}, {_when(manifest.began)} to {_when(manifest.ended)}")
-    say(f"{counted}; {about['blobs']} blobs; {about['bytes']} bytes")
+    say(f"{description['id']} of {description['from']}, {_when(manifest.began)} to {_when(manifest.ended)}")
+    say(f"{counted}; {description['blobs']} blobs; {description['bytes']} bytes")
     if manifest.celery:
         say(f"{sum(manifest.celery.values())} plain Celery tasks wait in the broker, and are not in the backup")
-    for said in manifest.notes:
-        note(said)
+    for text in manifest.notes:
+        note(text)
 
 
 def _when(ms: int) -> str:

@@ -66,8 +66,8 @@ def submit(
     """Upload a file of requests, make a batch of it and print the batch's id."""
     from workers.cli.tasks import pair
 
-    given = {"--output": output, "--errors": errors, "--timeout": timeout}
-    if not waits and (extra := [name for name, value in given.items() if value is not None]):
+    wait_options = {"--output": output, "--errors": errors, "--timeout": timeout}
+    if not waits and (extra := [name for name, value in wait_options.items() if value is not None]):
         raise Failure(f"{extra[0]} needs --wait")
     gateway = Gateway(url)
     with touching(file, "read"):
@@ -167,11 +167,11 @@ def _ended(gateway: Gateway, batch_id: str, timeout: float | None) -> dict[str, 
             show(batch)
             if batch["status"] in ENDED:
                 return batch
-            left = pause if give_up is None else give_up - time.monotonic()
-            if left <= 0:
+            remaining = pause if give_up is None else give_up - time.monotonic()
+            if remaining <= 0:
                 message = f"batch {batch_id} is still {batch['status']} after {timeout:g} s; it was not cancelled"
                 raise Failure(message, Exit.TIMEOUT)
-            time.sleep(min(pause, left))
+            time.sleep(min(pause, remaining))
             pause = min(LOOK_S, 1.5 * pause)
 
 
@@ -211,7 +211,7 @@ def _save(gateway: Gateway, file_id: str, path: Path | None) -> None:
     """Write a file. A download that breaks off goes on where it was."""
     written = 0
 
-    def rest() -> None:
+    def download() -> None:
         nonlocal written
         for piece in gateway.content(file_id, written):
             file.write(piece)
@@ -219,11 +219,11 @@ def _save(gateway: Gateway, file_id: str, path: Path | None) -> None:
 
     if path is None:
         file: BinaryIO = sys.stdout.buffer
-        _patiently(rest)
+        _patiently(download)
         file.flush()
         return
     with _opened(path) as file:
-        _patiently(rest)
+        _patiently(download)
 
 
 def _opened(path: Path) -> BinaryIO:

@@ -58,7 +58,7 @@ class Gateway:
     """
 
     def __init__(self, url: str, *, with_key: bool = True) -> None:
-        self._own = authorization() if with_key else {}
+        self._auth_headers = authorization() if with_key else {}
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port
@@ -122,11 +122,11 @@ class Gateway:
                     if response.status == 204:  # the stream ended before `start`
                         return
                     for event in _events(response):
-                        told: dict[str, Any] = json.loads(event.data)
+                        data: dict[str, Any] = json.loads(event.data)
                         if event.kind == "error":
-                            raise Refused(404 if told["error"]["code"] == "task_not_found" else 503, told["error"])
-                        start, away_since, pause = told["position"] + 1, None, 0.05
-                        yield {"event": event.kind, **told}
+                            raise Refused(404 if data["error"]["code"] == "task_not_found" else 503, data["error"])
+                        start, away_since, pause = data["position"] + 1, None, 0.05
+                        yield {"event": event.kind, **data}
                         if event.kind == "end":
                             return
             except (Unreachable, Refused) as failure:
@@ -165,8 +165,8 @@ class Gateway:
             "content-length": str(len(head) + size + len(tail)),
         }
         with self.opened("POST", "/v1/files", chain([head], pieces, [tail]), headers) as response:
-            made: dict[str, Any] = json.load(response)
-            return made
+            description: dict[str, Any] = json.load(response)
+            return description
 
     def create_batch(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         return self.json("POST", "/v1/batches", fields)
@@ -225,7 +225,7 @@ class Gateway:
         make = HTTPSConnection if self._tls else HTTPConnection
         connection = make(self._host, self._port, timeout=SILENCE_S)
         try:
-            connection.request(method, self._base + path, body, {**self._own, **headers})
+            connection.request(method, self._base + path, body, {**self._auth_headers, **headers})
             response = connection.getresponse()
             if response.status not in (200, 202, 204, 206, 307):
                 raise Refused(response.status, _error(response))
@@ -257,9 +257,9 @@ def pieces_of(file: BinaryIO, size: int) -> Iterator[bytes]:
         yield piece
 
 
-def path_of(kind: str, name: str, rest: str = "") -> str:
+def path_of(kind: str, name: str, suffix: str = "") -> str:
     """The path of a task, batch or file, whatever is in its name."""
-    return f"/v1/{kind}/{quote(name, safe='', errors='surrogateescape')}{rest}"
+    return f"/v1/{kind}/{quote(name, safe='', errors='surrogateescape')}{suffix}"
 
 
 def _error(response: HTTPResponse) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""The `penstock` command: its root, how modules add their commands to it, and its entry point."""
+"""The `penstock` command: its root and entry point, how modules add their commands, and `penstock completion`."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Annotated, Any, Final
 
 import typer
@@ -13,7 +14,7 @@ from typer.core import TyperCommand
 from typer.models import CommandFunctionType
 
 from engine.confined.seal import make_undumpable
-from workers.cli.exits import Exit
+from workers.cli.exits import PROCESS_STATUS, Exit
 from workers.cli.terminal import guarded_stdout
 from workers.errors import Refused
 
@@ -30,10 +31,10 @@ class Plain(TyperCommand):
 
 class Commands(Typer):
     """Commands that --help lists in a panel. `status`: their exit statuses. `group`: the command that they are below,
-    and `about` its help; None: they stand by themselves."""
+    and `group_help` its help; None: they stand by themselves."""
 
-    def __init__(self, panel: str, status: str, group: str | None = None, about: str | None = None) -> None:
-        super().__init__(name=group, help=about, no_args_is_help=True, rich_help_panel=panel)
+    def __init__(self, panel: str, status: str, group: str | None = None, group_help: str | None = None) -> None:
+        super().__init__(name=group, help=group_help, no_args_is_help=True, rich_help_panel=panel)
         self.info.rich_help_panel = panel  # the root reads it there, and Typer does not put it there
         self._panel, self._status = None if group else panel, status
 
@@ -59,8 +60,8 @@ def root() -> typer.Typer:
     return app
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         from producers.release import release
 
         typer.echo(release())
@@ -90,3 +91,22 @@ def main(app: typer.Typer) -> None:
         sys.exit(refused.status)
     except KeyboardInterrupt:  # outside any command
         sys.exit(Exit.INTERRUPTED)
+
+
+class Shell(StrEnum):
+    """Shells that have a completion script."""
+
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
+
+app = Commands("Shell", PROCESS_STATUS)
+
+
+@app.shown("penstock completion bash > ~/.local/share/bash-completion/completions/penstock")
+def completion(shell: Annotated[Shell, typer.Argument(help="The shell to print a script for.")]) -> None:
+    """Print a shell's completion script. For this session: eval "$(penstock completion bash)"."""
+    from typer._completion_shared import get_completion_script
+
+    typer.echo(get_completion_script(prog_name="penstock", complete_var=COMPLETE, shell=shell))

@@ -24,9 +24,9 @@ def devices(cuda: Any) -> list[dict[str, Any]]:
     def call(name: str, *arguments: Any) -> None:
         status = getattr(cuda, name)(*arguments)
         if status != CUDA_SUCCESS:
-            words = ctypes.c_char_p()
-            cuda.cuGetErrorString(status, ctypes.byref(words))
-            raise OSError(status, f"{name}: {(words.value or b'unknown error').decode()}")
+            text = ctypes.c_char_p()
+            cuda.cuGetErrorString(status, ctypes.byref(text))
+            raise OSError(status, f"{name}: {(text.value or b'unknown error').decode()}")
 
     count = ctypes.c_int()
     try:
@@ -36,7 +36,7 @@ def devices(cuda: Any) -> list[dict[str, Any]]:
         if error.errno == CUDA_ERROR_NO_DEVICE:
             return []
         raise
-    found = []
+    gpus = []
     for ordinal in range(count.value):
         device, memory = ctypes.c_int(), ctypes.c_size_t()
         name, digits = ctypes.create_string_buffer(256), ctypes.create_string_buffer(16)
@@ -44,18 +44,18 @@ def devices(cuda: Any) -> list[dict[str, Any]]:
         call("cuDeviceGetName", name, len(name), device)
         call("cuDeviceGetUuid_v2", digits, device)
         call("cuDeviceTotalMem_v2", ctypes.byref(memory), device)
-        one = {"name": name.value.decode(errors="replace"), "uuid": f"GPU-{uuid.UUID(bytes=digits.raw)}"}
-        found.append({**one, "memory_bytes": memory.value})
-    return found
+        gpu = {"name": name.value.decode(errors="replace"), "uuid": f"GPU-{uuid.UUID(bytes=digits.raw)}"}
+        gpus.append({**gpu, "memory_bytes": memory.value})
+    return gpus
 
 
 def main() -> None:
     """Print the devices."""
     try:
-        found: object = devices(ctypes.CDLL("libcuda.so.1"))
+        report: object = devices(ctypes.CDLL("libcuda.so.1"))
     except (OSError, AttributeError) as error:
-        found = {"error": str(error)}
-    json.dump(found, sys.stdout)
+        report = {"error": str(error)}
+    json.dump(report, sys.stdout)
 
 
 if __name__ == "__main__":

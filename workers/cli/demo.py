@@ -101,10 +101,10 @@ def _use(system: System, tasks: int) -> None:
     load = Load(gateway, model["id"], tasks, console)
     load.run()
     with servers.system(system.broker, system.store) as (client, loop):
-        made = sum(task.result["usage"]["output_tokens"] for task in load.tasks)
+        tokens = sum(task.result["usage"]["output_tokens"] for task in load.tasks)
         # A lease's figures are as old as its last renewal.
         for _ in range(LOOKS):
-            if kv.note(loop.run(read_fleet(client.store, client.broker))) >= made:
+            if kv.note(loop.run(read_fleet(client.store, client.broker))) >= tokens:
                 break
             time.sleep(0.1)
     report(console, load.tasks, kv)
@@ -323,7 +323,7 @@ def report(console: Console, tasks: Sequence[Task], kv: KvUse) -> None:
     output = sum(result["usage"]["output_tokens"] for result in results)
     prompt = sum(result["usage"]["prompt_tokens"] for result in results)
     cached = sum(result["usage"]["cached_tokens"] for result in results)
-    took = max(result["finished_at"] for result in results) - min(result["created_at"] for result in results)
+    elapsed = max(result["finished_at"] for result in results) - min(result["created_at"] for result in results)
     table = Table("tier", title="summary", title_justify="left")
     for heading in ("tasks", "tokens", "TTFT p50", "TTFT p95"):
         table.add_column(heading, justify="right")
@@ -337,7 +337,7 @@ def report(console: Console, tasks: Sequence[Task], kv: KvUse) -> None:
         table.add_row(tier, str(len(mine)), str(tokens), *shown)
     console.print(table)
     console.print(
-        f"{len(results)} tasks, {output} tokens in {took:.2f} s: {output / took:,.0f} tokens/s", highlight=False
+        f"{len(results)} tasks, {output} tokens in {elapsed:.2f} s: {output / elapsed:,.0f} tokens/s", highlight=False
     )
     console.print(
         f"KV cache: at most {kv.used} of {kv.total} blocks in use; {cached} of {prompt} prompt tokens came from the "

@@ -45,11 +45,11 @@ def listed(
 ) -> None:
     """List the dead letters, oldest first."""
     with system(broker, store) as (client, loop):
-        found = loop.run(_chosen(client, None, True, reason, older_than))
-    for letter in found:
+        chosen = loop.run(_chosen(client, None, True, reason, older_than))
+    for letter in chosen:
         line = f"{letter.key}  {_when(letter.at_ms)}  {letter.task_id or 'no task id'}  {letter.list_name}"
-        say(json.dumps(_about(letter)) if as_json else f"{line}  {letter.reason}")
-    if not found and not as_json:
+        say(json.dumps(_summary(letter)) if as_json else f"{line}  {letter.reason}")
+    if not chosen and not as_json:
         typer.echo("There are no such dead letters." if reason or older_than else "There are no dead letters.")
 
 
@@ -70,31 +70,31 @@ def show(
                 record = loop.run(record_of(client, letter))
             except BrokenRecord as error:
                 broken = str(error)
-            about = {
-                **_about(letter),
+            details = {
+                **_summary(letter),
                 "message": letter.message,
                 "task": dict(record.fields) if record else None,
                 "lost": (record.json("lost") or []) if record else [],
             }
             if as_json:
-                typer.echo(json.dumps(about))
+                typer.echo(json.dumps(details))
             else:
-                _describe(about, broken)
+                _describe(details, broken)
 
 
-def _describe(about: dict[str, Any], broken: str) -> None:
+def _describe(details: dict[str, Any], broken: str) -> None:
     """Print all of a dead letter. `broken`: why there is no record."""
     for name in ("key", "at", "task_id", "list", "reason"):
-        say(f"{name:<8} {about[name]}")
-    task = about["task"]
+        say(f"{name:<8} {details[name]}")
+    task = details["task"]
     if task is None:
         say(f"record   {broken}")
     else:
         say(f"record   {task['status']}, model {task.get('model', '')}, taken up {_times(task)}")
-        for one in about["lost"]:
-            say(f"  lost   {one['owner']} at {_when(one['at'])}, {one['entries']} entries in the stream")
+        for loss in details["lost"]:
+            say(f"  lost   {loss['owner']} at {_when(loss['at'])}, {loss['entries']} entries in the stream")
         say(f"  asked  {task.get('task', '')}")
-    say(f"message  {about['message']}")
+    say(f"message  {details['message']}")
 
 
 @app.shown("penstock dlq replay --all --reason 'workers died' --broker redis://10.0.0.5:6379/0")
@@ -117,20 +117,20 @@ def replay(
     failed = 0
     with system(broker, store) as (client, loop):
         for letter in loop.run(_chosen(client, keys, every, reason, older_than)):
-            said: dict[str, Any] = {"key": letter.key, "was": letter.task_id}
+            outcome: dict[str, Any] = {"key": letter.key, "was": letter.task_id}
             try:
                 done = loop.run(once_more(client, letter))
             except PenstockError as error:
                 failed += 1
-                said |= {"error": str(error)}
+                outcome |= {"error": str(error)}
                 note(f"{letter.key} stays: {error}")
             else:
-                said |= {"task_id": done.task_id}
+                outcome |= {"task_id": done.task_id}
                 if not as_json:
                     again = f"runs again as {done.task_id}" if done.anew else "is back in its list"
                     say(f"{letter.key} {again}")
             if as_json:
-                typer.echo(json.dumps(said))
+                typer.echo(json.dumps(outcome))
     if failed:
         raise Failure(f"{failed} could not be replayed", Exit.TASK_FAILED)
 
@@ -149,12 +149,12 @@ def purge(
     from producers.admin.dead_letters import purge as forget
 
     with system(broker, store) as (client, loop):
-        found = loop.run(_chosen(client, keys, every, reason, older_than))
+        chosen = loop.run(_chosen(client, keys, every, reason, older_than))
         if not yes:
             if not sys.stdin.isatty():
-                raise Failure(f"this would delete {len(found)} dead letters; say --yes")
-            typer.confirm(f"Delete {len(found)} dead letters?", abort=True)
-        gone = sum(loop.run(forget(client, letter)) for letter in found)
+                raise Failure(f"this would delete {len(chosen)} dead letters; say --yes")
+            typer.confirm(f"Delete {len(chosen)} dead letters?", abort=True)
+        gone = sum(loop.run(forget(client, letter)) for letter in chosen)
     typer.echo(f"{gone} dead letters deleted")
 
 
@@ -169,19 +169,19 @@ async def _chosen(
     if named and every:
         raise Failure("give keys or --all, not both")
     until = await client.broker.now_ms() - (older_than or 0.0) * 1000
-    found, missing = [], set(named or ())
+    chosen, missing = [], set(named or ())
     async for letter in letters(client):
         if named and not {letter.key, letter.task_id} & set(named):
             continue
         missing -= {letter.key, letter.task_id or ""}
         if (reason is None or reason in letter.reason) and (older_than is None or letter.at_ms <= until):
-            found.append(letter)
+            chosen.append(letter)
     if missing:
         raise Failure(f"there is no dead letter {', '.join(sorted(missing))}; penstock dlq ls shows all dead letters")
-    return found
+    return chosen
 
 
-def _about(letter: Letter) -> dict[str, Any]:
+def _summary(letter: Letter) -> dict[str, Any]:
     return {
         "key": letter.key,
         "at": _when(letter.at_ms),

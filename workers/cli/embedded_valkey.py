@@ -108,7 +108,7 @@ class DataDir:
         """The server's whole URL, with its password."""
         return server_url(port, self.password())
 
-    def tell(self, broker: str | None) -> None:
+    def write_broker(self, broker: str | None) -> None:
         """Write for clients where messages go: to this broker; None: to the server, which is both."""
         if broker is not None:
             return self._write(BROKER, f"{broker}\n")
@@ -209,9 +209,9 @@ async def started(child: Child, data: DataDir, port: int) -> None:
         if child.keeper.done():
             log = data.path / "valkey.log"
             last = log.read_text(errors="replace").splitlines()[-5:] if log.exists() else []
-            said = "\n  ".join([*child.lines, *last])
+            output = "\n  ".join([*child.lines, *last])
             data.forget_password()  # what listens there instead may have been told it
-            raise Failure(f"the embedded Valkey server {ended(child.keeper.result())}:\n  {said}", Exit.TASK_FAILED)
+            raise Failure(f"the embedded Valkey server {ended(child.keeper.result())}:\n  {output}", Exit.TASK_FAILED)
 
 
 async def _answers(port: int, data: DataDir) -> bool:

@@ -76,8 +76,8 @@ def needs(*extras: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        wanted = f"penstock[{','.join(extras)}]"
-        raise Failure(f"{error.name} is not installed; it comes with: pip install '{wanted}'") from error
+        requirement = f"penstock[{','.join(extras)}]"
+        raise Failure(f"{error.name} is not installed; it comes with: pip install '{requirement}'") from error
 
 
 def check_extras(*extras: str) -> None:

@@ -31,7 +31,7 @@ from workers.cli.options import (
     origins,
     proxies,
 )
-from workers.cli.starting import look_at_files, look_at_servers, open_port, set_up_logging, store_of, use_secrets_key
+from workers.cli.servers import look_at_files, look_at_servers, open_port, set_up_logging, store_of, use_secrets_key
 
 Auth = Literal["keys", "none"]
 
@@ -230,8 +230,8 @@ def gateway(
 def is_loopback(host: str) -> bool:
     """Whether a gateway that listens there is reached from this machine alone. False where that cannot be told."""
     try:
-        found = socket.getaddrinfo(host or "0.0.0.0", None)  # noqa: S104 - compared: an empty name binds all addresses
-        return all(ipaddress.ip_address(str(address[0])).is_loopback for *_, address in found)
+        addresses = socket.getaddrinfo(host or "0.0.0.0", None)  # noqa: S104 - compared: an empty name binds all addresses
+        return all(ipaddress.ip_address(str(address[0])).is_loopback for *_, address in addresses)
     except (OSError, ValueError):
         return False
 

@@ -70,99 +70,99 @@ def gpus_here(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
     argv = [sys.executable, "-I", "-S", str(CUDA_DEVICES)]
     try:
         ran = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=ANSWER_S, env=dict(environment))
-        found = json.loads(ran.stdout)
+        devices = json.loads(ran.stdout)
     except subprocess.TimeoutExpired as error:
         raise Failure(f"--gpus: CUDA's driver did not answer within {ANSWER_S:g} s; see nvidia-smi") from error
     except (subprocess.CalledProcessError, json.JSONDecodeError) as error:
         raise Failure(f"--gpus: asking CUDA's driver failed: {error}") from error
-    if isinstance(found, dict):
-        raise Failure(f"--gpus needs NVIDIA's driver: {found['error']}")
+    if isinstance(devices, dict):
+        raise Failure(f"--gpus needs NVIDIA's driver: {devices['error']}")
     # A process that sees two of eight GPUs passes them on by the names in its own CUDA_VISIBLE_DEVICES.
-    given = environment.get("CUDA_VISIBLE_DEVICES")
-    names = [str(k) for k in range(len(found))] if given is None else [one.strip() for one in given.split(",")]
-    return [Gpu(one["name"], one["uuid"], name) for one, name in zip(found, names, strict=False)]
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    names = [str(k) for k in range(len(devices))] if visible is None else [part.strip() for part in visible.split(",")]
+    return [Gpu(device["name"], device["uuid"], name) for device, name in zip(devices, names, strict=False)]
 
 
-def choose(asked: str, here: Sequence[Gpu]) -> tuple[Chosen, ...]:
+def choose(selection: str, here: Sequence[Gpu]) -> tuple[Chosen, ...]:
     """The GPUs that `--gpus` names: `all`, or numbers, UUIDs (or their beginnings) and MIG names, with commas.
 
     Raises Failure for a GPU that does not exist or is named twice, and for other text.
     """
     there = f"this machine has {len(here)}" + (f", numbered from 0 to {len(here) - 1}" if here else "")
-    if asked.strip() == "all":
+    if selection.strip() == "all":
         if not here:
             raise Failure("--gpus all: CUDA sees no GPU on this machine")
         return tuple(Chosen(f"gpu{k}", gpu.visible) for k, gpu in enumerate(here))
     chosen: dict[str, Chosen] = {}
-    for part in map(str.strip, asked.split(",")):
+    for part in map(str.strip, selection.split(",")):
         if part.isascii() and part.isdecimal():
             number = int(part)
             if number >= len(here):
                 raise Failure(f"--gpus has {part}; {there}")
-            one = Chosen(f"gpu{number}", here[number].visible)
+            choice = Chosen(f"gpu{number}", here[number].visible)
         elif part.startswith("MIG-"):  # a part of a GPU, which CUDA shows only to processes that name it
-            one = Chosen(part, part)
+            choice = Chosen(part, part)
         elif part.startswith("GPU-"):
-            one = _by_uuid(part, here)
+            choice = _by_uuid(part, here)
         else:
             raise Failure(
                 f"--gpus has {part!r}; it takes all, or numbers, GPU-... and MIG-... names, as in 0,1 ({there})"
             )
-        if one.visible in chosen:
-            raise Failure(f"--gpus names {one.label} twice; each GPU gets one worker")
-        chosen[one.visible] = one
+        if choice.visible in chosen:
+            raise Failure(f"--gpus names {choice.label} twice; each GPU gets one worker")
+        chosen[choice.visible] = choice
     return tuple(chosen.values())
 
 
 def _by_uuid(part: str, here: Sequence[Gpu]) -> Chosen:
     """The GPU whose UUID begins with `part`, as CUDA matches it. Raises Failure unless exactly one does."""
-    found = [k for k, gpu in enumerate(here) if gpu.uuid.lower().startswith(part.lower())]
-    if len(found) != 1:
+    matches = [k for k, gpu in enumerate(here) if gpu.uuid.lower().startswith(part.lower())]
+    if len(matches) != 1:
         those = ", ".join(gpu.uuid for gpu in here) or "none"
-        what = "is no GPU of this machine" if not found else f"matches {len(found)} GPUs of this machine"
-        raise Failure(f"--gpus has {part}, which {what}; it has {those}")
-    return Chosen(f"gpu{found[0]}", here[found[0]].visible)
+        reason = "is no GPU of this machine" if not matches else f"matches {len(matches)} GPUs of this machine"
+        raise Failure(f"--gpus has {part}, which {reason}; it has {those}")
+    return Chosen(f"gpu{matches[0]}", here[matches[0]].visible)
 
 
 def programs(
     gpus: Sequence[Chosen], argv: Sequence[str], env: Mapping[str, str], name: str, ports: Sequence[int | None]
 ) -> list[Program]:
     """One worker program for each GPU: `argv` with the worker's own name and health port added."""
-    found = []
+    worker_programs = []
     for gpu, port in zip(gpus, ports, strict=True):
-        own = [] if port is None else ["--health-port", str(port)]
+        port_options = [] if port is None else ["--health-port", str(port)]
         env = {**env, "CUDA_VISIBLE_DEVICES": gpu.visible}
-        found.append(Program(gpu.label, [*argv, *own, "--name", f"{name}.{gpu.label}"], env))
-    return found
+        worker_programs.append(Program(gpu.label, [*argv, *port_options, "--name", f"{name}.{gpu.label}"], env))
+    return worker_programs
 
 
-async def supervise(asked: Sequence[Program], say: Say, drain: float) -> int:
+async def supervise(programs: Sequence[Program], say: Say, drain: float) -> int:
     """Run the programs until all are stopped or given up. Returns the exit status.
 
     On SIGTERM, SIGINT or SIGHUP the workers drain for at most `drain` seconds. On SIGQUIT, or a second signal of any
     kind, they hand their tasks back at once. A third signal kills them.
     """
-    came = coming()
-    fleet = _Fleet(asked, say)
+    received = coming()
+    fleet = _Fleet(programs, say)
     try:
         await fleet.start()
-        return await _until_all_end(fleet, came, drain)
+        return await _until_all_end(fleet, received, drain)
     finally:
         await fleet.close()
 
 
-async def _until_all_end(fleet: _Fleet, came: asyncio.Queue[signal.Signals], drain: float) -> int:
+async def _until_all_end(fleet: _Fleet, received: asyncio.Queue[signal.Signals], drain: float) -> int:
     ended = asyncio.gather(*(child.keeper for child in fleet.children if child.keeper is not None))
     signals, killed, limit = 0, False, None
-    told = asyncio.create_task(came.get())
+    next_signal = asyncio.create_task(received.get())
     while True:
-        await asyncio.wait((ended, told), timeout=limit, return_when="FIRST_COMPLETED")
+        await asyncio.wait((ended, next_signal), timeout=limit, return_when="FIRST_COMPLETED")
         if ended.done():
-            told.cancel()
+            next_signal.cancel()
             return Exit.INTERRUPTED if killed else fleet.worst()
-        if told.done():
+        if next_signal.done():
             signals += 1
-            sig, told = told.result(), asyncio.create_task(came.get())
+            sig, next_signal = next_signal.result(), asyncio.create_task(received.get())
             at_once = sig is signal.SIGQUIT or signals > 1
             if signals > 2:
                 fleet.order(signal.SIGKILL, f"{sig.name} again: killing the workers")
@@ -181,17 +181,17 @@ async def _until_all_end(fleet: _Fleet, came: asyncio.Queue[signal.Signals], dra
 class _Fleet:
     """The child processes."""
 
-    def __init__(self, asked: Sequence[Program], say: Say) -> None:
+    def __init__(self, programs: Sequence[Program], say: Say) -> None:
         self._say = say
         self._ordered: list[int] = []
         self._told_ready = False
-        self.children = [self._child(program) for program in asked]
+        self.children = [self._child(program) for program in programs]
 
     def _child(self, program: Program) -> Child:
         child = Child(replace(program, tells=True), self._say)
         child.restart = True
         child.give_up = lambda status, deaths: self._hopeless(child, status, deaths)
-        child.on_serve = lambda: self._heard(child)
+        child.on_serve = lambda: self._on_serve(child)
         return child
 
     async def start(self) -> None:
@@ -215,9 +215,9 @@ class _Fleet:
         """Kill the children that still run."""
         await asyncio.gather(*(child.stop(0.0, signal.SIGKILL) for child in self.children))
 
-    def _heard(self, child: Child) -> None:
+    def _on_serve(self, child: Child) -> None:
         self._say(child.program.name, f"serves (process {child.pid})")
-        if all(one.served for one in self.children) and not self._told_ready:
+        if all(sibling.served for sibling in self.children) and not self._told_ready:
             self._told_ready = True
             notify_ready()
 

@@ -1,6 +1,6 @@
-"""`penstock keys`: makes, lists, rotates and ends API keys. `penstock audit`: the latest changes, and who made them.
+"""`penstock tenants`, `keys`, `audit` and `usage`: who may use a system, who changed that, and who used how much.
 
-They need the store, and no gateway.
+They need the store, and no gateway; tenants also the broker.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from workers.cli.commands import Commands
-from workers.cli.exits import OPERATOR_STATUS, Failure
-from workers.cli.option_groups import takes
-from workers.cli.options import DataDir, Json, KeyStore
-from workers.cli.servers import records
-from workers.cli.terminal import say
+from workers.cli.exits import OPERATOR_STATUS, Failure, refusing
+from workers.cli.options import AnyBroker, DataDir, Json, KeyStore, Prices, Store, takes
+from workers.cli.servers import records, system
+from workers.cli.terminal import aligned, say
 
 if TYPE_CHECKING:
     from producers.store.access.api_keys import Key
+    from producers.store.usage.report import Report
 
 MONEY: Final = "budget_money"
 #: What limits may be set, and the help of their options.
@@ -50,6 +50,24 @@ KEPT: Final = {
     "max_idempotency_keys": "Most idempotency keys that begin within a day.",
 }
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}
+KeyId = Annotated[str, typer.Argument(metavar="ID", help="The key's id; `penstock keys ls` shows all.")]
+SCOPES = "What it may do, of submit, read, cancel, metrics and admin, between commas. Unset: submit,read,cancel."
+tenant_commands = Commands(
+    "Operations", OPERATOR_STATUS, "tenants", "Tenants, the weights by which they share each tier, and their limits."
+)
+key_commands = Commands("Operations", OPERATOR_STATUS, "keys", "API keys: make, list, rotate, disable and revoke them.")
+#: The columns that a person sees, and their heads.
+_COLUMNS = {
+    "tasks": "tasks",
+    "prompt_tokens": "prompt",
+    "cached_tokens": "cached",
+    "output_tokens": "output",
+    "recomputed_tokens": "recomputed",
+    "seconds": "seconds",
+    "engine_seconds": "engine s",
+    "cost": "cost",
+}
+usage_app = Commands("Operations", OPERATOR_STATUS)
 
 
 def limit_options(kind: type) -> list[Parameter]:
@@ -59,25 +77,26 @@ def limit_options(kind: type) -> list[Parameter]:
 
 def tenant_limit_options() -> list[Parameter]:
     """The options of a tenant's limits, as texts."""
-    return _limit_options({name: said for name, said in LIMITS.items() if name != "shorten_to"} | KEPT, str)
+    return _limit_options({name: help_text for name, help_text in LIMITS.items() if name != "shorten_to"} | KEPT, str)
 
 
 def _limit_options(helps: Mapping[str, str], kind: type) -> list[Parameter]:
     kinds = {name: str if name == MONEY else kind for name in helps}
-    made = {name: Annotated[one | None, typer.Option(help=helps[name])] for name, one in kinds.items()}
-    return [Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=one) for name, one in made.items()]
+    annotations = {
+        name: Annotated[value_type | None, typer.Option(help=helps[name])] for name, value_type in kinds.items()
+    }
+    return [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in annotations.items()
+    ]
 
 
-KeyId = Annotated[str, typer.Argument(metavar="ID", help="The key's id; `penstock keys ls` shows all.")]
-SCOPES = "What it may do, of submit, read, cancel, metrics and admin, between commas. Unset: submit,read,cancel."
-
-
-group = Commands("Operations", OPERATOR_STATUS, "keys", "API keys: make, list, rotate, disable and revoke them.")
 app = Commands("Operations", OPERATOR_STATUS)
-app.add_typer(group)
+app.add_typer(tenant_commands)
+app.add_typer(key_commands)
 
 
-@group.shown("penstock keys create --tenant acme --scopes submit,read --expires 30d")
+@key_commands.shown("penstock keys create --tenant acme --scopes submit,read --expires 30d")
 @takes(bounds=limit_options(int))
 def create(
     *,
@@ -95,7 +114,7 @@ def create(
     as_json: Json = False,
 ) -> None:
     """Make a key and print it. Nothing can show it again: the store keeps a hash."""
-    asked = {
+    fields = {
         "tenant": tenant,
         "name": name,
         "scopes": _names(scopes),
@@ -110,13 +129,13 @@ def create(
 
     with records(store, data_dir) as (client, loop):
         try:
-            made = loop.run(keys.create(client, asked, Actor(operator())))
+            created = loop.run(keys.create(client, fields, Actor(operator())))
         except TooManyKeys:
             raise Failure("there are 10,000 keys, the most; revoke one first") from None
-    _shown_once(*made, as_json)
+    _shown_once(*created, as_json)
 
 
-@group.shown("penstock keys ls --tenant acme", "ls")
+@key_commands.shown("penstock keys ls --tenant acme", "ls")
 def listed(
     prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="The beginning of an id or of a key.")] = "",
     tenant: Annotated[str | None, typer.Option(help="Keys of this tenant.")] = None,
@@ -128,25 +147,25 @@ def listed(
     from producers.admin import keys
 
     with records(store, data_dir) as (client, loop):
-        found = [keys.about(one, time.time()) for one in loop.run(keys.found(client, prefix, tenant))]
-    for one in found:
-        line = f"{one['id']}  {one['state']:<8}  {one['tenant']}  {','.join(one['scopes'])}  {one['name']}"
-        say(json.dumps(one) if as_json else line)
-    if not found and not as_json:
+        descriptions = [keys.about(key, time.time()) for key in loop.run(keys.found(client, prefix, tenant))]
+    for key in descriptions:
+        line = f"{key['id']}  {key['state']:<8}  {key['tenant']}  {','.join(key['scopes'])}  {key['name']}"
+        say(json.dumps(key) if as_json else line)
+    if not descriptions and not as_json:
         typer.echo("There are no such keys." if prefix or tenant else "There are no keys.")
 
 
-@group.shown("penstock keys show 3k9vq0x7m2c4t8da")
+@key_commands.shown("penstock keys show 3k9vq0x7m2c4t8da")
 def show(key_id: KeyId, data_dir: DataDir = None, store: KeyStore = None, as_json: Json = False) -> None:
     """Show a key: its state, tenant, scopes, models, tiers and times."""
     from producers.store.access import api_keys
 
     with records(store, data_dir) as (client, loop):
-        key = _found(loop.run(api_keys.get(client, key_id)), key_id)
+        key = _existing(loop.run(api_keys.get(client, key_id)), key_id)
     _described(key, as_json)
 
 
-@group.shown("penstock keys limit 3k9vq0x7m2c4t8da --rpm 60 --budget-tokens none")
+@key_commands.shown("penstock keys limit 3k9vq0x7m2c4t8da --rpm 60 --budget-tokens none")
 @takes(bounds=limit_options(str))
 def limit(
     key_id: KeyId,
@@ -163,23 +182,23 @@ def limit(
 
     What was counted before stays counted; a key without limits counts nothing.
     """
-    asked: dict[str, Any] = {**parsed_limits(bounds)}
+    changes: dict[str, Any] = {**parsed_limits(bounds)}
     for name, text in (("models", models), ("tiers", tiers)):
         if text is not None:
-            asked[name] = None if text == "none" else _names(text)
+            changes[name] = None if text == "none" else _names(text)
     if expires is not None:
-        asked["expires_at"] = None if expires == "none" else _moment(expires, "--expires")
-    if not asked:
+        changes["expires_at"] = None if expires == "none" else _moment(expires, "--expires")
+    if not changes:
         raise Failure("nothing is to change; `penstock keys limit --help` shows what may")
     from producers.admin import keys
     from producers.store.access.audit import Actor, operator
 
     with records(store, data_dir) as (client, loop):
-        key = _found(loop.run(keys.change(client, key_id, asked, Actor(operator()))), key_id)
+        key = _existing(loop.run(keys.change(client, key_id, changes, Actor(operator()))), key_id)
     _described(key, as_json)
 
 
-@group.shown("penstock keys rotate 3k9vq0x7m2c4t8da --overlap 1h")
+@key_commands.shown("penstock keys rotate 3k9vq0x7m2c4t8da --overlap 1h")
 def rotate(
     key_id: KeyId,
     overlap: Annotated[str, typer.Option(help="Time for which the old secret still works; 0: not at all.")] = "24h",
@@ -193,29 +212,29 @@ def rotate(
 
     seconds = _duration(overlap, "--overlap")
     with records(store, data_dir) as (client, loop):
-        made = loop.run(keys.rotate(client, key_id, seconds, Actor(operator())))
-    _shown_once(_found(made and made[0], key_id), made[1] if made else "", as_json)
+        rotated = loop.run(keys.rotate(client, key_id, seconds, Actor(operator())))
+    _shown_once(_existing(rotated and rotated[0], key_id), rotated[1] if rotated else "", as_json)
 
 
-@group.shown("penstock keys disable 3k9vq0x7m2c4t8da")
+@key_commands.shown("penstock keys disable 3k9vq0x7m2c4t8da")
 def disable(key_id: KeyId, data_dir: DataDir = None, store: KeyStore = None, as_json: Json = False) -> None:
     """Let a key in no more, until it is enabled."""
     _turn("disable", key_id, data_dir, store, as_json)
 
 
-@group.shown("penstock keys enable 3k9vq0x7m2c4t8da")
+@key_commands.shown("penstock keys enable 3k9vq0x7m2c4t8da")
 def enable(key_id: KeyId, data_dir: DataDir = None, store: KeyStore = None, as_json: Json = False) -> None:
     """Let a key in again that was disabled."""
     _turn("enable", key_id, data_dir, store, as_json)
 
 
-@group.shown("penstock keys revoke 3k9vq0x7m2c4t8da --store redis://10.0.0.5:6379/0")
+@key_commands.shown("penstock keys revoke 3k9vq0x7m2c4t8da --store redis://10.0.0.5:6379/0")
 def revoke(key_id: KeyId, data_dir: DataDir = None, store: KeyStore = None, as_json: Json = False) -> None:
     """End a key for good. Gateways know it within a second."""
     _turn("revoke", key_id, data_dir, store, as_json)
 
 
-@group.shown("penstock keys confirm --all")
+@key_commands.shown("penstock keys confirm --all")
 def confirm(
     key_ids: Annotated[list[str] | None, typer.Argument(metavar="ID...", help="The keys' ids.")] = None,
     every: Annotated[bool, typer.Option("--all", help="All keys that a restore disabled.")] = False,
@@ -233,9 +252,9 @@ def confirm(
     with records(store, data_dir) as (client, loop):
         ids = [key.id for key in loop.run(api_keys.every(client)) if key.unconfirmed] if every else key_ids or []
         for key_id in ids:
-            key = _found(loop.run(keys.turn(client, key_id, "confirm", Actor(operator()))), key_id)
-            about = keys.about(key, time.time())
-            typer.echo(json.dumps(about) if as_json else f"{key.id} is {about['state']}")
+            key = _existing(loop.run(keys.turn(client, key_id, "confirm", Actor(operator()))), key_id)
+            description = keys.about(key, time.time())
+            typer.echo(json.dumps(description) if as_json else f"{key.id} is {description['state']}")
     if not ids and not as_json:
         typer.echo("No key waits to be confirmed.")
 
@@ -251,12 +270,12 @@ def audit(
     from producers.store.access.audit import latest
 
     with records(store, data_dir) as (client, loop):
-        found = loop.run(latest(client, limit))
-    for one in found:
-        whose = f"  tenant {one['tenant']}" if one.get("tenant") else ""
-        place = f" from {one['address']}" if one.get("address") else ""
-        line = f"{_when(one['at'] // 1000)}  {one['did']}  {one['what']}{whose}  by {one['by']}{place}"
-        say(json.dumps(one) if as_json else line)
+        changes = loop.run(latest(client, limit))
+    for change in changes:
+        whose = f"  tenant {change['tenant']}" if change.get("tenant") else ""
+        address = f" from {change['address']}" if change.get("address") else ""
+        line = f"{_when(change['at'] // 1000)}  {change['did']}  {change['what']}{whose}  by {change['by']}{address}"
+        say(json.dumps(change) if as_json else line)
 
 
 def _turn(verb: str, key_id: str, data_dir: Any, store: str | None, as_json: bool) -> None:
@@ -264,12 +283,12 @@ def _turn(verb: str, key_id: str, data_dir: Any, store: str | None, as_json: boo
     from producers.store.access.audit import Actor, operator
 
     with records(store, data_dir) as (client, loop):
-        key = _found(loop.run(keys.turn(client, key_id, verb, Actor(operator()))), key_id)
-    about = keys.about(key, time.time())
-    typer.echo(json.dumps(about) if as_json else f"{key.id} is {about['state']}")
+        key = _existing(loop.run(keys.turn(client, key_id, verb, Actor(operator()))), key_id)
+    description = keys.about(key, time.time())
+    typer.echo(json.dumps(description) if as_json else f"{key.id} is {description['state']}")
 
 
-def _found(key: Key | None, key_id: str) -> Key:
+def _existing(key: Key | None, key_id: str) -> Key:
     from producers.store.access.api_keys import without_secret
 
     if key is None:
@@ -290,23 +309,23 @@ def _shown_once(key: Key, token: str, as_json: bool) -> None:
 def _described(key: Key, as_json: bool) -> None:
     from producers.admin import keys
 
-    about = keys.about(key, time.time())
+    description = keys.about(key, time.time())
     if as_json:
-        typer.echo(json.dumps(about))
+        typer.echo(json.dumps(description))
         return
-    for name, value in about.items():
+    for name, value in description.items():
         if value is None or value == ():
             continue
-        said = ", ".join(value) if isinstance(value, tuple) else value
-        say(f"{name:<16} {_when(value) if name.endswith(('_at', '_until')) else said}")
+        text = ", ".join(value) if isinstance(value, tuple) else value
+        say(f"{name:<16} {_when(value) if name.endswith(('_at', '_until')) else text}")
 
 
-def parsed_limits(given: Mapping[str, str]) -> dict[str, int | str | None]:
+def parsed_limits(options: Mapping[str, str]) -> dict[str, int | str | None]:
     """The limits in options that were given; `none` unsets one. Raises Failure for what is no number."""
-    for name, value in given.items():
+    for name, value in options.items():
         if value != "none" and name != MONEY and re.fullmatch(r"[0-9]{1,100}", value) is None:
             raise Failure(f"--{name.replace('_', '-')} is {value!r}; it must be a whole number, or none")
-    return {n: None if value == "none" else value if n == MONEY else int(value) for n, value in given.items()}
+    return {n: None if value == "none" else value if n == MONEY else int(value) for n, value in options.items()}
 
 
 def _names(text: str | None) -> list[str] | None:
@@ -340,3 +359,123 @@ def _moment(text: str | None, option: str) -> int | None:
 def _when(seconds: int) -> str:
     """A time as it is shown, in UTC."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@tenant_commands.shown("penstock tenants ls", "ls")
+def list_tenants(broker: AnyBroker = None, store: Store = None, as_json: Json = False) -> None:
+    """List tenants with waiting tasks, by tier, and tenants with a weight."""
+    from producers.admin.tenants import tenants
+
+    with system(broker, store) as (client, loop):
+        rows, unsorted = loop.run(tenants(client))
+    for row in rows:
+        if as_json:
+            typer.echo(json.dumps({"tenant": row.name, "weight": row.weight, "waiting": row.waiting}))
+            continue
+        waiting = ", ".join(f"{count} {tier}" for tier, count in row.waiting.items() if count) or "nothing"
+        name = row.name or "(no tenant)"
+        say(f"{name}  weight {row.weight:g}  waiting: {waiting}")
+    if not as_json and not rows:
+        typer.echo("No tenant has waiting tasks.")
+    if not as_json and unsorted:
+        typer.echo(f"{unsorted} tasks are not sorted by tenant yet: workers sort them")
+
+
+@tenant_commands.shown("penstock tenants weigh acme 4 --broker redis://10.0.0.5:6379/0")
+def weigh(
+    tenant: Annotated[
+        str, typer.Argument(help="The tenant's name as in its tasks; '' stands for all tasks without one.")
+    ],
+    weight: Annotated[
+        float, typer.Argument(help="A tenant of weight 2 gets twice the tokens of one of weight 1. The default is 1.")
+    ],
+    broker: AnyBroker = None,
+    store: Store = None,
+) -> None:
+    """Set a tenant's weight. It applies from the next fetch on, and within seconds in running engines."""
+    with system(broker, store) as (client, loop):
+        loop.run(client.broker.weigh(tenant, weight))
+
+
+@tenant_commands.shown("penstock tenants limit acme --rpm 600 --budget-tokens none", "limit")
+@takes(bounds=tenant_limit_options())
+def limit_tenant(
+    tenant: Annotated[str, typer.Argument(help="The tenant's name, as in its keys or tasks.")],
+    *,
+    bounds: dict[str, Any],
+    data_dir: DataDir = None,
+    store: KeyStore = None,
+    as_json: Json = False,
+) -> None:
+    """Change what all of a tenant's keys may use together; `none` unsets a limit. Without options, show its limits."""
+    from producers.admin import tenants
+    from producers.store.access.audit import Actor, operator
+    from producers.store.access.tenants import TooManyTenants
+
+    changes = parsed_limits(bounds)
+    with records(store, data_dir) as (client, loop):
+        try:
+            new = loop.run(tenants.limit(client, tenant, changes, Actor(operator())))
+        except TooManyTenants:
+            raise Failure("10,000 tenants have limits, the most; unset those of one first") from None
+    limits = {name: getattr(new, name) for name in tenants.LIMITED}
+    text = ", ".join(f"{name} {value}" for name, value in limits.items() if value is not None) or "no limits"
+    say(json.dumps({"tenant": tenant, **limits}) if as_json else f"{tenant}: {text}")
+
+
+@usage_app.shown("penstock usage --by tenant,model --since 2026-11-01 --prices prices.toml")
+def usage(
+    by: Annotated[
+        list[str] | None,
+        typer.Option(help="Group by key, tenant, model, version, tier or day. May be repeated. Unset: one line."),
+    ] = None,
+    since: Annotated[
+        str | None, typer.Option(help="A date or time (UTC), rounded down to an hour. Unset: this month's beginning.")
+    ] = None,
+    until: Annotated[
+        str | None, typer.Option(help="A date, which is included, or a time, which is not. Unset: now.")
+    ] = None,
+    prices: Prices = None,
+    as_json: Json = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    data_dir: DataDir = None,
+    store: KeyStore = None,
+) -> None:
+    """Show who used how many tokens, from the ledger of ended tasks. Days and times are UTC."""
+    from producers.store.usage.prices import BadPrices
+    from producers.store.usage.prices import Prices as Table
+    from producers.store.usage.report import BadSpan, read_by, read_span, report
+
+    if as_json and as_csv:
+        raise Failure("--json and --csv exclude each other")
+    with refusing(BadSpan, BadPrices):
+        parts, span = read_by(by or ()), read_span(since, until)
+        table = None if prices is None else Table.read(prices)
+    with records(store, data_dir) as (client, loop):
+        result = loop.run(report(client, *span, parts, prices=table))
+    if as_csv:
+        typer.echo(result.csv(), nl=False)
+    elif as_json:
+        for row in result.rows():
+            typer.echo(json.dumps(row))
+    else:
+        _print_usage(result)
+
+
+def _print_usage(report: Report) -> None:
+    rows = report.rows()
+    if not rows:
+        typer.echo("No task ended in this time.")
+        return
+    heads = [*report.by, *(name for name in _COLUMNS if name in rows[0])]
+    table = [[_COLUMNS.get(name, name) for name in heads], *([_cell(row[name]) for name in heads] for row in rows)]
+    if report.currency:
+        table[0][-1] = report.currency
+    for line in aligned(table, len(report.by)):
+        say(line)
+    if unpriced := sum(row.get("unpriced_tasks", 0) for row in rows):
+        typer.echo(f"{unpriced} tasks have no price: they cost nothing here")
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.1f}" if isinstance(value, float) else str(value) or "-"

@@ -84,7 +84,7 @@ class LocalPools:
     _models: list[_Model] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._models = [_Model(self, number, found) for number, found in enumerate(self.plan.models)]
+        self._models = [_Model(self, number, model) for number, model in enumerate(self.plan.models)]
 
     @property
     def children(self) -> list[Child]:
@@ -129,16 +129,16 @@ class LocalPools:
 class _Model:
     """One model's pools, by version. `number`: its place among the models of this `up`, from 0."""
 
-    def __init__(self, pools: LocalPools, number: int, found: ResolvedModel) -> None:
+    def __init__(self, pools: LocalPools, number: int, model: ResolvedModel) -> None:
         plan = pools.plan
-        self._pools, self._plan, self._number, self.name = pools, plan, number, found.name
+        self._pools, self._plan, self._number, self.name = pools, plan, number, model.name
         self._each = plan.rules.max
-        self._places = Slots(self._each if plan.gpus else None)
-        self._own = model_version(found.folder)
-        self.versions = {self._own: self._local(found.reference)}
+        self._slots = Slots(self._each if plan.gpus else None)
+        self._initial_version = model_version(model.folder)
+        self.versions = {self._initial_version: self._local(model.reference)}
 
     async def start(self) -> None:
-        local = self.versions[self._own]
+        local = self.versions[self._initial_version]
         local.restart = False
         await local.scale(self._plan.rules.min)
 
@@ -157,9 +157,9 @@ class _Model:
             if version != card and version not in rolling and card in self.versions and not local.children:
                 del self.versions[version]
         # A version that is not the card's has the number that its rollout waits for, or ends: the autoscaler's part.
-        return [self._pool(version) for version in self.versions if rolling or not self._left(version)]
+        return [self._pool(version) for version in self.versions if rolling or not self._left_alone(version)]
 
-    def _left(self, version: str) -> bool:
+    def _left_alone(self, version: str) -> bool:
         """Whether the pool is left alone: it has a fixed number, and an operator told one of its workers to stop."""
         return self._plan.rules.min == self._plan.rules.max and self.versions[version].stopped_by_others
 
@@ -169,22 +169,22 @@ class _Model:
     def _local(self, reference: str) -> Local:
         pools, plan = self._pools, self._plan
 
-        def program(place: int) -> Program:
-            return self._program(reference, place)
+        def program(slot: int) -> Program:
+            return self._program(reference, slot)
 
-        return Local(self.name, self._places, program, pools.say, plan.drain, standby=pools.standby)
+        return Local(self.name, self._slots, program, pools.say, plan.drain, standby=pools.standby)
 
-    def _program(self, reference: str, place: int) -> Program:
-        """The worker in a place. Slots beyond the largest number, used while versions overlap, have no port."""
+    def _program(self, reference: str, slot: int) -> Program:
+        """The worker in a slot. Slots beyond the largest number, used while versions overlap, have no port."""
         plan, total = self._plan, self._each * len(self._plan.models)
-        name = "worker" if total == 1 and place == 1 else f"worker.{self.name}.{place}"
+        name = "worker" if total == 1 and slot == 1 else f"worker.{self.name}.{slot}"
         argv = [*PENSTOCK, "worker", "--model", reference, "--drain-timeout", str(plan.drain)]
         if total > 1:  # the user's own options come later on the command line, and win
             argv += ["--threads", str(threads_of_each(total))]
         argv += [*plan.files, *plan.worker_options, "--log-level", plan.log_level]
         env = dict(self._pools.env)
-        index = self._number * self._each + place - 1
-        if plan.health_ports and place <= self._each and plan.health_ports[index] is not None:
+        index = self._number * self._each + slot - 1
+        if plan.health_ports and slot <= self._each and plan.health_ports[index] is not None:
             argv += ["--health-port", str(plan.health_ports[index])]
         if plan.gpus:
             argv += ["--device", "cuda"]

@@ -1,9 +1,15 @@
-"""`penstock models`: lists, shows, pulls and publishes models. `penstock up` publishes its own by `publish_own`."""
+"""`penstock models` lists, shows, pulls and publishes models; `penstock rollout` replaces a version while tasks run.
+
+`penstock up` publishes its own models by `publish_own`.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -11,12 +17,16 @@ import typer
 
 from workers.cli.commands import Commands
 from workers.cli.exits import OPERATOR_STATUS, PROCESS_STATUS, Exit, Failure, needs, refusing
-from workers.cli.options import DEFAULT_URL, MODEL, AnyBroker, Json, Model, Store, complete_model, find_models
+from workers.cli.options import DEFAULT_URL, MODEL, AnyBroker, Json, Model, Store, complete_model, find_models, finite
 from workers.cli.terminal import aligned, note, say
 
 if TYPE_CHECKING:
+    from redis import Redis
+
     from engine.text import ModelCard
+    from producers.store.fleet.rollouts import Rollout
     from workers.library import ResolvedModel
+    from workers.rollout import New
 
 JsonOutput = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 #: Settings of config.json that give a model's size -> their names in `penstock models show`.
@@ -34,7 +44,7 @@ SHAPE: Final = {
     "vocab_size": "vocabulary",
     "sliding_window": "sliding window",
 }
-
+rollout_app = Commands("Operations", OPERATOR_STATUS)
 
 app = Commands("Models", PROCESS_STATUS, "models", "List, show, pull and publish models.")
 
@@ -72,19 +82,19 @@ def _shown(path: Path) -> bool:
 @app.shown("penstock models show tiny")
 def show(model: Model, as_json: JsonOutput = False) -> None:
     """Show a model's architecture, size, context length, chat template and files. Pulls a hub's model first."""
-    folder, found = _card(model)
+    folder, card = _card(model)
     from engine.text.config import Config, read_config
 
     config = Config.of_model(read_config(folder))
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if _shown(path)}
     shape = {name: config.get(name) for name in SHAPE if name in config}
-    about = {"dtype": config.get("dtype") or config.get("torch_dtype")}
-    about |= {"quantization": config.get("quantization_config"), "shape": shape, "files": files}
+    metadata = {"dtype": config.get("dtype") or config.get("torch_dtype")}
+    metadata |= {"quantization": config.get("quantization_config"), "shape": shape, "files": files}
     if as_json:
-        said = {**json.loads(found.to_json()), "folder": str(folder), **about, "tokenizer_files": found.files}
-        typer.echo(json.dumps(said))
+        description = {**json.loads(card.to_json()), "folder": str(folder), **metadata, "tokenizer_files": card.files}
+        typer.echo(json.dumps(description))
         return
-    described = _described(found, folder, about)
+    described = _described(card, folder, metadata)
     for line in aligned([item for item in described.items() if item[1] is not None], 2):
         say(line)
     typer.echo(f"files: {_megabytes(sum(files.values()))}")
@@ -92,26 +102,26 @@ def show(model: Model, as_json: JsonOutput = False) -> None:
         say(f"  {size:>14,}  {name}")
 
 
-def _described(found: ModelCard, folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
+def _described(card: ModelCard, folder: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """What is shown of a model, by name; it may hold any text from the model's files."""
     from engine.text.config import packed_bits
 
-    section, quantised = about["quantization"], None
+    section, quantised = metadata["quantization"], None
     if isinstance(section, dict):
         bits = packed_bits({"quantization_config": section})
         quantised = f"{section.get('quant_method')}, {f'{bits} bits' if bits < 32 else '8-bit floats'}"
     return {
-        "name": found.name,
-        "version": found.version,
+        "name": card.name,
+        "version": card.version,
         "folder": str(folder),
-        "architecture": found.architecture,
-        "parameters": f"{found.parameters:,}",
-        "stored as": about["dtype"],
+        "architecture": card.architecture,
+        "parameters": f"{card.parameters:,}",
+        "stored as": metadata["dtype"],
         "quantised": quantised,
-        "context": f"{found.context_length:,} tokens",
-        **{SHAPE[name]: f"{value:,}" if isinstance(value, int) else value for name, value in about["shape"].items()},
-        "chat template": "yes" if "chat" in found.capabilities else "none: the model continues texts only",
-        "defaults": ", ".join(f"{name} {value:g}" for name, value in found.defaults.items()) or "none",
+        "context": f"{card.context_length:,} tokens",
+        **{SHAPE[name]: f"{value:,}" if isinstance(value, int) else value for name, value in metadata["shape"].items()},
+        "chat template": "yes" if "chat" in card.capabilities else "none: the model continues texts only",
+        "defaults": ", ".join(f"{name} {value:g}" for name, value in card.defaults.items()) or "none",
     }
 
 
@@ -155,11 +165,11 @@ def _card(model: str) -> tuple[Path, ModelCard]:
 
     with needs("gateway"):
         from engine.text import ModelCard
-    (found,) = find_models([model])
+    (resolved,) = find_models([model])
     try:
-        return found.folder, ModelCard.from_folder(found.folder, found.name)
+        return resolved.folder, ModelCard.from_folder(resolved.folder, resolved.name)
     except ModelError as error:
-        raise Failure(f"{found.folder} holds no servable model: {error}") from error
+        raise Failure(f"{resolved.folder} holds no servable model: {error}") from error
 
 
 def _here() -> Iterator[dict[str, Any]]:
@@ -174,7 +184,8 @@ def _here() -> Iterator[dict[str, Any]]:
         from engine.text.config import Config, read_config
     places = [(name, "bundled", folder) for name, folder in bundled().items()]
     places += [
-        (one.name, "pulled", one.folder) for one in sorted(LocalModels.default().all(), key=lambda one: one.name)
+        (pulled.name, "pulled", pulled.folder)
+        for pulled in sorted(LocalModels.default().all(), key=lambda pulled: pulled.name)
     ]
     for name, where, folder in places:
         try:
@@ -237,16 +248,16 @@ def publish(
     """
     from producers.connection.local import servers
 
-    found = find_models(references)
+    models = find_models(references)
     with refusing(ValueError):
         urls = servers(broker, store)
-        for one in found:
-            told = publish_to(*urls, one)
-            before = f", was {told['before']}" if told["before"] not in (None, told["version"]) else ""
-            typer.echo(json.dumps(told) if as_json else f"{told['name']} {told['version']}{before}")
+        for model in models:
+            published = publish_to(*urls, model)
+            before = f", was {published['before']}" if published["before"] not in (None, published["version"]) else ""
+            typer.echo(json.dumps(published) if as_json else f"{published['name']} {published['version']}{before}")
 
 
-def publish_to(broker: str, store: str, found: ResolvedModel, over: str | None = None) -> dict[str, str | None]:
+def publish_to(broker: str, store: str, model: ResolvedModel, over: str | None = None) -> dict[str, str | None]:
     """Check the servers, make queues where these do not make themselves, and publish. Raises Refused, and Failure.
 
     `over`: as of `cards.publish`.
@@ -260,20 +271,20 @@ def publish_to(broker: str, store: str, found: ResolvedModel, over: str | None =
         from workers.connect import LOST, check_queues, check_servers, connect
         from workers.library.reference import described
 
-        card, files = described(found, note)
-    queues = [*beside(keys.version_queue(found.name, card["version"])), keys.model_queue(found.name)]
+        card, files = described(model, note)
+    queues = [*beside(keys.version_queue(model.name, card["version"])), keys.model_queue(model.name)]
     check_servers(broker, store, queues=())
     check_queues(broker, store, queues, make=True)  # first: a published model's tasks are sent there
     try:
         with connect(store) as client:
-            before = cards.read(client, found.name)
+            before = cards.read(client, model.name)
             cards.publish(client, card, files, over)
     except LOST as error:
-        raise Failure(f"the store at {shown(store)} does not take it: {error_text(error)}", Exit.UNREACHABLE) from error
-    return {"name": found.name, "version": card["version"], "before": before and before["version"]}
+        raise Failure(f"the store at {shown(store)} does not take it: {said(error)}", Exit.UNREACHABLE) from error
+    return {"name": model.name, "version": card["version"], "before": before and before["version"]}
 
 
-def publish_own(broker: str, store: str, found: ResolvedModel) -> str:
+def publish_own(broker: str, store: str, model: ResolvedModel) -> str:
     """Publish a model of `penstock up`, but for one whose rolling update is under way, from or to this version.
 
     An `up` that ends in the middle of an update is started again with the folder that it had. It must neither turn the
@@ -285,17 +296,161 @@ def publish_own(broker: str, store: str, found: ResolvedModel) -> str:
     from producers.store.fleet import cards, rollouts
     from workers.connect import LOST, connect
 
-    own = model_version(found.folder)
+    own_version = model_version(model.folder)
     try:
         with connect(store) as client:
-            rollout, card = rollouts.read(client, found.name), cards.read(client, found.name)
+            rollout, card = rollouts.read(client, model.name), cards.read(client, model.name)
     except LOST as error:
-        raise Failure(f"the store does not answer: {error_text(error)}", Exit.UNREACHABLE) from error
-    standing = None if card is None else str(card["version"])
+        raise Failure(f"the store does not answer: {said(error)}", Exit.UNREACHABLE) from error
+    current = None if card is None else str(card["version"])
     under_way = rollout is not None and rollout.phase in rollouts.UNDER_WAY
-    if rollout is not None and under_way and {own, standing} == {rollout.before, rollout.version}:
-        return f"new tasks of {found.name} go to version {standing}: its rollout goes on with `penstock rollout`"
-    publish_to(broker, store, found, over=standing)
-    if standing in (None, own):
+    if rollout is not None and under_way and {own_version, current} == {rollout.before, rollout.version}:
+        return f"new tasks of {model.name} go to version {current}: its rollout goes on with `penstock rollout`"
+    publish_to(broker, store, model, over=current)
+    if current in (None, own_version):
         return ""
-    return f"new tasks of {found.name} go to version {own} from now on; until now, they went to version {standing}"
+    return (
+        f"new tasks of {model.name} go to version {own_version} from now on; until now, they went to version {current}"
+    )
+
+
+@rollout_app.shown("penstock rollout tiny=./tiny-new --broker redis://10.0.0.5:6379/0")
+def rollout(
+    model: Annotated[
+        str | None, typer.Argument(metavar="NAME=MODEL", help=MODEL, autocompletion=complete_model)
+    ] = None,
+    broker: AnyBroker = None,
+    store: Store = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Ready workers of the new version to wait for. Unset: as many as the old one has, and at least 1.",
+        ),
+    ] = None,
+    timeout: Annotated[
+        float,
+        typer.Option(min=0, callback=finite, help="Seconds that the new workers may take to become ready, together."),
+    ] = 600.0,
+    drain_old: Annotated[
+        bool,
+        typer.Option("--drain-old", help="Tell workers of the old version to drain once nothing is left for them."),
+    ] = False,
+    cancel: Annotated[
+        bool, typer.Option("--cancel", help="End the model's rollout, which must not have switched yet.")
+    ] = False,
+    status: Annotated[
+        bool, typer.Option("--status", help="Show the model's last rollout, or those of all models, and exit.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rollout's last state as JSON.")] = False,
+) -> None:
+    """Replace a model's version by another one, without a failed request.
+
+    New workers come up first: `penstock up` starts them, and an autoscaler with a pool of the new version; elsewhere
+    deploy them now. Once they are ready, new tasks go to the new version. Workers of the old version finish what was
+    queued for it. If this command is ended, run it again: it goes on. Exit status 1: the new workers did not become
+    ready, and nothing was switched.
+    """
+    if model is None and not status:
+        raise Failure("name the model and its new version: penstock rollout NAME=FOLDER")
+    if status and cancel:
+        raise Failure("give --status or --cancel, not both")
+
+    import asyncio
+
+    from workers.connect import connect
+
+    with _refusals():
+        urls = _checked(broker, store)
+        with connect(urls[1]) as client:
+            if status or cancel:
+                for record in _rollouts(client, model) if status else [_cancelled(client, str(model))]:
+                    _print_rollout(record, as_json)
+                return
+            ended = asyncio.run(_carried(urls, client, _new_version(str(model), urls), workers, timeout, drain_old))
+    _print_rollout(ended, as_json)
+    if ended.phase != "done":
+        raise Failure(f"the rollout is {ended.phase}: {ended.reason}", Exit.TASK_FAILED)
+
+
+def _new_version(reference: str, urls: tuple[str, str]) -> New:
+    """The new version, checked. On SQS its queues are made."""
+    from producers.contract import keys
+    from producers.contract.levels import beside
+    from workers.connect import check_queues
+    from workers.library.reference import described
+    from workers.rollout import New
+
+    (model,) = find_models([reference])
+    with needs("gateway"):
+        new = New(model, *described(model, note))
+    check_queues(*urls, beside(keys.version_queue(model.name, new.version)), make=True)
+    return new
+
+
+async def _carried(
+    urls: tuple[str, str], store: Redis, new: New, workers: int | None, limit_s: float, drain_old: bool
+) -> Rollout:
+    """Begin the rollout, or go on with it, until it has ended."""
+    from producers.admin.fleet import read_fleet
+    from producers.client.aio import AsyncClient
+    from workers.rollout import Carrier, begin, ready
+
+    async with AsyncClient(*urls) as client:
+        fleet = await read_fleet(client.store, client.broker)
+        begun = begin(store, new, workers, ready(fleet, new.model.name))
+        if begun.phase == "starting":
+            note(f"{begun.model}: {begun.before} -> {begun.version}")
+        return await Carrier(client, store, new, note, limit_s, drain_old).run(begun)
+
+
+def _rollouts(store: Redis, model: str | None) -> list[Rollout]:
+    from producers.store.fleet import rollouts
+    from workers.library import name_of
+
+    if model is None:
+        return rollouts.all_of(store)
+    record = rollouts.read(store, name_of(model))
+    if record is None:
+        raise Failure(f"{name_of(model)} was never rolled out")
+    return [record]
+
+
+def _cancelled(store: Redis, model: str) -> Rollout:
+    from workers.library import name_of
+    from workers.rollout import cancel
+
+    return cancel(store, name_of(model))
+
+
+def _print_rollout(record: Rollout, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(asdict(record)))
+        return
+    when = datetime.fromtimestamp(record.changed, UTC).isoformat(timespec="seconds")
+    reason = f": {record.reason}" if record.reason else ""
+    typer.echo(f"{record.model}  {record.before} -> {record.version}  {record.phase} since {when}{reason}")
+
+
+def _checked(broker: str | None, store: str | None) -> tuple[str, str]:
+    from producers.connection.local import servers
+    from workers.connect import check_servers
+
+    urls = servers(broker, store)
+    check_servers(*urls, queues=())
+    return urls
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raises Failure for a bad URL, for a server that does not answer, and for Ctrl-C."""
+    from producers.client.steps import FAILURES
+    from producers.connection.trouble import said
+
+    try:
+        with refusing(ValueError):
+            yield
+    except FAILURES as error:
+        raise Failure(f"broker or store do not answer ({said(error)}); run this again", Exit.UNREACHABLE) from error
+    except KeyboardInterrupt:
+        raise Failure("interrupted; the rollout stays where it is: run this again to go on", Exit.INTERRUPTED) from None

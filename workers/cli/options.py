@@ -1,21 +1,30 @@
 """Options that several commands share, each with one meaning and one help text, and the checks of their values.
 
-Checks are typer's callbacks, or are called after parsing; they raise typer.BadParameter. Groups of options, such as an
-engine's settings, are in `option_groups`.
+Checks are typer's callbacks, or are called after parsing; they raise typer.BadParameter. Groups of options become one
+parameter of a command: takes(engine=...) -> an option for each field of EngineConfig or SamplingParams -> the command
+gets one dict. `as_arguments` repeats a command line for another process.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from engine.config import EngineConfig
+from engine.declared import Declared, declared
+from engine.declared.bounds import Biases, Bound, Flag, Integer, Number, Strings, TokenIds, shown
+from engine.errors import RequestError
+from engine.params import SamplingParams
 from workers.cli.exits import Failure, needs
 from workers.cli.terminal import note
+from workers.errors import Refused
 
 if TYPE_CHECKING:
     from workers.library import ResolvedModel
@@ -25,6 +34,93 @@ DEFAULT_URL: Final = "http://127.0.0.1:8000"
 LONGEST: Final = 1e9
 #: The help text of the options and arguments that name a model.
 MODEL: Final = "A folder, a bundled or pulled model, or hf://OWNER/NAME[@REVISION]; NAME=MODEL gives it another name."
+Broker = Annotated[
+    str,
+    typer.Option(
+        envvar="BROKER_URL",
+        help="The server that holds the queues: Redis or Valkey (redis://HOST:PORT/DB, or "
+        "redis+sentinel://HOST:PORT,.../NAME/DB), or SQS (sqs://REGION?prefix=pen-), which also needs --store.",
+    ),
+]
+#: The broker in operators' commands. Unset, it is the server of the `penstock up` in this directory.
+AnyBroker = Annotated[
+    str | None,
+    typer.Option(
+        envvar="BROKER_URL",
+        help="What holds the queues: a Redis or Valkey, or SQS (sqs://REGION?prefix=pen-). Unset: the server of "
+        "`penstock up` in this directory.",
+    ),
+]
+Prices = Annotated[
+    Path | None, typer.Option(dir_okay=False, help="A table of prices (TOML or JSON): usage is shown with its cost.")
+]
+Store = Annotated[
+    str | None,
+    typer.Option(
+        envvar="STORE_URL",
+        help="The Redis or Valkey server that holds records and token streams. Unset: the broker, if it is one.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
+HealthPort = Annotated[
+    int | None,
+    typer.Option(min=0, max=65535, help="Serve /livez and /readyz on this port. 0: any free port. Unset: no port."),
+]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on. 0: any free port.")]
+Prompt = Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue; - reads it from standard input.")]
+AsChat = Annotated[bool, typer.Option("--chat", help="PROMPT is a user's message: apply the model's chat template.")]
+LogLevel = Annotated[str, typer.Option(help="Least severe messages to log: debug, info, warning or error.")]
+Url = Annotated[str, typer.Option(envvar="PENSTOCK_URL", help="The gateway's URL.")]
+Gpus = Annotated[
+    str | None,
+    typer.Option(help="Run one worker on each of these GPUs: all, or numbers, GPU-... and MIG-... names, as in 0,1."),
+]
+SecretsKey = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="PENSTOCK_SECRETS_KEY_FILE",
+        dir_okay=False,
+        help="Encrypt webhooks' secrets in the store with the keys of this file, which `penstock secrets key` makes. "
+        "Unset: they are stored in plain.",
+    ),
+]
+BackupKey = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="PENSTOCK_BACKUP_KEY_FILE",
+        dir_okay=False,
+        help="Encrypt backup and journal with the first key of this file, which `penstock secrets key` makes; all of "
+        "its keys read. Unset: they are plain.",
+    ),
+]
+DataDir = Annotated[
+    Path | None, typer.Option(help="The data directory of a `penstock up` on this machine. Unset: .penstock.")
+]
+#: The store in commands that need no broker.
+KeyStore = Annotated[
+    str | None,
+    typer.Option(
+        help="The Redis or Valkey server that holds records and keys. Unset: STORE_URL, else BROKER_URL, else that of "
+        "--data-dir."
+    ),
+]
+#: An engine's settings that have an option, by name.
+ENGINE: Final = {name: field for name, field in declared(EngineConfig).items() if field.option is not None}
+#: Those of an engine that serves one request.
+ENGINE_OF_ONE: Final = {name: field for name, field in ENGINE.items() if field.option and not field.option.serving}
+#: A request's sampling parameters, by name.
+SAMPLING: Final = declared(SamplingParams)
+#: The types of options by the bounds of their fields; other fields are text.
+_KINDS: Final[dict[type[Bound], Any]] = {
+    Integer: int,
+    Number: float,
+    Flag: bool,
+    Strings: list[str],
+    TokenIds: list[int],
+    Biases: list[str],
+}
+#: A declared field, or an option as typer understands it.
+Option = Declared | inspect.Parameter
 
 
 def finite(time: float | None) -> float | None:
@@ -67,19 +163,19 @@ def proxies(proxies: list[str] | None) -> list[str] | None:
     return proxies
 
 
-def place(place: str | None) -> str | None:
+def checked_location(location: str | None) -> str | None:
     """Checks a place for files. Raises typer.BadParameter for a bad URL."""
     from producers.store.blobs.place import checked_place
 
     try:
-        return None if place is None else checked_place(place)
+        return None if location is None else checked_place(location)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
 
-def places(places: list[str]) -> list[str]:
-    """Checks places for files. Raises as `place` does."""
-    return [one for one in map(place, places) if one is not None]
+def checked_locations(locations: list[str]) -> list[str]:
+    """Checks places for files. Raises as `checked_location` does."""
+    return [location for location in map(checked_location, locations) if location is not None]
 
 
 def networks(networks: list[str] | None) -> list[str] | None:
@@ -146,88 +242,19 @@ def find_models(references: Sequence[str], say: Callable[[str], None] = note) ->
         return tuple(find_model(reference, say) for reference in references)
 
 
-Broker = Annotated[
-    str,
-    typer.Option(
-        envvar="BROKER_URL",
-        help="The server that holds the queues: Redis or Valkey (redis://HOST:PORT/DB, or "
-        "redis+sentinel://HOST:PORT,.../NAME/DB), or SQS (sqs://REGION?prefix=pen-), which also needs --store.",
-    ),
-]
-
-#: The broker in operators' commands. Unset, it is the server of the `penstock up` in this directory.
-AnyBroker = Annotated[
-    str | None,
-    typer.Option(
-        envvar="BROKER_URL",
-        help="What holds the queues: a Redis or Valkey, or SQS (sqs://REGION?prefix=pen-). Unset: the server of "
-        "`penstock up` in this directory.",
-    ),
-]
-
-Prices = Annotated[
-    Path | None, typer.Option(dir_okay=False, help="A table of prices (TOML or JSON): usage is shown with its cost.")
-]
-
-Store = Annotated[
-    str | None,
-    typer.Option(
-        envvar="STORE_URL",
-        help="The Redis or Valkey server that holds records and token streams. Unset: the broker, if it is one.",
-    ),
-]
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
-HealthPort = Annotated[
-    int | None,
-    typer.Option(min=0, max=65535, help="Serve /livez and /readyz on this port. 0: any free port. Unset: no port."),
-]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on. 0: any free port.")]
 UniqueName = Annotated[
     str | None, typer.Option(callback=process_name, help="This process's name, which must be unique. Unset: made up.")
 ]
-Prompt = Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue; - reads it from standard input.")]
-AsChat = Annotated[bool, typer.Option("--chat", help="PROMPT is a user's message: apply the model's chat template.")]
-LogLevel = Annotated[str, typer.Option(help="Least severe messages to log: debug, info, warning or error.")]
-
-Url = Annotated[str, typer.Option(envvar="PENSTOCK_URL", help="The gateway's URL.")]
-
-Gpus = Annotated[
-    str | None,
-    typer.Option(help="Run one worker on each of these GPUs: all, or numbers, GPU-... and MIG-... names, as in 0,1."),
-]
-
 FilesDir = Annotated[
     str | None,
     typer.Option(
         metavar="PLACE",
         envvar="FILES_DIR",
-        callback=place,
+        callback=checked_location,
         help="The folder for uploaded files and batches' output, or s3://BUCKET/PREFIX. All gateways and sweepers "
         "share it. Unset: files in the data directory.",
     ),
 ]
-
-SecretsKey = Annotated[
-    Path | None,
-    typer.Option(
-        envvar="PENSTOCK_SECRETS_KEY_FILE",
-        dir_okay=False,
-        help="Encrypt webhooks' secrets in the store with the keys of this file, which `penstock secrets key` makes. "
-        "Unset: they are stored in plain.",
-    ),
-]
-
-BackupKey = Annotated[
-    Path | None,
-    typer.Option(
-        envvar="PENSTOCK_BACKUP_KEY_FILE",
-        dir_okay=False,
-        help="Encrypt backup and journal with the first key of this file, which `penstock secrets key` makes; all of "
-        "its keys read. Unset: they are plain.",
-    ),
-]
-
 WebhookAllow = Annotated[
     list[str] | None,
     typer.Option(
@@ -237,19 +264,112 @@ WebhookAllow = Annotated[
         "10.0.0.0/8, 127.0.0.0/8. May be repeated. Unset: none.",
     ),
 ]
-
-DataDir = Annotated[
-    Path | None, typer.Option(help="The data directory of a `penstock up` on this machine. Unset: .penstock.")
-]
-
-#: The store in commands that need no broker.
-KeyStore = Annotated[
-    str | None,
-    typer.Option(
-        help="The Redis or Valkey server that holds records and keys. Unset: STORE_URL, else BROKER_URL, else that of "
-        "--data-dir."
-    ),
-]
-
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL, autocompletion=complete_model)]
 ModelOption = Annotated[str, typer.Option(help=MODEL, autocompletion=complete_model)]
+
+
+def takes(**groups: Collection[Option]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command a group's options, in the place of its parameter of the group's name.
+
+    The command gets that parameter as a dict of the options that were given. Its Failures name options, not fields.
+    """
+
+    def taking(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        every: list[inspect.Parameter] = []
+        for parameter in signature.parameters.values():
+            options = map(_parameter, groups[parameter.name]) if parameter.name in groups else [parameter]
+            every += [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in options]
+
+        @wraps(command)
+        def called(**arguments: Any) -> None:
+            for name, fields in groups.items():
+                values = {field.name: _read(field, arguments.pop(field.name)) for field in fields}
+                arguments[name] = {
+                    field: value for field, value in values.items() if value is not None and value is not False
+                }
+            try:
+                command(**arguments)
+            except Refused as refused:
+                raise Failure(_as_written(str(refused), groups.values()), refused.status) from refused
+
+        called.__signature__ = signature.replace(parameters=every)  # type: ignore[attr-defined]
+        called.__annotations__ = {parameter.name: parameter.annotation for parameter in every}
+        return called
+
+    return taking
+
+
+def options_of(command: Callable[..., None], names: Iterable[str]) -> list[inspect.Parameter]:
+    """These options of another command, for one that passes them on."""
+    parameters = inspect.signature(command, eval_str=True).parameters
+    return [parameters[name] for name in names]
+
+
+def _as_written(message: str, groups: Iterable[Collection[Option]]) -> str:
+    """A message with the options in place of fields' names: words with `_`, or before `=`. Paths stay as they are."""
+    fields = [field for group in groups for field in group if isinstance(field, Declared)]
+    options = {field.name: _option_of(field) for field in fields}
+    if not options:
+        return message
+    names = "|".join(name if "_" in name else f"{name}(?==)" for name in options)
+    return re.sub(rf"(?<![\w/.-])({names})(?![\w/-])(?:=True)?", lambda match: options[match[1]], message)
+
+
+def _option_of(field: Declared) -> str:
+    assert field.option is not None
+    return field.option.name or f"--{field.name.replace('_', '-')}"
+
+
+def _parameter(field: Option) -> inspect.Parameter:
+    """A declared field as a parameter that typer understands. A value out of bounds raises Failure."""
+    if isinstance(field, inspect.Parameter):
+        return field
+    assert field.option is not None
+    bound, name = field.bound, _option_of(field)
+
+    def within(value: Any) -> Any:
+        if value is None:
+            return value
+        try:
+            bound.check(field.name, _read(field, value))
+        except RequestError:
+            raise Failure(f"{name} is {shown(value)}; it must be {bound.words}") from None
+        return value
+
+    kind = _KINDS.get(type(bound), str)
+    option = typer.Option(name, help=field.option.help, metavar=field.option.metavar, callback=within)
+    default = False if kind is bool else None
+    annotation: Any = Annotated[kind if kind is bool else kind | None, option]
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _read(field: Option, value: Any) -> Any:
+    """A field's value, from its option's."""
+    biases = value is not None and isinstance(field, Declared) and isinstance(field.bound, Biases)
+    return dict(map(_bias, value)) if biases else value
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition("=")
+    try:
+        return int(token_id), float(bias)
+    except ValueError:
+        raise Failure(f"--logit-bias is {text!r}; it must be ID=NUMBER, such as 318=-100") from None
+
+
+def as_arguments(context: typer.Context, *, only: Sequence[str] = (), without: Sequence[str] = ()) -> list[str]:
+    """The options of this command line, as arguments for another process.
+
+    Left out are options with their default, and those that an environment variable carries. `only` and `without` are
+    names of parameters.
+    """
+    argv: list[str] = []
+    for option in context.command.params:
+        value = context.params.get(str(option.name))
+        if value is None or value == option.default or isinstance(option.envvar, str):
+            continue
+        if (not only or option.name in only) and option.name not in without:
+            for item in value if isinstance(value, list) else [value]:
+                argv += [option.opts[0]] if item is True else [option.opts[0], str(item)]
+    return argv

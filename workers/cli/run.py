@@ -1,36 +1,50 @@
-"""`penstock run`: computes one prompt's output in this process and ends."""
+"""`penstock run` and `penstock chat`: a model's output on the terminal.
+
+run computes one prompt's output in this process and ends. chat is a conversation through a running gateway, or through
+a system of its own.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from workers.cli.commands import Commands
-from workers.cli.exits import Exit, Failure, needs, refusing
-from workers.cli.option_groups import ENGINE_OF_ONE, SAMPLING, takes
-from workers.cli.options import AsChat, Model, Prompt, find_models
+from workers.cli.exits import CALLER_STATUS, Exit, Failure, check_extras, needs, refusing
+from workers.cli.options import ENGINE_OF_ONE, SAMPLING, AsChat, Model, Prompt, find_models, takes
 from workers.cli.terminal import TextStream, text_from
 
 if TYPE_CHECKING:
     from engine import Engine, Event, Request, SamplingParams
+    from workers.cli.client import Gateway
 
 #: Sampling parameters whose results are not printed.
 NOT_SHOWN = frozenset({"best_of", "logprobs", "prompt_logprobs"})
-STATUS = "Exit status: 0 done, 1 it failed, 2 refused, 130 interrupted."
+RUN_STATUS = "Exit status: 0 done, 1 it failed, 2 refused, 130 interrupted."
+HELP: Final = """\
+/exit           leave; so does Ctrl-D
+/reset          start a new conversation
+/system TEXT    set the system message; without TEXT: remove it
+/help           show this
+Ctrl-C stops the answer."""
 
-
-app = Commands("Start here", STATUS)
+app = Commands("Start here", RUN_STATUS)
 
 
 @app.shown("penstock run tiny 'def fibonacci(n):' --max-tokens 64 --temperature 0")
-@takes(engine=ENGINE_OF_ONE.values(), sampling=[one for one in SAMPLING.values() if one.name not in NOT_SHOWN])
+@takes(
+    engine=ENGINE_OF_ONE.values(),
+    sampling=[parameter for parameter in SAMPLING.values() if parameter.name not in NOT_SHOWN],
+)
 def run(
     model: Model,
     prompt: Prompt,
@@ -49,7 +63,7 @@ def run(
         from engine import Engine, EngineConfig, EngineError, Request, SamplingParams
         from engine.params import filled
         from workers.library import verify
-    (found,) = find_models([model])
+    (resolved,) = find_models([model])
     if "draft_model" in engine:
         (guesser,) = find_models([engine["draft_model"]])
         engine["draft_model"] = str(guesser.folder)
@@ -57,12 +71,12 @@ def run(
         SamplingParams(**sampling)  # refuses bad parameters before the model is loaded for seconds
         config = EngineConfig(**engine | ({"max_num_seqs": sampling["n"]} if "n" in sampling else {}))
         text = text_from(sys.stdin.read) if prompt == "-" else prompt
-        verify(found.folder)
-        with Engine.load(found.folder, config) as loaded:
+        verify(resolved.folder)
+        with Engine.load(resolved.folder, config) as loaded:
             if loaded.card is None:
-                raise Failure(f"{found.folder} has no tokenizer.json: it cannot read text")
+                raise Failure(f"{resolved.folder} has no tokenizer.json: it cannot read text")
             params = SamplingParams(**sampling, **filled(sampling, loaded.card.defaults))
-            _show(loaded, Request("run", _prompt_ids(loaded, found.folder, text, chat, system), params), as_json)
+            _show(loaded, Request("run", _prompt_ids(loaded, resolved.folder, text, chat, system), params), as_json)
 
 
 def _prompt_ids(engine: Engine, folder: Path, text: str, chat: bool, system: str | None) -> list[int]:
@@ -95,8 +109,8 @@ def _show(engine: Engine, request: Request, as_json: bool) -> None:
             output["text"] += "".join(last.texts)
             output["finish_reason"] = last.finish_reason
             if shown is not None:
-                for place, text in enumerate(last.texts):
-                    final = last.finish_reason if place + 1 == len(last.texts) else None
+                for index, text in enumerate(last.texts):
+                    final = last.finish_reason if index + 1 == len(last.texts) else None
                     shown.show({"event": "token", "choice": last.choice, "text": text, "finish_reason": final})
         if shown is not None:
             shown.show({"event": "end"})
@@ -110,17 +124,149 @@ def _show(engine: Engine, request: Request, as_json: bool) -> None:
     if last.error is not None:
         raise Failure(f"the model failed: {last.error}", Exit.TASK_FAILED)
     if as_json:
-        made = sum(len(output["token_ids"]) for output in outputs)
-        usage = {"prompt_tokens": last.prompt_tokens, "output_tokens": made}
+        output_tokens = sum(len(output["token_ids"]) for output in outputs)
+        usage = {"prompt_tokens": last.prompt_tokens, "output_tokens": output_tokens}
         typer.echo(json.dumps({"choices": outputs, "usage": usage}))
 
 
 def _events(engine: Engine, request: Request) -> Iterator[Event]:
     """The request's events, up to its last one."""
-    came: SimpleQueue[Event] = SimpleQueue()
-    engine.submit(request, came.put)
+    events: SimpleQueue[Event] = SimpleQueue()
+    engine.submit(request, events.put)
     while True:
-        event = came.get()
+        event = events.get()
         yield event
         if event.done:
             return
+
+
+@app.shown("penstock chat tiny --system 'Answer in Python.'", status=CALLER_STATUS)
+@takes(sampling=[SAMPLING[name] for name in ("max_tokens", "temperature", "top_p", "seed", "stop")])
+def chat(
+    model: Model,
+    *,
+    system: Annotated[str | None, typer.Option(help="The system message to begin with.")] = None,
+    sampling: dict[str, Any],
+    url: Annotated[
+        str | None,
+        typer.Option(envvar="PENSTOCK_URL", help="The URL of a running gateway. Unset: start a system for this chat."),
+    ] = None,
+) -> None:
+    """Chat with a model on the terminal. /help shows the chat's own commands."""
+    with _gateway(model, url) as (gateway, name):
+        served = {card["id"]: card for card in gateway.models()}
+        if name not in served:
+            raise Failure(f"{gateway.url} serves no model {name!r}; it has: {', '.join(sorted(served)) or 'none'}")
+        if "chat" not in served[name]["capabilities"]:
+            raise Failure(f"{name} has no chat template; it can continue texts: penstock run {name} TEXT")
+        Chat(gateway, {"model": name, **sampling}, system).run()
+
+
+@contextmanager
+def _gateway(model: str, url: str | None) -> Iterator[tuple[Gateway, str]]:
+    """A gateway and the model's name there."""
+    from workers.cli.client import Gateway
+
+    if url is not None:
+        yield Gateway(url), model
+        return
+
+    check_extras("gateway", "worker", "webhooks")
+    from workers.cli.system import running_system
+
+    try:
+        models = find_models([model])
+        typer.echo(f"loading {models[0].name} ...", err=True)
+        with running_system(models) as system:
+            yield Gateway(system.url), models[0].name
+    except KeyboardInterrupt:
+        raise Failure("interrupted", Exit.INTERRUPTED) from None
+
+
+@dataclass(slots=True)
+class Chat:
+    """A conversation. `fields` go into every request."""
+
+    gateway: Gateway
+    fields: dict[str, Any]
+    system: str | None = None
+    turns: list[dict[str, str]] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Converse until the user leaves. Raises Failure only without a terminal; on a terminal, it prints failures."""
+        terminal = sys.stdin.isatty()
+        if terminal:
+            with suppress(ImportError):
+                import readline  # noqa: F401 - input() edits lines and remembers them then
+            typer.echo("Chat with /help for help; Ctrl-D leaves.", err=True)
+        while True:
+            try:
+                line = text_from(partial(input, "> ") if terminal else _line)
+                if not line.startswith("/"):
+                    if line.strip():
+                        self.say(line)
+                elif not self.obey(line):
+                    return
+            except EOFError:
+                if terminal:
+                    typer.echo()
+                return
+            except KeyboardInterrupt:
+                if not terminal:
+                    raise
+                typer.echo("\n(/exit or Ctrl-D leaves)", err=True)
+            except Failure as failure:
+                if not terminal:
+                    raise
+                typer.echo(f"penstock: {failure}", err=True)
+
+    def obey(self, line: str) -> bool:
+        """Carry out a command; False to leave."""
+        command, _, argument = line.strip().partition(" ")
+        if command == "/reset":
+            self.turns.clear()
+            typer.echo("(a new conversation begins)", err=True)
+        elif command == "/system":
+            self.system = argument.strip() or None
+            typer.echo("(the system message is set)" if self.system else "(there is no system message)", err=True)
+        elif command == "/help":
+            typer.echo(HELP, err=True)
+        elif command == "/exit":
+            return False
+        else:
+            typer.echo(f"(no command {command}; /help shows them)", err=True)
+        return True
+
+    def say(self, text: str) -> None:
+        """Send a message and print the answer as it comes. Ctrl-C stops it; the part that came stays in the history.
+
+        Raises Failure; the conversation is then unchanged.
+        """
+        first = [{"role": "system", "content": self.system}] if self.system is not None else []
+        message = {"role": "user", "content": text}
+        answer: list[str] = []
+        shown = TextStream(1)
+        try:
+            request = {**self.fields, "messages": [*first, *self.turns, message]}
+            with closing(self.gateway.chat(request)) as pieces:
+                for piece in pieces:
+                    answer.append(piece)
+                    shown.show({"event": "token", "text": piece})
+        except KeyboardInterrupt:
+            shown.close()
+            typer.echo("(stopped)", err=True)
+        except Failure as failure:
+            if self.turns and "maximum context length" in str(failure):
+                raise Failure(f"{failure} /reset starts a new conversation.", failure.status) from failure
+            raise
+        finally:
+            shown.close()
+        self.turns += [message, {"role": "assistant", "content": "".join(answer)}]
+
+
+def _line() -> str:
+    """Reads a line of standard input that is not a terminal. Raises EOFError."""
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.rstrip("\n")

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from workers.cli.bench import check_writable, weights
 from workers.cli.commands import Commands
 from workers.cli.exits import OPERATOR_STATUS, Exit, Failure, refusing, touching
 from workers.cli.options import AnyBroker, Json, Store
 from workers.cli.servers import system
 from workers.cli.terminal import aligned, say
+from workers.cli.trials import check_writable, weights
 
 if TYPE_CHECKING:
     from producers.client.aio import AsyncClient
@@ -170,8 +170,8 @@ def simulate(
             metavar="MODEL@VERSION", help="Take knee, tokens a second and cold start from this version's kept profile."
         ),
     ] = None,
-    least: Annotated[int, typer.Option("--min", min=0, help="Workers at least.")] = 0,
-    most: Annotated[int, typer.Option("--max", min=1, help="Workers at most.")] = 30,
+    min_workers: Annotated[int, typer.Option("--min", min=0, help="Workers at least.")] = 0,
+    max_workers: Annotated[int, typer.Option("--max", min=1, help="Workers at most.")] = 30,
     cool_down: Annotated[float | None, typer.Option(help="Interval of scaling in, in seconds. Unset: 300.")] = None,
     rule: Annotated[
         list[str] | None,
@@ -205,7 +205,7 @@ def simulate(
     from workers.trials.simulate.simulation import WorkerModel
     from workers.trials.simulate.traces import Synthetic, read, write
 
-    if sum(one is not None for one in (trace, synthetic, decisions)) != 1:
+    if sum(source is not None for source in (trace, synthetic, decisions)) != 1:
         raise Failure("give one of --trace FILE, --synthetic SHAPE and --decisions FILE")
     if decisions is not None:
         _replay(decisions, as_json)
@@ -213,11 +213,15 @@ def simulate(
     for path in (write_trace, plot, out):
         check_writable(path)
     kept = _profile(profile, broker, store) if profile is not None else {}
-    asked = {"knee": knee, "tokens_per_s": tokens_per_s, "prompt_cost": prompt_cost, "cold_start": cold_start}
-    told = {**kept, **{name: value for name, value in asked.items() if value is not None}}
+    options = {"knee": knee, "tokens_per_s": tokens_per_s, "prompt_cost": prompt_cost, "cold_start": cold_start}
+    model_fields = {**kept, **{name: value for name, value in options.items() if value is not None}}
     with refusing(ValueError):
-        model = WorkerModel(**told, slots=slots or 2 * told.get("knee", WorkerModel().knee), drain=drain_timeout)
-        rules = one_pool({"model": "simulated", "min": least, "max": most, "cool_down": cool_down}, rule or []).rules
+        model = WorkerModel(
+            **model_fields, slots=slots or 2 * model_fields.get("knee", WorkerModel().knee), drain=drain_timeout
+        )
+        rules = one_pool(
+            {"model": "simulated", "min": min_workers, "max": max_workers, "cool_down": cool_down}, rule or []
+        ).rules
         if trace is not None:
             with touching(trace, "read"):
                 arrivals, name = read(trace), str(trace)
@@ -228,10 +232,10 @@ def simulate(
     if write_trace is not None:
         write(write_trace, arrivals)
     with _progress(arrivals[-1].at) as note:
-        found = compared(arrivals, Settings(model, rules, Objective(objective), every, price), compare, note)
-    _report(found, name, plot, out, as_json)
-    if not found.holds:
-        missed = f"{found.met:.2%} of the priority tasks had their first token within {objective:g} s"
+        comparison = compared(arrivals, Settings(model, rules, Objective(objective), every, price), compare, note)
+    _report(comparison, name, plot, out, as_json)
+    if not comparison.holds:
+        missed = f"{comparison.met:.2%} of the priority tasks had their first token within {objective:g} s"
         raise Failure(f"the objective was missed: {missed}", Exit.TASK_FAILED)
 
 
@@ -249,24 +253,27 @@ def _profile(version: str, broker: str | None, store: str | None) -> dict[str, A
         )
     measured = Profile.from_json(text(kept))
     start = measured.cold_start.get("total")
-    found = {"knee": measured.knee and max(1, round(measured.knee)), "tokens_per_s": measured.tokens_per_s}
-    found |= {"cold_start": start, "prompt_cost": 1.0 if measured.tokens_per_s else None}
-    return {name: value for name, value in found.items() if value is not None}
+    fields = {"knee": measured.knee and max(1, round(measured.knee)), "tokens_per_s": measured.tokens_per_s}
+    fields |= {"cold_start": start, "prompt_cost": 1.0 if measured.tokens_per_s else None}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _replay(path: Path, as_json: bool) -> None:
     from workers.trials.simulate.replay import replay
 
     with refusing(ValueError), touching(path, "read"):
-        found = replay(path)
+        result = replay(path)
     if as_json:
-        typer.echo(json.dumps(asdict(found)))
+        typer.echo(json.dumps(asdict(result)))
     else:
-        typer.echo(f"{found.decisions} decisions computed again, {len(found.differences)} differ")
-        for one in found.differences:
-            typer.echo(f"{one.pool} at {one.at:.3f}: kept {one.kept}, computed {one.computed}: {one.why}")
-    if found.differences:
-        raise Failure(f"{len(found.differences)} decisions come out otherwise", Exit.TASK_FAILED)
+        typer.echo(f"{result.decisions} decisions computed again, {len(result.differences)} differ")
+        for difference in result.differences:
+            typer.echo(
+                f"{difference.pool} at {difference.at:.3f}: kept {difference.kept}, computed {difference.computed}: "
+                f"{difference.why}"
+            )
+    if result.differences:
+        raise Failure(f"{len(result.differences)} decisions come out otherwise", Exit.TASK_FAILED)
 
 
 @contextmanager
@@ -282,36 +289,36 @@ def _progress(last: float) -> Iterator[Callable[[str, float], None]]:
         yield lambda name, at: bar.update(row, description=name, completed=at)
 
 
-def _report(found: Compared, name: str, plot: Path | None, out: Path | None, as_json: bool) -> None:
+def _report(comparison: Compared, name: str, plot: Path | None, out: Path | None, as_json: bool) -> None:
     """Print the figures; draw and write them."""
     from workers.trials.simulate.compare import plot as draw
 
-    said = {"trace": name, **found.to_dict()}
+    report = {"trace": name, **comparison.to_dict()}
     if plot is not None:
-        plot.write_text(draw(found.outcomes, f"{name}: {said['tasks']:,} tasks", found.settings.price))
+        plot.write_text(draw(comparison.outcomes, f"{name}: {report['tasks']:,} tasks", comparison.settings.price))
     if out is not None:
-        samples = {scaler: [asdict(one) for one in its.samples] for scaler, its in found.outcomes.items()}
-        out.write_text(json.dumps({**said, "samples": samples}) + "\n")
+        samples = {scaler: [asdict(sample) for sample in its.samples] for scaler, its in comparison.outcomes.items()}
+        out.write_text(json.dumps({**report, "samples": samples}) + "\n")
     if as_json:
-        typer.echo(json.dumps(said))
+        typer.echo(json.dumps(report))
     else:
-        _print_table(said, found)
+        _print_table(report, comparison)
 
 
-def _print_table(said: dict[str, Any], found: Compared) -> None:
-    settings = found.settings
+def _print_table(report: dict[str, Any], comparison: Compared) -> None:
+    settings = comparison.settings
     model, rules = settings.model, settings.rules
     typer.echo(
-        f"{said['trace']}: {said['tasks']:,} tasks; a worker: knee {model.knee}, {model.tokens_per_s:g} tokens/s, "
+        f"{report['trace']}: {report['tasks']:,} tasks; a worker: knee {model.knee}, {model.tokens_per_s:g} tokens/s, "
         f"cold start {model.cold_start:g} s; {rules.min} to {rules.max} workers, cool-down {rules.cool_down:g} s"
     )
-    for line in aligned([_HEADS, *(_row(scaler, its) for scaler, its in said["scalers"].items())]):
+    for line in aligned([_HEADS, *(_row(scaler, its) for scaler, its in report["scalers"].items())]):
         typer.echo(line)
     typer.echo(
         f"in time: priority's first token within {settings.objective.ttft:g} s; the objective is "
         f"{settings.objective.share:.0%}. most: with workers that drain."
     )
-    typer.echo(f"All work is {said['scalers']['policy']['work_hours']:,.1f} worker-hours: no schedule needs fewer.")
+    typer.echo(f"All work is {report['scalers']['policy']['work_hours']:,.1f} worker-hours: no schedule needs fewer.")
 
 
 def _row(scaler: str, its: dict[str, Any]) -> tuple[object, ...]:

@@ -12,8 +12,7 @@ import typer
 from workers.cli.commands import Commands
 from workers.cli.exits import OPERATOR_STATUS, Exit, Failure, refusing, touching
 from workers.cli.options import DataDir, Json, KeyStore, SecretsKey
-from workers.cli.servers import records
-from workers.cli.starting import use_secrets_key
+from workers.cli.servers import records, use_secrets_key
 from workers.cli.terminal import note, say
 
 app = Commands(
@@ -92,10 +91,10 @@ def make(
     from producers.admin import deployment
 
     with refusing(deployment.CannotMake):
-        made = deployment.make(folder, host or ["valkey"], port, force=force)
-    for name in made:
+        created = deployment.make(folder, host or ["valkey"], port, force=force)
+    for name in created:
         typer.echo(folder / name)
-    if not made:
+    if not created:
         typer.echo(f"Nothing is missing in {folder}.")
 
 

@@ -1,13 +1,18 @@
-"""The servers that operators' commands are about: those that are named, or those of a data directory here.
+"""The servers of a command: those that are named, or those of a data directory here. And the start of a process.
 
 with system(broker, store) as (client, loop):
-    found = loop.run(client.models())
+    models = loop.run(client.models())
+
+Commands that run a process check its servers, open its port and set up its log before they serve.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from errno import EACCES, EADDRINUSE
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,8 +76,81 @@ def answering(*urls: str) -> Iterator[None]:
         yield
     except FAILURES as error:
         where = " or ".join(dict.fromkeys(shown(url) for url in urls))
-        if (found := trouble(error)) is not Trouble.AWAY:
+        if (kind := trouble(error)) is not Trouble.AWAY:
             # A full one may have room soon.
-            status = Exit.UNREACHABLE if found is Trouble.FULL else Exit.REFUSED
-            raise Failure(f"{where} refused: {error_text(error)}", status) from error
-        raise Failure(f"no answer from {where} ({error_text(error)})", Exit.UNREACHABLE) from error
+            status = Exit.UNREACHABLE if kind is Trouble.FULL else Exit.REFUSED
+            raise Failure(f"{where} refused: {said(error)}", status) from error
+        raise Failure(f"no answer from {where} ({said(error)})", Exit.UNREACHABLE) from error
+
+
+def look_at_servers(broker: str, store: str | None) -> None:
+    """Check broker and store. Raises Refused for an unusable server; waits for one that does not answer."""
+    from workers.connect import check_servers
+
+    check_servers(broker, store_of(broker, store), must_answer=False)
+
+
+def look_at_files(location: str) -> None:
+    """Check the place of files. Raises Failure for one that cannot be used; one that does not answer is logged."""
+    from producers.store.servers import ServerRefused, check_files
+
+    with refusing(ServerRefused):
+        check_files(location)
+
+
+def use_secrets_key(file: Path | None) -> None:
+    """Encrypt and read secrets with the keys of this file from now on, here and in processes that are started.
+
+    None: the file that the environment names, if any. Raises Failure for a file that cannot be used.
+    """
+    from producers.contract.sealing import KEY_FILE, keyring
+    from producers.errors import SecretUnreadable
+
+    if file is not None:
+        os.environ[KEY_FILE] = str(file.absolute())
+    with refusing(SecretUnreadable):
+        keyring()
+
+
+def store_of(broker: str, store: str | None) -> str:
+    """The store's URL. Raises Failure where a broker that is none is given alone."""
+    from producers.connection import local
+
+    with refusing(ValueError):
+        return local.store_of(broker, store)
+
+
+def set_up_logging(level: str, prefix: str = "") -> None:
+    """Log from this level on, each line after the prefix. Raises Failure for an unknown level."""
+    import logging
+
+    logging.basicConfig(level=checked_level(level), format=f"{prefix}%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("botocore").setLevel(logging.WARNING)  # it tells of each client where its credentials are from
+
+
+def checked_level(name: str) -> str:
+    """The log level as Python's logging names it. Raises Failure for an unknown one."""
+    if name.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise Failure(f"--log-level is {name!r}; it must be debug, info, warning or error")
+    return name.upper()
+
+
+def open_port(host: str, port: int, *, listens: bool = True) -> socket.socket:
+    """A listening socket. Port 0 takes any free port. Raises Failure if the address cannot be bound.
+
+    `listens`: callers wait from now on. Otherwise they are refused until a server takes it, so that a proxy asks
+    another gateway, and no caller who comes back waits for a start.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        if listens:
+            listener.listen(2048)
+        return listener
+    except OSError as error:
+        listener.close()
+        other = "port with --port (0: any free)" if error.errno in (EADDRINUSE, EACCES) else "address with --host"
+        raise Failure(
+            f"cannot listen on {host} port {port}: {error.strerror or error}; choose another {other}"
+        ) from error

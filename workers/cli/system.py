@@ -37,7 +37,7 @@ from workers.cli.client import Gateway
 from workers.cli.exits import Exit, Failure
 from workers.cli.local_pools import LocalPools, Plan
 from workers.cli.models import publish_own
-from workers.cli.starting import open_port
+from workers.cli.servers import open_port
 from workers.connect import check_servers
 from workers.errors import Refused
 from workers.library import ResolvedModel
@@ -76,7 +76,7 @@ class System:
     port: int = field(init=False, default=0)
     _data: embedded_valkey.DataDir | None = field(init=False, default=None)
     _listener: socket.socket | None = field(init=False, default=None)
-    _ones: dict[str, Child] = field(init=False, default_factory=dict)
+    _services: dict[str, Child] = field(init=False, default_factory=dict)
     """All children but the workers, by name."""
     _standby: Standby | None = field(init=False, default=None)
     _pools: LocalPools | None = field(init=False, default=None)
@@ -91,7 +91,7 @@ class System:
     @property
     def children(self) -> list[Child]:
         """The children that were started."""
-        return [*self._ones.values(), *(self._pools.children if self._pools is not None else ())]
+        return [*self._services.values(), *(self._pools.children if self._pools is not None else ())]
 
     async def start(self) -> None:
         """Start all processes and wait until they serve. Raises Failure if one cannot start or dies before that."""
@@ -120,8 +120,8 @@ class System:
     async def stop(self) -> None:
         """Stop all processes in order. Running tasks may end; the rest is handed back to the queue."""
         self._stop_listening()
-        if "gateway" in self._ones:
-            self._ones["gateway"].order(signal.SIGTERM)
+        if "gateway" in self._services:
+            self._services["gateway"].order(signal.SIGTERM)
         await self._stop_scaling()
         if self._pools is not None:
             await self._pools.stop()
@@ -140,19 +140,19 @@ class System:
         """Kill all processes. Running tasks return to the queue at the next start."""
         self._stop_listening()
         await self._stop_scaling()
-        others = [child for child in self.children if child is not self._ones.get("valkey")]
+        others = [child for child in self.children if child is not self._services.get("valkey")]
         await asyncio.gather(*(child.stop(1.0, signal.SIGKILL) for child in others))
         await self._stop_valkey()
 
     async def _begin(self, program: Program) -> Child:
-        child = self._ones[program.name] = Child(program, self.say)
+        child = self._services[program.name] = Child(program, self.say)
         await child.start()
         return child
 
     async def _end(self, name: str, seconds: float) -> None:
         """Stop a child, if it was started."""
-        if name in self._ones:
-            await self._ones[name].stop(seconds)
+        if name in self._services:
+            await self._services[name].stop(seconds)
 
     async def _begin_servers(self) -> None:
         """Start the embedded server, if the plan has one, and check both. Raises Failure."""
@@ -161,7 +161,7 @@ class System:
         if plan.embedded:
             self._data = await embedded_valkey.open_data_dir(plan.data_dir)
             port = self._data.port()
-            self._data.tell(plan.broker)
+            self._data.write_broker(plan.broker)
             self.store = self._data.url(port)
             await embedded_valkey.started(await self._begin(embedded_valkey.valkey(self._data, port)), self._data, port)
         self.broker, self.store = self.broker or self.store, self.store or self.broker
@@ -181,10 +181,10 @@ class System:
         for keeper, child in keepers.items():
             if keeper in done:
                 await asyncio.sleep(0.1)  # its last output is still being read
-                said = "\n  ".join(list(child.lines)[-8:])
+                output = "\n  ".join(list(child.lines)[-8:])
                 refused = keeper.result() == Exit.REFUSED
                 raise Failure(
-                    f"{child.program.name} {ended(keeper.result())}:\n  {said}",
+                    f"{child.program.name} {ended(keeper.result())}:\n  {output}",
                     Exit.REFUSED if refused else Exit.TASK_FAILED,
                 )
 
@@ -208,8 +208,8 @@ class System:
                     await asyncio.sleep(0.02)
 
     def _publish(self, model: ResolvedModel) -> None:
-        if told := publish_own(self.broker, self.store, model):
-            self.say("up", told)
+        if notice := publish_own(self.broker, self.store, model):
+            self.say("up", notice)
 
     async def _begin_standby(self) -> Standby | None:
         """Keep a standby, if the plan has it, or the one that was begun ahead for the first worker."""
@@ -310,43 +310,45 @@ async def conduct(system: System, use: Callable[[System], Awaitable[None]]) -> b
     Returns whether `use` came to its own end. Raises Failure from the start, from the use, or for the third signal.
     Nothing is left running in any case.
     """
-    came = coming()
+    received = coming()
 
     async def start_and_use() -> None:
         await system.start()
         await use(system)
 
     work = asyncio.create_task(start_and_use())
-    told = asyncio.create_task(came.get())
-    await asyncio.wait((work, told), return_when="FIRST_COMPLETED")
+    next_signal = asyncio.create_task(received.get())
+    await asyncio.wait((work, next_signal), return_when="FIRST_COMPLETED")
     finished = work.done()
     if not finished:
         work.cancel()
         await asyncio.wait((work,))
-    await _stop(system, came, told)
+    await _stop(system, received, next_signal)
     if not work.cancelled():
         work.result()
     return finished
 
 
-async def _stop(system: System, came: asyncio.Queue[signal.Signals], told: asyncio.Task[signal.Signals]) -> None:
-    """Stop the system. `told`: waits for the next signal that comes, or has it."""
+async def _stop(
+    system: System, received: asyncio.Queue[signal.Signals], next_signal: asyncio.Task[signal.Signals]
+) -> None:
+    """Stop the system. `next_signal`: waits for the next signal that comes, or has it."""
     stopping = asyncio.create_task(system.stop())
     signals = 0
     while not stopping.done():
-        if told.done():
-            signals += 2 if signals == 0 and told.result() is signal.SIGQUIT else 1
-            told = asyncio.create_task(came.get())
+        if next_signal.done():
+            signals += 2 if signals == 0 and next_signal.result() is signal.SIGQUIT else 1
+            next_signal = asyncio.create_task(received.get())
         if signals == 2:
             system.hasten()
         elif signals > 2:
             stopping.cancel()
-            told.cancel()
+            next_signal.cancel()
             await asyncio.wait((stopping,))
             await system.kill()
             raise Failure("stopped at once; running tasks are back in the queue", Exit.INTERRUPTED)
-        await asyncio.wait((stopping, told), return_when="FIRST_COMPLETED")
-    told.cancel()
+        await asyncio.wait((stopping, next_signal), return_when="FIRST_COMPLETED")
+    next_signal.cancel()
     stopping.result()
 
 
@@ -433,7 +435,7 @@ class _BackgroundRun:
         """Make the workers hand back their running tasks now. Callable like `end`."""
         self._call(self.system.hasten)
 
-    def _call(self, what: Callable[[], None]) -> None:
+    def _call(self, function: Callable[[], None]) -> None:
         if self._loop is not None:
             with suppress(RuntimeError):  # it is closed
-                self._loop.call_soon_threadsafe(what)
+                self._loop.call_soon_threadsafe(function)

@@ -14,8 +14,7 @@ import typer
 from workers.cli.client import FINAL, Gateway, Refused
 from workers.cli.commands import Commands
 from workers.cli.exits import CALLER_STATUS, Exit, Failure
-from workers.cli.option_groups import SAMPLING, takes
-from workers.cli.options import DEFAULT_URL, AsChat, Prompt, Url
+from workers.cli.options import DEFAULT_URL, SAMPLING, AsChat, Prompt, Url, takes
 from workers.cli.terminal import JsonLines, TextStream, choices, say, text_from
 
 TaskId = Annotated[str, typer.Argument(metavar="ID", help="The task's id, as `penstock submit` printed it.")]
@@ -64,7 +63,7 @@ def submit(
     """Submit a task and print its id, or with --stream its text as it comes."""
     gateway = Gateway(url)
     text = text_from(sys.stdin.read) if prompt == "-" else prompt
-    asked = {
+    all_fields = {
         "model": model,
         **({"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}),
         "tier": tier,
@@ -77,7 +76,7 @@ def submit(
         "webhook": None if webhook is None else {"url": webhook},
     }
     # Unset fields are left out: their defaults are the gateway's.
-    fields = {name: value for name, value in asked.items() if value is not None}
+    fields = {name: value for name, value in all_fields.items() if value is not None}
     task = gateway.submit(fields, idempotency_key)
     if stream:
         if not as_json:
@@ -113,12 +112,12 @@ def result(
     give_up = None if timeout is None else time.monotonic() + timeout
     pause = 0.02
     while (task := gateway.task(task_id))["status"] not in FINAL:
-        left = pause if give_up is None else give_up - time.monotonic()
-        if left <= 0:
+        remaining = pause if give_up is None else give_up - time.monotonic()
+        if remaining <= 0:
             raise Failure(
                 f"task {task_id} is still {task['status']} after {timeout:g} s; it was not cancelled", Exit.TIMEOUT
             )
-        time.sleep(min(pause, left))
+        time.sleep(min(pause, remaining))
         pause = min(0.5, 1.5 * pause)
     say(json.dumps(task) if as_json else choices(task["choices"]))
     _end(task_id, task["status"], task["error"])
@@ -142,17 +141,17 @@ def cancel(task_id: TaskId, as_json: Json = False, url: Url = DEFAULT_URL) -> No
 @commands.shown(f"penstock explain {_AN_ID}")
 def explain(task_id: TaskId, as_json: Json = False, url: Url = DEFAULT_URL) -> None:
     """Explain where a task is: how many go before it, what keeps it, when it will start and end."""
-    said = Gateway(url).explain(task_id)
+    explanation = Gateway(url).explain(task_id)
     if as_json:
-        typer.echo(json.dumps(said))
+        typer.echo(json.dumps(explanation))
         return
-    typer.echo(said["summary"])
-    for reason in said["blocked_by"]:
+    typer.echo(explanation["summary"])
+    for reason in explanation["blocked_by"]:
         typer.echo(f"  {reason['name']:18} {reason['message']}")
-    for one in said["attempts"]:
-        typer.echo(f"  {one['why']:18} {_attempt(one)}")
-    if said["phases"]:
-        typer.echo("  " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in said["phases"].items()))
+    for attempt in explanation["attempts"]:
+        typer.echo(f"  {attempt['why']:18} {_attempt(attempt)}")
+    if explanation["phases"]:
+        typer.echo("  " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in explanation["phases"].items()))
 
 
 @listing.shown("penstock tasks ls --status failed --since 3600", "ls")
@@ -173,7 +172,7 @@ def listed(
     url: Url = DEFAULT_URL,
 ) -> None:
     """List tasks, the latest first: id, status, model, tier, time of submission, output tokens."""
-    asked = {
+    query = {
         "status": status,
         "model": model,
         "tier": tier,
@@ -183,8 +182,8 @@ def listed(
         "limit": min(limit, 100),
         **{f"metadata[{key}]": value for key, value in map(pair, metadata or ())},
     }
-    found = Gateway(url).tasks({name: value for name, value in asked.items() if value is not None})
-    for task in islice(found, limit):
+    tasks = Gateway(url).tasks({name: value for name, value in query.items() if value is not None})
+    for task in islice(tasks, limit):
         say(json.dumps(task) if as_json else _row(task))
 
 
@@ -219,15 +218,15 @@ def delete(
         raise Failure(f"{len(refused)} of {len(task_ids)} tasks are not deleted", refused[-1].status)
 
 
-def _attempt(one: dict[str, Any]) -> str:
+def _attempt(attempt: dict[str, Any]) -> str:
     """A start of a task, in words."""
-    said = [one["worker"] or "a worker that told nothing"]
-    said += [] if one["duration_s"] is None else [f"for {one['duration_s']:.2f} s"]
-    said += [] if one["entries"] is None else [f"until its stream had {one['entries']} entries"]
-    said += [] if one["cached_tokens"] is None else [f"with {one['cached_tokens']} cached prompt tokens"]
-    whys = ", ".join(dict.fromkeys(each["why"] for each in one["preempted"]))
-    said += [f"{one['preemptions']} times preempted ({whys})"] if one["preemptions"] else []
-    return ", ".join(said)
+    parts = [attempt["worker"] or "a worker that told nothing"]
+    parts += [] if attempt["duration_s"] is None else [f"for {attempt['duration_s']:.2f} s"]
+    parts += [] if attempt["entries"] is None else [f"until its stream had {attempt['entries']} entries"]
+    parts += [] if attempt["cached_tokens"] is None else [f"with {attempt['cached_tokens']} cached prompt tokens"]
+    whys = ", ".join(dict.fromkeys(each["why"] for each in attempt["preempted"]))
+    parts += [f"{attempt['preemptions']} times preempted ({whys})"] if attempt["preemptions"] else []
+    return ", ".join(parts)
 
 
 def _follow(gateway: Gateway, task: dict[str, Any], start: int, as_json: bool) -> None:
@@ -254,8 +253,8 @@ def _tail(task: dict[str, Any], last: dict[str, Any]) -> str:
 def _end(task_id: str, status: str, error: dict[str, Any] | None) -> None:
     """Raises Failure for a task that failed or was cancelled."""
     if status in ("failed", "cancelled"):
-        what = "was cancelled" if status == "cancelled" else "failed"
-        raise Failure(f"task {task_id} {what}{': ' + error['message'] if error else ''}", Exit.TASK_FAILED)
+        verb = "was cancelled" if status == "cancelled" else "failed"
+        raise Failure(f"task {task_id} {verb}{': ' + error['message'] if error else ''}", Exit.TASK_FAILED)
 
 
 def pair(text: str) -> tuple[str, str]:

@@ -45,13 +45,13 @@ def relayed(name: str, line: str) -> None:
         note(f"{name} | {line}")
 
 
-def aligned(rows: Sequence[Sequence[object]], left: int = 1) -> Iterator[str]:
-    """Rows as lines of columns: the first `left` are aligned to the left, the others to the right."""
+def aligned(rows: Sequence[Sequence[object]], left_columns: int = 1) -> Iterator[str]:
+    """Rows as lines of columns: the first `left_columns` are aligned to the left, the others to the right."""
     texts = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     for row in texts:
-        cells = [cell.ljust(width) for cell, width in zip(row[:left], widths, strict=False)]
-        cells += [cell.rjust(width) for cell, width in zip(row[left:], widths[left:], strict=True)]
+        cells = [cell.ljust(width) for cell, width in zip(row[:left_columns], widths, strict=False)]
+        cells += [cell.rjust(width) for cell, width in zip(row[left_columns:], widths[left_columns:], strict=True)]
         yield "  ".join(cells).rstrip()
 
 
@@ -59,7 +59,7 @@ def choices(outputs: Sequence[dict[str, Any]]) -> str:
     """The outputs as one text: a single output plain, several each under a heading."""
     if len(outputs) == 1:
         return str(outputs[0]["text"])
-    return "\n".join(f"--- {one['index']} ({one['finish_reason']}) ---\n{one['text']}" for one in outputs)
+    return "\n".join(f"--- {output['index']} ({output['finish_reason']}) ---\n{output['text']}" for output in outputs)
 
 
 class JsonLines:

@@ -13,20 +13,23 @@ from workers.cli.commands import Commands
 from workers.cli.exits import CALLER_STATUS, PROCESS_STATUS, Failure, check_extras, refusing
 from workers.cli.gateway import Auth, describe_auth, effective_auth
 from workers.cli.gateway import gateway as gateway_command
-from workers.cli.option_groups import ENGINE, as_arguments, options_of, takes
 from workers.cli.options import (
     DEFAULT_URL,
+    ENGINE,
     MODEL,
     DataDir,
     FilesDir,
     Gpus,
     LogLevel,
     SecretsKey,
+    as_arguments,
     check_spot,
     complete_model,
     find_models,
     finite,
     health_ports,
+    options_of,
+    takes,
 )
 from workers.cli.terminal import relayed
 from workers.cli.worker import worker as worker_command
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
 
 
 #: Settings of the workers' engines. Where a model runs is decided with --gpus.
-OF_ENGINES: Final = {name: one for name, one in ENGINE.items() if name != "device"}
+OF_ENGINES: Final = {name: field for name, field in ENGINE.items() if name != "device"}
 #: Options that `up` passes on unchanged: those of the commands that it starts.
 OF_WORKERS: Final = ("max_worker_deaths", "max_step_seconds", "no_breaker", "spot_provider", "spot_metadata_url")
 OF_THE_GATEWAY: Final = (
@@ -103,13 +106,13 @@ def up(
             min=1, max=64, help="Worker processes for each model, a fixed number. Unset: 1, or --min to --max."
         ),
     ] = None,
-    least: Annotated[
+    min_workers: Annotated[
         int | None,
         typer.Option(
             "--min", min=0, max=64, help="Fewest workers of each model; more run while tasks wait. Unset: 0 with --max."
         ),
     ] = None,
-    most: Annotated[
+    max_workers: Annotated[
         int | None,
         typer.Option("--max", min=1, max=64, help="Most workers of each model. Unset: --workers, or each of --gpus."),
     ] = None,
@@ -166,7 +169,7 @@ def up(
     from functools import partial
 
     from workers.cli.gpus import choose, gpus_here
-    from workers.cli.starting import checked_level, set_up_logging, use_secrets_key
+    from workers.cli.servers import checked_level, set_up_logging, use_secrets_key
     from workers.processes import UMASK
     from workers.runtime.cold_start import COLD_START
 
@@ -186,7 +189,7 @@ def up(
     names = model or ["tiny"]
     if len(chosen) % len(names):
         raise Failure(f"{len(chosen)} GPUs cannot be shared evenly by {len(names)} models")
-    rules = _rules(workers, least, most, cool_down, len(chosen) // len(names))
+    rules = _rules(workers, min_workers, max_workers, cool_down, len(chosen) // len(names))
     idle = _standby_s(standby, standby_idle, rules)
     ports = health_ports(health_port, rules.max * len(names))
     if port in ports:
@@ -223,7 +226,7 @@ def up(
     relayed(
         "up",
         f"starting {server}, a gateway, a sweeper, a webhooks process, {'event sources, ' if sources else ''}"
-        f"{rules.min * len(models)} worker(s) for {', '.join(one.name for one in models)}",
+        f"{rules.min * len(models)} worker(s) for {', '.join(model.name for model in models)}",
     )
     finished = asyncio.run(conduct(System(plan, relayed), partial(_serve, asks=asks)))
     assert not finished, "it is used until a signal comes"
@@ -283,8 +286,8 @@ def _masked(system: System, url: str) -> str:
     """A server's URL without what must not be read over a shoulder, or in a log."""
     from producers.connection.connect import shown
 
-    own = system.plan.embedded and url == system.store
-    return shown(url).replace("://", "://:***@", 1) if own else shown(url)
+    embedded = system.plan.embedded and url == system.store
+    return shown(url).replace("://", "://:***@", 1) if embedded else shown(url)
 
 
 def _whole(system: System) -> str:
@@ -295,43 +298,47 @@ def _whole(system: System) -> str:
     return f"          its whole URL, for Celery: penstock url{which}{_of_the_store(system)}\n"
 
 
-def _rules(workers: int | None, least: int | None, most: int | None, cool_down: float | None, gpus: int) -> Rules:
+def _rules(
+    workers: int | None, min_workers: int | None, max_workers: int | None, cool_down: float | None, gpus: int
+) -> Rules:
     """How many workers each model has. `gpus`: of each model; 0 where no GPU was named. Raises Failure."""
     from dataclasses import replace
 
     from workers.autoscaler.policy import Rules
 
-    scaled = least is not None or most is not None
+    scaled = min_workers is not None or max_workers is not None
     if workers is not None and scaled:
         raise Failure(f"--workers {workers} is a fixed number of workers; leave it out with --min and --max")
     if gpus and workers is not None:
         raise Failure("--gpus starts one worker for each GPU; leave --workers out")
-    if gpus and most is not None and most > gpus:
-        raise Failure(f"--max is {most}, and each model has {gpus} of the GPUs; each worker needs one of its own")
+    if gpus and max_workers is not None and max_workers > gpus:
+        raise Failure(
+            f"--max is {max_workers}, and each model has {gpus} of the GPUs; each worker needs one of its own"
+        )
     if not scaled:
         if cool_down is not None:
             raise Failure("--cool-down needs --min or --max: without them the number of workers never changes")
-        least = most = gpus or workers or 1
-    elif most is None:
+        min_workers = max_workers = gpus or workers or 1
+    elif max_workers is None:
         if not gpus:
-            raise Failure(f"--min {least} needs --max, the most workers that may run")
-        most = gpus
+            raise Failure(f"--min {min_workers} needs --max, the most workers that may run")
+        max_workers = gpus
     try:
-        rules = Rules(min=least or 0, max=most)
+        rules = Rules(min=min_workers or 0, max=max_workers)
         return rules if cool_down is None else replace(rules, cool_down=cool_down)
     except ValueError as error:
-        words = f"--min is {least} and --max is {most}; --min must not be larger"
-        raise Failure(words if (least or 0) > most else f"--cool-down: {error}") from error
+        message = f"--min is {min_workers} and --max is {max_workers}; --min must not be larger"
+        raise Failure(message if (min_workers or 0) > max_workers else f"--cool-down: {error}") from error
 
 
 def _standby_s(standby: bool | None, idle: float | None, rules: Rules) -> float | None:
     """The time (s) for which a standby is kept; None: there is none. Raises Failure."""
     from workers.processes.standby.keeper import IDLE_S
 
-    wanted = rules.min < rules.max if standby is None else standby
-    if idle is not None and not wanted:
+    keeps_standby = rules.min < rules.max if standby is None else standby
+    if idle is not None and not keeps_standby:
         raise Failure("--standby-idle needs a standby: add --standby")
-    return (idle or IDLE_S) if wanted else None
+    return (idle or IDLE_S) if keeps_standby else None
 
 
 def numbers(rules: Rules) -> str:

@@ -28,8 +28,7 @@ from workers.cli.options import (
     WebhookAllow,
     finite,
 )
-from workers.cli.servers import system
-from workers.cli.starting import look_at_servers, set_up_logging, store_of, use_secrets_key
+from workers.cli.servers import look_at_servers, set_up_logging, store_of, system, use_secrets_key
 from workers.cli.terminal import note, say
 
 if TYPE_CHECKING:
@@ -129,11 +128,13 @@ def listed(
 
     any_found = False
     with system(broker, store) as (client, loop):
-        for one in (state,) if state else STATES:
-            rows = outbox.rows(client.store, cast("State", one), endpoint=endpoint, since=_s(since), until=_s(until))
+        for each_state in (state,) if state else STATES:
+            rows = outbox.rows(
+                client.store, cast("State", each_state), endpoint=endpoint, since=_s(since), until=_s(until)
+            )
             for row in loop.run(_first(rows, limit)):
                 any_found = True
-                _tell(json.dumps(_shown(row)) if as_json else _described(row))
+                _say_line(json.dumps(_shown(row)) if as_json else _described(row))
     if not any_found and not as_json:
         typer.echo("There are no such deliveries.")
 
@@ -146,10 +147,10 @@ def show(names: Names, broker: AnyBroker = None, store: Store = None, as_json: J
             if as_json:
                 typer.echo(json.dumps(_shown(row)))
                 continue
-            _tell(_described(row))
-            for one in row.attempts:
-                what = one.error if one.status is None else f"{one.status} {one.answer}"
-                _tell(f"  {_when(one.at)}  {one.latency_ms} ms  {what}")
+            _say_line(_described(row))
+            for attempt in row.attempts:
+                result = attempt.error if attempt.status is None else f"{attempt.status} {attempt.answer}"
+                _say_line(f"  {_when(attempt.at)}  {attempt.latency_ms} ms  {result}")
 
 
 @app.shown("penstock webhooks replay --endpoint whe_019 --since 2026-11-20T08:00")
@@ -181,15 +182,17 @@ def replay(
         if names:
             rows = [row for name in names for row in loop.run(_named(client, name))]
         else:
-            found = outbox.rows(client.store, cast("State", state), endpoint=endpoint, since=_s(since), until=_s(until))
-            rows = loop.run(_first(found, None))  # all: a replayed row leaves the list
+            matching = outbox.rows(
+                client.store, cast("State", state), endpoint=endpoint, since=_s(since), until=_s(until)
+            )
+            rows = loop.run(_first(matching, None))  # all: a replayed row leaves the list
         once = dict.fromkeys(row.name for row in rows)
         answers = {name: text(loop.run(arun(client.store, outbox.replay(name)))) for name in once}
-    held = [name for name, answer in answers.items() if answer == "held"]
-    for name in held:
+    busy = [name for name, answer in answers.items() if answer == "held"]
+    for name in busy:
         note(f"{name} is being tried at this moment")
     typer.echo(f"{list(answers.values()).count('replayed')} deliveries are due again")
-    if held:
+    if busy:
         raise typer.Exit(Exit.TASK_FAILED)
 
 
@@ -199,23 +202,23 @@ def endpoints_listed(broker: AnyBroker = None, store: Store = None, as_json: Jso
     from producers.store import endpoints
 
     with system(broker, store) as (client, loop):
-        found = loop.run(endpoints.every(client.store))
-    for one in found:
-        about = {
-            "id": one.id,
-            "url": one.url,
-            "event_types": list(one.event_types),
-            "tenant": one.tenant,
-            "celery": one.celery,
-            "disabled_because": one.disabled_because,
+        rows = loop.run(endpoints.every(client.store))
+    for endpoint in rows:
+        fields = {
+            "id": endpoint.id,
+            "url": endpoint.url,
+            "event_types": list(endpoint.event_types),
+            "tenant": endpoint.tenant,
+            "celery": endpoint.celery,
+            "disabled_because": endpoint.disabled_because,
         }
         if as_json:
-            typer.echo(json.dumps(about))
+            typer.echo(json.dumps(fields))
             continue
-        state = "" if one.enabled else f"  disabled: {one.disabled_because}"
-        whose = "" if one.tenant is None else f"  tenant {one.tenant}"
-        say(f"{one.id}  {one.url}  {', '.join(one.event_types)}{whose}{state}")
-    if not found and not as_json:
+        state = "" if endpoint.enabled else f"  disabled: {endpoint.disabled_because}"
+        whose = "" if endpoint.tenant is None else f"  tenant {endpoint.tenant}"
+        say(f"{endpoint.id}  {endpoint.url}  {', '.join(endpoint.event_types)}{whose}{state}")
+    if not rows and not as_json:
         typer.echo("There are no endpoints; POST /v1/webhook_endpoints makes one.")
 
 
@@ -233,13 +236,13 @@ def send_test(
     with system(broker, store) as (client, loop):
         if event_type not in EVENT_TYPES:
             raise Failure(f"--event-type is {event_type!r}; there are {', '.join(EVENT_TYPES)}")
-        one = loop.run(endpoints.get(client.store, endpoint))
-        if one is None:
+        target = loop.run(endpoints.get(client.store, endpoint))
+        if target is None:
             raise Failure(f"there is no endpoint {endpoint}; penstock webhooks endpoints shows all")
-        row = loop.run(endpoints.tested(client.store, one, event_type, TEST_S))
+        row = loop.run(endpoints.tested(client.store, target, event_type, TEST_S))
     if row is None:
         raise Failure(f"nobody delivered it within {TEST_S:g} s: start `penstock webhooks run`", Exit.TASK_FAILED)
-    _tell(_described(row))
+    _say_line(_described(row))
     if row.state != "delivered":
         raise typer.Exit(Exit.TASK_FAILED)
 
@@ -266,10 +269,10 @@ def secret(
     with refusing(SecretUnreadable), system(broker, store) as (client, loop):
         if rotate:
             audit = Change(operator(), "webhook_secret.rotate", tenant or "", tenant)
-            found = loop.run(endpoints.rotate_own(client.store, tenant, audit, keep_old=not drop_old))
+            secrets = loop.run(endpoints.rotate_own(client.store, tenant, audit, keep_old=not drop_old))
         else:
-            found = loop.run(endpoints.own_secrets(client.store, tenant))
-        typer.echo(found.plain())
+            secrets = loop.run(endpoints.own_secrets(client.store, tenant))
+        typer.echo(secrets.plain())
 
 
 @app.shown("penstock webhooks listen --port 9000", status=PROCESS_STATUS)
@@ -321,21 +324,25 @@ async def _named(client: AsyncClient, name: str) -> list[Row]:
 
     names = [name]
     if "." not in name:
-        names += [f"{name}.own", f"{name}.reply", *(f"{name}.{one.id}" for one in await endpoints.every(client.store))]
-    found = [row for one in names if (row := await outbox.get(client.store, one)) is not None]
-    if not found:
+        names += [
+            f"{name}.own",
+            f"{name}.reply",
+            *(f"{name}.{endpoint.id}" for endpoint in await endpoints.every(client.store)),
+        ]
+    rows = [row for candidate in names if (row := await outbox.get(client.store, candidate)) is not None]
+    if not rows:
         raise Failure(f"there is no delivery {name}; penstock webhooks ls shows what there is")
-    return found
+    return rows
 
 
-async def _first(rows: AsyncIterator[Row], most: int | None) -> list[Row]:
+async def _first(rows: AsyncIterator[Row], limit: int | None) -> list[Row]:
     """The first rows; None: all."""
-    found: list[Row] = []
+    chosen: list[Row] = []
     async for row in rows:
-        found.append(row)
-        if len(found) == most:
+        chosen.append(row)
+        if len(chosen) == limit:
             break
-    return found
+    return chosen
 
 
 def _shown(row: Row) -> dict[str, Any]:
@@ -357,11 +364,13 @@ def _when(seconds: int) -> str:
 def _described(row: Row) -> str:
     """A delivery in a line."""
     last = row.attempts[-1] if row.attempts else None
-    said = "" if last is None else f"  last: {last.status if last.status is not None else last.error}"
-    return f"{row.name}  {row.state}  {_when(row.at)}  {row.type}  {row.object}  {row.url}  {row.tries} tries{said}"
+    last_text = "" if last is None else f"  last: {last.status if last.status is not None else last.error}"
+    return (
+        f"{row.name}  {row.state}  {_when(row.at)}  {row.type}  {row.object}  {row.url}  {row.tries} tries{last_text}"
+    )
 
 
-def _tell(line: str) -> None:
+def _say_line(line: str) -> None:
     """Print a line that may hold a receiver's text, which may have several."""
     say(line.replace("\n", " "))
 

@@ -1,33 +1,48 @@
-"""`penstock worker`: one process that serves a model, or one for each GPU."""
+"""`penstock worker`: one process that serves a model, or one for each GPU. `penstock drain`: tells the worker on this
+machine, or in this container, to drain, and waits until it exits.
+"""
 
 from __future__ import annotations
 
 import gc
+import os
+import select
+import signal
 import socket
+import sys
 from dataclasses import replace
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Final
 
 import typer
 
 from workers.cli.commands import Commands
-from workers.cli.exits import PROCESS_STATUS, Failure, check_extras, needs, refusing
-from workers.cli.option_groups import ENGINE, as_arguments, takes
+from workers.cli.exits import PROCESS_STATUS, Exit, Failure, check_extras, needs, refusing
 from workers.cli.options import (
+    ENGINE,
     Broker,
     Gpus,
     LogLevel,
     ModelOption,
     Store,
+    as_arguments,
     check_spot,
+    checked_location,
     finite,
     health_ports,
-    place,
     process_name,
     provider,
+    takes,
 )
-from workers.cli.starting import checked_level, store_of, use_secrets_key
+from workers.cli.servers import checked_level, store_of, use_secrets_key
 from workers.cli.terminal import relayed
 from workers.processes import PENSTOCK
+from workers.runtime.host import proc
+
+DRAIN_STATUS: Final = (
+    "Exit status: 0 the worker has ended, 2 refused, 4 timed out (it goes on draining), 130 interrupted."
+)
+drain_app = Commands("Operations", DRAIN_STATUS)
 
 app = Commands("Processes", PROCESS_STATUS)
 
@@ -99,7 +114,7 @@ def worker(
         typer.Option(
             metavar="PLACE",
             envvar="FILES_DIR",
-            callback=place,
+            callback=checked_location,
             help="The folder or s3://BUCKET/PREFIX for bodies of Celery messages that are too large for SQS. Unset: "
             "such messages are refused.",
         ),
@@ -147,7 +162,7 @@ def worker(
     raise typer.Exit(status)
 
 
-def _one_for_each(context: typer.Context, asked: str, name: str | None, drain: float) -> int:
+def _one_for_each(context: typer.Context, selection: str, name: str | None, drain: float) -> int:
     """Run this command once for each GPU, with the other options unchanged. Returns the exit status."""
     import asyncio
     import os
@@ -157,7 +172,7 @@ def _one_for_each(context: typer.Context, asked: str, name: str | None, drain: f
 
     if context.params["device"] == "cpu":
         raise Failure("--gpus goes with --device cuda, not with cpu")
-    gpus = choose(asked, gpus_here())
+    gpus = choose(selection, gpus_here())
     ports = health_ports(context.params["health_port"], len(gpus))
     argv = [
         *PENSTOCK,
@@ -173,5 +188,66 @@ def _one_for_each(context: typer.Context, asked: str, name: str | None, drain: f
 
 def _urls(context: typer.Context) -> dict[str, str]:
     """The servers' URLs by environment variable. They may hold passwords, so they stay off the command line."""
-    found = {option.envvar: context.params.get(str(option.name)) for option in context.command.params}
-    return {name: str(value) for name, value in found.items() if isinstance(name, str) and value is not None}
+    values = {option.envvar: context.params.get(str(option.name)) for option in context.command.params}
+    return {name: str(value) for name, value in values.items() if isinstance(name, str) and value is not None}
+
+
+@drain_app.shown("penstock drain --timeout 60")
+def drain(
+    pid: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=proc.LAST,
+            help="The worker's process id. Unset: the only worker here, which runs in this folder.",
+        ),
+    ] = None,
+    now: Annotated[bool, typer.Option("--now", help="Hand running tasks back at once.")] = False,
+    timeout: Annotated[
+        float | None, typer.Option(min=0, callback=finite, help="Longest wait (s). Unset: until the worker exits.")
+    ] = None,
+) -> None:
+    """Tell the worker on this machine to drain, and wait until it exits. Made for preStop hooks in Kubernetes."""
+    if sys.platform != "linux":
+        raise Failure("penstock drain needs Linux; elsewhere send the worker SIGTERM")
+    pids = workers_here()
+    if pid is None:
+        if len(pids) != 1:
+            several = f"there are {len(pids)} ({', '.join(map(str, pids))}): choose one with --pid"
+            raise Failure(several if pids else "no worker runs here (in a container, run this in the worker's own)")
+        pid = pids[0]
+        if (folder := proc.folder_of(pid)) != Path.cwd():  # it may be another system's
+            raise Failure(
+                f"the only worker here, {pid}, runs in {folder or 'another folder'}: name it with --pid {pid}"
+            )
+    try:
+        handle = os.pidfd_open(pid)
+        # The handle pins the process: the number cannot pass to another one between the check and the signal.
+        if not _is_worker(pid):
+            raise Failure(f"process {pid} is no worker; there {_are(pids)}")
+        signal.pidfd_send_signal(handle, signal.SIGQUIT if now else signal.SIGTERM)
+    except ProcessLookupError:
+        raise Failure(f"there is no process {pid}; there {_are(pids)}") from None
+    except PermissionError:
+        raise Failure(f"process {pid} is another user's: run this as that user") from None
+    try:
+        ended, _, _ = select.select([handle], [], [], timeout)
+    except KeyboardInterrupt:
+        raise Failure(f"interrupted; process {pid} goes on draining", Exit.INTERRUPTED) from None
+    if not ended:
+        raise Failure(f"process {pid} has not ended after {timeout:g} s; it goes on draining", Exit.TIMEOUT)
+    typer.echo(f"worker {pid} has ended")
+
+
+def workers_here() -> list[int]:
+    """Process ids of the workers here. A worker with `--gpus` counts once, with its parent process."""
+    pids = [int(entry.name) for entry in proc.PROC.iterdir() if entry.name.isdigit() and _is_worker(int(entry.name))]
+    return sorted(pid for pid in pids if proc.parent_of(pid) not in pids)
+
+
+def _is_worker(pid: int) -> bool:
+    return proc.command_of(proc.argv_of(pid)) == "worker"
+
+
+def _are(pids: list[int]) -> str:
+    return f"are workers {', '.join(map(str, pids))}" if pids else "is no worker"

@@ -57,7 +57,7 @@ def test_the_server_of_a_data_directory_is_the_store_alone_where_the_broker_is_o
     sqs = "sqs://us-east-1?prefix=pen-"
     with DataDir(Path(".penstock")) as data:
         url = f"redis://:{data.password()}@127.0.0.1:{data.port()}/0"
-        data.tell(sqs)
+        data.write_broker(sqs)
         assert urls_in(Path(".penstock")) == (sqs, url)
         assert servers(None, None) == servers(sqs, None) == (sqs, url)
         monkeypatch.setenv("BROKER_URL", sqs)
@@ -65,7 +65,7 @@ def test_the_server_of_a_data_directory_is_the_store_alone_where_the_broker_is_o
         with pytest.raises(ValueError, match="the store is missing"):
             servers("sqs://us-east-1?prefix=other-", None)
         monkeypatch.delenv("BROKER_URL")
-        data.tell(None)
+        data.write_broker(None)
     assert servers(None, None) == (url, url)
 
 

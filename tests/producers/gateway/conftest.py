@@ -29,7 +29,7 @@ from producers.gateway import GatewaySettings, create_app
 from producers.gateway.http.peers import Peers
 from producers.gateway.server import configured
 from tests.waiting import until as until
-from workers.cli.starting import open_port
+from workers.cli.servers import open_port
 
 T = TypeVar("T")
 

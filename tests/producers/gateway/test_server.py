@@ -18,7 +18,7 @@ from tests.producers.gateway.http.test_sse import follow
 from tests.waiting import until
 from tests.warm import warm_gateway
 from workers.cli.exits import Failure
-from workers.cli.starting import open_port
+from workers.cli.servers import open_port
 
 
 @contextmanager

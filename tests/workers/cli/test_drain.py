@@ -11,8 +11,9 @@ import pytest
 from typer.testing import Result
 
 from tests.workers.cli.conftest import invoke
-from workers.cli import drain
+from workers.cli import worker as worker_command
 from workers.cli.exits import Exit, Failure
+from workers.cli.worker import workers_here
 from workers.runtime.host import proc
 
 #: A process that `ps` shows as a worker: it says what signal came, and takes a while to end, or until a file is there.
@@ -106,7 +107,7 @@ def test_the_workers_here_are_found(
         (tmp_path / str(pid) / "cmdline").write_text(argv + "\0")
         (tmp_path / str(pid) / "stat").write_text(f"{pid} (a ) b) S {parent} 1 1")
     monkeypatch.setattr(proc, "PROC", tmp_path)
-    assert drain.workers_here() == found
+    assert workers_here() == found
     if len(found) != 1:
         assert ("choose one with --pid" if found else "no worker runs here") in str(refused())
 
@@ -115,7 +116,7 @@ def test_the_only_worker_is_told_where_it_runs_in_this_folder(
     worker: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In another folder it may be another system's."""
-    monkeypatch.setattr(drain, "workers_here", lambda: [worker.pid])
+    monkeypatch.setattr(worker_command, "workers_here", lambda: [worker.pid])
     with monkeypatch.context() as elsewhere:
         elsewhere.chdir(tmp_path)
         error = refused()

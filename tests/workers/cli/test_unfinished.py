@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from workers.cli.exits import Failure
-from workers.cli.quantize import unfinished
+from workers.cli.prepare import unfinished
 
 #: Makes a folder, tells its name, and waits to be killed.
 MAKER = """
 import sys
 from pathlib import Path
-from workers.cli.quantize import unfinished
+from workers.cli.prepare import unfinished
 with unfinished(Path(sys.argv[1]), print) as work:
     (work / "half").touch()
     print(work, flush=True)

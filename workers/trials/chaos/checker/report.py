@@ -1,4 +1,4 @@
-"""A run's report, as data and as a table for docs/reliability.md, and how long streams stopped after a kill.
+"""A run's report, as data and as a table for docs/how/reliability.md, and how long streams stopped after a kill.
 
 A kill stops the streams that its worker had claimed or fetched. A stream's gap runs from the kill to its next token in
 the store, with or without a reader. If the next worker is killed before it makes that token, the gap begins anew; the

@@ -1,6 +1,8 @@
-"""`penstock quantize`: writes a smaller checkpoint of a model and reports how its output changed.
+"""`penstock quantize` and `penstock warm`: what prepares a model before it is served.
 
-The folder is built under a temporary name and renamed when it is complete; a killed run's leftovers are removed.
+quantize writes a smaller checkpoint of a model and reports how its output changed. The folder is built under a
+temporary name and renamed when it is complete; a killed run's leftovers are removed. warm compiles a model's kernels,
+for this machine's GPU or for another.
 """
 
 from __future__ import annotations
@@ -22,24 +24,25 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from workers.cli.commands import Commands
-from workers.cli.exits import Failure, needs
-from workers.cli.option_groups import ENGINE, takes
-from workers.cli.options import Model, find_models
+from workers.cli.exits import PROCESS_STATUS, Exit, Failure, needs
+from workers.cli.options import ENGINE, Model, find_models, takes
 from workers.cli.terminal import aligned, note
 
 if TYPE_CHECKING:
+    from engine.execution.warm import Warmed
     from engine.quant.make import Comparison, Recipe
 
-STATUS: Final = "Exit status: 0 done, 1 it failed, 2 refused, 130 interrupted."
+QUANTIZE_STATUS: Final = "Exit status: 0 done, 1 it failed, 2 refused, 130 interrupted."
 #: Share of the user's own text, at its end, that judges the result; the rest calibrates.
 _HELD_OUT: Final = 0.1
 _REPORT: Final = "quantization_report.json"
 _METHODS: Final = ("gptq", "nearest")
 #: Characters taken from each file of the default text: many files are better than a few long ones.
 _OF_A_FILE: Final = 8000
+#: Settings that decide which kernels a model has.
+KERNEL_SETTINGS: Final = ("dtype", "quantization", "kv_cache_dtype", "deterministic")
 
-
-app = Commands("Models", STATUS)
+app = Commands("Models", QUANTIZE_STATUS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,18 +107,18 @@ def quantize(
     if os.path.lexists(out):
         raise Failure(f"{out} exists already; name a new folder")
     texts = _texts(calibration)
-    (found,) = find_models([model])
+    (resolved,) = find_models([model])
     try:
-        verify(found.folder)
+        verify(resolved.folder)
         recipe = Recipe(bits, method, group_size, 8 if head_bits == 8 else None)  # type: ignore[arg-type]  # one of _METHODS
         with unfinished(out, note) as work:
-            report = _make(found.folder, work, recipe, texts, (calibration_tokens, evaluation_tokens), **engine)
+            report = _make(resolved.folder, work, recipe, texts, (calibration_tokens, evaluation_tokens), **engine)
     except EngineError as error:
         raise Failure(str(error)) from error
     except OSError as error:
         raise Failure(f"cannot write {out}: {error}") from error
     report = {"folder": str(out), **report}
-    typer.echo(json.dumps(report) if as_json else _told(report))
+    typer.echo(json.dumps(report) if as_json else _table(report))
 
 
 def _texts(calibration: Path | None) -> Texts:
@@ -160,7 +163,7 @@ def _make(
     from workers.library.local_models import write_manifest
 
     torch.set_num_threads(threads_for(threads, torch.get_num_threads()))
-    place = device_named(device or "auto")
+    torch_device = device_named(device or "auto")
     context = Config.of_model(read_config(folder)).context_length()
     tokenizer = Tokenizer(ModelCard.tokenizer_files(folder))
     learnt, judged = (
@@ -169,11 +172,11 @@ def _make(
     )
     if not learnt or not judged:
         raise Failure(f"{texts.source} is too short to calibrate and judge with: give a text of some pages")
-    recipe = quantise(folder, work, recipe, learnt, place, note)
+    recipe = quantise(folder, work, recipe, learnt, torch_device, note)
     _copy_rest(folder, work)
     note("comparing")
-    found = compare(decoder(folder, place), decoder(work, place), judged)
-    report = _report(folder, work, recipe, texts, sum(map(len, learnt)), found)
+    comparison = compare(decoder(folder, torch_device), decoder(work, torch_device), judged)
+    report = _report(folder, work, recipe, texts, sum(map(len, learnt)), comparison)
     (work / _REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     _say_in_readme(work / "README.md", report)
     write_manifest(work)
@@ -195,16 +198,16 @@ def _say_in_readme(path: Path, report: dict[str, Any]) -> None:
     # Fields for a hub's own use come first, if there are any.
     fields = re.match(r"---\n.*?\n---\n", whole, re.DOTALL)
     head = fields[0] if fields else ""
-    rest = whole[len(head) :].lstrip("\n")
-    told = [f"Quantised by `penstock quantize`; measures are in [{_REPORT}]({_REPORT})."]
-    told += ["The text below describes the original model."] if rest else []
+    body = whole[len(head) :].lstrip("\n")
+    paragraphs = [f"Quantised by `penstock quantize`; measures are in [{_REPORT}]({_REPORT})."]
+    paragraphs += ["The text below describes the original model."] if body else []
     table = [f"| {name} | {value} |" for name, value in _lines(report).items()]
-    text = "\n".join([*told, "", "| | |", "| --- | --- |", *table])
-    path.write_text("\n".join(filter(None, [head, text + "\n", rest])), encoding="utf-8")
+    text = "\n".join([*paragraphs, "", "| | |", "| --- | --- |", *table])
+    path.write_text("\n".join(filter(None, [head, text + "\n", body])), encoding="utf-8")
 
 
 def _report(
-    folder: Path, work: Path, recipe: Recipe, texts: Texts, calibrated: int, found: Comparison
+    folder: Path, work: Path, recipe: Recipe, texts: Texts, calibrated: int, comparison: Comparison
 ) -> dict[str, Any]:
     from engine.text.checkpoint import model_version
 
@@ -220,7 +223,7 @@ def _report(
         "head_bits": recipe.head,
         "text": texts.source,
         "calibration_tokens": calibrated if recipe.method == "gptq" else 0,
-        **found.to_json(),
+        **comparison.to_json(),
     }
 
 
@@ -239,7 +242,7 @@ def _lines(report: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _told(report: dict[str, Any]) -> str:
+def _table(report: dict[str, Any]) -> str:
     return "\n".join(aligned([("folder", report["folder"]), *_lines(report).items()], 2))
 
 
@@ -251,9 +254,9 @@ def unfinished(out: Path, say: Callable[[str], None]) -> Iterator[Path]:
     processes left. Raises Failure if `out` was made meanwhile.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
-    for left in sorted(out.parent.glob(f".{glob.escape(out.name)}.*.partial")):
-        if re.fullmatch(rf"\.{re.escape(out.name)}\.[0-9a-f]{{8}}\.partial", left.name):
-            _remove_leftover(left, say)
+    for leftover in sorted(out.parent.glob(f".{glob.escape(out.name)}.*.partial")):
+        if re.fullmatch(rf"\.{re.escape(out.name)}\.[0-9a-f]{{8}}\.partial", leftover.name):
+            _remove_leftover(leftover, say)
     while (begun := _begun(out)) is None:
         pass  # another process removed the folder before it was locked
     work, lock = begun
@@ -285,17 +288,110 @@ def _begun(out: Path) -> tuple[Path, int] | None:
     return None
 
 
-def _remove_leftover(left: Path, say: Callable[[str], None]) -> None:
+def _remove_leftover(leftover: Path, say: Callable[[str], None]) -> None:
     """Remove the folder, unless its process is alive."""
     try:
-        lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        lock = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         return  # removed meanwhile, or not a folder
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(left, ignore_errors=True)
-        say(f"removed {left}, which a killed run had left")
+        shutil.rmtree(leftover, ignore_errors=True)
+        say(f"removed {leftover}, which a killed run had left")
     except BlockingIOError:
-        say(f"{left} is being made by another process; it is left alone")
+        say(f"{leftover} is being made by another process; it is left alone")
     finally:
         os.close(lock)
+
+
+@app.shown(
+    "penstock warm hf://meta-llama/Llama-3.1-8B-Instruct --arch sm_90 --cache-dir /opt/penstock/triton",
+    status=PROCESS_STATUS,
+)
+@takes(engine=[ENGINE[name] for name in KERNEL_SETTINGS])
+def warm(
+    model: Model,
+    *,
+    arch: Annotated[
+        str | None, typer.Option(help="The GPU's architecture, such as sm_90 (H100, H200). Unset: this machine's GPU.")
+    ] = None,
+    cache_dir: Annotated[
+        Path | None, typer.Option(envvar="TRITON_CACHE_DIR", help="Folder for the kernels. Unset: Triton's own cache.")
+    ] = None,
+    engine: dict[str, Any],
+    max_num_seqs: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="The same as the worker's --max-num-seqs.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compile a model's GPU kernels ahead of time, so that a worker starts without compiling.
+
+    Needs no GPU, and weights only of a quantised checkpoint.
+    """
+
+    with needs("worker"):
+        from engine.errors import EngineError
+        from engine.execution.warm import architecture_here, default_cache
+        from engine.execution.warm import warm as compile_all
+    (resolved,) = find_models([model])
+    try:
+        warmed = compile_all(
+            resolved.folder,
+            arch or architecture_here(),
+            cache_dir or default_cache(),
+            max_num_seqs=max_num_seqs,
+            **engine,
+        )
+    except EngineError as error:
+        raise Failure(f"cannot compile the kernels of {model}: {error}") from error
+    except OSError as error:
+        raise Failure(f"cannot write {cache_dir or default_cache()}: {error}") from error
+    if as_json:
+        typer.echo(json.dumps(_data(warmed)))
+    else:
+        _print_warmed(resolved.name, warmed)
+    if not warmed.verified:
+        raise Failure(
+            "a second look did not find all kernels in the cache: another process is changing it", Exit.TASK_FAILED
+        )
+
+
+def _data(warmed: Warmed) -> dict[str, object]:
+    kernels = [
+        {
+            "kernel": build.kernel,
+            "key": build.key,
+            "cached": build.cached,
+            "seconds": round(build.seconds, 3),
+            "bytes": build.binary.stat().st_size,
+            "shared_bytes": build.shared,
+        }
+        for build in warmed.builds
+    ]
+    return {
+        "arch": warmed.arch,
+        "cache": str(warmed.cache),
+        "dtype": warmed.dtype,
+        "seconds": round(warmed.seconds, 3),
+        "verified": warmed.verified,
+        "kernels": kernels,
+    }
+
+
+def _print_warmed(name: str, warmed: Warmed) -> None:
+    names = list(dict.fromkeys(build.kernel for build in warmed.builds))
+    width = max(map(len, names))
+    for kernel in names:
+        these = [build for build in warmed.builds if build.kernel == kernel]
+        size = sum(build.binary.stat().st_size for build in these) / 1e3
+        built = [build for build in these if not build.cached]
+        spent = (
+            f"built {len(built)} in {sum(build.seconds for build in built):.1f} s" if built else "already in the cache"
+        )
+        typer.echo(f"{kernel.ljust(width)}  {len(these)} of it, {size:,.0f} kB, {spent}")
+    total = sum(build.binary.stat().st_size for build in warmed.builds) / 1e6
+    typer.echo(
+        f"{name} in {warmed.dtype} on {warmed.arch}: {len(warmed.builds)} kernels, "
+        f"{total:.1f} MB, in {warmed.seconds:.1f} s\n"
+        f"Workers find them with TRITON_CACHE_DIR={warmed.cache}, at this very path."
+    )
