@@ -1,4 +1,4 @@
-"""Connections to the broker and the store: `producers.connection.connect`, and what a worker makes of their errors."""
+"""Connections to the broker and the store, checks of both, and the errors that commands and workers raise."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOST = (RedisError, OSError)
 def check_servers(
     broker: str, store: str, queues: Sequence[str] | None = None, *, must_answer: bool = True, worker: bool = False
 ) -> None:
-    """Check store and broker. Raises Refused for one that cannot be used, and says why; Away if it does not answer.
+    """Check store and broker. Raises Refused, with the reason, for one that cannot be used; Away if it does not answer.
 
     One that does not answer is only refused if it must answer. `queues`: as of `check_queues`. `worker`: a worker will
     use them, and so Celery.

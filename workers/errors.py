@@ -9,7 +9,7 @@ UNREACHABLE: Final = 3
 
 
 class Refused(Exception):
-    """A server or a model cannot be used; the message says why and what to use instead. `status`: a command's exit."""
+    """A server or a model cannot be used. The message has the reason and advice. `status`: a command's exit."""
 
     status: int = REFUSED
 

@@ -16,7 +16,7 @@ API_KEY: Final = "PENSTOCK_API_KEY"
 
 
 def authorization() -> dict[str, str]:
-    """The header for it; none without a key. Raises Refused for what no header may hold, without showing it."""
+    """The header for it; empty without a key. Raises Refused for a key that no header may hold, without showing it."""
     key = os.environ.get(API_KEY, "").strip()
     if not key:
         return {}
@@ -26,7 +26,7 @@ def authorization() -> dict[str, str]:
 
 
 class Event(NamedTuple):
-    """One event. `kind`: `message` where the stream names none. `id`: the last that the stream gave, or ""."""
+    """One event. `kind`: `message` if the stream names none. `id`: the last one in the stream, or ""."""
 
     kind: str
     data: str
@@ -40,14 +40,14 @@ class EventStream:
     __slots__ = ("_data", "_id", "_kind", "_last", "_partial")
 
     def __init__(self) -> None:
-        self._partial = b""  # of a line whose end has not come
-        self._last = b""  # byte that came
+        self._partial = b""  # the beginning of a line that has not ended
+        self._last = b""  # the last byte
         self._kind = self._id = ""
         self._data: list[str] = []
 
     @property
     def within(self) -> bool:
-        """Whether an event has begun whose end has not come."""
+        """Whether an event has begun and not ended."""
         return bool(self._partial or self._kind or self._data)
 
     def feed(self, piece: bytes) -> list[Event]:
@@ -59,7 +59,7 @@ class EventStream:
         return [event for line in lines if (event := self._take(line.decode(errors="replace")))]
 
     def _take(self, line: str) -> Event | None:
-        """Note a field. An empty line ends an event, which is none without data."""
+        """Notes a field. An empty line ends an event; one without data is dropped."""
         name, _, value = line.partition(":")
         if name == "data":
             self._data.append(value.removeprefix(" "))

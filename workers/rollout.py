@@ -3,8 +3,8 @@
     begin: check, write the record ─▶ starting: wait for ready workers ─▶ publish the card ─▶ draining: wait ─▶ done
 
 `begin` finds everything that can be wrong with an update before anything starts, and writes the record
-(`producers.store.fleet.rollouts`, which also says what happens when a process dies). `Carrier` takes a record from
-phase to phase: it may stop anywhere, and another process goes on. `FleetView` is what the fleet says of the two
+(`producers.store.fleet.rollouts`, which also describes what happens when a process dies). `Carrier` takes a record from
+phase to phase: it may stop anywhere, and another process goes on. `FleetView` is what the fleet has of the two
 versions.
 """
 
@@ -44,7 +44,7 @@ PAGE: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class New:
-    """The new version: where it is, its card, and its tokenizer's files."""
+    """The new version: its folder, its card, and its tokenizer's files."""
 
     model: ResolvedModel
     card: dict[str, Any]
@@ -82,7 +82,7 @@ def begin(store: Redis, new: New, workers: int | None, ready: int) -> Rollout:
 
 
 def cancel(store: Redis, model: str) -> Rollout:
-    """End a rollout that has not switched yet. Raises Refused where there is none; redis errors."""
+    """End a rollout that has not switched yet. Raises Refused without one; redis errors."""
     while True:
         current, card = rollouts.read(store, model), cards.read(store, model)
         if current is None or current.phase not in rollouts.UNDER_WAY:
@@ -108,7 +108,7 @@ def _again(store: Redis, current: Rollout, workers: int | None) -> Rollout:
 
 
 def _check(new: New, card: dict[str, Any] | None) -> None:
-    """Raise Refused for an update that is none, or that would break requests of today."""
+    """Raises Refused for an update that changes nothing, or that would break requests of today."""
     name = new.model.name
     if card is None:
         raise Refused(f"there is no model {name} to update: `penstock models publish {new.model.reference}` begins it")
@@ -124,22 +124,22 @@ def _check(new: New, card: dict[str, Any] | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FleetView:
-    """One look."""
+    """One look at the two versions."""
 
     ready: int
     """Workers of the new version that take tasks."""
     unready: int
-    """Those that have a lease and take none."""
+    """Those that have a lease and take no tasks."""
     old: int
     """Workers of the old version that do not drain."""
     remaining: int | None
     """Tasks of the old version that are queued, delayed or in flight; None where a number is missing."""
     trouble: str
-    """The reason why new workers do not come up, as an autoscaler says it."""
+    """The autoscaler's reason why new workers do not come up."""
     failures: int
     """Starts in a row that failed."""
     given_up: bool
-    """Whether the new version's own autoscaler has given its starts up since the rollout was asked for."""
+    """Whether the new version's own autoscaler has given its starts up since the rollout was requested."""
     starts: bool
     """Whether an autoscaler starts workers of the new version, or may in a moment."""
     ends: bool
@@ -171,7 +171,7 @@ class FleetView:
 
 
 def _scaled(fleet: Fleet, pool: PoolSettings) -> bool:
-    """Whether an autoscaler decides on this pool: one that ended may have left its state there."""
+    """Whether an autoscaler decides on this pool now. One that ended may have left its state in the store."""
     state = fleet.scaling.states.get(pool.name) or {}
     return bool(fleet.scaling.leads) and is_fresh(state.get("at"), fleet.at)
 
@@ -182,7 +182,7 @@ def _failures(state: dict[str, Any]) -> int:
 
 
 def _given_up(state: dict[str, Any], rollout: Rollout) -> bool:
-    """Not by the state of all versions together: that may tell of the old one's starts."""
+    """Whether the version's own pool was given up: the state of all versions may be about the old one's starts."""
     return (sane(state.get("given_up")) or 0.0) >= rollout.asked
 
 
@@ -194,7 +194,7 @@ def ready(fleet: Fleet, model: str) -> int:
 
 @dataclass(slots=True)
 class Carrier:
-    """`client` and `store`: both of the same system. `say` gets what changed, in words.
+    """`client` and `store`: both of the same system. `say` gets a line for each change.
 
     `timeout`: longest time (s) for new workers to become ready. `drain_old`: tell idle old workers to drain, once
     nothing waits for them. A server that is away is waited for.
@@ -220,7 +220,7 @@ class Carrier:
         return rollout
 
     async def _start(self, rollout: Rollout, until: float) -> Rollout:
-        """Wait for the new workers, and switch. Returns the record that stands."""
+        """Wait for the new workers, and switch. Returns the current record."""
         switched = False
         while True:
             record = self._read(rollout)
@@ -253,7 +253,7 @@ class Carrier:
         return self._to(record, "draining") if mine and record.phase in ("cancelled", "failed") else record
 
     async def _drain(self, rollout: Rollout) -> Rollout:
-        """Wait until nothing of the old version is left. Returns the record that stands."""
+        """Wait until nothing of the old version is left. Returns the current record."""
         settled = time.monotonic() + SETTLED_S
         while True:
             record = self._read(rollout)
@@ -291,7 +291,7 @@ class Carrier:
         return sum([text(value) for value in values] == old_version for values in fields)
 
     def _read(self, rollout: Rollout) -> Rollout:
-        """The record that stands; one that is gone was lost with the store's data, and is written anew."""
+        """The current record. One that is gone was lost with the store's data, and is written again."""
         record = rollouts.read(self.store, rollout.model)
         return rollouts.begin(self.store, rollout) if record is None else record
 
@@ -300,7 +300,7 @@ class Carrier:
         return new if rollouts.change(self.store, old, new) else self._read(old)
 
     def _tell_once(self, line: str, subject: Any = None) -> None:
-        """Once, until something else is told. `subject`: what counts as something else; None: any other line."""
+        """Says the line, unless its subject was said last. `subject`: None stands for the line itself."""
         if (subject or line) != self._last_told:
             self._last_told = subject or line
             self.say(line)

@@ -1,7 +1,7 @@
-"""Tells one pool's actuator the number, beside the ticks: a platform that is slow delays no other pool.
+"""Passes the target to one pool's actuator, beside the ticks: a slow platform delays no other pool.
 
-tell(number) ─▶ ask what there is ─▶ does this process still lead? ─▶ scale ─▶ ask again, soon
-                    ▲ refused: again after 1 s, 2 s, ... 60 s
+set_target(number) ─▶ read the state ─▶ does this process still lead? ─▶ scale ─▶ read again, soon
+                          ▲ refused: again after 1 s, 2 s, ... 60 s
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ CALL_S: Final = 9.0
 #: Pause (s) after an actuator's first error, and the longest. Each is twice the one before.
 FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 60.0
-#: Pause (s) until the platform is asked whether it did what it was told.
+#: Pause (s) until the platform's state is read after a change.
 SOON_S: Final = 1.0
 
 
 class Acting:
-    """One actuator, and what it last answered. Run `run` as a task.
+    """One actuator, and its last answer. Run `run` as a task.
 
-    `may`: whether this process may act now; asked right before each call that changes something. `look`: longest time
-    (s) between two questions what there is.
+    `may`: whether this process may act now; called right before each call that changes something. `look`: longest time
+    (s) between two readings of the state.
     """
 
     def __init__(self, actuator: Actuator, may: Callable[[], bool], look: float) -> None:
         self.actuator = actuator
         self.actual: Actual | None = None
         self.refused = ""
-        """The words of the actuator's last error; empty after an answer."""
+        """The text of the actuator's last error; empty after an answer."""
         self._may, self._look = may, look
         self._target: int | None = None
         self._first: Sequence[str] = ()
@@ -47,7 +47,7 @@ class Acting:
         self._errors = 0
 
     def set_target(self, target: int, first: Sequence[str]) -> None:
-        """Have so many workers run. `first`: as `Actuator.scale`."""
+        """Sets the number of workers to run. `first`: as in `Actuator.scale`."""
         self._first = first
         if target != self._target:
             self._target = target
@@ -69,12 +69,12 @@ class Acting:
                 continue
 
     async def _once(self) -> float:
-        """Look, and act if something is to change. Returns the pause (s) until the next look."""
+        """Reads the state, and acts if something is to change. Returns the pause (s) until the next reading."""
         try:
             before, actual = self.actual, await self._called(self.actuator.actual())
             self.actual, target = actual, self._target
             changes = target is not None and actual.wanted != target
-            # A start that has just failed is for the next tick to judge: it may not want another try yet.
+            # The next tick judges a start that has just failed: it may not want another try yet.
             failed = before is not None and actual.failures > before.failures
             if target is not None and (changes or (actual.up < target and not failed)) and self._may():
                 if changes:

@@ -59,7 +59,7 @@ class AutoscalerSettings:
     glance: float = 0.1
     """Interval of looks at the queues of pools that want no worker."""
     look: float = 5.0
-    """Longest time between two questions to an actuator what there is."""
+    """Longest time between two readings of an actuator's state."""
 
 
 class Autoscaler:
@@ -89,7 +89,7 @@ class Autoscaler:
         self._glance = Glance(client.broker)
         self._controls: dict[str, Control] = {}
         self._before: dict[str, int] = {}
-        """The numbers of the last time that this process led."""
+        """The targets when this process led last."""
         self._acts: dict[str, asyncio.Task[None]] = {}
         self._gone: set[str] = set()
         self._well_at = time.monotonic()
@@ -111,7 +111,7 @@ class Autoscaler:
             await self._leadership.during(self._scale)
 
     def unready(self) -> list[str]:
-        """Why it does not do its work now; empty while it leads, or stands by, as it should."""
+        """The reasons why it does not do its work now; empty while it leads, or waits as a standby."""
         now = time.monotonic()
         if self._trouble and now - self._well_at > SILENT_S:
             return [self._trouble]
@@ -172,7 +172,7 @@ class Autoscaler:
         return True
 
     def _decided(self, control: Control, fleet: Fleet | None, at: float) -> State | None:
-        """One pool's state; None where nothing is known, or deciding fails: the pool stays as it is."""
+        """One pool's state. None if nothing is known, or deciding fails: then the pool stays as it is."""
         try:
             return control.decide(fleet, at, self.settings.name)
         except Exception as error:  # a fault of ours in one pool must not end the scaling of the others
@@ -181,7 +181,7 @@ class Autoscaler:
             return None
 
     async def _read(self) -> Fleet | None:
-        """The fleet; None where store or broker do not answer."""
+        """The fleet; None if store or broker do not answer."""
         try:
             async with asyncio.timeout(LIMIT_S):
                 fleet = await read_fleet(self._client.store, self._client.broker)
@@ -193,7 +193,7 @@ class Autoscaler:
         return fleet
 
     def _take(self, scaled: list[Scaled]) -> None:
-        """Begin with new pools, leave those that are gone."""
+        """Begins with new pools and drops those that are gone."""
         named = {pool.settings.name: pool for pool in scaled}
         for name in self._controls.keys() - named.keys():
             del self._controls[name]
@@ -215,11 +215,11 @@ class Autoscaler:
         return Control(scaled, acting, before)
 
     def _may(self) -> bool:
-        """Whether this process may change anything now. One that was stopped for long finds its lease over."""
+        """Whether this process may change anything now. If it was stopped for long, its lease is over."""
         return not self._dry and self._leadership.leads
 
     async def _keep(self, decided: list[tuple[Control, State, bool]]) -> bool:
-        """Write the decisions. Returns False where another autoscaler leads: then nothing may be done."""
+        """Writes the decisions. Returns False if another autoscaler leads: then nothing may be done."""
         if self._dry:
             return True
         calls = [
@@ -269,7 +269,7 @@ class Glance:
         self.queues = {name: waiting.get(name, 0) for pool in pools for name in _queues(fleet, pool)}
 
     async def more(self) -> bool:
-        """Whether more waits now. A failure says nothing: the next reading tells."""
+        """Whether more waits now. False after a failure: the next reading decides."""
         try:
             async with asyncio.timeout(GLANCE_LIMIT_S):
                 waiting = await asyncio.gather(*(self._broker.waiting(name) for name in self.queues))

@@ -1,4 +1,4 @@
-"""One pool's part of a tick: what is seen, what follows from it, what is kept and what is done."""
+"""One pool's part of a tick: its signals, the decision, the state that is kept, and the call to the actuator."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from workers.autoscaler.starts import Starts, limit_of
 
 log = logging.getLogger(__name__)
 
-#: Time (s) for which a platform may have fewer workers than it was told, or only those of another version.
+#: Time (s) for which a platform may have fewer workers than requested, or only those of another version.
 FEWER_S: Final = 30.0
 #: Fields of signals and memory that the release before does not know.
 ADDED: Final = frozenset({"below", "levels", "aside"})
 
 
 class Control:
-    """Decides one pool's number while this process leads. Made anew with each lead, from what the store has kept.
+    """Decides one pool's number while this process leads. Each lead makes a new one, from the state in the store.
 
     `before`: the number of this process's last lead; it counts where the store has lost what it kept.
     """
@@ -47,7 +47,7 @@ class Control:
     def decide(self, fleet: Fleet | None, at: float, by: str) -> dict[str, Any] | None:
         """The pool's new state (`producers.store.fleet.scaling`); None while nothing is known of it.
 
-        `fleet`: None where it could not be read; then everything stays as it is.
+        `fleet`: None if it could not be read; then everything stays as it is.
         """
         if fleet is not None and not self._restored:
             self._restore(fleet)
@@ -74,29 +74,29 @@ class Control:
         return self._state(at, decision, signals, by)
 
     def changed(self, state: dict[str, Any]) -> bool:
-        """Whether the state differs from the last one in its number or its trouble; times left do not count."""
+        """Whether the state differs from the last one in its number or its trouble. Remaining times do not count."""
         shown = (state["wanted"], state["told"], self._starts.failures, bool(state["trouble"]))
         before, self._shown = self._shown, shown
         return before != shown
 
     def unkept(self) -> None:
-        """The last state could not be written: the next one is new whatever it says."""
+        """Notes that the last state could not be written: the next one counts as changed."""
         self._shown = ()
 
     @property
     def may_begin(self) -> bool:
-        """Whether what it waited for is known now."""
+        """Whether the actuator has answered, for which its first decision waits."""
         return self.target is None and self.acting is not None and self.acting.actual is not None
 
     def act(self, state: dict[str, Any], fleet: Fleet | None) -> None:
-        """Have the actuator told. It goes on by itself."""
+        """Passes the target to the actuator."""
         if self.acting is not None and fleet is not None and self._memory is not None:
             self.acting.set_target(state["told"], watch.victims(fleet, self.settings))
 
     # ---- what was before ------------------------------------------------------------------------------------------
 
     def _restore(self, fleet: Fleet) -> None:
-        """Go on from the kept state. One that is old, or cannot be read, is no ground to act on."""
+        """Continues from the kept state, unless it is old or cannot be read."""
         self._restored = True
         name = self.settings.name
         kept = fleet.scaling.states.get(name)
@@ -116,7 +116,7 @@ class Control:
             )
 
     def _begin(self, fleet: Fleet | None) -> Memory | None:
-        """Begin with the number that there is, never at zero because nothing is known. None: it is not known yet."""
+        """The memory to begin with: the present number, never zero for want of one. None: it is not known yet."""
         if fleet is None:
             return None
         if self.acting is None:
@@ -125,11 +125,11 @@ class Control:
         return None if actual is None else Memory(actual.wanted, changed_at=fleet.at)
 
     def _least(self, fleet: Fleet) -> int:
-        """Workers that there are at least: those that are ready, and as many as others may still follow."""
+        """A lower bound of the workers: those that are ready, or the kept number, which others may still follow."""
         return max(watch.signals(fleet, self.settings).ready, self._kept)
 
     def _waits(self, fleet: Fleet, by: str) -> dict[str, Any] | None:
-        """The state while the actuator refuses to say how many workers there are; it is not acted on."""
+        """The state while the actuator does not say how many workers there are. It is not acted on."""
         if self.acting is None or not self.acting.refused:
             return None
         least = self._least(fleet)
@@ -154,7 +154,7 @@ class Control:
             self.acting.wake()
 
     def _trouble(self, at: float, requested: int) -> str:
-        """The reason why workers do not come up, in words."""
+        """The reason why workers do not come up."""
         trouble = self._starts.trouble(at, self.settings.tries, self.settings.name)
         if not trouble and self._stranded and at - self._stranded_since > FEWER_S:
             trouble = self._stranded
@@ -211,15 +211,14 @@ def rules_now(fleet: Fleet | None, pool: PoolSettings) -> tuple[Rules, bool]:
 
 
 def _written(part: Signals | Memory | None) -> dict[str, Any] | None:
-    """In the form in which it is kept. The release before reads no field that it does not know: such ones are left out
-    where they say nothing."""
+    """The form in which it is kept. Fields that the release before would refuse are left out while they are empty."""
     if part is None:
         return None
     return {name: value for name, value in asdict(part).items() if value or name not in ADDED}
 
 
 def _decided(rules: Rules, signals: Signals | None, memory: Memory) -> tuple[Decision, Memory]:
-    """The policy's decision. A number so odd that the policy cannot compute with it holds what there is."""
+    """The policy's decision. If it cannot compute with a number, the pool stays as it is."""
     try:
         return decide(rules, signals, memory)
     except ArithmeticError as error:

@@ -1,4 +1,4 @@
-"""Says in plain words why a pool has the number of workers that it has, from its kept state."""
+"""Explains from its kept state why a pool has its number of workers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def explained(pool: str, state: State | None, history: Sequence[State], now: flo
 
 
 def summary(pool: str, state: State, now: float) -> str:
-    """One line."""
+    """A pool's state in one line."""
     try:
         ready = "?" if state["signals"] is None else state["signals"]["ready"]
         trouble = f"  {state['trouble']}" if state["trouble"] else ""
@@ -101,7 +101,7 @@ def _formula(raw: State, signals: State, rules: State) -> Iterator[str]:
 
 
 def _room(profile: State, rules: State) -> str:
-    """What one worker is planned to hold."""
+    """The number of tasks that one worker is planned to hold, and what it is made of."""
     knee, wait = profile["knee"] or rules["default_knee"], rules["target_wait"]["priority"]
     quick = wait * (profile["tokens_per_s"] or 0.0) / profile["tokens_per_task"] if profile["tokens_per_task"] else 0.0
     if quick > rules["headroom"] * max(1.0, knee):

@@ -93,7 +93,7 @@ class Rules:
     """Longest time between two looks at a pool that counts for a cool-down. A longer one counts as not seen."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError naming the setting that makes no sense."""
+        """Raises ValueError, which names the bad setting."""
         if not 0 <= self.min <= self.max:
             raise ValueError(f"min is {self.min} and max is {self.max}; they must be 0 <= min <= max")
         if self.max < 1:
@@ -158,7 +158,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class TierQueue:
-    """One tier's waiting tasks. `oldest_s`: seconds since the longest waiting task was submitted, where known."""
+    """One tier's waiting tasks. `oldest_s`: seconds since the longest waiting task was submitted, if known."""
 
     waiting: int = 0
     oldest_s: float | None = None
@@ -176,7 +176,7 @@ class LevelQueue:
     able: int
     """The other ready workers."""
     in_flight: int
-    """Hurried tasks that those have."""
+    """Latency-sensitive tasks that those have."""
 
 
 @with_config(STRICT)
@@ -199,9 +199,9 @@ class Signals:
     levels: tuple[LevelQueue, ...] = ()
     """Of each level above 0 that tasks wait for, as far as workers of the autoscaler's own release can do them."""
     aside: int = 0
-    """What waits for a release after the autoscaler's own: messages of unknown kinds. It is in no other number."""
+    """Messages of unknown kinds, which wait for a release after the autoscaler's own. They are in no other number."""
     missing: tuple[str, ...] = ()
-    """Names of the numbers that could not be read or make no sense."""
+    """Names of the numbers that could not be read or are no numbers."""
 
     @property
     def queued(self) -> int:
@@ -230,7 +230,7 @@ def decide(rules: Rules, signals: Signals | None, memory: Memory) -> tuple[Decis
 
 
 def _unread(signals: Signals | None) -> str:
-    """Why no number can be made."""
+    """The reason why no number can be computed."""
     if signals is None:
         return "nothing could be read"
     if "card" in signals.missing:
@@ -263,7 +263,7 @@ def _below(signals: Signals, memory: Memory) -> tuple[tuple[int, int], ...]:
 
 
 def _awake(rules: Rules, at: float, memory: Memory) -> Memory:
-    """The memory without the time in which nothing was seen: all its times move forward, or back with the clock.
+    """The memory without the time in which nothing was observed: all its times move forward, or back with the clock.
 
     A pause of the autoscaler, an outage of the store or a jump of its clock so neither ends a cool-down nor makes one
     last for ever.
@@ -292,7 +292,7 @@ def _changed(memory: Memory, target: int, at: float) -> Memory:
 
 
 def _raw(rules: Rules, signals: Signals, memory: Memory) -> tuple[dict[str, int], str]:
-    """The numbers and what they make, and the words for the one that decides."""
+    """The numbers and their result, and the reason of the one that decides."""
     tiers = [name for name in keys.TIERS if name in signals.tiers]
     counted = {name: signals.tiers[name].waiting for name in tiers if _counts(rules, signals, name)}
     a, room = _by_room(rules, signals, counted)
@@ -319,7 +319,7 @@ def _counts(rules: Rules, signals: Signals, tier: str) -> bool:
 
 
 def _seconds(signals: Signals, tasks: int) -> float | None:
-    """Time (s) in which one worker would do so many tasks; None where that was never measured."""
+    """Time (s) in which one worker would do so many tasks; None if that was never measured."""
     profile = signals.profile
     if not profile.tokens_per_s or not profile.tokens_per_task:
         return None
@@ -331,7 +331,7 @@ def _knee(rules: Rules, signals: Signals) -> float:
 
 
 def _by_room(rules: Rules, signals: Signals, counted: dict[str, int]) -> tuple[int, str]:
-    """a, and its words: room for all hurried tasks at once."""
+    """a, and its reason: room for all latency-sensitive tasks at once."""
     queued = sum(waiting for name, waiting in counted.items() if name in LATENCY_TIERS)
     running, room = _latency_sensitive(rules, signals), _room(rules, signals)
     reason = f"{queued} queued and {running:.3g} in flight, {room:.3g} a worker"
@@ -344,7 +344,7 @@ def _by_room(rules: Rules, signals: Signals, counted: dict[str, int]) -> tuple[i
 
 
 def _idle(rules: Rules, signals: Signals) -> str:
-    """Words for a pool in which nothing counts."""
+    """The reason for a pool in which nothing counts."""
     waiting = {name: tier for name, tier in signals.tiers.items() if tier.waiting}
     remaining = [rules.patience * rules.target_wait[name] - (tier.oldest_s or 0.0) for name, tier in waiting.items()]
     if remaining:
@@ -354,14 +354,14 @@ def _idle(rules: Rules, signals: Signals) -> str:
 
 
 def _room(rules: Rules, signals: Signals) -> float:
-    """Tasks that one worker is planned to hold. Short ones need no place of their own: they take turns soon enough."""
+    """Tasks that one worker is planned to hold. Short ones need no slot of their own: they take turns soon enough."""
     each = _seconds(signals, 1)
     quick = rules.target_wait["priority"] / each if each else 0.0
     return max(rules.headroom * _knee(rules, signals), quick)
 
 
 def _latency_sensitive(rules: Rules, signals: Signals) -> float:
-    """Hurried tasks in flight, as many as they would be if patient ones beside them did not slow them down.
+    """Latency-sensitive tasks in flight, as many as there would be if throughput tasks did not slow them down.
 
     Sequences beyond the knee share one throughput, so each takes longer, and more of them are in flight.
     """
@@ -373,7 +373,7 @@ def _latency_sensitive(rules: Rules, signals: Signals) -> float:
 
 
 def _by_wait(rules: Rules, signals: Signals, counted: dict[str, int]) -> tuple[int, str]:
-    """b, and its words. A tier's tasks wait for those of all better tiers, too.
+    """b, and its reason. A tier's tasks wait for those of all better tiers, too.
 
     A wait is never counted as shorter than the cold start: no worker that is started now comes sooner.
     """
@@ -387,7 +387,7 @@ def _by_wait(rules: Rules, signals: Signals, counted: dict[str, int]) -> tuple[i
 
 
 def _by_strain(rules: Rules, signals: Signals, memory: Memory, counted: dict[str, int]) -> tuple[int, str]:
-    """c, and its words. It asks for one more than there are, and no more while that one starts."""
+    """c, and its reason. It asks for one more worker, and no more while that one starts."""
     full = FULL * _knee(rules, signals) * signals.ready
     if not any(counted.values()) or not signals.ready or signals.running < full:
         return 0, ""
@@ -402,7 +402,7 @@ def _by_strain(rules: Rules, signals: Signals, memory: Memory, counted: dict[str
 
 
 def _by_release(rules: Rules, signals: Signals, memory: Memory, counted: dict[str, int]) -> tuple[int, str]:
-    """d, and its words: workers beside those of earlier releases, for tasks that these leave."""
+    """d, and its reason: workers beside those of earlier releases, for tasks that these cannot do."""
     largest, cause, room = 0, "", _room(rules, signals)
     for queue in signals.levels:
         waiting = {name: queue.waiting.get(name, 0) for name in counted}
@@ -424,7 +424,7 @@ def _workers(share: float) -> int:
 
 
 def _step(rules: Rules, signals: Signals, memory: Memory, raw: int, cause: str) -> tuple[int, str]:
-    """The number to have now, from the one that there is."""
+    """The next number, from the present one."""
     had = min(max(memory.wanted, rules.min), rules.max)
     if raw > had:
         return _out(rules, signals, memory, had, raw, cause)
@@ -461,7 +461,7 @@ def _in(rules: Rules, signals: Signals, memory: Memory, had: int, raw: int) -> t
 
 
 def _nearly_idle(signals: Signals, remaining: float) -> str:
-    """Words for the last worker. `remaining`: time (s) until it ends; infinite while tasks are left."""
+    """The reason for the last worker. `remaining`: time (s) until it ends; infinite while tasks are left."""
     if remaining < inf:
         return f"nothing is queued or in flight; the last worker ends in {remaining:.0f} s if that lasts"
     return f"{signals.queued} queued and {signals.in_flight} in flight"

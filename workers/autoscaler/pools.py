@@ -5,7 +5,7 @@ tick with the fleet as it was just read: pools may come (a new version is being 
 empty). `fixed` is for those that a command line or a file names. A file has a table for each pool:
 
     [[pool]]
-    model = "tiny"            # as workers are told it
+    model = "tiny"            # its reference for workers
     version = "1a2b..."       # only this version; left out: all versions together
     min = 0
     max = 4
@@ -14,7 +14,7 @@ empty). `fixed` is for those that a command line or a file names. A file has a t
     actuator = "kubernetes://default/worker-tiny"
     tries = 5                 # and start_limit: of starts that fail
 
-Unknown keys are refused by name, and so is a value that makes no sense, before anything is started.
+Unknown keys and bad values are refused by name, before anything is started.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PoolSettings:
     start_limit: float | None = None
     """Longest start of a worker; a longer one has failed. None: 120 s, or four measured cold starts if longer."""
     reference: str | None = None
-    """The model as workers are told it; None: its name."""
+    """The model's reference for workers; None: its name."""
 
     @property
     def name(self) -> str:
@@ -125,7 +125,7 @@ def read(path: Path) -> list[PoolSettings]:
 
 
 def parse(values: Mapping[str, Any]) -> PoolSettings:
-    """One table. Raises BadScaling."""
+    """The pool of one table. Raises BadScaling."""
     if not isinstance(values, Mapping):
         raise BadScaling(f"it is {shown(values)}, and must be a table")
     try:
@@ -156,7 +156,7 @@ def parse_rule(rule: str) -> dict[str, Any]:
 
 
 def one_pool(options: Mapping[str, Any], rules: Sequence[str]) -> PoolSettings:
-    """A pool of a command line: keys (None: not given), and rules as NAME=VALUE. Raises BadScaling."""
+    """A pool of a command line: keys (None: unset), and rules as NAME=VALUE. Raises BadScaling."""
     table = {name: value for name, value in options.items() if value is not None}
     for rule in rules:
         for key, value in parse_rule(rule).items():

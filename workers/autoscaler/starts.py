@@ -1,9 +1,9 @@
-"""Starts of workers that fail: backs off, and gives up after so many.
+"""Backs off from starts of workers that fail, and gives up after a number of them.
 
-    ready < asked, and the actuator tells of a failed start, or nothing became ready for the start limit
-        ─▶ failures + 1 ─▶ pause of 5 s, 10 s, 20 s, ...: no more workers are asked for than were ready
+    ready < requested, and the actuator reports a failed start, or nothing became ready for the start limit
+        ─▶ failures + 1 ─▶ pause of 5 s, 10 s, 20 s, ...: no more workers are requested than were ready
         ─▶ after `tries`: pause of 15 minutes, then one more try
-    another worker is ready, or an operator asks for another try ─▶ all is forgotten
+    another worker is ready, or an operator requests a retry ─▶ all is forgotten
 
 The start limit doubles with each failure, so that a start which is only slow succeeds in the end.
 
@@ -49,7 +49,7 @@ class Starts:
     failures: Count = 0
     """Starts in a row that failed."""
     why: str = ""
-    """Why the last one failed."""
+    """The reason of the last failure."""
     until: Time = 0.0
     """End of the pause."""
     since: Time | None = None
@@ -64,14 +64,14 @@ class Starts:
     counted: Count | None = None
     """The actuator's own count of failures, as last seen."""
     retried: Time = 0.0
-    """The last retry of an operator that was heard."""
+    """The last retry of an operator that was carried out."""
 
     def paused(self, at: float) -> bool:
-        """Whether no new worker is tried. A pause that is longer than any is one of a clock that was set back."""
+        """Whether no new worker is tried. A pause longer than any counts as over: the clock was set back."""
         return 0 < self.until - at <= GIVEN_UP_S
 
     def request(self, target: int, at: float) -> int:
-        """The number to ask the actuator for."""
+        """The number to request from the actuator."""
         return min(target, self.sure) if self.paused(at) else target
 
     def updated(
@@ -88,8 +88,8 @@ class Starts:
     ) -> Starts:
         """The memory after another look.
 
-        `target`: the policy's number. `retry`: when an operator last asked for one. `unready`: why workers that are
-        there take no tasks.
+        `target`: the policy's number. `retry`: the time of an operator's last request to retry. `unready`:
+        why workers that are there take no tasks.
         """
         starts = self._believing(at, ready)
         if retry and retry != starts.retried:
@@ -110,7 +110,7 @@ class Starts:
         return starts
 
     def _believing(self, at: float, ready: int) -> Starts:
-        """With the number of ready workers; a lower one is believed after a while."""
+        """The memory with the number of ready workers; a lower one is believed after a while."""
         starts = replace(self, ready=ready, seen_at=at)
         if ready >= self.sure:
             return replace(starts, sure=ready, fewer_since=None)
@@ -119,7 +119,7 @@ class Starts:
         return replace(starts, sure=ready, fewer_since=None) if at - self.fewer_since > SURE_S else starts
 
     def _well(self, actual: Actual | None) -> Starts:
-        """Without any failure."""
+        """The memory without any failure."""
         return replace(self, failures=0, why="", until=0.0, since=None, counted=_count(actual))
 
     def _failed(self, at: float, more: int, why: str, actual: Actual | None, tries: int) -> Starts:
@@ -129,7 +129,7 @@ class Starts:
         return replace(self, failures=failures, why=why, until=until, since=at, counted=_count(actual))
 
     def given_up(self, at: float, tries: int) -> float | None:
-        """When the last of all tries failed; None while there are more, or after the pause."""
+        """The time at which the last of all tries failed; None while there are more, or after the pause."""
         return self.until - GIVEN_UP_S if self.failures >= tries and self.paused(at) else None
 
     def trouble(self, at: float, tries: int, pool: str) -> str:

@@ -1,4 +1,4 @@
-"""One pool by what the fleet says: its signals, what is left of it, and whose turn it is to go.
+"""Reads one pool from the fleet: its signals, its remaining tasks, and which workers go first.
 
 A number that is negative, NaN or no number counts as missing. Leases lapse, so no stale one comes here.
 """
@@ -39,7 +39,7 @@ def served(fleet: Fleet, pool: PoolSettings) -> list[Pool]:
 
 
 def signals(fleet: Fleet, pool: PoolSettings) -> Signals:
-    """The policy's input. Of a model that has neither a card nor workers, nothing is known: all is missing."""
+    """The policy's input. For a model with neither a card nor workers, everything is missing."""
     here, missing = served(fleet, pool), _Missing()
     queues = [queue for queue in here if split(queue.name)[1] <= levels.LEVEL]
     if pool.model not in fleet.versions and all(queue.name == pool.model for queue in queues):
@@ -64,8 +64,8 @@ def signals(fleet: Fleet, pool: PoolSettings) -> Signals:
 
 
 def _levels(queues: Sequence[Pool], working: Sequence[Worker]) -> tuple[LevelQueue, ...]:
-    """The tasks that not every release can do, and who can. Numbers that make no sense count as 0: `queued` is missing
-    then."""
+    """The tasks that not every release can do, and the workers that can. Bad numbers count as 0: then `queued` is
+    missing."""
     waiting: dict[int, dict[str, int]] = {}
     for queue in queues:
         if (level := split(queue.name)[1]) and any(map(sane, queue.queued.values())):
@@ -82,7 +82,7 @@ def _levels(queues: Sequence[Pool], working: Sequence[Worker]) -> tuple[LevelQue
 
 
 def remaining_tasks(fleet: Fleet, pool: PoolSettings) -> int | None:
-    """Tasks of the pool that are queued, delayed or in flight; None where a number is missing."""
+    """Tasks of the pool that are queued, delayed or in flight; None if a number is missing."""
     missing = _Missing()
     queues = served(fleet, pool)
     total = sum(missing.sum("queued", queue.queued.values()) for queue in queues)
@@ -101,7 +101,7 @@ def takes_tasks(worker: Worker) -> bool:
 
 
 def unready_reasons(fleet: Fleet, pool: PoolSettings) -> str:
-    """Why workers that are there take no tasks, by their names; empty where all do."""
+    """The reasons why workers that are there take no tasks, with their names; empty if all do."""
     unready = [worker for worker in workers(served(fleet, pool)) if worker.get("unready")]
     return "; ".join(f"{worker['worker']} ({_listed(worker['unready'])})" for worker in unready)
 
@@ -111,7 +111,7 @@ def _listed(reasons: Any) -> str:
 
 
 def stranded(fleet: Fleet, pool: PoolSettings) -> str:
-    """The versions that tasks wait for and no worker serves, in words, though workers of others are up; empty if none.
+    """The text for versions that tasks wait for and no worker serves, though workers of others are up; empty if none.
 
     Only for a pool that has no version of its own: its platform starts the version that it was given.
     """
@@ -133,7 +133,7 @@ def _version(fleet: Fleet, queue: Pool) -> str:
 
 
 def victims(fleet: Fleet, pool: PoolSettings) -> list[str]:
-    """The names of the pool's workers, those that should go first in front.
+    """The names of the pool's workers, in the order in which they should go.
 
     First those that drain or are broken, then idle ones, then the least loaded. A worker that starts has no lease, so
     it is not named: it holds no task, and goes before all.
@@ -148,7 +148,7 @@ def victims(fleet: Fleet, pool: PoolSettings) -> list[str]:
 
 
 class _Missing:
-    """Adds numbers up, and notes the names of those that make no sense."""
+    """Adds numbers up, and notes the names of those that are no numbers."""
 
     def __init__(self) -> None:
         self.names: list[str] = []

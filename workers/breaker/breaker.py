@@ -21,7 +21,7 @@ from workers.state.clock import Clock
 
 logger = logging.getLogger(__name__)
 
-#: Tasks in a row that the engine fails before it is asked whether it is to blame.
+#: Tasks in a row that the engine fails before a probe tells whether it is to blame.
 IN_A_ROW: Final = 3
 #: Seconds after a probe that passed in which failures in a row are the requests'.
 TRUSTED_S: Final = 10.0
@@ -45,7 +45,7 @@ SendProbe = Callable[[Callable[[str | None], None]], None]
 class State(StrEnum):
     CLOSED = "closed"
     ASKING = "asking"
-    """Tasks failed in a row: its engine is asked at once. It fetches nothing meanwhile."""
+    """Tasks failed in a row: its engine is probed at once. It fetches nothing meanwhile."""
     OPEN = "open"
     HALF_OPEN = "half_open"
     """It takes one task at a time, until one ends well."""
@@ -99,7 +99,7 @@ class Breaker:
 
     @property
     def reason(self) -> str:
-        """Why it is not ready; empty while it is closed."""
+        """The reason why it is not ready; empty while it is closed."""
         return "" if self.closed else f"its breaker is {self.state.replace('_', ' ')}: {self.why}"
 
     def slowness(self) -> Slowness | None:
@@ -107,7 +107,7 @@ class Breaker:
         return slowness(self._window.figures(), self.peers)
 
     def outlier(self) -> str:
-        """Why it is an outlier among its peers; empty where it is none, or may not open."""
+        """The reason why it is an outlier among its peers; empty if it is none, or may not open."""
         return judge(self._window.figures(), self.peers) if self._enabled and self.closed else ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class Breaker:
     # ---- the publisher's thread -----------------------------------------------------------------------------------
 
     def failed(self) -> bool:
-        """The engine failed a task by its own fault. Whether the task is to be given back, with no try spent."""
+        """Notes a task that the engine failed by its own fault. Returns whether to give it back, with no try spent."""
         with self._lock:
             self.failures += 1
             self._window.on_end(failed=True)
@@ -141,7 +141,7 @@ class Breaker:
             return not self.closed
 
     def completed(self) -> None:
-        """A task was completed."""
+        """Notes a completed task."""
         with self._lock:
             self._window.on_end(failed=False)
             self._in_a_row = 0
@@ -151,19 +151,19 @@ class Breaker:
     # ---- the housekeeper's thread ---------------------------------------------------------------------------------
 
     def open(self, why: str) -> None:
-        """It is an outlier, and the share has room for it."""
+        """Opens: it is an outlier, and the share has room for it."""
         with self._lock:
             if self.closed:
                 self._open(why, alone=False)
 
     def refused(self) -> None:
-        """The share has no room for it any more: it has to serve."""
+        """Closes: the share has no room for it any more, so that it has to serve."""
         with self._lock:
             if not self.closed:
                 self._close("too many of its pool's workers are held back")
 
     def on_idle(self) -> None:
-        """Nothing is held: a worker on trial that nobody needs is closed at last."""
+        """Closes a worker on trial that holds nothing and got no task for long."""
         with self._lock:
             if self.state is State.HALF_OPEN and time.monotonic() - self._since >= TRIAL_S:
                 self._close(f"no task came for {TRIAL_S:.0f} s")

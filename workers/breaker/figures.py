@@ -1,10 +1,10 @@
 """A worker's figures of its last minute: tasks ended and failed, times of steps. And how far they are off its peers'.
 
-Format in the lease's `figures`, one JSON object; what makes no sense is left out by readers:
+Format in the lease's `figures`, one JSON object; readers leave out bad values:
 
     machine   the kind of machine; times are compared between equal ones only
     ended     tasks that the engine completed or failed
-    failed    those that it failed, by its own fault as far as anyone can tell
+    failed    those that it failed, by its own fault as far as is known
     steps     {"tokens,context": [steps, seconds]}: steps that only decoded
 
 A step's key is its tokens and the KV tokens that it reads, each by its number of bits. A step's time is linear in the
@@ -83,7 +83,7 @@ class Figures:
         return cls(str(data.get("machine", "")), ended, min(failed, ended), figures)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The figures as JSON data."""
         steps = {f"{tokens},{context}": [n, round(s, 6)] for (tokens, context), (n, s) in self.steps.items()}
         return {"machine": self.machine, "ended": self.ended, "failed": self.failed, "steps": steps}
 
@@ -130,7 +130,7 @@ class Window:
         now.failed += failed
 
     def forget(self) -> None:
-        """Begin anew: what was measured before the worker was ejected proves nothing afterwards."""
+        """Drop all: what was measured before the worker was ejected proves nothing afterwards."""
         self._slices = deque([_Slice(self._clock())], maxlen=SLICES)
 
     def figures(self, slices: int = SEEN_SLICES, steps: int = SEEN_STEPS) -> Figures:
@@ -197,7 +197,7 @@ class Slowness:
 
 
 def judge(mine: Figures, peers: Sequence[Figures]) -> str:
-    """Why this worker is an outlier among its peers; empty where it is none."""
+    """The reason why this worker is an outlier among its peers; empty if it is none."""
     if reason := failures(mine, peers):
         return reason
     slow = slowness(mine, peers)
@@ -207,7 +207,7 @@ def judge(mine: Figures, peers: Sequence[Figures]) -> str:
 
 
 def failures(mine: Figures, peers: Sequence[Figures]) -> str:
-    """Why it fails too many tasks; empty where it does not."""
+    """The reason why it fails too many tasks; empty if it does not."""
     measured = [peer for peer in peers if peer.ended]
     ended, failed = sum(peer.ended for peer in measured), sum(peer.failed for peer in measured)
     if len(measured) < PEERS or min(mine.ended, ended) < ENDED:
@@ -221,7 +221,7 @@ def failures(mine: Figures, peers: Sequence[Figures]) -> str:
 
 
 def slowness(mine: Figures, peers: Sequence[Figures]) -> Slowness | None:
-    """The comparison of decode steps; None where nothing can be compared."""
+    """The comparison of decode steps; None if nothing can be compared."""
     alike = [peer for peer in peers if peer.machine == mine.machine]
     expected_s = {
         key: expected for peer in alike for key in peer.steps if (expected := _middle(key, alike)) is not None

@@ -385,7 +385,7 @@ def _local(reference: str) -> list[tuple[str, str]]:
 
 @contextmanager
 def _failing(broker: str) -> Iterator[None]:
-    """Within it, errors of AWS and of the store raise Failure, which says what to do. `broker`: its URL."""
+    """Turns errors of AWS and of the store into Failure, with advice. `broker`: its URL."""
     from redis.exceptions import RedisError
 
     from producers.connection.aws import AwsError, AwsNotInstalled

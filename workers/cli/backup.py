@@ -237,7 +237,7 @@ def _restore(
 
 
 def effects(plan: Plan, broker_kept: bool) -> list[str]:
-    """What callers will see, a line each."""
+    """The effects that callers will see, a line each."""
     manifest, open_tasks = plan.manifest, [task for task in plan.tasks.values() if not task.final]
     plain = sum(task.plain for task in open_tasks)
     waited_for = sum(not task.origin and not task.plain for task in open_tasks)
@@ -284,7 +284,7 @@ def _of_journal(plan: Plan) -> list[str]:
 
 @contextmanager
 def _disk(*places: str) -> Iterator[None]:
-    """Within it, a disk that is full, or may not be used, raises Failure, which names the places: it is no server's."""
+    """Turns errors of a disk that is full, or may not be used, into Failure, which names the places."""
     try:
         yield
     except OSError as error:

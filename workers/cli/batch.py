@@ -176,7 +176,7 @@ def _ended(gateway: Gateway, batch_id: str, timeout: float | None) -> dict[str, 
 
 
 def _write(gateway: Gateway, batch: dict[str, Any], output: Path | None, errors: Path | None) -> None:
-    """Write an ended batch's answers, to standard output without a path; and its failed lines, if asked for."""
+    """Write an ended batch's answers, to standard output without a path; and its failed lines into `errors`."""
     if batch["output_file_id"] is not None:
         _save(gateway, batch["output_file_id"], output)
     elif output is not None:
@@ -232,7 +232,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _patiently(call: Callable[[], T]) -> T:
-    """What the call returns; it is repeated while the gateway is away, for PATIENCE_S."""
+    """Returns the result of the call, which is repeated while the gateway is away, for PATIENCE_S."""
     give_up, pause = time.monotonic() + PATIENCE_S, 0.1
     while True:
         try:

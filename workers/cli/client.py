@@ -94,7 +94,7 @@ class Gateway:
         return self.json("DELETE", path_of("tasks", task_id))
 
     def explain(self, task_id: str) -> dict[str, Any]:
-        """Where a task is, as `GET /v1/tasks/{id}/explain` says it."""
+        """The explanation of where a task is, as `GET /v1/tasks/{id}/explain` gives it."""
         return self.json("GET", path_of("tasks", task_id, "/explain"))
 
     def models(self) -> list[dict[str, Any]]:
@@ -258,7 +258,7 @@ def pieces_of(file: BinaryIO, size: int) -> Iterator[bytes]:
 
 
 def path_of(kind: str, name: str, suffix: str = "") -> str:
-    """The path of a task, batch or file, whatever is in its name."""
+    """The path of a task, batch or file; its name is quoted."""
     return f"/v1/{kind}/{quote(name, safe='', errors='surrogateescape')}{suffix}"
 
 

@@ -65,7 +65,7 @@ class DataDir:
         """The server's port: the last one if it is free, else any free one. It is written to the directory.
 
         It lies outside the range for outgoing connections: one of those could take the port while the server restarts.
-        Whoever listens on the last port may have been told the password by a client, so another port has a new one.
+        A client may have sent the password to whoever listens on the last port, so another port has a new one.
         """
         ports = [secrets.choice(PORTS) for _ in range(100)]
         last = None
@@ -87,7 +87,7 @@ class DataDir:
         raise Failure(f"no port is free on {HOST}")
 
     def password(self) -> str:
-        """The server's password. It is made, and written to the directory, where there is none."""
+        """The server's password. Without one, it is made and written to the directory."""
         with contextlib.suppress(ValueError):
             if password := password_in(self.path):
                 return password
@@ -210,7 +210,7 @@ async def started(child: Child, data: DataDir, port: int) -> None:
             log = data.path / "valkey.log"
             last = log.read_text(errors="replace").splitlines()[-5:] if log.exists() else []
             output = "\n  ".join([*child.lines, *last])
-            data.forget_password()  # what listens there instead may have been told it
+            data.forget_password()  # a client may have sent it to what listens there instead
             raise Failure(f"the embedded Valkey server {ended(child.keeper.result())}:\n  {output}", Exit.TASK_FAILED)
 
 

@@ -54,7 +54,7 @@ class Failure(errors.Refused):
 
 @contextmanager
 def refusing(*kinds: type[Exception]) -> Iterator[None]:
-    """Within this block, these errors end the command: it is refused, for the reason that they give."""
+    """Turns these errors into Failure: the command is refused, for the reason that they give."""
     try:
         yield
     except kinds as error:
@@ -63,7 +63,7 @@ def refusing(*kinds: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def touching(path: Path, doing: str) -> Iterator[None]:
-    """Within this block, an OSError ends the command, which cannot `doing` (read, write, ...) this file."""
+    """Turns an OSError into Failure: the command cannot `doing` (read, write, ...) this file."""
     try:
         yield
     except OSError as error:
@@ -81,7 +81,7 @@ def needs(*extras: str) -> Iterator[None]:
 
 
 def check_extras(*extras: str) -> None:
-    """For what is imported later, or in other processes. Raises Failure. It imports nothing: torch takes seconds."""
+    """Checks extras for later imports, or other processes. Raises Failure. It imports nothing: torch takes seconds."""
     with needs(*extras):
         for name in (name for extra in extras for name in KNOWN_BY[extra]):
             if find_spec(name) is None:

@@ -228,7 +228,7 @@ def gateway(
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a gateway that listens there is reached from this machine alone. False where that cannot be told."""
+    """Whether a gateway that listens there is reached from this machine alone. False if that is not known."""
     try:
         addresses = socket.getaddrinfo(host or "0.0.0.0", None)  # noqa: S104 - compared: an empty name binds all addresses
         return all(ipaddress.ip_address(str(address[0])).is_loopback for *_, address in addresses)
@@ -237,7 +237,7 @@ def is_loopback(host: str) -> bool:
 
 
 def effective_auth(auth: str | None, insecure: bool, host: str) -> Auth:
-    """Whether a gateway that listens on this address asks for keys. Raises Failure, as the module's docstring says."""
+    """Whether a gateway that listens on this address asks for keys. Raises Failure, see the module's head."""
     if insecure and auth != "none":
         raise Failure("--insecure is for --auth none alone: with keys, other machines may ask anyway")
     here = is_loopback(host)

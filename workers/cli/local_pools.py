@@ -1,8 +1,8 @@
 """The plan of a system on one machine, and its workers: for each model a pool of each version that runs here.
 
-start: the least number of the version that was found -> the autoscaler says how many -> Local starts and drains them
+start: the least number of the resolved version -> the autoscaler decides how many -> Local starts and drains them
 a rolling update begins (`producers.store.fleet.rollouts`): the new version is a pool beside the old one. So is the old
-one where this `up` was started in the middle of it, if the update says where that version is
+one where this `up` was started in the middle of it, if the update names that version's folder
 it is done: the pool whose version is not the card's is forgotten when its last worker has ended
 """
 
@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def files(self) -> tuple[str, str]:
-        """The option with the place of files, which all processes share."""
+        """The option with the location of files, which all processes share."""
         return "--files-dir", str(self.files_dir or self.data_dir / "files")
 
 
@@ -127,7 +127,7 @@ class LocalPools:
 
 
 class _Model:
-    """One model's pools, by version. `number`: its place among the models of this `up`, from 0."""
+    """One model's pools, by version. `number`: its index among the models of this `up`, from 0."""
 
     def __init__(self, pools: LocalPools, number: int, model: ResolvedModel) -> None:
         plan = pools.plan
@@ -194,7 +194,7 @@ class _Model:
 
 
 def _rolling(rollout: Mapping[str, Any]) -> dict[str, Any]:
-    """The two versions of a rollout that is under way, with their references; None or "" where it tells none."""
+    """The two versions of a rollout that is under way, with their references; None or "" without one."""
     if rollout.get("phase") not in ("starting", "draining"):
         return {}
     both = (("version", "reference"), ("before", "before_reference"))

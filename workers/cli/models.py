@@ -103,7 +103,7 @@ def show(model: Model, as_json: JsonOutput = False) -> None:
 
 
 def _described(card: ModelCard, folder: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What is shown of a model, by name; it may hold any text from the model's files."""
+    """The facts to show of a model, by name. They may hold any text from the model's files."""
     from engine.text.config import packed_bits
 
     section, quantised = metadata["quantization"], None

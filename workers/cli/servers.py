@@ -67,7 +67,7 @@ def records(store: str | None, data_dir: Path | None) -> Iterator[tuple[Redis, R
 
 @contextmanager
 def answering(*urls: str) -> Iterator[None]:
-    """Within it, a server that does not answer, or refuses, raises Failure."""
+    """Turns errors of a server that does not answer, or refuses, into Failure."""
     from producers.client.steps import FAILURES
     from producers.connection.connect import shown
     from producers.connection.trouble import Trouble, error_text, trouble
@@ -113,7 +113,7 @@ def use_secrets_key(file: Path | None) -> None:
 
 
 def store_of(broker: str, store: str | None) -> str:
-    """The store's URL. Raises Failure where a broker that is none is given alone."""
+    """The store's URL. Raises Failure if only a broker is given that cannot be the store."""
     from producers.connection import local
 
     with refusing(ValueError):
@@ -125,7 +125,7 @@ def set_up_logging(level: str, prefix: str = "") -> None:
     import logging
 
     logging.basicConfig(level=checked_level(level), format=f"{prefix}%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("botocore").setLevel(logging.WARNING)  # it tells of each client where its credentials are from
+    logging.getLogger("botocore").setLevel(logging.WARNING)  # it logs where the credentials of each client are from
 
 
 def checked_level(name: str) -> str:

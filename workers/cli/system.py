@@ -58,7 +58,7 @@ VALKEY_STOP_S: Final = 15.0
 STANDBY_S: Final = 15.0
 #: Pause (s) after which an autoscaler that failed begins anew.
 SCALING_AGAIN_S: Final = 2.0
-#: Time (s) without the lead after which it is told; the lease of an `up` that was killed ends in less.
+#: Time (s) without the lead after which that is shown; the lease of an `up` that was killed ends in less.
 FOLLOWS_S: Final = 15.0
 #: Last lines of the processes' output shown after a failure.
 LAST_LINES: Final = 20
@@ -194,7 +194,7 @@ class System:
             await asyncio.sleep(0.02)
         COLD_START.mark("workers")
         gateway = Gateway(self.url)
-        while not await asyncio.to_thread(gateway.ready):  # noqa: ASYNC110 - nothing tells of it
+        while not await asyncio.to_thread(gateway.ready):  # noqa: ASYNC110 - no event for it
             await asyncio.sleep(0.02)
         COLD_START.mark("gateway")
         if self._standby is not None and self.plan.rules.min == 0:  # the first task would wait for it anyway
@@ -204,7 +204,7 @@ class System:
     async def _standby_ready(standby: Standby) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(STANDBY_S):
-                while standby.pid is not None and not standby.ready:  # noqa: ASYNC110 - nothing tells of it
+                while standby.pid is not None and not standby.ready:  # noqa: ASYNC110 - no event for it
                     await asyncio.sleep(0.02)
 
     def _publish(self, model: ResolvedModel) -> None:
@@ -225,7 +225,7 @@ class System:
         return standby
 
     async def _scale(self, pools: LocalPools) -> None:
-        """Let the autoscaler say how many workers run, from now on. Where it fails, it begins anew."""
+        """Let the autoscaler decide how many workers run, from now on. If it fails, it begins again."""
         from producers.client.aio import AsyncClient
         from producers.store.fleet.scaling import forget
         from workers.autoscaler.autoscaler import Autoscaler
@@ -240,7 +240,7 @@ class System:
                         await scaler.run()
                     finally:
                         telling.cancel()
-            except Exception as error:  # noqa: BLE001 - told; the number stays as it is meanwhile
+            except Exception as error:  # noqa: BLE001 - shown; the number stays as it is meanwhile
                 self.say("autoscaler", f"failed, beginning again in {SCALING_AGAIN_S:g} s: {error!r}")
             await asyncio.sleep(SCALING_AGAIN_S)
 

@@ -219,7 +219,7 @@ def delete(
 
 
 def _attempt(attempt: dict[str, Any]) -> str:
-    """A start of a task, in words."""
+    """The text of one start of a task."""
     parts = [attempt["worker"] or "a worker that told nothing"]
     parts += [] if attempt["duration_s"] is None else [f"for {attempt['duration_s']:.2f} s"]
     parts += [] if attempt["entries"] is None else [f"until its stream had {attempt['entries']} entries"]
@@ -230,7 +230,7 @@ def _attempt(attempt: dict[str, Any]) -> str:
 
 
 def _follow(gateway: Gateway, task: dict[str, Any], start: int, as_json: bool) -> None:
-    """Show a task's events. Raises Failure if the task failed or the stream broke; it says how to resume."""
+    """Show a task's events. Raises Failure if the task failed or the stream broke, with the command that resumes."""
     shown = JsonLines() if as_json else TextStream(task["n"])
     last: dict[str, Any] = {"event": "none", "position": start - 1}
     try:

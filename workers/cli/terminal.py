@@ -127,7 +127,7 @@ def text_from(read: Callable[[], str]) -> str:
 
 @contextmanager
 def guarded_stdout() -> Iterator[None]:
-    """Within it, a failed write raises Failure, or silently typer.Exit if the reader went away (`| head`).
+    """Turns a failed write into Failure, or silently into typer.Exit if the reader went away (`| head`).
 
     Without a standard output (`>&-`), output is lost, and no file or socket gets its descriptor.
     """

@@ -202,7 +202,7 @@ def _table(figures: dict[str, Any]) -> list[list[str]]:
 
 
 def _goodput(goodput: dict[str, Any]) -> str:
-    """The line for it; empty where nothing was asked for."""
+    """The line for goodput; empty without limits."""
     limits = {"TTFT": goodput["limits_s"]["ttft"], "between tokens": goodput["limits_s"]["itl"]}
     goals = [f"{name} at most {1000 * value:g} ms" for name, value in limits.items() if value is not None]
     share = 100 * (goodput["share"] or 0.0)
@@ -237,7 +237,7 @@ def _number(value: float | None) -> str:
 
 
 def weights(text: str, option: str = "--tiers") -> dict[str, float]:
-    """Tiers with weights, as the option says them. Raises Failure."""
+    """The tiers and weights of an option. Raises Failure."""
     from producers.contract.keys import TIERS
 
     weight_of = {}
@@ -406,7 +406,7 @@ def _look_for(model: str, store: Redis, gateway: Gateway) -> None:
 
 @contextlib.contextmanager
 def _telling(servers: str, folder: Path) -> Iterator[None]:
-    """Within it, lost servers and interruptions raise Failure.
+    """Turns lost servers and interruptions into Failure.
 
     So does SIGTERM, from `timeout` or a job's end: paused processes must be resumed, as at Ctrl-C.
     """

@@ -182,7 +182,7 @@ def up(
     check_spot(worker.get("spot_provider"), worker.get("spot_metadata_url"))
     asks = effective_auth(gateway.get("auth"), "insecure" in gateway, host)
     level = checked_level(log_level)
-    set_up_logging(level, "autoscaler | ")  # what else runs in this process says nothing
+    set_up_logging(level, "autoscaler | ")  # nothing else in this process logs
     use_secrets_key(secrets_key)
 
     chosen = choose(gpus, gpus_here()) if gpus is not None else ()
@@ -234,7 +234,7 @@ def up(
 
 
 class Server(StrEnum):
-    """What has a URL."""
+    """A server that has a URL."""
 
     BROKER = "broker"
     STORE = "store"
@@ -291,7 +291,7 @@ def _masked(system: System, url: str) -> str:
 
 
 def _whole(system: System) -> str:
-    """The line with the command that prints the embedded server's URL; none where there is no such server."""
+    """The line with the command that prints the embedded server's URL; empty without such a server."""
     if not system.plan.embedded:
         return ""
     which = "" if system.store == system.broker else " store"
@@ -301,7 +301,7 @@ def _whole(system: System) -> str:
 def _rules(
     workers: int | None, min_workers: int | None, max_workers: int | None, cool_down: float | None, gpus: int
 ) -> Rules:
-    """How many workers each model has. `gpus`: of each model; 0 where no GPU was named. Raises Failure."""
+    """The number of workers of each model. `gpus`: of each model; 0 if no GPU was named. Raises Failure."""
     from dataclasses import replace
 
     from workers.autoscaler.policy import Rules
@@ -342,21 +342,21 @@ def _standby_s(standby: bool | None, idle: float | None, rules: Rules) -> float 
 
 
 def numbers(rules: Rules) -> str:
-    """The words for how many workers there are."""
+    """The text for the number of workers."""
     if rules.min == rules.max:
         return f"{rules.min}"
     return f"{rules.min} now; up to {rules.max} of each model run while tasks come"
 
 
 def _of_the_store(system: System) -> str:
-    """The options with which commands find the store; none where they find it by themselves."""
+    """The options with which commands find the store; empty if they find it by themselves."""
     if system.plan.embedded:
         return "" if system.plan.data_dir == DATA_DIR else f" --data-dir {system.plan.data_dir}"
     return " --store STORE_URL"
 
 
 def _allowed(system: System) -> str:
-    """The words for other receivers of webhooks."""
+    """The text for other receivers of webhooks."""
     allowed = system.plan.webhooks_options[1::2]
     if allowed:
         return f", and to {', '.join(allowed)}"
@@ -364,7 +364,7 @@ def _allowed(system: System) -> str:
 
 
 def how_to_end() -> str:
-    """The words for stopping this process. A shell without job control makes its background jobs ignore Ctrl-C."""
+    """The text for stopping this process. A shell without job control makes its background jobs ignore Ctrl-C."""
     import os
     import signal
 

@@ -351,7 +351,7 @@ def _shown(row: Row) -> dict[str, Any]:
 
 
 def _s(moment: Any) -> int | None:
-    """What `_moment` made of an option; typer knows it as text."""
+    """The result of `_moment` for an option, which typer types as text."""
     return cast("int | None", moment)
 
 

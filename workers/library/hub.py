@@ -90,7 +90,7 @@ def pull(model: HubModel, models: LocalModels, name: str, say: Callable[[str], N
 
 
 def _index(model: HubModel, files: dict[str, _File], commit: str, folder: Path) -> bytes | None:
-    """The index of the weights, which says what else is needed; None where there is none."""
+    """The index of the weights, which names the other files that are needed; None without one."""
     if INDEX not in files:
         return None
     if files[INDEX].size > LONGEST_INDEX:

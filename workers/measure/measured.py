@@ -6,7 +6,7 @@ it, or holds something else there, is no reason to serve less: it is logged and 
 | dies after | state | who repairs it |
 | --- | --- | --- |
 | it measured | an older profile, or none | the next worker that serves |
-| HSET, before this worker knows | the new profile | nothing to repair: told again, it changes little |
+| HSET, before this worker knows | the new profile | nothing to repair: merged again, it changes little |
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Duty:
             self._notes.append((ended, self._busy))
 
     def share(self, now: float, stepping: float = 0.0) -> float:
-        """Of the window that ends now. `stepping`: seconds that a step has run, which has not ended."""
+        """The share of the window that ends now. `stepping`: seconds that the present step has run."""
         since = max(self._began, now - DUTY_S)
         busy = self._busy - self._until(since) + min(stepping, now - since)
         return min(1.0, max(0.0, busy / (now - since))) if now > since else 0.0
@@ -113,7 +113,7 @@ class FirstTokens:
         self._recent.append((now, seconds))
 
     def p95(self, now: float) -> float | None:
-        """The 95th percentile (nearest rank); None where there were none."""
+        """The 95th percentile (nearest rank); None without any."""
         times = sorted(seconds for at, seconds in tuple(self._recent) if at >= now - FIRST_S)
         return times[ceil(0.95 * len(times)) - 1] if times else None
 
@@ -185,7 +185,7 @@ class Measured:
 
 
 class Keeper:
-    """`profile`: what the worker says of itself now. Any thread."""
+    """`profile`: the worker's present profile. Any thread."""
 
     def __init__(self, served: Served, measured: Measured, profile: Callable[[], Profile]) -> None:
         self._name = field(served.pool.model, served.pool.version)

@@ -12,8 +12,8 @@ by the tokens of a task.
 
 t is measured for sizes that occurred (`Curve`: smoothed, for a few sizes that span a wide range), interpolated, and
 continued by its last slope. So a knee is found before load has reached it. From fewer than MIN_MEASURED sequences at
-once no slope is taken. Further sequences then count as free, so that the knee is overestimated, and it is told only
-where even that is within what was measured.
+once no slope is taken. Further sequences then count as free, so that the knee is overestimated, and given only
+if even that is within what was measured.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Curve:
         return seconds
 
     def near(self, size: int) -> float | None:
-        """The mean of the size's bucket; None as long as that is not believed. Quick, for every step."""
+        """The mean of the size's bucket; None until that is believed. Quick, for every step."""
         bucket = min(size.bit_length(), BUCKETS) - 1
         return self._seconds[bucket] if self._count[bucket] >= TRUSTED else None
 
@@ -107,7 +107,7 @@ def at(points: list[tuple[float, float]], size: float) -> float:
 
 def slope(points: list[tuple[float, float]]) -> float:
     """Seconds per size at the end of the curve: a line through the last points, each as exact as it is large. Not
-    negative; 0 where there is one point."""
+    negative; 0 with one point."""
     last = points[-1][0]
     near = [(size, seconds, 1 / seconds**2) for size, seconds in points if size >= NEAR * last and seconds > 0]
     total = sum(weight for _, _, weight in near)
@@ -165,7 +165,7 @@ class StepTimes:
 
     @property
     def reached(self) -> int:
-        """The most sequences at once of which enough steps were measured; 0 where there were none."""
+        """The most sequences at once of which enough steps were measured; 0 without any."""
         return round(
             max((points[-1][0] for curve in (self._decode, self._mixed) if (points := curve.points())), default=0)
         )

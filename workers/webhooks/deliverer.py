@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 BATCH: Final = 128
 #: Longest time (s) between two looks at the store: rows become due silently, and a wake-up may be lost.
 LOOK_S: Final = 1.0
-#: Time (s) for which the end of a try is told to a store that does not answer. After that the row's lease lapses.
+#: Time (s) for which storing a try's end is repeated while the store is away. After that the row's lease lapses.
 PATIENCE_S: Final = 8.0
 #: Time (s) after which a row is tried again for which this process had no file descriptor, memory or port.
 OWN_TROUBLE_S: Final = 5.0
@@ -106,7 +106,10 @@ class Deliverer:
             await self._sender.close()
 
     def unready(self) -> list[str]:
-        """As `workers.runtime.health.Watched`. While it takes no rows for want of places, it does not ask the store."""
+        """The reasons why it is not ready, as in `workers.runtime.health.Watched`.
+
+        Without free places it takes no rows, so that the store's silence means nothing.
+        """
         silent = time.monotonic() - self._heard_at > SILENT_S and self._limits.free > 0
         no_key = time.monotonic() - self._unreadable_at < 2 * NO_KEY_S
         return (
@@ -198,7 +201,7 @@ class Deliverer:
         await self._store_end(await self._ended(row, holder, target, outcome))
 
     async def _ended(self, row: Row, holder: str, target: Target, outcome: Outcome) -> Call:
-        """The call that says how a try ended."""
+        """The call that stores the end of a try."""
         if outcome.delivered:
             return outbox.delivered(row, holder, outcome.attempt)
         result = shown(outcome.attempt.status or outcome.attempt.error)  # others' text: kept to one line of the log
@@ -225,7 +228,7 @@ class Deliverer:
         try:
             audit = Change("webhooks", "endpoint.disable", endpoint_id)
             await endpoints.change(self._client.store, endpoint_id, disabled, audit)
-        except FAILURES as error:  # its next delivery hears the same
+        except FAILURES as error:  # its next delivery gets the same answer
             warn_throttled(log, "an endpoint that answered 410 is not disabled yet: %s", error)
 
     async def _store_end(self, call: Call) -> None:

@@ -5,7 +5,7 @@ success, and is halved by each try without an answer or with that of an overload
 receiver should have room for it.
 
 Places are of three kinds. A try that takes longer than a second is slow, and so are those to a receiver whose last try
-was. Receivers of whom nothing is known may have half of the quick places. So those who hang take places from each other
+was. New receivers may have half of the quick places. So those who hang take places from each other
 alone, and the other half of the quick places is for receivers who have answered.
 """
 
@@ -42,7 +42,7 @@ REMEMBERED: Final = 4096
 
 
 class Receiver:
-    """What is known of one receiver."""
+    """The state of one receiver."""
 
     __slots__ = ("kind", "line", "mean_s", "running", "window")
 

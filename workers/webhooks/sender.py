@@ -1,7 +1,7 @@
 """One try of a delivery: resolve, check the addresses, connect to one of them, POST, read the answer's beginning.
 
 Whatever a receiver does, a try ends in time, holds a few KB, follows no redirect, and connects to no address that was
-not checked. `next_delay` says when a delivery that failed is tried again (the schedule of standardwebhooks.com).
+not checked. `next_delay` is the time until a failed delivery is tried again (the schedule of standardwebhooks.com).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class OwnTrouble(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a try ended. `retry_after_s`: what the receiver asked for."""
+    """The end of a try. `retry_after_s`: the receiver's Retry-After."""
 
     attempt: Attempt
     retry_after_s: float | None = None
@@ -192,7 +192,7 @@ class Sender:
             server_hostname=destination.host if destination.scheme == "https" else None,
             allow_redirects=False,
         ) as response:
-            limit.reschedule(None)  # the status says whether it was delivered; the body has a limit of its own
+            limit.reschedule(None)  # the status decides whether it was delivered; the body has a limit of its own
             answer, whole = await _beginning(response)
             if not whole:
                 response.close()  # else aiohttp would read the rest

@@ -1,4 +1,4 @@
-"""Where taken rows go now: an endpoint's present URL and secrets, or what a task's own webhook says."""
+"""The targets of leased rows: an endpoint's present URL and secrets, or those of a task's own webhook."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Target:
 
     @property
     def receiver(self) -> str:
-        """What limits are counted by: scheme, host, port, and whose it is."""
+        """The name by which limits are counted: scheme, host, port, and its owner."""
         try:
             origin = Destination.parse(self.url).origin
-        except ValueError:  # a producer of another version wrote it: the try says what is wrong
+        except ValueError:  # a producer of another version wrote it: the try fails with the reason
             origin = self.url
         return f"{origin} {self.whose}"
 
 
 async def targets(store: Redis, rows: Sequence[Row]) -> list[Target | SecretUnreadable | str]:
-    """For each row a target, or why it has none: for good, or until this process has the secret's key.
+    """A target for each row, or the reason why it has none: for good, or until this process has the secret's key.
 
     Raises redis.exceptions.RedisError or OSError.
     """

@@ -29,17 +29,17 @@ EXTRAS: Final = {"kubernetes": "kubernetes", "ecs": "aws", "ec2": "aws"}
 
 
 class ActuatorError(OSError):
-    """The platform refused or did not answer; the text says what, and what to do."""
+    """The platform refused or did not answer. The text has the reason, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Actual:
-    """A platform's state. `wanted`: the number it was last told. `up`: workers that run or are starting."""
+    """A platform's state. `wanted`: the number that was last requested. `up`: workers that run or are starting."""
 
     wanted: int
     up: int
     failing: str = ""
-    """Why workers do not come up, in words (the last output of a process that died, say); empty if none is known."""
+    """The reason why workers do not come up (the last output of a process that died, say); empty if none is known."""
     failures: int = 0
     """Starts in a row that failed."""
 
@@ -49,7 +49,7 @@ class Actuator(Protocol):
 
     @property
     def name(self) -> str:
-        """The thing that it acts on, for people: `kubernetes default/worker-tiny`, say."""
+        """What it acts on, for people: `kubernetes default/worker-tiny`, say."""
 
     async def actual(self) -> Actual:
         """The platform's state now. Raises ActuatorError."""
@@ -57,7 +57,7 @@ class Actuator(Protocol):
     async def scale(self, target: int, first: Sequence[str]) -> None:
         """Have so many workers run; those that are too many drain. Raises ActuatorError.
 
-        `first`: names of workers (as in their leases), those that should go first in front. Workers that are not named
+        `first`: names of workers (as in their leases), in the order in which they should go. Workers that are not named
         serve nothing yet, and go before all.
         """
 
@@ -99,9 +99,9 @@ def checked(url: str) -> str:
 def open_actuator(url: str, *, model: str, broker: str, store: str, here: int = 1) -> Actuator | None:
     """The actuator of a pool; None for `export`. It connects at the first call.
 
-    `model`: as workers are told it. `broker`, `store`: URLs, for workers that it starts itself. `here`: the most
-    workers that share this machine. Raises ValueError for a URL that makes no sense, ModuleNotFoundError where an extra
-    is not installed.
+    `model`: its reference for workers. `broker`, `store`: URLs, for workers that it starts itself. `here`: the largest
+    number of workers that share this machine. Raises ValueError for a bad URL, ModuleNotFoundError if an extra is not
+    installed.
     """
     if checked(url) == EXPORT:
         return None

@@ -9,16 +9,16 @@ may do in AWS is in `producers/aws/policies.py`.
 those that are not protected: a worker that holds tasks protects its own (`workers/runtime/host/task_protection.py`). So
 only idle workers end, and a pool of busy ones stays until one is idle.
 
-`ec2://GROUP[?region=R]` sets the desired capacity of a group, and says which instances go first. A worker is found by
+`ec2://GROUP[?region=R]` sets the desired capacity of a group, and which instances go first. A worker is found by
 its name, which begins with its instance's id: `--name "$INSTANCE_ID.1"`. Where an instance runs several workers, it
 goes as late as the last of them. Instances without a worker, which still boot, go before all. An instance that goes
-waits in the group's lifecycle hook. Its metadata say so, and its workers drain (`--spot-provider aws`). Nobody
+waits in the group's lifecycle hook. Its metadata announce it, and its workers drain (`--spot-provider aws`). Nobody
 completes the hook: it ends by its heartbeat timeout, the drain time and 30 s.
 
 | dies after | state | who repairs it |
 | --- | --- | --- |
 | UpdateService | tasks that start or drain | nothing to repair |
-| some of the instances told to go | the capacity is lower by these; the others run | the next tick takes the others |
+| some of the instances were ended | the capacity is lower by these; the others run | the next tick takes the others |
 | SetDesiredCapacity | instances that start | nothing to repair |
 """
 
@@ -38,9 +38,9 @@ T = TypeVar("T")
 OPTIONS: Final = ("region", "endpoint")
 #: Silence (s) after which a request is tried once more, within the time limit of a call (`workers.autoscaler.acting`).
 SILENT_S: Final = 4.0
-#: Activities that are looked at to say why instances do not come.
+#: Number of activities that are read to explain why instances do not come.
 ACTIVITIES: Final = 20
-#: How a task ends that did not do its work.
+#: Stop codes of tasks that failed.
 _FAILED: Final = frozenset({"TaskFailedToStart", "EssentialContainerExited"})
 _STEADY: Final = "has reached a steady state"
 
@@ -174,7 +174,7 @@ def victims(name: str, living: Sequence[str], count: int, first: Sequence[str]) 
 
 
 def failures_of(activities: Sequence[dict[str, Any]]) -> tuple[str, int]:
-    """Why the last launches failed, and how many of them in a row. `activities`: the newest first."""
+    """The reason why the last launches failed, and the number of them in a row. `activities`: the newest first."""
     launches = [activity for activity in activities if str(activity.get("Description", "")).startswith("Launching")]
     ended = [launch for launch in launches if launch["StatusCode"] in ("Failed", "Cancelled", "Successful")]
     failed = 0
@@ -269,7 +269,7 @@ def _why(deployment: dict[str, Any], stopped: Sequence[dict[str, Any]]) -> str:
 
 
 def _has_failed(task: dict[str, Any]) -> bool:
-    """A worker that drained ends with 0."""
+    """Whether a container failed. A worker that drained ends with 0."""
     return any(container.get("exitCode", 1) != 0 for container in task.get("containers", ())) or not task["containers"]
 
 
@@ -278,7 +278,7 @@ def _seconds(at: Any) -> float:
 
 
 def _end(task: dict[str, Any]) -> str:
-    """Why a task stopped, in words."""
+    """The text of why a task stopped."""
     parts = [str(task.get("stoppedReason", ""))]
     for container in task.get("containers", ()):
         status = f"{container.get('name')} exited with {container['exitCode']}" if "exitCode" in container else ""
@@ -287,7 +287,7 @@ def _end(task: dict[str, Any]) -> str:
 
 
 def _event(service: dict[str, Any]) -> str:
-    """The service's last complaint since all was well: that no instance has room, say."""
+    """The service's last complaint since its last steady state: that no instance has room, say."""
     for event in service.get("events", ()):
         if _STEADY in event["message"]:
             return ""

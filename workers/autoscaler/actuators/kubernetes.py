@@ -1,4 +1,4 @@
-"""The actuator on Kubernetes: it sets the number of a Deployment's pods, and says which of them go first.
+"""The actuator on Kubernetes: it sets the number of a Deployment's pods, and chooses which of them go first.
 
     kubernetes://NAMESPACE/DEPLOYMENT[?context=NAME]
     scale(target, first) ─▶ pods (listed by the selector of the scale) ─▶ deletion costs ─▶ the Deployment's scale
@@ -65,7 +65,7 @@ class Kubernetes:
         return Actual(scale.spec.replicas or 0, len(pods) - len(ill), ill[0] if ill else "", self._failures(pods))
 
     def _failures(self, pods: Sequence[Any]) -> int:
-        """The most starts in a row that failed in one pod."""
+        """The largest number of starts in a row that failed in one pod."""
         self._well = {pod.metadata.uid: self._well.get(pod.metadata.uid, restarts(pod)) for pod in pods}
         self._well |= {pod.metadata.uid: restarts(pod) for pod in pods if ready(pod)}
         return max((failed_starts(pod, self._well[pod.metadata.uid]) for pod in pods), default=0)
@@ -107,7 +107,7 @@ def lives(pod: Any) -> bool:
 
 
 def ailment(pod: Any) -> str:
-    """Why a pod does not come up, in words; empty while nothing is known to be wrong."""
+    """The reason why a pod does not come up; empty while nothing is known to be wrong."""
     for condition in pod.status.conditions or ():
         if condition.type == "PodScheduled" and condition.reason == "Unschedulable":
             return f"pod {pod.metadata.name}: Unschedulable: {condition.message or 'no node has room for it'}"
@@ -124,7 +124,7 @@ def failed_starts(pod: Any, before: int) -> int:
 
 
 def restarts(pod: Any) -> int:
-    """How often its containers were started anew."""
+    """The most restarts of one of its containers."""
     return max((container.restartCount or 0 for container in _containers(pod)), default=0)
 
 
@@ -148,7 +148,7 @@ def costs(pods: Iterable[Any], first: Sequence[str], count: int) -> dict[str, st
 
 
 def _turn(pod: Any, first: Sequence[str]) -> int | None:
-    """The last place of its workers; None where it has none."""
+    """The last rank of its workers; None without any."""
     host = pod.spec.hostname or pod.metadata.name[:63].rstrip("-.")  # longer ones are cut
     return max((rank for rank, name in enumerate(first) if name.startswith(f"{host}.")), default=None)
 
@@ -183,7 +183,7 @@ def _containers(pod: Any) -> list[Any]:
 
 
 def _last_end(container: Any) -> str:
-    """How its last run ended."""
+    """The end of its last run, as text."""
     ended = container.lastState.terminated if container.lastState else None
     if ended is None:
         return ""
@@ -238,7 +238,7 @@ class Cluster:
             await self._client.patch(Pod, pod, patch, patch_type=PatchType.MERGE)
 
     async def rival(self) -> str:
-        """The HorizontalPodAutoscaler of the same Deployment; empty where there is none, or none may be listed."""
+        """The HorizontalPodAutoscaler of the same Deployment; empty without one, or without the right to list them."""
         from lightkube.resources.autoscaling_v2 import HorizontalPodAutoscaler
 
         try:
@@ -286,7 +286,7 @@ def _config(context: str | None) -> Any:
 
 @asynccontextmanager
 async def _translated_errors(doing: str, right: str, *, gone_is_fine: bool = False) -> AsyncIterator[None]:
-    """Within it, what the library raises becomes ActuatorError. `right`: what the request needs, for the words."""
+    """Turns what the library raises into ActuatorError. `right`: the right that the request needs, for the message."""
     import httpx2
     from lightkube.core.exceptions import ApiError, ConfigError
 

@@ -1,8 +1,8 @@
 """The local actuator: workers as child processes of this one.
 
-    scale ─▶ too few: a free place, a program for it, a child that is kept running
+    scale ─▶ too few: a free slot, a program for it, a child that is kept running
           └▶ too many: those that do not serve yet, then `first`, then the last started: SIGTERM, and killed after the
-             drain time; the place is free when the process has ended
+             drain time; the slot is free when the process has ended
 
 What happens when a process dies:
 
@@ -11,8 +11,8 @@ What happens when a process dies:
 - a worker: its lease is ended for it (docs/how/worker.md), and it is started again after a growing pause. A death
   before it served counts as a failed start.
 - a worker that is refused before it ever served: it would be refused again. It stays down until `scale` is called
-  again: the autoscaler says when.
-- a worker that was told to drain by `penstock drain`, or drained for a spot notice: it stays down until the number
+  again, which the autoscaler decides.
+- a worker that `penstock drain` told to drain, or drained for a spot notice: it stays down until the number
   changes.
 - a worker that drains because the number fell: it is not started again.
 """
@@ -45,7 +45,8 @@ REFUSAL: Final = "it was refused and would be refused again; the next try is the
 def open_url(url: SplitResult, *, model: str, broker: str, store: str, here: int) -> Local:
     """`local`, or `local:?OPTION=VALUE&...` with options of `penstock worker`, such as max-num-seqs=8.
 
-    `here`: the most workers that share this machine's cores. An option that comes later on the command line wins."""
+    `here`: the number of workers that share this machine's cores. The last of equal options on a command line wins.
+    """
     options = ["--threads", str(threads_of_each(here))] if here > 1 else []
     options += [word for name, value in parse_qsl(url.query) for word in (f"--{name}", value)]
     model_name, process = name_of(model), f"{socket.gethostname()}.{os.getpid()}"
@@ -61,7 +62,7 @@ def open_url(url: SplitResult, *, model: str, broker: str, store: str, here: int
 class Slots:
     """Numbers from 1 for a model's workers on this machine, each for one worker at a time.
 
-    `limit`: the last number, where places are few, as GPUs are.
+    `limit`: the last number, if slots are few, as GPUs are.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -87,7 +88,7 @@ class _Worker:
     name: str
     """As in its lease."""
     down: str = ""
-    """Why it is not kept running; empty while it is."""
+    """The reason why it is not kept running; empty while it is."""
     draining: asyncio.Task[None] | None = None
 
 
@@ -110,7 +111,7 @@ class Local:
     _target: int = field(init=False, default=0)
     _workers: list[_Worker] = field(init=False, default_factory=list)
     _failed: tuple[str, deque[str]] | None = field(init=False, default=None)
-    """The end of the last worker that died before it served, in words, and the last lines of its output."""
+    """The end of the last worker that died before it served, as text, and the last lines of its output."""
     _failures: int = field(init=False, default=0)
 
     @property
@@ -172,7 +173,7 @@ class Local:
 
     @staticmethod
     def _surplus(workers: list[_Worker], count: int, first: Sequence[str]) -> list[_Worker]:
-        """So many of these workers, those that should end first in front."""
+        """`count` of these workers, in the order in which they should end."""
         rank = {name: index for index, name in enumerate(first)}
         latest = sorted(workers, key=lambda worker: -worker.slot)
         return sorted(latest, key=lambda worker: (worker.child.serves, rank.get(worker.name, len(rank))))[
@@ -202,7 +203,7 @@ class Local:
         self._failed, self._failures = None, 0
 
     def _ended(self, worker: _Worker, status: int) -> str | None:
-        """Note the end of a process that was not ordered. Returns why it is not started again, or None."""
+        """Notes the end of a process that was not ordered. Returns the reason why it is not started again, or None."""
         refused = status == REFUSED and not worker.child.served
         if status != 0 and not worker.child.serves:
             self._failures += 1

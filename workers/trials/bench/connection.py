@@ -33,7 +33,7 @@ class Answer:
     headers: dict[str, str]
     _reader: asyncio.StreamReader
     ended: bool = False
-    """Whether the body was read and said where it ends: the connection can be used again."""
+    """Whether the body was read and has a known end: the connection can be used again."""
 
     async def body(self) -> AsyncIterator[bytes]:
         """The body's pieces as they come. Raises Broken."""

@@ -74,7 +74,7 @@ class Load:
             (tier,) = tiers.choices(list(self.tiers), list(self.tiers.values()))
             task = {"model": self.model, "max_tokens": output, "tier": tier, "seed": number, **self.extra}
             if not self.prompts:
-                # Ignoring EOS gives outputs of exactly the asked length.
+                # Ignoring EOS gives outputs of exactly the requested length.
                 task["ignore_eos"] = True
             yield Request(number, due, {**task, **next(prompts)})
 

@@ -42,7 +42,7 @@ class Caller:
     quiet: bool = False
 
     async def whole(self, manner: Manner, task: dict[str, Any]) -> None:
-        """Submit a task and read it as its manner says."""
+        """Submit a task and read it in its manner."""
         if manner.timeout is not None:
             task = {**task, "timeout": manner.timeout}
         observed = ObservedTask(manner.number, manner.variant, manner.via, task, self.quiet, self._key(manner))
@@ -95,7 +95,7 @@ class Caller:
             except Declined as declined:
                 self._write("refused", observed, status=declined.status, error=declined.error, attempt=attempt)
                 if not declined.for_now:
-                    await asyncio.sleep(AGAIN_S)  # else a key with no budget left would be asked all the time
+                    await asyncio.sleep(AGAIN_S)  # else a key with no budget left would be tried all the time
                     return False
             except (SubmitFailed, *AWAY):
                 self._write("maybe", observed, id=None)

@@ -72,7 +72,7 @@ class Client:
     stopping: asyncio.Event
 
     async def run(self, before: History) -> None:
-        """Submit and read tasks until told to stop, or until all `variants` are read."""
+        """Submit and read tasks until it is stopped, or until all `variants` are read."""
         free = asyncio.Semaphore(self.settings.open_tasks)
         going: set[asyncio.Task[None]] = set()
 
@@ -126,7 +126,7 @@ class Client:
 
 
 async def _either(acquiring: Awaitable[object], stopping: asyncio.Event) -> None:
-    """Wait until a slot is acquired or the client is told to stop."""
+    """Wait until a slot is acquired or the client is stopped."""
     acquired, stopped = asyncio.ensure_future(acquiring), asyncio.ensure_future(stopping.wait())
     await asyncio.wait((acquired, stopped), return_when="FIRST_COMPLETED")
     for waiting in (acquired, stopped):

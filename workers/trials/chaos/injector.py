@@ -74,13 +74,13 @@ class Scene(Protocol):
         """Begin a fault that concerns more than one process. Returns what ends it, or None."""
 
     def after(self, fault: Fault) -> None:
-        """Restart a process that was told to end, if it has no supervisor."""
+        """Restart a process that was ended, if it has no supervisor."""
 
 
 class Injector:
     """Injects a plan's faults into a scene.
 
-    `open_tasks()` returns the ids of tasks that have not ended. `broker` and `store` tell which worker has them.
+    `open_tasks()` returns the ids of tasks that have not ended. `broker` and `store` show which worker has them.
     `pulse` learns which streams have stopped.
     """
 

@@ -1,6 +1,6 @@
 """A system that an operator runs. Its processes are reached by pid, by pid file, or by the operator's commands.
 
-    worker:NAME=PID     worker:NAME=/run/w1.pid (read anew each time)     worker:NAME (with commands for its name)
+    worker:NAME=PID     worker:NAME=/run/w1.pid (read each time)     worker:NAME (with commands for its name)
 
 The verbs for commands are kill, pause, resume, drain (SIGTERM) and start (after kill and drain). Before each signal the
 process is checked: a process that is not the declared one gets no signal.

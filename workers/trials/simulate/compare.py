@@ -48,7 +48,7 @@ def time_to_first(task: Task) -> float:
 
 
 def figures(out: Outcome, objective: Objective, price: float) -> dict[str, Any]:
-    """For the table, and for --json. `price`: of a worker-hour."""
+    """The figures for the table and for --json. `price`: of a worker-hour."""
     hours = out.worker_s / 3600
     return {
         "worker_hours": round(hours, 3),
@@ -118,7 +118,7 @@ def compared(
     others: bool = True,
     note: Callable[[str, float], None] = lambda name, at: None,
 ) -> Compared:
-    """`others`: also simulate what the policy is compared with. `note` hears which scaler is simulated up to when."""
+    """`others`: also simulate what the policy is compared with. `note` gets a scaler's name and its simulated time."""
     scalers: dict[str, Scaler] = {POLICY: Policy(settings.rules, settings.every)}
     if others:
         scalers |= {name: make(settings.rules) for name, make in SCALERS.items()}
@@ -136,7 +136,7 @@ def compared(
 
 
 def plot(outcomes: Mapping[str, Outcome], title: str, price: float) -> str:
-    """The SVG's text; at most four outcomes can be told apart."""
+    """The SVG's text; at most four outcomes can be distinguished."""
     panels = [
         _panel("waiting tasks", "priority and default", outcomes, lambda out: _line(out, "hurried")),
         _panel("workers", "with those that start or drain", outcomes, lambda out: _line(out, "up")),

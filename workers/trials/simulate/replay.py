@@ -36,7 +36,7 @@ class Replay:
 
 
 def replay(path: Path) -> Replay:
-    """Raises OSError, or ValueError naming the line that makes no sense."""
+    """Raises OSError, or ValueError, which names the bad line."""
     count, ended, differences = 0, 0, []
     for number, pool, kept in _kept(path):
         try:

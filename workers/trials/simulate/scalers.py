@@ -48,7 +48,7 @@ YIELDS: Final = (0.98, 0.95, 0.9)
 
 
 class Policy:
-    """The autoscaler's own policy, asked as often as the autoscaler asks."""
+    """The autoscaler's own policy, called as often as the autoscaler calls it."""
 
     def __init__(self, rules: Rules, every: float = 1.0) -> None:
         self.rules, self.every = rules, every
@@ -143,7 +143,7 @@ class Keda(Hpa):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A schedule that holds, and what became of it."""
+    """A schedule that holds the objective, and its outcome."""
 
     outcome: Outcome
     fill: float
@@ -159,7 +159,7 @@ def clairvoyant(
 ) -> Candidate | None:
     """The cheapest schedule found; None if none holds.
 
-    `holds`: whether an outcome meets the objective. `note` hears of the simulations' progress.
+    `holds`: whether an outcome meets the objective. `note` gets the simulations' progress.
     """
     best, vain = None, 0
     for fill in (fill for fill in FILLS if fill * model.knee <= model.slots):

@@ -4,7 +4,7 @@ A worker models continuous batching. It generates `tokens_per_s / knee` tokens a
 `knee` of them. More share `tokens_per_s`. A token of a prompt costs `prompt_cost` tokens of the output. Prompts are
 computed one after another, better tiers first. A worker takes a task of a tier while fewer than `slots` sequences of
 that tier and better ones are there (the credit of FETCH). If its batch is full, the worst and youngest sequence pauses,
-and later computes its tokens anew.
+and later computes its tokens again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class WorkerModel:
     drain: float = 30.0
 
     def __post_init__(self) -> None:
-        """Raises ValueError naming the setting that makes no sense."""
+        """Raises ValueError, which names the bad setting."""
         if not 1 <= self.knee <= self.slots:
             raise ValueError(f"the knee is {self.knee} and the slots are {self.slots}; it must be 1 <= knee <= slots")
         if not 0 < self.tokens_per_s < float("inf"):
@@ -70,7 +70,7 @@ class Task:
 
 
 class Worker:
-    """One worker. Its sequences progress alike, so one number, `done`, tells the progress of all."""
+    """One worker. Its sequences progress alike, so one number, `done`, is the progress of all."""
 
     __slots__ = (
         "_ends",
@@ -102,7 +102,7 @@ class Worker:
         self.done = 0.0
         """Work that a sequence would have got since the start."""
         self.version = 0
-        """Changes with each change of the batch: an end that was foreseen before is none any more."""
+        """Changes with each change of the batch: an end that was foreseen before is void."""
         self._last = now
         self._ends: list[tuple[float, int, Task]] = []
         self._running: dict[int, tuple[float, Task]] = {}
@@ -123,7 +123,7 @@ class Worker:
         return sum(self.claimed[: rank + 1]) < self._model.slots
 
     def next_end(self) -> float | None:
-        """When its next sequence ends, unless the batch changes."""
+        """The time at which its next sequence ends, unless the batch changes."""
         while self._ends and self._ends[0][1] not in self._running:
             heappop(self._ends)
         return self._last + (self._ends[0][0] - self.done) / self._rate() if self._ends else None
@@ -148,7 +148,7 @@ class Worker:
             task.first = self._compute_prompt(task, now) + 1 / self._rate()
 
     def _compute_prompt(self, task: Task, now: float) -> float:
-        """When the prompt is computed. Worse tiers' prompts wait for it."""
+        """The time at which the prompt is computed. Worse tiers' prompts wait for it."""
         cost = task.prompt * self._model.prompt_cost / self._model.tokens_per_s
         for rank in range(task.rank, len(TIERS)):
             self._prompts[rank] = max(self._prompts[rank], now) + cost
@@ -197,7 +197,7 @@ class Worker:
 
 
 class Scaler(Protocol):
-    """Says how many workers there should be. `every`: interval (s) at which it is asked."""
+    """Decides how many workers there should be. `every`: interval (s) at which it is called."""
 
     every: float
 
@@ -247,7 +247,7 @@ class Simulation:
         note: Callable[[float], None] = lambda at: None,
         ready: int = 0,
     ) -> None:
-        """`note` is told the time, once for each sample. `ready`: workers that are ready at the start."""
+        """`note` gets the time, once for each sample. `ready`: workers that are ready at the start."""
         self.model, self._scaler, self._note = model, scaler, note
         self.now = 0.0
         self.workers: list[Worker] = []
@@ -288,7 +288,7 @@ class Simulation:
         return [worker for worker in self.workers if worker.ready and worker.closes_at is None]
 
     def signals(self) -> Signals:
-        """As the autoscaler reads them from the store, the broker and the leases."""
+        """The signals, as the autoscaler reads them from the store, the broker and the leases."""
         takers = self.takers
         claimed = [worker.claimed for worker in self.workers]
         waiting = {

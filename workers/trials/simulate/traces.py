@@ -54,7 +54,7 @@ class Arrival(NamedTuple):
 
 
 def read(path: Path) -> list[Arrival]:
-    """A recorded trace, in order of time. Raises OSError, or ValueError naming the line that makes no sense."""
+    """A recorded trace, in order of time. Raises OSError, or ValueError, which names the bad line."""
     with path.open(encoding="utf-8", newline="") as file:
         try:
             return parse(file, str(path))

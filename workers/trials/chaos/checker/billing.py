@@ -108,7 +108,7 @@ def _ended(case: Case) -> dict[str, dict[str, str]]:
 
 
 def _billed(stream: Stream | None, record: Mapping[str, str]) -> dict[str, str]:
-    """What the row of this task must count. `stream`: None where it is only known from the record."""
+    """The counts that the row of this task must have. `stream`: None if only the record is known."""
     end = stream[-1][1] if stream else None
     usage = end.get("usage", {}) if isinstance(end, dict) else json.loads(record.get("usage", "{}"))
     discarded, output = int(record.get("discarded", 0)), usage.get("output_tokens", 0)

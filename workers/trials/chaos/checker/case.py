@@ -1,4 +1,4 @@
-"""The evidence of a run, the outputs in its streams, and what a rule says of it."""
+"""The evidence of a run, the outputs in its streams, and the violations that rules find."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class ObservedTask:
     """The id of the API key that submitted it."""
     id: str | None = None
     accepted: bool = False
-    """Whether a caller was told that the task was accepted."""
+    """Whether a caller got the answer that the task was accepted."""
     refused: list[dict[str, Any]] = field(default_factory=list)
     entries: list[tuple[float, int, Any]] = field(default_factory=list)
     """(time, position, entry), in the order in which readers got them."""

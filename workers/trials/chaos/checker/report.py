@@ -1,7 +1,7 @@
 """A run's report, as data and as a table for docs/how/reliability.md, and how long streams stopped after a kill.
 
 A kill stops the streams that its worker had claimed or fetched. A stream's gap runs from the kill to its next token in
-the store, with or without a reader. If the next worker is killed before it makes that token, the gap begins anew; the
+the store, with or without a reader. If the next worker is killed before it makes that token, the gap begins again; the
 report counts such streams and gives only the last gap. If no worker at all served at some moment between the lease's
 end and the token, the stream waited for a worker to start; such gaps are reported apart.
 """
@@ -73,7 +73,7 @@ def _ended_by_others(case: Case, task_id: str, length: int) -> bool:
 
 
 def _without_workers(history: History) -> list[tuple[float, float]]:
-    """The spans (from, to) in which no worker served, as far as the journals tell."""
+    """The spans (from, to) in which no worker served, as far as the journals show."""
     changes = [(line["t"], line["process"], True) for line in history.serves if line["role"] == "worker"]
     changes += [(line["t"], line["process"], False) for line in history.exits if line["role"] == "worker"]
     changes += [

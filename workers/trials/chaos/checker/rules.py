@@ -57,7 +57,7 @@ def _may_end(case: Case, task_id: str, observed: ObservedTask | None, record: Ma
     status = record["status"]
     if status == "completed" or task_id in case.meant:
         return True
-    if observed is None:  # nobody was told its id: a caller who waits, or one whose answer was lost
+    if observed is None:  # nobody got its id: a caller who waits, or one whose answer was lost
         return status == "cancelled" or EXPIRED in record.get("error", "") or "deadline" in record
     if status == "cancelled":
         # Who waited for an answer and was not there for its end (killed, maybe) is what cancels it.

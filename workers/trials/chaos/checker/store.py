@@ -47,7 +47,7 @@ class Ledger:
 
     @classmethod
     def read(cls, store: Redis) -> Ledger:
-        """The ledger as it stands at one moment. `store`: a client that decodes replies."""
+        """The ledger at one moment. `store`: a client that decodes replies."""
         while True:
             buckets: list[str] = sorted(store.zrange(SUMS, 0, -1))  # type: ignore[arg-type]
             tenants = [sorted(map(str, store.smembers(f"{TENANTS}{bucket}"))) for bucket in buckets]
