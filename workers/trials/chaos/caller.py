@@ -29,7 +29,7 @@ POLL_S: Final = 0.4
 _SHARED: Final = ("model", "prompt", *declared(SamplingParams))
 _TIERS: Final = {"batch": "flex"}
 #: Share of the accepted tasks that strangers ask about.
-SHARE: Final = 0.25
+STRANGERS_SHARE: Final = 0.25
 _REQUESTS: Final = (("GET", ""), ("POST", "/cancel"))
 
 
@@ -284,7 +284,7 @@ async def spy(senders: Senders, journal: Journal, observed: ObservedTask) -> Non
     """Ask about this task as a stranger would, for some of the tasks. Without keys there are no strangers."""
     rng = random.Random(f"{observed.number} spy")  # noqa: S311 - it draws a load, it guards nothing
     strangers = [holder for holder in senders.holders.values() if holder.tenant != senders.tenant(observed.key)]
-    if not strangers or rng.random() > SHARE:
+    if not strangers or rng.random() > STRANGERS_SHARE:
         return
     by = rng.choice(strangers).id
     for method, end in _REQUESTS:
