@@ -92,7 +92,6 @@ def _limit_options(helps: Mapping[str, str], kind: type) -> list[Parameter]:
 
 
 app = Commands("Operations", OPERATOR_STATUS)
-app.add_typer(tenant_commands)
 app.add_typer(key_commands)
 
 
