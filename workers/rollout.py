@@ -23,7 +23,7 @@ from producers.client.aio import AsyncClient
 from producers.client.steps import FAILURES
 from producers.client.submission import SETTLED_S
 from producers.connection.script import parsed, text
-from producers.connection.trouble import said
+from producers.connection.trouble import error_text
 from producers.contract import keys
 from producers.contract.profile import sane
 from producers.store.fleet import cards, rollouts
@@ -215,7 +215,7 @@ class Carrier:
             try:
                 rollout = await (self._start(rollout, until) if rollout.phase == "starting" else self._drain(rollout))
             except FAILURES as error:
-                self._tell_once(f"store or broker do not answer, trying again: {said(error)}")
+                self._tell_once(f"store or broker do not answer, trying again: {error_text(error)}")
                 await asyncio.sleep(LOOK_S)
         return rollout
 
@@ -323,7 +323,7 @@ def _waits(view: FleetView, remaining: int | None, rollout: Rollout, *, drains: 
 
 async def drain_idle(client: AsyncClient, model: str, version: str) -> int:
     """Tell each live worker of the version that holds no task to drain. Returns their number; raises redis errors."""
-    listed = [worker.incarnation for worker in await client.broker.workers() if worker.left is not None]
+    listed = [worker.incarnation for worker in await client.broker.workers() if worker.remaining_s is not None]
     drained = 0
     for incarnation in listed:
         lease = parsed(await client.store.get(keys.lease(incarnation)) or "{}")

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, TypeVar
 
 from producers.connection.log_throttle import warn_throttled
-from producers.connection.trouble import said
+from producers.connection.trouble import error_text
 from workers.autoscaler.actuators import Actual, Actuator
 
 log = logging.getLogger(__name__)

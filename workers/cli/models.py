@@ -280,7 +280,7 @@ def publish_to(broker: str, store: str, model: ResolvedModel, over: str | None =
             before = cards.read(client, model.name)
             cards.publish(client, card, files, over)
     except LOST as error:
-        raise Failure(f"the store at {shown(store)} does not take it: {said(error)}", Exit.UNREACHABLE) from error
+        raise Failure(f"the store at {shown(store)} does not take it: {error_text(error)}", Exit.UNREACHABLE) from error
     return {"name": model.name, "version": card["version"], "before": before and before["version"]}
 
 
@@ -301,7 +301,7 @@ def publish_own(broker: str, store: str, model: ResolvedModel) -> str:
         with connect(store) as client:
             rollout, card = rollouts.read(client, model.name), cards.read(client, model.name)
     except LOST as error:
-        raise Failure(f"the store does not answer: {said(error)}", Exit.UNREACHABLE) from error
+        raise Failure(f"the store does not answer: {error_text(error)}", Exit.UNREACHABLE) from error
     current = None if card is None else str(card["version"])
     under_way = rollout is not None and rollout.phase in rollouts.UNDER_WAY
     if rollout is not None and under_way and {own_version, current} == {rollout.before, rollout.version}:
@@ -445,12 +445,14 @@ def _checked(broker: str | None, store: str | None) -> tuple[str, str]:
 def _refusals() -> Iterator[None]:
     """Raises Failure for a bad URL, for a server that does not answer, and for Ctrl-C."""
     from producers.client.steps import FAILURES
-    from producers.connection.trouble import said
+    from producers.connection.trouble import error_text
 
     try:
         with refusing(ValueError):
             yield
     except FAILURES as error:
-        raise Failure(f"broker or store do not answer ({said(error)}); run this again", Exit.UNREACHABLE) from error
+        raise Failure(
+            f"broker or store do not answer ({error_text(error)}); run this again", Exit.UNREACHABLE
+        ) from error
     except KeyboardInterrupt:
         raise Failure("interrupted; the rollout stays where it is: run this again to go on", Exit.INTERRUPTED) from None

@@ -79,8 +79,8 @@ def answering(*urls: str) -> Iterator[None]:
         if (kind := trouble(error)) is not Trouble.AWAY:
             # A full one may have room soon.
             status = Exit.UNREACHABLE if kind is Trouble.FULL else Exit.REFUSED
-            raise Failure(f"{where} refused: {said(error)}", status) from error
-        raise Failure(f"no answer from {where} ({said(error)})", Exit.UNREACHABLE) from error
+            raise Failure(f"{where} refused: {error_text(error)}", status) from error
+        raise Failure(f"no answer from {where} ({error_text(error)})", Exit.UNREACHABLE) from error
 
 
 def look_at_servers(broker: str, store: str | None) -> None:

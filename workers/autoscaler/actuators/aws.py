@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 from urllib.parse import SplitResult
 
-from producers.connection.aws import AwsError, AwsNotInstalled, client, partition_of, told
+from producers.connection.aws import AwsError, AwsNotInstalled, aws_errors, client, partition_of
 from workers.autoscaler.actuators import SCHEMES, Actual, ActuatorError, Address, read
 
 T = TypeVar("T")
@@ -121,7 +121,7 @@ class Ec2:
         minimum, maximum, current = group["MinSize"], group["MaxSize"], group["DesiredCapacity"]
         allowed = min(max(target, minimum), maximum)
         if allowed > current:
-            with told(f"set its capacity to {allowed}", "autoscaling:SetDesiredCapacity"):
+            with aws_errors(f"set its capacity to {allowed}", "autoscaling:SetDesiredCapacity"):
                 self._calls.client.set_desired_capacity(AutoScalingGroupName=self._group, DesiredCapacity=allowed)
         elif allowed < current:
             self._shrink(_living(group), current - allowed, first)
@@ -133,13 +133,13 @@ class Ec2:
 
     def _shrink(self, living: Sequence[str], count: int, first: Sequence[str]) -> None:
         for instance in victims(self.name, living, count, first):
-            with told(f"end {instance}", "autoscaling:TerminateInstanceInAutoScalingGroup"):
+            with aws_errors(f"end {instance}", "autoscaling:TerminateInstanceInAutoScalingGroup"):
                 self._calls.client.terminate_instance_in_auto_scaling_group(
                     InstanceId=instance, ShouldDecrementDesiredCapacity=True
                 )
 
     def _described(self) -> dict[str, Any]:
-        with told("look at the group", "autoscaling:DescribeAutoScalingGroups"):
+        with aws_errors("look at the group", "autoscaling:DescribeAutoScalingGroups"):
             response = self._calls.client.describe_auto_scaling_groups(AutoScalingGroupNames=[self._group])
         if not response["AutoScalingGroups"]:
             region = self._calls.client.meta.region_name
@@ -148,7 +148,7 @@ class Ec2:
         return group
 
     def _activities(self) -> list[dict[str, Any]]:
-        with told("look at the group's activities", "autoscaling:DescribeScalingActivities"):
+        with aws_errors("look at the group's activities", "autoscaling:DescribeScalingActivities"):
             response = self._calls.client.describe_scaling_activities(
                 AutoScalingGroupName=self._group, MaxRecords=ACTIVITIES
             )
@@ -216,7 +216,7 @@ class Ecs:
     def _scale(self, target: int) -> None:
         if self._described()["desiredCount"] == target:
             return
-        with told(f"set the count to {target}", "ecs:UpdateService"):
+        with aws_errors(f"set the count to {target}", "ecs:UpdateService"):
             self._calls.client.update_service(cluster=self._cluster, service=self._service, desiredCount=target)
 
     def _actual(self) -> Actual:
@@ -225,7 +225,7 @@ class Ecs:
         return actual_of(service, self._stopped() if lacks else [])
 
     def _described(self) -> dict[str, Any]:
-        with told("look at the service", "ecs:DescribeServices"):
+        with aws_errors("look at the service", "ecs:DescribeServices"):
             response = self._calls.client.describe_services(cluster=self._cluster, services=[self._service])
         services = [service for service in response["services"] if service["status"] == "ACTIVE"]
         if not services:
@@ -236,13 +236,13 @@ class Ecs:
 
     def _stopped(self) -> list[dict[str, Any]]:
         """Tasks of the last hour that ended."""
-        with told("list stopped tasks", "ecs:ListTasks"):
+        with aws_errors("list stopped tasks", "ecs:ListTasks"):
             listed = self._calls.client.list_tasks(
                 cluster=self._cluster, serviceName=self._service, desiredStatus="STOPPED", maxResults=20
             )
         if not listed["taskArns"]:
             return []
-        with told("look at stopped tasks", "ecs:DescribeTasks"):
+        with aws_errors("look at stopped tasks", "ecs:DescribeTasks"):
             response = self._calls.client.describe_tasks(cluster=self._cluster, tasks=listed["taskArns"])
         tasks: list[dict[str, Any]] = response["tasks"]
         return tasks
