@@ -8,10 +8,10 @@ A pool's state, one JSON object in the hash `penstock:scale:pools` under the poo
     told      the number that the actuator is told: fewer than `wanted` while workers do not come up
     reason    why, in words
     raw       {"a", "b", "c", "d", "raw"}: the policy's numbers (`workers.autoscaler.policy`)
-    signals   what the policy saw (`workers.autoscaler.policy`); null where nothing could be read
-    before    what the policy remembered (`workers.autoscaler.policy`): with signals and rules, its inputs
+    signals   what the policy saw (`workers.autoscaler.policy.Signals`); null where nothing could be read
+    before    what the policy remembered (`workers.autoscaler.policy.Memory`): with signals and rules, its inputs
     memory    what it remembers since; null while it is not known how many workers there are
-    rules     the settings that it went by (`workers.autoscaler.policy`)
+    rules     the settings that it went by (`workers.autoscaler.policy.Rules`)
     starts    what is remembered of starts that failed (`workers.autoscaler.starts`)
     actual    {"wanted", "up", "failing", "failures"}: what the actuator found; null with no actuator
     actuator  its name, or "" where another program follows the exported number
