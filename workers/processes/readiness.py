@@ -8,6 +8,7 @@ X_PENSTOCK_LEASE=NAME        it is about to take this lease
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import struct
 import sys
@@ -21,6 +22,8 @@ from workers.processes.notify import LEASE
 
 #: The sender's process, user and group (unix(7), SCM_CREDENTIALS). The kernel vouches for them.
 SENDER: Final = struct.Struct("3i")
+#: Most messages that are read in one go: other users of the machine, to whom nobody listens, may send without end.
+AT_ONCE: Final = 1024
 
 
 class Readiness:
@@ -59,11 +62,13 @@ class Readiness:
         return path
 
     def read(self) -> None:
-        """Take all that has come."""
+        """Take what has come from this user, or root: an abstract name is everybody's on this machine."""
         with suppress(BlockingIOError):
-            while True:
+            for _ in range(AT_ONCE):
                 data, aside, *_ = self._socket.recvmsg(4096, socket.CMSG_SPACE(SENDER.size))
-                self._take(data.decode(errors="replace"), _sender(aside))
+                sender, user = _sender(aside)
+                if user in (None, 0, os.geteuid()):
+                    self._take(data.decode(errors="replace"), sender)
 
     def _take(self, message: str, sender: int | None) -> None:
         status = ""
@@ -77,8 +82,10 @@ class Readiness:
                 self._leased(value, sender)
 
 
-def _sender(aside: list[tuple[int, int, bytes]]) -> int | None:
+def _sender(aside: list[tuple[int, int, bytes]]) -> tuple[int | None, int | None]:
+    """The process that sent it, and its user; None where the system does not say."""
     for level, kind, data in aside:
         if sys.platform == "linux" and (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
-            return int(SENDER.unpack(data)[0])
-    return None
+            process, user, _ = SENDER.unpack(data)
+            return process, user
+    return None, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from redis import Redis
@@ -24,8 +26,9 @@ from tests.waiting import until
 from tests.workers.cli.running_up import lives
 from workers.cli import gpus as gpu_workers
 from workers.cli.gpus import supervise
+from workers.processes import readiness as readinesses
 from workers.processes import supervisor
-from workers.processes.notify import notify_ready
+from workers.processes.notify import notify_lease, notify_ready
 from workers.processes.readiness import Readiness
 from workers.processes.supervisor import Program
 from workers.runtime import signals
@@ -217,6 +220,28 @@ class TestReadiness:
                 notify_ready(status)
                 async with asyncio.timeout(60):
                     assert await heard.get() == status
+        finally:
+            readiness.close()
+
+    async def test_of_another_user_is_not_heard(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """All users of a machine find the socket, in /proc/net/unix, and may send to it, without end."""
+        heard: list[str] = []
+        readiness = Readiness(heard.append, lambda name, pid: heard.append(name))
+        try:
+            monkeypatch.setenv("NOTIFY_SOCKET", readiness.address)
+            with monkeypatch.context() as another:
+                another.setattr(readinesses, "_sender", lambda aside: (os.getpid(), os.geteuid() + 1))
+                notify_ready("a stranger's")
+                notify_lease("a worker's")
+                readiness.read()
+            assert heard == []
+            notify_ready("its own")
+            readiness.read()
+            assert heard == ["its own"]
+            messages = itertools.repeat((b"READY=1", [], 0, None))
+            monkeypatch.setattr(readiness, "_socket", Mock(wraps=readiness._socket, recvmsg=lambda *_: next(messages)))
+            readiness.read()
+            assert len(heard) == 1 + readinesses.AT_ONCE
         finally:
             readiness.close()
 
