@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 import threading
 import time
 from contextlib import suppress
@@ -25,7 +26,10 @@ from workers.runtime.cold_start import COLD_START
 logger = logging.getLogger(__name__)
 
 HOST: Final = "0.0.0.0"  # noqa: S104 - whoever runs the process asks from outside
-
+#: Most connections at a time. Each has a thread and a file, of which the process's own work needs some.
+AT_ONCE: Final = 16
+#: Longest time (s) for which one may say nothing.
+PATIENCE_S: Final = 5.0
 
 #: Time (s) without any callback after which an event loop is stuck. All work on it comes in shorter pieces.
 STUCK_S: Final = 30.0
@@ -64,6 +68,37 @@ class EventLoop:
         self._asked_at = None
 
 
+class _Server(ThreadingHTTPServer):
+    """Has AT_ONCE connections at a time; a further one ends the oldest, whose request came in too slowly."""
+
+    daemon_threads = True
+
+    def __init__(self, *args: Any) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, None] = {}
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            while len(self._open) >= AT_ONCE:
+                self._end(next(iter(self._open)))
+            self._open[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, *_: Any) -> None:
+        """Say nothing: the client has left, or was ended."""
+
+    def _end(self, oldest: socket.socket) -> None:
+        del self._open[oldest]
+        with suppress(OSError):
+            oldest.shutdown(socket.SHUT_RDWR)  # its thread then ends
+
+
 class Health:
     """Answers while the process starts, too. `serve` once there is a runtime to look at."""
 
@@ -81,7 +116,7 @@ class Health:
         health = self
 
         class Handler(BaseHTTPRequestHandler):
-            timeout = 5.0
+            timeout = PATIENCE_S
 
             def do_GET(self) -> None:
                 status, body = health.answer(self.path.partition("?")[0])
@@ -96,10 +131,9 @@ class Health:
                 """Log nothing: a probe comes every few seconds."""
 
         try:
-            server = ThreadingHTTPServer((HOST, port), Handler)
+            server = _Server((HOST, port), Handler)
         except (OSError, OverflowError) as error:
             raise Refused(f"cannot listen on {HOST} port {port} for /readyz: {error}") from error
-        server.daemon_threads = True
         threading.Thread(target=server.serve_forever, name="health", daemon=True).start()
         return int(server.server_address[1])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -83,3 +84,19 @@ def test_a_loop_that_has_ended_is_not_stuck() -> None:
     watch = EventLoop(loop)
     loop.close()
     assert watch.waits() == watch.waits() == 0.0
+
+
+def test_who_connects_and_says_nothing_takes_few_threads_and_keeps_no_probe_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(healths, "PATIENCE_S", 600.0)
+    health = Health(0)
+    assert health.port is not None
+    before = threading.active_count()
+    strangers = [socket.create_connection(("127.0.0.1", health.port), timeout=60) for _ in range(4 * healths.AT_ONCE)]
+    assert ask(health.port, "/livez")[0] == 200
+    assert [stranger.recv(1) for stranger in strangers[: 3 * healths.AT_ONCE]] == [b""] * (3 * healths.AT_ONCE)
+    assert until(lambda: threading.active_count() <= before + healths.AT_ONCE)
+    assert ask(health.port, "/livez")[0] == 200
+    for stranger in strangers:
+        stranger.close()
