@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Final
+
+#: Most entries of lists and objects that a message's value may have to be shown.
+MANY: Final = 1000
 
 
 class PenstockError(Exception):
@@ -125,6 +128,8 @@ class TaskFailed(PenstockError):
 
 def shown(value: Any) -> str:
     """A value, for messages: as JSON, and not longer than a line."""
+    if isinstance(value, list | tuple | dict) and _entries(value) > MANY:  # to write it would take long
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of more than {MANY} values"
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, RecursionError):  # a caller of the library may give anything
@@ -133,6 +138,21 @@ def shown(value: Any) -> str:
         text = f"a huge {type(value).__name__}"
     text = text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
     return text if text.isprintable() else "".join(map(_visible, text))
+
+
+def _entries(value: Any) -> int:
+    """The number of entries in lists and objects, counted to somewhat above MANY."""
+    entries, todo = 0, [value]
+    while todo and entries <= MANY:
+        inner = todo.pop()
+        entries += len(inner)
+        if entries <= MANY:
+            todo += [
+                one
+                for one in (inner.values() if isinstance(inner, dict) else inner)
+                if isinstance(one, list | tuple | dict)
+            ]
+    return entries
 
 
 def _visible(sign: str) -> str:

@@ -15,6 +15,10 @@ from engine.errors import RequestError
 MAX_INT32: Final = (1 << 31) - 1
 
 
+#: A text of JSON may be this many times as long as it may be without white space.
+_SPACED: Final = 4
+
+
 class Bound:
     """The values that a field may have."""
 
@@ -125,6 +129,8 @@ class JsonObject(Bound):
 
     def check(self, name: str, value: object) -> Any:
         kept = None
+        if isinstance(value, str) and len(value) > _SPACED * self.longest:  # before it is parsed
+            raise RequestError(f"{name} has {len(value)} characters; at most {self.longest} are taken", param=name)
         try:
             read = json.loads(value) if isinstance(value, str) else value
             if isinstance(read, Mapping):

@@ -6,11 +6,14 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from producers.contract.json_parts import MAX_PARTS, SMALL, count_parts
 from producers.errors import InvalidTask, shown
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 #: Most messages of a request. A template walks through them several times.
 MAX_MESSAGES: Final = 4096
+#: Most characters of all tool calls' arguments that come as JSON text, of which a body has but one string each.
+MAX_ARGUMENTS: Final = 1 << 20
 #: Separator that joins a content's text parts.
 BETWEEN_PARTS: Final = "\n"
 #: Further fields of a message that templates may read.
@@ -50,7 +53,30 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
         raise InvalidTask("messages is empty; give at least one message", code="empty_array", param="messages")
     if len(value) > MAX_MESSAGES:
         raise too_many(len(value))
+    _check_arguments(value)
     return [_message(message, f"messages[{at}]") for at, message in enumerate(value)]
+
+
+def _check_arguments(messages: list[Any]) -> None:
+    """Raise InvalidTask for more of tool calls' arguments, as JSON text, than may be parsed."""
+    texts = [
+        call["function"]["arguments"]
+        for message in messages
+        if isinstance(message, dict) and isinstance(message.get("tool_calls"), list)
+        for call in message["tool_calls"]
+        if isinstance(call, dict)
+        and isinstance(call.get("function"), dict)
+        and isinstance(call["function"].get("arguments"), str)
+    ]
+    if (size := sum(map(len, texts))) <= SMALL:
+        return
+    if size > MAX_ARGUMENTS:
+        message = f"the arguments of tool calls have {size} characters; at most {MAX_ARGUMENTS} are taken"
+        raise InvalidTask(message, param="messages")
+    parts = sum(count_parts(text.encode(errors="replace"), MAX_PARTS) for text in texts)
+    if parts > MAX_PARTS:
+        message = f"the arguments of tool calls have {parts} lists, objects and strings; at most {MAX_PARTS} are taken"
+        raise InvalidTask(message, param="messages", code="too_many_parts")
 
 
 def _message(message: Any, place: str) -> dict[str, Any]:

@@ -8,7 +8,15 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, StringConstraints, ValidationError, WithJsonSchema
+from pydantic import (
+    BeforeValidator,
+    FailFast,
+    Field,
+    PlainValidator,
+    StringConstraints,
+    ValidationError,
+    WithJsonSchema,
+)
 from pydantic.fields import FieldInfo
 
 from engine.declared import declared
@@ -159,8 +167,8 @@ _STOPS: Final[Any] = declared(SamplingParams)["stop"].bound
 Tier = Literal["priority", "default", "flex", "batch"]
 Count = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=_STOPS.longest)]
-Texts = Annotated[tuple[Text, ...], BeforeValidator(as_tuple, json_schema_input_type=list[Text])]
-Ids = Annotated[tuple[Count, ...], BeforeValidator(as_tuple, json_schema_input_type=list[Count])]
+Texts = Annotated[tuple[Text, ...], FailFast(), BeforeValidator(as_tuple, json_schema_input_type=list[Text])]
+Ids = Annotated[tuple[Count, ...], FailFast(), BeforeValidator(as_tuple, json_schema_input_type=list[Count])]
 Bias = Annotated[float, Field(ge=-_BIASES.reach, le=_BIASES.reach)]
 Biases = Annotated[dict[Count, Bias], BeforeValidator(_biases, json_schema_input_type=dict[str, Bias])]
 Schema = Annotated[dict[str, Any], _bounded("json_schema")]
@@ -218,6 +226,11 @@ def unknown_field(name: str, fields: Iterable[str]) -> InvalidTask:
     near = likely(name, fields)
     hint = f"; did you mean {shown(near)}?" if near else f"; a task has {', '.join(fields)}"
     return InvalidTask(f"unknown field {shown(name)}{hint}", param=label(name), code="unknown_parameter")
+
+
+def too_many(name: str, value: Any, fields: Mapping[str, FieldInfo]) -> InvalidTask:
+    """The error for a list or an object of too many entries."""
+    return InvalidTask(f"{name} is {shown(value)}; {name} must be {fields[name].description}", param=name)
 
 
 def refusal(error: ValidationError, fields: Mapping[str, FieldInfo]) -> InvalidTask:

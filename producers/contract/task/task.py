@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 
+from annotated_types import MaxLen
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from engine.declared.bounds import MAX_INT32
@@ -47,6 +48,7 @@ from producers.contract.task.fields import (
     refusal,
     sampling,
     stops,
+    too_many,
     unknown_field,
 )
 from producers.errors import InvalidTask, shown
@@ -151,6 +153,10 @@ class Task(BaseModel):
             # What is null was left out, but for what has to be there.
             needed = {"model"} if fields.get("messages") is not None else {"model", "prompt"}
             given = {k: v for k, v in fields.items() if v is not None or k in needed}
+            for name, value in given.items():
+                # By hand, too: pydantic lists every entry that is not right, before it looks how many there are.
+                if name in _MOST and isinstance(value, list | tuple | Mapping) and len(value) > _MOST[name]:
+                    raise too_many(name, value, type(self).model_fields)
             try:
                 super().__init__(**given)
                 return
@@ -308,3 +314,12 @@ class Task(BaseModel):
             if most < int(card["context_length"]) - (self.prompt_tokens or 1):
                 found["max_tokens"] = max(1, most)
         return self.model_copy(update=found)
+
+
+#: Field -> the most entries of its list or object.
+_MOST: Final[Mapping[str, int]] = {
+    name: bound.max_length
+    for name, field in Task.model_fields.items()
+    for bound in field.metadata
+    if isinstance(bound, MaxLen) and field.annotation not in (str, str | None)
+}

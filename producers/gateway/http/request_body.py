@@ -2,8 +2,7 @@
 
 bytes ─▶ unpacked ─▶ small: parsed here │ large, in turns of tenants: a thread counts its parts, then parses it
 
-Python's parser holds the interpreter until it is done, and lists and keys take it a hundred times longer than text of
-the same size, numbers ten times. So a body of more parts than any request needs is refused without being parsed.
+A body of more parts than any request needs is refused without being parsed (`producers.contract.json_parts`).
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import Any, Final, TypeVar
 from fastapi import Request
 
 from producers.connection.turns import OWNER
+from producers.contract.json_parts import MAX_PARTS, count_parts, count_values
 from producers.contract.task import MAX_PROMPT_TOKENS, Task, read_json
 from producers.errors import InvalidTask, shown
 from producers.gateway.executor import ExecutorBusy, ExecutorClosed, ExecutorFull
@@ -30,9 +30,6 @@ T = TypeVar("T")
 COURTESY = 4
 #: Larger bodies (bytes) are parsed off the event loop.
 INLINE = 64 * 1024
-#: Most lists, objects and strings of a body, names of members included: about 50 ms of the interpreter's time. 4,096
-#: messages of text parts have two thirds of them.
-MAX_PARTS = 1 << 16
 #: Most values of a body, numbers included: as many as the longest prompt has token ids, and all else.
 MAX_VALUES: Final = MAX_PROMPT_TOKENS + MAX_PARTS
 #: Most bytes of a body that makes no task: such requests do not count in a minute's, so none may take long.
@@ -40,8 +37,6 @@ SETTINGS: Final = 256 * 1024
 #: Most files in one gzip (RFC 1952, 2.2), of which clients send one; and zlib's number for gzip.
 MEMBERS: Final = 128
 _GZIP: Final = 16 + zlib.MAX_WBITS
-#: Bytes of a body that are counted in one go.
-SLICE = 256 * 1024
 #: Most bodies that wait for a thread, and the longest wait (s) of one.
 WAITING, PATIENCE_S = 64, 10.0
 #: JSON schema's types of single values -> Python's, and the words for them. Users check the bounds of numbers.
@@ -53,8 +48,8 @@ KINDS: Mapping[str, tuple[type | tuple[type, ...], str]] = {
 
 
 class BodyRoom:
-    """The bytes of large bodies that come in or are parsed, bounded in all and by owner (`OWNER`): a caller with many
-    connections may send slowly on all of them. Use it from one event loop."""
+    """The bytes of large bodies that come in or are parsed, and of results that go out, bounded in all and by owner
+    (`OWNER`): a caller with many connections may be slow on all of them. Use it from one event loop."""
 
     def __init__(self, in_all: int, each: int) -> None:
         self._free, self._each = in_all, each
@@ -63,7 +58,7 @@ class BodyRoom:
     def take(self, owner: Hashable, size: int) -> None:
         """Raises Problem where there is no room."""
         if size > self._free or self._held[owner] + size > self._each:
-            raise _busy("As many large bodies come in as this gateway holds for you, or for all")
+            raise _busy("As many large bodies and results are under way as this gateway holds for you, or for all")
         self._free -= size
         self._held[owner] += size
 
@@ -145,6 +140,14 @@ async def aside(request: Request, work: Work, do: Callable[[], T]) -> T:
     return result
 
 
+async def checked(request: Request, check: Callable[[], T]) -> T:
+    """What `check` makes of a body that was read: of a large one on a thread, since that takes as long as to parse it.
+    Returns or raises what it does, and raises Problem as `aside`."""
+    work = work_of(request)
+    large = work.size is not None and work.size > INLINE
+    return await aside(request, work, check) if large else check()
+
+
 def _parse_large(body: bytes, parse: Callable[[bytes], T]) -> T:
     """Parse a large body. Raises Problem for one of too many parts."""
     if (parts := count_parts(body, MAX_PARTS)) > MAX_PARTS:
@@ -152,34 +155,6 @@ def _parse_large(body: bytes, parse: Callable[[bytes], T]) -> T:
     if (values := count_values(body, MAX_VALUES)) > MAX_VALUES:
         raise _too_many(f"{values} values", MAX_VALUES)
     return parse(body)
-
-
-def count_parts(body: bytes, enough: int) -> int:
-    """An upper bound of a JSON text's lists, objects and strings; the exact number if that is above `enough`."""
-    count = body.count(b"[") + body.count(b"{") + body.count(b'"')
-    if count <= enough:
-        return count
-    brackets, quotes = _outside_of_strings(body, b"[", b"{")
-    return brackets + quotes // 2
-
-
-def count_values(body: bytes, enough: int) -> int:
-    """One more than a JSON text's commas: with the lists and objects they bound its values. An upper bound of that; the
-    exact number if it is above `enough`."""
-    commas = body.count(b",")
-    return 1 + (commas if commas < enough else _outside_of_strings(body, b",")[0])
-
-
-def _outside_of_strings(body: bytes, *signs: bytes) -> tuple[int, int]:
-    """Count these characters in a JSON text outside of its strings, and the quotes around those."""
-    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # the quotes that are left begin and end strings
-    quotes = count = 0
-    for at in range(0, len(plain), SLICE):
-        texts = plain[at : at + SLICE].split(b'"')
-        outside = b"".join(texts[quotes % 2 :: 2])
-        count += sum(map(outside.count, signs))
-        quotes += len(texts) - 1
-    return count, quotes
 
 
 def _too_many(counted: str, limit: int) -> Problem:

@@ -22,7 +22,7 @@ from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http import idempotency
 from producers.gateway.http.authorization import SUBMITS_TASKS, principal_of, tenant_of
 from producers.gateway.http.errors import invalid_value
-from producers.gateway.http.request_body import read_object
+from producers.gateway.http.request_body import checked, read_object
 from producers.gateway.http.work import Work, work_of
 from producers.gateway.openai.answer import (
     DONE,
@@ -108,8 +108,14 @@ async def create(request: Request) -> Response:
     """OpenAI's chat completions; docs/use/http.md says which parameters are taken."""
     gateway = gateway_of(request)
     await gateway.streams.enter(request.scope, "answer")
-    chat = read_chat(await read_object(request, gateway.settings.max_body), tenant_of(request))
-    text_request, task = chat.text_request, chat.text_request.task([0], logprobs=chat.logprobs)
+    body, tenant = await read_object(request, gateway.settings.max_body), tenant_of(request)
+
+    def read() -> tuple[_Chat, Task]:
+        found = read_chat(body, tenant)
+        return found, found.text_request.task([0], logprobs=found.logprobs)
+
+    chat, task = await checked(request, read)
+    text_request = chat.text_request
     request.state.tier = task.tier
     check_may_use(principal_of(request), task)
     resolved = await resolve(request, gateway.client, task.model)

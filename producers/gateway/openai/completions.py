@@ -20,7 +20,7 @@ from producers.gateway.admission.resolved import resolve
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http import idempotency
 from producers.gateway.http.authorization import SUBMITS_TASKS, principal_of, tenant_of
-from producers.gateway.http.request_body import INLINE, aside, read_object
+from producers.gateway.http.request_body import checked, read_object
 from producers.gateway.http.work import Work, work_of
 from producers.gateway.openai.answer import (
     DONE,
@@ -57,11 +57,14 @@ async def create(request: Request) -> Response:
     """OpenAI's completions; docs/use/http.md says which parameters are taken."""
     gateway = gateway_of(request)
     await gateway.streams.enter(request.scope, "answer")
-    completion = read_completion(await read_object(request, gateway.settings.max_body), tenant_of(request))
+    body, tenant = await read_object(request, gateway.settings.max_body), tenant_of(request)
+
+    def read() -> tuple[Completion, list[Task]]:
+        found = read_completion(body, tenant)
+        return found, found.tasks()
+
+    completion, tasks = await checked(request, read)
     text_request, work = completion.text_request, work_of(request)
-    # To check a body's token ids takes as long as to parse it.
-    large = work.size is not None and work.size > INLINE
-    tasks = await aside(request, work, completion.tasks) if large else completion.tasks()
     request.state.tier = tasks[0].tier
     check_may_use(principal_of(request), tasks[0])
     resolved = await resolve(request, gateway.client, text_request.model)

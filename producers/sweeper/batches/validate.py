@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+from producers.contract.json_parts import MAX_PARTS, SMALL, count_parts
 from producers.contract.task import likely
 from producers.errors import shown
 from producers.store.blobs import Line
@@ -151,6 +152,8 @@ def _object(line: Line) -> dict[str, Any]:
     if line.data is None:
         raise BadLine(f"the line has {line.end - line.offset} bytes, which is too long")
     data = line.data.removeprefix(_BOM) if line.offset == 0 else line.data
+    if len(data) > SMALL and (parts := count_parts(data, MAX_PARTS)) > MAX_PARTS:
+        raise BadLine(f"the line has {parts} lists, objects and strings; at most {MAX_PARTS} are taken")
     try:
         found = json.loads(data.decode())
     except UnicodeDecodeError as error:

@@ -23,7 +23,7 @@ from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.http import idempotency
 from producers.gateway.http.authorization import CANCELS, READS, SUBMITS_TASKS, principal_of, tenant_of
 from producers.gateway.http.errors import Problem, invalid_value
-from producers.gateway.http.request_body import read_object
+from producers.gateway.http.request_body import checked, read_object
 from producers.gateway.http.work import work_of
 from producers.gateway.openai.answer import respond
 from producers.gateway.openai.logprobs import ChatLogprobs
@@ -127,8 +127,13 @@ async def create(request: Request) -> Response:
     """OpenAI's Responses; docs/use/responses.md says which parameters are taken."""
     gateway = gateway_of(request)
     await gateway.streams.enter(request.scope, "answer")
-    response_request = read_response(await read_object(request, gateway.settings.max_body), tenant_of(request))
-    return await make(request, gateway, response_request)
+    body, tenant = await read_object(request, gateway.settings.max_body), tenant_of(request)
+
+    def read() -> tuple[ResponseRequest, Task]:
+        found = read_response(body, tenant)
+        return found, found.task()
+
+    return await make(request, gateway, *await checked(request, read))
 
 
 @router.get(
@@ -210,12 +215,11 @@ async def _found(request: Request, response_id: str) -> tuple[AsyncHandle, Recor
     return stored
 
 
-async def make(request: Request, gateway: Gateway, response_request: ResponseRequest) -> Response:
+async def make(request: Request, gateway: Gateway, response_request: ResponseRequest, task: Task) -> Response:
     """Submit a response's task and answer, or answer with what an earlier request of this Idempotency-Key made.
 
     Raises InvalidTask, UnknownModel, SubmitFailed, Problem, redis.exceptions.RedisError or OSError.
     """
-    task = response_request.task()
     request.state.tier = task.tier
     check_may_use(principal_of(request), task)
     if task.webhook is not None:

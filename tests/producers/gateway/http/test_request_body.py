@@ -15,10 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from producers.contract import json_parts
+from producers.contract.json_parts import MAX_PARTS, count_parts, count_values
 from producers.contract.task import MAX_PROMPT_TOKENS, Task, fields, read_json
 from producers.gateway import app
 from producers.gateway.http import request_body as body
-from producers.gateway.http.request_body import MAX_PARTS, MAX_VALUES, count_parts, count_values
+from producers.gateway.http.request_body import MAX_VALUES
 from producers.gateway.openai.prompts import Completion
 from tests.producers.gateway.conftest import Open, until
 
@@ -45,7 +47,7 @@ def values(value: Any) -> int:
 def test_lists_objects_and_strings_are_counted_outside_of_strings(value: Any, size: int) -> None:
     text = json.dumps(value).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(body, "SLICE", size)
+        patch.setattr(json_parts, "SLICE", size)
         assert count_parts(text, -1) == parts(value)
         assert count_values(text, 0) == values(value)
     assert count_parts(text, len(text)) >= parts(value)

@@ -47,7 +47,8 @@ def test_a_valid_input_is_counted_without_its_blank_lines() -> None:
     ("line", "code", "param", "says"),
     [
         (b"{", "invalid_json_line", None, "not JSON"),
-        (b"[" * 100_000, "invalid_json_line", None, "not JSON"),
+        (b"[" * 60_000, "invalid_json_line", None, "not JSON"),
+        (b'{"a": [' + b"{}," * 100_000 + b"1]}", "invalid_request", None, "100003 lists, objects and strings"),
         (b'{"a": ' + b"9" * 5000 + b"}", "invalid_json_line", None, "not JSON"),
         (b"\xff{}", "invalid_json_line", None, "bad byte at 0"),
         ('{"custom_id": "a"}'.encode("utf-16"), "invalid_json_line", None, "not UTF-8"),
