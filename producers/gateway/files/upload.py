@@ -18,6 +18,7 @@ from producers.client.steps import FAILURES
 from producers.connection.script import arun
 from producers.errors import shown
 from producers.gateway.context import Gateway
+from producers.gateway.fair_share import turn
 from producers.gateway.files.multipart import FILE, Form, form_of
 from producers.gateway.http import idempotency
 from producers.gateway.http.errors import (
@@ -37,6 +38,8 @@ from producers.store.idempotency import digest
 
 #: Bytes of a file that are written at a time: what an upload holds in memory, beside the server's 64 KiB.
 PIECE: Final = 1 << 18
+#: Bytes of a form that are read in one go.
+SLICE: Final = 1 << 14
 #: Bytes of a form beside its file.
 FORM: Final = 1 << 16
 #: Bytes that are reserved at a time for a file whose size the request does not declare.
@@ -156,9 +159,13 @@ class Upload(AbstractAsyncContextManager["Upload"]):
         pieces: list[bytes] = []
         size = 0
         async for chunk in self._request.stream():
-            content = self._form.feed(chunk)
-            pieces += content
-            size += sum(map(len, content))
+            for at in range(0, len(chunk), SLICE):
+                if at:  # others' turn: what looks like a boundary is read byte by byte
+                    await asyncio.sleep(0)
+                    await turn()
+                content = self._form.feed(chunk[at : at + SLICE])
+                pieces += content
+                size += sum(map(len, content))
             if self.writer.size + size > self._limit:
                 raise _too_large(self._limit)
             if size >= PIECE:
