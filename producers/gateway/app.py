@@ -29,7 +29,7 @@ from producers.gateway.fair_share import FairShare
 from producers.gateway.files import routes as files
 from producers.gateway.http import errors
 from producers.gateway.http.authorization import MEASURES
-from producers.gateway.http.edge import ASSETS, Edge
+from producers.gateway.http.edge import Edge
 from producers.gateway.http.in_turn import InTurn
 from producers.gateway.http.openapi import Documented
 from producers.gateway.http.request_body import BodyRoom
@@ -111,6 +111,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         # FastAPI's own pages load scripts from other servers (`pages` do not).
         docs_url=None,
         redoc_url=None,
+        openapi_url=None,  # `pages` have it
         responses=views.errors(*views.ANYWHERE),
         redirect_slashes=False,  # unknown paths get our JSON error, not a redirect without a body
     )
@@ -127,12 +128,12 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             allow_headers=["*"],
             expose_headers=EXPOSED,
         )
-    app.add_middleware(InTurn, fair_share=fair_share)  # outside of CORS, too
+    # Outside of CORS, too.
+    app.add_middleware(InTurn, fair_share=fair_share, connections=settings.most_connections)
     errors.install(app)
     for module in ROUTED:
         app.include_router(module.router)
     app.include_router(metrics.router, dependencies=MEASURES)
-    app.mount(ASSETS, pages.assets())
     return app
 
 

@@ -50,7 +50,7 @@ class Gateway:
     bodies: Executor
     """Unpacks and parses large bodies."""
     body_room: BodyRoom
-    """Room for large bodies that come in."""
+    """Room for large bodies that come in, and results that go out."""
     large: Turns
     """Permits for large results in memory."""
     file_pieces: Turns

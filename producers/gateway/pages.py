@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import re
 from base64 import b64encode
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Final
 
 import fastapi_offline
-from fastapi import APIRouter
+from fastapi import APIRouter, HTTPException, Request
 from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.responses import HTMLResponse
-from fastapi.staticfiles import StaticFiles
+from fastapi.responses import HTMLResponse, Response
 
+from producers.gateway.http.edge import ASSETS
 from producers.release import release
 
 router = APIRouter(tags=["health"])
@@ -31,6 +32,12 @@ DOCS: Final = get_swagger_ui_html(
     # Without a validator: it is another server, to which Swagger UI would send the document's URL.
     swagger_ui_parameters={"validatorUrl": None, "docExpansion": "list", "defaultModelsExpandDepth": 0},
 )
+#: Swagger UI's files, and what they are.
+FILES: Final = {
+    "swagger-ui-bundle.js": "text/javascript",
+    "swagger-ui.css": "text/css",
+    "favicon.png": "image/png",
+}
 #: The front page; it loads nothing from other servers.
 FRONT: Final = f"""<!doctype html>
 <html lang="en">
@@ -84,9 +91,29 @@ async def front() -> HTMLResponse:
     return HTMLResponse(FRONT, headers=FRONT_HEADERS)
 
 
-def assets() -> StaticFiles:
-    """Swagger UI's files, from the package that ships them."""
-    return StaticFiles(directory=Path(fastapi_offline.__file__).parent / "static")
+@router.get("/openapi.json", include_in_schema=False)
+async def openapi(request: Request) -> Response:
+    """The OpenAPI document."""
+    return Response(request.app.document, media_type="application/json")
+
+
+@router.get(f"{ASSETS}/{{name}}", include_in_schema=False)
+async def asset(request: Request, name: str) -> Response:
+    """A file that /docs loads. It is answered in one piece, which is in memory once: so who does not take it holds no
+    open file, and its connection is an idle one, which makes room for others."""
+    if name not in FILES:
+        raise HTTPException(404)
+    content, tag = _file(name)
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers={"etag": tag})
+    return Response(content, media_type=FILES[name], headers={"etag": tag})
+
+
+@cache
+def _file(name: str) -> tuple[bytes, str]:
+    """One of FILES, from the package that ships it, and its entity tag."""
+    content = (Path(fastapi_offline.__file__).parent / "static" / name).read_bytes()
+    return content, f'"{sha256(content).hexdigest()[:32]}"'
 
 
 @router.get("/docs", include_in_schema=False)

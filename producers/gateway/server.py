@@ -55,10 +55,7 @@ class _Server(uvicorn.Server):
 def serve(settings: GatewaySettings, listener: socket.socket) -> None:
     """Serve until SIGTERM or SIGINT. The socket is closed then. Raises what `create_app` does."""
     app = create_app(settings)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # inherited by connections: the kernel drops stalled peers as we do
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(settings.stall * 1000))
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
+    bound(listener, settings)
     config = configured(app, settings)
     server = _Server(config, app.state.streams, settings.drain)
     for sig in (signal.SIGTERM, signal.SIGINT):
@@ -70,6 +67,14 @@ def serve(settings: GatewaySettings, listener: socket.socket) -> None:
     gc.collect()  # the next full collection depends on the survivors of this one, of which there are none
     gc.set_threshold(*CYCLES)
     server.run([listener])
+
+
+def bound(listener: socket.socket, settings: GatewaySettings) -> None:
+    """Bound what the kernel holds for connections, which inherit it."""
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # the kernel drops stalled peers as we do
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(settings.stall * 1000))
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
 
 
 def build_routes(app: FastAPI) -> None:

@@ -271,7 +271,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         extended: dict[str, Any] = dict(self.scope)
-        extended["extensions"] = {CUT: self._cut, CONNECTION: self}
+        extended["extensions"] = {CUT: self.cut, CONNECTION: self}
         self.scope.update(extended)  # type: ignore[typeddict-item]  # an extension of ours
         self._pieces = self._size = 0
         self._wait()
@@ -314,14 +314,20 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        if self.flow.write_paused:
+            self.peers.unsent(self, self.share, self.transport.get_write_buffer_size())
         super().on_response_complete()
         if self.cycle.response_complete:  # the latest
             self.peers.idle(self)
 
+    def resume_writing(self) -> None:
+        self.peers.sent(self)
+        super().resume_writing()
+
     def close_idle(self) -> None:
         """Make room for another connection."""
         if self.transport.get_write_buffer_size():
-            self._cut()  # its last answer is not read
+            self.cut()  # its last answer is not read
         else:
             self.transport.close()
 
@@ -358,7 +364,7 @@ class Connection(HttpToolsProtocol):
             cycle.message_event.set()
         self.transport.close()
 
-    def _cut(self) -> None:
+    def cut(self) -> None:
         cut_off(self.transport)
 
 

@@ -111,6 +111,15 @@ def too_many_waiting() -> Problem:
     return Problem(429, message, code="too_many_waiting", headers={**RETRY_AFTER, "connection": "close"})
 
 
+def too_many_open(most: int) -> Problem:
+    """The error for a request of a caller that has `most` under way."""
+    message = (
+        f"This gateway has {most} requests of yours under way, which is all that one caller may have: send them "
+        "faster, take their answers faster, or send fewer at a time."
+    )
+    return Problem(429, message, code="too_many_open_requests", headers={**RETRY_AFTER, "connection": "close"})
+
+
 def gone(message: str, *, code: str) -> Problem:
     """The error for an Idempotency-Key whose first request made what is not there any more."""
     return Problem(404, f"This Idempotency-Key made the {message}", code=code, param="Idempotency-Key")

@@ -14,21 +14,26 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from producers.gateway.fair_share import IDLE_TALK, SHARE, FairShare, Measured
 from producers.gateway.http.authorization import caller_of
 from producers.gateway.http.connection import connection_of
+from producers.gateway.http.errors import too_many_open, too_many_waiting
 from producers.gateway.http.streams import STOP
 
 #: Paths that ask for this process's health alone. They wait in lines of their own: a prober may share its address.
 PROBES: Final = frozenset({"/livez", "/readyz", "/health", "/metrics"})
-#: Names in a request's state, where its caller has as many that wait as may be: the edge refuses it; and where it was
-#: refused (4xx), by whomever.
+#: Names in a request's state: of the Problem with which the edge refuses it, where its caller has as many requests as
+#: may be; and where it was refused (4xx), by whomever.
 FULL, REFUSED = "full_line", "refused"
+#: The part of all connections on which one caller may have requests under way: bodies that come slowly, answers that
+#: are taken slowly. Streams have smaller bounds (`producers.gateway.http.streams`).
+PART: Final = 2
 
 
 class InTurn:
-    """ASGI middleware."""
+    """ASGI middleware. `connections`: the most that the gateway takes."""
 
-    def __init__(self, app: ASGIApp, fair_share: FairShare) -> None:
+    def __init__(self, app: ASGIApp, fair_share: FairShare, connections: int) -> None:
         self._app = app
         self._fair_share = fair_share
+        self._most = max(1, connections // PART)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -44,10 +49,12 @@ class InTurn:
         if connection is not None:
             connection.belongs_to(share)
         try:
-            if not self._fair_share.may(share, time.monotonic()):
+            if share.open > self._most:
+                state[FULL] = too_many_open(self._most)
+            elif not self._fair_share.may(share, time.monotonic()):
                 turn = self._fair_share.wait(share)
                 if turn is None:
-                    state[FULL] = True
+                    state[FULL] = too_many_waiting()
                 else:
                     if connection is not None:
                         connection.turn = turn

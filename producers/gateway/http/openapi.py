@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -37,6 +39,11 @@ EXAMPLES: Final[Mapping[str, dict[str, Any]]] = {
 
 class Documented(FastAPI):
     """A FastAPI application whose document says what is answered."""
+
+    @cached_property
+    def document(self) -> bytes:
+        """The document as JSON, made once: whoever asks for it needs no key."""
+        return json.dumps(self.openapi(), ensure_ascii=False, separators=(",", ":")).encode()
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:

@@ -5,12 +5,15 @@
 An idle connection costs its holder nothing, and keeps others out once there are too many. So while the gateway is
 almost full, each newcomer closes the connection that has been idle for longest; and so does a newcomer of an address
 that has its share. Only if all are busy is it refused.
+
+An answer that was made in one piece stays in memory until its reader takes it. Of many that nobody takes, those of who
+has most are cut off.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Hashable
 from contextlib import suppress
 from functools import lru_cache
 from ipaddress import ip_address, ip_network
@@ -24,6 +27,8 @@ from producers.gateway.http.errors import RETRY_AFTER, Problem, unavailable
 SPARE: Final = 8
 #: The part of all connections that one address may have, unless the settings say otherwise.
 SHARE: Final = 4
+#: Most bytes of complete answers that their readers have yet to take, in all.
+UNSENT: Final = 128 << 20
 #: Addresses whose names are kept at hand: a name takes as long to find as all the rest.
 KNOWN: Final = 1024
 
@@ -33,6 +38,9 @@ class Peer(Protocol):
 
     def close_idle(self) -> None:
         """Close it; no request of it is under way."""
+
+    def cut(self) -> None:
+        """Close it now, and discard what was not sent."""
 
 
 class _Address:
@@ -65,6 +73,11 @@ class Peers:
         self._of: dict[Peer, tuple[str, _Address]] = {}
         self._idle: OrderedDict[Peer, None] = OrderedDict()
         """All that are idle, by when they became so."""
+        self._unsent: dict[Hashable, OrderedDict[Peer, int]] = {}
+        """Caller -> its connections with a complete answer that is not sent, and the bytes of it, oldest first."""
+        self._unsent_by: Counter[Hashable] = Counter()
+        self._unsent_of: dict[Peer, Hashable] = {}
+        self._unsent_bytes = 0
 
     def __len__(self) -> int:
         return len(self._of)
@@ -107,8 +120,35 @@ class Peers:
         if peer in self._of:
             self._idle[peer] = self._of[peer][1].idle[peer] = None
 
+    def unsent(self, peer: Peer, caller: Hashable, size: int) -> None:
+        """An answer is complete, of which its reader has yet to take so many bytes. Beyond UNSENT in all, who has most
+        of them loses the oldest."""
+        self.sent(peer)
+        self._unsent.setdefault(caller, OrderedDict())[peer] = size
+        self._unsent_by[caller] += size
+        self._unsent_of[peer] = caller
+        self._unsent_bytes += size
+        while self._unsent_bytes > UNSENT:
+            most = max(self._unsent_by, key=self._unsent_by.__getitem__)
+            oldest = next(iter(self._unsent[most]))
+            self.sent(oldest)
+            oldest.cut()
+
+    def sent(self, peer: Peer) -> None:
+        """Its reader has taken what was complete, or it is closed."""
+        caller = self._unsent_of.pop(peer, None)
+        if caller is None:
+            return
+        connections = self._unsent[caller]
+        size = connections.pop(peer)
+        self._unsent_bytes -= size
+        self._unsent_by[caller] -= size
+        if not connections:
+            del self._unsent[caller], self._unsent_by[caller]
+
     def leave(self, peer: Peer) -> None:
-        """It is closed."""
+        """It is closed, or makes room."""
+        self.sent(peer)
         if peer not in self._of:  # it was not let in, or has made room
             return
         self.busy(peer)

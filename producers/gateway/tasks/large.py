@@ -19,6 +19,7 @@ from producers.gateway import fair_share
 from producers.gateway.context import Gateway
 from producers.gateway.http.connection import cut
 from producers.gateway.http.errors import unavailable
+from producers.gateway.http.request_body import BodyRoom
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +49,18 @@ async def turn(gateway: Gateway, patience: float, hint: str = "try again in a mo
 class Sent(Response):
     """Sends JSON that is given in pieces. `release` is called at the end.
 
-    A reader that takes nothing for `stall` seconds is cut off, as is a too slow reader of a large answer.
+    A reader that takes nothing for `stall` seconds is cut off, as is a too slow reader of a large answer. `room`:
+    counts what is more than a chunk, by its owner; sending raises Problem where there is none.
     """
 
     media_type = "application/json"
 
     def __init__(
-        self, pieces: Iterable[bytes | bytearray], stall: float, release: Callable[[], None] | None = None
+        self,
+        pieces: Iterable[bytes | bytearray],
+        stall: float,
+        release: Callable[[], None] | None = None,
+        room: BodyRoom | None = None,
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -62,10 +68,15 @@ class Sent(Response):
         self._stall = stall
         self._release = release
         self._size = sum(map(len, self._pieces))
+        self._room = room if self._size > CHUNK else None
         self.init_headers({"content-length": str(self._size)})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        owner, held = OWNER.get(), 0
         try:
+            if self._room is not None:
+                self._room.take(owner, self._size)
+                held = self._size
             async with asyncio.timeout(None if self._release is None else self._stall + self._size / SLOWEST):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 for chunk in self._chunks():
@@ -77,6 +88,8 @@ class Sent(Response):
             logger.info("cut off a reader that was too slow for a result of %d bytes", self._size)
             cut(scope)
         finally:
+            if self._room is not None and held:
+                self._room.give(owner, held)
             if self._release is not None:
                 self._release()
 

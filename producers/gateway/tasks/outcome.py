@@ -61,7 +61,7 @@ async def collected(
                     outcome.take(events)
                 if release is None and outcome.size > large.LARGE:
                     release = await large.turn(gateway, gateway.settings.patience)
-        return large.Sent(pieces(), gateway.settings.stall, release)
+        return large.Sent(pieces(), gateway.settings.stall, release, gateway.body_room)
     except BaseException:
         if release is not None:
             release()

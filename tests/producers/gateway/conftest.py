@@ -27,7 +27,7 @@ from engine.text import ModelCard
 from producers.contract import keys
 from producers.gateway import GatewaySettings, create_app
 from producers.gateway.http.peers import Peers
-from producers.gateway.server import configured
+from producers.gateway.server import bound, configured
 from tests.waiting import until as until
 from workers.cli.servers import open_port
 
@@ -65,6 +65,7 @@ class Door:
 
     def __init__(self, settings: GatewaySettings) -> None:
         listener = open_port("127.0.0.1", 0)
+        bound(listener, settings)
         self.port: int = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.app: FastAPI = create_app(settings)

@@ -57,6 +57,9 @@ def test_answers_are_kept_by_nobody_but_the_pages_files(http: httpx.Client) -> N
     for path in ("/", "/docs", "/openapi.json", "/livez", "/v1/models", "/v1/tasks/none", "/nowhere", "/metrics"):
         assert http.get(path).headers.get_list("cache-control") == ["no-store"], path
     asset = http.get("/docs/assets/swagger-ui.css")
+    again = http.get("/docs/assets/swagger-ui.css", headers={"if-none-match": asset.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    assert http.head("/docs/assets/swagger-ui.css").headers["content-length"] == str(len(asset.content))
     assert "cache-control" not in asset.headers
     assert (asset.headers["x-content-type-options"], asset.headers["content-type"][:8]) == ("nosniff", "text/css")
 

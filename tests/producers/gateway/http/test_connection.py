@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from producers.gateway.http import peers
 from producers.gateway.http.connection import MAX_HEAD, MAX_HEADERS, PIECE, PIECES, TURN, Connection
 from tests.producers.gateway.conftest import Door, Open, until
 
@@ -133,6 +134,61 @@ def test_idle_connections_make_room_for_newcomers_and_busy_ones_do_not(open_door
         assert under_way.recv(1 << 16).startswith(b"HTTP/1.1 400")
     closed = door.app.state.metrics.registry.get_sample_value("penstock_gateway_idle_connections_closed_total")
     assert closed == 3
+
+
+@contextmanager
+def unread(door: Door, path: str) -> Iterator[socket.socket]:
+    """A connection that has asked for this and takes nothing beyond the beginning of the answer."""
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(60)
+        connection.connect(("127.0.0.1", door.port))
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        assert connection.recv(15) == b"HTTP/1.1 200 OK"
+        yield connection
+
+
+def test_files_of_a_page_that_nobody_takes_make_room(open_door: Open) -> None:
+    """They need no key, and had held connections and open files for as long as a byte was taken now and then."""
+    door = open_door(connections=4)
+    with ExitStack() as stack:
+        for _ in range(12):
+            stack.enter_context(unread(door, "/docs/assets/swagger-ui-bundle.js"))
+        assert httpx.get(f"{door.url}/livez", timeout=60).status_code == 200
+        assert len(door.peers) <= 4
+
+
+def test_of_answers_that_nobody_takes_some_are_kept_in_memory(open_door: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, most = "/docs/assets/swagger-ui-bundle.js", 4 << 20
+    monkeypatch.setattr(peers, "UNSENT", most)
+    door = open_door()
+    with ExitStack() as stack:
+        links = [stack.enter_context(unread(door, path)) for _ in range(8)]
+        assert until(lambda: len(door.peers) < len(links))
+        assert 0 < door.peers._unsent_bytes <= most
+        assert until(lambda: len(door.peers) * 1_000_000 <= most)
+        for link in links[:-1]:
+            link.close()
+        assert until(lambda: len(door.peers) == 1)
+        while door.peers._unsent_bytes:  # of the last one, whose reader takes it now
+            assert links[-1].recv(1 << 16)
+
+
+def test_one_caller_has_requests_under_way_on_half_of_the_connections(open_door: Open) -> None:
+    """Bodies that come slowly, from behind a proxy, which may have any number of connections."""
+    door = open_door(connections=8)
+    with ExitStack() as stack:
+        for _ in range(4):
+            slow = stack.enter_context(socket.create_connection(("127.0.0.1", door.port), timeout=60))
+            slow.sendall(POST + b"Content-Length: 9\r\n\r\n{")
+        until(lambda: len(door.peers._idle) == 0 and len(door.peers) == 4)
+        with socket.create_connection(("127.0.0.1", door.port), timeout=60) as further:
+            further.sendall(POST + b"Content-Length: 9\r\n\r\n{")
+            assert answer(further)[1]["code"] == "too_many_open_requests"
+        assert httpx.get(f"{door.url}/livez", timeout=60).status_code == 200  # a probe is none of them
+        slow.close()
+        until(lambda: len(door.peers) == 3)
+        assert httpx.get(f"{door.url}/v1/models", timeout=60).status_code == 200
 
 
 @contextmanager

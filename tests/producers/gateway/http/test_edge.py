@@ -5,9 +5,11 @@ from __future__ import annotations
 import httpx
 import pytest
 from fastapi.testclient import TestClient
+from starlette.requests import HTTPConnection
 
 from producers.contract.task import Task
 from producers.gateway import GatewaySettings, create_app
+from producers.gateway.http.edge import MAX_PARAMETERS
 from tests.producers.gateway.conftest import Door
 
 
@@ -82,3 +84,13 @@ def test_a_parameter_that_fastapi_refuses_is_refused_as_every_other() -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_value")
         assert answer.json()["error"]["message"].startswith(said)
         assert answer.json()["error"]["param"] == "limit"
+
+
+@pytest.mark.parametrize("path", ["/livez", "/v1/tasks", "/nowhere"])
+def test_a_query_has_no_thousands_of_parameters(http: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """To read them takes long, before anybody knows whose request it is."""
+    monkeypatch.setattr(HTTPConnection, "query_params", property(lambda _: pytest.fail("the query was read")))
+    answer = http.get(f"{path}?{'a=1&' * MAX_PARAMETERS}")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "too_many_parts")
+    monkeypatch.undo()
+    assert http.get(f"/livez?{'a=1&' * (MAX_PARAMETERS - 1)}").status_code == 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from producers.gateway.http import peers as bounds
 from producers.gateway.http.peers import Peers
 
 
@@ -15,6 +16,9 @@ class Idle:
         self.problem = peers.enter(self, host)
 
     def close_idle(self) -> None:
+        self.closed = True
+
+    def cut(self) -> None:
         self.closed = True
 
     @property
@@ -98,3 +102,24 @@ def test_idle_connections_of_many_addresses_make_room_and_busy_ones_fill_the_gat
     assert [connection.code for connection in busy] == [None] * 10 + ["too_many_connections"]
     peers.leave(busy[0])
     assert Idle(peers, "203.0.113.1").code is None
+
+
+def test_of_answers_that_nobody_takes_who_has_most_loses_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "UNSENT", 100)
+    peers = made(100, 0)
+    one, *flood = (Idle(peers, "203.0.113.1") for _ in range(6))
+    peers.unsent(one, "slow", 40)
+    for connection in flood:
+        peers.unsent(connection, "hostile", 20)
+    assert [connection.closed for connection in (one, *flood)] == [False, True, True, False, False, False]
+    peers.unsent(one, "slow", 41)  # its next answer
+    assert flood[2].closed
+    peers.sent(one)
+    peers.leave(flood[3])
+    last = Idle(peers, "203.0.113.2")
+    peers.unsent(last, "other", 80)
+    assert not any(connection.closed for connection in (one, flood[4], last))
+    for connection in (flood[4], last):
+        peers.sent(connection)
+    assert not peers._unsent_bytes
+    assert not any((peers._unsent, peers._unsent_by, peers._unsent_of))
