@@ -88,7 +88,7 @@ def _queued(signals: State) -> str:
 def _formula(raw: State, signals: State, rules: State) -> Iterator[str]:
     """The numbers, each with what it is made of; see `workers.autoscaler.policy`."""
     profile = signals["profile"]
-    yield f"a = {raw['a']}      room: hurried tasks queued and in flight, over {_room(profile, rules)}"
+    yield f"a = {raw['a']}      room: latency-sensitive tasks queued and in flight, over {_room(profile, rules)}"
     if profile["tokens_per_s"] and profile["tokens_per_task"]:
         speed = f"{profile['tokens_per_task']:.3g} tokens a task, {profile['tokens_per_s']:.3g} tokens/s a worker"
     else:

@@ -81,7 +81,7 @@ def test_explain_tells_what_was_seen_the_formula_and_the_last_changes(
         "tiny: 2 workers wanted",
         "7 default queued",
         "0 in flight; 1 worker ready",
-        "a = 2      room: hurried tasks queued and in flight, over 0.8 of the knee (5)",
+        "a = 2      room: latency-sensitive tasks queued and in flight, over 0.8 of the knee (5)",
         "tokens a task and tokens/s were never measured",
         "4 running, 10% of the KV cache",
         "limits     0 to 4",
