@@ -147,11 +147,8 @@ def _entries(value: Any) -> int:
         inner = todo.pop()
         entries += len(inner)
         if entries <= MANY:
-            todo += [
-                one
-                for one in (inner.values() if isinstance(inner, dict) else inner)
-                if isinstance(one, list | tuple | dict)
-            ]
+            items = inner.values() if isinstance(inner, dict) else inner
+            todo += [item for item in items if isinstance(item, list | tuple | dict)]
     return entries
 
 
