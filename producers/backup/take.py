@@ -44,7 +44,7 @@ SEGMENT: Final = 16 << 20
 #: Names that one SCAN looks at, and tasks that are read at one moment.
 SCAN: Final = 500
 TASKS: Final = 25
-#: Time (s) between two looks at the ledger: rows stay in it for a minute (`producers.sweeper.usage`).
+#: Time (s) between two looks at the ledger: rows stay in it for a minute (`producers.sweeper.retention`).
 FOLLOW_S: Final = 5.0
 #: Entries of a stream, and rows of the ledger, that are read at a time.
 PAGE: Final = 1000

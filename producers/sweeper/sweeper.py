@@ -1,6 +1,6 @@
 """Runs the sweepers' duties: they finish what dead processes left.
 
-    run   (gateways, and the leading sweeper): interrupted submits, lost readers, deadlines, unsettled final tasks
+    run   (gateways, and the leading sweeper): interrupted tasks, lost readers, deadlines, unsettled final tasks
     lead  (`penstock sweeper`, any number of them): acquire the lease -> run; and compact streams, store results of
           plain Celery tasks, return killed workers' messages, handle pools without workers and stale data;
           take batches forward (`producers.sweeper.batches`)
@@ -18,6 +18,7 @@ import os
 import random
 import secrets
 import socket
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -34,6 +35,7 @@ from producers.connection.local import FILES_DIR
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import aexecute_many, arun
 from producers.connection.storage import PRESSED, read_storage
+from producers.connection.trouble import said
 from producers.contract import keys
 from producers.contract.sealing import Keyring
 from producers.errors import PenstockError
@@ -41,32 +43,44 @@ from producers.store import epoch, protocol
 from producers.store.batches import MAX_LINES
 from producers.store.blobs import open_blobs
 from producers.store.protocol import READER_LEASE_S
-from producers.sweeper import unsent as submits
+from producers.sweeper import tasks
 from producers.sweeper.batches.duty import EVERY_S as BATCHES_EVERY_S
 from producers.sweeper.batches.duty import Batches
 from producers.sweeper.batches.endpoint import Endpoints
 from producers.sweeper.batches.expand import WINDOW
 from producers.sweeper.celery_results import CeleryResults
 from producers.sweeper.compact import AGE_MS, Moving, compact
-from producers.sweeper.condition import Condition
-from producers.sweeper.deadlines import expire_late
-from producers.sweeper.erased import erase
-from producers.sweeper.files import remove_files
-from producers.sweeper.outbox import DEAD_KEPT_S, DELIVERED_KEPT_S, UNTAKEN_S
-from producers.sweeper.outbox import sweep as trim_outbox
-from producers.sweeper.queues.orphaned import PATIENCE_S as ORPHANED_AFTER_S
-from producers.sweeper.queues.orphaned import OrphanedQueues
-from producers.sweeper.queues.retired_pools import RETIRE_AFTER_S, RetiredPools
-from producers.sweeper.queues.unserved import UNSERVED_AFTER_S, UnservedTasks
-from producers.sweeper.stale import LETTERS_KEPT_S, UNNEEDED_S, Stale
-from producers.sweeper.unsettled import AGE_MS as ORPHAN_MS
-from producers.sweeper.unsettled import Orphans
-from producers.sweeper.usage import USUAL as USUAL_AGES
-from producers.sweeper.usage import Ages
-from producers.sweeper.usage import sweep as sum_usage
+from producers.sweeper.queues import (
+    ORPHANED_AFTER_S,
+    RETIRE_AFTER_S,
+    UNSERVED_AFTER_S,
+    OrphanedQueues,
+    RetiredPools,
+    UnservedTasks,
+)
+from producers.sweeper.retention import (
+    DEAD_KEPT_S,
+    DELIVERED_KEPT_S,
+    LETTERS_KEPT_S,
+    UNNEEDED_S,
+    UNTAKEN_S,
+    USUAL_AGES,
+    Ages,
+    Stale,
+    erase,
+    remove_files,
+    sum_usage,
+    trim_outbox,
+)
+from producers.sweeper.tasks import UNSETTLED_AGE_MS as ORPHAN_MS
+from producers.sweeper.tasks import Orphans, expire_late
 
 log = logging.getLogger(__name__)
 
+#: Silence (s) of the store, beside the lease, after which a sweeper is not ready.
+SILENT_S: Final = 10.0
+#: Time (s) for which a sweep fails before the sweeper is not ready.
+FAILING_S: Final = 60.0
 #: Mean interval (s) between sweeps.
 EVERY_S: Final = 10.0
 #: Interval (s) at which the leader looks whether the store is filling, and compacts at once what is settled if so.
@@ -80,6 +94,40 @@ LIMIT_S: Final = 60.0
 
 Counts = dict[str, int]
 Duty = Callable[[], Awaitable[Counts]]
+
+
+class Condition:
+    """A sweeper's condition, for the probes of whoever runs it: whether the store answers, and which sweeps fail.
+
+    A sweeper is ready while it leads or stands by. It is not once the store has been silent, or one of its sweeps has
+    failed each time, for longer than a server takes to restart. So a release whose sweeps fail stops its own rollout.
+    No reason here ends the process: each sweep is tried again, and a new process would find the same. The event loop
+    writes it, and another thread may read it.
+    """
+
+    given_up = ""
+
+    def __init__(self) -> None:
+        self.leadership: Leadership | None = None
+        self.failing: dict[object, tuple[float, str]] = {}
+        """Sweep -> when (monotonic) the first of its failures in a row came, and the last one's reason."""
+
+    def succeeded(self, sweep: object) -> None:
+        self.failing.pop(sweep, None)
+
+    def failed(self, sweep: object, error: Exception) -> None:
+        since, _ = self.failing.get(sweep, (time.monotonic(), ""))
+        self.failing[sweep] = since, said(error)
+
+    def unready(self) -> list[str]:
+        """Why it does not do its work now; empty while it leads, or stands by, as it should."""
+        now, leadership = time.monotonic(), self.leadership
+        if leadership is None:
+            return ["it has not begun"]
+        if now - leadership.heard_at > SILENT_S + leadership.lease_s:
+            return [leadership.fault]
+        failing = [(now - since, reason) for since, reason in list(self.failing.values())]
+        return [f"a sweep has failed for {age:.0f} s: {reason}" for age, reason in failing if age > FAILING_S]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +187,13 @@ async def run(
 ) -> None:
     """Sweep until cancelled.
 
-    `reader_lease_s`: the gateways' reader lease. `waiting`: see `producers.sweeper.unsettled`. Both times after it: see
+    `reader_lease_s`: the gateways' reader lease. `waiting`: see `producers.sweeper.tasks`. Both times after it: see
     `SweeperSettings`. `condition`: is told which sweeps fail.
     """
     readers, orphans = LapsedReaders(reader_lease_s), Orphans(int(unsettled_after_s * 1000), waiting=waiting)
 
     async def submitting() -> Counts:
-        swept = await submits.sweep(client, int(unsent_after_s * 1000))
+        swept = await tasks.send_unsent(client, int(unsent_after_s * 1000))
         return {"sent": swept.sent, "unsent": swept.failed}
 
     async with asyncio.TaskGroup() as group:

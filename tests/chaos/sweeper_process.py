@@ -8,9 +8,9 @@ import json
 import logging
 import sys
 
+from producers.sweeper.retention import Ages
 from producers.sweeper.sweeper import SweeperSettings
-from producers.sweeper.usage import Ages
-from workers.cli.background import sweep
+from workers.cli.sweeper import sweep
 
 #: Times in seconds.
 HASTY = {

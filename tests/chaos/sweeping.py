@@ -18,8 +18,8 @@ from producers.contract import keys
 from producers.contract.stream.events import encode_token
 from producers.store import protocol
 from producers.store.usage.ledger import COUNTS
+from producers.sweeper.retention import Ages
 from producers.sweeper.sweeper import SweeperSettings
-from producers.sweeper.usage import Ages
 from tests.warm import template
 from workers.cli.background import sweep
 

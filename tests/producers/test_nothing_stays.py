@@ -25,8 +25,8 @@ from producers.contract import keys
 from producers.contract.message import Message
 from producers.gateway.batches.endpoints import LineEndpoints
 from producers.store import batches, files, inbox, outbox, protocol
+from producers.sweeper.retention import Ages
 from producers.sweeper.sweeper import SweeperSettings, lead
-from producers.sweeper.usage import Ages
 from tests.producers.conftest import POOL, QUEUE
 from tests.producers.fake_worker import FakeWorker
 

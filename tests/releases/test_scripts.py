@@ -26,7 +26,7 @@ from producers.broker.redis import keys as broker_keys
 from producers.connection.script import Script, script, text
 from producers.contract import keys, levels
 from producers.store import protocol
-from producers.sweeper.queues import unserved
+from producers.sweeper import queues
 from tests.exhaustive import few
 from tests.histories import examples
 from tests.protocol import broker as broker_pair
@@ -131,7 +131,7 @@ class MixedStore(Mixed, test_store.StoreMachine):
         error = json.dumps({"code": "release_missing", "message": ""})
         workers = [inc for inc in store.INCS if listed and store.POOLS[store.INCS.index(inc)].version == "1"]
         after_s = 0.0 if aged else 3600.0
-        call = self.acts().of(unserved).unserved("t1", error, store.POOL.version_queue, after_s, workers)
+        call = self.acts().of(queues).unserved("t1", error, store.POOL.version_queue, after_s, workers)
 
         def step() -> None:
             answer = text(self.server.run(call))

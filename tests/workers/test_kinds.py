@@ -14,10 +14,9 @@ from producers import AsyncClient
 from producers.admin.fleet import read_fleet
 from producers.broker.redis import keys as broker_keys
 from producers.contract import keys, levels
+from producers.sweeper import queues
 from producers.sweeper.celery_results import CeleryResults
-from producers.sweeper.queues import unserved
-from producers.sweeper.queues.orphaned import OrphanedQueues
-from producers.sweeper.queues.unserved import UnservedTasks
+from producers.sweeper.queues import OrphanedQueues, UnservedTasks
 from tests.workers.rig import MODEL, QUEUE, TIMES, Rig
 
 NEXT: dict[str, Any] = {"times": TIMES | {"producers.contract.levels:LEVEL": levels.LEVEL + 1}}
@@ -158,7 +157,7 @@ def test_a_sweeper_that_was_killed_after_the_result_leaves_the_letter_to_the_nex
 
 
 def test_more_than_may_wait_end_at_once(rig: Rig, app: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unserved, "KINDS", 3)
+    monkeypatch.setattr(queues, "KINDS", 3)
     rig.worker()
     results = [later(app) for _ in range(8)]
     rig.until(lambda: rig.waiting(ASIDE) == 8)

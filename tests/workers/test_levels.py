@@ -17,8 +17,7 @@ from producers.contract import keys, levels
 from producers.contract.record import Record
 from producers.store.waiting import Bounds, Room, pressure
 from producers.sweeper.celery_results import CeleryResults
-from producers.sweeper.queues.retired_pools import RetiredPools
-from producers.sweeper.queues.unserved import UnservedTasks
+from producers.sweeper.queues import RetiredPools, UnservedTasks
 from tests.workers.rig import MODEL, QUEUE, TIMES, Rig
 
 NOVEL = {"metadata": {"novel": "1"}}

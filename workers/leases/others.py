@@ -17,7 +17,7 @@ from producers.connection.script import Call, run, text
 from producers.contract import keys
 from producers.contract.keys import version_queue_of
 from producers.contract.levels import beside, emptied, queue_of
-from producers.sweeper.deadlines import expire_late
+from producers.sweeper.tasks import expire_late
 from workers.state.incarnation import Incarnation
 from workers.state.served import Served
 

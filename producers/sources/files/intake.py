@@ -25,7 +25,7 @@ from producers.store import batches, files
 from producers.store.batches import ENDPOINTS, TEXT, window_s
 from producers.store.blobs import Blobs, lines
 from producers.store.inbox import Entry
-from producers.sweeper.batches.validate import is_blank
+from producers.sweeper.batches.input import is_blank
 
 #: Lines, blank ones not counted, among which the first one with a known `url` is looked for.
 LOOKED_AT: Final = 100

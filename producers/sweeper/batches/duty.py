@@ -29,9 +29,8 @@ from producers.store.batches import Batch
 from producers.store.blobs import BlobNotFound, Blobs, Line, lines
 from producers.sweeper.batches.endpoint import Endpoints
 from producers.sweeper.batches.expand import BLOCK, WINDOW, Expander
-from producers.sweeper.batches.finish import Finisher
-from producers.sweeper.batches.validate import BadLine, Reason, check
-from producers.sweeper.batches.write import PART, Writer, closing
+from producers.sweeper.batches.input import BadLine, Reason, check
+from producers.sweeper.batches.results import PART, Finisher, Writer, closing
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
     input from the cursor on ─▶ bodies ─▶ tasks or refusals ─▶ BATCH_EXPAND: records, refusals and cursor in one script
                                                           ─▶ messages ─▶ QUEUED
 
-Killed after BATCH_EXPAND, the records stay `submitting`, and `producers.sweeper.unsent` sends their messages.
+Killed after BATCH_EXPAND, the records stay `submitting`, and `producers.sweeper.tasks` sends their messages.
 
 Lines of a key or tenant with limits are charged in that script, as ADMIT charges a task. A line that their budget has
 not enough left for is refused; any other limit keeps lines off, and the next look goes on with them. So does a store
@@ -11,7 +11,7 @@ that is filling: lines are never refused for want of room. Lines that are
 refused after work count in a minute's requests, as those of callers who wait.
 
 Only so many lines are in the store at a time that no input fills its memory: a line's record has its prompt, and stays
-until its result is written. The next lines follow when results were written (`producers.sweeper.batches.write`). That
+until its result is written. The next lines follow when results were written (`producers.sweeper.batches.results`). That
 holds for each batch, and for all of a tenant's together.
 """
 
@@ -38,7 +38,7 @@ from producers.store.blobs import Ahead, Blobs
 from producers.store.usage.prices import Prices
 from producers.store.waiting import promised
 from producers.sweeper.batches.endpoint import Answer, Endpoints, Planned
-from producers.sweeper.batches.reading import Requests, read_requests
+from producers.sweeper.batches.input import Requests, read_requests
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from producers.broker.sqs.setup import make_missing
 from producers.broker.values import Credit, Rules
 from producers.contract import keys
 from producers.store.fleet import cards
-from producers.sweeper.queues.orphaned import OrphanedQueues
+from producers.sweeper.queues import OrphanedQueues
 from tests.producers.broker.conftest import url
 from tests.producers.conftest import CARD, POOL, QUEUE
 

@@ -34,9 +34,9 @@ from producers.store.access import api_keys
 from producers.store.access.audit import Actor
 from producers.store.blobs import Blobs, FolderBlobs, open_blobs
 from producers.store.usage.ledger import fold
-from producers.sweeper import unsent
+from producers.sweeper import tasks
 from producers.sweeper.compact import Moving, compact
-from producers.sweeper.erased import erase
+from producers.sweeper.retention import erase
 from producers.sweeper.sweeper import ForeignWorkers, SweeperSettings
 from producers.sweeper.sweeper import lead as sweep_as_leader
 from tests.aws import Aws
@@ -93,7 +93,7 @@ async def test_each_task_goes_on_where_it_was(
     assert elsewhere.zscore(keys.UNSETTLED, unsettled) is not None
     assert elsewhere.hget(keys.task(unsettled), "owner") is None
     # What had not is sent, and goes on behind its tokens, with no death counted.
-    sent = await unsent.sweep(systems.new)
+    sent = await tasks.send_unsent(systems.new)
     assert (sent.sent, sent.failed) == (3, 0)
     other = FakeWorker(elsewhere, "other")
     assert {other.take(QUEUE) for _ in range(3)} == {waits, runs, cancelled}
@@ -125,7 +125,7 @@ async def test_a_task_whose_caller_waited_is_cancelled(systems: Systems, elsewhe
     await systems.restore()
     over = elsewhere.zscore(keys.READERS, waited_for.id)
     assert over is not None
-    await unsent.sweep(systems.new)
+    await tasks.send_unsent(systems.new)
     assert run(elsewhere, protocol.unread(waited_for.id, int(over)))[2] == b"cancelled"
 
 
@@ -183,7 +183,7 @@ async def test_events_come_again_with_their_ids_and_say_so(
     assert {first.object, again.object} == {told, later}
     assert again.restored
     assert again.webhook_id == at_old[again.object].webhook_id
-    await unsent.sweep(systems.new)
+    await tasks.send_unsent(systems.new)
     FakeWorker(elsewhere, "other").serve(runs)
     (ended,) = outbox.read_take(run(elsewhere, outbox.take("h", 9, 60_000))).rows
     assert (ended.object, ended.webhook_id, ended.restored) == (runs, at_old[runs].webhook_id, True)
@@ -224,7 +224,7 @@ async def test_an_event_of_what_has_not_happened_is_dropped(
     await systems.restore()
     assert elsewhere.zcard(keys.WEBHOOKS_DUE) == 0
     assert not elsewhere.xlen(keys.LEDGER)  # its end counts once: when it ends again
-    await unsent.sweep(systems.new)
+    await tasks.send_unsent(systems.new)
     FakeWorker(elsewhere, "other").serve(task_id)
     assert elsewhere.zcard(keys.WEBHOOKS_DUE) == 1
     assert elsewhere.xlen(keys.LEDGER) == 1
@@ -429,7 +429,7 @@ async def test_a_budget_is_what_was_spent_less_what_runs_again(
     await systems.restore(with_journal=True)
     found = {text(name): int(value) for name, value in elsewhere.hgetall(account).items()}
     assert (found["spent"], found["open"], found["reserved"]) == (0, 2, 80)
-    await unsent.sweep(systems.new)
+    await tasks.send_unsent(systems.new)
     FakeWorker(elsewhere, "other").serve(ids[0], ["a", "b"])
     assert int(elsewhere.hget(account, "spent")) == 5
 
@@ -590,7 +590,7 @@ async def test_tasks_on_sqs_are_sent_again_under_another_prefix(
             await restore.begin(new, archive, new_files, same, Choices(), Keyring())
         run_ = await restore.begin(new, archive, new_files, Servers(elsewhere_url, new_url), Choices(), Keyring())
         await run_.run()
-        assert (await unsent.sweep(new)).sent == 1
+        assert (await tasks.send_unsent(new)).sent == 1
         queues = aws.client("sqs").list_queues(QueueNamePrefix="new-")["QueueUrls"]
         found = [
             json.loads(message["Body"])["headers"]["id"]

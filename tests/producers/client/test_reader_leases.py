@@ -25,7 +25,7 @@ from producers.client.steps import Step, drive
 from producers.connection.script import run
 from producers.contract import keys
 from producers.store import protocol
-from producers.sweeper import unsent as submits
+from producers.sweeper import tasks as submits
 from tests.producers.conftest import QUEUE
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.proxy import Proxy
@@ -191,7 +191,7 @@ class TestSweep:
         run(valkey, protocol.admit("t", "t", now_ms(valkey), record))
         lapse(valkey, "t")
         assert [await looks.look(), await looks.look()] == [0, 1]
-        await submits.sweep(aclient, age_ms=0)
+        await submits.send_unsent(aclient, age_ms=0)
         assert worker.claim(worker.take(QUEUE) or "").answer == "settle"
         assert (await aclient.get("t").result(5, raise_for_status=False)).status == "cancelled"
 

@@ -14,7 +14,7 @@ from redis import Redis
 
 from producers.client.aio import AsyncClient
 from producers.contract import keys
-from producers.sweeper.unsent import sweep
+from producers.sweeper import tasks
 from tests.chaos.sweeping import Sweeper
 from tests.producers.conftest import QUEUE
 from tests.producers.fake_worker import FakeWorker
@@ -86,7 +86,7 @@ def send_unsent(url: str) -> None:
 
     async def work() -> None:
         async with AsyncClient(url) as client:
-            await sweep(client, 0)
+            await tasks.send_unsent(client, 0)
 
     asyncio.run(work())
 

@@ -15,7 +15,7 @@ from producers.contract.claim_check import HEADER, BodyGone, MessageTooLarge, ch
 from producers.contract.message import Message
 from producers.store.claim_check import KEPT_S, MessageBlobs
 from producers.store.files import NOTED_S
-from producers.sweeper.files import remove_files
+from producers.sweeper.retention import remove_files
 from tests.aws import Aws
 from tests.producers.store.test_s3 import bucket_of
 

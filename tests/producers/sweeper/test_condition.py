@@ -10,12 +10,10 @@ from redis import Redis
 
 from producers import AsyncClient
 from producers.client.leader import Leadership
-from producers.sweeper import condition as conditions
-from producers.sweeper import sweeper
-from producers.sweeper import unsent as submits
-from producers.sweeper.condition import Condition
-from producers.sweeper.sweeper import SweeperSettings
-from producers.sweeper.unsent import Swept
+from producers.sweeper import sweeper, tasks
+from producers.sweeper import sweeper as conditions
+from producers.sweeper.sweeper import Condition, SweeperSettings
+from producers.sweeper.tasks import Swept
 from tests.waiting import auntil
 
 
@@ -30,7 +28,7 @@ async def test_a_sweep_that_fails_each_time_makes_the_leader_unready_until_it_su
             raise RuntimeError("what nobody thought of")
         return Swept()
 
-    monkeypatch.setattr(submits, "sweep", sweep)
+    monkeypatch.setattr(tasks, "send_unsent", sweep)
     condition = Condition()
     assert condition.unready() == ["it has not begun"]
     settings = SweeperSettings(valkey_url, valkey_url, "s", every=0.01)
@@ -62,7 +60,7 @@ async def test_a_sweeper_that_leads_no_more_forgets_what_failed_while_it_did(
     async def sweep(client: AsyncClient, age_ms: int) -> Any:
         raise RuntimeError("it fails")
 
-    monkeypatch.setattr(submits, "sweep", sweep)
+    monkeypatch.setattr(tasks, "send_unsent", sweep)
     condition = Condition()
     settings = SweeperSettings(valkey_url, valkey_url, "s", every=0.01)
     leading = asyncio.create_task(sweeper.lead(aclient, settings, condition=condition))

@@ -8,10 +8,8 @@ from redis import Redis
 from producers import AsyncClient, TaskFailed
 from producers.contract import keys
 from producers.contract.stream.events import End
-from producers.sweeper import deadlines as expiry
-from producers.sweeper import sweeper
-from producers.sweeper import unsent as submits
-from producers.sweeper.deadlines import expire_late
+from producers.sweeper import sweeper, tasks
+from producers.sweeper.tasks import expire_late
 from tests.producers.conftest import QUEUE
 from tests.producers.fake_worker import FakeWorker
 
@@ -88,7 +86,7 @@ async def test_a_task_cancelled_before_it_was_sent_is_ended_with_no_worker_up(
     valkey.zadd(keys.SUBMITTING, {handle.id: 1})
     await handle.cancel()
     assert await aclient.run(expire_late()) == 0
-    assert (await submits.sweep(aclient, 0)).sent == 1
+    assert (await tasks.send_unsent(aclient, 0)).sent == 1
     assert await aclient.run(expire_late()) == 1
     assert (await handle.status()).status == "cancelled"
     assert not valkey.exists(keys.DEADLINES)
@@ -98,7 +96,7 @@ async def test_those_left_to_others_do_not_hide_the_rest(
     aclient: AsyncClient, valkey: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kept: one that is being submitted, and one that cannot be read, for later. Over several pages."""
-    monkeypatch.setattr(expiry, "PAGE", 3)
+    monkeypatch.setattr(tasks, "PAGE", 3)
     ids = [await late(aclient, valkey) for _ in range(8)]
     valkey.hset(keys.task(ids[0]), "status", "submitting")
     valkey.hset(keys.task(ids[1]), "deadline", "soon")

@@ -12,8 +12,8 @@ from producers.connection.script import run, text
 from producers.contract import keys
 from producers.store import protocol
 from producers.sweeper.celery_results import CeleryResults
-from producers.sweeper.erased import LATE_S, Erased, erase
-from producers.sweeper.queues.retired_pools import RetiredPools
+from producers.sweeper.queues import RetiredPools
+from producers.sweeper.retention import ERASE_LATE_S, Erased, erase
 from tests.producers.conftest import POOL
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.leftovers import kept, leftovers
@@ -60,7 +60,7 @@ async def test_dead_letters_and_results_go_until_no_more_can_come(
     assert set(leftovers(valkey, "gone")) == kept("gone")
     assert valkey.llen(broker_keys.DEAD) == 1
     assert valkey.exists(keys.celery_result("kept"))
-    valkey.zadd(keys.ERASING, {"gone": int(valkey.time()[0]) * 1000 - LATE_S * 1000 - 1000})
+    valkey.zadd(keys.ERASING, {"gone": int(valkey.time()[0]) * 1000 - ERASE_LATE_S * 1000 - 1000})
     assert await erase(aclient) == Erased()
     assert not valkey.exists(keys.ERASING)
 

@@ -16,7 +16,7 @@ from producers.contract import keys
 from producers.store import files
 from producers.store.blobs import Blobs, FolderBlobs
 from producers.store.files import File
-from producers.sweeper.files import UPLOAD_S, Removed, remove_files
+from producers.sweeper.retention import UPLOAD_S, RemovedFiles, remove_files
 from producers.sweeper.sweeper import SweeperSettings, lead
 from tests.producers.store.test_s3 import put
 
@@ -47,9 +47,9 @@ async def test_what_nobody_may_need_any_more_goes_and_nothing_else(
     with blobs.writer("a"), blobs.writer("b"):
         half, fresh = (tmp_path / ".incoming").iterdir()
         os.utime(half, (now - UPLOAD_S - 1,) * 2)
-        assert await remove_files(aclient.store, blobs) == Removed(1, 1, 1)
+        assert await remove_files(aclient.store, blobs) == RemovedFiles(1, 1, 1)
         assert fresh.exists()
-    assert await remove_files(aclient.store, blobs) == Removed()
+    assert await remove_files(aclient.store, blobs) == RemovedFiles()
     assert sorted(os.listdir(tmp_path)) == sorted([".incoming", *stays])
 
 

@@ -20,7 +20,7 @@ from producers.store import files, protocol
 from producers.store.blobs import Blobs, open_blobs
 from producers.store.references import Reference
 from producers.sweeper.compact import Compacted, Moving, compact
-from producers.sweeper.files import remove_files
+from producers.sweeper.retention import remove_files
 from tests.aws import Aws
 from tests.exhaustive import few
 from tests.processes import free_port

@@ -11,9 +11,9 @@ from producers import AsyncClient
 from producers.connection import log_throttle
 from producers.connection.script import run
 from producers.contract import keys
-from producers.store import outbox as store_outbox
-from producers.sweeper import outbox
-from producers.sweeper.outbox import Trimmed, sweep
+from producers.store import retention as store_outbox
+from producers.sweeper import retention
+from producers.sweeper.retention import Trimmed, trim_outbox
 
 
 def rows(valkey: Redis, index: str, count: int, at_ms: int) -> None:
@@ -26,14 +26,14 @@ def rows(valkey: Redis, index: str, count: int, at_ms: int) -> None:
 async def test_what_is_old_goes_and_what_is_due_never(
     valkey: Redis, valkey_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox, "LIMIT", 2)
+    monkeypatch.setattr(retention, "OUTBOX_PAGE", 2)
     for index in (keys.WEBHOOKS_DUE, keys.WEBHOOKS_DELIVERED, keys.WEBHOOKS_DEAD):
         rows(valkey, index, 5, 1000)
     async with AsyncClient(valkey_url) as client:
-        assert await sweep(client.store, 60.0, 1e11) == Trimmed(delivered=5)
-        monkeypatch.setattr(outbox, "DEAD_MOST", 3)
-        assert await sweep(client.store, 60.0, 1e11) == Trimmed(dead=2)
-        assert await sweep(client.store) == Trimmed(dead=3)
+        assert await trim_outbox(client.store, 60.0, 1e11) == Trimmed(delivered=5)
+        monkeypatch.setattr(retention, "DEAD_LIMIT", 3)
+        assert await trim_outbox(client.store, 60.0, 1e11) == Trimmed(dead=2)
+        assert await trim_outbox(client.store) == Trimmed(dead=3)
     left = {name.decode().removeprefix("penstock:webhooks:row:") for name in valkey.keys("penstock:webhooks:row:*")}
     assert left == {name.decode() for name in valkey.zrange(keys.WEBHOOKS_DUE, 0, -1)}
     assert len(left) == 5
@@ -47,13 +47,13 @@ async def test_rows_that_nobody_takes_are_told_of_now_and_then(
     async with AsyncClient(valkey_url) as client:
         rows(valkey, keys.WEBHOOKS_DUE, 3, 9_000_000_000_000)
         with caplog.at_level(logging.WARNING):
-            await sweep(client.store)
+            await trim_outbox(client.store)
             assert not caplog.records
             rows(valkey, keys.WEBHOOKS_DUE, 1, 1000)
             run(valkey, store_outbox.put("r", {"source": "jobs"}))
             valkey.zadd(keys.replies("jobs"), {"r": int(valkey.time()[0]) * 1000 - 120_000})  # type: ignore[index]
-            await sweep(client.store)
-            await sweep(client.store)
+            await trim_outbox(client.store)
+            await trim_outbox(client.store)
     said, replies = caplog.messages
     assert "1 of jobs" in replies
     assert "3 webhooks are to be delivered" in said

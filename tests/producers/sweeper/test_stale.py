@@ -14,7 +14,7 @@ from producers.connection.script import run
 from producers.contract import keys
 from producers.store import protocol, task_index
 from producers.store.fleet.model_files import unused
-from producers.sweeper.stale import Removed, Stale
+from producers.sweeper.retention import Removed, Stale
 
 
 async def test_a_worker_that_is_gone_is_taken_off_the_books_and_its_deliveries_returned(

@@ -11,10 +11,9 @@ from producers.connection import log_throttle as complaints
 from producers.connection.script import run
 from producers.contract import keys
 from producers.store import protocol
-from producers.sweeper import sweeper
-from producers.sweeper import unsent as submits
+from producers.sweeper import sweeper, tasks
 from producers.sweeper.sweeper import SweeperSettings
-from producers.sweeper.unsent import Swept
+from producers.sweeper.tasks import Swept
 from tests.producers.conftest import QUEUE
 from tests.producers.fake_worker import FakeWorker
 from tests.waiting import auntil
@@ -36,7 +35,7 @@ async def test_the_loop_goes_on_after_a_failed_sweep(
             raise answer
         return answer  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(submits, "sweep", one_sweep)
+    monkeypatch.setattr(tasks, "send_unsent", one_sweep)
     loop = asyncio.create_task(sweeper.run(aclient, every_s=0.001))
     async with asyncio.timeout(60):
         await done.wait()
@@ -71,7 +70,7 @@ async def test_one_bad_record_does_not_end_the_sweeping_of_others(
     async def broken(client: AsyncClient, age_ms: int) -> Any:
         raise RuntimeError("what nobody thought of")
 
-    monkeypatch.setattr(submits, "sweep", broken)
+    monkeypatch.setattr(tasks, "send_unsent", broken)
     handle = await aclient.submit(model="tiny", prompt=[1])
     await handle.cancel()
     valkey.zincrby(keys.UNSETTLED, -60_000, handle.id)

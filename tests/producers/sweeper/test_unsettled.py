@@ -14,9 +14,9 @@ from producers import AsyncClient, TaskFailed
 from producers.connection.script import run, text
 from producers.contract import keys
 from producers.store import protocol
-from producers.sweeper import unsettled as orphans
+from producers.sweeper import tasks
 from producers.sweeper.celery_results import CeleryResults
-from producers.sweeper.unsettled import Orphans
+from producers.sweeper.tasks import Orphans
 from tests.producers.conftest import POOL, QUEUE
 from tests.producers.fake_worker import FakeWorker
 
@@ -59,7 +59,7 @@ async def test_one_whose_worker_died_before_its_tracer_is_settled(
     sweeping = Orphans(age_ms=0)
     assert await aclient.run(sweeping.sweep()) == 0, "its owner lives, and is about to"
     worker.die()
-    for _ in range(orphans.ALL_EVERY):
+    for _ in range(tasks.ALL_EVERY):
         await aclient.run(sweeping.sweep())
     assert settled(valkey, handle.id)
     assert (await handle.result(5)).text == "a"
@@ -85,7 +85,7 @@ async def test_a_plain_task_is_left_to_its_message_for_a_week_then_given_up(
     later = FakeWorker(valkey, "later")
     assert later.claim("p").answer == "settle", "whoever gets the message runs the tracer, with the links"
     run(valkey, protocol.release("p", later.claims["p"]))
-    valkey.zincrby(keys.UNSETTLED, -orphans.PATIENCE_MS - 1000, "p")
+    valkey.zincrby(keys.UNSETTLED, -tasks.PATIENCE_MS - 1000, "p")
     assert await aclient.run(Orphans(age_ms=0).sweep()) == 1
     assert "links" in caplog.text
 
@@ -117,7 +117,7 @@ async def test_what_settled_or_went_meanwhile_leaves_the_index(
 async def test_many_that_wait_hide_none_of_the_rest(
     aclient: AsyncClient, valkey: Redis, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(orphans, "PAGE", 3)
+    monkeypatch.setattr(tasks, "PAGE", 3)
     for k in range(8):
         plain(worker, f"p{k}")
         worker.finish(f"p{k}", [0])

@@ -19,8 +19,7 @@ from producers.contract.message import Message
 from producers.store import outbox, protocol
 from producers.store.blobs import open_blobs
 from producers.sweeper.compact import Moving, compact
-from producers.sweeper.erased import erase
-from producers.sweeper.files import remove_files
+from producers.sweeper.retention import erase, remove_files
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE, Door
 from tests.producers.leftovers import contents, kept, leftovers

@@ -29,8 +29,8 @@ from producers.store.usage.prices import Prices
 from producers.sweeper.batches import expand
 from producers.sweeper.batches.duty import Batches, Turns
 from producers.sweeper.compact import Moving, compact
-from producers.sweeper.deadlines import expire_late
-from producers.sweeper.files import remove_files
+from producers.sweeper.retention import remove_files
+from producers.sweeper.tasks import expire_late
 from tests.aws import Aws
 from tests.chaos.batching import BAD, GOOD, Job, Serving, make, names_in
 from tests.producers.conftest import CARD
@@ -314,7 +314,7 @@ async def test_lines_of_which_few_fit_into_the_store_come_out(
     valkey: Redis, valkey_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their bytes fill the window before their number fills a part of the files."""
-    for name, size in (("expand.WINDOW_BYTES", 5000), ("write.PART_BYTES", 2000)):
+    for name, size in (("expand.WINDOW_BYTES", 5000), ("results.PART_BYTES", 2000)):
         monkeypatch.setattr(f"producers.sweeper.batches.{name}", size)
     with Serving(valkey):
         job = Job(valkey, tmp_path, [GOOD | {"user": "x" * 1000}] * 12)

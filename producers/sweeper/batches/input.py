@@ -1,24 +1,26 @@
-"""Checks a batch's input as a whole, in bounded memory, before anything runs.
+"""A batch's input, a file of requests: checked as a whole before anything runs, then read a block at a time.
 
-    blob ─▶ lines ─▶ request_of (JSON, custom_id, method, url, body, model) ─▶ hashes of custom_ids ─▶ Checked
-                                                   hashes that repeat ─▶ a second pass names their lines
+    blob ─▶ lines ─▶ request_of (JSON, custom_id, method, url, body, model)
+        check: ─▶ hashes of custom_ids ─▶ Checked; hashes that repeat ─▶ a second pass names their lines
+        read_requests: ─▶ successive requests, as many as fit into a block
 
-What is in a line's body, beside its model, is not judged here: a bad body is that line's error, not the batch's.
-Everything blocks: call it on a thread.
+What is in a line's body, beside its model, is not judged here: a bad body is that line's error, not the batch's. Memory
+is bounded. Everything blocks: call it on a thread.
 """
 
 from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from producers.contract.json_parts import MAX_PARTS, SMALL, count_parts
 from producers.contract.task import likely
 from producers.errors import shown
-from producers.store.blobs import Line
+from producers.store.batches import Batch
+from producers.store.blobs import Ahead, Blobs, Line, lines
 
 #: Most lines of a batch.
 MAX_LINES: Final = 10_000_000
@@ -114,7 +116,7 @@ def check(
     asked: set[str] = set()
     seen = _Hashes()
     count = 0
-    for line in _requests(read(), stop):
+    for line in _not_blank(read(), stop):
         count += 1
         if count > max_lines:
             message = f"the file has more than {max_lines} requests, which is the most for a batch; split it"
@@ -134,12 +136,12 @@ def check(
         errors.append(Reason(code="empty_file", message="the file has no requests: it is empty"))
     room = MAX_ERRORS - len(errors)
     if room and (repeated := seen.repeated(MAX_ERRORS)):
-        errors += _repeats(_requests(read(), stop), url, repeated, room, max_lines)
+        errors += _repeats(_not_blank(read(), stop), url, repeated, room, max_lines)
     errors.sort(key=lambda error: error.line or 0)
     return Checked(count, frozenset(asked), tuple(errors))
 
 
-def _requests(lines: Iterable[Line], stop: Callable[[], bool]) -> Iterator[Line]:
+def _not_blank(lines: Iterable[Line], stop: Callable[[], bool]) -> Iterator[Line]:
     """The lines that are not blank."""
     for line in lines:
         if line.number % 1024 == 0 and stop():
@@ -230,3 +232,36 @@ def _repeats(lines: Iterable[Line], url: str, hashes: frozenset[int], most: int,
             yield Reason(code="duplicate_custom_id", message=message, line=line.number, param="custom_id")
         else:
             first[custom_id] = line.number
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """Requests from number `first` on (from 0; blank lines do not count). `ends`: for each, the offset behind it."""
+
+    first: int
+    requests: Sequence[Request]
+    ends: Sequence[int]
+
+
+def read_requests(
+    blobs: Blobs, batch: Batch, first: int, offset: int, most: int, size: int, ahead: Ahead | None = None
+) -> Requests:
+    """Up to `most` requests that have up to `size` bytes, or one. `offset`: where the request `first` begins.
+    `ahead`: as of `lines`.
+
+    Blocks. Raises BlobNotFound and OSError; BadLine if the input is not what was checked.
+    """
+    requests: list[Request] = []
+    ends: list[int] = []
+    for line in lines(blobs, batch.input_file, offset, ahead=ahead):
+        if is_blank(line):
+            continue
+        if requests and line.end - offset > size:
+            break
+        requests.append(request_of(line, batch.endpoint))
+        ends.append(line.end)
+        if len(requests) == most:
+            break
+    if not requests:
+        raise BadLine(f"it has {first} requests, and had more when it was checked")
+    return Requests(first, requests, ends)

@@ -1,21 +1,28 @@
-"""Writes what became of a batch's lines, a part at a time, in the order of the lines.
+"""A batch's results: its lines' outcomes, written a part at a time in the order of the lines, then joined to files.
 
     the next lines' records, all final ─▶ answers ─▶ a blob for each file ─▶ BATCH_WRITTEN: the part counts, and the
                                                                              lines' records are removed, in one script
+    all lines written: parts ─▶ one blob for each file ─▶ FILE_MADE ─▶ BATCH_END ─▶ parts removed ─▶ BATCH_CLOSE
 
 Parts are written while later lines still run, so that the store keeps only what is not written yet. A part's blobs have
 names of their own, noted before they are written (BATCH_PART). Whoever is killed, or is not the only one, leaves blobs
-that no part names: they are removed at the batch's end. So each line is in the files once.
+that no part names: they are removed at the batch's end. So each line is in the files once. The files' ids are functions
+of the batch's, so whoever goes on after a kill makes the same files. Lines have OpenAI's form.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain, starmap
-from typing import Any, Final
+from typing import Any, Final, Self
+
+from redis.asyncio import Redis
 
 from producers.client.aio import AsyncClient
 from producers.client.reader import read_block, read_entries
@@ -23,14 +30,22 @@ from producers.connection.script import aexecute_many, arun, text
 from producers.contract import keys
 from producers.contract.record import Record
 from producers.contract.stream.events import Event
-from producers.store import batches
-from producers.store.batches import Batch, Written
-from producers.store.blobs import Ahead, BlobNotFound, Blobs
+from producers.store import batches, files, protocol
+from producers.store.batches import Batch, Part, Written, task_id
+from producers.store.blobs import Ahead, BlobNotFound, Blobs, BlobWriter
 from producers.store.references import Reference
 from producers.sweeper.batches.endpoint import Answer, Endpoints, Finished
-from producers.sweeper.batches.output import ERROR, OUTPUT, Files, Outcome, unfinished
-from producers.sweeper.batches.reading import Requests, read_requests
+from producers.sweeper.batches.input import Requests, read_requests
 
+OUTPUT: Final = "output"
+ERROR: Final = "error"
+#: Code of a line that did not end in time -> its message.
+REASONS: Final = {
+    "batch_expired": "This request could not be executed before the completion window expired.",
+    "batch_cancelled": "This request was not executed, or not to its end, because the batch was cancelled.",
+    "line_lost": "What this request's task made is gone from the store: it was removed, or its time to live has ended.",
+}
+LAPSED: Final = "batch_expired"
 #: Lines in a part, and their bytes in the input; the last part of a batch may have fewer lines.
 PART: Final = 500
 PART_BYTES: Final = 4 << 20
@@ -39,6 +54,77 @@ PAGE: Final = 100
 PAGE_TOKENS: Final = 20_000
 #: Tokens in a stream's entry for the prompt.
 PROMPT_PIECE: Final = 512
+#: Tasks cancelled or forgotten in one round trip.
+CANCEL_PAGE: Final = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A line's outcome: an answer, or the code of REASONS."""
+
+    answer: Answer | None = None
+    code: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The file that the line goes to."""
+        return OUTPUT if self.answer is not None and self.answer.status == 200 else ERROR
+
+    def to_line(self, batch: Batch, line: int, custom_id: str) -> bytes:
+        """The line of the file, with its end."""
+        name = task_id(batch.id, line)
+        head = f'{{"id": "batch_req_{name.replace("-", "")}", "custom_id": {json.dumps(custom_id)}, '
+        if self.answer is None:
+            error = json.dumps({"code": self.code, "message": REASONS[self.code]})
+            return f'{head}"response": null, "error": {error}}}\n'.encode()
+        answer = f'"response": {{"status_code": {self.answer.status}, "request_id": "{name}", "body": '
+        return b"".join((head.encode(), answer.encode(), self.answer.body, b'}, "error": null}\n'))
+
+
+def unfinished(batch: Batch, record: Record) -> str:
+    """The code of a final record that was late, or cancelled, with its batch; empty if it ended by itself."""
+    error = record.json("error") or {}
+    if record.status in ("incomplete", "failed") and error.get("code") == "expired":
+        return LAPSED if (record.time("finished") or 0) >= batch.deadline else ""
+    return "batch_cancelled" if record.status == "cancelled" and batch.status == "cancelling" else ""
+
+
+class PartFiles:
+    """The blobs of one part, written as its lines come. `names`: kind -> blob. Leaving the context without `commit`
+    discards them."""
+
+    def __init__(self, blobs: Blobs, names: Mapping[str, str]) -> None:
+        self.counts = dict.fromkeys(names, 0)
+        self.lapsed = 0
+        self._blobs = blobs
+        self._names = names
+        self._writers: dict[str, BlobWriter] = {}
+
+    def take(self, batch: Batch, found: Requests, outcomes: Mapping[int, Outcome]) -> None:
+        """Write these lines. Blocks. Raises OSError."""
+        pieces: dict[str, list[bytes]] = {kind: [] for kind in self._names}
+        for line, outcome in outcomes.items():
+            pieces[outcome.kind].append(outcome.to_line(batch, line, found.requests[line - found.first].custom_id))
+            self.lapsed += outcome.code == LAPSED
+        for kind, some in pieces.items():
+            if some:
+                self.counts[kind] += len(some)
+                if kind not in self._writers:
+                    self._writers[kind] = self._blobs.writer(self._names[kind])
+                self._writers[kind].write(b"".join(some))
+
+    def commit(self) -> list[Part]:
+        """Make the blobs durable, those that have lines. Blocks. Raises OSError."""
+        for writer in self._writers.values():
+            writer.commit()
+        return [Part(kind, self._names[kind], writer.size) for kind, writer in self._writers.items()]
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *how: Any) -> None:
+        for writer in self._writers.values():
+            await asyncio.to_thread(writer.__exit__, *how)
 
 
 class Stale(Exception):
@@ -93,7 +179,7 @@ class Writer:
 
     async def _write(self, batch: Batch, found: Requests, names: Mapping[str, str]) -> Written | None:
         """Write the blobs of a part. None if another process has done it meanwhile."""
-        async with Files(self._blobs, names) as files:
+        async with PartFiles(self._blobs, names) as files:
             try:
                 async with aclosing(self._outcomes(batch, found)) as outcomes:
                     async for some in outcomes:
@@ -215,3 +301,66 @@ def _weight(record: Record) -> int:
 def _events(stream: Sequence[Any], blocks: Iterable[tuple[int, bytes]]) -> list[Event] | None:
     entries = read_entries(stream) if stream else chain.from_iterable(starmap(read_block, blocks))
     return [event for _, event in entries if event is not None] or None
+
+
+class Finisher:
+    """Ends batches."""
+
+    def __init__(self, client: AsyncClient, blobs: Blobs) -> None:
+        self._store = client.store
+        self._blobs = blobs
+
+    async def finish(self, batch: Batch) -> str:
+        """End the batch if all lines are written. Returns its status then.
+
+        Raises redis.exceptions.RedisError and OSError.
+        """
+        if batch.total is not None and batch.count("written") < batch.total:
+            return batch.status
+        try:
+            made = {kind: await self._file(batch, kind) for kind in (OUTPUT, ERROR)}
+        except BlobNotFound:  # another process has ended the batch, and removed its parts
+            return batch.status
+        return text(await arun(self._store, batches.end(batch.id, made[OUTPUT], made[ERROR])))
+
+    async def _file(self, batch: Batch, kind: str) -> str | None:
+        """The id of the batch's file of this kind, which is there then; None if it has no lines."""
+        parts = [part.name for part in await batches.parts(self._store, batch.id) if part.kind == kind]
+        if not parts:
+            return None
+        at = batch.time("created") or 0
+        file_id = files.new_id(at, f"{batch.id}:{kind}")
+        name = f"{batch.id}_{kind}.jsonl"
+        about = files.File(file_id, 0, name, files.BATCH_OUTPUT, at // 1000, tenant=batch.tenant)
+        await files.make(self._store, about, partial(self._blobs.join, file_id, parts), batch.output_kept_s)
+        return file_id
+
+    async def tidy(self, batch: Batch) -> None:
+        """Remove what a batch that has ended leaves: parts, and the tasks of lines that nobody wrote."""
+        ids = unwritten(batch)
+        for start in range(0, len(ids), CANCEL_PAGE):
+            await cancel(self._store, ids[start : start + CANCEL_PAGE])
+            await arun(self._store, batches.drop(batch.id, ids[start : start + CANCEL_PAGE]))
+        for name in await self._store.smembers(keys.batch_begun(batch.id)):
+            await asyncio.to_thread(self._blobs.delete, text(name))
+        await arun(self._store, batches.close(batch.id))
+
+    async def cancel_lines(self, batch: Batch) -> None:
+        """Cancel the tasks of all lines that have not ended."""
+        ids = unwritten(batch)
+        for start in range(0, len(ids), CANCEL_PAGE):
+            await cancel(self._store, ids[start : start + CANCEL_PAGE])
+
+
+def unwritten(batch: Batch) -> list[str]:
+    """Ids of the tasks of lines that are expanded and not written. Some were refused, and have no task."""
+    return [batches.task_id(batch.id, line) for line in range(batch.count("written"), batch.count("line"))]
+
+
+async def cancel(store: Redis, ids: Sequence[str]) -> None:
+    """CANCEL each of these tasks; one that has ended, or is gone, stays so."""
+    calls = [protocol.cancel(name) for name in ids]
+    async with store.pipeline(transaction=False) as pipe:
+        for call in calls:
+            pipe.execute_command(*(call.whole if call is calls[0] else call.command))
+        await pipe.execute()

@@ -18,8 +18,8 @@ from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
 from producers.store import protocol
-from producers.sweeper.queues import retired_pools as retired
-from producers.sweeper.queues.retired_pools import Pruned, RetiredPools
+from producers.sweeper import queues as retired
+from producers.sweeper.queues import Pruned, RetiredPools
 from tests.producers.conftest import CARD, POOL, QUEUE
 from tests.producers.fake_worker import FakeWorker
 

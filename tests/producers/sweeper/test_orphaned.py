@@ -18,8 +18,8 @@ from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.levels import split
 from producers.contract.message import Message
-from producers.sweeper.queues import orphaned
-from producers.sweeper.queues.orphaned import OrphanedQueues
+from producers.sweeper import queues
+from producers.sweeper.queues import OrphanedQueues
 from tests.producers.conftest import POOL, QUEUE
 
 MODEL = keys.model_queue("tiny")
@@ -81,13 +81,13 @@ def sweeping(client: AsyncClient) -> OrphanedQueues:
 
 async def test_all_of_it_is_in_the_lists_in_the_order_of_arrival(aclient: AsyncClient, valkey: Redis) -> None:
     sent = leave(valkey)
-    queues = sweeping(aclient)
-    assert await queues.sweep() == (0, 0), "it may be about to say that it lives"
-    assert await queues.sweep() == (3, 21)
+    orphaned = sweeping(aclient)
+    assert await orphaned.sweep() == (0, 0), "it may be about to say that it lives"
+    assert await orphaned.sweep() == (3, 21)
     assert left(valkey, sent) == sent
     assert not valkey.keys("penstock:sorted:*") + valkey.keys("penstock:turn*") + valkey.keys("penstock:inflight:*")
     assert not valkey.exists(broker_keys.INCARNATIONS)
-    assert await queues.sweep() == (0, 0)
+    assert await orphaned.sweep() == (0, 0)
     begin(valkey, "w.2")
     assert sorted(fetch(valkey, [f"v{k}" for k in range(30)], "w.2")) == sorted(chain(*sent.values()))
     assert not valkey.exists(broker_keys.RETURNED)
@@ -95,20 +95,20 @@ async def test_all_of_it_is_in_the_lists_in_the_order_of_arrival(aclient: AsyncC
 
 async def test_it_waits_for_as_long_as_it_was_told(aclient: AsyncClient, valkey: Redis) -> None:
     leave(valkey)
-    queues = OrphanedQueues(aclient, patience_s=3600.0)
+    orphaned = OrphanedQueues(aclient, patience_s=3600.0)
     for _ in range(3):
-        assert await queues.sweep() == (0, 0)
+        assert await orphaned.sweep() == (0, 0)
 
 
 async def test_who_was_seen_alive_meanwhile_has_all_of_the_time_again(aclient: AsyncClient, valkey: Redis) -> None:
     leave(valkey)
-    queues = sweeping(aclient)
-    await queues.sweep()
+    orphaned = sweeping(aclient)
+    await orphaned.sweep()
     begin(valkey)
-    await queues.sweep()
+    await orphaned.sweep()
     valkey.delete(keys.lease(INC))
-    assert await queues.sweep() == (0, 0)
-    assert await queues.sweep() == (3, 21)
+    assert await orphaned.sweep() == (0, 0)
+    assert await orphaned.sweep() == (3, 21)
 
 
 async def test_a_worker_of_another_pool_keeps_what_all_of_its_model_take_from(
@@ -116,8 +116,8 @@ async def test_a_worker_of_another_pool_keeps_what_all_of_its_model_take_from(
 ) -> None:
     sent = leave(valkey)
     begin(valkey, "other.1", OTHER)
-    queues = sweeping(aclient)
-    await queues.sweep()
+    orphaned = sweeping(aclient)
+    await orphaned.sweep()
     await queues.sweep()
     found = left(valkey, sent)
     assert all(found[name] == ids for name, ids in sent.items() if name.startswith(QUEUE))
@@ -137,12 +137,12 @@ async def test_what_waits_for_a_pool_goes_to_its_version_once_nobody_of_the_pool
     run(valkey, broker.back(INC, POOL.queue, "u1", 3_600_000))
     valkey.lpush(QUEUE, Message("waits", QUEUE, "default", 1, 9).envelope())
     begin(valkey, "sister.1", SISTER)
-    queues = sweeping(aclient)
+    orphaned = sweeping(aclient)
     for _ in range(2):
-        assert await queues.sweep() == (0, 0)
+        assert await orphaned.sweep() == (0, 0)
     valkey.delete(keys.lease(INC))
-    await queues.sweep()
-    assert await queues.sweep() == (0, 4)
+    await orphaned.sweep()
+    assert await orphaned.sweep() == (0, 4)
     lists = {broker_keys.tier_list(QUEUE, tier): [] for tier in ("default", "flex")}
     assert list(left(valkey, lists).values()) == [["t0", "t3", "waits"], ["t2"]]
     (due,) = valkey.zrange(broker_keys.delayed(QUEUE), 0, -1)
@@ -168,7 +168,7 @@ async def test_a_worker_that_starts_at_this_very_moment_keeps_what_it_sorted(
     aclient: AsyncClient, valkey: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At any page: before the first, or in the midst."""
-    monkeypatch.setattr(orphaned, "PAGE", 2)
+    monkeypatch.setattr(queues, "PAGE", 2)
     real = aclient.broker.recall
     for starts in range(12):
         sent = leave(valkey)
@@ -185,9 +185,9 @@ async def test_a_worker_that_starts_at_this_very_moment_keeps_what_it_sorted(
             return await real(queue, pools, count)
 
         monkeypatch.setattr(aclient.broker, "recall", recall)
-        queues = sweeping(aclient)
-        await queues.sweep()
-        await queues.sweep()
+        orphaned = sweeping(aclient)
+        await orphaned.sweep()
+        await orphaned.sweep()
         assert calls > starts
         assert not any(left(valkey, sent).values()), "it was sorted, and is not taken away"
         taken: list[str] = []
@@ -203,7 +203,7 @@ async def test_a_worker_that_starts_at_this_very_moment_keeps_what_it_sorted(
 async def test_a_sweeper_that_dies_between_any_two_calls_loses_nothing(
     aclient: AsyncClient, valkey: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(orphaned, "PAGE", 2)
+    monkeypatch.setattr(queues, "PAGE", 2)
     died = True
     dies = 0
     while died:
@@ -221,12 +221,12 @@ async def test_a_sweeper_that_dies_between_any_two_calls_loses_nothing(
 
             return made
 
-        queues = sweeping(aclient)
-        await queues.sweep()
+        orphaned = sweeping(aclient)
+        await orphaned.sweep()
         with suppress(ConnectionError), monkeypatch.context() as killed:
             for name in ("reap", "recall"):
                 killed.setattr(aclient.broker, name, mortal(getattr(aclient.broker, name)))
-            await queues.sweep()
+            await orphaned.sweep()
         another = sweeping(aclient)
         await another.sweep()
         await another.sweep()

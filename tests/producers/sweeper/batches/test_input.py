@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from producers.store.blobs import Line
-from producers.sweeper.batches import validate
-from producers.sweeper.batches.validate import MAX_ERRORS, Checked, check
+from producers.sweeper.batches import input
+from producers.sweeper.batches.input import MAX_ERRORS, Checked, check
 
 URL = "/v1/chat/completions"
 MODELS = {"tiny", "tiny-v2"}
@@ -98,7 +98,7 @@ def test_a_file_without_requests_or_with_too_many_fails() -> None:
 
 
 def test_ids_of_equal_hash_are_no_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate, "hash", len, raising=False)
+    monkeypatch.setattr(input, "hash", len, raising=False)
     assert not _check([_line(text) for text in ("a", "b", "c", "dd")]).errors
 
 
@@ -107,7 +107,7 @@ def test_repeats_among_millions_of_lines_are_found_in_bounded_memory() -> None:
     """3 million ids in a process of its own: their texts in a set would take 400 MB."""
     program = """
 import resource, sys
-from producers.sweeper.batches.validate import _Hashes, _hash
+from producers.sweeper.batches.input import _Hashes, _hash
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 hashes = _Hashes()
 for k in range(3_000_000):
