@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from redis import Redis
 from starlette.responses import JSONResponse
 
-from producers.admin.explain.explanation import explanation
-from producers.admin.explain.look import Seen
+from producers.admin.explain import explanation
 from producers.admin.fleet import Pool
+from producers.admin.observation import Observation
 from producers.contract import keys
 from producers.contract.profile import Profile
 from producers.contract.record import Record
@@ -50,7 +50,7 @@ def test_a_record_is_answered_or_its_field_is_named(damage: dict[str, bytes | No
     for view in (
         lambda record: TaskView.of(record),
         lambda record: ExplanationView.of(
-            explanation(Seen(record, 1790000001000.0, Pool("m@1", "m"), profile=measured))
+            explanation(Observation(record, 1790000001000.0, Pool("m@1", "m"), profile=measured))
         ),
     ):
         with suppress(BrokenRecord):

@@ -1,18 +1,22 @@
-"""Everything to be seen of a task: its record, its place in the queue, the workers that may run it."""
+"""Everything to be observed of a task: its record, its place in the queue, the workers that may run it.
+
+    record ─▶ look: fleet, place in the queue, the tenants that wait ─▶ Observation ─▶ `producers.admin.explain`
+
+A broker's list tells of many tenants only by samples, so the store's counts of their waiting tasks are read, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 from redis.asyncio import Redis
 
-from producers.admin.explain.tenants import count
 from producers.admin.fleet import Fleet, Pool, read_fleet
 from producers.broker.base import Broker
-from producers.broker.values import QueuePosition, TenantCounts
-from producers.connection.script import aexecute_many, text
+from producers.broker.values import NOTHING_COUNTED, Counted, Standing
+from producers.connection.script import ask, text
 from producers.connection.storage import read_storage
 from producers.contract import keys, levels
 from producers.contract.keys import takes_from
@@ -21,12 +25,49 @@ from producers.contract.profile import Profile, sane
 from producers.contract.record import Record
 from producers.store.fleet.scaling import is_fresh
 
+#: With more tenants than this, reading their counts would take too long.
+MAX_TENANTS: Final = 4000
+#: The least of a tenant's waiting tasks that lists must show to tell of the others.
+LISTED_SHARE: Final = 0.9
+#: The tenant's tasks whose tokens are looked up: in so many places of its list, so many at each.
+SAMPLE_OFFSETS, SAMPLE_SIZE = 16, 16
 #: A worker's lease, as `workers.runtime.assembly` writes it, with its incarnation under `worker`.
 Lease = Mapping[str, Any]
 
 
+async def count_tenants(store: Redis, message: Message, since: float) -> Counted:
+    """`since`: when the task that has waited longest in its tier was submitted, unix s. Raises
+    redis.exceptions.RedisError or OSError.
+
+    The part of the tenant's tasks that came before it is that of those since then that lists show, if they are most of
+    those that wait: lists show neither responses nor tasks whose caller waits on the connection.
+    """
+    index, first = keys.tasks(message.tenant), str(int(since * 1000))
+    spans = (("-inf", f"({first}"), (first, f"({message.at}"), (first, "+inf"))
+    commands = [("HLEN", keys.WAITING_TENANTS), *(("ZCOUNT", index, *span) for span in spans)]
+    tenants, skipped, before, whole = await ask(store, commands)
+    if not 0 < tenants <= MAX_TENANTS:
+        return NOTHING_COUNTED
+    sizes_of = _look_up(index, skipped, before) if message.tenant else ()
+    counts, *found = await ask(store, [("HGETALL", keys.WAITING_TENANTS), *sizes_of])
+    waiting = {text(name): int(number) for name, number in counts.items()}
+    sizes = [int(size) for some in found for size in some if size is not None and size.isdigit()]
+    share = before / whole if whole and whole >= LISTED_SHARE * waiting.get(message.tenant or "", 0) else None
+    tokens = sum(sizes) / len(sizes) if sizes else None
+    return Counted(waiting, share, tokens)
+
+
+def _look_up(index: str, first: int, count: int) -> Iterator[tuple[str | int, ...]]:
+    """Commands for the tokens of tasks from all over `count` of an index, the first of which has the place `first`."""
+    places = min(SAMPLE_OFFSETS, -(-count // SAMPLE_SIZE))
+    for place in range(places):
+        at = first + place * count // places
+        each = min(SAMPLE_SIZE, count - place * count // places)
+        yield ("SORT_RO", index, "BY", "nosort", "LIMIT", at, each, "GET", f"{keys.task('*')}->tokens")
+
+
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Observation:
     """Everything that an explanation is made of."""
 
     record: Record
@@ -72,7 +113,12 @@ class Seen:
         """Tasks of better tiers that wait for the same version, as far as its workers take them."""
         rank = keys.TIERS.get(self.record.tier, keys.TIERS["default"])[0]
         queues = [self.pool, *(queue for level, queue in self.others.items() if level <= self._taken)]
-        return sum(count for queue in queues for tier, count in queue.queued.items() if keys.TIERS[tier][0] < rank)
+        return sum(
+            count
+            for queue in queues
+            for tier, count in queue.queued.items()
+            if keys.TIERS[tier][0] < rank
+        )
 
     @property
     def later(self) -> int:
@@ -96,7 +142,7 @@ class Seen:
         return self.better + self.later + self.standing.ahead
 
 
-async def look(store: Redis, broker: Broker, record: Record) -> Seen:
+async def look(store: Redis, broker: Broker, record: Record) -> Observation:
     """Raises redis.exceptions.RedisError or OSError."""
     fleet = await read_fleet(store, broker)
     queue = record.fields.get("queue", "")
@@ -109,9 +155,9 @@ async def look(store: Redis, broker: Broker, record: Record) -> Seen:
     message = _message(record)
     standing = None
     if message is not None:
-        counted = await count(store, message, fleet.at - pool.oldest_s.get(record.tier, fleet.at))
+        counted = await count_tenants(store, message, fleet.at - pool.oldest_s.get(record.tier, fleet.at))
         standing = await _standing(broker, record, message, counted)
-    return Seen(
+    return Observation(
         record,
         fleet.at * 1000,
         pool,

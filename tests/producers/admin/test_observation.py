@@ -6,8 +6,8 @@ import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
-from producers.admin.explain.tenants import count
-from producers.broker.values import NO_COUNTS, TenantCounts
+from producers.admin.observation import count_tenants
+from producers.broker.values import NOTHING_COUNTED, Counted
 from producers.contract import keys
 from producers.contract.message import Message
 
@@ -21,8 +21,8 @@ async def test_records_tell_how_many_came_before_and_how_large_they_are(valkey: 
             valkey.hset(keys.task(f"task-{number}"), "tokens", 100 if number < 500 else 300)
     async with AsyncRedis.from_url(valkey_url) as store:
 
-        async def counted(at: int, since: float) -> TenantCounts:
-            return await count(store, Message("it", "q", "default", 1, 7, "a", at), since)
+        async def counted(at: int, since: float) -> Counted:
+            return await count_tenants(store, Message("it", "q", "default", 1, 7, "a", at), since)
 
         tenants = {"a": 750, "b": 5}
         assert await counted(750, 0.25) == TenantCounts(tenants, 500 / 750, pytest.approx(200, rel=0.02))
@@ -37,4 +37,4 @@ async def test_a_few_listed_tasks_tell_nothing_of_those_that_no_list_shows(valke
     valkey.hset(keys.WAITING_TENANTS, mapping={"a": 61, "b": 60})
     valkey.zadd(keys.tasks("a"), {"it": 1000})
     async with AsyncRedis.from_url(valkey_url) as store:
-        assert (await count(store, Message("it", "q", "default", 1, 7, "a", 1000), 0.25)).before is None
+        assert (await count_tenants(store, Message("it", "q", "default", 1, 7, "a", 1000), 0.25)).before is None
