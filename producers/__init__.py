@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from producers.client.aio import AsyncClient, AsyncHandle
     from producers.client.blocking import Client, Handle
     from producers.contract.record import Record
-    from producers.contract.stream.events import End, Event, Prompt, Token
-    from producers.contract.stream.result import Choice, Result, TaskInfo, TaskPage
+    from producers.contract.stream import Choice, End, Event, Prompt, Result, TaskInfo, TaskPage, Token
     from producers.contract.task import Task
     from producers.errors import (
         IdempotencyKeyReused,
@@ -68,9 +67,8 @@ __all__ = [
 _HOME = {
     "client.aio": ("AsyncClient", "AsyncHandle"),
     "client.blocking": ("Client", "Handle"),
-    "contract.stream.events": ("End", "Event", "Prompt", "Token"),
     "contract.record": ("Record",),
-    "contract.stream.result": ("Choice", "Result", "TaskInfo", "TaskPage"),
+    "contract.stream": ("Choice", "End", "Event", "Prompt", "Result", "TaskInfo", "TaskPage", "Token"),
     "contract.task": ("Task",),
 }
 

@@ -21,8 +21,7 @@ from producers.broker.base import Broker
 from producers.connection.storage import STARTED
 from producers.contract import keys, levels
 from producers.contract.profile import sane
-from producers.contract.record import BROKEN, Record
-from producers.contract.run import Run
+from producers.contract.record import BROKEN, Record, Run
 
 #: Phases in order, and the time at which each begins. The last one ends when the task is settled.
 PHASES: Final = ("submit", "queue", "worker", "first_token", "output", "settle")

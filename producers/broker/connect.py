@@ -19,7 +19,7 @@ from producers.broker.base import Broker, Consumer, Sender
 from producers.broker.sqs.address import SCHEME as SQS
 from producers.broker.sqs.address import is_sqs, read
 from producers.connection.connect import SCHEMES, SILENT_S, connect, connect_async, is_redis, shown
-from producers.contract.claim_check import BodyStore
+from producers.contract.message import BodyStore
 
 MEMORY: Final = "memory://"
 

@@ -24,8 +24,7 @@ from producers.connection.script import Call, run
 from producers.contract import keys
 from producers.contract.message import Message
 from producers.contract.record import Record, trace_fields
-from producers.contract.stream.events import Event
-from producers.contract.stream.result import Result, TaskPage, collect
+from producers.contract.stream import Event, Result, TaskPage, collect
 from producers.contract.task import Task
 from producers.errors import PenstockError
 

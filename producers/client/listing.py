@@ -19,7 +19,7 @@ from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import text
 from producers.contract import keys
 from producers.contract.record import Record
-from producers.contract.stream.result import TaskInfo, TaskPage
+from producers.contract.stream import TaskInfo, TaskPage
 from producers.contract.task import MAX_TENANT
 from producers.errors import InvalidQuery, TaskNotFound, shown
 from producers.store import task_index

@@ -27,7 +27,7 @@ from producers.client.operations import not_found
 from producers.client.steps import Fetch, Read, Steps, persistently
 from producers.connection.aws import AwsNotInstalled
 from producers.contract import keys
-from producers.contract.stream.events import BLOCK, End, Event, decode, decode_message, stream_position, unpack
+from producers.contract.stream import BLOCK, End, Event, decode, decode_message, stream_position, unpack
 from producers.errors import ResultUnavailable
 from producers.store.blobs import BlobNotFound
 from producers.store.references import Reference

@@ -101,7 +101,7 @@ def stream(task_id: str) -> str:
 
 
 def result(task_id: str) -> str:
-    """Hash: the compacted stream; block number -> entries (`producers.contract.stream.events`)."""
+    """Hash: the compacted stream; block number -> entries (`producers.contract.stream`)."""
     return f"penstock:result:{task_id}"
 
 

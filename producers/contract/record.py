@@ -15,7 +15,7 @@
 | `max_output` | most output tokens of a choice, where a budget had less left than the task may make |
 | `prompt_tokens`, `tokens` | prompt length (for a text, once a worker has counted it); KV tokens that it may need |
 | `began` | server time (ms) of its last start |
-| `run:<start>` | what a worker's engine did with it (JSON, see `producers.contract.run`), for the first 32 starts |
+| `run:<start>` | what a worker's engine did with it (JSON, see `Run`), for the first 32 starts |
 | `created`, `queued`, `started`, `first`, `finished`, `settled` | server times (ms); `first`: of the first token |
 | `deadline`, `ttl` | server time (ms); seconds for which the settled record is kept |
 | `waits` | while it waits: that it is counted, and as what (`producers.store.waiting`) |
@@ -57,25 +57,64 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any, Final
 
 from engine.params import MAX_CHOICES
 from producers.connection.script import text
 from producers.contract import keys
-from producers.contract.run import PREFIX, Run
 from producers.errors import BrokenRecord
 
+RUN_PREFIX: Final = "run:"
+#: Starts of a task that are written; later ones are not.
+MAX_RUNS: Final = 32
 FINAL: Final = frozenset({"completed", "failed", "cancelled", "incomplete"})
 STATUSES: Final = FINAL | {"submitting", "queued", "in_progress"}
 #: Larger numbers are no times, nor counts: views could not hold them.
-MOST: Final = 2**53
+MAX_NUMBER: Final = 2**53
 #: Exceptions by which a field shows that it is none: no number, no JSON, of another shape, too deep.
 BROKEN: Final = (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError)
 #: version "-" trace id "-" parent id "-" flags; a later version may add more after another "-".
 _TRACEPARENT: Final = re.compile(
     r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]{0,200})?"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Times are server milliseconds."""
+
+    owner: str
+    """The worker's incarnation."""
+    began: int
+    """Time of the claim."""
+    step: int | None = None
+    """Begin of the first step that computed some of it; None: the engine had no room for it until the end."""
+    last: int | None = None
+    """Time of the last step that made a token of it."""
+    cached: int = 0
+    """Prompt tokens that the prefix cache had at that first step."""
+    preemptions: int = 0
+    preempted: list[tuple[int, str]] = field(default_factory=list)
+    """When and why, of the first ones (`engine.request.Course`)."""
+    engine_us: int = 0
+    """The engine's time (microseconds) for it: its part of that of each step, by tokens. Scripts read this last one."""
+
+    def said(self, start: int) -> str:
+        """The scripts' arguments: the start's number from 1, and the field's JSON. Empty for a start past MOST."""
+        return f"{start} {json.dumps(astuple(self), separators=(',', ':'))}" if 1 <= start <= MAX_RUNS else ""
+
+    @classmethod
+    def parse(cls, raw: str) -> Run:
+        """Raises ValueError or TypeError for what is none."""
+        owner, began, step, last, cached, preemptions, preempted, *rest = json.loads(raw)
+        engine_us = rest[0] if rest else 0  # a release without it
+        step, last = (None if at is None else int(at) for at in (step, last))
+        found = [(int(at), str(why)) for at, why in preempted]
+        numbers = (began, step or 0, last or 0, cached, preemptions, engine_us, *(at for at, _ in found))
+        if any(abs(int(number)) > 2**53 for number in numbers):
+            raise ValueError("a number is too large")
+        return cls(str(owner), int(began), step, last, int(cached), int(preemptions), found, int(engine_us))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +213,8 @@ class Record:
         found: dict[int, Run] = {}
         for name, value in self.fields.items():
             with suppress(*BROKEN):
-                if name.startswith(PREFIX):
-                    found[int(name.removeprefix(PREFIX))] = Run.parse(value)
+                if name.startswith(RUN_PREFIX):
+                    found[int(name.removeprefix(RUN_PREFIX))] = Run.parse(value)
         return dict(sorted(found.items()))
 
     @property
@@ -207,7 +246,7 @@ class Record:
         """A number; the default where it is absent. Raises BrokenRecord for what is none, or too large for a time."""
         with _named(self.id, name):
             number = int(self.fields.get(name, default))  # type: ignore[arg-type]
-            if abs(number) > MOST:
+            if abs(number) > MAX_NUMBER:
                 raise ValueError
             return number
 

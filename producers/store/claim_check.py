@@ -1,4 +1,4 @@
-"""Keeps bodies of messages that travel by claim check, as blobs (`producers.contract.claim_check`).
+"""Keeps bodies of messages that travel by claim check, as blobs (`producers.contract.message`).
 
     note, until KEPT_S from now ─▶ blob ─▶ the message is sent        each read notes it for KEPT_S more
 
@@ -16,7 +16,7 @@ from typing import Final
 from redis import Redis
 
 from producers.contract import keys
-from producers.contract.claim_check import BodyGone, MessageTooLarge
+from producers.contract.message import BodyGone, MessageTooLarge
 from producers.errors import shown
 from producers.store.blobs import BlobNotFound, Blobs
 from producers.store.protocol import NOTED_S

@@ -177,7 +177,7 @@ class Append:
     prompt_tokens: int = 0
     """Length of a text prompt that the record does not have yet; 0: no news."""
     run: str = ""
-    """Its engine's account of it (`producers.contract.run.Run.said`); empty: no news."""
+    """Its engine's account of it (`producers.contract.record.Run.said`); empty: no news."""
 
 
 def append(batch: Sequence[Append]) -> Call:
@@ -197,7 +197,7 @@ def read_append(answer: Sequence[Any]) -> list[tuple[str, int]]:
 
 
 def prompt(task_id: str, claim_id: str, entries: Sequence[str]) -> Call:
-    """PROMPT: append a prompt's log probabilities (`producers.contract.stream.events.encode_prompt`).
+    """PROMPT: append a prompt's log probabilities (`producers.contract.stream.encode_prompt`).
 
     Answers `ok`, `gone`, `other`, `cancel` or `full`: the store has no room, nothing was appended.
     """
@@ -253,7 +253,7 @@ def orphan(task_id: str, *, gone: bool = False, default_ttl_s: int = DEFAULT_TTL
 def compact(
     task_id: str, settled_ms: int, entries: int, blocks: Sequence[bytes], reference: Reference | None = None
 ) -> Call:
-    """COMPACT: replace a settled stream by its blocks (`producers.contract.stream.events`), or by a reference to a
+    """COMPACT: replace a settled stream by its blocks (`producers.contract.stream`), or by a reference to a
     noted blob that holds them.
 
     `settled_ms`: the record's `settled`. Answers `done`, `gone`, `other`, `unsettled`, `changed` or `late`.

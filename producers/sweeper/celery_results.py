@@ -16,7 +16,7 @@ from producers.client.aio import AsyncClient
 from producers.connection.connect import connect
 from producers.contract import keys
 from producers.contract.record import Record
-from producers.contract.stream.result import failure, summary
+from producers.contract.stream import failure, summary
 
 log = logging.getLogger(__name__)
 

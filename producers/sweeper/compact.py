@@ -4,7 +4,7 @@
     large ones              -> note ─▶ a blob ─▶ COMPACT: a reference to it takes the stream's place
     a reader asks for the stream, then for the block of its position: one of the two is there, whenever it comes
 
-The blocks' form is in `producers.contract.stream.events`. What cannot be written to a blob stays in the store.
+The blocks' form is in `producers.contract.stream`. What cannot be written to a blob stays in the store.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from producers.client.steps import Read, once
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import ms, text
 from producers.contract import keys
-from producers.contract.stream.events import BLOCK, pack, stream_position
+from producers.contract.stream import BLOCK, pack, stream_position
 from producers.store import files, protocol
 from producers.store.blobs import Blobs
 from producers.store.references import Reference

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from producers import AsyncClient
 from producers.connection.script import run
 from producers.contract import keys
-from producers.contract.stream.events import encode_token
+from producers.contract.stream import encode_token
 from producers.store import protocol
 from producers.sweeper.compact import compact
 from tests.processes import running_valkey

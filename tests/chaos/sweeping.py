@@ -15,7 +15,7 @@ from producers import Event
 from producers.client.aio import AsyncClient
 from producers.connection.script import run
 from producers.contract import keys
-from producers.contract.stream.events import encode_token
+from producers.contract.stream import encode_token
 from producers.store import protocol
 from producers.store.usage.ledger import COUNTS
 from producers.sweeper.retention import Ages

@@ -11,7 +11,7 @@ from redis import Redis
 from producers.broker.redis import keys as broker_keys
 from producers.connection.script import Call, run, text
 from producers.contract import keys
-from producers.contract.stream.events import Logprobs, encode_prompt, encode_token
+from producers.contract.stream import Logprobs, encode_prompt, encode_token
 from producers.store import protocol
 from producers.store.protocol import Append, Claimed
 

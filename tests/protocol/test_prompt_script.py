@@ -13,7 +13,7 @@ from redis import Redis
 
 from producers.connection.script import text
 from producers.contract import keys
-from producers.contract.stream.events import encode_prompt, encode_token
+from producers.contract.stream import encode_prompt, encode_token
 from producers.store import protocol
 from tests.exhaustive import one_of_each
 from tests.histories import examples

@@ -15,7 +15,7 @@ from redis import Redis
 from producers.connection.script import text
 from producers.contract import keys
 from producers.contract.levels import queue_of
-from producers.contract.stream.events import encode_token
+from producers.contract.stream import encode_token
 from producers.store import protocol
 from tests.histories import examples
 from tests.protocol.model import ALL, scripts

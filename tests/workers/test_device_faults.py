@@ -17,7 +17,7 @@ import pytest
 
 from producers import Client
 from producers.broker.redis import keys as broker_keys
-from producers.contract.stream.events import Token
+from producers.contract.stream import Token
 from tests.exhaustive import few
 from tests.processes import ROOT, Worker, valkey
 from tests.workers.rig import Rig

@@ -11,7 +11,7 @@ from celery.result import AsyncResult
 from redis import Redis
 
 from producers.contract import keys
-from producers.contract.claim_check import check_in
+from producers.contract.message import check_in
 from producers.store.claim_check import MessageBlobs
 from tests.stub_engine import text_of
 from tests.workers.rig import MODEL, Rig, rig

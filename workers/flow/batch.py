@@ -14,7 +14,7 @@ from engine.logprobs import TokenLogprobs
 from engine.request import Event
 from producers.connection.script import Call
 from producers.contract.record import error_json
-from producers.contract.stream.events import encode_prompt, encode_token, quote
+from producers.contract.stream import encode_prompt, encode_token, quote
 from producers.store.protocol import Append, finish
 from workers.state.delivery import Delivery
 

@@ -23,7 +23,7 @@ from kombu.exceptions import OperationalError
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call, run_many
 from producers.contract.record import Record, error_json
-from producers.contract.stream.result import collect, failure, summary
+from producers.contract.stream import collect, failure, summary
 from producers.errors import PenstockError, TaskFailed
 from producers.store.protocol import release, settle
 from workers.connect import LOST, connect

@@ -28,7 +28,7 @@ from producers.broker.values import Credit, Fetched, Rules
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.storage import STARTED, Storage, parse
 from producers.contract import keys
-from producers.contract.claim_check import HEADER, BodyGone, redeem
+from producers.contract.message import BODY_HEADER, BodyGone, redeem
 from workers.connect import LOST, connect
 from workers.flow.acker import Acker
 from workers.flow.celery_side import CelerySide
@@ -47,7 +47,7 @@ RECONNECT_S = 0.2
 #: Delay (s) of a message whose body cannot be read for now.
 BODY_S = 5.0
 #: Stands in a message whose body travels by claim check.
-CLAIM_CHECK = HEADER.encode()
+CLAIM_CHECK = BODY_HEADER.encode()
 #: KV tokens that a plain Celery message, which does not say its size, is taken to need.
 PLAIN_TOKENS = 512
 #: Time (s) for which a look at the store's memory counts.

@@ -9,7 +9,7 @@ from typing import Any
 from redis import Redis
 
 from producers.contract import keys
-from producers.contract.stream.events import Event, decode, stream_position
+from producers.contract.stream import Event, decode, stream_position
 
 CHUNK = 2000
 

@@ -25,8 +25,7 @@ from typing import Any
 from celery.worker.state import task_ready
 
 from engine.request import Course, Event
-from producers.contract.record import Record, trace_suffix
-from producers.contract.run import Run
+from producers.contract.record import Record, Run, trace_suffix
 from workers.state.incarnation import Incarnation
 
 

@@ -32,9 +32,8 @@ from producers.connection.aws import AwsError, AwsMissing
 from producers.connection.script import Call, arun, script, text
 from producers.connection.trouble import Trouble, trouble
 from producers.contract import keys as contract_keys
-from producers.contract.claim_check import BodyStore, check_in
 from producers.contract.keys import takes_from
-from producers.contract.message import Message
+from producers.contract.message import BodyStore, Message, check_in
 
 #: Requests that one process sends at a time.
 THREADS: Final = 8

@@ -17,7 +17,7 @@ from engine.text import Tokenizer
 from producers.client.aio import AsyncClient
 from producers.client.steps import once
 from producers.client.submission import Known
-from producers.contract.stream.events import End
+from producers.contract.stream import End
 from producers.contract.task import Task
 from producers.errors import InvalidTask, LimitReached, PenstockError, UnknownModel
 from producers.gateway.admission.accounts import charge_for, fitted, there

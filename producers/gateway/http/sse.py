@@ -24,8 +24,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from producers.client.steps import FAILURES
-from producers.contract.stream.events import Event, Prompt, Token
-from producers.contract.stream.result import logprobs_view, prompt_view
+from producers.contract.stream import Event, Prompt, Token, logprobs_view, prompt_view
 from producers.errors import PenstockError
 from producers.gateway.fair_share import measured, turn
 from producers.gateway.http.connection import cut

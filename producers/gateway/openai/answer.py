@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from producers.client.submission import Known
-from producers.contract.stream.events import End, Event, Logprobs, Prompt, Token
+from producers.contract.stream import End, Event, Logprobs, Prompt, Token
 from producers.gateway.context import Gateway
 from producers.gateway.fair_share import in_thread
 from producers.gateway.http import idempotency

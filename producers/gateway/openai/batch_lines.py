@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from engine.text import Tokenizer
 from producers.contract.record import Record
-from producers.contract.stream.events import Event
+from producers.contract.stream import Event
 from producers.contract.task import Task
 from producers.errors import InvalidTask, shown
 from producers.gateway.http.errors import Problem, invalid_value

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from engine.params import FORMS
 from producers.contract.chat import MESSAGE, read_messages
-from producers.contract.stream.events import End
+from producers.contract.stream import End
 from producers.contract.task import Task
 from producers.gateway.admission.limits import check_may_use
 from producers.gateway.admission.resolved import resolve

@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from producers.contract.stream.events import End, Event, Prompt, Token
+from producers.contract.stream import End, Event, Prompt, Token
 from producers.gateway.context import Gateway
 from producers.gateway.openai.answer import Output, OutputBatch, made, usage_of
 from producers.gateway.openai.arrays import Arrays, dumps

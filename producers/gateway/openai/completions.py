@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from engine.text import Tokenizer
-from producers.contract.stream.events import End
+from producers.contract.stream import End
 from producers.contract.task import Task
 from producers.gateway.admission.accounts import check_number
 from producers.gateway.admission.limits import check_may_use

@@ -13,7 +13,7 @@ from json.encoder import encode_basestring as quote
 from typing import Any
 
 from engine.text import Tokenizer
-from producers.contract.stream.events import Prompt
+from producers.contract.stream import Prompt
 from producers.gateway.openai.arrays import Arrays
 from producers.gateway.openai.logprobs import COMPLETION, PromptLogprobs
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from engine.text import Tokenizer
-from producers.contract.stream.events import Logprobs, Prompt, Token
+from producers.contract.stream import Logprobs, Prompt, Token
 from producers.gateway.openai.arrays import Arrays, joined
 
 #: Names of a choice's lists of log probabilities, in a chat and in the legacy endpoint.

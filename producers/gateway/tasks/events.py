@@ -20,7 +20,7 @@ from starlette.websockets import WebSocketDisconnect
 
 from producers.client.reader import MAX_POSITION
 from producers.client.steps import FAILURES
-from producers.contract.stream.events import Event
+from producers.contract.stream import Event
 from producers.errors import PenstockError
 from producers.gateway.context import Gateway, gateway_of
 from producers.gateway.fair_share import measured, next_of, turn

@@ -17,7 +17,7 @@ from starlette.requests import Request
 
 from producers.client.steps import FAILURES
 from producers.connection.log_throttle import warn_throttled
-from producers.contract.stream.events import End, Event
+from producers.contract.stream import End, Event
 from producers.contract.task import Task
 from producers.errors import PenstockError, TaskExists, TaskNotFound
 from producers.gateway.admission.resolved import resolve

@@ -17,8 +17,7 @@ from starlette.responses import Response
 
 from producers.client.aio import AsyncHandle
 from producers.contract.record import Record
-from producers.contract.stream.events import Event, Prompt, Token
-from producers.contract.stream.result import logprobs_view, prompt_view
+from producers.contract.stream import Event, Prompt, Token, logprobs_view, prompt_view
 from producers.gateway.context import Gateway
 from producers.gateway.fair_share import in_thread, turn
 from producers.gateway.tasks import large

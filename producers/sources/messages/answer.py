@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from producers.client.aio import AsyncClient
-from producers.contract.stream.result import view
+from producers.contract.stream import view
 from producers.errors import TaskNotFound
 from producers.store.outbox import Row
 

@@ -15,7 +15,7 @@ row without an end; the row outlives the record. An entry's id begins with the t
 count once |
 | `attempts`, `deaths` | starts; workers that died holding it |
 | `ms` | from its first start to its end; 0 for what never started |
-| `engine` | the engine's time for it (microseconds), of all starts, as far as workers have noted it (`contract.run`) |
+| `engine` | the engine's time for it (microseconds), of all starts, as far as workers have noted it (`Run`) |
 
 FOLD adds rows to the sums of their hours, ROLL hours to days (UTC). Each adds and removes in one script, so that a task
 is counted once, as a row or in a sum, whoever dies when. `penstock:usage:sums:hour:<unix s>:<tenant>` and

@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 
 from producers.client.submission import Known
 from producers.contract.record import Record
-from producers.contract.stream.events import Event
+from producers.contract.stream import Event
 from producers.contract.task import Task
 from producers.store.access.principal import LOCAL, Principal
 from producers.store.usage.limits import Charge

@@ -29,7 +29,7 @@ from producers.client.reader import read_block, read_entries
 from producers.connection.script import aexecute_many, arun, text
 from producers.contract import keys
 from producers.contract.record import Record
-from producers.contract.stream.events import Event
+from producers.contract.stream import Event
 from producers.store import batches, files, protocol
 from producers.store.batches import Batch, Part, Written, task_id
 from producers.store.blobs import Ahead, BlobNotFound, Blobs, BlobWriter

@@ -19,7 +19,7 @@ from producers.client.hub import BACKLOG
 from producers.client.reader import Cursor, Entries, read_entries, read_messages
 from producers.connection.connect import POOL, SMALL_POOL
 from producers.contract import keys
-from producers.contract.stream.events import PROMPT_PIECE, decode, encode_token
+from producers.contract.stream import PROMPT_PIECE, decode, encode_token
 from tests.histories import examples
 from tests.producers.conftest import QUEUE, subscribers
 from tests.producers.fake_worker import FakeWorker

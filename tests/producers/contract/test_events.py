@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.contract.stream.events import (
+from producers.contract.stream import (
     End,
     Logprobs,
     Token,

@@ -10,7 +10,7 @@ import pytest
 from redis import Redis
 
 from producers.contract import keys
-from producers.contract.stream.events import BLOCK
+from producers.contract.stream import BLOCK
 from producers.store.blobs import open_blobs
 from producers.sweeper.compact import Moving
 from tests.producers.fake_worker import FakeWorker

@@ -12,7 +12,7 @@ from typing import Any, Final
 import httpx
 import pytest
 
-from producers.contract.stream.events import Event
+from producers.contract.stream import Event
 from producers.gateway import fair_share as module
 from producers.gateway.fair_share import (
     DEPTH_S,

@@ -11,8 +11,7 @@ from redis import Redis
 
 from producers import AsyncClient
 from producers.contract import keys
-from producers.contract.claim_check import HEADER, BodyGone, MessageTooLarge, check_in, redeem
-from producers.contract.message import Message
+from producers.contract.message import BODY_HEADER, BodyGone, Message, MessageTooLarge, check_in, redeem
 from producers.store.claim_check import KEPT_S, MessageBlobs
 from producers.store.files import NOTED_S
 from producers.sweeper.retention import remove_files
@@ -43,7 +42,7 @@ def test_a_large_message_travels_by_reference_and_a_small_one_as_it_is(valkey: R
     assert json.loads(sent)["headers"]["id"] == "t", "it can be looked at without its body"
     reader = MessageBlobs(valkey, place)
     assert [json.loads(redeem(sent, reader)) for _ in range(2)] == [json.loads(large)] * 2
-    said = envelope(f'"{HEADER}"')
+    said = envelope(f'"{BODY_HEADER}"')
     assert redeem(said, None) == said
 
 
@@ -70,7 +69,7 @@ async def test_a_body_is_removed_when_its_time_is_over_and_each_read_lengthens_i
 @pytest.mark.parametrize("reference", [{"place": "/etc", "name": "hostname"}, {"name": "secret"}, {}, {"name": None}])
 def test_no_message_names_another_file(valkey: Redis, tmp_path: Path, reference: dict[str, str]) -> None:
     (tmp_path / "secret").write_text("x")
-    headers = {"id": "t", "task": "x", HEADER: reference}
+    headers = {"id": "t", "task": "x", BODY_HEADER: reference}
     for place in (str(tmp_path), None):
         with pytest.raises(BodyGone):
             redeem(json.dumps({"body": "", "headers": headers}), MessageBlobs(valkey, place))

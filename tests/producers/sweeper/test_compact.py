@@ -15,8 +15,7 @@ from producers import AsyncClient, Event
 from producers.client.reader import FIRST, Cursor, read_block, read_entries
 from producers.connection.script import run
 from producers.contract import keys
-from producers.contract.stream.events import BLOCK, encode_token, pack, unpack
-from producers.contract.stream.result import Choice
+from producers.contract.stream import BLOCK, Choice, encode_token, pack, unpack
 from producers.store import protocol
 from producers.sweeper.compact import Compacted, Moving, compact
 from tests.exhaustive import few

@@ -7,7 +7,7 @@ from redis import Redis
 
 from producers import AsyncClient, TaskFailed
 from producers.contract import keys
-from producers.contract.stream.events import End
+from producers.contract.stream import End
 from producers.sweeper import sweeper, tasks
 from producers.sweeper.tasks import expire_late
 from tests.producers.conftest import QUEUE

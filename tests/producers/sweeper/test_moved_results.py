@@ -14,7 +14,7 @@ from redis import Redis
 from producers import AsyncClient
 from producers.connection.script import run, text
 from producers.contract import keys
-from producers.contract.stream.events import BLOCK
+from producers.contract.stream import BLOCK
 from producers.errors import ResultUnavailable, TaskNotFound
 from producers.store import files, protocol
 from producers.store.blobs import Blobs, open_blobs

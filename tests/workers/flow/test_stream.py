@@ -9,7 +9,7 @@ from redis import Redis
 from redis.exceptions import ResponseError
 
 from producers.contract import keys
-from producers.contract.stream.events import Token, encode_token
+from producers.contract.stream import Token, encode_token
 from workers.flow.stream import CHUNK, read_first, read_stream, tokens_of
 
 

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from producers.client.aio import AsyncHandle
 from producers.contract.chat import MAX_MESSAGES
 from producers.contract.record import Record
-from producers.contract.stream.events import Token
+from producers.contract.stream import Token
 from producers.contract.task import MAX_PROMPT_BYTES, Task
 from producers.errors import InvalidTask, TaskNotFound, shown
 from producers.gateway.context import Gateway

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from producers.client.aio import AsyncHandle
 from producers.contract.record import Record
-from producers.contract.stream.events import End, Event, Token
+from producers.contract.stream import End, Event, Token
 from producers.errors import TaskNotFound
 from producers.gateway.context import Gateway
 from producers.gateway.http.errors import Problem, problem_of

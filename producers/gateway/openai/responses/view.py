@@ -12,7 +12,7 @@ from json.encoder import encode_basestring_ascii as quote
 from typing import Any, Final, Self
 
 from producers.contract.record import Record
-from producers.contract.stream.events import Event, Token
+from producers.contract.stream import Event, Token
 from producers.gateway.openai.logprobs import ChatLogprobs
 from producers.gateway.openai.parameters import worded
 from producers.gateway.openai.responses.items import Item

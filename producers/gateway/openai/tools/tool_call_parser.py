@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from producers.contract.stream.events import Token
+from producers.contract.stream import Token
 from producers.gateway.openai.answer import Output
 from producers.gateway.openai.complete import Choice, Scorer
 from producers.gateway.openai.logprobs import CHAT

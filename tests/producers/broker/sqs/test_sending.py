@@ -23,8 +23,7 @@ from producers.broker.sqs.queues import Connection
 from producers.broker.sqs.sending import put_celery
 from producers.connection.aws import AwsError, AwsMissing
 from producers.connection.trouble import Trouble, trouble
-from producers.contract.claim_check import MessageTooLarge, redeem
-from producers.contract.message import Message
+from producers.contract.message import Message, MessageTooLarge, redeem
 from producers.store.claim_check import MessageBlobs
 from tests.aws import Aws
 from tests.aws_faults import Fault, Faults

@@ -14,7 +14,7 @@ from producers.client.aio import AsyncClient
 from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.record import Record
-from producers.contract.stream.events import End
+from producers.contract.stream import End
 from producers.gateway.batches.endpoints import LineEndpoints
 from producers.store import batches
 from producers.store.access.api_keys import Key

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from redis import Redis
 
 from producers.contract import keys
-from producers.contract.stream.events import End, Prompt, Token
+from producers.contract.stream import End, Prompt, Token
 from producers.gateway.http.sse import encode
 from tests.producers.conftest import subscribers
 from tests.producers.fake_worker import FakeWorker

@@ -18,8 +18,7 @@ from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.message import Message
 from producers.contract.profile import Profile
-from producers.contract.record import Record
-from producers.contract.run import Run
+from producers.contract.record import Record, Run
 from producers.store import protocol
 from tests.producers.broker.conftest import RULES
 from tests.producers.fake_worker import FakeWorker

@@ -15,7 +15,7 @@ from redis.asyncio import Redis as AsyncRedis
 from producers import Client
 from producers.connection.script import run
 from producers.contract import keys
-from producers.contract.run import Run
+from producers.contract.record import Run
 from producers.store import protocol
 from producers.store.usage.ledger import COUNTS, STATUSES, Group, Used, fold, prune, roll, used
 from tests.exhaustive import few

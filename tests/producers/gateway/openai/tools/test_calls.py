@@ -18,7 +18,7 @@ from engine.grammar.matcher import Grammars, Matcher
 from engine.grammar.trial import Trials
 from engine.params import SamplingParams
 from engine.text import Tokenizer
-from producers.contract.stream.events import Token
+from producers.contract.stream import Token
 from producers.errors import InvalidTask
 from producers.gateway.openai.tools.grammar import (
     HERMES,

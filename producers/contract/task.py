@@ -1,15 +1,38 @@
-"""A task: its fields, and what holds between them and for a model."""
+"""A task as a caller writes it, and its validation at the edge.
+
+A refused task is never queued. The limits of sampling are those that `engine.params.SamplingParams` declares, so that
+no worker refuses an accepted task.
+
+    a caller's JSON -> types of fields (limits, refusals) -> Task: checked, fitted to a model -> its record
+"""
 
 from __future__ import annotations
 
+import difflib
+import json
+import re
 import secrets
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Final, Self
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
-from annotated_types import MaxLen
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StringConstraints,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
 
-from engine.declared.bounds import MAX_INT32
+from engine.declared import declared
+from engine.declared.bounds import MAX_INT32, Integer, JsonObject, Number, Strings, TokenIds
+from engine.declared.bounds import Biases as BiasesBound
+from engine.declared.bounds import Text as TextBound
+from engine.errors import RequestError
 from engine.params import (
     DEFAULTS,
     FORMS,
@@ -18,40 +41,258 @@ from engine.params import (
     MAX_PROMPT_LOGPROBS,
     MAX_REGEX,
     MAX_SCHEMA,
+    SamplingParams,
     filled,
     too_many_parts,
 )
 from producers.contract import levels
-from producers.contract.task.fields import (
-    ASSUMED_OUTPUT,
-    BYTES_PER_TOKEN,
-    MAX_BEST_TOKENS,
-    MAX_LOGPROBS,
-    MAX_ORDER_KEY,
-    MAX_TENANT,
-    MAX_TIMEOUT_S,
-    MAX_TTL_S,
-    Biases,
-    Ids,
-    Lark,
-    Messages,
-    OwnWebhook,
-    Prompt,
-    Regex,
-    Schema,
-    Text,
-    Texts,
-    Tier,
-    json_of,
-    known_tier,
-    read_json,
-    refusal,
-    sampling,
-    stops,
-    too_many,
-    unknown_field,
-)
+from producers.contract.chat import MESSAGE, read_messages
+from producers.contract.webhook import WEBHOOK, Webhook
 from producers.errors import InvalidTask, shown
+
+# Limits of a task beside those of its sampling, which `engine.params` has.
+MAX_PROMPT_BYTES: Final = 1 << 20
+MAX_PROMPT_TOKENS: Final = 1_000_000
+MAX_TTL_S: Final = 30 * 24 * 3600
+MAX_TIMEOUT_S: Final = 7 * 24 * 3600
+MAX_TENANT: Final = 200
+MAX_ORDER_KEY: Final = 128
+#: Most log probabilities of a task's output, alternatives included: some fifty megabytes as text.
+MAX_LOGPROBS: Final = 1 << 20
+#: Most output tokens of a task with best_of. One call publishes them and keeps the store busy for tenths of a second.
+MAX_BEST_TOKENS: Final = 16_384
+#: Estimated bytes a token of text, which overestimates the tokens of most texts.
+BYTES_PER_TOKEN: Final = 3
+#: Assumed output tokens of a task without max_tokens.
+ASSUMED_OUTPUT: Final = 256
+#: Characters of JSON, and numbers in it, above which the interpreter is given up now and then while they are read.
+LARGE_JSON: Final = 64 * 1024
+MANY_NUMBERS: Final = 1 << 18
+#: Longest name (characters) in an error's `param`; longer ones are cut and get no spelling hint.
+MAX_LABEL: Final = 64
+DECIMAL: Final = re.compile("0|[1-9][0-9]{0,9}")
+_BIASES: Final[Any] = declared(SamplingParams)["logit_bias"].bound
+_STOPS: Final[Any] = declared(SamplingParams)["stop"].bound
+
+
+def _prompt(value: Any) -> Any:
+    """Check a prompt by hand: pydantic's union would give one message per member and token. Raises InvalidTask."""
+    if isinstance(value, str):
+        try:
+            size = len(value.encode())
+        except UnicodeEncodeError as error:
+            raise InvalidTask(
+                f"prompt is not valid Unicode: a lone surrogate at character {error.start}", param="prompt"
+            ) from None
+        if size > MAX_PROMPT_BYTES:
+            raise InvalidTask(f"prompt has {size} bytes of UTF-8; at most {MAX_PROMPT_BYTES} are taken", param="prompt")
+    elif isinstance(value, (list, tuple)):
+        if len(value) > MAX_PROMPT_TOKENS:
+            raise InvalidTask(
+                f"prompt has {len(value)} token ids; at most {MAX_PROMPT_TOKENS} are taken", param="prompt"
+            )
+        if value and not ({*map(type, value)} == {int} and min(value) >= 0 and max(value) <= MAX_INT32):
+            at, token = next((at, one) for at, one in enumerate(value) if not _is_token(one))
+            raise InvalidTask(
+                f"prompt[{at}] is {shown(token)}; a token id is an integer from 0 to {MAX_INT32}", param="prompt"
+            )
+    if not isinstance(value, (str, list, tuple)):
+        raise InvalidTask(
+            f"prompt is {shown(value)}; it must be text or a list of token ids", param="prompt", code="invalid_type"
+        )
+    if not value:
+        raise InvalidTask("prompt is empty; give text, or at least one token id", param="prompt", code="empty_prompt")
+    return value if isinstance(value, str) else tuple(value)
+
+
+def _is_token(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_INT32
+
+
+def _messages(value: Any) -> Any:
+    """Check messages. Like a prompt, they are limited by size, here as stored JSON. Raises InvalidTask."""
+    messages = read_messages(list(value) if isinstance(value, tuple) else value)
+    try:
+        size = len(json_of(messages))
+    except (RecursionError, UnicodeEncodeError) as error:
+        raise InvalidTask(f"messages cannot be kept as JSON: {error}", param="messages") from None
+    if size > MAX_PROMPT_BYTES:
+        raise InvalidTask(f"messages have {size} bytes as JSON; at most {MAX_PROMPT_BYTES} are taken", param="messages")
+    return tuple(messages)
+
+
+def json_of(messages: Any) -> bytes:
+    return json.dumps(messages, ensure_ascii=False).encode()
+
+
+def stops(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else as_tuple(value)
+
+
+def as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _biases(value: Any) -> Any:
+    """Turn decimal string keys, as JSON has them, into token ids."""
+    if not isinstance(value, Mapping):
+        return value
+    return {int(k) if isinstance(k, str) and DECIMAL.fullmatch(k) else k: bias for k, bias in value.items()}
+
+
+def _bounded(name: str) -> BeforeValidator:
+    """A check by a sampling parameter's own bound, which says more than pydantic would. Objects are kept as objects."""
+    bound = declared(SamplingParams)[name].bound
+
+    def check(value: Any) -> Any:
+        try:
+            kept = bound.check(name, value)
+        except RequestError as error:
+            raise InvalidTask(str(error), param=name, code=error.code) from None
+        return json.loads(kept) if isinstance(bound, JsonObject) else kept
+
+    return BeforeValidator(check)
+
+
+def known_tier(value: Any) -> Any:
+    return "default" if value == "auto" else value
+
+
+def sampling(name: str, words: str = "") -> Any:
+    """The field of a sampling parameter, with the limits that the engine has. `words`: what it must be, in other words.
+
+    Its default is the engine's; None where a model may have its own.
+    """
+    one = declared(SamplingParams)[name]
+    limits: dict[str, Any] = {}
+    match one.bound:
+        case Integer() as bound:
+            limits = {"ge": bound.low, "le": bound.high}
+        case Number() as bound:
+            limits = {"gt" if bound.above else "ge": bound.low, "le": bound.high}
+        case TextBound() as bound:
+            limits = {"json_schema_extra": {"minLength": 1, "maxLength": bound.longest}}
+        case Strings() | TokenIds() as bound:
+            limits = {"max_length": bound.limit, "json_schema_extra": {"maxItems": bound.limit}}
+        case BiasesBound() as bound:
+            names = {"maxProperties": bound.limit, "propertyNames": {"pattern": f"^({DECIMAL.pattern})$"}}
+            limits = {"max_length": bound.limit, "json_schema_extra": names, "default_factory": dict}
+    if "default_factory" not in limits:
+        limits["default"] = None if name in DEFAULTS else one.default
+    return Field(description=words or one.bound.words, **limits)
+
+
+Tier = Literal["priority", "default", "flex", "batch"]
+
+
+Count = Annotated[int, Field(ge=0, le=MAX_INT32)]
+
+
+Text = Annotated[str, StringConstraints(min_length=1, max_length=_STOPS.longest)]
+
+
+Texts = Annotated[tuple[Text, ...], BeforeValidator(as_tuple, json_schema_input_type=list[Text])]
+
+
+Ids = Annotated[tuple[Count, ...], BeforeValidator(as_tuple, json_schema_input_type=list[Count])]
+
+
+Bias = Annotated[float, Field(ge=-_BIASES.reach, le=_BIASES.reach)]
+
+
+Biases = Annotated[dict[Count, Bias], BeforeValidator(_biases, json_schema_input_type=dict[str, Bias])]
+
+
+Schema = Annotated[dict[str, Any], _bounded("json_schema")]
+
+
+Regex = Annotated[str, _bounded("regex")]
+
+
+Lark = Annotated[str, _bounded("grammar")]
+
+
+Message = Annotated[dict[str, Any], WithJsonSchema(MESSAGE)]
+
+
+MessageList = Annotated[list[Message], Field(min_length=1)]
+
+
+Messages = Annotated[tuple[dict[str, Any], ...], BeforeValidator(_messages, json_schema_input_type=MessageList)]
+
+
+#: A prompt's JSON schema, for OpenAPI; `_prompt` enforces it.
+PromptText = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_BYTES)]
+
+
+PromptIds = Annotated[list[Count], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
+
+
+OwnWebhook = Annotated[Webhook, PlainValidator(Webhook.read), WithJsonSchema(WEBHOOK)]
+
+
+Prompt = Annotated[str | tuple[int, ...], BeforeValidator(_prompt, json_schema_input_type=PromptText | PromptIds)]
+
+
+def read_json(body: str | bytes) -> Any:
+    """Parse JSON text. Raises InvalidTask if it is not UTF-8 or not JSON."""
+    try:
+        return json.loads(body if isinstance(body, str) else body.decode(), **_turns(body))
+    except UnicodeDecodeError as error:
+        raise InvalidTask(f"the body is not UTF-8: bad byte at {error.start}", code="invalid_utf8") from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidTask(f"the body is not JSON: {error}", code="invalid_json") from None
+
+
+def _turns(body: str | bytes) -> dict[str, Any]:
+    """Functions that read numbers of a large text. They are Python's, so other threads have their turns in between:
+    the parser by itself holds the interpreter until it has read all of them."""
+    if len(body) <= LARGE_JSON:
+        return {}
+    commas = body.count(",") if isinstance(body, str) else body.count(b",")
+    return {"parse_float": _number} | ({"parse_int": _integer} if commas > MANY_NUMBERS else {})
+
+
+def _number(text: str) -> float:
+    return float(text)
+
+
+def _integer(text: str) -> int:
+    return int(text)
+
+
+def label(name: str) -> str:
+    """A caller's name for an error's `param`: in ASCII, cut after MAX_LABEL characters."""
+    short = name if len(name) <= MAX_LABEL else f"{name[:MAX_LABEL]}..."
+    return short if short.isascii() else ascii(short)[1:-1]
+
+
+def likely(name: str, names: Iterable[str]) -> str | None:
+    """The name among `names` that was probably meant; None without a close one."""
+    return next(iter(difflib.get_close_matches(name, names, 1)), None) if len(name) <= MAX_LABEL else None
+
+
+def unknown_field(name: str, fields: Iterable[str]) -> InvalidTask:
+    near = likely(name, fields)
+    hint = f"; did you mean {shown(near)}?" if near else f"; a task has {', '.join(fields)}"
+    return InvalidTask(f"unknown field {shown(name)}{hint}", param=label(name), code="unknown_parameter")
+
+
+def refusal(error: ValidationError, fields: Mapping[str, FieldInfo]) -> InvalidTask:
+    """Pydantic's first error as an InvalidTask."""
+    first = error.errors(include_url=False)[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, InvalidTask):
+        return cause
+    field = str(first["loc"][0])
+    wanted = fields[field].description
+    if first["type"] == "missing":
+        return InvalidTask(f"{field} is missing: {wanted}", param=field, code="missing_parameter")
+    place = field + "".join(f"[{shown(part)}]" for part in first["loc"][1:] if part != "[key]")
+    if first["type"] == "string_unicode":
+        return InvalidTask(f"{place} is not valid Unicode: {shown(first['input'])} has a lone surrogate", param=field)
+    code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
+    return InvalidTask(f"{place} is {shown(first['input'])}; {field} must be {wanted}", param=field, code=code)
 
 
 def _no_default(schema: dict[str, Any]) -> None:
