@@ -165,7 +165,7 @@ def proxies(proxies: list[str] | None) -> list[str] | None:
 
 def checked_location(location: str | None) -> str | None:
     """Checks a place for files. Raises typer.BadParameter for a bad URL."""
-    from producers.store.blobs.place import checked_place
+    from producers.store.blobs import checked_place
 
     try:
         return None if location is None else checked_place(location)

@@ -18,9 +18,7 @@ from producers.connection.aws import AwsError
 from producers.sources.files.place import ERRORS, SUFFIX, Place, Replaced
 from producers.store.blobs import BlobNotFound, Blobs
 from producers.store.blobs.bucket import Bucket as Url
-from producers.store.blobs.multipart import S3Writer
-from producers.store.blobs.objects import Content, Objects
-from producers.store.blobs.s3 import S3Blobs
+from producers.store.blobs.s3 import Content, Objects, S3Blobs, S3Writer
 from producers.store.inbox import Found
 
 #: Longest key, in bytes.

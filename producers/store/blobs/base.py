@@ -1,11 +1,12 @@
-"""The interface of a store of blobs: named byte strings of any size, written once and whole."""
+"""A store of blobs: named byte strings of any size, written once and whole; and the lines of a blob."""
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Final
 
 from producers.errors import PenstockError
@@ -13,8 +14,12 @@ from producers.errors import PenstockError
 #: Bytes to read, or to write, in one call: what a caller holds in memory.
 PIECE: Final = 1 << 20
 #: Least size (bytes) of a part that S3 copies by itself, unless it is the last.
-LEAST_PART: Final = 5 << 20
+MIN_PART: Final = 5 << 20
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+#: Longest line (bytes) whose content is kept.
+MAX_LINE: Final = 4 << 20
+#: Most blobs of which an Ahead has a piece.
+MAX_AHEAD: Final = 16
 
 
 class BlobNotFound(PenstockError, KeyError):
@@ -62,7 +67,7 @@ class Blobs(ABC):
     def join(self, name: str, parts: Sequence[str]) -> int:
         """Make a blob of other blobs, in order, which stay. Returns its size (bytes). May be called again.
 
-        Raises BlobNotFound if one is missing. S3 copies parts of LEAST_PART bytes and more by itself.
+        Raises BlobNotFound if one is missing. S3 copies parts of MIN_PART bytes and more by itself.
         """
 
     @abstractmethod
@@ -103,3 +108,70 @@ def checked(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no name of a blob")
     return name
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a blob. `data` has no line end; it is None for a line that is longer than asked for."""
+
+    number: int
+    """From 1."""
+    offset: int
+    """Its first byte."""
+    end: int
+    """The first byte of the next one: pass it on to go on from there."""
+    data: bytes | None
+
+
+class Ahead:
+    """Keeps what was read of blobs beyond the lines that were asked for, for who goes on there.
+
+    Threads may share it, each with blobs of its own.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: dict[str, tuple[int, bytes]] = {}
+
+    def put(self, name: str, start: int, piece: bytes) -> None:
+        if name not in self._pieces and len(self._pieces) >= MAX_AHEAD:
+            self._pieces.clear()
+        self._pieces[name] = start, piece
+
+    def get(self, name: str, offset: int) -> bytes:
+        """The bytes from `offset` on that are here; none if there are none."""
+        start, piece = self._pieces.get(name, (0, b""))
+        return piece[offset - start :] if start <= offset < start + len(piece) else b""
+
+
+def lines(
+    blobs: Blobs, name: str, offset: int = 0, number: int = 1, longest: int = MAX_LINE, ahead: Ahead | None = None
+) -> Iterator[Line]:
+    """The lines from `offset` on, which is where line `number` begins. Empty lines are among them.
+
+    `ahead`: what is read beyond them goes there, and is used if a call before has read it. Lines end with LF or CRLF;
+    the last may lack its end. Blocks; holds a piece and a line in memory. Raises BlobNotFound and OSError.
+    """
+    rest, begin, read, skipping = bytearray(), offset, offset, False
+    while piece := (ahead.get(name, read) if ahead else b"") or blobs.read(name, read, PIECE):
+        if ahead is not None:
+            ahead.put(name, read, piece)
+        read += len(piece)
+        at = 0
+        while (end := piece.find(b"\n", at)) >= 0:
+            rest += piece[at:end]
+            at, after = end + 1, read - len(piece) + end + 1
+            yield Line(number, begin, after, None if skipping or len(rest) > longest else _line(rest))
+            begin, skipping = after, False
+            number += 1
+            rest.clear()
+        rest += piece[at:]
+        if len(rest) > longest + 1:
+            skipping = True
+        if skipping:
+            rest.clear()
+    if begin < read:
+        yield Line(number, begin, read, None if skipping or len(rest) > longest else _line(rest))
+
+
+def _line(data: bytearray) -> bytes:
+    return bytes(data.removesuffix(b"\r"))

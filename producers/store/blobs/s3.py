@@ -6,18 +6,356 @@
 
 Each request that writes has the CRC32 of its bytes: S3 compares it, and keeps it with the object. Errors are those of
 `producers.connection.aws`: OSErrors that name the bucket and the permission.
+
+    S3Blobs ─▶ Objects: requests for the objects under the bucket's prefix
+                 ├─▶ Downloads: an answer stays open, and the next read goes on where it stands
+                 └─▶ S3Writer: small objects at once, large ones as multipart uploads, in bounded memory
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from io import BytesIO
+from typing import Any, Final, Protocol, Self
 from urllib.parse import quote
 
-from producers.store.blobs.base import Blobs, BlobWriter, checked
+from producers.connection.aws import AwsError, AwsMissing, client, told
+from producers.store.blobs.base import MIN_PART, PIECE, BlobNotFound, Blobs, BlobWriter, checked
 from producers.store.blobs.bucket import Bucket
-from producers.store.blobs.multipart import S3Writer
-from producers.store.blobs.objects import Objects
+
+#: Reads of fewer bytes (a block of a result) are requests of their own.
+MIN_OPEN_READ: Final = 1 << 18
+#: Most open answers, and the time (s) for which one that nobody reads stays open.
+MAX_OPEN: Final = 16
+IDLE_S: Final = 30.0
+#: The code of a HEAD's error: it has no body that could say more.
+_HEAD: Final = "404"
+#: Bytes of a part that is written: what a writer holds in memory, twice while it is sent. Every STEP parts they grow by
+#: as many, since S3 takes 10,000 parts.
+PART: Final = 8 << 20
+PARTS_PER_STEP: Final = 1000
+#: Most bytes that S3 copies in one request.
+MAX_COPY: Final = 5 << 30
+
+
+class Answer(Protocol):
+    """An object's bytes, as they come."""
+
+    def read(self, size: int) -> bytes:
+        """So many bytes; fewer only at the end. Raises AwsError."""
+
+    def close(self) -> None: ...
+
+
+class Downloads:
+    """Threads may share it. `ask(what, start, end)`: opens an answer with an object's bytes from `start` to `end`
+    (exclusive), or to the object's end if that is None. `what`: its name, and whatever else `ask` needs."""
+
+    def __init__(self, ask: Callable[[Any, int, int | None], Answer]) -> None:
+        self._ask = ask
+        self._open: dict[tuple[tuple[str, Any], int], tuple[Answer, float]] = {}
+        self._lock = threading.Lock()
+
+    def read(self, what: tuple[str, Any], start: int, size: int) -> bytes:
+        """Up to `size` bytes; fewer only at the end of the object. Raises as `ask`."""
+        answer = self._taken(what, start)
+        if answer is not None:
+            with suppress(AwsError):  # the connection was lost: ask anew
+                return self._read(what, answer, start, size)
+        return self._read(what, self._ask(what, start, None if size >= MIN_OPEN_READ else start + size), start, size)
+
+    def forget(self, name: str) -> None:
+        """The object is gone, or another one."""
+        with self._lock:
+            gone = [self._open.pop(place)[0] for place in list(self._open) if place[0][0] == name]
+        for answer in gone:
+            answer.close()
+
+    def _read(self, what: tuple[str, Any], answer: Answer, start: int, size: int) -> bytes:
+        try:
+            data = answer.read(size)
+        except BaseException:
+            answer.close()
+            raise
+        if len(data) < size or size < MIN_OPEN_READ:
+            answer.close()
+        else:
+            self._keep(what, start + size, answer)
+        return data
+
+    def _taken(self, what: tuple[str, Any], start: int) -> Answer | None:
+        with self._lock:
+            return self._open.pop((what, start), (None, 0.0))[0]
+
+    def _keep(self, what: tuple[str, Any], start: int, answer: Answer) -> None:
+        now = time.monotonic()
+        with self._lock:
+            closing = [self._open.pop((what, start), (None, 0.0))[0]]
+            self._open[what, start] = answer, now
+            for place, (_, used) in list(self._open.items()):
+                if used < now - IDLE_S or len(self._open) > MAX_OPEN:
+                    closing.append(self._open.pop(place)[0])
+        for old in closing:
+            if old is not None:
+                old.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """One content that an object has, or had: requests for it fail once it is another one. Empty: any."""
+
+    version: str = ""
+    etag: str = ""
+
+    @property
+    def asked(self) -> dict[str, str]:
+        """Arguments of GetObject and HeadObject."""
+        return {name: value for name, value in (("VersionId", self.version), ("IfMatch", self.etag)) if value}
+
+
+ANY: Final = Content()
+
+
+class Objects:
+    """Requests to one bucket, whose errors name it. Threads may share it."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self._s3 = client("s3", bucket.region, bucket.endpoint_url)
+        self.downloads = Downloads(self._answer)
+
+    def ask(self, call: str, permission: str, name: str, **more: Any) -> dict[str, Any]:
+        """The answer to a request for one object. Raises BlobNotFound and AwsError."""
+        with self._told(call, permission, name):
+            answer: dict[str, Any] = getattr(self._s3, call)(Bucket=self.bucket.name, Key=self.bucket.key(name), **more)
+            return answer
+
+    def read(self, name: str, start: int, size: int, content: Content = ANY) -> bytes:
+        """Up to `size` bytes; fewer only at the end of the object."""
+        return self.downloads.read((name, content), start, size) if size > 0 else b""
+
+    def _answer(self, what: tuple[str, Content], start: int, end: int | None) -> Answer:
+        # Without a range S3 sends the checksum of the whole, which boto3 compares at its end.
+        name, content = what
+        within = {} if start == 0 and end is None else {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
+        try:
+            body = self.ask("get_object", "s3:GetObject", name, **within, **content.asked)["Body"]
+        except AwsError as error:
+            if error.code != "InvalidRange":  # it begins behind the object's end
+                raise
+            body = BytesIO()
+        return _Answer(body, lambda: self._told("get_object", "s3:GetObject", name))
+
+    @contextmanager
+    def opened(self, name: str, content: Content = ANY) -> Iterator[tuple[int, Any]]:
+        """An object's size, and its bytes as they come."""
+        found = self.ask("get_object", "s3:GetObject", name, **content.asked)
+        with closing(found["Body"]) as body, self._told("get_object", "s3:GetObject", name):
+            yield found["ContentLength"], body
+
+    def signed(self, name: str, disposition: str, seconds: int) -> str:
+        """A URL by which anybody may read the object for so long."""
+        what = {
+            "Bucket": self.bucket.name,
+            "Key": self.bucket.key(name),
+            "ResponseContentDisposition": disposition,
+            "ResponseContentType": "application/octet-stream",
+        }
+        with self._told("sign a URL for", "s3:GetObject", name):
+            url: str = self._s3.generate_presigned_url("get_object", what, seconds)
+            return url
+
+    def check(self) -> None:
+        """Raise AwsError unless the bucket is there and lets us look into it."""
+        try:
+            with told(f"reach {self.bucket}", "s3:ListBucket"):
+                self._s3.head_bucket(Bucket=self.bucket.name)
+        except AwsMissing as error:
+            text = f"there is no bucket {self.bucket.name} for {self.bucket}; check its name, region and endpoint_url"
+            raise AwsMissing(text, "NoSuchBucket", None) from error
+
+    def names(self, prefix: str) -> list[str]:
+        """The names of all objects that begin so."""
+        whole = self.bucket.key(prefix)
+        with told(f"list objects in {self.bucket}", "s3:ListBucket"):
+            pages = self._s3.get_paginator("list_objects_v2").paginate(Bucket=self.bucket.name, Prefix=whole)
+            found = [entry["Key"] for page in pages for entry in page.get("Contents", ())]
+        return [name[len(whole) - len(prefix) :] for name in found]
+
+    def abort_untouched(self, before: datetime) -> int:
+        """Abort uploads that nobody has written to since. Returns how many."""
+        aborted = 0
+        with told(f"list uploads to {self.bucket}", "s3:ListBucketMultipartUploads"):
+            pages = self._s3.get_paginator("list_multipart_uploads").paginate(
+                Bucket=self.bucket.name, Prefix=self.bucket.key()
+            )
+            found = [upload for page in pages for upload in page.get("Uploads", ())]
+        for upload in found:
+            if upload["Initiated"] < before and self._written(upload) < before:
+                aborted += self._abort(upload)
+        return aborted
+
+    def _written(self, upload: dict[str, Any]) -> datetime:
+        """When an upload got its last part."""
+        begun: datetime = upload["Initiated"]
+        with suppress(AwsMissing), told(f"list parts of an upload to {self.bucket}", "s3:ListMultipartUploadParts"):
+            pages = self._s3.get_paginator("list_parts").paginate(
+                Bucket=self.bucket.name, Key=upload["Key"], UploadId=upload["UploadId"]
+            )
+            times = [part["LastModified"] for page in pages for part in page.get("Parts", ())]
+            return max(times, default=begun)
+        return begun
+
+    def _abort(self, upload: dict[str, Any]) -> bool:
+        with suppress(AwsMissing), told(f"abort an upload to {self.bucket}", "s3:AbortMultipartUpload"):
+            self._s3.abort_multipart_upload(Bucket=self.bucket.name, Key=upload["Key"], UploadId=upload["UploadId"])
+            return True
+        return False
+
+    @contextmanager
+    def _told(self, call: str, permission: str, name: str) -> Iterator[None]:
+        try:
+            with told(f"{call.replace('_', ' ')} {name} in {self.bucket}", permission):
+                yield
+        except AwsMissing as error:
+            if error.code not in ("NoSuchKey", "NoSuchVersion", _HEAD):
+                raise
+            if error.code == _HEAD:
+                self.check()
+            raise BlobNotFound(f"there is no blob {name} in {self.bucket}") from None
+
+
+class _Answer:
+    """The bytes of an answer, as they come. `telling`: within it, errors of the connection become those of `ask`."""
+
+    def __init__(self, body: Any, telling: Callable[[], AbstractContextManager[None]]) -> None:
+        self._body = body
+        self._telling = telling
+
+    def read(self, size: int) -> bytes:
+        """So many bytes; fewer only at the end."""
+        pieces: list[bytes] = []
+        with self._telling():
+            while size and (piece := self._body.read(size)):
+                pieces.append(piece)
+                size -= len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def close(self) -> None:
+        self._body.close()
+
+
+class S3Writer(BlobWriter):
+    """Writes one object. Small ones are put at commit; `_upload` is the id of a multipart upload, `_parts` are its."""
+
+    def __init__(self, requests: Objects, name: str) -> None:
+        self.size = 0
+        self._objects = requests
+        self._name = name
+        self._buffer = bytearray()
+        self._upload = ""
+        self._parts: list[dict[str, Any]] = []
+
+    def write(self, data: bytes | memoryview) -> None:
+        left = memoryview(data)
+        self.size += len(left)
+        while left:
+            room = self._grown(PART) - len(self._buffer)
+            self._buffer += left[:room]
+            left = left[room:]
+            if len(self._buffer) == self._grown(PART):
+                self._flush()
+
+    def append(self, name: str, source: Objects | None = None, content: Content = ANY) -> None:
+        """Append a blob, which stays; with `source`, an object from there. Raises BlobNotFound and AwsError."""
+        source = source or self._objects
+        with source.opened(name, content) as (size, body):
+            least = self._grown(MIN_PART)
+            missing = max(0, least - len(self._buffer)) if self._buffer else 0
+            if size - missing < self._grown(MIN_PART, 1):
+                for piece in body.iter_chunks(PIECE):
+                    self.write(piece)
+                return
+            self.write(body.read(missing))
+        if self._buffer:
+            self._flush()
+        self._copy(name, missing, size, source, content)
+
+    def commit(self, name: str = "") -> None:
+        name = checked(name) if name else self._name
+        self._objects.downloads.forget(name)
+        if not self._upload:
+            data = bytes(self._buffer)
+            self._ask("put_object", name, Body=data, ChecksumCRC32=_crc(data), **self._objects.bucket.settings)
+            return
+        if self._buffer:
+            self._flush()
+        self._ask(
+            "complete_multipart_upload", self._name, UploadId=self._upload, MultipartUpload={"Parts": self._parts}
+        )
+        self._upload = ""
+        if name != self._name:
+            with S3Writer(self._objects, name) as other:
+                other.append(self._name)
+                other.commit()
+            self._objects.ask("delete_object", "s3:DeleteObject", self._name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._buffer.clear()
+        if self._upload:
+            with suppress(AwsError, BlobNotFound):  # else `clean` aborts it
+                what = "s3:AbortMultipartUpload"
+                self._objects.ask("abort_multipart_upload", what, self._name, UploadId=self._upload)
+            self._upload = ""
+
+    def _grown(self, size: int, more: int = 0) -> int:
+        return size * (1 + (len(self._parts) + more) // PARTS_PER_STEP)
+
+    def _flush(self) -> None:
+        data = bytes(self._buffer)
+        self._buffer.clear()
+        crc = _crc(data)
+        answer = self._part("upload_part", Body=data, ChecksumCRC32=crc)
+        self._parts.append({"PartNumber": len(self._parts) + 1, "ETag": answer["ETag"], "ChecksumCRC32": crc})
+
+    def _copy(self, name: str, start: int, end: int, source: Objects, content: Content) -> None:
+        """Append bytes of another object, in as few equal parts as S3 takes."""
+        place = {"Bucket": source.bucket.name, "Key": source.bucket.key(name)}
+        place |= {"VersionId": content.version} if content.version else {}
+        same = {"CopySourceIfMatch": content.etag} if content.etag else {}
+        each = -(-(end - start) // -(-(end - start) // MAX_COPY))
+        for first in range(start, end, each):
+            within = f"bytes={first}-{min(first + each, end) - 1}"
+            copied = self._part("upload_part_copy", CopySource=place, CopySourceRange=within, **same)["CopyPartResult"]
+            crc = {"ChecksumCRC32": copied["ChecksumCRC32"]} if "ChecksumCRC32" in copied else {}
+            self._parts.append({"PartNumber": len(self._parts) + 1, "ETag": copied["ETag"], **crc})
+        self.size += end - start
+
+    def _part(self, call: str, **more: Any) -> dict[str, Any]:
+        if not self._upload:
+            begun = self._ask(
+                "create_multipart_upload", self._name, ChecksumAlgorithm="CRC32", **self._objects.bucket.settings
+            )
+            self._upload = begun["UploadId"]
+        return self._ask(call, self._name, UploadId=self._upload, PartNumber=len(self._parts) + 1, **more)
+
+    def _ask(self, call: str, name: str, **more: Any) -> dict[str, Any]:
+        return self._objects.ask(call, "s3:PutObject", name, **more)
+
+
+def _crc(data: bytes) -> str:
+    """CRC32 as S3 writes it: big-endian, in base64."""
+    return base64.b64encode(zlib.crc32(data).to_bytes(4)).decode()
 
 
 class S3Blobs(Blobs):

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from producers.store.blobs import Ahead, BlobNotFound, Blobs, FolderBlobs, lines, open_blobs
-from producers.store.blobs.base import LEAST_PART, PIECE
-from producers.store.blobs.multipart import PART
+from producers.store.blobs.base import MIN_PART, PIECE
+from producers.store.blobs.s3 import PART
 from tests.aws import Aws
 from tests.histories import examples
 from tests.producers.store.test_s3 import bucket_of, put
@@ -79,7 +79,7 @@ def test_a_blob_of_any_size_is_there_once_it_is_committed_also_under_another_nam
 
 @pytest.mark.parametrize(
     "sizes",
-    [(0,), (1, 0, 2), (LEAST_PART, 1), (1, LEAST_PART, 2), (PART + 1, 7, 2 * LEAST_PART, LEAST_PART - 1, 9), (9, PART)],
+    [(0,), (1, 0, 2), (MIN_PART, 1), (1, MIN_PART, 2), (PART + 1, 7, 2 * MIN_PART, MIN_PART - 1, 9), (9, PART)],
 )
 def test_parts_of_all_sizes_are_joined_in_order_and_again(blobs: Blobs, sizes: tuple[int, ...]) -> None:
     parts = {f"part-{at}": _bytes(size, at) for at, size in enumerate(sizes)}

@@ -13,12 +13,10 @@ import pytest
 
 from producers.connection.aws import AwsError, AwsMissing
 from producers.connection.trouble import Trouble
-from producers.store.blobs import BlobNotFound, Blobs, open_blobs
+from producers.store.blobs import BlobNotFound, Blobs, checked_place, open_blobs
 from producers.store.blobs.base import PIECE
 from producers.store.blobs.bucket import Bucket, lifecycle, read
-from producers.store.blobs.downloads import LEAST, MOST
-from producers.store.blobs.multipart import PART
-from producers.store.blobs.place import checked_place
+from producers.store.blobs.s3 import MAX_OPEN, MIN_OPEN_READ, PART
 from producers.store.servers import ServerRefused, check_files
 from tests.aws import Aws
 from tests.processes import free_port
@@ -184,7 +182,7 @@ def test_many_readers_at_once_get_what_is_theirs(aws: Aws) -> None:
 
     def read(start: int) -> bytes:
         pieces = []
-        while piece := blobs.read("a", start, LEAST):
+        while piece := blobs.read("a", start, MIN_OPEN_READ):
             pieces.append(piece)
             start += len(piece)
         return b"".join(pieces)
@@ -192,7 +190,7 @@ def test_many_readers_at_once_get_what_is_theirs(aws: Aws) -> None:
     with ThreadPoolExecutor(24) as pool:
         starts = [7 * k for k in range(48)]
         assert all(found == data[at:] for at, found in zip(starts, pool.map(read, starts), strict=True))
-    assert len(blobs.objects.downloads._open) <= MOST  # type: ignore[attr-defined]
+    assert len(blobs.objects.downloads._open) <= MAX_OPEN  # type: ignore[attr-defined]
 
 
 def test_a_denied_action_is_named_with_its_bucket(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
