@@ -16,7 +16,7 @@ from producers.connection.script import aexecute_many, parsed, parsed_value, sec
 from producers.contract import keys
 from producers.contract.levels import looked_after, split
 from producers.contract.profile import Profile, sane
-from producers.store.fleet.profiles import read_profiles
+from producers.store.fleet.cards import read_profiles
 from producers.store.fleet.scaling import read_states
 from producers.store.outbox import Backlog, backlog
 

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from producers.admin.fleet import Fleet, Pool
 from producers.connection.storage import Storage
 from producers.contract.profile import Profile, sane
-from producers.store.fleet.profiles import field
+from producers.store.fleet.cards import profile_field
 from producers.store.fleet.scaling import is_fresh
 from producers.store.waiting import Pressure, model_of
 
@@ -229,7 +229,7 @@ def _worst_ttft(fleet: Fleet) -> dict[str, float]:
         for worker in pool.workers:
             seconds = Profile.of(worker.get("profile")).ttft_p95
             if seconds is not None and worker.get("version"):
-                version = field(pool.model, str(worker["version"]))
+                version = profile_field(pool.model, str(worker["version"]))
                 worst[version] = max(worst.get(version, 0.0), seconds)
     return worst
 

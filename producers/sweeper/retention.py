@@ -29,7 +29,7 @@ from producers.connection.script import Call, arun, ask, ms, seconds, text
 from producers.contract import keys
 from producers.store import files, task_index
 from producers.store.blobs import Blobs
-from producers.store.fleet import model_files
+from producers.store.fleet import cards
 from producers.store.outbox import Due, backlog, trim, untaken
 from producers.store.protocol import swap
 from producers.store.usage.ledger import MOST, fold, prune, roll
@@ -122,9 +122,9 @@ class Stale:
 
     async def _files(self, removed: Removed, since: dict[str, float], kept: dict[str, float]) -> None:
         named = " ".join(map(text, await self._store.hvals(keys.MODELS)))
-        async for sha256 in model_files.names(self._store):
+        async for sha256 in cards.file_names(self._store):
             if sha256 not in named and self._long(keys.blob(sha256), since, kept):
-                removed.files += await model_files.remove_unused(self._store, sha256)
+                removed.files += await cards.remove_unused_file(self._store, sha256)
 
     async def _letters(self, removed: Removed) -> None:
         before = await self._broker.now_ms() - int(self._letters_kept_s * 1000)

@@ -16,8 +16,8 @@ from producers.contract import keys, levels
 from producers.contract.keys import takes_from
 from producers.contract.levels import split
 from producers.contract.profile import Profile, sane
-from producers.store.fleet.profiles import field
-from workers.autoscaler.policy import LevelQueue, Signals, TierQueue
+from producers.store.fleet.cards import profile_field
+from workers.autoscaler.policy.signals import LevelQueue, Signals, TierQueue
 from workers.autoscaler.pools import PoolSettings
 
 Worker = dict[str, Any]
@@ -31,7 +31,7 @@ def served(fleet: Fleet, pool: PoolSettings) -> list[Pool]:
     mine = [queue for queue in fleet.pools if queue.model == pool.model]
     if pool.version is None:
         return mine
-    version = field(pool.model, pool.version)
+    version = profile_field(pool.model, pool.version)
     current = fleet.versions.get(pool.model) == pool.version
     return [
         queue for queue in mine if takes_from(split(queue.name)[0], version) or (current and queue.name == pool.model)
@@ -185,9 +185,9 @@ def _profile(fleet: Fleet, pool: PoolSettings, working: Iterable[Worker]) -> Pro
     The time to the first token and the duty cycle are those of this moment: the worst and the mean of the workers.
     """
     version = pool.version or fleet.versions.get(pool.model, "")
-    kept = fleet.scaling.profiles.get(field(pool.model, version), Profile())
-    profiles = [Profile.of(worker.get("profile")) for worker in working]
-    starts = [profile.cold_start for profile in profiles if profile.cold_start.get("total")]
+    kept = fleet.scaling.profiles.get(profile_field(pool.model, version), Profile())
+    said = [Profile.of(worker.get("profile")) for worker in working]
+    starts = [one.cold_start for one in said if one.cold_start.get("total")]
     return replace(
         kept,
         reached=None,

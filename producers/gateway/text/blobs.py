@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from producers.errors import shown
 from producers.gateway.http.errors import Problem, unavailable
-from producers.store.fleet import model_files
+from producers.store.fleet import cards
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ async def read_blobs(store: Redis, card: Mapping[str, Any], names: tuple[str, ..
         digest = card["files"].get(name)
         if digest is None:
             continue
-        data = await model_files.get(store, digest)
+        data = await cards.get_file(store, digest)
         if data is None:
             raise _lacking(name, card["name"], "is not in the store; start a worker of it, which stores it.")
         if hashlib.sha256(data).hexdigest() != digest:

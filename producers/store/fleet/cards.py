@@ -1,6 +1,8 @@
-"""Models' cards in the hash `penstock:models`: the card of a name decides which version its new tasks go to.
+"""What the store has of models: cards, the files that cards name, and profiles of what workers measured.
 
-A worker that starts announces its model; an operator publishes one, with no worker up. What stands afterwards:
+The hash `penstock:models` has the cards: the card of a name decides which version its new tasks go to.
+
+A worker that starts announces its model; an operator publishes one, with no worker up. The result:
 
     before                          a worker announced              somebody published
     nothing, or not published       the worker's card               the publisher's card
@@ -19,27 +21,62 @@ a sweeper has forgotten its pool. It then gets the pool `unserved`, which a swee
     files               files that no card names                        the sweeper removes them
     a pool's entry      a pool without workers                          the sweeper forgets it
     the card            a card, perhaps without what workers told       the next worker; a task too large fails
+
+Files lie in the store as `penstock:blob:<sha256>`: written once, read by gateways, removed once no card names them. The
+hash `penstock:profiles` has one profile (`producers.contract.profile`) under each `model@version`, so that it is known
+with no worker up.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from redis import Redis
+from redis import Redis, WatchError
+from redis.asyncio import Redis as AsyncRedis
 
-from producers.connection.script import parsed, run
+from producers.connection.script import Call, arun, parsed, run, script, text
 from producers.contract import keys
+from producers.contract.profile import Profile
 from producers.store.access.audit import Change, operator
-from producers.store.fleet import model_files
-from producers.store.protocol import enter, swap
+from producers.store.protocol import PACKAGE, enter, swap
+
+#: A card's keys that workers tell of.
+WORKER_FIELDS = ("context_length", "kv_capacity")
+
+
+def put_file(store: Redis, sha256: str, data: bytes) -> None:
+    """Write the blob unless it is there: it is megabytes, and named by what is in it."""
+    if not store.exists(keys.blob(sha256)):
+        store.set(keys.blob(sha256), data, nx=True)
+
+
+async def get_file(store: AsyncRedis, sha256: str) -> bytes | None:
+    """None where it is not there. Whether it is what its name says is the reader's to look at."""
+    data: bytes | None = await store.execute_command("GET", keys.blob(sha256))
+    return data
+
+
+async def file_names(store: AsyncRedis) -> AsyncIterator[str]:
+    """The SHA-256 of all that there are."""
+    async for key in store.scan_iter(match=keys.blob("*"), count=1000):
+        yield text(key).removeprefix(keys.blob(""))
+
+
+async def remove_unused_file(store: AsyncRedis, sha256: str) -> bool:
+    """Remove it unless a card names it, in one step. False where one does, or it is not there."""
+    return bool(await arun(store, unused_file(sha256)))
+
+
+def unused_file(sha256: str) -> Call:
+    """Answers 1 where the blob was there, and no card named it."""
+    return Call(script(PACKAGE, "unused"), (keys.MODELS, keys.blob(sha256)), (sha256,))
+
 
 Card = dict[str, Any]
-#: A card's keys that workers tell of.
-TOLD = ("context_length", "kv_capacity")
 
 
 def announce(store: Redis, card: Card, pool: keys.Pool, files: Mapping[str, bytes]) -> Card:
@@ -47,7 +84,7 @@ def announce(store: Redis, card: Card, pool: keys.Pool, files: Mapping[str, byte
 
     `card`: the model's own, with the worker's TOLD. Raises redis.RedisError or OSError; may be called again.
     """
-    told = {name: card[name] for name in TOLD if name in card}
+    told = {name: card[name] for name in WORKER_FIELDS if name in card}
     # When: a sweeper that is about to forget the pool sees that it is back.
     about = {**asdict(pool), **told, "announced": _now_ms()}
 
@@ -74,7 +111,7 @@ def publish(store: Redis, card: Card, files: Mapping[str, bytes], over: str | No
             return None
         new = card | {"published": _now_ms(), "served": False}
         if before is not None and standing == card["version"]:
-            new |= {name: before[name] for name in TOLD if name in before}
+            new |= {name: before[name] for name in WORKER_FIELDS if name in before}
             new["served"] = before.get("served", "published" not in before)
         return new
 
@@ -123,7 +160,7 @@ def _told(store: Redis, version: str, before: Card | None) -> Card | None:
     found = None
     for one in _pools(store, before["name"], version):
         if one.get("fingerprint") != keys.UNSERVED:
-            told = {name: one[name] for name in TOLD if name in one}
+            told = {name: one[name] for name in WORKER_FIELDS if name in one}
             found = _learnt({**before, **told}, found or before)
     return found
 
@@ -150,7 +187,7 @@ def _put(
 ) -> Card:
     def put() -> None:
         for name, data in files.items():
-            model_files.put(store, card["files"][name], data)
+            put_file(store, card["files"][name], data)
 
     put()
     first()
@@ -195,3 +232,38 @@ def _parsed(raw: str | bytes | None) -> Card | None:
 
 def _now_ms() -> int:
     return int(time.time() * 1000)
+
+
+def profile_field(model: str, version: str) -> str:
+    """The name of a version's profile in the hash."""
+    return f"{model}@{version}"
+
+
+async def profiles(store: AsyncRedis) -> dict[str, Profile]:
+    """All profiles, by `model@version`. Raises redis.RedisError or OSError."""
+    return read_profiles(await store.execute_command("HGETALL", keys.PROFILES))
+
+
+def read_profiles(raw: Mapping[Any, Any]) -> dict[str, Profile]:
+    """The same of HGETALL's answer. What makes no sense is left out of its profile."""
+    return {text(name): Profile.from_json(said) for name, said in raw.items()}
+
+
+def keep_profile(store: Redis, name: str, seen: Profile, *, fresh: bool, started: bool) -> bool:
+    """Merge what a worker has `seen` into the version's profile (`Profile.merged`). A value that makes no sense is
+    replaced. False if another process wrote at the same time: say it again later. Raises redis.RedisError or OSError.
+    """
+    with store.pipeline() as pipe:
+        pipe.watch(keys.PROFILES)
+        raw: Any = pipe.hget(keys.PROFILES, name)
+        kept = Profile.from_json(raw)
+        merged = kept.merged(seen, fresh=fresh, started=started)
+        if merged == kept:
+            return True
+        pipe.multi()
+        pipe.hset(keys.PROFILES, name, merged.to_json())
+        try:
+            pipe.execute()
+        except WatchError:
+            return False
+    return True

@@ -12,8 +12,8 @@ from redis import Redis
 from producers import AsyncClient
 from producers.contract import keys
 from producers.contract.message import BODY_HEADER, BodyGone, Message, MessageTooLarge, check_in, redeem
-from producers.store.claim_check import KEPT_S, MessageBlobs
 from producers.store.files import NOTED_S
+from producers.store.references import KEPT_S, MessageBlobs
 from producers.sweeper.retention import remove_files
 from tests.aws import Aws
 from tests.producers.store.test_s3 import bucket_of

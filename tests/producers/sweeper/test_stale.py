@@ -13,7 +13,7 @@ from producers.broker.redis import keys as broker_keys
 from producers.connection.script import run
 from producers.contract import keys
 from producers.store import protocol, task_index
-from producers.store.fleet.model_files import unused
+from producers.store.fleet.cards import unused_file
 from producers.sweeper.retention import Removed, Stale
 
 
@@ -54,7 +54,7 @@ async def test_tokenizer_files_that_no_card_names_go(aclient: AsyncClient, valke
     assert (await patient.sweep()).files == (await patient.sweep()).files == 0
     assert (await Stale(aclient, unneeded_s=0.0).sweep()).files == 1
     assert valkey.exists(keys.blob("aa11"))
-    assert run(valkey, unused("aa11")) == 0, "a worker has announced a card with it meanwhile"
+    assert run(valkey, unused_file("aa11")) == 0, "a worker has announced a card with it meanwhile"
 
 
 async def test_dead_letters_are_kept_for_their_time(aclient: AsyncClient, valkey: Redis) -> None:
