@@ -59,9 +59,9 @@ class Letter:
         # A message may be any bytes: surrogates keep those that are not UTF-8, in both directions.
         raw = entry if isinstance(entry, str) else entry.decode(errors="surrogateescape")
         try:
-            said = json.loads(raw)
-            message = str(said["message"])
-            return cls(raw, str(said["reason"]), str(said["list"]), int(said["at"]), message, _task_id(message))
+            fields = json.loads(raw)
+            message = str(fields["message"])
+            return cls(raw, str(fields["reason"]), str(fields["list"]), int(fields["at"]), message, _task_id(message))
         except (ValueError, RecursionError, KeyError, TypeError):
             return cls(raw, "not an entry of this list", "", 0, raw, None)
 
@@ -77,10 +77,10 @@ class Letter:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """A replay's outcome. `task_id`: the task that runs now, if known. `anew`: it is a new task with a new id."""
+    """A replay's outcome. `task_id`: the task that runs now, if known. `new_task`: it is a new task with a new id."""
 
     task_id: str | None
-    anew: bool
+    new_task: bool
 
 
 async def letters(client: AsyncClient) -> AsyncIterator[Letter]:
@@ -167,11 +167,11 @@ def _bytes(text: str) -> bytes:
 
 def _decoded(message: str) -> dict[str, Any] | None:
     """The parsed message, if it has the parts of a task message; else None."""
-    found = parsed(message)
-    whole = isinstance(found.get("headers"), dict) and isinstance(found.get("properties"), dict)
-    return found if whole else None
+    envelope = parsed(message)
+    whole = isinstance(envelope.get("headers"), dict) and isinstance(envelope.get("properties"), dict)
+    return envelope if whole else None
 
 
 def _task_id(message: str) -> str | None:
-    found = _decoded(message)
-    return id_of(found["headers"]) if found else None
+    envelope = _decoded(message)
+    return id_of(envelope["headers"]) if envelope else None

@@ -55,16 +55,16 @@ def make(folder: Path, hosts: Sequence[str], port: int = 6379, *, force: bool = 
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
-        made = _Folder(folder, force)
-        _users(made, hosts[0], port)
-        _certificates(made, hosts)
-        made.write("grafana.password", secrets.token_urlsafe(24), _MOUNTED)
-        # The key itself is the gateways' to make: docs/run/deploy.md says how.
-        made.write("metrics.key", "", _MOUNTED)
-        made.write("kustomization.yaml", _kustomization(), _PRIVATE)
+        files = _Folder(folder, force)
+        _users(files, hosts[0], port)
+        _certificates(files, hosts)
+        files.write("grafana.password", secrets.token_urlsafe(24), _MOUNTED)
+        # The key itself is the gateways' to make: docs/deploy.md says how.
+        files.write("metrics.key", "", _MOUNTED)
+        files.write("kustomization.yaml", _kustomization(), _PRIVATE)
     except OSError as error:
         raise CannotMake(f"{error.filename or folder} cannot be written: {error.strerror or error}") from error
-    return made.written
+    return files.written
 
 
 class _Folder:
@@ -94,27 +94,27 @@ class _Folder:
         self.written.append(name)
 
 
-def _users(made: _Folder, host: str, port: int) -> None:
+def _users(files: _Folder, host: str, port: int) -> None:
     """ROLE.env first, which has the password, then users.acl: what a call that died has left undone is completed.
 
     Rules that an operator changed stay: a user's line is written anew only where it is not of its password.
     """
     lines = {"default": "user default off"}
-    if not made.lacks("users.acl"):
-        text = (made.path / "users.acl").read_text()
+    if not files.lacks("users.acl"):
+        text = (files.path / "users.acl").read_text()
         lines = {line.split()[1]: line for line in text.splitlines() if line.startswith("user ")}
     before = dict(lines)
     lines.setdefault("probe", PROBE_LINE)
     for role in ROLES:
         name = f"{role}.env"
-        if made.lacks(name):
+        if files.lacks(name):
             url = f"rediss://{role}:{secrets.token_urlsafe(32)}@{_in_url(host)}:{port}/0?ssl_ca_certs={quote(CA)}"
-            made.write(name, f"BROKER_URL={url}\nSTORE_URL={url}\n", _PRIVATE)
-        line = user_line(role, _password(made.path / name))
+            files.write(name, f"BROKER_URL={url}\nSTORE_URL={url}\n", _PRIVATE)
+        line = user_line(role, _password(files.path / name))
         if line.split()[4] not in lines.get(role, "").split():
             lines[role] = line
-    if lines != before or made.lacks("users.acl"):
-        made.replace("users.acl", "".join(f"{line}\n" for line in lines.values()), _MOUNTED)
+    if lines != before or files.lacks("users.acl"):
+        files.replace("users.acl", "".join(f"{line}\n" for line in lines.values()), _MOUNTED)
 
 
 def _password(file: Path) -> str:
@@ -129,28 +129,28 @@ def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _certificates(made: _Folder, hosts: Sequence[str]) -> None:
+def _certificates(files: _Folder, hosts: Sequence[str]) -> None:
     """An authority of this deployment's own, and the server's certificate by it. The authority's key may be kept
     elsewhere once both are made."""
-    ca, certificate = made.path / "ca.crt", made.path / "valkey.crt"
-    if made.lacks("ca.crt"):
+    ca, certificate = files.path / "ca.crt", files.path / "valkey.crt"
+    if files.lacks("ca.crt"):
         certificate.unlink(missing_ok=True)
-        _pair(made, "ca", _PRIVATE, "Penstock deployment CA", AUTHORITY)
-    if made.lacks("valkey.key", "valkey.crt"):
-        key = made.path / "ca.key"
+        _pair(files, "ca", _PRIVATE, "Penstock deployment CA", AUTHORITY)
+    if files.lacks("valkey.key", "valkey.crt"):
+        key = files.path / "ca.key"
         if not key.exists():
             raise CannotMake(
                 f"{key} is missing, by which the server's certificate is signed: bring it back, or --force"
             )
         names = ",".join(dict.fromkeys(map(_name, [*hosts, "localhost", "127.0.0.1"])))
         extensions = (*SERVER, f"subjectAltName={names}")
-        _pair(made, "valkey", _MOUNTED, "Penstock store", extensions, "-CA", str(ca), "-CAkey", str(key))
+        _pair(files, "valkey", _MOUNTED, "Penstock store", extensions, "-CA", str(ca), "-CAkey", str(key))
 
 
-def _pair(made: _Folder, name: str, mode: int, subject: str, extensions: Sequence[str], *signed: str) -> None:
+def _pair(files: _Folder, name: str, mode: int, subject: str, extensions: Sequence[str], *signed: str) -> None:
     """A key and its certificate. The old certificate goes first: a key without one is made again."""
-    (made.path / f"{name}.crt").unlink(missing_ok=True)
-    with tempfile.TemporaryDirectory(dir=made.path, prefix=".new-") as temporary:
+    (files.path / f"{name}.crt").unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(dir=files.path, prefix=".new-") as temporary:
         key, certificate = Path(temporary, "key"), Path(temporary, "crt")
         _openssl(
             *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-sha256", "-noenc"),
@@ -158,8 +158,8 @@ def _pair(made: _Folder, name: str, mode: int, subject: str, extensions: Sequenc
             *("-keyout", str(key), "-out", str(certificate), *signed),
             *(word for text in extensions for word in ("-addext", text)),
         )
-        made.replace(f"{name}.key", key.read_text(), mode)
-        made.replace(f"{name}.crt", certificate.read_text(), _MOUNTED)
+        files.replace(f"{name}.key", key.read_text(), mode)
+        files.replace(f"{name}.crt", certificate.read_text(), _MOUNTED)
 
 
 def _name(host: str) -> str:

@@ -62,23 +62,23 @@ def attempts(record: Record, now_ms: float, orphaned: bool = False) -> list[Atte
     """Those that are kept in the record: the first 32 deaths, the first 32 times that it was given back, and the last
     start. `orphaned`: the last one's worker died, and nobody has written that yet."""
     runs = record.runs
-    found: list[tuple[int, Attempt]] = []
+    numbered: list[tuple[int, Attempt]] = []
     for name in ("lost", "given_back"):
-        said = record.json(name)
-        for one in said if isinstance(said, list) else ():
+        entries = record.json(name)
+        for entry in entries if isinstance(entries, list) else ():
             with suppress(*BROKEN):  # what is none is left out
-                found.append(_ended(one, runs))
+                numbered.append(_ended(entry, runs))
     last = record.count("claims")
-    if last and record.status != "queued" and all(start != last for start, _ in found):
-        found.append((last, _last(record, runs.get(last), now_ms, orphaned)))
-    return [attempt for _, attempt in sorted(found, key=lambda one: (one[1].at or now_ms, one[0]))]
+    if last and record.status != "queued" and all(start != last for start, _ in numbered):
+        numbered.append((last, _last(record, runs.get(last), now_ms, orphaned)))
+    return [attempt for _, attempt in sorted(numbered, key=lambda entry: (entry[1].at or now_ms, entry[0]))]
 
 
-def _ended(said: Mapping[str, Any], runs: Mapping[int, Run]) -> tuple[int, Attempt]:
+def _ended(entry: Mapping[str, Any], runs: Mapping[int, Run]) -> tuple[int, Attempt]:
     """One that ended before the task did, with its number; 0: an earlier release wrote no number."""
-    start, began, at = int(said.get("start", 0)), said.get("began"), int(said["at"])
-    why = str(said.get("why", "died"))
-    return start, _attempt(runs.get(start), str(said["owner"]), why, began, at, at, int(said["entries"]))
+    start, began, at = int(entry.get("start", 0)), entry.get("began"), int(entry["at"])
+    why = str(entry.get("why", "died"))
+    return start, _attempt(runs.get(start), str(entry["owner"]), why, began, at, at, int(entry["entries"]))
 
 
 def _last(record: Record, run: Run | None, now_ms: float, orphaned: bool) -> Attempt:
@@ -122,10 +122,10 @@ def phases(record: Record, now_ms: float) -> dict[str, float]:
     begins = [record.time("created"), record.time("queued"), started, record.first_step, first, last or finished]
     if begins[3] is None and first is not None:
         begins[2:4] = [None, started]
-    known = [(name, at) for name, at in zip(PHASES, begins, strict=True) if at is not None]
+    begun = [(name, at) for name, at in zip(PHASES, begins, strict=True) if at is not None]
     settled = record.time("settled")
-    ends = [at for _, at in known[1:]] + [settled if settled is not None else now_ms]
-    return {name: round(max(0.0, end - at) / 1000, 3) for (name, at), end in zip(known, ends, strict=False)}
+    ends = [at for _, at in begun[1:]] + [settled if settled is not None else now_ms]
+    return {name: round(max(0.0, end - at) / 1000, 3) for (name, at), end in zip(begun, ends, strict=False)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,28 +136,28 @@ class Reason:
     message: str
 
 
-def reasons(seen: Observation) -> list[Reason]:
+def reasons(observed: Observation) -> list[Reason]:
     """Empty for a task that does not wait, or that nothing keeps but the moment that it takes to be fetched."""
-    if seen.record.status == "in_progress":
-        return [*(_workers if seen.orphaned else _inside)(seen)]
-    if seen.record.status != "queued":
+    if observed.record.status == "in_progress":
+        return [*(_workers if observed.orphaned else _inside)(observed)]
+    if observed.record.status != "queued":
         return []
-    if seen.record.fields["status"] == "submitting":
+    if observed.record.fields["status"] == "submitting":
         return [Reason("submitting", "its message is on its way into the queue; a sweeper sends it if its sender died")]
-    if seen.standing is not None and seen.standing.due_s is not None:
-        said = f"its message was given back with a delay, and is due in {seen.standing.due_s:.1f} s"
-        return [Reason("delayed", said), *_workers(seen)]
-    if seen.fetched:
-        said = "its message is in no queue: a worker has fetched it and not begun, or is giving it back"
-        return [Reason("fetched", said), *_workers(seen)]
-    return [*_workers(seen), *_tasks_ahead(seen), *_room(seen), *_held_back(seen)]
+    if observed.queue_position is not None and observed.queue_position.due_s is not None:
+        text = f"its message was given back with a delay, and is due in {observed.queue_position.due_s:.1f} s"
+        return [Reason("delayed", text), *_workers(observed)]
+    if observed.fetched:
+        text = "its message is in no queue: a worker has fetched it and not begun, or is giving it back"
+        return [Reason("fetched", text), *_workers(observed)]
+    return [*_workers(observed), *_tasks_ahead(observed), *_room(observed), *_held_back(observed)]
 
 
-def _inside(seen: Observation) -> Iterator[Reason]:
+def _inside(observed: Observation) -> Iterator[Reason]:
     """Why its worker does not compute it, as of the worker's latest heartbeat."""
-    for worker in seen.workers:
+    for worker in observed.workers:
         waits = worker.get("waits")
-        why = waits.get(seen.record.fields.get("claim")) if isinstance(waits, dict) else None
+        why = waits.get(observed.record.fields.get("claim")) if isinstance(waits, dict) else None
         if why is None:
             continue
         name = worker.get("worker")
@@ -166,9 +166,11 @@ def _inside(seen: Observation) -> Iterator[Reason]:
         elif _busy(worker):
             yield Reason("workers_full", f"the worker is full: {_load(worker)}")
         else:
-            free = _free_tokens(seen, worker)
+            free = _free_tokens(observed, worker)
             has = "too little is" if free is None else f"{free} are"
-            yield Reason("kv_room", f"it may need {seen.tokens} tokens of KV cache, and {has} free in worker {name}")
+            yield Reason(
+                "kv_room", f"it may need {observed.tokens} tokens of KV cache, and {has} free in worker {name}"
+            )
 
 
 def _busy(worker: Lease) -> bool:
@@ -177,35 +179,35 @@ def _busy(worker: Lease) -> bool:
     return running is not None and capacity is not None and running >= capacity
 
 
-def _workers(seen: Observation) -> Iterator[Reason]:
+def _workers(observed: Observation) -> Iterator[Reason]:
     """Why nobody takes tasks of its version."""
-    if seen.ready:
+    if observed.ready:
         return
-    if not seen.workers and seen.unable:
-        up = ", ".join(sorted({str(worker.get("release") or "before 0.2.0") for worker in seen.unable}))
-        needed = levels.release_of(seen.level) or "a later one"
+    if not observed.workers and observed.unable:
+        up = ", ".join(sorted({str(worker.get("release") or "before 0.2.0") for worker in observed.unable}))
+        needed = levels.release_of(observed.level) or "a later one"
         yield Reason("release_missing", f"it needs a worker of release {needed}, and those that are up are of {up}")
         return
-    if not seen.workers:
-        yield Reason("no_worker", f"no worker serves {seen.pool.name}")
-    for worker in seen.workers:
+    if not observed.workers:
+        yield Reason("no_worker", f"no worker serves {observed.pool.name}")
+    for worker in observed.workers:
         why = ", ".join(map(str, worker.get("unready") or ())) or "it drains"
         yield Reason("worker_not_ready", f"worker {worker.get('worker')} takes no tasks: {why}")
-    yield from _scaling(seen)
+    yield from _scaling(observed)
 
 
-def _held_back(seen: Observation) -> Iterator[Reason]:
+def _held_back(observed: Observation) -> Iterator[Reason]:
     """Workers that take no tasks where others do."""
-    held = [worker for worker in seen.workers if worker.get("unready")]
-    if held and seen.ready:
-        why = "; ".join(f"{worker.get('worker')}: {', '.join(map(str, worker['unready']))}" for worker in held)
-        verb = "takes" if len(held) == 1 else "take"
-        yield Reason("workers_held_back", f"{len(held)} of {len(seen.workers)} workers {verb} no tasks: {why}")
+    unready = [worker for worker in observed.workers if worker.get("unready")]
+    if unready and observed.ready:
+        why = "; ".join(f"{worker.get('worker')}: {', '.join(map(str, worker['unready']))}" for worker in unready)
+        verb = "takes" if len(unready) == 1 else "take"
+        yield Reason("workers_held_back", f"{len(unready)} of {len(observed.workers)} workers {verb} no tasks: {why}")
 
 
-def _scaling(seen: Observation) -> Iterator[Reason]:
-    state = seen.scaling
-    if state is None and seen.led:
+def _scaling(observed: Observation) -> Iterator[Reason]:
+    state = observed.scaling
+    if state is None and observed.led:
         yield Reason("not_scaled", "the autoscaler has not decided on it yet, or does not scale it")
     elif state is None:
         yield Reason("not_scaled", "no autoscaler starts one: start a worker, or `penstock autoscaler`")
@@ -214,11 +216,11 @@ def _scaling(seen: Observation) -> Iterator[Reason]:
     elif not sane(state.get("wanted")):
         yield Reason("not_worth_a_start", f"the autoscaler wants no worker now: {state.get('reason')}")
     else:
-        yield Reason("cold_start", f"a worker is starting{_last_start(seen)}")
+        yield Reason("cold_start", f"a worker is starting{_last_start(observed)}")
 
 
-def _last_start(seen: Observation) -> str:
-    phases = dict(seen.profile.cold_start)
+def _last_start(observed: Observation) -> str:
+    phases = dict(observed.profile.cold_start)
     total = phases.pop("total", None)
     if total is None:
         return ""
@@ -227,39 +229,43 @@ def _last_start(seen: Observation) -> str:
     return f"; the last start took {total:.1f} s{part}"
 
 
-def _tasks_ahead(seen: Observation) -> Iterator[Reason]:
+def _tasks_ahead(observed: Observation) -> Iterator[Reason]:
     """Tasks that go first."""
-    if seen.better:
-        yield Reason("better_tiers", f"{counted(seen.better)} of better tiers {_go(seen.better)} first")
-    if seen.later:
-        said = f"{counted(seen.later)} of the tier {seen.record.tier} that need a later release {_go(seen.later)} first"
-        yield Reason("later_release", said)
-    if seen.standing is not None and seen.standing.ahead:
-        same, goes = counted(seen.standing.ahead), _go(seen.standing.ahead)
-        whose = "came before it" if seen.standing.exact else f"{goes} first, by time or because it is others' turn"
-        yield Reason("same_tier" if seen.standing.exact else "turns", f"{same} of the tier {seen.record.tier} {whose}")
+    tier = observed.record.tier
+    if observed.better:
+        yield Reason("better_tiers", f"{counted(observed.better)} of better tiers {_go(observed.better)} first")
+    if observed.later:
+        tasks = f"{counted(observed.later)} of the tier {tier}"
+        yield Reason("later_release", f"{tasks} that need a later release {_go(observed.later)} first")
+    position = observed.queue_position
+    if position is not None and position.ahead:
+        tasks, verb = f"{counted(position.ahead)} of the tier {tier}", _go(position.ahead)
+        if position.exact:
+            yield Reason("same_tier", f"{tasks} came before it")
+        else:
+            yield Reason("turns", f"{tasks} {verb} first, by time or because it is others' turn")
 
 
 def _go(count: int) -> str:
     return "goes" if count == 1 else "go"
 
 
-def _room(seen: Observation) -> Iterator[Reason]:
+def _room(observed: Observation) -> Iterator[Reason]:
     """Workers that have no room for it."""
-    if not seen.ready:
+    if not observed.ready:
         return
-    if seen.used >= STARTED[keys.TIERS.get(seen.record.tier, keys.TIERS["default"])[0]]:
-        said = f"the store is full ({seen.used:.0%} of its maxmemory), and workers start no task of its tier"
-        yield Reason("storage_full", said)
-    full = [worker for worker in seen.ready if _full(worker)]
-    if len(full) == len(seen.ready):
+    if observed.used >= STARTED[keys.TIERS.get(observed.record.tier, keys.TIERS["default"])[0]]:
+        text = f"the store is full ({observed.used:.0%} of its maxmemory), and workers start no task of its tier"
+        yield Reason("storage_full", text)
+    full = [worker for worker in observed.ready if _full(worker)]
+    if len(full) == len(observed.ready):
         count = f"all {len(full)} workers are" if len(full) > 1 else "the worker is"
         yield Reason("workers_full", f"{count} full: {'; '.join(map(_load, full))}")
         return
-    free = [room for worker in seen.ready if (room := _free_tokens(seen, worker)) is not None]
-    if free and len(free) == len(seen.ready) and seen.tokens > max(free):
-        said = f"it may need {seen.tokens} tokens of KV cache, and no worker has more than {max(free)} free"
-        yield Reason("kv_room", said)
+    free = [room for worker in observed.ready if (room := _free_tokens(observed, worker)) is not None]
+    if free and len(free) == len(observed.ready) and observed.tokens > max(free):
+        text = f"it may need {observed.tokens} tokens of KV cache, and no worker has more than {max(free)} free"
+        yield Reason("kv_room", text)
 
 
 def _full(worker: Lease) -> bool:
@@ -271,10 +277,10 @@ def _load(worker: Lease) -> str:
     return f"{worker.get('worker')} generates {worker.get('running')} of {worker.get('capacity')} sequences"
 
 
-def _free_tokens(seen: Observation, worker: Lease) -> int | None:
+def _free_tokens(observed: Observation, worker: Lease) -> int | None:
     """KV tokens that a worker has free, as far as its blocks say; None where it does not say."""
     used, blocks = sane(worker.get("kv_blocks_used")), sane(worker.get("kv_blocks_total"))
-    capacity = sane(seen.profile.kv_capacity)
+    capacity = sane(observed.profile.kv_capacity)
     if used is None or not blocks or capacity is None:
         return None
     return int((blocks - used) / blocks * capacity)
@@ -322,64 +328,64 @@ async def explain(store: Redis, broker: Broker, record: Record) -> Explanation:
     return explanation(await look(store, broker, record))
 
 
-def explanation(seen: Observation) -> Explanation:
-    record, why = seen.record, reasons(seen)
-    estimate = estimated(seen)
+def explanation(observed: Observation) -> Explanation:
+    record, why = observed.record, reasons(observed)
+    estimate = estimated(observed)
     return Explanation(
         record.id,
         record.status,
-        summary(seen, why, estimate),
-        seen.ahead,
-        bool(seen.standing and seen.standing.exact and not seen.better and not seen.later),
-        sum(seen.pool.queued.values()),
+        summary(observed, why, estimate),
+        observed.ahead,
+        bool(observed.queue_position and observed.queue_position.exact and not observed.better and not observed.later),
+        sum(observed.pool.queued.values()),
         why,
         estimate,
-        record.fields.get("owner") if record.status == "in_progress" and not seen.orphaned else None,
+        record.fields.get("owner") if record.status == "in_progress" and not observed.orphaned else None,
         record.count("claims"),
-        attempts(record, seen.now_ms, seen.orphaned),
-        phases(record, seen.now_ms),
+        attempts(record, observed.now_ms, observed.orphaned),
+        phases(record, observed.now_ms),
     )
 
 
-def estimated(seen: Observation) -> Estimate:
+def estimated(observed: Observation) -> Estimate:
     """Reckoned from the throughput that workers of the version measured, and what each task took of it on average, if
     this one may need as much. A task that runs for longer than that has no estimate of its end."""
-    rate, per_task, knee = seen.profile.tokens_per_s, seen.profile.tokens_per_task, seen.profile.knee
-    if not rate or not per_task or not knee or seen.record.final:
+    rate, per_task, knee = observed.profile.tokens_per_s, observed.profile.tokens_per_task, observed.profile.knee
+    if not rate or not per_task or not knee or observed.record.final:
         return Estimate()
-    service = knee * min(per_task, seen.tokens or per_task) / rate
-    if seen.record.status == "in_progress" and not seen.orphaned:
-        left = service - (seen.now_ms - (seen.record.time("started") or seen.now_ms)) / 1000
-        return Estimate(0.0, left if left > 0 else None)
-    start = _start(seen, rate / per_task, knee)
+    service = knee * min(per_task, observed.tokens or per_task) / rate
+    if observed.record.status == "in_progress" and not observed.orphaned:
+        remaining = service - (observed.now_ms - (observed.record.time("started") or observed.now_ms)) / 1000
+        return Estimate(0.0, remaining if remaining > 0 else None)
+    start = _start(observed, rate / per_task, knee)
     return Estimate(start, None if start is None else start + service)
 
 
-def _start(seen: Observation, tasks_per_s: float, knee: float) -> float | None:
+def _start(observed: Observation, tasks_per_s: float, knee: float) -> float | None:
     """Seconds until it starts. `tasks_per_s`, `knee`: of one worker."""
-    wait = 0.0 if seen.standing is None else seen.standing.due_s or 0.0
-    workers = len(seen.ready)
+    wait = 0.0 if observed.queue_position is None else observed.queue_position.due_s or 0.0
+    workers = len(observed.ready)
     if not workers:
-        cold, state = seen.profile.cold_start.get("total"), seen.scaling or {}
+        cold, state = observed.profile.cold_start.get("total"), observed.scaling or {}
         workers = int(sane(state.get("wanted")) or 0)
         if not workers or cold is None or state.get("trouble"):
             return None
         wait += cold
-    if seen.ahead is None:
-        return None if seen.standing is None else wait
-    running = sum(sane(one.get(name)) or 0 for one in seen.ready for name in ("running", "waiting"))
-    before = max(0.0, seen.ahead - max(0.0, workers * knee - running))
+    if observed.ahead is None:
+        return None if observed.queue_position is None else wait
+    running = sum(sane(worker.get(name)) or 0 for worker in observed.ready for name in ("running", "waiting"))
+    before = max(0.0, observed.ahead - max(0.0, workers * knee - running))
     return wait + before / (workers * tasks_per_s)
 
 
-def summary(seen: Observation, why: list[Reason], estimate: Estimate) -> str:
+def summary(observed: Observation, why: list[Reason], estimate: Estimate) -> str:
     """One sentence."""
-    record = seen.record
+    record = observed.record
     if record.final:
         error = record.json("error")
-        said = f": {error.get('message')}" if isinstance(error, dict) else ""
-        return f"It has ended: {record.status}{said}"
-    if seen.orphaned:
+        message = f": {error.get('message')}" if isinstance(error, dict) else ""
+        return f"It has ended: {record.status}{message}"
+    if observed.orphaned:
         because = f"; {why[0].message}" if why else ""
         return f"It waits for another worker: {record.fields.get('owner')} died, or was cut off{because}."
     if record.status == "in_progress":
@@ -387,10 +393,10 @@ def summary(seen: Observation, why: list[Reason], estimate: Estimate) -> str:
             return f"It is at {record.fields.get('owner')}, and waits there: {why[0].message}."
         end = _in(", and ends", estimate.ends_in_s)
         return f"It runs on {record.fields.get('owner')}; tokens so far: {sum(record.nexts)}{end}."
-    place = "It waits" if seen.ahead is None else f"It waits, with {counted(seen.ahead)} before it,"
-    because = f": {why[0].message}" if why else ", and is about to be taken" if seen.ahead == 0 else ""
-    return f"{place} in the tier {record.tier}{because}{_in('; it starts', estimate.starts_in_s)}."
+    beginning = "It waits" if observed.ahead is None else f"It waits, with {counted(observed.ahead)} before it,"
+    because = f": {why[0].message}" if why else ", and is about to be taken" if observed.ahead == 0 else ""
+    return f"{beginning} in the tier {record.tier}{because}{_in('; it starts', estimate.starts_in_s)}."
 
 
-def _in(what: str, seconds: float | None) -> str:
-    return "" if seconds is None else f"{what} in about {seconds:.1f} s"
+def _in(clause: str, seconds: float | None) -> str:
+    return "" if seconds is None else f"{clause} in about {seconds:.1f} s"

@@ -46,7 +46,7 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class Unfinished:
     """Tasks that the sweeper will finish unless another process does: their number, and the oldest one's wait."""
 
     count: int = 0
@@ -75,9 +75,9 @@ class Fleet:
 
     pools: list[Pool]
     dead_letters: int = 0
-    submitting: Left = Left()
-    unsettled: Left = Left()
-    to_compact: Left = Left()
+    submitting: Unfinished = Unfinished()
+    unsettled: Unfinished = Unfinished()
+    to_compact: Unfinished = Unfinished()
     sweeper_leads: bool = False
     swept: dict[str, int] = field(default_factory=dict)
     webhooks: Backlog = field(default_factory=lambda: Backlog({}, {}))
@@ -104,12 +104,14 @@ async def read_fleet(store: Redis, broker: Broker) -> Fleet:
             for command in (("ZCARD", index), ("ZRANGE", index, "0", "0", "WITHSCORES"))
         ),
     )
-    models, about, leads, swept, now, *rest = await aexecute_many(store, commands)
+    models, pool_entries, leads, swept, now, *answers = await ask(store, commands)
     at = seconds(now)
-    scaling, left = _scaling(*rest[:5]), rest[5:]
-    pools, dead_letters = await _pools(store, broker, _served(models, about))
-    submitting, unsettled, to_compact = (_left(*one, at) for one in zip(left[::2], left[1::2], strict=True))
-    done = {text(what): int(count) for what, count in swept.items()}
+    scaling, index_answers = _scaling(*answers[:5]), answers[5:]
+    pools, dead_letters = await _pools(store, broker, _served(models, pool_entries))
+    submitting, unsettled, to_compact = (
+        _unfinished(*answer, at) for answer in zip(index_answers[::2], index_answers[1::2], strict=True)
+    )
+    done = {text(duty): int(count) for duty, count in swept.items()}
     return Fleet(
         pools,
         dead_letters,
@@ -150,11 +152,11 @@ async def _pools(store: Redis, broker: Broker, served: Mapping[str, str]) -> tup
 
 
 def _scaling(leader: Any, states: Any, retries: Any, measured: Any, rollouts: Any) -> Scaling:
-    asked = {text(pool): sane(parsed_value(at)) for pool, at in retries.items()}
+    retried = {text(pool): sane(parsed_value(at)) for pool, at in retries.items()}
     return Scaling(
         text(leader or ""),
         read_states(states),
-        {pool: at for pool, at in asked.items() if at is not None},
+        {pool: at for pool, at in retried.items() if at is not None},
         read_profiles(measured),
         {text(model): parsed(rollout) for model, rollout in rollouts.items()},
     )
@@ -162,17 +164,17 @@ def _scaling(leader: Any, states: Any, retries: Any, measured: Any, rollouts: An
 
 def _served(models: Mapping[Any, Any], pools: Mapping[Any, Any]) -> dict[str, str]:
     """The queues that there are, by their models. What cannot be read of a card or a pool is left out."""
-    found: dict[str, str] = {}
+    served: dict[str, str] = {}
     for model, version in _versions(models).items():
-        found |= {keys.model_queue(model): model}
-        found |= dict.fromkeys(looked_after(keys.version_queue(model, version)), model) if version else {}
+        served |= {keys.model_queue(model): model}
+        served |= dict.fromkeys(looked_after(keys.version_queue(model, version)), model) if version else {}
     for queue, raw in pools.items():
-        about = parsed(raw)
-        if "model" in about and "version" in about:
-            model = str(about["model"])
-            own = (keys.version_queue(model, str(about["version"])), text(queue))
-            found |= {beside_it: model for name in own for beside_it in looked_after(name)}
-    return found
+        entry = parsed(raw)
+        if "model" in entry and "version" in entry:
+            model = str(entry["model"])
+            queue_names = (keys.version_queue(model, str(entry["version"])), text(queue))
+            served |= {queue_name: model for name in queue_names for queue_name in looked_after(name)}
+    return served
 
 
 def _versions(models: Mapping[Any, Any]) -> dict[str, str]:
@@ -180,5 +182,5 @@ def _versions(models: Mapping[Any, Any]) -> dict[str, str]:
     return {text(name): str(parsed(card).get("version") or "") for name, card in models.items()}
 
 
-def _left(count: int, first: list[Any], at: float) -> Left:
-    return Left(count, max(0.0, at - float(first[1]) / 1000) if first else 0.0)
+def _unfinished(count: int, first: list[Any], at: float) -> Unfinished:
+    return Unfinished(count, max(0.0, at - float(first[1]) / 1000) if first else 0.0)

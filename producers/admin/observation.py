@@ -49,9 +49,9 @@ async def count_tenants(store: Redis, message: Message, since: float) -> Counted
     if not 0 < tenants <= MAX_TENANTS:
         return NOTHING_COUNTED
     sizes_of = _look_up(index, skipped, before) if message.tenant else ()
-    counts, *found = await ask(store, [("HGETALL", keys.WAITING_TENANTS), *sizes_of])
+    counts, *samples = await ask(store, [("HGETALL", keys.WAITING_TENANTS), *sizes_of])
     waiting = {text(name): int(number) for name, number in counts.items()}
-    sizes = [int(size) for some in found for size in some if size is not None and size.isdigit()]
+    sizes = [int(size) for sample in samples for size in sample if size is not None and size.isdigit()]
     share = before / whole if whole and whole >= LISTED_SHARE * waiting.get(message.tenant or "", 0) else None
     tokens = sum(sizes) / len(sizes) if sizes else None
     return Counted(waiting, share, tokens)
@@ -59,10 +59,10 @@ async def count_tenants(store: Redis, message: Message, since: float) -> Counted
 
 def _look_up(index: str, first: int, count: int) -> Iterator[tuple[str | int, ...]]:
     """Commands for the tokens of tasks from all over `count` of an index, the first of which has the place `first`."""
-    places = min(SAMPLE_OFFSETS, -(-count // SAMPLE_SIZE))
-    for place in range(places):
-        at = first + place * count // places
-        each = min(SAMPLE_SIZE, count - place * count // places)
+    samples = min(SAMPLE_OFFSETS, -(-count // SAMPLE_SIZE))
+    for sample in range(samples):
+        at = first + sample * count // samples
+        each = min(SAMPLE_SIZE, count - sample * count // samples)
         yield ("SORT_RO", index, "BY", "nosort", "LIMIT", at, each, "GET", f"{keys.task('*')}->tokens")
 
 
@@ -77,7 +77,7 @@ class Observation:
     """The queue of the task's version: what waits there, by tier."""
     workers: list[Lease] = field(default_factory=list)
     """Those that serve the version, and can do what it needs."""
-    standing: QueuePosition | None = None
+    queue_position: Standing | None = None
     """Its place in its tier; None if it does not wait there, or the broker tells no order."""
     profile: Profile = field(default_factory=Profile)
     scaling: Mapping[str, Any] | None = None
@@ -100,46 +100,41 @@ class Observation:
     @property
     def ready(self) -> list[Lease]:
         """Workers that take tasks."""
-        return [one for one in self.workers if not one.get("draining") and not one.get("unready")]
+        return [worker for worker in self.workers if not worker.get("draining") and not worker.get("unready")]
 
     @property
     def tokens(self) -> int:
         """KV tokens that it may need; 0 where its record does not say."""
-        said = self.record.fields.get("tokens", "")
-        return int(said) if said.isdecimal() else 0
+        tokens = self.record.fields.get("tokens", "")
+        return int(tokens) if tokens.isdecimal() else 0
 
     @property
     def better(self) -> int:
         """Tasks of better tiers that wait for the same version, as far as its workers take them."""
         rank = keys.TIERS.get(self.record.tier, keys.TIERS["default"])[0]
-        queues = [self.pool, *(queue for level, queue in self.others.items() if level <= self._taken)]
-        return sum(
-            count
-            for queue in queues
-            for tier, count in queue.queued.items()
-            if keys.TIERS[tier][0] < rank
-        )
+        queues = [self.pool, *(queue for level, queue in self.others.items() if level <= self._common_level)]
+        return sum(count for queue in queues for tier, count in queue.queued.items() if keys.TIERS[tier][0] < rank)
 
     @property
     def later(self) -> int:
         """Tasks of its tier that go before it because they need a later release. What was begun goes before those."""
         if "fingerprint" in self.record.fields:
             return 0
-        queues = (queue for level, queue in self.others.items() if self.level < level <= self._taken)
+        queues = (queue for level, queue in self.others.items() if self.level < level <= self._common_level)
         return sum(queue.queued.get(self.record.tier, 0) for queue in queues)
 
     @property
-    def _taken(self) -> int:
+    def _common_level(self) -> int:
         """The highest level from which all that may take it take tasks; another worker may come to it at once."""
         workers = self.ready or self.workers
-        return min((int(sane(one.get("level")) or 0) for one in workers), default=max(self.level, levels.LEVEL))
+        return min((int(sane(worker.get("level")) or 0) for worker in workers), default=max(self.level, levels.LEVEL))
 
     @property
     def ahead(self) -> int | None:
         """All tasks that go before it; None if that is not known."""
-        if self.standing is None or self.standing.due_s is not None:
+        if self.queue_position is None or self.queue_position.due_s is not None:
             return None
-        return self.better + self.later + self.standing.ahead
+        return self.better + self.later + self.queue_position.ahead
 
 
 async def look(store: Redis, broker: Broker, record: Record) -> Observation:
@@ -148,37 +143,37 @@ async def look(store: Redis, broker: Broker, record: Record) -> Observation:
     queue = record.fields.get("queue", "")
     name = queue.removeprefix(keys.model_queue(""))
     version, level = levels.split(name)
-    its = [pool for pool in fleet.pools if takes_from(levels.split(pool.name)[0], version)]
-    workers: list[Lease] = [worker for one in its for worker in one.workers]
+    pools = [pool for pool in fleet.pools if takes_from(levels.split(pool.name)[0], version)]
+    workers: list[Lease] = [worker for pool in pools for worker in pool.workers]
     able = [worker for worker in workers if (sane(worker.get("level")) or 0) >= level]
-    pool = next((pool for pool in its if pool.name == name), Pool(name, record.model))
+    pool = next((pool for pool in pools if pool.name == name), Pool(name, record.model))
     message = _message(record)
-    standing = None
+    position = None
     if message is not None:
         counted = await count_tenants(store, message, fleet.at - pool.oldest_s.get(record.tier, fleet.at))
-        standing = await _standing(broker, record, message, counted)
+        position = await _queue_position(broker, record, message, counted)
     return Observation(
         record,
         fleet.at * 1000,
         pool,
         able,
-        standing,
+        position,
         fleet.scaling.profiles.get(version, Profile()),
         _scaling(fleet, record.model, version),
         bool(fleet.scaling.leads),
-        message is not None and standing is None and broker.capabilities.front_of_queue,
+        message is not None and position is None and broker.capabilities.front_of_queue,
         await _orphaned(store, record),
         [worker for worker in workers if worker not in able],
         level,
-        _others(its, version, level),
+        _others(pools, version, level),
         (await read_storage(store)).ratio,
     )
 
 
-def _others(pools: Sequence[Pool], version: str, own: int) -> dict[int, Pool]:
+def _others(pools: Sequence[Pool], version: str, own_level: int) -> dict[int, Pool]:
     """The version's queues by their levels, but for its own."""
     named = [(*levels.split(pool.name), pool) for pool in pools]
-    return {level: pool for queue, level, pool in named if queue == version and level != own}
+    return {level: pool for queue, level, pool in named if queue == version and level != own_level}
 
 
 async def _orphaned(store: Redis, record: Record) -> bool:
@@ -201,13 +196,13 @@ def _message(record: Record) -> Message | None:
         return None
 
 
-async def _standing(broker: Broker, record: Record, message: Message, counted: TenantCounts) -> QueuePosition | None:
+async def _queue_position(broker: Broker, record: Record, message: Message, counted: Counted) -> Standing | None:
     if "fingerprint" in record.fields:  # it was begun: its message goes back to its pool, while that has a worker
-        own = keys.Pool(record.model, record.fields.get("version", ""), record.fields["fingerprint"]).queue
-        own = levels.queue_of(own, levels.split(message.queue)[1])
-        if (found := await broker.queue_position(replace(message, queue=own), counted)) is not None:
-            return found
-    return await broker.queue_position(message, counted)
+        queue = keys.Pool(record.model, record.fields.get("version", ""), record.fields["fingerprint"]).queue
+        queue = levels.queue_of(queue, levels.split(message.queue)[1])
+        if (position := await broker.standing(replace(message, queue=queue), counted)) is not None:
+            return position
+    return await broker.standing(message, counted)
 
 
 def _scaling(fleet: Fleet, model: str, version: str) -> Mapping[str, Any] | None:

@@ -40,14 +40,14 @@ class Sealed:
 async def seal_all(store: Redis, keyring: Keyring) -> Sealed:
     """Encrypt all secrets with the first key. Raises redis.exceptions.RedisError or OSError; call it again then."""
     done = Sealed()
-    for one in await endpoints.every(store):
+    for endpoint in await endpoints.every(store):
         try:
-            changed = _resealed(one.secrets, keyring) != one.secrets
+            changed = _resealed(endpoint.secrets, keyring) != endpoint.secrets
         except SecretUnreadable:
             done.unreadable += 1
             continue
         if changed:
-            await endpoints.change(store, one.id, lambda one: _endpoint(one, keyring), None)
+            await endpoints.change(store, endpoint.id, lambda endpoint: _endpoint(endpoint, keyring), None)
             done.endpoints += 1
     done.tenants = await _tenants(store, keyring, done)
     done.tasks = await _fields(store, keys.task("*"), "webhook_secret", keyring, done)
@@ -55,12 +55,14 @@ async def seal_all(store: Redis, keyring: Keyring) -> Sealed:
     return done
 
 
-def _resealed(one: Secrets, keyring: Keyring) -> Secrets:
-    return replace(one, secret=keyring.seal(one.secret), old=None if one.old is None else keyring.seal(one.old))
+def _resealed(secrets: Secrets, keyring: Keyring) -> Secrets:
+    return replace(
+        secrets, secret=keyring.seal(secrets.secret), old=None if secrets.old is None else keyring.seal(secrets.old)
+    )
 
 
-def _endpoint(one: Endpoint, keyring: Keyring) -> Endpoint:
-    return replace(one, secrets=_resealed(one.secrets, keyring))
+def _endpoint(endpoint: Endpoint, keyring: Keyring) -> Endpoint:
+    return replace(endpoint, secrets=_resealed(endpoint.secrets, keyring))
 
 
 async def _tenants(store: Redis, keyring: Keyring, done: Sealed) -> int:
@@ -88,8 +90,8 @@ async def _fields(store: Redis, pattern: str, field: str, keyring: Keyring, done
         async with store.pipeline(transaction=False) as pipe:
             for name in page:
                 pipe.hget(name, field)
-            found = await pipe.execute()
-        for name, stored in zip(page, found, strict=True):
+            values = await pipe.execute()
+        for name, stored in zip(page, values, strict=True):
             if stored is None or keyring.is_current(text(stored)):
                 continue
             try:

@@ -41,20 +41,20 @@ async def tenants(client: AsyncClient) -> tuple[list[Tenant], int]:
     cards, pools = await client.store.hgetall(keys.MODELS), await client.store.hgetall(keys.POOLS)
     waiting, unsorted = await client.broker.tenants(sorted(takers_of(_texts(pools), _texts(cards))))
     weights = await client.broker.weights()
-    found = [Tenant(name, weights.get(name, 1.0)) for name in sorted(weights.keys() | waiting.keys())]
-    for one in found:
-        one.waiting |= waiting.get(one.name, {})
-    return found, unsorted
+    rows = [Tenant(name, weights.get(name, 1.0)) for name in sorted(weights.keys() | waiting.keys())]
+    for tenant in rows:
+        tenant.waiting |= waiting.get(tenant.name, {})
+    return rows, unsorted
 
 
-async def limit(store: Redis, tenant: str, asked: Mapping[str, Any], actor: Actor) -> Limits:
+async def limit(store: Redis, tenant: str, requested: Mapping[str, Any], actor: Actor) -> Limits:
     """Change a tenant's limits (LIMITED); None unsets one. What was counted stays counted.
 
     Raises InvalidTask, TooManyTenants, redis.exceptions.RedisError or OSError.
     """
     tenant = FIELDS["tenant"]("tenant", tenant)
-    given = read(asked, LIMITED)
-    return await change(store, tenant, lambda old: limited(old, given), actor.did("tenant.limit", tenant, tenant))
+    values = read(requested, LIMITED)
+    return await change(store, tenant, lambda old: limited(old, values), actor.did("tenant.limit", tenant, tenant))
 
 
 def _texts(raw: Mapping[Any, Any]) -> dict[str, str]:

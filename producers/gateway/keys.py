@@ -19,14 +19,14 @@ from producers.admin import keys as admin
 from producers.admin.keys import (
     CHANGEABLE,
     LONGEST_S,
+    MAX_LIMIT,
     MAX_MODELS,
+    MAX_MONEY,
     MAX_NAME,
     MAX_OVERLAP_S,
-    MOST,
-    MOST_MONEY,
     USUAL,
     KeyEnded,
-    about,
+    view,
 )
 from producers.contract import keys
 from producers.contract.task import MAX_TENANT
@@ -62,7 +62,7 @@ KEPT: dict[str, str] = {
 }
 MONEY: dict[str, Any] = {
     "type": ["string", "number"],
-    "description": f"most that a month's tasks (UTC) may cost, in the currency of the prices; up to {MOST_MONEY}",
+    "description": f"most that a month's tasks (UTC) may cost, in the currency of the prices; up to {MAX_MONEY}",
 }
 ROTATE: dict[str, Any] = {
     "type": "object",
@@ -90,7 +90,7 @@ def _names(maximum: int, description: str, known: tuple[str, ...] = ()) -> dict[
 
 def count(description: str) -> dict[str, Any]:
     """The schema of a limit."""
-    return {"type": "integer", "minimum": 1, "maximum": MOST, "description": f"{description}; unset: no limit"}
+    return {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "description": f"{description}; unset: no limit"}
 
 
 #: Those of a key, and those of a tenant alone.
@@ -186,7 +186,7 @@ class KeyView(LimitsView):
 
     @classmethod
     def of(cls, record: Key, **more: Any) -> Self:
-        return cls(**about(record, time.time()), **more)
+        return cls(**view(record, time.time()), **more)
 
 
 class KeyWithSecret(KeyView):
@@ -235,7 +235,7 @@ async def listed(
     """List all keys, the newest first."""
     if not BEGINNING.fullmatch(prefix):  # what was sent instead may be a secret, which no answer repeats
         raise invalid_value("prefix", "prefix must be the beginning of a key's id, without its secret")
-    matches = await admin.found(_store(request), prefix, tenant)
+    matches = await admin.matching(_store(request), prefix, tenant)
     return KeyList(data=[KeyView.of(key) for key in matches])
 
 

@@ -21,38 +21,38 @@ from producers.contract.stream import failure, summary
 log = logging.getLogger(__name__)
 
 #: Most remembered ids of stored results; forgotten ones are only checked again.
-MANY: Final = 100_000
+MAX_REMEMBERED: Final = 100_000
 
 
 class CeleryResults:
-    """`wait` queues a task's result, and `tell` stores the queued ones."""
+    """`wait` queues a task's result, and `store_waiting` stores the queued ones."""
 
     def __init__(self, client: AsyncClient, store: str) -> None:
         self._client = client
         self._store = store
-        self._told: set[str] = set()
+        self._stored: set[str] = set()
         self._waiting: list[str] = []
 
     def wait(self, task_id: str) -> None:
         """Queue a final task whose message no worker has."""
-        if task_id not in self._told:
+        if task_id not in self._stored:
             self._waiting.append(task_id)
 
-    async def tell(self) -> int:
+    async def store_waiting(self) -> int:
         """Store the queued results. Returns their number. Raises the store's errors; later sweeps store the rest."""
         waiting, self._waiting = self._waiting, []
-        if len(self._told) > MANY:
-            self._told.clear()
-        told = 0
+        if len(self._stored) > MAX_REMEMBERED:
+            self._stored.clear()
+        stored = 0
         for task_id in waiting:
             record = Record.parse(task_id, await self._client.store.hgetall(keys.task(task_id)))
             if record.plain and record.final:
                 result = await self._client.get(task_id).result(raise_for_status=False)
-                told += await asyncio.to_thread(self._tell, record, summary(result))
+                stored += await asyncio.to_thread(self._store_one, record, summary(result))
                 if not await self._client.store.exists(record.key):  # deleted since: nobody else looks for its result
                     await self._client.store.unlink(keys.celery_result(task_id))
-            self._told.add(task_id)
-        return told
+            self._stored.add(task_id)
+        return stored
 
     async def fail(self, task_ids: Iterable[str], error: Mapping[str, Any]) -> None:
         """Store this error, as a record has it, for messages that have no record; a result that is there stands."""
@@ -65,7 +65,7 @@ class CeleryResults:
             if self._backend.get_state(task_id) not in states.READY_STATES:
                 self._backend.store_result(task_id, failure(error), states.FAILURE)
 
-    def _tell(self, record: Record, result: dict[str, Any]) -> bool:
+    def _store_one(self, record: Record, result: dict[str, Any]) -> bool:
         from celery import states
 
         backend = self._backend

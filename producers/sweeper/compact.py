@@ -57,10 +57,10 @@ class Compacted:
 
 @dataclass(slots=True)
 class Moving:
-    """The place of blocks that have `least` bytes or more together. After a failure, none go there for REST_S."""
+    """The place of blocks that have `min_size` bytes or more together. After a failure, none go there for REST_S."""
 
     blobs: Blobs
-    least: int
+    min_size: int
     rests_until: float = 0.0
 
     def takes(self, size: int) -> bool:
@@ -81,25 +81,25 @@ async def compact(client: AsyncClient, age_ms: int = AGE_MS, moving: Moving | No
         (page,) = await client.run(once(Read((query,))))
         ids = [text(task_id) for task_id in page]
         for start in range(0, len(ids), BATCH):
-            kept += await _some(client, ids[start : start + BATCH], done, moving)
+            kept += await _compact_page(client, ids[start : start + BATCH], done, moving)
         if len(page) < PAGE:
             return done
 
 
-async def _some(client: AsyncClient, ids: Sequence[str], done: Compacted, moving: Moving | None) -> int:
+async def _compact_page(client: AsyncClient, ids: Sequence[str], done: Compacted, moving: Moving | None) -> int:
     """Compact these streams, at once. Returns how many stay in the index: unreadable ones, or changed meanwhile."""
-    asked = [command for task_id in ids for command in (("HGET", keys.task(task_id), "settled"), _page(task_id, 0))]
-    answers = await client.run(once(Read(tuple(asked))))
+    commands = [command for task_id in ids for command in (("HGET", keys.task(task_id), "settled"), _page(task_id, 0))]
+    answers = await client.run(once(Read(tuple(commands))))
     at_once = asyncio.Semaphore(AT_ONCE)
 
-    async def one(task_id: str, settled: bytes | None, first: list[Any]) -> bool:
+    async def compact_bounded(task_id: str, settled: bytes | None, first: list[Any]) -> bool:
         async with at_once:
-            return await _one(client, task_id, settled, first, done, moving)
+            return await _compact_stream(client, task_id, settled, first, done, moving)
 
-    return sum(await asyncio.gather(*map(one, ids, answers[::2], answers[1::2])))
+    return sum(await asyncio.gather(*map(compact_bounded, ids, answers[::2], answers[1::2])))
 
 
-async def _one(
+async def _compact_stream(
     client: AsyncClient, task_id: str, settled: bytes | None, first: list[Any], done: Compacted, moving: Moving | None
 ) -> bool:
     """Compact a stream. Returns whether it stays in the index."""
@@ -110,8 +110,8 @@ async def _one(
         return False
     size = sum(map(len, blocks))
     reference = None if moving is None or not moving.takes(size) else await _moved(client, moving, task_id, blocks)
-    left = [] if reference is not None else blocks
-    answer = text(await client.run(once(protocol.compact(task_id, int(settled or 0), count, left, reference))))
+    inline_blocks = [] if reference is not None else blocks
+    answer = text(await client.run(once(protocol.compact(task_id, int(settled or 0), count, inline_blocks, reference))))
     if answer == "done":
         done.streams += 1
         done.entries += count
@@ -144,19 +144,19 @@ def _write(blobs: Blobs, name: str, blocks: Sequence[bytes]) -> None:
         writer.commit()
 
 
-async def _blocks(client: AsyncClient, task_id: str, found: list[Any]) -> tuple[list[bytes], int, bool]:
-    """The stream's blocks, its number of entries, and whether it is complete. `found`: its first page."""
+async def _blocks(client: AsyncClient, task_id: str, page: list[Any]) -> tuple[list[bytes], int, bool]:
+    """The stream's blocks, its number of entries, and whether it is complete. `page`: its first page."""
     blocks: list[bytes] = []
     count, whole, last = 0, True, b""
-    while found:
-        whole = whole and [stream_position(name) for name, _ in found] == list(range(count, count + len(found)))
-        count += len(found)
-        entries = [fields[b"e"] for _, fields in found]
+    while page:
+        whole = whole and [stream_position(name) for name, _ in page] == list(range(count, count + len(page)))
+        count += len(page)
+        entries = [fields[b"e"] for _, fields in page]
         last = entries[-1]
         blocks.append(await asyncio.to_thread(pack, entries))
-        if len(found) < BLOCK:
+        if len(page) < BLOCK:
             break
-        (found,) = await client.run(once(Read((_page(task_id, count),))))
+        (page,) = await client.run(once(Read((_page(task_id, count),))))
     return blocks, count, whole and bool(last) and "end" in json.loads(last)
 
 

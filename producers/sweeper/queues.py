@@ -68,22 +68,22 @@ class OrphanedQueues:
         Raises redis.exceptions.RedisError or OSError; then the waiting times begin anew.
         """
         since, self._since = self._since, {}
-        pools = {text(queue): text(about) for queue, about in (await self._store.hgetall(keys.POOLS)).items()}
+        pools = {text(queue): text(entry) for queue, entry in (await self._store.hgetall(keys.POOLS)).items()}
         takers = takers_of(pools)
         workers = await self._broker.workers()
         served = {worker.queue for worker in workers if worker.left is not None}
         now = time.monotonic()
-        found = {queue: since.get(queue, now) for queue, its in takers.items() if not served & set(its)}
-        late = [queue for queue, first in found.items() if queue in since and now - first >= self._patience_s]
+        unserved_since = {queue: since.get(queue, now) for queue, its in takers.items() if not served & set(its)}
+        late = [queue for queue, first in unserved_since.items() if queue in since and now - first >= self._patience_s]
         reaped = recalled = 0
         for worker in workers:
             if worker.queue in late and worker.left is None:
                 reaped += max(0, await self._broker.reap(worker.incarnation))
-        for pool, about in pools.items():
-            for queue, target in zip(looked_after(pool), looked_after(version_queue_of(about)), strict=True):
+        for pool, entry in pools.items():
+            for queue, target in zip(looked_after(pool), looked_after(version_queue_of(entry)), strict=True):
                 if queue in late or (queue != pool and pool not in late):
                     recalled += await self._moved(queue, target)
-        for version in {version_queue_of(about) for about in pools.values()}:
+        for version in {version_queue_of(entry) for entry in pools.values()}:
             for level in emptied():
                 recalled += await self._moved(queue_of(version, level), version)
         for queue, its in takers.items():
@@ -95,7 +95,7 @@ class OrphanedQueues:
                 log.warning("All workers of %s are gone: %d tasks that they had sorted are in its lists", queue, back)
         if reaped:
             log.warning("%d deliveries of workers that are gone, and that no other follows, are in the lists", reaped)
-        self._since = found
+        self._since = unserved_since
         return reaped, recalled
 
     async def _moved(self, pool: str, queue: str) -> int:
@@ -113,9 +113,9 @@ class OrphanedQueues:
         return moved
 
 
-def retire(queue: str, about: str) -> Call:
+def retire(queue: str, entry: str) -> Call:
     """RETIRE: forget a pool. Answers 1, or 0 if the pool has changed."""
-    return Call(script(PACKAGE, "retire"), (keys.POOLS,), (queue, about))
+    return Call(script(PACKAGE, "retire"), (keys.POOLS,), (queue, entry))
 
 
 @dataclass(slots=True)
@@ -144,7 +144,7 @@ class RetiredPools:
         self._retire_after_s = retire_after_s
         self._patience_s = patience_s
         self._unserved_since: dict[str, float] = {}
-        self._told: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
         self._waiting: dict[str, int] = {}
         self._empty_since: dict[str, float] = {}
 
@@ -152,19 +152,19 @@ class RetiredPools:
         """Handle all pools once. Raises redis.exceptions.RedisError or OSError."""
         pruned = Pruned()
         measured = await self._store.hkeys(keys.PROFILES)  # first: a worker announces its pool before it measures
-        pools = {text(queue): text(about) for queue, about in (await self._store.hgetall(keys.POOLS)).items()}
+        pools = {text(queue): text(entry) for queue, entry in (await self._store.hgetall(keys.POOLS)).items()}
         serving = {worker.queue for worker in await self._broker.workers()}
         cards = {text(model): text(card) for model, card in (await self._store.hgetall(keys.MODELS)).items()}
         takers, resting = takers_of(pools, cards), await self._resting(cards)
         queues = [queue for queue, its in takers.items() if not serving & set(its)]
-        for known in (self._unserved_since, self._told):
-            for queue in known.keys() - set(queues):
-                del known[queue]
+        for remembered in (self._unserved_since, self._reported):
+            for queue in remembered.keys() - set(queues):
+                del remembered[queue]
         self._waiting = {}
         for queue in queues:
             self._waiting[queue] = await self._prune(queue, takers[queue], pruned)
             if queue not in resting:
-                self._tell(queue, self._waiting[queue])
+                self._report(queue, self._waiting[queue])
         current = takers_of({}, cards)
         for queue in pools.keys() - serving:
             version = version_queue_of(pools[queue])
@@ -178,20 +178,24 @@ class RetiredPools:
 
     async def _resting(self, cards: dict[str, str]) -> set[str]:
         """The queues of pools for which an autoscaler wants no worker now: it starts one when their tasks are due."""
-        (seconds, _), found = await self._store.time(), await states(self._store)
-        names = {name for name, one in found.items() if one.get("wanted") == 0 and is_fresh(one.get("at"), seconds)}
+        (seconds, _), decisions = await self._store.time(), await states(self._store)
+        names = {
+            name
+            for name, decision in decisions.items()
+            if decision.get("wanted") == 0 and is_fresh(decision.get("at"), seconds)
+        }
         versions = {model: f"{model}@{_version(card)}" for model, card in cards.items()}
         names |= {versions[name] for name in names & versions.keys()}
         names |= {model for model, current in versions.items() if current in names}
         return {queue for name in names for queue in looked_after(keys.model_queue(name))}
 
-    def _tell(self, queue: str, waiting: int) -> None:
+    def _report(self, queue: str, waiting: int) -> None:
         """Log the number of waiting tasks whenever it has changed."""
         now = time.monotonic()
         late = now - self._unserved_since.setdefault(queue, now) >= self._patience_s
-        if late and waiting and waiting != self._told.get(queue):
+        if late and waiting and waiting != self._reported.get(queue):
             log.warning("%d tasks wait in %s, which no worker serves: start one for it, or cancel them", waiting, queue)
-            self._told[queue] = waiting
+            self._reported[queue] = waiting
 
     async def _prune(self, queue: str, pools: Sequence[str], pruned: Pruned) -> int:
         """Return held-back and sorted messages to the lists and drop useless ones. Returns the number that is left."""
@@ -199,17 +203,17 @@ class RetiredPools:
             pass
         while await self._broker.recall(queue, pools, PAGE) == PAGE:
             pass
-        removed, left = await self._broker.prune(queue, self._over, PAGE)
+        removed, remaining = await self._broker.prune(queue, self._over, PAGE)
         pruned.messages += removed
-        return left
+        return remaining
 
     async def _over(self, page: Iterable[bytes]) -> dict[bytes, str]:
         """Messages, with their tasks, that CLAIM would answer with `done` or `erased`.
 
         Their tasks are settled or deleted, or were a client's and have no record any more.
         """
-        found = [(raw, headers) for raw in page if (headers := task_headers(raw)) is not None]
-        ids = [headers["id"] for _, headers in found]
+        messages = [(raw, headers) for raw in page if (headers := task_headers(raw)) is not None]
+        ids = [headers["id"] for _, headers in messages]
         answers = await ask(
             self._store,
             [
@@ -220,11 +224,11 @@ class RetiredPools:
         records, erased = answers[: len(ids)], answers[len(ids) :]
         return {
             raw: headers["id"]
-            for (raw, headers), (status, settled), gone in zip(found, records, erased, strict=True)
+            for (raw, headers), (status, settled), gone in zip(messages, records, erased, strict=True)
             if settled is not None or (status is None and (gone or not is_plain(headers)))
         }
 
-    async def _retire(self, queues: Sequence[str], about: str, pruned: Pruned) -> None:
+    async def _retire(self, queues: Sequence[str], entry: str, pruned: Pruned) -> None:
         """The pool whose own queue is the first; the others go with it, unless they are served."""
         queue = queues[0]
         if any(self._waiting.get(name) for name in queues):
@@ -232,7 +236,7 @@ class RetiredPools:
             return
         since = self._empty_since.setdefault(queue, time.monotonic())
         # A worker that announces the pool again changes its entry, which holds the time.
-        if time.monotonic() - since >= self._retire_after_s and await arun(self._store, retire(queue, about)):
+        if time.monotonic() - since >= self._retire_after_s and await arun(self._store, retire(queue, entry)):
             log.info("pool %s is forgotten: no worker serves it, and nothing is left of it", queue)
             for name in queues:
                 if name in self._waiting:
@@ -251,8 +255,8 @@ def unserved(task_id: str, error: str, version: str, after_s: float, workers: Se
 
     `version`: its version's queue; `after_s`: how old it has to be; `workers`: the incarnations that the broker lists
     with the version's pools."""
-    about: list[str | int] = [task_id, error, version, int(after_s * 1000), *workers]
-    return Call(script(PACKAGE, "unserved"), (keys.task(task_id), keys.stream(task_id)), about)
+    arguments: list[str | int] = [task_id, error, version, int(after_s * 1000), *workers]
+    return Call(script(PACKAGE, "unserved"), (keys.task(task_id), keys.stream(task_id)), arguments)
 
 
 class UnservedTasks:
@@ -288,10 +292,10 @@ class UnservedTasks:
         """End tasks. Returns their number. Raises redis.exceptions.RedisError or OSError."""
         pools: dict[str, list[str]] = {}
         models: dict[str, str] = {}
-        for pool, about in (await self._store.hgetall(keys.POOLS)).items():
-            version = version_queue_of(text(about))
+        for pool, entry in (await self._store.hgetall(keys.POOLS)).items():
+            version = version_queue_of(text(entry))
             pools.setdefault(version, []).append(text(pool))
-            models[text(pool)] = models[version] = parsed(about)["model"]
+            models[text(pool)] = models[version] = parsed(entry)["model"]
         listed = await self._broker.workers()
         up = {model: await self._leases(_names(listed, models, model)) for model in set(models.values())}
         since, kinds, self._since, ended = self._since, self._kinds, {}, 0
@@ -325,21 +329,21 @@ class UnservedTasks:
         now, kept = time.monotonic(), self._kinds[queue]
 
         async def over(page: Iterable[bytes]) -> dict[bytes, str]:
-            found: dict[bytes, str] = {}
+            expired: dict[bytes, str] = {}
             named: dict[str, set[str]] = {}
             for raw in page:
-                if (known := kind_of(raw)) is None:
+                if (id_and_kind := kind_of(raw)) is None:
                     continue
-                task_id, kind = known
+                task_id, kind = id_and_kind
                 first = since.get(task_id, now)
                 if len(kept) < KINDS and now - first < self._after_s:
                     kept[task_id] = first
                 else:
-                    found[raw] = task_id
+                    expired[raw] = task_id
                     named.setdefault(kind, set()).add(task_id)
             for kind, ids in named.items():
                 await self._results.fail(ids, _unknown(kind, leases))
-            return found
+            return expired
 
         reason = f"release_missing: no worker that is up ({_up(leases)}) knows its kind"
         ended, _ = await self._broker.prune(queue, over, PAGE, reason)
@@ -357,12 +361,12 @@ class UnservedTasks:
         ended, plain = 0, set[str]()
 
         async def settles(page: Iterable[bytes]) -> dict[bytes, str]:
-            found = {raw: task_headers(raw) or {} for raw in page}
-            return {raw: headers["id"] for raw, headers in found.items() if headers.get("id") in plain}
+            by_message = {raw: task_headers(raw) or {} for raw in page}
+            return {raw: headers["id"] for raw, headers in by_message.items() if headers.get("id") in plain}
 
         async def over(page: Iterable[bytes]) -> dict[bytes, str]:
             nonlocal ended
-            found = {}
+            removable = {}
             for raw in page:
                 headers = task_headers(raw)
                 if headers is None:
@@ -375,8 +379,8 @@ class UnservedTasks:
                     if is_celerys:
                         plain.add(task_id)
                     else:
-                        found[raw] = task_id
-            return found
+                        removable[raw] = task_id
+            return removable
 
         await self._broker.prune(queue, over, PAGE)
         if plain:
@@ -398,11 +402,11 @@ def _up(leases: Sequence[Mapping[str, Any]]) -> str:
 
 def _unknown(kind: str, leases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The error of a message of a kind that nobody knows."""
-    said = f"No worker that is up knows {kind!r}: it is misspelt, or of a later release than theirs ({_up(leases)})."
-    return {"code": "release_missing", "message": said, "param": None}
+    text = f"No worker that is up knows {kind!r}: it is misspelt, or of a later release than theirs ({_up(leases)})."
+    return {"code": "release_missing", "message": text, "param": None}
 
 
 def _error(level: int, leases: Sequence[Mapping[str, Any]]) -> str:
     needed = levels.release_of(level) or "later"
-    said = f"The task needs a worker of release {needed}; those that serve its model are of release {_up(leases)}."
-    return error_json("release_missing", said)
+    text = f"The task needs a worker of release {needed}; those that serve its model are of release {_up(leases)}."
+    return error_json("release_missing", text)

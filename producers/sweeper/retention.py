@@ -219,7 +219,7 @@ async def _remove_all(
     """Remove all that is found, a page at a time, some at once. Returns how many."""
     done, at_once = 0, asyncio.Semaphore(FILES_AT_ONCE)
 
-    async def one(name: str) -> bool:
+    async def remove_one(name: str) -> bool:
         async with at_once:
             try:
                 await remove(store, blobs, name)
@@ -229,7 +229,7 @@ async def _remove_all(
             return True
 
     while names := await find(store, FILES_PAGE):
-        removed = sum(await asyncio.gather(*map(one, names)))
+        removed = sum(await asyncio.gather(*map(remove_one, names)))
         done += removed
         if len(names) < FILES_PAGE or not removed:
             break
@@ -258,8 +258,8 @@ async def trim_outbox(
     which may be gone for good: after a while they are dead. Raises redis.exceptions.RedisError or OSError.
     """
     now = await backlog(store)
-    _report_late({place: due for place, due in now.due.items() if due.oldest_s > late_s})
-    sources = [place for place in now.due if place is not None]
+    _report_late({source: due for source, due in now.due.items() if due.oldest_s > late_s})
+    sources = [source for source in now.due if source is not None]
     given_up = sum([await _call_all(store, partial(untaken, source, untaken_s)) for source in sources])
     delivered = await _call_all(store, partial(trim, "delivered", delivered_kept_s, DELIVERED_LIMIT))
     dead = await _call_all(store, partial(trim, "dead", dead_kept_s, DEAD_LIMIT))
@@ -275,7 +275,7 @@ def _report_late(late: Mapping[str | None, Due]) -> None:
             webhooks.rows,
             webhooks.oldest_s,
         )
-    replies = [f"{one.rows} of {source}, due since {one.oldest_s:.0f} s" for source, one in late.items() if source]
+    replies = [f"{due.rows} of {source}, due since {due.oldest_s:.0f} s" for source, due in late.items() if source]
     if replies:
         warn_throttled(
             log,

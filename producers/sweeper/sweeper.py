@@ -198,12 +198,12 @@ async def run(
 
     async with asyncio.TaskGroup() as group:
         group.create_task(_repeat(client, submitting, every_s, condition))
-        for what, sweep, often_s in (
+        for counter, sweep, often_s in (
             ("unread", readers.sweep, readers.every_s),
             ("expired", expire_late, DEADLINES_EVERY_S),
             ("settled", orphans.sweep, every_s),
         ):
-            group.create_task(_repeat(client, partial(_steps, client, what, sweep), often_s, condition))
+            group.create_task(_repeat(client, partial(_steps, client, counter, sweep), often_s, condition))
 
 
 async def lead(
@@ -295,8 +295,8 @@ async def _duties(
     async def end_unserved() -> Counts:
         return {"unserved": await undone.sweep()}
 
-    async def tell() -> Counts:
-        return {"told": await results.tell()}
+    async def store_celery_results() -> Counts:
+        return {"told": await results.store_waiting()}
 
     async def add_up() -> Counts:
         if journal is not None:
@@ -318,7 +318,7 @@ async def _duties(
             windows = {"window": settings.batch_lines, "max_lines": settings.tenant_lines}
             batches = Batches(client, blobs, endpoints, partial(_count, client), **windows)
             group.create_task(batches.run(min(BATCHES_EVERY_S, settings.every)))
-        often: tuple[Duty, ...] = (tell, pack, returned, end_unserved, add_up)
+        often: tuple[Duty, ...] = (store_celery_results, pack, returned, end_unserved, add_up)
         expired_files = partial(_named, "files", partial(remove_files, client.store, blobs))
         removals = (partial(_named, "removed", pools.sweep), partial(_named, "removed", stale.sweep))
         deleted = partial(_named, "erased", partial(erase, client, journal))
@@ -335,13 +335,13 @@ async def _kept(journal: Journal) -> Counts:
     return {"journaled": await journal.keep()}
 
 
-async def _steps(client: AsyncClient, what: str, sweep: Callable[[], Steps[int]]) -> Counts:
-    return {what: await client.run(sweep())}
+async def _steps(client: AsyncClient, counter: str, sweep: Callable[[], Steps[int]]) -> Counts:
+    return {counter: await client.run(sweep())}
 
 
-async def _named(what: str, sweep: Callable[[], Awaitable[Any]]) -> Counts:
+async def _named(prefix: str, sweep: Callable[[], Awaitable[Any]]) -> Counts:
     """A sweep's counts, each by its own name."""
-    return {f"{what}_{name}": count for name, count in asdict(await sweep()).items()}
+    return {f"{prefix}_{name}": count for name, count in asdict(await sweep()).items()}
 
 
 async def _repeat(client: AsyncClient, work: Duty, every_s: float, condition: Condition | None = None) -> None:
@@ -349,9 +349,9 @@ async def _repeat(client: AsyncClient, work: Duty, every_s: float, condition: Co
     while True:
         try:
             async with asyncio.timeout(LIMIT_S):
-                done = {what: count for what, count in (await work()).items() if count}
+                done = {counter: count for counter, count in (await work()).items() if count}
                 if done:
-                    log.info("swept: %s", ", ".join(f"{count} {what}" for what, count in done.items()))
+                    log.info("swept: %s", ", ".join(f"{count} {counter}" for counter, count in done.items()))
                     await _count(client, done)
             condition.succeeded(work)
         except FAILURES as error:

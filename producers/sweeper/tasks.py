@@ -165,7 +165,7 @@ class Orphans:
             (page,) = yield Read((query,))
             for task_id, at in zip(map(text, page[::2]), page[1::2], strict=True):
                 gone = int(float(at)) < now - self.patience_ms
-                answer = yield from self._one(task_id, gone)
+                answer = yield from self._settle(task_id, gone)
                 settled += answer == "settled"
                 kept += answer in ("owned", "message", "unusable")
             if len(page) < 2 * PAGE:
@@ -173,7 +173,7 @@ class Orphans:
         self._round, self._after = self._round + 1, until
         return settled
 
-    def _one(self, task_id: str, gone: bool) -> Steps[str]:
+    def _settle(self, task_id: str, gone: bool) -> Steps[str]:
         try:
             answer = text((yield protocol.orphan(task_id, gone=gone)))
         except FAILURES as error:

@@ -96,7 +96,9 @@ async def measure(url: str, folder: str, asked: argparse.Namespace) -> dict[str,
             settings = GatewaySettings(url, url, sweep=False, files_dir=folder, **more)
             ports.append(await _served(settings, stack))
         store = await stack.enter_async_context(Redis.from_url(url))
-        plenty = {name: keys.MOST for name in COUNTED if asked.limits and name != "budget_money"}  # which needs prices
+        plenty = {
+            name: keys.MAX_LIMIT for name in COUNTED if asked.limits and name != "budget_money"
+        }  # which needs prices
         _, key = await keys.create(store, {"tenant": TENANT, **plenty}, Actor("bench"))
         return figures(*await asyncio.to_thread(_in_turns, ports, key, asked.tasks, asked.connections))
 

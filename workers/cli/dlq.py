@@ -127,7 +127,7 @@ def replay(
             else:
                 outcome |= {"task_id": done.task_id}
                 if not as_json:
-                    again = f"runs again as {done.task_id}" if done.anew else "is back in its list"
+                    again = f"runs again as {done.task_id}" if done.new_task else "is back in its list"
                     say(f"{letter.key} {again}")
             if as_json:
                 typer.echo(json.dumps(outcome))

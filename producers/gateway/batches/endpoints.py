@@ -134,7 +134,7 @@ class LineEndpoints:
         body: Mapping[str, Any],
     ) -> Planned | Answer:
         """A line's task within limits, and its charge. Its text is counted here, as the gateway counts a caller's."""
-        task, card = plan.task, plan.known.card
+        task, card = plan.task, plan.resolved_model.card
         context, work = int(card["context_length"]), _work(accounts, task.tenant)
         try:
             if task.messages is not None:

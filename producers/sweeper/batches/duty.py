@@ -62,10 +62,10 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, tenant: str) -> AsyncGenerator[None]:
-        own, users = self._tenants.setdefault(tenant, (asyncio.Semaphore(self._of_a_tenant), []))
+        semaphore, users = self._tenants.setdefault(tenant, (asyncio.Semaphore(self._of_a_tenant), []))
         users.append(None)
         try:
-            async with own, self._places:
+            async with semaphore, self._places:
                 yield
         finally:
             users.pop()
@@ -109,20 +109,20 @@ class Batches:
                 try:
                     for batch_id in await batches.open_batches(self._store):
                         if batch_id not in running:
-                            task = running[batch_id] = asyncio.create_task(self._one(batch_id), name=batch_id)
+                            task = running[batch_id] = asyncio.create_task(self._advance(batch_id), name=batch_id)
                             task.add_done_callback(lambda ended: running.pop(ended.get_name()))
                     await batches.trim(self._store, int(time.time() * 1000))
                 except FAILURES as error:
                     warn_throttled(log, "cannot ask the store for batches, trying again: %s", error)
                 await asyncio.sleep(every_s)
         finally:
-            left = list(running.values())
-            for task in left:
+            steps = list(running.values())
+            for task in steps:
                 task.cancel()
-            if left:
-                await asyncio.wait(left)
+            if steps:
+                await asyncio.wait(steps)
 
-    async def _one(self, batch_id: str) -> None:
+    async def _advance(self, batch_id: str) -> None:
         """Take one batch as far as it goes now."""
         try:
             while done := await self._step(batch_id):
@@ -148,13 +148,13 @@ class Batches:
                 return {} if _is_beyond(batch) else await self._validate(batch)
             return await self._go_on(batch)
         except BlobNotFound:
-            said = f"The input {batch.input_file} is gone."
+            text = f"The input {batch.input_file} is gone."
             if await files.get(self._store, batch.input_file) is not None:
-                said = (
+                text = (
                     f"The content of the input {batch.input_file} is not in the sweeper's place of files (--files-dir)."
                 )
-                log.warning("batch %s fails: %s Sources, gateways and sweepers share one place", batch.id, said)
-            return await self._fail(batch, [Reason("input_file_gone", said)])
+                log.warning("batch %s fails: %s Sources, gateways and sweepers share one place", batch.id, text)
+            return await self._fail(batch, [Reason("input_file_gone", text)])
         except BadLine as error:
             return await self._fail(batch, [Reason(error.code, f"The input has changed: {error}")])
 
@@ -195,7 +195,7 @@ class Batches:
         if closing(batch):
             async with self._long_steps.turn(batch.tenant):
                 done["batches_ended"] = int(await self._finisher.finish(batch) in batches.ENDED)
-        return {what: count for what, count in done.items() if count}
+        return {counter: count for counter, count in done.items() if count}
 
     async def _cancel_lines(self, batch: Batch) -> None:
         """Now and then: the store may have lost a cancel in a failover."""

@@ -33,8 +33,8 @@ class Answer:
 
     @classmethod
     def of_json(cls, kept: str) -> Self:
-        found = json.loads(kept)
-        return cls(found["status"], json.dumps(found["body"]).encode())
+        fields = json.loads(kept)
+        return cls(fields["status"], json.dumps(fields["body"]).encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Planned:
     it is charged to."""
 
     task: Task
-    known: Known
+    resolved_model: Known
     more: Mapping[str, str | int] = field(default_factory=dict)
     charge: Charge | None = None
 

@@ -84,8 +84,8 @@ class Expander:
         self._block = block
         self._window = window
 
-    async def expand(self, batch: Batch, most: int) -> int:
-        """Expand up to `most` lines. Returns their number; 0 if there is nothing to expand, or no room.
+    async def expand(self, batch: Batch, limit: int) -> int:
+        """Expand up to `limit` lines. Returns their number; 0 if there is nothing to expand, or no room.
 
         While one block is written to the servers, the next one is made ready. Raises redis.exceptions.RedisError,
         OSError, BlobNotFound and BadLine.
@@ -93,9 +93,9 @@ class Expander:
         line, offset, done = batch.count("line"), batch.count("offset"), 0
         if line == batch.total:
             return 0
-        most_of_tenant = await self._most(batch.tenant)
+        tenant_limit = await self._tenant_limit(batch.tenant)
         lines, size = await batches.lines_of(self._client.store, batch.tenant)
-        if lines >= most_of_tenant or size >= batches.MAX_BYTES:  # else a block would be made ready for nothing
+        if lines >= tenant_limit or size >= batches.MAX_BYTES:  # else a block would be made ready for nothing
             return 0
         storage = await read_storage(self._client.store)
         if storage.limit and storage.used + await promised(self._client.store) >= PRESSED * storage.limit:
@@ -103,7 +103,7 @@ class Expander:
             return 0
         over = time.monotonic() + EXPAND_S
         coming = self._begin(batch, line, offset)
-        while coming is not None and done < most:
+        while coming is not None and done < limit:
             try:
                 ready = await coming
             finally:
@@ -111,43 +111,45 @@ class Expander:
             if not ready.block.entries:  # a minute's requests are used up
                 break
             line, offset = line + len(ready.block.entries), ready.block.entries[-1].offset
-            goes_on = done + len(ready.block.entries) < most and time.monotonic() < over
+            goes_on = done + len(ready.block.entries) < limit and time.monotonic() < over
             coming = self._begin(batch, line, offset) if goes_on else None
             try:
-                made = await self._make(batch, ready, most_of_tenant)
+                created = await self._make(batch, ready, tenant_limit)
             except BaseException:
                 if coming is not None:
                     coming.cancel()
                 raise
-            done += made
-            if worked := sum(number < ready.block.first + made for number in ready.worked):
+            done += created
+            if worked := sum(number < ready.block.first + created for number in ready.worked):
                 await self._endpoints.charge_refused(worked, batch.principal, batch.tenant or None)
-            if made < len(ready.block.entries):  # a limit keeps lines off; or another sweeper leads by now; or an end
+            if created < len(
+                ready.block.entries
+            ):  # a limit keeps lines off; or another sweeper leads by now; or an end
                 break
         if coming is not None:
             coming.cancel()
         return done
 
-    async def _most(self, tenant: str) -> int:
+    async def _tenant_limit(self, tenant: str) -> int:
         """The most lines of a tenant's batches in the store."""
         limits = await tenants.get(self._client.store, tenant)
         return self._max_lines if limits.max_lines is None else limits.max_lines
 
     def _begin(self, batch: Batch, line: int, offset: int) -> asyncio.Task[_Ready] | None:
         """Make the next block ready, in the background. None if there is none, or no room for it."""
-        most = min(self._block, (batch.total or 0) - line, self._window - (line - batch.count("written")))
+        limit = min(self._block, (batch.total or 0) - line, self._window - (line - batch.count("written")))
         size = min(BLOCK_BYTES, WINDOW_BYTES - (offset - batch.count("written_offset")))
-        if most <= 0 or size <= 0:
+        if limit <= 0 or size <= 0:
             return None
-        return asyncio.create_task(self._ready(batch, line, offset, most, size))
+        return asyncio.create_task(self._ready(batch, line, offset, limit, size))
 
-    async def _ready(self, batch: Batch, line: int, offset: int, most: int, size: int) -> _Ready:
-        found = await asyncio.to_thread(read_requests, self._blobs, batch, line, offset, most, size, self._ahead)
-        bodies = [request.body for request in found.requests]
+    async def _ready(self, batch: Batch, line: int, offset: int, limit: int, size: int) -> _Ready:
+        page = await asyncio.to_thread(read_requests, self._blobs, batch, line, offset, limit, size, self._ahead)
+        bodies = [request.body for request in page.requests]
         kept = batch.fields.get("prices")
         prices = None if kept is None else Prices.parse(kept)
         planned = await self._endpoints.tasks(batch.endpoint, bodies, batch.principal, batch.tenant or None, prices)
-        return await asyncio.to_thread(_block, batch, found, planned, self._endpoints.spent.to_json())
+        return await asyncio.to_thread(_block, batch, page, planned, self._endpoints.spent.to_json())
 
     async def _make(self, batch: Batch, ready: _Ready, max_lines: int) -> int:
         """Make a block's lines, as many as its accounts and its tenant's room allow. Returns how many are done."""
@@ -156,7 +158,7 @@ class Expander:
             return 0
         _, done, *spent = map(int, answer)
         first = ready.block.first
-        messages = [one for line, one in ready.messages.items() if line < first + done and line not in spent]
+        messages = [message for line, message in ready.messages.items() if line < first + done and line not in spent]
         await self._client.broker.send_many(messages)
         if messages:
             await arun(self._client.store, batches.queued([message.id for message in messages]))
@@ -175,28 +177,28 @@ def _shared(batch: Batch) -> Mapping[str, str | int]:
     return fields | ({"tenant": batch.tenant} if batch.tenant else {}) | ({"key": key} if key else {})
 
 
-def _block(batch: Batch, found: Requests, planned: Sequence[Planned | Answer], spent: str) -> _Ready:
+def _block(batch: Batch, page: Requests, planned: Sequence[Planned | Answer], spent: str) -> _Ready:
     entries: list[Entry] = []
     messages: dict[int, Message] = {}
     worked: list[int] = []
     accounts: Sequence[str] = ()
-    for line, (plan, behind) in enumerate(zip(planned, found.ends, strict=False), found.first):
+    for line, (plan, behind) in enumerate(zip(planned, page.ends, strict=False), page.first):
         if isinstance(plan, Answer):
             entries.append(Entry(behind, error=plan.to_json()))
             if plan.worked:
                 worked.append(line)
             continue
         task, name, fields, charge = plan.task, batches.task_id(batch.id, line), _fields(batch, line, plan), ""
-        tokens, at = int(fields["tokens"]), plan.known.now_ms()
+        tokens, at = int(fields["tokens"]), plan.resolved_model.now_ms()
         if plan.charge is not None:
-            accounts, charge = plan.charge.names, plan.charge.asked(task, plan.known.card, tokens)
+            accounts, charge = plan.charge.names, plan.charge.asked(task, plan.resolved_model.card, tokens)
         entries.append(Entry(behind, name, fields, charge))
         messages[line] = Message(name, str(fields["queue"]), task.tier, task.width, tokens, batch.tenant, at)
-    return _Ready(Block(found.first, entries, accounts, spent), messages, worked)
+    return _Ready(Block(page.first, entries, accounts, spent), messages, worked)
 
 
 def _fields(batch: Batch, line: int, plan: Planned) -> dict[str, str | int]:
     """A record's own fields."""
-    fields = record_fields(plan.task, plan.known) | dict(plan.more)
+    fields = record_fields(plan.task, plan.resolved_model) | dict(plan.more)
     fields["deadline"] = min(batch.deadline, int(fields.get("deadline", batch.deadline)))
     return fields | {"line": line}

@@ -83,20 +83,20 @@ def is_blank(line: Line) -> bool:
 
 def request_of(line: Line, url: str) -> Request:
     """The request in a line that is not blank. `url`: the batch's endpoint. Raises BadLine."""
-    found = _object(line)
-    custom_id = found.get("custom_id")
+    fields = _object(line)
+    custom_id = fields.get("custom_id")
     if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID:
-        raise _wrong(found, "custom_id", f"a text of 1 to {MAX_CUSTOM_ID} characters")
-    if found.get("method") != "POST":
-        raise _wrong(found, "method", '"POST"')
-    if found.get("url") != url:
-        raise _wrong(found, "url", f"{shown(url)}, the batch's endpoint", code="url_mismatch")
-    body = found.get("body")
+        raise _wrong(fields, "custom_id", f"a text of 1 to {MAX_CUSTOM_ID} characters")
+    if fields.get("method") != "POST":
+        raise _wrong(fields, "method", '"POST"')
+    if fields.get("url") != url:
+        raise _wrong(fields, "url", f"{shown(url)}, the batch's endpoint", code="url_mismatch")
+    body = fields.get("body")
     if not isinstance(body, dict):
-        raise _wrong(found, "body", f"an object: the request that {url} takes")
+        raise _wrong(fields, "body", f"an object: the request that {url} takes")
     model = body.get("model")
     if not isinstance(model, str) or not model:
-        raise _wrong(body, "model", "the name of a model", place="body.model")
+        raise _wrong(body, "model", "the name of a model", path="body.model")
     return Request(custom_id, body)
 
 
@@ -113,8 +113,8 @@ def check(
     `stop`: asked now and then whether to give up; the result is then of no use. Raises what `read` raises.
     """
     errors: list[Reason] = []
-    asked: set[str] = set()
-    seen = _Hashes()
+    named_models: set[str] = set()
+    custom_ids = _Hashes()
     count = 0
     for line in _not_blank(read(), stop):
         count += 1
@@ -124,10 +124,10 @@ def check(
             break
         try:
             request = request_of(line, url)
-            seen.add(request.custom_id)
-            if request.model not in asked:
+            custom_ids.add(request.custom_id)
+            if request.model not in named_models:
                 _check_model(request.model, models)
-                asked.add(request.model)
+                named_models.add(request.model)
         except BadLine as error:
             errors.append(Reason(error.code, str(error), line.number, error.param))
             if len(errors) == MAX_ERRORS:
@@ -135,10 +135,10 @@ def check(
     if not count:
         errors.append(Reason(code="empty_file", message="the file has no requests: it is empty"))
     room = MAX_ERRORS - len(errors)
-    if room and (repeated := seen.repeated(MAX_ERRORS)):
+    if room and (repeated := custom_ids.repeated(MAX_ERRORS)):
         errors += _repeats(_not_blank(read(), stop), url, repeated, room, max_lines)
     errors.sort(key=lambda error: error.line or 0)
-    return Checked(count, frozenset(asked), tuple(errors))
+    return Checked(count, frozenset(named_models), tuple(errors))
 
 
 def _not_blank(lines: Iterable[Line], stop: Callable[[], bool]) -> Iterator[Line]:
@@ -157,23 +157,23 @@ def _object(line: Line) -> dict[str, Any]:
     if len(data) > SMALL and (parts := count_parts(data, MAX_PARTS)) > MAX_PARTS:
         raise BadLine(f"the line has {parts} lists, objects and strings; at most {MAX_PARTS} are taken")
     try:
-        found = json.loads(data.decode())
+        value = json.loads(data.decode())
     except UnicodeDecodeError as error:
         raise BadLine(f"the line is not UTF-8: bad byte at {error.start}", code="invalid_json_line") from None
     except (ValueError, RecursionError) as error:
         raise BadLine(f"the line is not JSON: {error}", code="invalid_json_line") from None
-    if not isinstance(found, dict):
-        raise BadLine(f"the line is {shown(found)}; it must be a JSON object", code="invalid_json_line")
-    return found
+    if not isinstance(value, dict):
+        raise BadLine(f"the line is {shown(value)}; it must be a JSON object", code="invalid_json_line")
+    return value
 
 
 def _wrong(
-    found: dict[str, Any], name: str, wanted: str, *, place: str | None = None, code: str = "invalid_request"
+    fields: dict[str, Any], name: str, expected: str, *, path: str | None = None, code: str = "invalid_request"
 ) -> BadLine:
-    place = place or name
-    if found.get(name) is None:
-        return BadLine(f"{place} is missing; it must be {wanted}", code=code, param=place)
-    return BadLine(f"{place} is {shown(found[name])}; it must be {wanted}", code=code, param=place)
+    path = path or name
+    if fields.get(name) is None:
+        return BadLine(f"{path} is missing; it must be {expected}", code=code, param=path)
+    return BadLine(f"{path} is {shown(fields[name])}; it must be {expected}", code=code, param=path)
 
 
 def _check_model(model: str, models: Collection[str]) -> None:
@@ -198,27 +198,27 @@ class _Hashes:
         value = _hash(text)
         self._buckets[value >> 32].append(value & 0xFFFFFFFF)
 
-    def repeated(self, most: int) -> frozenset[int]:
-        """Up to `most` hashes that came more than once."""
-        found: set[int] = set()
-        for place, bucket in enumerate(self._buckets):
+    def repeated(self, limit: int) -> frozenset[int]:
+        """Up to `limit` hashes that came more than once."""
+        hashes: set[int] = set()
+        for index, bucket in enumerate(self._buckets):
             if len(set(bucket)) == len(bucket):
                 continue
-            seen: set[int] = set()
+            distinct: set[int] = set()
             for value in bucket:
-                if value in seen:
-                    found.add(place << 32 | value)
-                seen.add(value)
-                if len(found) >= most:
-                    return frozenset(found)
-        return frozenset(found)
+                if value in distinct:
+                    hashes.add(index << 32 | value)
+                distinct.add(value)
+                if len(hashes) >= limit:
+                    return frozenset(hashes)
+        return frozenset(hashes)
 
 
-def _repeats(lines: Iterable[Line], url: str, hashes: frozenset[int], most: int, max_lines: int) -> Iterator[Reason]:
-    """The lines whose custom_id, with one of these hashes, an earlier line has; up to `most`."""
+def _repeats(lines: Iterable[Line], url: str, hashes: frozenset[int], limit: int, max_lines: int) -> Iterator[Reason]:
+    """The lines whose custom_id, with one of these hashes, an earlier line has; up to `limit`."""
     first: dict[str, int] = {}
     for count, line in enumerate(lines):
-        if not most or count == max_lines:
+        if not limit or count == max_lines:
             return
         try:
             custom_id = request_of(line, url).custom_id
@@ -228,7 +228,7 @@ def _repeats(lines: Iterable[Line], url: str, hashes: frozenset[int], most: int,
             continue
         if custom_id in first:
             message = f"custom_id {shown(custom_id)} is that of line {first[custom_id]} already; each must be unique"
-            most -= 1
+            limit -= 1
             yield Reason(code="duplicate_custom_id", message=message, line=line.number, param="custom_id")
         else:
             first[custom_id] = line.number
@@ -244,9 +244,9 @@ class Requests:
 
 
 def read_requests(
-    blobs: Blobs, batch: Batch, first: int, offset: int, most: int, size: int, ahead: Ahead | None = None
+    blobs: Blobs, batch: Batch, first: int, offset: int, limit: int, size: int, ahead: Ahead | None = None
 ) -> Requests:
-    """Up to `most` requests that have up to `size` bytes, or one. `offset`: where the request `first` begins.
+    """Up to `limit` requests that have up to `size` bytes, or one. `offset`: where the request `first` begins.
     `ahead`: as of `lines`.
 
     Blocks. Raises BlobNotFound and OSError; BadLine if the input is not what was checked.
@@ -260,7 +260,7 @@ def read_requests(
             break
         requests.append(request_of(line, batch.endpoint))
         ends.append(line.end)
-        if len(requests) == most:
+        if len(requests) == limit:
             break
     if not requests:
         raise BadLine(f"it has {first} requests, and had more when it was checked")

@@ -100,18 +100,18 @@ class PartFiles:
         self._names = names
         self._writers: dict[str, BlobWriter] = {}
 
-    def take(self, batch: Batch, found: Requests, outcomes: Mapping[int, Outcome]) -> None:
+    def take(self, batch: Batch, page: Requests, outcomes: Mapping[int, Outcome]) -> None:
         """Write these lines. Blocks. Raises OSError."""
         pieces: dict[str, list[bytes]] = {kind: [] for kind in self._names}
         for line, outcome in outcomes.items():
-            pieces[outcome.kind].append(outcome.to_line(batch, line, found.requests[line - found.first].custom_id))
+            pieces[outcome.kind].append(outcome.to_line(batch, line, page.requests[line - page.first].custom_id))
             self.lapsed += outcome.code == LAPSED
-        for kind, some in pieces.items():
-            if some:
-                self.counts[kind] += len(some)
+        for kind, encoded in pieces.items():
+            if encoded:
+                self.counts[kind] += len(encoded)
                 if kind not in self._writers:
                     self._writers[kind] = self._blobs.writer(self._names[kind])
-                self._writers[kind].write(b"".join(some))
+                self._writers[kind].write(b"".join(encoded))
 
     def commit(self) -> list[Part]:
         """Make the blobs durable, those that have lines. Blocks. Raises OSError."""
@@ -147,19 +147,19 @@ class Writer:
         Raises redis.exceptions.RedisError, OSError, BlobNotFound and BadLine.
         """
         first, offset = batch.count("written"), batch.count("written_offset")
-        most = min(self._part, (batch.total or 0) - first)
+        limit = min(self._part, (batch.total or 0) - first)
         # Of large lines fewer than a page are expanded, until these are written.
-        there = most if closing(batch) else min(most, batch.count("line") - first)
+        there = limit if closing(batch) else min(limit, batch.count("line") - first)
         if there <= 0 or not await self._ended(batch, first, min(there, PAGE)):
             return 0
-        found = await asyncio.to_thread(read_requests, self._blobs, batch, first, offset, most, PART_BYTES, self._ahead)
-        if not await self._ended(batch, first, len(found.requests)):
+        page = await asyncio.to_thread(read_requests, self._blobs, batch, first, offset, limit, PART_BYTES, self._ahead)
+        if not await self._ended(batch, first, len(page.requests)):
             return 0
         mark = f"part-{batch.id}-{first}-{secrets.token_hex(4)}"
         names = {kind: f"{mark}.{kind}" for kind in (OUTPUT, ERROR)}
         if not await arun(self._store, batches.begin_parts(batch.id, list(names.values()))):
             return 0
-        done = await self._write(batch, found, names)
+        done = await self._write(batch, page, names)
         if done is not None and await arun(self._store, batches.written(batch.id, done)):
             return done.lines
         for name in names.values():
@@ -177,37 +177,37 @@ class Writer:
                 return False
         return True
 
-    async def _write(self, batch: Batch, found: Requests, names: Mapping[str, str]) -> Written | None:
+    async def _write(self, batch: Batch, page: Requests, names: Mapping[str, str]) -> Written | None:
         """Write the blobs of a part. None if another process has done it meanwhile."""
         async with PartFiles(self._blobs, names) as files:
             try:
-                async with aclosing(self._outcomes(batch, found)) as outcomes:
-                    async for some in outcomes:
-                        await asyncio.to_thread(files.take, batch, found, some)
+                async with aclosing(self._outcomes(batch, page)) as outcomes:
+                    async for decided in outcomes:
+                        await asyncio.to_thread(files.take, batch, page, decided)
             except Stale:
                 return None
             parts = await asyncio.to_thread(files.commit)
-        first, lines = found.first, len(found.requests)
-        return Written(first, lines, found.ends[-1], files.counts[OUTPUT], files.counts[ERROR], files.lapsed, parts)
+        first, lines = page.first, len(page.requests)
+        return Written(first, lines, page.ends[-1], files.counts[OUTPUT], files.counts[ERROR], files.lapsed, parts)
 
-    async def _outcomes(self, batch: Batch, found: Requests) -> AsyncGenerator[dict[int, Outcome]]:
+    async def _outcomes(self, batch: Batch, page: Requests) -> AsyncGenerator[dict[int, Outcome]]:
         """The outcome of each line, in order, some lines at a time."""
         expanded = batch.count("line")
         never = Outcome(code="batch_cancelled" if batch.status == "cancelling" else "batch_expired")
-        for lines in _pages(range(found.first, found.first + len(found.requests))):
-            known = {line: never for line in lines if line >= expanded}
+        for lines in _pages(range(page.first, page.first + len(page.requests))):
+            decided = {line: never for line in lines if line >= expanded}
             records: dict[int, Record] = {}
             for line, raw, refusal in await self._records(batch, [line for line in lines if line < expanded]):
                 if refusal is not None:
-                    known[line] = Outcome(Answer.of_json(text(refusal)))
+                    decided[line] = Outcome(Answer.of_json(text(refusal)))
                 elif not raw:
-                    known[line] = await self._lost(batch)
+                    decided[line] = await self._lost(batch)
                 else:
                     record = records[line] = Record.parse(batches.task_id(batch.id, line), raw)
                     if code := unfinished(batch, record):
-                        known[line] = Outcome(code=code)
-            for some in _chunks(lines, {line: record for line, record in records.items() if line not in known}):
-                yield await self._answers(batch, found, some, known, records)
+                        decided[line] = Outcome(code=code)
+            for chunk in _chunks(lines, {line: record for line, record in records.items() if line not in decided}):
+                yield await self._answers(batch, page, chunk, decided, records)
 
     async def _records(self, batch: Batch, lines: Sequence[int]) -> list[tuple[int, Any, Any]]:
         """Each line's record, and its refusal if it has one."""
@@ -228,27 +228,27 @@ class Writer:
     async def _answers(
         self,
         batch: Batch,
-        found: Requests,
+        page: Requests,
         lines: Sequence[int],
-        known: Mapping[int, Outcome],
+        decided: Mapping[int, Outcome],
         records: Mapping[int, Record],
     ) -> dict[int, Outcome]:
         """The outcomes of these lines: known, or the answer that their records and streams give."""
-        open_ = [line for line in lines if line not in known]
+        open_ = [line for line in lines if line not in decided]
         events = await self._events([records[line] for line in open_])
         if None in events:
             await self._lost(batch)
         finished = [
-            Finished(found.requests[line - found.first].body, records[line], its)
+            Finished(page.requests[line - page.first].body, records[line], its)
             for line, its in zip(open_, events, strict=True)
             if its is not None
         ]
         answers = iter(await self._endpoints.answers(batch.endpoint, finished) if finished else ())
-        made = {
+        answered = {
             line: Outcome(code="line_lost") if its is None else Outcome(next(answers))
             for line, its in zip(open_, events, strict=True)
         }
-        return {line: known.get(line) or made[line] for line in lines}
+        return {line: decided.get(line) or answered[line] for line in lines}
 
     async def _events(self, records: Sequence[Record]) -> list[Sequence[Event] | None]:
         """All events of each task, from its stream or its blocks; None if it has neither."""
@@ -262,7 +262,7 @@ class Writer:
         if not stream and b"blob" in result:
             moved = Reference.parse(result[b"blob"])
             try:
-                blocks = [self._blobs.read(moved.name, *place) for place in moved.blocks]
+                blocks = [self._blobs.read(moved.name, *span) for span in moved.blocks]
             except BlobNotFound:
                 return None
             return _events(stream, enumerate(blocks))
@@ -318,10 +318,10 @@ class Finisher:
         if batch.total is not None and batch.count("written") < batch.total:
             return batch.status
         try:
-            made = {kind: await self._file(batch, kind) for kind in (OUTPUT, ERROR)}
+            file_ids = {kind: await self._file(batch, kind) for kind in (OUTPUT, ERROR)}
         except BlobNotFound:  # another process has ended the batch, and removed its parts
             return batch.status
-        return text(await arun(self._store, batches.end(batch.id, made[OUTPUT], made[ERROR])))
+        return text(await arun(self._store, batches.end(batch.id, file_ids[OUTPUT], file_ids[ERROR])))
 
     async def _file(self, batch: Batch, kind: str) -> str | None:
         """The id of the batch's file of this kind, which is there then; None if it has no lines."""
@@ -331,8 +331,8 @@ class Finisher:
         at = batch.time("created") or 0
         file_id = files.new_id(at, f"{batch.id}:{kind}")
         name = f"{batch.id}_{kind}.jsonl"
-        about = files.File(file_id, 0, name, files.BATCH_OUTPUT, at // 1000, tenant=batch.tenant)
-        await files.make(self._store, about, partial(self._blobs.join, file_id, parts), batch.output_kept_s)
+        file = files.File(file_id, 0, name, files.BATCH_OUTPUT, at // 1000, tenant=batch.tenant)
+        await files.make(self._store, file, partial(self._blobs.join, file_id, parts), batch.output_kept_s)
         return file_id
 
     async def tidy(self, batch: Batch) -> None:

@@ -74,7 +74,7 @@ async def test_a_message_that_nobody_could_decode_goes_back_as_it_was(
     valkey.lpush(LIST, "first")
     bury(valkey, message)
     done = await dead_letters.replay(aclient, await only(aclient))
-    assert (done.task_id, done.anew) == (None, False)
+    assert (done.task_id, done.new_task) == (None, False)
     assert valkey.lrange(LIST, 0, -1) == [message, b"first"], "at the end: messages are taken from the right"
     assert not valkey.exists(broker_keys.DEAD)
 
@@ -83,7 +83,7 @@ async def test_a_task_that_was_given_up_is_asked_for_anew(aclient: AsyncClient, 
     old = await given_up(aclient, valkey)
     before = valkey.hgetall(keys.task(old))
     done = await dead_letters.replay(aclient, await only(aclient))
-    assert done.anew
+    assert done.new_task
     assert done.task_id not in (None, old)
     record = valkey.hgetall(keys.task(str(done.task_id)))
     assert record[b"status"] == b"queued"
@@ -150,7 +150,7 @@ async def test_a_plain_sender_s_task_is_sent_again_under_another_id(aclient: Asy
     bury(valkey, json.dumps(message))
     done = await dead_letters.replay(aclient, await only(aclient))
     sent = json.loads(valkey.rpop(LIST))
-    assert done.anew
+    assert done.new_task
     assert sent["headers"]["id"] == sent["headers"]["root_id"] == sent["properties"]["correlation_id"] == done.task_id
     assert sent["body"] == message["body"]
     assert sent["properties"]["delivery_tag"] != message["properties"]["delivery_tag"]
@@ -164,7 +164,7 @@ async def test_a_message_whose_task_has_not_ended_goes_back_with_a_clean_slate(
     valkey.hset(broker_keys.REAPED, task_id, 3)
     bury(valkey, message.decode(), "no body")
     done = await dead_letters.replay(aclient, await only(aclient))
-    assert (done.task_id, done.anew) == (task_id, False)
+    assert (done.task_id, done.new_task) == (task_id, False)
     assert valkey.lrange(LIST, 0, -1) == [message]
     assert not valkey.exists(broker_keys.REAPED), "or it would be condemned at once"
 

@@ -51,7 +51,7 @@ async def test_a_key_that_cannot_be_read_hides_no_other(valkey_url: str) -> None
         key, _ = await keys.create(store, {"tenant": "acme"}, ME)
         for field, raw in (("a", "["), ("b", "{}"), ("c", '{"scopes": 5}')):
             await store.execute_command("HSET", "penstock:keys", field, raw)
-        assert [one.id for one in await keys.found(store)] == [key.id]
+        assert [one.id for one in await keys.matching(store)] == [key.id]
         assert await keys.turn(store, "a", "revoke", ME) is None
 
 

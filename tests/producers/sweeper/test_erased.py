@@ -118,7 +118,7 @@ async def test_a_result_that_is_stored_while_its_task_is_deleted_goes_again(
         return store(record, result)
 
     results._tell = stores  # type: ignore[method-assign]
-    assert await results.tell() == 2
+    assert await results.store_waiting() == 2
     assert not valkey.exists(keys.celery_result("gone"))
     assert valkey.exists(keys.celery_result("kept"))
 

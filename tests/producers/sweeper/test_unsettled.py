@@ -153,7 +153,7 @@ async def test_who_waits_for_a_plain_task_is_told_though_nobody_has_its_message(
     celery_app.backend.store_result("known", {"told": "before"}, states.SUCCESS)
     results = CeleryResults(aclient, valkey_url)
     await aclient.run(Orphans(age_ms=0, waiting=results.wait).sweep())
-    assert await results.tell() == 3
+    assert await results.store_waiting() == 3
     told: dict[str, Any] = {name: celery_app.AsyncResult(name) for name in ("fine", "failed", "cancelled", "known")}
     assert told["fine"].get(timeout=60)["text"] == "xx"
     with pytest.raises(Exception, match="It broke") as raised:
@@ -164,7 +164,7 @@ async def test_who_waits_for_a_plain_task_is_told_though_nobody_has_its_message(
     assert told["known"].get(timeout=60) == {"told": "before"}
     assert not any(settled(valkey, name) for name in told), "their links still wait for their messages"
     await aclient.run(Orphans(age_ms=0, waiting=results.wait).sweep())
-    assert await results.tell() == 0
+    assert await results.store_waiting() == 0
 
 
 async def test_what_cannot_be_settled_hides_nobody_and_is_not_tried_for_ever(
