@@ -5,7 +5,7 @@
     progress             what is done so far, of a backup that has not ended
     manifest             all files with their hashes, and what is in them: written last
 
-`place` is a folder or a bucket's URL, as of files (`producers.store.blobs`).
+`location` is a folder or a bucket's URL, as of files (`producers.store.blobs`).
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Manifest:
             fields = json.loads(raw)
             if fields["v"] != VERSION:
                 raise Damaged(f"the backup has the format {fields['v']}; this release reads the format {VERSION}")
-            segments = [Stored(**one) for one in fields.pop("segments")]
-            blobs = {name: Stored(**one) for name, one in fields.pop("blobs").items()}
+            segments = [Stored(**stored) for stored in fields.pop("segments")]
+            blobs = {name: Stored(**stored) for name, stored in fields.pop("blobs").items()}
             return cls(**fields, segments=segments, blobs=blobs)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise Damaged("the manifest cannot be read") from error
@@ -75,20 +75,20 @@ class Manifest:
 
 
 class Archive:
-    """The files of one backup. All calls block, and may raise OSError. `place`: as of `open_blobs`, and raises as that
-    does."""
+    """The files of one backup. `location`: as `open_blobs` takes it, with its errors. All calls block, and may raise
+    OSError."""
 
-    def __init__(self, place: str, ring: Keyring) -> None:
-        self.place, self._ring = place, ring
-        self._blobs = open_blobs(place)
+    def __init__(self, location: str, ring: Keyring) -> None:
+        self.location, self._ring = location, ring
+        self._blobs = open_blobs(location)
 
     def read_manifest(self) -> Manifest:
         """Raises Damaged, also where a backup has not ended."""
-        if (found := self.look(MANIFEST)) is None:
+        if (manifest := self.look(MANIFEST)) is None:
             if self.look(PROGRESS) is not None:
-                raise Damaged(f"the backup in {self.place} has not ended: run `penstock backup` again, it goes on")
-            raise Damaged(f"there is no backup in {self.place}")
-        return found
+                raise Damaged(f"the backup in {self.location} has not ended: run `penstock backup` again, it goes on")
+            raise Damaged(f"there is no backup in {self.location}")
+        return manifest
 
     def look(self, name: str) -> Manifest | None:
         """`manifest` or `progress`; None where it is not there. Raises Damaged."""
@@ -169,7 +169,7 @@ def describe(manifest: Manifest) -> dict[str, Any]:
         "from": manifest.store,
         "version": manifest.version,
         "segments": len(manifest.segments),
-        "bytes": sum(one.size for one in (*manifest.segments, *manifest.blobs.values())),
+        "bytes": sum(stored.size for stored in (*manifest.segments, *manifest.blobs.values())),
         "blobs": len(manifest.blobs),
         "counts": manifest.counts,
         "celery": manifest.celery,

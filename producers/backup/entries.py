@@ -38,11 +38,11 @@ def encode(value: Any) -> Any:
     if isinstance(value, Mapping):
         # A field's name that is no text would not be JSON; none of ours is.
         return {
-            name.decode("utf-8", "surrogateescape") if isinstance(name, bytes) else name: encode(one)
-            for name, one in value.items()
+            name.decode("utf-8", "surrogateescape") if isinstance(name, bytes) else name: encode(item)
+            for name, item in value.items()
         }
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [encode(one) for one in value]
+        return [encode(item) for item in value]
     return value
 
 
@@ -55,7 +55,7 @@ def decode(value: Any) -> bytes:
 
 def pairs(value: Mapping[str, Any]) -> list[bytes]:
     """A hash as arguments of HSET."""
-    return [part for name, one in value.items() for part in (decode(name), decode(one))]
+    return [part for name, item in value.items() for part in (decode(name), decode(item))]
 
 
 def line(entry: Entry) -> bytes:
@@ -64,11 +64,11 @@ def line(entry: Entry) -> bytes:
 
 def parse(chunks: Iterable[bytes]) -> Iterable[Entry]:
     """The entries of a file's bytes."""
-    rest = b""
+    remainder = b""
     for chunk in chunks:
-        *whole, rest = (rest + chunk).split(b"\n")
-        for one in whole:
-            yield json.loads(one)
+        *whole, remainder = (remainder + chunk).split(b"\n")
+        for text in whole:
+            yield json.loads(text)
 
 
 def commands(name: str, kind: str, value: Any) -> list[tuple[Any, ...]]:

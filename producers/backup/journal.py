@@ -130,17 +130,17 @@ class Journal:
         changed: dict[tuple[str, str], None] = {}
         async for row, fields in self._rows(log, positions[log]):
             positions[log] = row
-            for said in fields.values():
-                change = parsed(said)
-                kind, what = str(change.get("did")).partition(".")[0], change.get("what")
-                if kind in HASHES and isinstance(what, str):
-                    changed[HASHES[kind], what] = None
+            for raw in fields.values():
+                change = parsed(raw)
+                kind, subject = str(change.get("did")).partition(".")[0], change.get("what")
+                if kind in HASHES and isinstance(subject, str):
+                    changed[HASHES[kind], subject] = None
         if not changed:
             return []
-        values = await aexecute_many(self._store, [("HGET", name, what) for name, what in changed])
+        values = await ask(self._store, [("HGET", name, subject) for name, subject in changed])
         return [
-            {"kind": "field", "name": name, "field": what, "value": None if value is None else encode(value)}
-            for (name, what), value in zip(changed, values, strict=True)
+            {"kind": "field", "name": name, "field": subject, "value": None if value is None else encode(value)}
+            for (name, subject), value in zip(changed, values, strict=True)
         ]
 
     async def _usage(self, positions: dict[str, str]) -> list[Entry]:
@@ -217,7 +217,7 @@ class Pruned:
     (server ms); None without any."""
 
     removed: int
-    left: int
+    remaining: int
     first: int | None
 
 
@@ -236,23 +236,23 @@ def prune(blobs: Blobs, kept: Sequence[Manifest], *, dry_run: bool = False) -> P
     for manifest in kept:
         name = manifest.epoch or _NONE
         needed[name] = min(manifest.began, needed.get(name, manifest.began))
-    removed, left = 0, []
+    removed, remaining = 0, []
     for at, epoch_id, name in sorted(_files(blobs)):
         if at < min(max(whole), needed.get(epoch_id, max(whole))) - MARGIN_MS:
             removed += 1
             if not dry_run:
                 blobs.delete(name)
         else:
-            left.append(at)
-    return Pruned(removed, len(left), min(left, default=None))
+            remaining.append(at)
+    return Pruned(removed, len(remaining), min(remaining, default=None))
 
 
 def _files(blobs: Blobs) -> Iterator[tuple[int, str, str]]:
     """When each file was written (server ms), its epoch, its name."""
     for name in blobs.names(PREFIX):
-        epoch_id, *rest = name.removeprefix(PREFIX).split("-")
-        if len(rest) == 2 and rest[0].isdigit():
-            yield int(rest[0]), epoch_id, name
+        epoch_id, *parts = name.removeprefix(PREFIX).split("-")
+        if len(parts) == 2 and parts[0].isdigit():
+            yield int(parts[0]), epoch_id, name
 
 
 def _take(since: Since, entry: Entry, began: int) -> None:
@@ -273,10 +273,10 @@ def _take(since: Since, entry: Entry, began: int) -> None:
 
 def _time_of(name: str, prefix: str) -> int:
     """The time in a file's name. Raises Damaged."""
-    said = name.removeprefix(prefix).partition("-")[0]
-    if not said.isdigit():
+    stamp = name.removeprefix(prefix).partition("-")[0]
+    if not stamp.isdigit():
         raise Damaged(f"{name} is no file of a journal")
-    return int(said)
+    return int(stamp)
 
 
 def _id(row: str) -> tuple[int, ...]:

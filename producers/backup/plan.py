@@ -28,7 +28,7 @@ from producers.store.references import Reference
 MINUTE_MS: Final = 60_000
 _ERASED: Final = keys.erased("")
 
-Place = tuple[int, int]
+EntryPosition = tuple[int, int]
 """The number of a segment, and of an entry in it."""
 
 
@@ -36,7 +36,7 @@ Place = tuple[int, int]
 class TaskFacts:
     """What is needed of a task while all of them are looked at. Times are server ms; `ends`: when its record goes."""
 
-    place: Place
+    position: EntryPosition
     status: str
     created: int
     ends: int | None
@@ -58,29 +58,29 @@ class TaskFacts:
         return self.status in FINAL
 
     @classmethod
-    def of(cls, place: Place, entry: Entry) -> TaskFacts:
+    def of(cls, position: EntryPosition, entry: Entry) -> TaskFacts:
         record = entry["record"]
 
-        def said(name: str) -> str:
+        def text_of(name: str) -> str:
             return str(record.get(name, ""))
 
         blob = entry["result"].get("blob")
         return cls(
-            place,
-            said("status"),
-            _number(said("created")) or 0,
+            position,
+            text_of("status"),
+            _number(text_of("created")) or 0,
             entry["at"] + entry["ttl"] if "ttl" in entry else None,
-            _number(said("deadline")),
-            said("batch"),
-            _number(said("line")) or 0,
-            said("origin"),
+            _number(text_of("deadline")),
+            text_of("batch"),
+            _number(text_of("line")) or 0,
+            text_of("origin"),
             "plain" in record,
-            said("tenant"),
-            said("key"),
-            said("waits"),
-            said("reserved"),
-            said("kept"),
-            frozenset(said("rows").split()),
+            text_of("tenant"),
+            text_of("key"),
+            text_of("waits"),
+            text_of("reserved"),
+            text_of("kept"),
+            frozenset(text_of("rows").split()),
             "" if blob is None else Reference.parse(decode(blob)).name,
         )
 
@@ -89,7 +89,7 @@ class TaskFacts:
 class BatchFacts:
     """A batch as it will be. `line`: its cursor; `closed`: nothing of it is left but itself."""
 
-    place: Place
+    position: EntryPosition
     fields: dict[str, Any]
     refused: dict[str, Any]
     parts: dict[str, Any]
@@ -112,14 +112,14 @@ class BatchFacts:
     @property
     def blobs(self) -> list[str]:
         """Its parts."""
-        return [part["name"] for some in self.parts.values() for part in json.loads(str(some))]
+        return [part["name"] for parts in self.parts.values() for part in json.loads(str(parts))]
 
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:
     """A delivery of an event. `at`: when the event was (unix s)."""
 
-    place: Place
+    position: EntryPosition
     object: str
     type: str
     at: int
@@ -128,12 +128,14 @@ class RowFacts:
     source: str
 
     @classmethod
-    def of(cls, place: Place, fields: Mapping[str, Any]) -> RowFacts:
-        def said(name: str) -> str:
+    def of(cls, position: EntryPosition, fields: Mapping[str, Any]) -> RowFacts:
+        def text_of(name: str) -> str:
             return str(fields.get(name, ""))
 
-        at = _number(said("at")) or 0
-        return cls(place, said("object"), said("type"), at, said("state"), said("tenant"), said("source"))
+        at = _number(text_of("at")) or 0
+        return cls(
+            position, text_of("object"), text_of("type"), at, text_of("state"), text_of("tenant"), text_of("source")
+        )
 
     @property
     def task_id(self) -> str:
@@ -151,10 +153,10 @@ class Plan:
     """By how much (ms) deadlines move."""
     tasks: dict[str, TaskFacts] = field(default_factory=dict)
     batches: dict[str, BatchFacts] = field(default_factory=dict)
-    files: dict[str, tuple[Place, int | None]] = field(default_factory=dict)
+    files: dict[str, tuple[EntryPosition, int | None]] = field(default_factory=dict)
     """Id -> where it is, and when it goes (unix s)."""
     rows: dict[str, RowFacts] = field(default_factory=dict)
-    others: dict[str, Place] = field(default_factory=dict)
+    others: dict[str, EntryPosition] = field(default_factory=dict)
     """Name of any other key -> where it is."""
     hashes: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Name of a hash that the journal follows -> its fields."""
@@ -171,18 +173,18 @@ class Plan:
         """Whether the journal says which API keys hold."""
         return self.since is not None and self.since.covers
 
-    def keeps(self, kind: str, name: str, place: Place) -> bool:
+    def keeps(self, kind: str, name: str, position: EntryPosition) -> bool:
         """Whether this entry is restored, as far as its place decides."""
         match kind:
             case "task":
-                return name in self.tasks and self.tasks[name].place == place
+                return name in self.tasks and self.tasks[name].position == position
             case "batch":
-                return name in self.batches and self.batches[name].place == place
+                return name in self.batches and self.batches[name].position == position
             case "file":
-                return name in self.files and self.files[name][0] == place
+                return name in self.files and self.files[name][0] == position
             case "row":
-                return name in self.rows and self.rows[name].place == place
-        return self.others.get(name) == place
+                return name in self.rows and self.rows[name].position == position
+        return self.others.get(name) == position
 
     def blobs(self) -> Iterator[str]:
         """The names of the blobs that what is restored needs."""
@@ -208,21 +210,21 @@ def read(archive: Archive, manifest: Manifest, since: Since | None, now: int, *,
     return plan
 
 
-def _note(plan: Plan, place: Place, entry: Entry) -> None:
+def _note(plan: Plan, position: EntryPosition, entry: Entry) -> None:
     kind = entry["kind"]
     match kind:
         case "task":
-            plan.tasks[entry["id"]] = TaskFacts.of(place, entry)
+            plan.tasks[entry["id"]] = TaskFacts.of(position, entry)
         case "batch":
             ends = entry["at"] + entry["ttl"] if "ttl" in entry else None
-            plan.batches[entry["id"]] = BatchFacts(place, entry["batch"], entry["refused"], entry["parts"], ends)
+            plan.batches[entry["id"]] = BatchFacts(position, entry["batch"], entry["refused"], entry["parts"], ends)
         case "file":
-            plan.files[entry["id"]] = place, _number(str(entry["fields"].get("expires_at", "")))
+            plan.files[entry["id"]] = position, _number(str(entry["fields"].get("expires_at", "")))
         case "usage":
             plan.usage[entry["id"]] = entry["fields"]
         case "key":
             name = entry["name"]
-            plan.others[name] = place
+            plan.others[name] = position
             if name.startswith(_ERASED):
                 plan.erased.add(name.removeprefix(_ERASED))
             elif name.startswith(keys.account("")):
@@ -232,7 +234,7 @@ def _note(plan: Plan, place: Place, entry: Entry) -> None:
             elif name == keys.USAGE_FOLDED:
                 plan.folded = entry["value"]
         case "row":
-            plan.rows[entry["name"]] = RowFacts.of(place, entry["fields"])
+            plan.rows[entry["name"]] = RowFacts.of(position, entry["fields"])
         case "letter":
             plan.letters.append(entry["value"])
         case "weight":
@@ -351,9 +353,9 @@ def charge_of(task: TaskFacts) -> dict[str, Any] | None:
     return parsed(task.reserved) or None
 
 
-def _number(said: str) -> int | None:
+def _number(text: str) -> int | None:
     try:
-        return int(float(said)) if said else None
+        return int(float(text)) if text else None
     except ValueError:
         return None
 

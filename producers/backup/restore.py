@@ -43,7 +43,7 @@ from producers.store.references import Reference
 Command = tuple[Any, ...]
 
 #: Commands of one round trip.
-MANY: Final = 500
+PIPELINE_SIZE: Final = 500
 #: Time (s) for which counts of accounts and of tenants' bytes are kept (`scripts/_limits.lua`, `_kept.lua`).
 COUNTS_S: Final = 62 * 24 * 3600
 #: The same of the index of a tenant's rows that have ended (`scripts/_outbox_kept.lua`).
@@ -117,9 +117,9 @@ class Restore:
             await pipe.execute()
         await asyncio.to_thread(self._copy_blobs)
         for number in range(self.done, len(manifest.segments)):
-            made = await asyncio.to_thread(self._commands_of, number)
-            await self._do(made)
-            await aexecute_many(store, [("HSET", keys.RESTORE, "segments", number + 1)])
+            segment_commands = await asyncio.to_thread(self._commands_of, number)
+            await self._do(segment_commands)
+            await ask(store, [("HSET", keys.RESTORE, "segments", number + 1)])
             self.each(number + 1)
         if not self.counted:
             counts = (self._waiting(), self._accounts(), self._kept(), self._outbox(), self._ledger())
@@ -136,14 +136,14 @@ class Restore:
             await pipe.execute()
         change.say()
 
-    async def _do(self, made: Iterable[Command]) -> None:
-        some: list[Command] = []
-        for command in made:
-            some.append(command)
-            if len(some) == MANY:
-                await aexecute_many(self.client.store, some)
-                some = []
-        await aexecute_many(self.client.store, some)
+    async def _do(self, queued: Iterable[Command]) -> None:
+        chunk: list[Command] = []
+        for command in queued:
+            chunk.append(command)
+            if len(chunk) == PIPELINE_SIZE:
+                await ask(self.client.store, chunk)
+                chunk = []
+        await ask(self.client.store, chunk)
 
     def _copy_blobs(self) -> None:
         blobs = self.plan.manifest.blobs
@@ -155,21 +155,21 @@ class Restore:
 
     def _commands_of(self, number: int) -> list[Command]:
         """The commands for a segment's entries. Blocks: the input of a batch may be read."""
-        made: list[Command] = []
+        result: list[Command] = []
         for at, entry in enumerate(self.archive.entries(self.plan.manifest.segments[number])):
-            place = number, at
+            position = number, at
             match entry["kind"]:
-                case "task" if self.plan.keeps("task", entry["id"], place):
-                    made += self._task(entry, self.plan.tasks[entry["id"]])
-                case "batch" if self.plan.keeps("batch", entry["id"], place):
-                    made += self._batch(entry, self.plan.batches[entry["id"]])
-                case "file" if self.plan.keeps("file", entry["id"], place):
-                    made += self._file(entry)
-                case "row" if self.plan.keeps("row", entry["name"], place):
-                    made += self._row(entry)
-                case "key" if self.plan.keeps("key", entry["name"], place):
-                    made += self._key(entry)
-        return made
+                case "task" if self.plan.keeps("task", entry["id"], position):
+                    result += self._task(entry, self.plan.tasks[entry["id"]])
+                case "batch" if self.plan.keeps("batch", entry["id"], position):
+                    result += self._batch(entry, self.plan.batches[entry["id"]])
+                case "file" if self.plan.keeps("file", entry["id"], position):
+                    result += self._file(entry)
+                case "row" if self.plan.keeps("row", entry["name"], position):
+                    result += self._row(entry)
+                case "key" if self.plan.keeps("key", entry["name"], position):
+                    result += self._key(entry)
+        return result
 
     def _task(self, entry: Entry, task: TaskFacts) -> Iterator[Command]:
         task_id, record = entry["id"], dict(entry["record"])
@@ -223,7 +223,7 @@ class Restore:
         """A compacted stream, whose blob is in the new system's place."""
         if not task.blob:
             return result
-        return {**result, "blob": replace(Reference.parse(decode(result["blob"])), place=self.files.place).to_json()}
+        return {**result, "blob": replace(Reference.parse(decode(result["blob"])), place=self.files.location).to_json()}
 
     def _batch(self, entry: Entry, batch: BatchFacts) -> Iterator[Command]:
         batch_id, fields = entry["id"], dict(batch.fields)
@@ -262,13 +262,13 @@ class Restore:
     def _offset(self, batch: BatchFacts) -> int:
         """Where the line of a batch's cursor begins in its input, which is copied already."""
         offset = batch.count("written_offset")
-        left = batch.line - batch.count("written")
+        remaining = batch.line - batch.count("written")
         try:
             for line in lines(self.files, str(batch.fields["input_file"]), offset):
-                if not left:
+                if not remaining:
                     break
                 offset = line.end
-                left -= line.data is None or bool(line.data.strip())
+                remaining -= line.data is None or bool(line.data.strip())
         except BlobNotFound:  # the batch fails for want of it
             pass
         return offset
@@ -295,9 +295,9 @@ class Restore:
         elif row.state in _INDEXES:
             yield ("ZADD", _INDEXES[row.state], at, name)
         if row.state in ("delivered", "dead"):
-            own = keys.webhooks_ended(row.state, row.tenant)
-            yield ("ZADD", own, at, name)
-            yield ("EXPIRE", own, ROWS_S)
+            tenant_index = keys.webhooks_ended(row.state, row.tenant)
+            yield ("ZADD", tenant_index, at, name)
+            yield ("EXPIRE", tenant_index, ROWS_S)
 
     def _key(self, entry: Entry) -> Iterator[Command]:
         name = entry["name"]
@@ -450,10 +450,10 @@ async def begin(
     if choices.journal:
         since = await asyncio.to_thread(journal.read, open_blobs(choices.journal), ring, manifest.epoch, manifest.began)
     shift = choices.deadlines == "shift"
-    made = await asyncio.to_thread(plan.read, archive, manifest, since, now, shift=shift)
+    restore_plan = await asyncio.to_thread(plan.read, archive, manifest, since, now, shift=shift)
     new = text(state[0][0]) if going_on else secrets.token_hex(6)
     return Restore(
-        client, archive, files, made, choices, servers, new, int(begun.get("segments", 0)), "counted" in begun
+        client, archive, files, restore_plan, choices, servers, new, int(begun.get("segments", 0)), "counted" in begun
     )
 
 
@@ -479,7 +479,7 @@ async def _check_empty(store: Redis, files: Blobs, servers: Servers) -> None:
         if cursor == 0:
             break
     if await asyncio.to_thread(files.names, ""):
-        raise NotRestored(f"{files.place} is not empty: the restored system needs a place of files of its own")
+        raise NotRestored(f"{files.location} is not empty: the restored system needs a place of files of its own")
     for database in await _databases(store):
         async with _other_database(servers.store, database) as other:
             if await other.exists(keys.MODELS, keys.TASKS, keys.API_KEYS):
@@ -492,10 +492,10 @@ async def _check_empty(store: Redis, files: Blobs, servers: Servers) -> None:
 async def _databases(store: Redis) -> list[int]:
     """The numbers of the server's databases that have keys; none where this user may not ask."""
     try:
-        about = await store.info("keyspace")
+        keyspace = await store.info("keyspace")
     except RedisError:
         return []
-    return [int(name.removeprefix("db")) for name in about if name.startswith("db")]
+    return [int(name.removeprefix("db")) for name in keyspace if name.startswith("db")]
 
 
 def _other_database(url: str, number: int) -> Redis:
@@ -510,11 +510,11 @@ async def _check_others(client: AsyncClient, servers: Servers, manifest: Manifes
     """Raises NotRestored while the old system's workers live, or may live where they would take the new one's tasks."""
     living = [worker.incarnation for worker in await client.broker.workers() if worker.remaining_s is not None]
     if living:
-        raise NotRestored(f"workers hold leases at {shown(servers.broker)}: {_some(living)}. Stop them first")
+        raise NotRestored(f"workers hold leases at {shown(servers.broker)}: {_shortened(living)}. Stop them first")
     if servers.old is not None:
         living = await _leases(servers.old)
         if living:
-            raise NotRestored(f"workers hold leases at {shown(servers.old)}: {_some(living)}. Stop them first")
+            raise NotRestored(f"workers hold leases at {shown(servers.old)}: {_shortened(living)}. Stop them first")
     elif not servers.stopped and (choices.broker_kept or shown(servers.broker) == manifest.broker):
         raise NotRestored(
             f"the old system used the broker {manifest.broker}, too, and its workers would take this one's tasks: name "
@@ -524,13 +524,13 @@ async def _check_others(client: AsyncClient, servers: Servers, manifest: Manifes
 
 async def _leases(url: str) -> list[str]:
     """The incarnations with a lease in a store. Raises NotRestored where it does not answer."""
-    store, prefix, found, cursor = connect_async(url), keys.lease(""), list[str](), 0
+    store, prefix, incarnations, cursor = connect_async(url), keys.lease(""), list[str](), 0
     try:
         while True:
             cursor, page = await store.scan(cursor, match=f"{prefix}*", count=1000)
-            found += [text(name).removeprefix(prefix) for name in page]
+            incarnations += [text(name).removeprefix(prefix) for name in page]
             if cursor == 0:
-                return found
+                return incarnations
     except (RedisError, OSError) as error:
         raise NotRestored(
             f"cannot ask the old store at {shown(url)} whether workers live ({error}): if its server is lost and its "
@@ -540,7 +540,7 @@ async def _leases(url: str) -> list[str]:
         await store.aclose()
 
 
-def _some(names: Sequence[str]) -> str:
+def _shortened(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 

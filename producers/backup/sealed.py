@@ -31,9 +31,9 @@ NO_KEY: Final = "-"
 #: Bytes of a frame before they are compressed.
 FRAME: Final = 4 << 20
 _HEAD: Final = struct.Struct(">BI")
-_HEADER_MOST: Final = 64
+_MAX_HEADER: Final = 64
 #: More than a frame can have: zlib adds some bytes to what it cannot compress.
-_PAYLOAD_MOST: Final = FRAME + (1 << 16)
+_MAX_PAYLOAD: Final = FRAME + (1 << 16)
 _DIGEST: Final = 32
 
 
@@ -97,13 +97,13 @@ def read(blobs: Blobs, name: str, ring: Keyring, expected: Stored | None = None)
     `expected`: as its writer knew it. What comes before an error was whole, but the file is not: use nothing of it.
     """
     source = _Source(blobs, name)
-    if expected is not None and source.left != expected.size:
-        raise Damaged(f"{name} has {source.left} bytes, and had {expected.size}")
+    if expected is not None and source.remaining != expected.size:
+        raise Damaged(f"{name} has {source.remaining} bytes, and had {expected.size}")
     cipher = _cipher(ring, _key_of(source.line(), name, ring))
     number, last = 0, 0
     while not last:
         last, size = _HEAD.unpack(source.take(_HEAD.size))
-        if last > 1 or size > _PAYLOAD_MOST:
+        if last > 1 or size > _MAX_PAYLOAD:
             raise Damaged(f"{name} is damaged: frame {number} has no length that a frame may have")
         payload = source.take(size)
         try:
@@ -121,7 +121,7 @@ def read(blobs: Blobs, name: str, ring: Keyring, expected: Stored | None = None)
             raise Damaged(f"{name} is damaged in frame {number}, or from elsewhere") from error
         number += 1
     digest = source.digest()
-    if source.take(_DIGEST) != digest or source.left:
+    if source.take(_DIGEST) != digest or source.remaining:
         raise Damaged(f"{name} is damaged: its hash is another one")
     if expected is not None and source.digest().hex() != expected.sha256:
         raise Damaged(f"{name} is not the file that the manifest names")
@@ -134,7 +134,7 @@ class _Source:
         self._blobs, self._name = blobs, name
         self._hash, self._piece, self._read = hashlib.sha256(), memoryview(b""), 0
         try:
-            self.left = self._size = blobs.size(name)
+            self.remaining = self._size = blobs.size(name)
         except BlobNotFound:
             raise Damaged(f"{name} is missing") from None
 
@@ -143,29 +143,29 @@ class _Source:
 
     def line(self) -> bytes:
         """The first line, without its end."""
-        taken = b""
-        while not taken.endswith(b"\n"):
-            if len(taken) == _HEADER_MOST:
+        header = b""
+        while not header.endswith(b"\n"):
+            if len(header) == _MAX_HEADER:
                 raise Damaged(f"{self._name} is no file of a backup")
-            taken += self.take(1)
-        return taken[:-1]
+            header += self.take(1)
+        return header[:-1]
 
     def take(self, size: int) -> bytes:
         """So many bytes. Raises Damaged where there are fewer."""
-        if size > self.left:
+        if size > self.remaining:
             raise Damaged(f"{self._name} is cut short")
         parts = []
-        wanted = size
-        while wanted:
+        missing = size
+        while missing:
             if not self._piece:
                 self._piece = memoryview(self._blobs.read(self._name, self._read, FRAME))
                 self._read += len(self._piece)
                 if not self._piece:
                     raise Damaged(f"{self._name} is cut short")
-            parts.append(bytes(self._piece[:wanted]))
-            self._piece = self._piece[wanted:]
-            wanted -= len(parts[-1])
-        self.left -= size
+            parts.append(bytes(self._piece[:missing]))
+            self._piece = self._piece[missing:]
+            missing -= len(parts[-1])
+        self.remaining -= size
         data = b"".join(parts)
         self._hash.update(data)
         return data

@@ -128,7 +128,7 @@ class Backup:
     async def _begin(self) -> Manifest:
         """What an earlier run had done, or a new backup. Raises NotTaken."""
         if await asyncio.to_thread(self.archive.look, MANIFEST) is not None:
-            raise NotTaken(f"{self.archive.place} has a whole backup already: name another place")
+            raise NotTaken(f"{self.archive.location} has a whole backup already: name another place")
         now_epoch = await epoch.aread(self.client.store)
         begun = await asyncio.to_thread(self.archive.look, PROGRESS)
         if begun is None:
@@ -142,8 +142,8 @@ class Backup:
             )
         if (begun.store, begun.epoch) != (shown(self.store_url), now_epoch):
             raise NotTaken(
-                f"{self.archive.place} has an unfinished backup of {begun.store}, or of a time before a restore: name "
-                "another place, or remove it"
+                f"{self.archive.location} has an unfinished backup of {begun.store}, or of a time before a restore: "
+                "name another place, or remove it"
             )
         log.info("going on with a backup that was begun, at stage %d", begun.stage)
         return begun
@@ -156,7 +156,7 @@ class Backup:
         manifest = self._manifest
         now = await asyncio.to_thread(self.archive.look, PROGRESS)
         if now is None or now.run != manifest.run:
-            raise NotTaken(f"another `penstock backup` writes to {self.archive.place}")
+            raise NotTaken(f"another `penstock backup` writes to {self.archive.location}")
         if self._lines:
             lines, name = self._lines, f"segment-{len(manifest.segments) + 1:06d}"
             manifest.segments.append(await asyncio.to_thread(self.archive.put, name, lines))
@@ -201,7 +201,7 @@ class Backup:
                 await watching.watch(*indexes)
                 names = [*indexes, *await self._sums()]
                 await watching.watch(*names)
-                found = [entry async for entry in self._read(names)]
+                entries = [entry async for entry in self._read(names)]
                 rows = [row async for row in self._ledger("-")]
                 watching.multi()
                 watching.get(keys.USAGE_FOLDED)
@@ -209,10 +209,10 @@ class Backup:
                     await watching.execute()
                 except WatchError:
                     continue
-            for entry in found:
+            for entry in entries:
                 self._put("key", entry)
             self._keep_rows(rows)
-            folded = next((entry["value"] for entry in found if entry["name"] == keys.USAGE_FOLDED), "0-0")
+            folded = next((entry["value"] for entry in entries if entry["name"] == keys.USAGE_FOLDED), "0-0")
             self._manifest.ledger = self._manifest.ledger or folded
             self._followed = time.monotonic()
             return
@@ -221,16 +221,16 @@ class Backup:
     async def _sums(self) -> list[str]:
         """The keys of the sums of hours and days."""
         store = self.client.store
-        buckets = [text(one) for one in await store.zrange(keys.USAGE, 0, -1)]
-        found = [keys.usage_unsplit(text(one)) for one in await store.zrange(keys.USAGE_UNSPLIT, 0, -1)]
-        for some in _pages(buckets, PAGE):
+        buckets = [text(raw) for raw in await store.zrange(keys.USAGE, 0, -1)]
+        names = [keys.usage_unsplit(text(raw)) for raw in await store.zrange(keys.USAGE_UNSPLIT, 0, -1)]
+        for page in _pages(buckets, PAGE):
             async with store.pipeline(transaction=False) as pipe:
-                for bucket in some:
+                for bucket in page:
                     pipe.smembers(keys.usage_tenants(bucket))
                 whose = await pipe.execute()
-            for bucket, tenants in zip(some, whose, strict=True):
-                found += [keys.usage_tenants(bucket), *(keys.usage(bucket, text(tenant)) for tenant in tenants)]
-        return found
+            for bucket, tenants in zip(page, whose, strict=True):
+                names += [keys.usage_tenants(bucket), *(keys.usage(bucket, text(tenant)) for tenant in tenants)]
+        return names
 
     async def _ledger(self, first: str) -> AsyncIterator[tuple[str, Mapping[bytes, bytes]]]:
         while page := await self._page(keys.LEDGER, first):
@@ -253,9 +253,9 @@ class Backup:
         rows = [row async for row in self._ledger(f"({last}")]
         folded = text(await self.client.store.get(keys.USAGE_FOLDED) or b"0-0")
         if _id(folded) > _id(last) and (not rows or _id(rows[0][0]) > _id(folded)):
-            said = "rows of the ledger were added to sums before they were read: some usage needs the journal"
-            if said not in self._manifest.notes:
-                self._manifest.notes.append(said)
+            note = "rows of the ledger were added to sums before they were read: some usage needs the journal"
+            if note not in self._manifest.notes:
+                self._manifest.notes.append(note)
         self._keep_rows(rows)
         self._followed = time.monotonic()
 
@@ -263,8 +263,8 @@ class Backup:
 
     async def _tasks(self, names: Sequence[str]) -> None:
         prefix = keys.task("")
-        for some in _pages([name.removeprefix(prefix) for name in names], TASKS):
-            for entry in await self._read_tasks(some):
+        for page in _pages([name.removeprefix(prefix) for name in names], TASKS):
+            for entry in await self._read_tasks(page):
                 while (moved := _moved(entry)) is not None and not await self._copied(moved.name):
                     again = await self._read_tasks([entry["id"]])
                     if not again:
@@ -287,11 +287,11 @@ class Backup:
                 pipe.pttl(keys.task(task_id))
                 pipe.xrange(keys.stream(task_id))
                 pipe.hgetall(keys.result(task_id))
-            now, *found = await pipe.execute(raise_on_error=False)
+            now, *answers = await pipe.execute(raise_on_error=False)
         entries = []
         for k, task_id in enumerate(ids):
-            record, ttl, stream, result = found[4 * k : 4 * k + 4]
-            if broken := next((one for one in (record, stream, result) if isinstance(one, Exception)), None):
+            record, ttl, stream, result = answers[4 * k : 4 * k + 4]
+            if broken := next((value for value in (record, stream, result) if isinstance(value, Exception)), None):
                 self._missing(f"the task {task_id} ({broken})")
                 continue
             if not record:
@@ -299,7 +299,7 @@ class Backup:
             entry = {
                 "id": task_id,
                 "at": ms(now),
-                **_left(ttl),
+                **_ttl(ttl),
                 "record": encode(record),
                 "stream": [
                     [text(at), [part for item in fields.items() for part in encode(list(item))]]
@@ -308,7 +308,7 @@ class Backup:
                 "result": encode(result),
             }
             if name := record.get(b"idempotency"):
-                entry["entry"] = await self._one(text(name))
+                entry["entry"] = await self._read_key(text(name))
             entries.append(entry)
         return entries
 
@@ -341,7 +341,7 @@ class Backup:
         if not batch:
             return None
         fields = {"batch": batch, "refused": refused, "parts": parts, "begun": begun}
-        return {"id": batch_id, "at": ms(now), **_left(ttl), **{name: encode(value) for name, value in fields.items()}}
+        return {"id": batch_id, "at": ms(now), **_ttl(ttl), **{name: encode(value) for name, value in fields.items()}}
 
     async def _files(self, names: Sequence[str]) -> None:
         prefix = keys.file("")
@@ -378,7 +378,7 @@ class Backup:
     async def _keep_whole(self, names: Sequence[str]) -> None:
         await self._whole(names)
 
-    async def _one(self, name: str) -> Entry | None:
+    async def _read_key(self, name: str) -> Entry | None:
         async for entry in self._read([name]):
             return entry
         return None
@@ -386,21 +386,21 @@ class Backup:
     async def _read(self, names: Sequence[str]) -> AsyncIterator[Entry]:
         """The keys of these that there are."""
         store = self.client.store
-        for some in _pages(list(names), PAGE):
+        for page in _pages(list(names), PAGE):
             async with store.pipeline(transaction=False) as pipe:
                 pipe.time()
-                for name in some:
+                for name in page:
                     pipe.type(name)
                     pipe.pttl(name)
-                now, *told = await pipe.execute()
-            kinds = [text(kind) for kind in told[::2]]
+                now, *types = await pipe.execute()
+            kinds = [text(kind) for kind in types[::2]]
             async with store.pipeline(transaction=False) as pipe:
-                asked = [k for k, kind in enumerate(kinds) if _ask(pipe, some[k], kind)]
-                found = dict(zip(asked, await pipe.execute(), strict=True)) if asked else {}
-            for k, (name, kind) in enumerate(zip(some, kinds, strict=True)):
-                value = [row async for row in self._stream(name)] if kind == "stream" else found.get(k)
+                indexes = [k for k, kind in enumerate(kinds) if _queue_read(pipe, page[k], kind)]
+                values = dict(zip(indexes, await pipe.execute(), strict=True)) if indexes else {}
+            for k, (name, kind) in enumerate(zip(page, kinds, strict=True)):
+                value = [row async for row in self._stream(name)] if kind == "stream" else values.get(k)
                 if value:
-                    yield {"name": name, "type": kind, "at": ms(now), **_left(told[2 * k + 1]), "value": encode(value)}
+                    yield {"name": name, "type": kind, "at": ms(now), **_ttl(types[2 * k + 1]), "value": encode(value)}
 
     async def _page(self, name: str, first: str) -> list[Any]:
         """Some entries of a stream, from one on: (id, fields)."""
@@ -430,9 +430,9 @@ class Backup:
             return False
         return True
 
-    def _missing(self, what: str) -> None:
-        log.warning("not in the backup: %s", what)
-        self._manifest.notes.append(f"not in the backup: {what}")
+    def _missing(self, description: str) -> None:
+        log.warning("not in the backup: %s", description)
+        self._manifest.notes.append(f"not in the backup: {description}")
 
     # ---- the broker -----------------------------------------------------------------------------------------------
 
@@ -445,23 +445,23 @@ class Backup:
             start += len(page)
         for tenant, weight in (await broker.weights()).items():
             self._put("weight", {"tenant": tenant, "weight": weight})
-        for queue in await self._celerys():
+        for queue in await self._celery_queues():
             if count := sum((await broker.waiting(queue)).tiers.values()):
                 self._manifest.celery[queue] = count
 
-    async def _celerys(self) -> list[str]:
+    async def _celery_queues(self) -> list[str]:
         """The queues of plain Celery messages: models', and those beside versions' for what no worker knows yet."""
         store = self.client.store
         models, pools = await store.hkeys(keys.MODELS), await store.hvals(keys.POOLS)
-        versions = {version_queue_of(text(about)) for about in pools}
-        aside = [levels.queue_of(version, level) for version in sorted(versions) for level in levels.above()]
-        return [*(keys.model_queue(text(model)) for model in models), *aside]
+        versions = {version_queue_of(text(entry)) for entry in pools}
+        level_queues = [levels.queue_of(version, level) for version in sorted(versions) for level in levels.above()]
+        return [*(keys.model_queue(text(model)) for model in models), *level_queues]
 
 
 def parsed_list(value: Any) -> list[dict[str, Any]]:
     """The parts that a field of a batch names: `[{kind, name, size}, ...]`."""
-    found = parsed(f'{{"parts": {value}}}')
-    return list(found.get("parts", ()))
+    wrapper = parsed(f'{{"parts": {value}}}')
+    return list(wrapper.get("parts", ()))
 
 
 def _moved(entry: Entry) -> Reference | None:
@@ -470,7 +470,7 @@ def _moved(entry: Entry) -> Reference | None:
     return None if raw is None else Reference.parse(raw)
 
 
-def _ask(pipe: Any, name: str, kind: str) -> bool:
+def _queue_read(pipe: Any, name: str, kind: str) -> bool:
     """Ask for a key of this type. False for a stream, and for what is gone."""
     match kind:
         case "hash":
@@ -488,7 +488,7 @@ def _ask(pipe: Any, name: str, kind: str) -> bool:
     return True
 
 
-def _left(ttl: int) -> dict[str, int]:
+def _ttl(ttl: int) -> dict[str, int]:
     return {"ttl": ttl} if ttl >= 0 else {}
 
 

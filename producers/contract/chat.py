@@ -57,63 +57,41 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
     return [_message(message, f"messages[{at}]") for at, message in enumerate(value)]
 
 
-def _check_arguments(messages: list[Any]) -> None:
-    """Raise InvalidTask for more of tool calls' arguments, as JSON text, than may be parsed."""
-    texts = [
-        call["function"]["arguments"]
-        for message in messages
-        if isinstance(message, dict) and isinstance(message.get("tool_calls"), list)
-        for call in message["tool_calls"]
-        if isinstance(call, dict)
-        and isinstance(call.get("function"), dict)
-        and isinstance(call["function"].get("arguments"), str)
-    ]
-    if (size := sum(map(len, texts))) <= SMALL:
-        return
-    if size > MAX_ARGUMENTS:
-        message = f"the arguments of tool calls have {size} characters; at most {MAX_ARGUMENTS} are taken"
-        raise InvalidTask(message, param="messages")
-    parts = sum(count_parts(text.encode(errors="replace"), MAX_PARTS) for text in texts)
-    if parts > MAX_PARTS:
-        message = f"the arguments of tool calls have {parts} lists, objects and strings; at most {MAX_PARTS} are taken"
-        raise InvalidTask(message, param="messages", code="too_many_parts")
-
-
-def _message(message: Any, place: str) -> dict[str, Any]:
+def _message(message: Any, path: str) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise refused(place, message, "an object with role and content", "invalid_type")
-    given = dict(message)
-    role = given.pop("role", None)
+        raise refused(path, message, "an object with role and content", "invalid_type")
+    remaining = dict(message)
+    role = remaining.pop("role", None)
     if role not in ROLES:
-        raise refused(f"{place}.role", role, f"one of {', '.join(ROLES)}")
-    calls = given.pop("tool_calls", None) or None
-    content = given.pop("content", None)
+        raise refused(f"{path}.role", role, f"one of {', '.join(ROLES)}")
+    calls = remaining.pop("tool_calls", None) or None
+    content = remaining.pop("content", None)
     read: dict[str, Any] = {"role": role, "content": None}
-    for name, part in given.items():
+    for name, part in remaining.items():
         # vLLM's newer name for reasoning_content, `reasoning`, is an object elsewhere.
         if (name in PASSED_ON and part is not None) or (name == "reasoning" and isinstance(part, str)):
-            read[name] = read_string(part, f"{place}.{name}")
+            read[name] = read_string(part, f"{path}.{name}")
         elif name in EMPTY_AS_RECEIVED and part:
             raise InvalidTask(
-                f"{place} has {name}, which is not offered here; a message has role, content, "
+                f"{path} has {name}, which is not offered here; a message has role, content, "
                 f"{', '.join(PASSED_ON)}, tool_calls",
                 code="unsupported_parameter",
-                param=f"{place}.{name}",
+                param=f"{path}.{name}",
             )
     # Checked last: an unsupported field, such as a refusal, explains a missing content better.
     if content is None and role == "assistant":
         read["content"] = None if calls else ""  # an answer without text, as clients send it back
     else:
-        read["content"] = _content(content, place)
+        read["content"] = _content(content, path)
     if calls is not None:
         if role != "assistant":
-            raise refused(f"{place}.tool_calls", calls, "left out: only an assistant's message has them")
-        read["tool_calls"] = _each(calls, f"{place}.tool_calls", _tool_call)
+            raise refused(f"{path}.tool_calls", calls, "left out: only an assistant's message has them")
+        read["tool_calls"] = _each(calls, f"{path}.tool_calls", _tool_call)
     return read
 
 
-def _content(content: Any, place: str) -> str:
-    name = f"{place}.content"
+def _content(content: Any, path: str) -> str:
+    name = f"{path}.content"
     if isinstance(content, list):
         return BETWEEN_PARTS.join(_each(content, name, _text_part))
     if not isinstance(content, str):
@@ -121,55 +99,55 @@ def _content(content: Any, place: str) -> str:
     return read_string(content, name)
 
 
-def _text_part(part: Any, place: str) -> str:
+def _text_part(part: Any, path: str) -> str:
     if not isinstance(part, dict):
-        raise refused(place, part, 'an object like {"type": "text", "text": "..."}', "invalid_type")
+        raise refused(path, part, 'an object like {"type": "text", "text": "..."}', "invalid_type")
     if part.get("type") != "text":
-        raise refused(f"{place}.type", part.get("type"), '"text": no other kind of content is offered here')
-    return read_string(part.get("text"), f"{place}.text")
+        raise refused(f"{path}.type", part.get("type"), '"text": no other kind of content is offered here')
+    return read_string(part.get("text"), f"{path}.text")
 
 
-def _tool_call(call: Any, place: str) -> dict[str, Any]:
+def _tool_call(call: Any, path: str) -> dict[str, Any]:
     """Check a tool call. Its arguments become an object for templates; OpenAI sends them as JSON text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise refused(place, call, "an object with id, type and function (name, arguments)", "invalid_type")
-    name = read_string(function["name"], f"{place}.function.name")
+        raise refused(path, call, "an object with id, type and function (name, arguments)", "invalid_type")
+    name = read_string(function["name"], f"{path}.function.name")
     arguments = function.get("arguments") or "{}"  # of a call without arguments, clients may send nothing
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
-            raise refused(f"{place}.function.arguments", arguments, "a JSON object, as text") from None
+            raise refused(f"{path}.function.arguments", arguments, "a JSON object, as text") from None
     if not isinstance(arguments, Mapping):
-        raise refused(f"{place}.function.arguments", arguments, "a JSON object, as text")
+        raise refused(f"{path}.function.arguments", arguments, "a JSON object, as text")
     named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {**named, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _each(parts: Any, place: str, read: Callable[[Any, str], Any]) -> list[Any]:
+def _each(parts: Any, path: str, read: Callable[[Any, str], Any]) -> list[Any]:
     if not isinstance(parts, list) or not parts:
-        raise refused(place, parts, "a list, not empty", "invalid_type")
-    return [read(part, f"{place}[{at}]") for at, part in enumerate(parts)]
+        raise refused(path, parts, "a list, not empty", "invalid_type")
+    return [read(part, f"{path}[{at}]") for at, part in enumerate(parts)]
 
 
-def read_string(value: Any, place: str) -> str:
+def read_string(value: Any, path: str) -> str:
     """A string that UTF-8 can hold. Raises InvalidTask, which names the place."""
     if not isinstance(value, str):
-        raise refused(place, value, "a string", "invalid_type")
+        raise refused(path, value, "a string", "invalid_type")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise refused(place, value, f"valid Unicode: it has a lone surrogate at character {error.start}") from None
+        raise refused(path, value, f"valid Unicode: it has a lone surrogate at character {error.start}") from None
     return value
 
 
 def too_many(count: int, param: str = "messages") -> InvalidTask:
     """The error for more messages than a request may have."""
-    said = f"{param} has {count} messages; at most {MAX_MESSAGES} are taken"
-    return InvalidTask(said, code="array_above_max_length", param=param)
+    text = f"{param} has {count} messages; at most {MAX_MESSAGES} are taken"
+    return InvalidTask(text, code="array_above_max_length", param=param)
 
 
-def refused(place: str, value: Any, wanted: str, code: str = "invalid_value") -> InvalidTask:
-    """The error for a value within messages or items. `wanted` completes "it must be ..."."""
-    return InvalidTask(f"{place} is {shown(value)}; it must be {wanted}", code=code, param=place)
+def refused(path: str, value: Any, expected: str, code: str = "invalid_value") -> InvalidTask:
+    """The error for a value within messages or items. `expected` completes "it must be ..."."""
+    return InvalidTask(f"{path} is {shown(value)}; it must be {expected}", code=code, param=path)

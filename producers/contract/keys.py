@@ -82,7 +82,7 @@ WEBHOOKS_WAKE: Final = (
 def tier_of(priority: int | None) -> str:
     """The tier of a Celery priority: that of the highest step which is not above it, as kombu chooses a list."""
     step = max(step for _, step in TIERS.values() if step <= max(0, priority or 0))
-    return next(tier for tier, (_, own) in TIERS.items() if own == step)
+    return next(tier for tier, (_, priority_step) in TIERS.items() if priority_step == step)
 
 
 def task(task_id: str) -> str:
@@ -251,9 +251,9 @@ def batch_begun(batch_id: str) -> str:
     return f"penstock:batch:{batch_id}:begun"
 
 
-def inbox(place: str) -> str:
+def inbox(location: str) -> str:
     """Hash: batch id -> object of a bucket's or folder's inbox that is open (JSON, `producers.store.inbox`)."""
-    return f"penstock:inbox:{place}"
+    return f"penstock:inbox:{location}"
 
 
 def inbox_known(digest: str) -> str:
@@ -328,7 +328,7 @@ def takers_of(pools: Mapping[str, str], cards: Mapping[str, str] | None = None) 
     `pools` and `cards`: JSON by queue and by model, as the store has them. A model's queues are there before its pools.
     A card that cannot be read names no version: its model has the queue of plain senders alone.
     """
-    takers = {queue: [own] for own in pools for queue in looked_after(own)}
+    takers = {queue: [pool] for pool in pools for queue in looked_after(pool)}
     for name, card in (cards or {}).items():
         takers[model_queue(name)] = []
         if version := parsed(card).get("version"):

@@ -63,12 +63,12 @@ def observe(redis: Redis, looker: str, others: Sequence[str], since: int = 0) ->
         with redis.pipeline(transaction=False) as pipe:
             pipe.pubsub_numsub(*(f"penstock:alive:{name}" for name in (looker, *others)))
             pipe.get("penstock:joins")
-            heard, joins = pipe.execute()
+            listeners, joins = pipe.execute()
     except ResponseError as error:
         if trouble(error) is None:
             raise
         return None
-    if all(count for _, count in heard):
+    if all(count for _, count in listeners):
         return Observation(int(joins or 0), dict.fromkeys(others, Liveness.LIVES))
     states = read_look(run(redis, look(looker, others, since)), others)
     return None if states is None else Observation(int(joins or 0), states)

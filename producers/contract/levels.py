@@ -23,12 +23,12 @@ from typing import Any, Final
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Something that a task may ask for. `asked`: whether a task of these fields asks for it. `release`: the first one
+    """Something that a task may need. `needed_by`: whether a task of these fields needs it. `release`: the first one
     whose workers can do it, as `--version` names it."""
 
     level: int
     release: str
-    asked: Callable[[Mapping[str, Any]], bool]
+    needed_by: Callable[[Mapping[str, Any]], bool]
 
 
 #: What was added since SHARED. A release's LEVEL becomes SHARED, and these features go, with the release after it.
@@ -48,7 +48,7 @@ _BESIDE: Final = re.compile(r"(.*@[0-9A-Za-z]+(?:\.[^.@+]+)?)\+([1-9][0-9]{0,5})
 
 def level_of(fields: Mapping[str, Any]) -> int:
     """The level that a task of these fields needs; 0 if it needs none above SHARED."""
-    return max((feature.level for feature in FEATURES if feature.asked(fields)), default=0)
+    return max((feature.level for feature in FEATURES if feature.needed_by(fields)), default=0)
 
 
 def queue_of(queue: str, level: int) -> str:
@@ -58,8 +58,8 @@ def queue_of(queue: str, level: int) -> str:
 
 def split(queue: str) -> tuple[str, int]:
     """A version's or pool's queue, and the level that its tasks need: what `queue_of` was given."""
-    found = _BESIDE.fullmatch(queue)
-    return (found[1], int(found[2])) if found else (queue, 0)
+    match = _BESIDE.fullmatch(queue)
+    return (match[1], int(match[2])) if match else (queue, 0)
 
 
 def levels() -> range:

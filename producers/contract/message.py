@@ -83,8 +83,8 @@ class Message:
         return "".join(chain.from_iterable(zip(parts, between, strict=True)))
 
     def _size(self) -> dict[str, int | str]:
-        said: dict[str, int | str] = {"tenant": self.tenant, "at": self.at, "order_key": self.order_key}
-        return {"v": 1, "n": self.n, "tokens": self.tokens, **{name: value for name, value in said.items() if value}}
+        fields: dict[str, int | str] = {"tenant": self.tenant, "at": self.at, "order_key": self.order_key}
+        return {"v": 1, "n": self.n, "tokens": self.tokens, **{name: value for name, value in fields.items() if value}}
 
 
 @lru_cache(256)
@@ -138,15 +138,15 @@ def id_of(headers: Mapping[str, Any]) -> str | None:
     task_id = headers.get("id")
     if not isinstance(task_id, str) or not task_id:
         return None
-    return None if any("\ud800" <= one <= "\udfff" for one in task_id) else task_id
+    return None if any("\ud800" <= character <= "\udfff" for character in task_id) else task_id
 
 
 def is_plain(headers: Mapping[str, Any]) -> bool:
     """Whether the message is plain Celery's: Penstock clients send a valid `penstock` header with the task's size."""
-    said = headers.get("penstock")
-    if not isinstance(said, dict) or said.get("v") != 1:
+    size = headers.get("penstock")
+    if not isinstance(size, dict) or size.get("v") != 1:
         return True
-    return not all(isinstance(said.get(k), int | float) and not isinstance(said[k], bool) for k in ("n", "tokens"))
+    return not all(isinstance(size.get(k), int | float) and not isinstance(size[k], bool) for k in ("n", "tokens"))
 
 
 def task_headers(raw: bytes | str) -> dict[str, Any] | None:

@@ -46,17 +46,17 @@ class Profile:
     cold_start: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, said: Any) -> Self:
+    def of(cls, value: Any) -> Self:
         """A profile from parsed JSON of whatever kind; what is no sane figure is left out."""
-        if not isinstance(said, dict):
+        if not isinstance(value, dict):
             return cls()
-        phases = said.get("cold_start")
+        phases = value.get("cold_start")
         starts = phases if isinstance(phases, dict) else {}
-        figures = {entry.name: sane(said.get(entry.name)) for entry in fields(cls) if entry.name != "cold_start"}
+        figures = {entry.name: sane(value.get(entry.name)) for entry in fields(cls) if entry.name != "cold_start"}
         return cls(**figures, cold_start={str(name): s for name, raw in starts.items() if (s := sane(raw)) is not None})
 
-    def merged(self, seen: Profile, *, fresh: bool, started: bool) -> Profile:
-        """This kept profile after a worker has `seen` another. What that does not have stays as it is.
+    def merged(self, observed: Profile, *, fresh: bool, started: bool) -> Profile:
+        """This kept profile after a worker has measured `observed`. Figures that it lacks stay.
 
         `fresh`: it has measured since it last said so. Then a figure that differs by more than MATERIAL moves half of
         the way, so that workers that differ do not swing it. `started`: the figures of its start are new.
@@ -64,16 +64,16 @@ class Profile:
         A knee that is found from low load alone may be too high. So a higher one counts only if that worker has reached
         as many sequences at once as the kept one says.
         """
-        higher = self.knee and seen.knee and seen.knee > self.knee
-        believed = not higher or (seen.reached or 0.0) >= (self.knee or 0.0)
+        higher = self.knee and observed.knee and observed.knee > self.knee
+        believed = not higher or (observed.reached or 0.0) >= (self.knee or 0.0)
         moved = {
-            name: _moved(getattr(self, name), getattr(seen, name), fresh and (believed or name not in OF_THE_KNEE))
+            name: _moved(getattr(self, name), getattr(observed, name), fresh and (believed or name not in OF_THE_KNEE))
             for name in BLENDED
         }
         return Profile(
             **moved,
-            kv_capacity=seen.kv_capacity if started or self.kv_capacity is None else self.kv_capacity,
-            cold_start=(seen.cold_start if started else {}) or self.cold_start or seen.cold_start,
+            kv_capacity=observed.kv_capacity if started or self.kv_capacity is None else self.kv_capacity,
+            cold_start=(observed.cold_start if started else {}) or self.cold_start or observed.cold_start,
         )
 
     @classmethod
@@ -93,17 +93,17 @@ class Profile:
         return json.dumps(self.to_dict())
 
 
-def _moved(kept: float | None, seen: float | None, fresh: bool) -> float | None:
-    if not kept or not seen:
-        return kept or seen
-    return (kept + seen) / 2 if fresh and abs(seen - kept) > MATERIAL * kept else kept
+def _moved(kept: float | None, observed: float | None, fresh: bool) -> float | None:
+    if not kept or not observed:
+        return kept or observed
+    return (kept + observed) / 2 if fresh and abs(observed - kept) > MATERIAL * kept else kept
 
 
-def sane(said: Any) -> float | None:
+def sane(value: Any) -> float | None:
     """A finite number from 0 on; None for anything else: NaN, infinity, a negative number, a text."""
-    if isinstance(said, bool) or not isinstance(said, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
-        return float(said) if math.isfinite(said) and said >= 0 else None
+        return float(value) if math.isfinite(value) and value >= 0 else None
     except OverflowError:  # an integer beyond all floats
         return None

@@ -100,21 +100,21 @@ class Run:
     engine_us: int = 0
     """The engine's time (microseconds) for it: its part of that of each step, by tokens. Scripts read this last one."""
 
-    def said(self, start: int) -> str:
+    def script_argument(self, start: int) -> str:
         """The scripts' arguments: the start's number from 1, and the field's JSON. Empty for a start past MOST."""
         return f"{start} {json.dumps(astuple(self), separators=(',', ':'))}" if 1 <= start <= MAX_RUNS else ""
 
     @classmethod
     def parse(cls, raw: str) -> Run:
         """Raises ValueError or TypeError for what is none."""
-        owner, began, step, last, cached, preemptions, preempted, *rest = json.loads(raw)
-        engine_us = rest[0] if rest else 0  # a release without it
+        owner, began, step, last, cached, preemptions, preempted, *remainder = json.loads(raw)
+        engine_us = remainder[0] if remainder else 0  # a release without it
         step, last = (None if at is None else int(at) for at in (step, last))
-        found = [(int(at), str(why)) for at, why in preempted]
-        numbers = (began, step or 0, last or 0, cached, preemptions, engine_us, *(at for at, _ in found))
+        preemption_list = [(int(at), str(why)) for at, why in preempted]
+        numbers = (began, step or 0, last or 0, cached, preemptions, engine_us, *(at for at, _ in preemption_list))
         if any(abs(int(number)) > 2**53 for number in numbers):
             raise ValueError("a number is too large")
-        return cls(str(owner), int(began), step, last, int(cached), int(preemptions), found, int(engine_us))
+        return cls(str(owner), int(began), step, last, int(cached), int(preemptions), preemption_list, int(engine_us))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +129,9 @@ class Record:
         """Raises BrokenRecord for what is no text."""
         fields = {}
         for name, value in raw.items():
-            said = name.decode(errors="backslashreplace") if isinstance(name, bytes) else name
-            with _named(task_id, said):
-                fields[said] = text(value)
+            field = name.decode(errors="backslashreplace") if isinstance(name, bytes) else name
+            with _named(task_id, field):
+                fields[field] = text(value)
         return cls(task_id, fields)
 
     @property
@@ -210,12 +210,12 @@ class Record:
     @property
     def runs(self) -> dict[int, Run]:
         """Its starts by number, in order, as far as their workers told of them. A field that is none is left out."""
-        found: dict[int, Run] = {}
+        runs: dict[int, Run] = {}
         for name, value in self.fields.items():
             with suppress(*BROKEN):
                 if name.startswith(RUN_PREFIX):
-                    found[int(name.removeprefix(RUN_PREFIX))] = Run.parse(value)
-        return dict(sorted(found.items()))
+                    runs[int(name.removeprefix(RUN_PREFIX))] = Run.parse(value)
+        return dict(sorted(runs.items()))
 
     @property
     def first_step(self) -> int | None:
@@ -255,10 +255,10 @@ class Record:
         BrokenRecord for what is no JSON, or could not be written as JSON again."""
         value = self.fields.get(name)
         with _named(self.id, name):
-            found = json.loads(value, parse_constant=_finite, parse_float=_finite) if value else None
+            parsed = json.loads(value, parse_constant=_finite, parse_float=_finite) if value else None
             if value and "\\ud" in value.lower():
-                json.dumps(found, ensure_ascii=False).encode()  # half of a character is nothing that could be sent
-            return found
+                json.dumps(parsed, ensure_ascii=False).encode()  # half of a character is nothing that could be sent
+            return parsed
 
 
 @contextmanager
@@ -270,9 +270,9 @@ def _named(task_id: str, name: str) -> Iterator[None]:
         raise error if isinstance(error, BrokenRecord) else BrokenRecord(task_id, name) from error
 
 
-def _finite(said: str) -> float:
-    if not math.isfinite(number := float(said)):
-        raise ValueError(said)
+def _finite(literal: str) -> float:
+    if not math.isfinite(number := float(literal)):
+        raise ValueError(literal)
     return number
 
 

@@ -127,13 +127,13 @@ def decode(position: int, entry: Any) -> Event | None:
         return End(position, entry["end"], tuple(entry["reasons"]), entry["usage"], entry["error"])
     if "prompt" in entry:
         return Prompt(
-            position, entry["prompt"], tuple(entry["token_ids"]), tuple(_logprobs(one) for one in entry["logprobs"])
+            position, entry["prompt"], tuple(entry["token_ids"]), tuple(_logprobs(item) for item in entry["logprobs"])
         )
     return None
 
 
-def _logprobs(found: Any) -> Logprobs | None:
-    return (found[0], tuple((t, p) for t, p in found[1])) if found else None
+def _logprobs(item: Any) -> Logprobs | None:
+    return (item[0], tuple((t, p) for t, p in item[1])) if item else None
 
 
 def decode_message(payload: str | bytes) -> list[tuple[int, Any]]:
@@ -153,16 +153,21 @@ def pack(entries: Sequence[bytes]) -> bytes:
     return zlib.compress(b"\n".join(entries), LEVEL)
 
 
-def unpack(number: int, block: bytes, start: int = 0, most: int | None = None, each: int = 0) -> list[tuple[int, Any]]:
-    """The entries of block `number`, parsed, each with its position, from position `start` on. `most`: no further entry
-    is parsed once they have so many bytes, of which each counts `each` more. Raises zlib.error or ValueError."""
+def unpack(
+    number: int, block: bytes, start: int = 0, max_bytes: int | None = None, each: int = 0
+) -> list[tuple[int, Any]]:
+    """The entries of block `number`, parsed, each with its position, from position `start` on.
+
+    `max_bytes`: no further entry is parsed once they have so many bytes; each entry counts `each` bytes more. Raises
+    zlib.error or ValueError.
+    """
     lines = zlib.decompress(block).split(b"\n")[max(0, start - number * BLOCK) :]
-    if most is not None:
-        size = taken = 0
-        while taken < len(lines) and size < most:
-            size += len(lines[taken]) + each
-            taken += 1
-        del lines[taken:]
+    if max_bytes is not None:
+        size = kept = 0
+        while kept < len(lines) and size < max_bytes:
+            size += len(lines[kept]) + each
+            kept += 1
+        del lines[kept:]
     first = max(start, number * BLOCK)
     # One call for all costs a third of one for each.
     return list(zip(range(first, first + len(lines)), json.loads(b"[%b]" % b",".join(lines)), strict=True))
@@ -339,15 +344,15 @@ def view(result: Result) -> dict[str, Any]:
         "error": result.error,
         "choices": [
             {
-                "index": one.index,
-                "text": one.text,
-                "token_ids": one.token_ids,
-                "finish_reason": one.finish_reason,
+                "index": choice.index,
+                "text": choice.text,
+                "token_ids": choice.token_ids,
+                "finish_reason": choice.finish_reason,
                 "logprobs": None
-                if one.logprobs is None
-                else [None if scores is None else logprobs_view(scores) for scores in one.logprobs],
+                if choice.logprobs is None
+                else [None if scores is None else logprobs_view(scores) for scores in choice.logprobs],
             }
-            for one in result.choices
+            for choice in result.choices
         ],
         "prompt_logprobs": None
         if result.prompt_token_ids is None
@@ -368,6 +373,6 @@ def logprobs_view(logprobs: Logprobs) -> dict[str, Any]:
 def prompt_view(token_ids: Sequence[int], logprobs: Sequence[Logprobs | None]) -> list[dict[str, Any]]:
     """A prompt's tokens with their log probabilities, as callers see them; null for the first."""
     return [
-        {"token_id": token, **(logprobs_view(one) if one else {"logprob": None, "top": []})}
-        for token, one in zip(token_ids, logprobs, strict=True)
+        {"token_id": token, **(logprobs_view(scores) if scores else {"logprob": None, "top": []})}
+        for token, scores in zip(token_ids, logprobs, strict=True)
     ]

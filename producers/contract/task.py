@@ -92,7 +92,7 @@ def _prompt(value: Any) -> Any:
                 f"prompt has {len(value)} token ids; at most {MAX_PROMPT_TOKENS} are taken", param="prompt"
             )
         if value and not ({*map(type, value)} == {int} and min(value) >= 0 and max(value) <= MAX_INT32):
-            at, token = next((at, one) for at, one in enumerate(value) if not _is_token(one))
+            at, token = next((at, item) for at, item in enumerate(value) if not _is_token(item))
             raise InvalidTask(
                 f"prompt[{at}] is {shown(token)}; a token id is an integer from 0 to {MAX_INT32}", param="prompt"
             )
@@ -158,14 +158,14 @@ def known_tier(value: Any) -> Any:
     return "default" if value == "auto" else value
 
 
-def sampling(name: str, words: str = "") -> Any:
-    """The field of a sampling parameter, with the limits that the engine has. `words`: what it must be, in other words.
+def sampling(name: str, description: str = "") -> Any:
+    """The field of a sampling parameter, with the engine's limits and default; None where a model may have its own.
 
-    Its default is the engine's; None where a model may have its own.
+    `description`: completes "it must be", in place of the engine's own.
     """
-    one = declared(SamplingParams)[name]
+    parameter = declared(SamplingParams)[name]
     limits: dict[str, Any] = {}
-    match one.bound:
+    match parameter.bound:
         case Integer() as bound:
             limits = {"ge": bound.low, "le": bound.high}
         case Number() as bound:
@@ -178,8 +178,8 @@ def sampling(name: str, words: str = "") -> Any:
             names = {"maxProperties": bound.limit, "propertyNames": {"pattern": f"^({DECIMAL.pattern})$"}}
             limits = {"max_length": bound.limit, "json_schema_extra": names, "default_factory": dict}
     if "default_factory" not in limits:
-        limits["default"] = None if name in DEFAULTS else one.default
-    return Field(description=words or one.bound.words, **limits)
+        limits["default"] = None if name in DEFAULTS else parameter.default
+    return Field(description=description or parameter.bound.words, **limits)
 
 
 Tier = Literal["priority", "default", "flex", "batch"]
@@ -285,14 +285,14 @@ def refusal(error: ValidationError, fields: Mapping[str, FieldInfo]) -> InvalidT
     if isinstance(cause, InvalidTask):
         return cause
     field = str(first["loc"][0])
-    wanted = fields[field].description
+    expected = fields[field].description
     if first["type"] == "missing":
-        return InvalidTask(f"{field} is missing: {wanted}", param=field, code="missing_parameter")
-    place = field + "".join(f"[{shown(part)}]" for part in first["loc"][1:] if part != "[key]")
+        return InvalidTask(f"{field} is missing: {expected}", param=field, code="missing_parameter")
+    path = field + "".join(f"[{shown(part)}]" for part in first["loc"][1:] if part != "[key]")
     if first["type"] == "string_unicode":
-        return InvalidTask(f"{place} is not valid Unicode: {shown(first['input'])} has a lone surrogate", param=field)
+        return InvalidTask(f"{path} is not valid Unicode: {shown(first['input'])} has a lone surrogate", param=field)
     code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
-    return InvalidTask(f"{place} is {shown(first['input'])}; {field} must be {wanted}", param=field, code=code)
+    return InvalidTask(f"{path} is {shown(first['input'])}; {field} must be {expected}", param=field, code=code)
 
 
 def _no_default(schema: dict[str, Any]) -> None:
@@ -393,13 +393,9 @@ class Task(BaseModel):
                 raise unknown_field(unknown, type(self).model_fields)
             # What is null was left out, but for what has to be there.
             needed = {"model"} if fields.get("messages") is not None else {"model", "prompt"}
-            given = {k: v for k, v in fields.items() if v is not None or k in needed}
-            for name, value in given.items():
-                # By hand, too: pydantic lists every entry that is not right, before it looks how many there are.
-                if name in _MOST and isinstance(value, list | tuple | Mapping) and len(value) > _MOST[name]:
-                    raise too_many(name, value, type(self).model_fields)
+            values = {k: v for k, v in fields.items() if v is not None or k in needed}
             try:
-                super().__init__(**given)
+                super().__init__(**values)
                 return
             except ValidationError as error:
                 refused = refusal(error, type(self).model_fields)
@@ -522,17 +518,17 @@ class Task(BaseModel):
 
     def _check_size(self, prompt: int, context: int) -> None:
         """Raise InvalidTask if the task would store too much at once."""
-        if self.prompt_logprobs is not None and (wanted := (self.prompt_logprobs + 1) * prompt) > MAX_PROMPT_LOGPROBS:
+        if self.prompt_logprobs is not None and (count := (self.prompt_logprobs + 1) * prompt) > MAX_PROMPT_LOGPROBS:
             raise InvalidTask(
-                f"prompt_logprobs is {self.prompt_logprobs}: with {prompt} prompt tokens these are {wanted} log "
+                f"prompt_logprobs is {self.prompt_logprobs}: with {prompt} prompt tokens these are {count} log "
                 f"probabilities; at most {MAX_PROMPT_LOGPROBS} are given",
                 param="prompt_logprobs",
             )
         # Without max_tokens, `resolved` sets the most that is allowed.
         output = self.min_tokens if self.max_tokens is None else self.max_tokens
-        if self.logprobs is not None and (wanted := (self.logprobs + 1) * output * self.n) > MAX_LOGPROBS:
+        if self.logprobs is not None and (count := (self.logprobs + 1) * output * self.n) > MAX_LOGPROBS:
             raise InvalidTask(
-                f"logprobs is {self.logprobs}: with n = {self.n} and up to {output} output tokens these are {wanted} "
+                f"logprobs is {self.logprobs}: with n = {self.n} and up to {output} output tokens these are {count} "
                 f"log probabilities; at most {MAX_LOGPROBS} are given; lower max_tokens, n or logprobs",
                 param="logprobs",
             )
@@ -547,20 +543,11 @@ class Task(BaseModel):
     def resolved(self, card: Mapping[str, Any]) -> Self:
         """The task as the worker will run it: checked, with the card's defaults and a seed. Raises InvalidTask."""
         self.check(card)
-        found = filled({name: getattr(self, name) for name in DEFAULTS}, card.get("defaults", {}))
+        update = filled({name: getattr(self, name) for name in DEFAULTS}, card.get("defaults", {}))
         if self.seed is None:
-            found["seed"] = secrets.randbits(63)
+            update["seed"] = secrets.randbits(63)
         if self.max_tokens is None and self.logprobs is not None:
-            most = MAX_LOGPROBS // ((self.logprobs + 1) * self.n)
-            if most < int(card["context_length"]) - (self.prompt_tokens or 1):
-                found["max_tokens"] = max(1, most)
-        return self.model_copy(update=found)
-
-
-#: Field -> the most entries of its list or object.
-_MOST: Final[Mapping[str, int]] = {
-    name: bound.max_length
-    for name, field in Task.model_fields.items()
-    for bound in field.metadata
-    if isinstance(bound, MaxLen) and field.annotation not in (str, str | None)
-}
+            limit = MAX_LOGPROBS // ((self.logprobs + 1) * self.n)
+            if limit < int(card["context_length"]) - (self.prompt_tokens or 1):
+                update["max_tokens"] = max(1, limit)
+        return self.model_copy(update=update)

@@ -136,13 +136,13 @@ class Webhook:
 
     def fields(self) -> dict[str, str]:
         """The fields of a record (`producers.contract.record`) that say so, the secret in plain."""
-        said = {"webhook": json.dumps({"url": self.url, "events": list(self.events)})}
-        return said if self.secret is None else said | {"webhook_secret": self.secret}
+        values = {"webhook": json.dumps({"url": self.url, "events": list(self.events)})}
+        return values if self.secret is None else values | {"webhook_secret": self.secret}
 
     def stored(self) -> dict[str, str]:
         """The same as they are stored: the secret is encrypted if there is a key. Raises SecretUnreadable."""
-        said = self.fields()
-        return said if self.secret is None else said | {"webhook_secret": seal(self.secret)}
+        values = self.fields()
+        return values if self.secret is None else values | {"webhook_secret": seal(self.secret)}
 
 
 def checked_url(url: Any, param: str) -> str:
@@ -158,35 +158,37 @@ def checked_url(url: Any, param: str) -> str:
     return url
 
 
-def checked_events(events: Any, param: str, known: Sequence[str] = EVENT_TYPES) -> tuple[str, ...]:
+def checked_events(events: Any, param: str, event_types: Sequence[str] = EVENT_TYPES) -> tuple[str, ...]:
     """The event types, each once, in the caller's order. Raises InvalidTask."""
     if not isinstance(events, (list, tuple)) or not events:
         code = "invalid_value" if isinstance(events, (list, tuple)) else "invalid_type"
         raise InvalidTask(f"{param} is {shown(events)}; it must be a list of event types", param=param, code=code)
-    for one in events:
-        if one not in known:
+    for event in events:
+        if event not in event_types:
             raise InvalidTask(
-                f"{param} has {shown(one)}; the event types are {', '.join(known)}", param=param, code="invalid_value"
+                f"{param} has {shown(event)}; the event types are {', '.join(event_types)}",
+                param=param,
+                code="invalid_value",
             )
     return tuple(dict.fromkeys(events))
 
 
 def checked_secret(secret: Any, param: str) -> str:
     """The secret. Raises InvalidTask, which never shows it."""
-    least, most = SECRET_BYTES
-    wanted = f"it must be {SECRET_PREFIX} and base64 of {least} to {most} bytes"
+    smallest, largest = SECRET_BYTES
+    expected = f"it must be {SECRET_PREFIX} and base64 of {smallest} to {largest} bytes"
     if not isinstance(secret, str):
-        raise InvalidTask(f"{param} is not text; {wanted}", param=param, code="invalid_type")
+        raise InvalidTask(f"{param} is not text; {expected}", param=param, code="invalid_type")
     try:
         if not secret.startswith(SECRET_PREFIX):
             raise ValueError(f"does not begin with {SECRET_PREFIX}")
         size = len(base64.b64decode(secret.removeprefix(SECRET_PREFIX), validate=True))
-        if not least <= size <= most:
+        if not smallest <= size <= largest:
             raise ValueError(f"has {size} bytes")
     except (binascii.Error, UnicodeError) as error:
-        raise InvalidTask(f"{param} is not base64 ({error}); {wanted}", param=param) from None
+        raise InvalidTask(f"{param} is not base64 ({error}); {expected}", param=param) from None
     except ValueError as error:
-        raise InvalidTask(f"{param} {error}; {wanted}", param=param) from None
+        raise InvalidTask(f"{param} {error}; {expected}", param=param) from None
     return secret
 
 

@@ -177,7 +177,7 @@ class Append:
     prompt_tokens: int = 0
     """Length of a text prompt that the record does not have yet; 0: no news."""
     run: str = ""
-    """Its engine's account of it (`producers.contract.record.Run.said`); empty: no news."""
+    """Its engine's account of it (`producers.contract.record.Run.script_argument`); empty: no news."""
 
 
 def append(batch: Sequence[Append]) -> Call:

@@ -124,7 +124,7 @@ async def _compact_stream(
 
 async def _moved(client: AsyncClient, moving: Moving, task_id: str, blocks: Sequence[bytes]) -> Reference | None:
     """Write the blocks to a blob. None where that fails: a bucket that is away must not fill the store with streams."""
-    reference = Reference(moving.blobs.place, f"result-{secrets.token_hex(16)}", tuple(accumulate(map(len, blocks))))
+    reference = Reference(moving.blobs.location, f"result-{secrets.token_hex(16)}", tuple(accumulate(map(len, blocks))))
     try:
         await files.note(client.store, reference.name)
         await asyncio.to_thread(_write, moving.blobs, reference.name, blocks)

@@ -67,7 +67,7 @@ class Job:
                 f"it counts {batch.count('completed')} and {batch.count('failed')}: {len(output)}, {len(error)}"
             )
         mine = {self.input, batch.fields.get("output_file"), batch.fields.get("error_file")}
-        if left := names_in(self.blobs.place) - mine:
+        if left := names_in(self.blobs.location) - mine:
             found.append(f"blobs are left: {left}")
         if left := [name for name in self.redis.keys(f"{keys.batch(self.id)}*") if text(name) != keys.batch(self.id)]:
             found.append(f"keys are left: {left}")

@@ -181,10 +181,10 @@ def prune_journal(
     with _disk(journal, *backups), refusing(ValueError):
         pruned = journals.prune(open_blobs(journal), _kept(backups, backup_key), dry_run=dry_run)
     if as_json:
-        typer.echo(json.dumps({"removed": pruned.removed, "left": pruned.left, "first": pruned.first}))
+        typer.echo(json.dumps({"removed": pruned.removed, "left": pruned.remaining, "first": pruned.first}))
         return
     first = "" if pruned.first is None else f", the first of {_when(pruned.first)}"
-    say(f"{pruned.removed} files {'would go' if dry_run else 'are removed'}; {pruned.left} are left{first}")
+    say(f"{pruned.removed} files {'would go' if dry_run else 'are removed'}; {pruned.remaining} are left{first}")
 
 
 def _kept(backups: list[str], backup_key: object) -> list[Manifest]:
@@ -219,7 +219,7 @@ def _restore(
         broker_url, store_url = servers(broker, store)
         urls = Servers(store_url, broker_url, old_store, old_stopped)
         choices = Choices(deadlines, journal, broker_kept)
-        with _disk(archive.place, files_dir):
+        with _disk(archive.location, files_dir):
             run = loop.run(begin(client, archive, open_blobs(files_dir), urls, choices, ring))
         texts = effects(run.plan, choices.broker_kept)
         for line in texts:
@@ -228,7 +228,7 @@ def _restore(
             if not sys.stdin.isatty():
                 raise Failure("nothing was restored yet; say --yes")
             typer.confirm("Restore this?", abort=True, err=True)
-        with _disk(archive.place, files_dir):
+        with _disk(archive.location, files_dir):
             loop.run(run.run())
     if as_json:
         typer.echo(json.dumps({"backup": run.plan.manifest.id, "epoch": run.epoch, "effects": texts}))

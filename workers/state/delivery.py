@@ -175,7 +175,7 @@ class Delivery:
         step, last = (None if at is None else ms(at) for at in (course.began_at, self.last_at))
         preempted = [(ms(at), why) for at, why in course.preempted]
         counts = course.cached_tokens, course.preemptions, preempted, round(1e6 * course.engine_s)
-        return Run(self.incarnation.id, self.began, step, last, *counts).said(self.start)
+        return Run(self.incarnation.id, self.began, step, last, *counts).script_argument(self.start)
 
     @property
     def waits(self) -> str | None:

@@ -53,7 +53,7 @@ class Blobs(ABC):
     Any method may raise OSError: the disk is full, or the folder or bucket cannot be reached.
     """
 
-    place: str
+    location: str
     """The place, as `producers.store.blobs.open_blobs` takes it."""
 
     @abstractmethod

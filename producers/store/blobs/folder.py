@@ -31,7 +31,7 @@ class FolderBlobs(Blobs):
     def __init__(self, folder: str | os.PathLike[str], mode: int = 0o600) -> None:
         self._folder = Path(folder).absolute()
         self._mode = mode
-        self.place = str(self._folder)
+        self.location = str(self._folder)
         self._incoming = self._folder / ".incoming"
 
     def writer(self, name: str) -> FolderWriter:

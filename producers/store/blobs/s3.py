@@ -362,7 +362,7 @@ class S3Blobs(Blobs):
     """A bucket. It connects at the first call. Raises AwsNotInstalled."""
 
     def __init__(self, bucket: Bucket) -> None:
-        self.place = bucket.url
+        self.location = bucket.url
         self.objects = Objects(bucket)
 
     def writer(self, name: str) -> BlobWriter:

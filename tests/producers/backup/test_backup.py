@@ -333,7 +333,7 @@ async def test_a_pruned_journal_still_has_all_that_a_kept_backup_needs(
     assert journals.prune(blobs, [manifest], dry_run=True).removed == len(old) == 2
     assert old <= set(blobs.names(journals.PREFIX))
     pruned = journals.prune(blobs, [manifest])
-    assert (pruned.removed, pruned.left) == (2, 2)
+    assert (pruned.removed, pruned.remaining) == (2, 2)
     assert not old & set(blobs.names(journals.PREFIX))
     run_ = await systems.restore(with_journal=True)
     assert run_.plan.confirmed
@@ -381,7 +381,7 @@ def test_a_journal_is_kept_for_every_backup_that_is_kept(
     ]
     pruned = journals.prune(blobs, manifests)
     assert {(epoch_id, at // scale) for epoch_id, at in times(blobs)} == left
-    assert (pruned.removed, pruned.left) == (len(files) - len(left), len(left))
+    assert (pruned.removed, pruned.remaining) == (len(files) - len(left), len(left))
     assert journals.prune(blobs, manifests).removed == 0
     assert f"{journals.PREFIX}junk" in blobs.names(journals.PREFIX)
 

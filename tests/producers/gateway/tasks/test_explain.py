@@ -258,7 +258,7 @@ def test_a_worker_tells_what_its_engine_does_with_a_task(
     lease(valkey_url, waits={"another": "better_tier"})
     assert names(explain(task_id)) == []
     done = Run("fake", began, began + 20, began + 90, 128, 2, [(began + 50, "better_tier"), (began + 60, "kv_room")])
-    token = protocol.Append(task_id, worker.claims[task_id], 0, 0, ['[0,0,7,"a"]'], run=done.said(1))
+    token = protocol.Append(task_id, worker.claims[task_id], 0, 0, ['[0,0,7,"a"]'], run=done.script_argument(1))
     run(valkey, protocol.append([token]))
     worker.finish(task_id, [1])
     worker.settle(task_id)

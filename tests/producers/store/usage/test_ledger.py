@@ -52,7 +52,7 @@ def test_a_row_says_who_used_what_and_outlives_its_record(valkey: Redis, client:
     other = FakeWorker(valkey, "other")
     other.claim(handle.id)
     other.append(handle.id, 2, ["c"], finish_reason="stop")
-    noted = Run("w", 1, 2, 3, 0, 1, [(5, "kv_room")], engine_us=1500).said(1).partition(" ")[2]
+    noted = Run("w", 1, 2, 3, 0, 1, [(5, "kv_room")], engine_us=1500).script_argument(1).partition(" ")[2]
     earlier = '["other",4,5,6,0,0,[]]'  # as a release wrote it that did not measure
     valkey.hset(keys.task(handle.id), mapping={"run:1": noted, "run:2": earlier})
     other.finish(handle.id, [3])

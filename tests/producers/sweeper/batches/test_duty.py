@@ -209,7 +209,7 @@ async def test_a_batch_runs_in_a_bucket_and_its_lines_may_wait_there(
         worker.serve(first, ["a", "b"])
         worker.serve(batches.task_id(job.id, 2), ["c"])
         assert (await compact(client, 0, Moving(job.blobs, 1))).moved == 2
-        assert {name for name in names_in(job.blobs.place) if name.startswith("result-")}
+        assert {name for name in names_in(job.blobs.location) if name.startswith("result-")}
         worker.serve(last, ["d"])
         await auntil(job.ended)
         await remove_files(client.store, job.blobs)
