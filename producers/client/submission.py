@@ -206,7 +206,9 @@ def _admit(
     charge: Charge | None,
     room: Room | None,
 ) -> Steps[None]:
-    names, asked = ((), "") if charge is None else (charge.names, charge.asked(task, known.card, int(fields["tokens"])))
+    names, asked = (
+        ((), "") if charge is None else (charge.names, charge.request_json(task, known.card, int(fields["tokens"])))
+    )
     bounds = "" if room is None else room.to_json(known.queue, task.tier, task.tenant or "")
     now_ms, nonce = known.now_ms(), uuid.uuid4().hex
     call = protocol.admit(task_id, nonce, now_ms, fields, accounts=names, charge=asked, bounds=bounds)
@@ -225,7 +227,7 @@ def _admit(
         if begins == "storage":
             raise SubmitFailed(_no_room(task, int(answer[1]), int(answer[2])), CODES[Trouble.FULL])
         if charge is not None:
-            charge.hear(begins, answer, asked)
+            charge.apply_answer(begins, answer, asked)
         return
     answer = text(answer)
     if answer == "exists":

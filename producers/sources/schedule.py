@@ -135,7 +135,7 @@ class Schedule(Source):
         entry = await self._client.run(stored(self._entry(time), "", name, self._client.patience, KEPT_S))
         if entry is None or entry.state != "made":
             await asyncio.to_thread(_put, Path(self._settings.batch), Path(self._settings.folder), name)
-            await self._client.run(once(idempotency.made(self._entry(time))))
+            await self._client.run(once(idempotency.mark_made(self._entry(time))))
         return name
 
     def _entry(self, time: int) -> str:

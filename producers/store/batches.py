@@ -211,9 +211,9 @@ async def page(store: Redis, limit: int, *, after: str | None = None, tenant: st
 
     `tenant`: only batches of this one; empty: without one. None: all.
     """
-    found: list[Batch] = []
+    result: list[Batch] = []
     index = keys.batch_index(tenant) if tenant else keys.BATCH_INDEX
-    while len(found) < limit:
+    while len(result) < limit:
         first = f"({after}" if after else "+"
         ids: list[Any] = await store.zrange(index, first, "-", desc=True, bylex=True, offset=0, num=limit)
         if not ids:
@@ -221,8 +221,8 @@ async def page(store: Redis, limit: int, *, after: str | None = None, tenant: st
         rows = await aexecute_many(store, [("HGETALL", keys.batch(text(name))) for name in ids])
         after = text(ids[-1])
         batches = [Batch.parse(text(name), raw) for name, raw in zip(ids, rows, strict=True) if raw]
-        found += [batch for batch in batches if tenant is None or batch.tenant == tenant]
-    return found[:limit]
+        result += [batch for batch in batches if tenant is None or batch.tenant == tenant]
+    return result[:limit]
 
 
 async def trim(store: Redis, now_ms: int) -> int:
@@ -237,9 +237,9 @@ def _oldest(now_ms: int) -> str:
 
 async def parts(store: Redis, batch_id: str) -> list[Part]:
     """The written parts of a batch's files, in order."""
-    found = await store.hgetall(keys.batch_parts(batch_id))
-    each = (json.loads(some) for _, some in sorted((int(first), some) for first, some in found.items()))
-    return [Part(**part) for some in each for part in some]
+    rows = await store.hgetall(keys.batch_parts(batch_id))
+    each = (json.loads(raw) for _, raw in sorted((int(first), raw) for first, raw in rows.items()))
+    return [Part(**part) for raw in each for part in raw]
 
 
 # ---- changing ------------------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ class Block:
 
 
 #: Fields of a line's record that may differ between lines.
-OWN: Final = (
+LINE_FIELDS: Final = (
     *("task", "model", "version", "queue", "tier", "n", "tokens", "prompt_tokens", "deadline", "line"),
     "response",
 )
@@ -313,8 +313,8 @@ async def lines_of(store: Redis, tenant: str) -> tuple[int, int]:
     inputs. Raises redis.exceptions.RedisError or OSError."""
     ids = await store.smembers(keys.open_batches(tenant))
     fields = ("line", "written", "offset", "written_offset")
-    found = await aexecute_many(store, [("HMGET", keys.batch(text(name)), *fields) for name in ids]) if ids else []
-    rows = [[int(number) for number in row] for row in found if None not in row]
+    answers = await ask(store, [("HMGET", keys.batch(text(name)), *fields) for name in ids]) if ids else []
+    rows = [[int(number) for number in row] for row in answers if None not in row]
     return sum(row[0] - row[1] for row in rows), sum(row[2] - row[3] for row in rows)
 
 
@@ -327,11 +327,11 @@ def expand(batch_id: str, block: Block, shared: Mapping[str, str | int], max_lin
     """
     pairs = [part for item in shared.items() for part in item]
     args: list[str | int] = [batch_id, block.first, len(block.entries), block.spent, max_lines, MAX_BYTES]
-    args += [len(pairs), len(OWN)]
-    args += [*pairs, *OWN]
+    args += [len(pairs), len(LINE_FIELDS)]
+    args += [*pairs, *LINE_FIELDS]
     for entry in block.entries:
         args += (entry.offset, entry.task)
-        args += [*(entry.fields.get(name, "") for name in OWN), entry.charge] if entry.task else [entry.error]
+        args += [*(entry.fields.get(name, "") for name in LINE_FIELDS), entry.charge] if entry.task else [entry.error]
     names = (keys.batch(batch_id), keys.batch_refused(batch_id), keys.SUBMITTING, keys.DEADLINES)
     return Call(script(PACKAGE, "batch_expand"), (*names, *map(keys.account, block.accounts)), args)
 

@@ -72,16 +72,16 @@ class Secrets:
         return cls(seal(new_secret()))
 
     @classmethod
-    def parse(cls, said: Any) -> Self:
+    def parse(cls, values: Any) -> Self:
         """Fields of a later version are left out. Raises ValueError, TypeError or KeyError."""
-        if not isinstance(said["secret"], str) or not isinstance(said["old"], str | None):
+        if not isinstance(values["secret"], str) or not isinstance(values["old"], str | None):
             raise TypeError("a secret is no text")
-        return cls(**{one.name: said[one.name] for one in fields(cls)})
+        return cls(**{spec.name: values[spec.name] for spec in fields(cls)})
 
     def signing(self, now: float) -> list[str]:
         """The secrets to sign with, in plain, the newest first."""
         both = [self.secret, self.old] if self.old is not None and now < self.old_until else [self.secret]
-        return [unseal(one) for one in both]
+        return [unseal(stored) for stored in both]
 
     def plain(self) -> str:
         """The newest secret."""
@@ -124,10 +124,10 @@ class Endpoint:
     def parse(cls, raw: Any) -> Endpoint | None:
         """None for what cannot be read: one such endpoint must not keep others from their events."""
         try:
-            said = json.loads(raw)
-            secrets = Secrets.parse(said["secrets"])
-            known = {one.name: said[one.name] for one in fields(cls) if one.name in said}
-            return cls(**known | {"event_types": tuple(said["event_types"]), "secrets": secrets})
+            values = json.loads(raw)
+            secrets = Secrets.parse(values["secrets"])
+            attributes = {spec.name: values[spec.name] for spec in fields(cls) if spec.name in values}
+            return cls(**attributes | {"event_types": tuple(values["event_types"]), "secrets": secrets})
         except (ValueError, TypeError, KeyError) as error:
             warn_throttled(log, "an endpoint in %s cannot be read: %s", keys.WEBHOOK_ENDPOINTS, error)
             return None
@@ -141,18 +141,18 @@ def new_id() -> str:
     return timed_id(PREFIX, time.time_ns() // 1_000_000)
 
 
-async def create(store: Redis, endpoint: Endpoint, audit: Change, most: int | None = None) -> Endpoint:
-    """Make an endpoint, of which its tenant may have `most` (None: any number). Returns it, or the one that has this id
-    already. Raises TooManyEndpoints."""
+async def create(store: Redis, endpoint: Endpoint, audit: Change, limit: int | None = None) -> Endpoint:
+    """Make an endpoint, of which its tenant may have `limit` (None: any number). Returns it, or the one that
+    has this id already. Raises TooManyEndpoints."""
     call = swap(
         keys.WEBHOOK_ENDPOINTS,
         endpoint.id,
         "",
         endpoint.to_json(),
-        most=MAX_ENDPOINTS,
+        max_fields=MAX_ENDPOINTS,
         audit=audit,
-        own=keys.endpoints_of(endpoint.tenant),
-        most_own=most,
+        tenant_set=keys.endpoints_of(endpoint.tenant),
+        max_in_set=limit,
     )
     while True:
         done = await arun(store, call)
@@ -161,8 +161,8 @@ async def create(store: Redis, endpoint: Endpoint, audit: Change, most: int | No
         if done:
             audit.say()
             return endpoint
-        if (made := await get(store, endpoint.id)) is not None:
-            return made
+        if (existing := await get(store, endpoint.id)) is not None:
+            return existing
 
 
 async def get(store: Redis, endpoint_id: str, tenant: str | None = None) -> Endpoint | None:
@@ -183,21 +183,21 @@ async def get_many(store: Redis, ids: Sequence[str]) -> dict[str, Endpoint]:
     """Those that there are, in one round trip."""
     if not ids:
         return {}
-    found = await store.execute_command("HMGET", keys.WEBHOOK_ENDPOINTS, *ids)
-    read = {name: Endpoint.parse(raw) for name, raw in zip(ids, found, strict=True) if raw is not None}
-    return {name: one for name, one in read.items() if one is not None}
+    rows = await store.execute_command("HMGET", keys.WEBHOOK_ENDPOINTS, *ids)
+    read = {name: Endpoint.parse(raw) for name, raw in zip(ids, rows, strict=True) if raw is not None}
+    return {name: endpoint for name, endpoint in read.items() if endpoint is not None}
 
 
 async def every(store: Redis) -> list[Endpoint]:
     """All of them, the newest first."""
-    found = await store.execute_command("HVALS", keys.WEBHOOK_ENDPOINTS)
-    return sorted(filter(None, map(Endpoint.parse, found)), key=lambda one: one.id, reverse=True)
+    rows = await store.execute_command("HVALS", keys.WEBHOOK_ENDPOINTS)
+    return sorted(filter(None, map(Endpoint.parse, rows)), key=lambda endpoint: endpoint.id, reverse=True)
 
 
 async def of_tenant(store: Redis, tenant: str | None) -> list[Endpoint]:
     """Those of a tenant, or without one, the newest first."""
-    found = await arun(store, endpoints_call(tenant))
-    return sorted(filter(None, map(Endpoint.parse, found)), key=lambda one: one.id, reverse=True)
+    rows = await arun(store, endpoints_call(tenant))
+    return sorted(filter(None, map(Endpoint.parse, rows)), key=lambda endpoint: endpoint.id, reverse=True)
 
 
 async def change(
@@ -222,8 +222,10 @@ async def change(
 async def remove(store: Redis, endpoint_id: str, audit: Change) -> bool:
     """Remove an endpoint. Its rows that are due become dead. False where there was none."""
     while (raw := await store.execute_command("HGET", keys.WEBHOOK_ENDPOINTS, endpoint_id)) is not None:
-        own = keys.endpoints_of(None if (old := Endpoint.parse(raw)) is None else old.tenant)
-        if await arun(store, swap(keys.WEBHOOK_ENDPOINTS, endpoint_id, text(raw), "", audit=audit, own=own)):
+        tenant_set = keys.endpoints_of(None if (old := Endpoint.parse(raw)) is None else old.tenant)
+        if await arun(
+            store, swap(keys.WEBHOOK_ENDPOINTS, endpoint_id, text(raw), "", audit=audit, tenant_set=tenant_set)
+        ):
             audit.say()
             return True
     return False
@@ -231,15 +233,17 @@ async def remove(store: Redis, endpoint_id: str, audit: Change) -> bool:
 
 async def own_secrets(store: Redis, tenant: str | None) -> Secrets:
     """The tenant's secrets for its tasks' own webhooks, made at first need."""
-    return await _own(store, tenant, lambda secrets: secrets, None)
+    return await _change_secrets(store, tenant, lambda secrets: secrets, None)
 
 
 async def rotate_own(store: Redis, tenant: str | None, audit: Change, *, keep_old: bool = True) -> Secrets:
     """Give a tenant a new secret for its tasks' own webhooks."""
-    return await _own(store, tenant, lambda secrets: secrets.rotated(time.time(), keep_old=keep_old), audit)
+    return await _change_secrets(store, tenant, lambda secrets: secrets.rotated(time.time(), keep_old=keep_old), audit)
 
 
-async def _own(store: Redis, tenant: str | None, how: Callable[[Secrets], Secrets], audit: Change | None) -> Secrets:
+async def _change_secrets(
+    store: Redis, tenant: str | None, how: Callable[[Secrets], Secrets], audit: Change | None
+) -> Secrets:
     fresh = Secrets.new()
     while True:
         raw = await store.execute_command("HGET", keys.WEBHOOK_SECRETS, tenant or "")
@@ -247,8 +251,8 @@ async def _own(store: Redis, tenant: str | None, how: Callable[[Secrets], Secret
         new = fresh if old is None else how(old)
         if new == old:
             return new
-        said = "" if raw is None else text(raw)
-        if await arun(store, swap(keys.WEBHOOK_SECRETS, tenant or "", said, json.dumps(asdict(new)), audit=audit)):
+        stored = "" if raw is None else text(raw)
+        if await arun(store, swap(keys.WEBHOOK_SECRETS, tenant or "", stored, json.dumps(asdict(new)), audit=audit)):
             if audit is not None:
                 audit.say()
             return new

@@ -46,8 +46,8 @@ class EpochChanged(PenstockError):
 
 def read(store: Redis) -> str:
     """The id of the epoch; empty without one. Raises redis errors."""
-    found: Any = store.hget(keys.EPOCH, "id")
-    return text(found or b"")
+    epoch_id: Any = store.hget(keys.EPOCH, "id")
+    return text(epoch_id or b"")
 
 
 async def aread(store: AsyncRedis) -> str:

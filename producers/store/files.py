@@ -115,8 +115,8 @@ def reserve(upload: str, tenant: str, size: int, max_bytes: int | None, max_file
 
 
 def read_room(answer: Sequence[Any]) -> Room:
-    said, used = text(answer[0]), int(answer[1])
-    return Room(None if said == "reserved" else said, used)
+    outcome, used = text(answer[0]), int(answer[1])
+    return Room(None if outcome == "reserved" else outcome, used)
 
 
 async def release(store: Redis, upload: str, tenant: str) -> None:
@@ -124,7 +124,7 @@ async def release(store: Redis, upload: str, tenant: str) -> None:
     await store.execute_command("HDEL", keys.uploads(tenant), upload)
 
 
-def made(file: File, upload: str = "") -> Call:
+def file_made(file: File, upload: str = "") -> Call:
     """FILE_MADE: make the file, whose blob was noted and is there, in the place of what `upload` has reserved. Answers
     `made`, `exists` (also by this call) or `late`: the sweeper removes the blob, so note and write it again in a
     moment."""
@@ -134,17 +134,17 @@ def made(file: File, upload: str = "") -> Call:
     return Call(script(PACKAGE, "file_made"), names, (file.id, file.expires_at or 0, upload, *pairs))
 
 
-async def make(store: Redis, about: File, write: Callable[[], int], kept_s: int | None = None) -> None:
+async def make(store: Redis, draft: File, write: Callable[[], int], kept_s: int | None = None) -> None:
     """Make the file, whose blob `write` makes: it blocks, may be called again, and returns the size.
 
-    `kept_s`: the time for which the file is kept once it is there, else until `about` says.
+    `kept_s`: the time for which the file is kept once it is there, else until `draft` says.
     """
     while True:
-        await note(store, about.id)
-        file = replace(about, size=await asyncio.to_thread(write))
+        await note(store, draft.id)
+        file = replace(draft, size=await asyncio.to_thread(write))
         if kept_s is not None:
             file = replace(file, expires_at=int(seconds(await store.time())) + kept_s)
-        if text(await arun(store, made(file))) != "late":
+        if text(await arun(store, file_made(file))) != "late":
             return
         await asyncio.sleep(LATE_S)
 
@@ -170,16 +170,16 @@ async def listed(
     `after`: those after this file, which may be gone.
     """
     name = keys.files(tenant, purpose) if purpose else keys.files(tenant)
-    found: list[File] = []
-    while len(found) < limit:
-        ids = await _page(store, name, after, limit - len(found), newest_first)
+    result: list[File] = []
+    while len(result) < limit:
+        ids = await _page(store, name, after, limit - len(result), newest_first)
         if not ids:
             break
         after = ids[-1]
         rows = await aexecute_many(store, [("HGETALL", keys.file(file_id)) for file_id in ids])
         files = [File.parse(file_id, raw) for file_id, raw in zip(ids, rows, strict=True) if raw]
-        found += [file for file in files if not file.expired(time.time())]
-    return found
+        result += [file for file in files if not file.expired(time.time())]
+    return result
 
 
 def removed(file_id: str, tenant: bytes | str | None, purpose: bytes | str | None, noted_by: int | None = None) -> Call:

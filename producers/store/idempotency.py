@@ -68,13 +68,13 @@ class KeyBound:
     """The most keys that a tenant ('': requests without one) may have."""
 
     tenant: str
-    most: int
+    limit: int
 
 
 def idempotent(entry: str, digest: str, new_id: str, kept_s: int = KEPT_S, bound: KeyBound | None = None) -> Call:
     """IDEMPOTENT: let a key stand for a request and an id, unless it stands for one. `read` reads the answer."""
     names = (entry,) if bound is None else (entry, keys.idempotency_keys(bound.tenant))
-    return Call(script(__package__, "idempotent"), names, (digest, new_id, kept_s, 0 if bound is None else bound.most))
+    return Call(script(__package__, "idempotent"), names, (digest, new_id, kept_s, 0 if bound is None else bound.limit))
 
 
 def read(entry: str, answer: Sequence[Any]) -> Entry | None:
@@ -95,15 +95,15 @@ def look(entry: str) -> tuple[tuple[str, ...], ...]:
 def made_id(digest: str, answers: Sequence[Any]) -> str | None:
     """The id of what this request of the key has made; None where it made nothing. An entry that is about to lapse
     counts as none: a request that is let in for its sake would be made anew."""
-    (known, done, made_id), left = answers
-    return text(made_id) if done is not None and text(known) == digest and left > LAST_S else None
+    (stored_digest, done, made_id), ttl = answers
+    return text(made_id) if done is not None and text(stored_digest) == digest and ttl > LAST_S else None
 
 
 def ids(first: str, number: int) -> list[str]:
     """The ids of so many tasks of one request, of which this is the first one's."""
-    return [first, *(str(uuid.uuid5(uuid.UUID(first), str(place))) for place in range(1, number))]
+    return [first, *(str(uuid.uuid5(uuid.UUID(first), str(index))) for index in range(1, number))]
 
 
-def made(entry: str) -> Call:
+def mark_made(entry: str) -> Call:
     """MADE: what the key names was made; a later request makes it no more, also once it was deleted. Answers 1 | 0."""
     return Call(script(__package__, "made"), (entry,), ())

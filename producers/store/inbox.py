@@ -28,7 +28,7 @@ _NEWEST: Final = "newest"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class InboxObject:
     """An object as it stood when it was found. `name`: its path below the inbox. `size`: bytes."""
 
     name: str
@@ -42,32 +42,32 @@ class Entry:
 
     id: str
     at: int
-    found: Found
+    object: InboxObject
 
     def to_json(self) -> str:
-        return json.dumps({"at": self.at, **asdict(self.found)})
+        return json.dumps({"at": self.at, **asdict(self.object)})
 
     @classmethod
     def parse(cls, batch_id: str, raw: str) -> Entry:
         fields: dict[str, Any] = json.loads(raw)
-        return cls(batch_id, fields.pop("at"), Found(**fields))
+        return cls(batch_id, fields.pop("at"), InboxObject(**fields))
 
 
-def new_entry(place: str, found: Found, at: int) -> Entry:
+def new_entry(location: str, object: InboxObject, at: int) -> Entry:
     """An entry for an object that is found at unix time `at` (ms)."""
-    return Entry(batches.new_id(at, f"{place}\n{found.name}\n{found.stamp}"), at, found)
+    return Entry(batches.new_id(at, f"{location}\n{object.name}\n{object.stamp}"), at, object)
 
 
-def take(place: str, entry: Entry) -> Call:
+def take(location: str, entry: Entry) -> Call:
     """INBOX_TAKE: open the object. Answers `[1, batch id]`, or `[0, batch id]` for one that was known."""
-    names = (keys.inbox(place), _known(place, entry.found.name))
-    return Call(script(PACKAGE, "inbox_take"), names, (entry.found.stamp, entry.id, entry.to_json(), KNOWN_S))
+    names = (keys.inbox(location), _known_key(location, entry.object.name))
+    return Call(script(PACKAGE, "inbox_take"), names, (entry.object.stamp, entry.id, entry.to_json(), KNOWN_S))
 
 
-def done(place: str, entry: Entry, *, forget: bool) -> Call:
+def done(location: str, entry: Entry, *, forget: bool) -> Call:
     """INBOX_DONE: nothing is left to do for it. `forget`: it has left the inbox, so it may come again."""
-    names = (keys.inbox(place), _known(place, entry.found.name))
-    return Call(script(PACKAGE, "inbox_done"), names, (entry.found.stamp, entry.id, int(forget)))
+    names = (keys.inbox(location), _known_key(location, entry.object.name))
+    return Call(script(PACKAGE, "inbox_done"), names, (entry.object.stamp, entry.id, int(forget)))
 
 
 def hold(entry: Entry, process: str, ms: int) -> Call:
@@ -80,35 +80,35 @@ def let_go(entry: Entry, process: str) -> Call:
     return Call(script(PACKAGE, "resign"), (keys.inbox_lease(entry.id),), (process,))
 
 
-async def open_entries(store: Redis, place: str) -> list[tuple[Entry, str | None]]:
+async def open_entries(store: Redis, location: str) -> list[tuple[Entry, str | None]]:
     """The place's open objects, the oldest first, each with the status of its batch; None before that is made."""
-    found = [Entry.parse(text(name), text(raw)) for name, raw in (await store.hgetall(keys.inbox(place))).items()]
-    found.sort(key=lambda entry: entry.id)
-    statuses = await aexecute_many(store, [("HGET", keys.batch(entry.id), "status") for entry in found])
-    return [(entry, text(raw) if raw else None) for entry, raw in zip(found, statuses, strict=True)]
+    entries = [Entry.parse(text(name), text(raw)) for name, raw in (await store.hgetall(keys.inbox(location))).items()]
+    entries.sort(key=lambda entry: entry.id)
+    statuses = await ask(store, [("HGET", keys.batch(entry.id), "status") for entry in entries])
+    return [(entry, text(raw) if raw else None) for entry, raw in zip(entries, statuses, strict=True)]
 
 
-async def is_open(store: Redis, place: str, entry: Entry) -> bool:
+async def is_open(store: Redis, location: str, entry: Entry) -> bool:
     """Whether something is left to do for the object."""
-    return bool(await store.hexists(keys.inbox(place), entry.id))
+    return bool(await store.hexists(keys.inbox(location), entry.id))
 
 
-async def is_newest(store: Redis, place: str, entry: Entry, there: Found | None) -> bool:
+async def is_newest(store: Redis, location: str, entry: Entry, there: InboxObject | None) -> bool:
     """Whether no later content has the same name. `there`: what has the name in the inbox now.
 
     What is there is the latest, and is noted as such. Without it the last one that was noted, or taken, is.
     """
-    name = _known(place, entry.found.name)
+    name = _known_key(location, entry.object.name)
     if there is None:
         last = await store.hget(name, _NEWEST)
         return last is None or text(last) == entry.id
-    if there == entry.found:
+    if there == entry.object:
         async with store.pipeline(transaction=True) as pipe:
             pipe.hset(name, _NEWEST, entry.id)
             pipe.expire(name, KNOWN_S)
             await pipe.execute()
-    return there == entry.found
+    return there == entry.object
 
 
-def _known(place: str, name: str) -> str:
-    return keys.inbox_known(hashlib.sha256(f"{place}\n{name}".encode()).hexdigest())
+def _known_key(location: str, name: str) -> str:
+    return keys.inbox_known(hashlib.sha256(f"{location}\n{name}".encode()).hexdigest())

@@ -29,7 +29,7 @@ A row does not depend on its task's record, whose time to live may end first. Th
 `:delivered` and `:dead` have the names of all rows by server time (ms); replies that are due are in
 `penstock:replies:<source>` instead, and the set `penstock:replies` has their sources. `penstock:webhooks:wake` is
 published when a row becomes due at once, with the source of a reply, else empty; rows that wait for a later try become
-due silently, see `Taken.next_ms`.
+due silently, see `LeasedRows.next_ms`.
 
 Endpoints are fields of `penstock:webhooks:endpoints`, as JSON; sets have the ids of each tenant's. The scripts
 read `id`, `url`, `event_types`, `tenant` (null: all tenants), `enabled`, and `celery` (plain Celery tasks, too). A
@@ -101,13 +101,16 @@ class Row:
 
         A row that is broken, or of another version, is read as far as it goes: it must not hold up those taken with it.
         """
-        said = {text(k): text(v) for k, v in zip(raw[::2], raw[1::2], strict=True)}
-        told: dict[str, Any] = {field: said.get(field, "") for field in ("webhook_id", "type", "object", "url")}
-        told |= {field: said.get(field) for field in ("endpoint", "secret", "tenant", "model", "source", "reply")}
-        told |= {field: int(said.get(field, 0)) for field in ("at", "tries")}
-        told["restored"] = "restored" in said
+        values = {text(k): text(v) for k, v in zip(raw[::2], raw[1::2], strict=True)}
+        columns: dict[str, Any] = {field: values.get(field, "") for field in ("webhook_id", "type", "object", "url")}
+        columns |= {field: values.get(field) for field in ("endpoint", "secret", "tenant", "model", "source", "reply")}
+        columns |= {field: int(values.get(field, 0)) for field in ("at", "tries")}
+        columns["restored"] = "restored" in values
         return cls(
-            name, **told, state=cast(State, said.get("state", "due")), attempts=_attempts(said.get("attempts", "[]"))
+            name,
+            **columns,
+            state=cast(State, values.get("state", "due")),
+            attempts=_attempts(values.get("attempts", "[]")),
         )
 
     @property
@@ -116,13 +119,13 @@ class Row:
         return due_at(self.source)
 
     @property
-    def place(self) -> str:
+    def destination(self) -> str:
         """The place where it goes: an endpoint's id, `own` or `reply`."""
         return self.endpoint or ("own" if self.source is None else "reply")
 
     def _with(self, attempt: Attempt) -> str:
         """All attempts that are kept, with this one (JSON)."""
-        return json.dumps([asdict(one) for one in (*self.attempts, attempt)[-ATTEMPTS_KEPT:]])
+        return json.dumps([asdict(entry) for entry in (*self.attempts, attempt)[-ATTEMPTS_KEPT:]])
 
 
 def due_at(source: str | None) -> str:
@@ -138,9 +141,9 @@ def put(name: str, fields: Mapping[str, str]) -> Call:
 
 
 def _attempts(raw: str) -> tuple[Attempt, ...]:
-    known = [one.name for one in fields(Attempt)]
+    names = [entry.name for entry in fields(Attempt)]
     try:
-        return tuple(Attempt(**{name: one[name] for name in known if name in one}) for one in json.loads(raw))
+        return tuple(Attempt(**{name: entry[name] for name in names if name in entry}) for entry in json.loads(raw))
     except (ValueError, TypeError):
         return ()
 
@@ -155,16 +158,16 @@ def take(holder: str, n: int, lease_ms: int, source: str | None = None) -> Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class LeasedRows:
     """Rows that are leased now, and the time (ms) until the next row is due; None if no other row waits."""
 
     rows: list[Row]
     next_ms: int | None
 
 
-def read_take(answer: Sequence[Any]) -> Taken:
+def read_take(answer: Sequence[Any]) -> LeasedRows:
     rows = [Row.parse(text(name), raw) for name, raw in zip(answer[1::2], answer[2::2], strict=True)]
-    return Taken(rows, None if int(answer[0]) < 0 else int(answer[0]))
+    return LeasedRows(rows, None if int(answer[0]) < 0 else int(answer[0]))
 
 
 def delivered(row: Row, holder: str, attempt: Attempt) -> Call:
@@ -198,10 +201,10 @@ def replay(name: str) -> Call:
     return Call(script(PACKAGE, "outbox_replay"), (keys.webhook_row(name), *STATES.values()), (name,))
 
 
-def trim(state: State, age_s: float, most: int, limit: int = 500) -> Call:
-    """TRIM: remove rows that were delivered, or dead, for `age_s`, and the oldest beyond `most`. Answers how many; it
-    may be called again while that is `limit`."""
-    return Call(script(PACKAGE, "outbox_trim"), (STATES[state],), (int(age_s * 1000), most, limit))
+def trim(state: State, age_s: float, max_rows: int, limit: int = 500) -> Call:
+    """TRIM: remove rows that were delivered, or dead, for `age_s`, and the oldest beyond `max_rows`. Answers their
+    number; call it again while that is `limit`."""
+    return Call(script(PACKAGE, "outbox_trim"), (STATES[state],), (int(age_s * 1000), max_rows, limit))
 
 
 def untaken(source: str, age_s: float, limit: int = 500) -> Call:
@@ -228,26 +231,26 @@ class Backlog:
 
     @property
     def oldest_due_s(self) -> float:
-        return max((one.oldest_s for one in self.due.values()), default=0.0)
+        return max((due.oldest_s for due in self.due.values()), default=0.0)
 
 
 async def backlog(store: Redis) -> Backlog:
     """Read it in two round trips. Raises redis.exceptions.RedisError or OSError."""
-    places = await _places(store)
+    sources = await _sources(store)
     async with store.pipeline(transaction=False) as pipe:
         pipe.time()
         pipe.zcard(keys.WEBHOOKS_DELIVERED)
         pipe.zcard(keys.WEBHOOKS_DEAD)
-        for place in places:
-            pipe.zcard(due_at(place))
-            pipe.zrange(due_at(place), 0, 0, withscores=True)
-        now, delivered, dead, *found = await pipe.execute()
-    waited = [max(0.0, seconds(now) - first[0][1] / 1000) if first else 0.0 for first in found[1::2]]
-    due = {place: Due(*one) for place, *one in zip(places, found[::2], waited, strict=True)}
-    return Backlog({"due": sum(found[::2]), "delivered": delivered, "dead": dead}, due)
+        for source in sources:
+            pipe.zcard(due_at(source))
+            pipe.zrange(due_at(source), 0, 0, withscores=True)
+        now, delivered, dead, *answers = await pipe.execute()
+    waited = [max(0.0, seconds(now) - first[0][1] / 1000) if first else 0.0 for first in answers[1::2]]
+    due = {source: Due(*values) for source, *values in zip(sources, answers[::2], waited, strict=True)}
+    return Backlog({"due": sum(answers[::2]), "delivered": delivered, "dead": dead}, due)
 
 
-async def _places(store: Redis) -> list[str | None]:
+async def _sources(store: Redis) -> list[str | None]:
     """The places where rows may be due (`due_at`): that of webhooks, and of each source with replies."""
     (sources,) = await aexecute_many(store, [("SMEMBERS", keys.REPLIES)])
     return [None, *sorted(text(source) for source in sources)]
@@ -269,7 +272,7 @@ async def rows(
     """
     async for page in _names(store, state, since):
         for row in await _read(store, page):
-            if row is None or row.state != state or endpoint not in (None, row.place):
+            if row is None or row.state != state or endpoint not in (None, row.destination):
                 continue
             if (since is None or row.at >= since) and (until is None or row.at <= until):
                 yield row
@@ -277,27 +280,27 @@ async def rows(
 
 async def _names(store: Redis, state: State, since: int | None) -> AsyncIterator[list[str]]:
     """Pages of names. A row enters no state before its event, so older entries need not be read."""
-    first, known = "+inf", set[str]()
-    least = "-inf" if since is None else since * 1000
-    places = [due_at(place) for place in await _places(store)] if state == "due" else [STATES[state]]
+    first, yielded = "+inf", set[str]()
+    min_score = "-inf" if since is None else since * 1000
+    indexes = [due_at(source) for source in await _sources(store)] if state == "due" else [STATES[state]]
     while True:
-        num = PAGE + len(known)
+        num = PAGE + len(yielded)
         async with store.pipeline(transaction=False) as pipe:
-            for key in places:
-                pipe.zrevrangebyscore(key, first, least, start=0, num=num, withscores=True)
-            found = [entry for page in await pipe.execute() for entry in page]
-        scores = {text(name): score for name, score in sorted(found, key=lambda one: one[1], reverse=True)[:num]}
-        if not (fresh := [name for name in scores if name not in known]):
+            for key in indexes:
+                pipe.zrevrangebyscore(key, first, min_score, start=0, num=num, withscores=True)
+            entries = [entry for page in await pipe.execute() for entry in page]
+        scores = {text(name): score for name, score in sorted(entries, key=lambda entry: entry[1], reverse=True)[:num]}
+        if not (fresh := [name for name in scores if name not in yielded]):
             return
         yield fresh
         last = min(scores.values())
-        known = {name for name, score in scores.items() if score == last}
+        yielded = {name for name, score in scores.items() if score == last}
         first = repr(last)
 
 
 async def _read(store: Redis, names: Sequence[str]) -> list[Row | None]:
-    found = await aexecute_many(store, [("HGETALL", keys.webhook_row(name)) for name in names])
+    answers = await ask(store, [("HGETALL", keys.webhook_row(name)) for name in names])
     return [
         Row.parse(name, [part for item in raw.items() for part in item]) if raw else None
-        for name, raw in zip(names, found, strict=True)
+        for name, raw in zip(names, answers, strict=True)
     ]

@@ -146,8 +146,8 @@ def claim(
 
 def is_last_chance(record: Record, max_deaths: int) -> bool:
     """Whether the task is given up if its current worker dies, too. False if a single death is enough."""
-    left = min(max_deaths - record.stuck, STRETCH * max_deaths - record.deaths)
-    return left <= 1 < max_deaths
+    remaining = min(max_deaths - record.stuck, STRETCH * max_deaths - record.deaths)
+    return remaining <= 1 < max_deaths
 
 
 def read_claim(task_id: str, answer: Sequence[Any]) -> Claimed:
@@ -258,11 +258,11 @@ def compact(
 
     `settled_ms`: the record's `settled`. Answers `done`, `gone`, `other`, `unsettled`, `changed` or `late`.
     """
-    said, name = ("", "") if reference is None else (reference.to_json(), reference.name)
+    reference_json, name = ("", "") if reference is None else (reference.to_json(), reference.name)
     return Call(
         script(PACKAGE, "compact"),
         (keys.task(task_id), keys.stream(task_id), keys.result(task_id), keys.SETTLED, keys.FILE_NOTES),
-        (task_id, settled_ms, entries, said, name, NOTED_S, *blocks),
+        (task_id, settled_ms, entries, reference_json, name, NOTED_S, *blocks),
     )
 
 
@@ -292,18 +292,18 @@ def absolve(task_id: str, incarnation: str) -> Call:
 
 
 def lease(
-    incarnation: str, pool: str, about: str, ttl_ms: int, *, take: bool, serves: bool = True, epoch: str = ""
+    incarnation: str, pool: str, state: str, ttl_ms: int, *, take: bool, serves: bool = True, epoch: str = ""
 ) -> Call:
-    """LEASE: take or renew a worker's lease here. `pool`: its pool's queue; `about`: the worker's state (JSON);
+    """LEASE: take or renew a worker's lease here. `pool`: its pool's queue; `state`: the worker's state (JSON);
     `serves`: it neither drains nor is held back; `epoch`: the one that it began in. Answers 1, 0 if gone, or -1 in
     another epoch (`producers.store.epoch`)."""
     names = (keys.lease(incarnation), keys.workers(pool))
-    return Call(script(PACKAGE, "lease"), names, (incarnation, about, ttl_ms, int(take), int(serves), epoch))
+    return Call(script(PACKAGE, "lease"), names, (incarnation, state, ttl_ms, int(take), int(serves), epoch))
 
 
-def enter(queue: str, about: str, gone: str) -> Call:
-    """ENTER: write a pool's entry, `about` (JSON), and remove that of the queue `gone`. Answers 1."""
-    return Call(script(PACKAGE, "enter"), (keys.POOLS,), (queue, about, gone))
+def enter(queue: str, entry: str, gone: str) -> Call:
+    """ENTER: write a pool's entry, `entry` (JSON), and remove that of the queue `gone`. Answers 1."""
+    return Call(script(PACKAGE, "enter"), (keys.POOLS,), (queue, entry, gone))
 
 
 def eject(incarnation: str, pool: str, living: int, *, alone: bool) -> Call:
@@ -318,25 +318,31 @@ def swap(
     old: str,
     new: str,
     *,
-    most: int = 0,
+    max_fields: int = 0,
     audit: Change | None = None,
     dropped: Change | None = None,
-    own: str | None = None,
-    most_own: int | None = None,
+    tenant_set: str | None = None,
+    max_in_set: int | None = None,
 ) -> Call:
     """SWAP: change a hash's field from `old` to `new` (empty: no field), and append the change to the audit log.
 
-    `dropped`: the removal of a field (its `what`) whose place a new one takes where there are `most`. `own`: of webhook
-    endpoints, the set of the tenant's, which may have `most_own` (None: any number). Answers 1; 0 if the field has
-    another value than `old`; of a new field also -1 if there are `most` already, and -2 if there are `most_own`.
+    `dropped`: the removal of a field (its `what`), whose place a new one takes where there are `max_fields`.
+    `tenant_set`: of webhook endpoints, the set of the tenant's, which may have `max_in_set` (None: any number).
+
+    Answers 1; 0 if the field has another value than `old`; for a new field also -1 if there are `max_fields` already,
+    and -2 if there are `max_in_set`.
     """
-    said, place = (
+    audit_json, drop_arguments = (
         "" if audit is None else audit.to_json(),
         ("", "") if dropped is None else (dropped.what, dropped.to_json()),
     )
     log = keys.AUDIT if audit is None else audit.log
-    names = (name,) if own is None else (name, own)
-    return Call(script(PACKAGE, "swap"), names, (field, old, new, most, said, KEPT, *place, log, most_own or 0))
+    names = (name,) if tenant_set is None else (name, tenant_set)
+    return Call(
+        script(PACKAGE, "swap"),
+        names,
+        (field, old, new, max_fields, audit_json, KEPT, *drop_arguments, log, max_in_set or 0),
+    )
 
 
 def endpoints(tenant: str | None) -> Call:

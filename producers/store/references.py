@@ -53,19 +53,19 @@ class Reference:
     @classmethod
     def parse(cls, raw: str | bytes) -> Self:
         """Raises ValueError, KeyError or TypeError for what is none."""
-        said: Mapping[str, Any] = json.loads(raw)
-        return cls(str(said["place"]), str(said["name"]), tuple(int(end) for end in said["ends"]))
+        values: Mapping[str, Any] = json.loads(raw)
+        return cls(str(values["place"]), str(values["name"]), tuple(int(end) for end in values["ends"]))
 
 
 class Places:
     """The blobs that references name. Threads may share it.
 
-    `own`: where they all are, whatever the references say, for a process that was told: it may have the same folder
-    under another name, or reach the bucket by another endpoint. None: where each reference says.
+    `location`: where they all are, whatever the references say, for a process that has a setting: it may have the same
+    folder under another name, or reach the bucket by another endpoint. None: where each reference says.
     """
 
-    def __init__(self, own: str | None = None) -> None:
-        self.own = own
+    def __init__(self, location: str | None = None) -> None:
+        self.location = location
         self._open: dict[str, Blobs] = {}
         self._lock = threading.Lock()
 
@@ -78,23 +78,23 @@ class Places:
             return None
         return self.at(reference.place).read(reference.name, *reference.blocks[number])
 
-    def at(self, place: str) -> Blobs:
+    def at(self, location: str) -> Blobs:
         """Raises as `open_blobs`."""
-        place = self.own or place
+        location = self.location or location
         with self._lock:
-            if place not in self._open:
+            if location not in self._open:
                 if len(self._open) >= MAX_PLACES:
                     self._open.clear()
-                self._open[place] = open_blobs(place)
-            return self._open[place]
+                self._open[location] = open_blobs(location)
+            return self._open[location]
 
 
 class MessageBlobs:
     """`place`: the folder or bucket, the same for all who send and receive; None: there is none."""
 
-    def __init__(self, store: Redis, place: str | None) -> None:
+    def __init__(self, store: Redis, location: str | None) -> None:
         self._store = store
-        self._places = Places(place)
+        self._places = Places(location)
 
     def put(self, body: bytes) -> Mapping[str, str]:
         if (blobs := self._blobs()) is None:
@@ -120,7 +120,7 @@ class MessageBlobs:
         return body
 
     def _blobs(self) -> Blobs | None:
-        return None if self._places.own is None else self._places.at(self._places.own)
+        return None if self._places.location is None else self._places.at(self._places.location)
 
 
 def _due() -> int:

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 #: The permissions that Penstock's user needs, in the syntax of ACLs; docs/run/servers.md has the least.
 RIGHTS: Final = "~* &* +@all -@admin -@dangerous +info"
 #: Commands on the keys and channels of Penstock's own, as `_try` takes them.
-OWN: Final = (
+CORE_COMMANDS: Final = (
     ("HSET", "penstock:task:probe", "v", "1"),
     ("HGETALL", "penstock:task:probe"),
     ("PUBLISH", "penstock:tokens:probe", ""),
@@ -76,22 +76,22 @@ def check_server(
                 _may_store_results(client, role, shown(url))
             _look_at_memory(client, role, shown(url))
     except (ValueError, RedisError, OSError) as error:
-        said = str(error).replace(url, shown(url))
+        reason = str(error).replace(url, shown(url))
         if isinstance(error, ValueError) or trouble(error) in (Trouble.UNUSABLE, Trouble.DENIED, None):
-            raise ServerRefused(f"cannot use the {role} at {shown(url)}: {said}") from error
+            raise ServerRefused(f"cannot use the {role} at {shown(url)}: {reason}") from error
         if must_answer or isinstance(error, NotPrimary):
             refused = ServerRefused if isinstance(error, NotPrimary) else ServerAway
-            raise refused(f"cannot reach the {role} at {shown(url)}: {said}") from error
-        log.warning("the %s at %s does not answer yet: %s", role, shown(url), said)
+            raise refused(f"cannot reach the {role} at {shown(url)}: {reason}") from error
+        log.warning("the %s at %s does not answer yet: %s", role, shown(url), reason)
 
 
-def check_files(place: str) -> None:
+def check_files(location: str) -> None:
     """Check where files' content is. Raises ServerRefused, with the reason, for what only an operator can mend.
 
     A bucket that does not answer is logged.
     """
     try:
-        open_blobs(place).check()
+        open_blobs(location).check()
     except (ValueError, AwsNotInstalled, OSError) as error:
         if isinstance(error, OSError) and trouble(error) is Trouble.AWAY:
             log.warning("the place of files does not answer yet: %s", error)
@@ -103,7 +103,7 @@ def _may(client: Redis, control: bool) -> None:
     """Check the user's permissions. Raises the server's error, with the command, and the key or channel."""
     probe = Call(script(__package__, "probe"), ("penstock:task:probe",), ("penstock:tokens:probe",))
     try:
-        _try(client, (*OWN, *CONTROL) if control else OWN)
+        _try(client, (*CORE_COMMANDS, *CONTROL) if control else CORE_COMMANDS)
         client.script_load(probe.script.text)
         for command in (probe.command, probe.whole):
             client.execute_command(*command)
@@ -119,11 +119,11 @@ def _may(client: Redis, control: bool) -> None:
 def _try(client: Redis, commands: Iterable[tuple[str, ...]]) -> None:
     """Have the server check commands of which it runs none: they are queued in a transaction, which is discarded."""
     connection = client.connection_pool.get_connection()
-    asked = [[part.replace("{db}", str(connection.db or 0)) for part in command] for command in commands]
+    filled = [[part.replace("{db}", str(connection.db or 0)) for part in command] for command in commands]
     try:
-        for some in ([["MULTI"]], [*asked, ["DISCARD"]]):  # what follows a MULTI that is denied would be run
-            connection.send_packed_command(connection.pack_commands(some))
-            for command in some:
+        for batch in ([["MULTI"]], [*filled, ["DISCARD"]]):  # what follows a MULTI that is denied would be run
+            connection.send_packed_command(connection.pack_commands(batch))
+            for command in batch:
                 _read(connection, command)
     except BaseException:
         connection.disconnect()

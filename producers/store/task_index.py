@@ -27,7 +27,7 @@ Command = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TrimPosition:
     """The next place to trim: a cursor of a tenant's index; '' is the index of all."""
 
     tenant: str = ""
@@ -51,27 +51,27 @@ def read_entries(answer: Sequence[Any]) -> list[tuple[int, str]]:
     return [(int(float(at)), text(name)) for name, at in zip(answer[::2], answer[1::2], strict=True)]
 
 
-def trim_call(place: Place) -> Call:
+def trim_call(position: TrimPosition) -> Call:
     """TRIM_TASKS: remove entries without a record. Answers `[next cursor, looked at, removed]`."""
-    return Call(script(__package__, "trim_tasks"), (index(place.tenant),), (place.cursor, PAGE, place.tenant))
+    return Call(script(__package__, "trim_tasks"), (index(position.tenant),), (position.cursor, PAGE, position.tenant))
 
 
-async def trim(store: Redis, place: Place) -> tuple[Place, int]:
+async def trim(store: Redis, position: TrimPosition) -> tuple[TrimPosition, int]:
     """Go on trimming at a place, a bounded part of the indexes. Returns the next place, and how many entries went.
 
     Raises redis.exceptions.RedisError or OSError.
     """
     names = ["", *sorted(text(name) for name in await store.smembers(keys.TENANTS))]
-    left = [name for name in names if name >= place.tenant]
+    remaining = [name for name in names if name >= position.tenant]
     total = 0
     for calls in range(1, MORE):
-        if not left:
-            return Place(), total
-        place = place if place.tenant == left[0] else Place(left[0])
-        cursor, looked, removed = map(int, await arun(store, trim_call(place)))
-        place, total = Place(left[0], cursor), total + removed
+        if not remaining:
+            return TrimPosition(), total
+        position = position if position.tenant == remaining[0] else TrimPosition(remaining[0])
+        cursor, looked, removed = map(int, await arun(store, trim_call(position)))
+        position, total = TrimPosition(remaining[0], cursor), total + removed
         if cursor == 0:
-            place = Place(left.pop(0) + "\0")
+            position = TrimPosition(remaining.pop(0) + "\0")
         if calls >= CALLS and 4 * removed < looked:
             break
-    return place, total
+    return position, total

@@ -39,7 +39,7 @@ PARTS: Final = {"priority": 1.0, "default": 0.95, "flex": 0.8, "batch": 0.6}
 #: Stages of overload, in order. Each one does what those before it do.
 STAGES: Final = ("normal", "shed", "shorten", "priority")
 #: Pressure (share of a bound, or of the longest wait) at which each stage is left again; `pressure.lua` has the same.
-LEFT: Final = (0.0, 0.6, 0.7, 0.8)
+LEAVES_AT: Final = (0.0, 0.6, 0.7, 0.8)
 #: Bytes that a KV token of a waiting task counts; `_memory.lua` has the same.
 TOKEN_BYTES: Final = 8
 #: The stage from which on outputs are shortened, of keys that say so.
@@ -64,8 +64,8 @@ class Bounds:
 
     def of(self, tier: str) -> int:
         """The most tasks of this tier that may ever wait; 0: any number."""
-        shared = [max(1, int(most * PARTS[tier])) for most in (self.in_all, self.pool) if most]
-        return min([*shared, *(most for most in (self.tenant, self.key) if most)], default=0)
+        shared = [max(1, int(bound * PARTS[tier])) for bound in (self.in_all, self.pool) if bound]
+        return min([*shared, *(bound for bound in (self.tenant, self.key) if bound)], default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,24 +77,24 @@ class Room:
 
     def to_json(self, queue: str, tier: str, tenant: str) -> str:
         """The bounds, as ADMIT takes them; empty where there is none."""
-        return _places(self.bounds, queue, tier, tenant, self.key)
+        return _bounds_json(self.bounds, queue, tier, tenant, self.key)
 
 
 @lru_cache(maxsize=4096)
-def _places(bounds: Bounds, queue: str, tier: str, tenant: str, key: str | None) -> str:
+def _bounds_json(bounds: Bounds, queue: str, tier: str, tenant: str, key: str | None) -> str:
     tiers = [tier] if tier == "priority" else list(keys.TIERS)  # it waits for no other tier
-    there = [f"{one} {its}" for its in beside(queue) for one in tiers]
-    found: list[tuple[str, list[str], int, str]] = []
-    for most, fields, name in ((bounds.in_all, tiers, "all"), (bounds.pool, there, "pool")):
-        if most:
-            found.append((keys.WAITING, fields, max(1, int(most * PARTS[tier])), name))
+    queue_fields = [f"{kind} {its}" for its in beside(queue) for kind in tiers]
+    rows: list[tuple[str, list[str], int, str]] = []
+    for bound, fields, name in ((bounds.in_all, tiers, "all"), (bounds.pool, queue_fields, "pool")):
+        if bound:
+            rows.append((keys.WAITING, fields, max(1, int(bound * PARTS[tier])), name))
     if bounds.tenant:
-        found.append((keys.WAITING_TENANTS, [tenant], bounds.tenant, "tenant"))
+        rows.append((keys.WAITING_TENANTS, [tenant], bounds.tenant, "tenant"))
     if bounds.key and key is not None:
-        found.append((keys.WAITING_KEYS, [key], bounds.key, "key"))
+        rows.append((keys.WAITING_KEYS, [key], bounds.key, "key"))
     if bounds.kept:
-        found.append((keys.kept(tenant), ["total"], bounds.kept, "kept"))
-    return json.dumps(found) if found else ""
+        rows.append((keys.kept(tenant), ["total"], bounds.kept, "kept"))
+    return json.dumps(rows) if rows else ""
 
 
 def refused(answer: Sequence[Any]) -> QueueFull:
@@ -124,8 +124,8 @@ async def pressure(store: Redis, queue: str, bounds: Bounds, max_wait: float) ->
     Raises redis.exceptions.RedisError or OSError.
     """
     _, *levels = beside(queue)
-    about: list[str | int | float] = [queue, bounds.pool, bounds.in_all, max_wait, *levels]
-    call = Call(script("producers.store", "pressure"), (keys.drain(queue),), about)
+    arguments: list[str | int | float] = [queue, bounds.pool, bounds.in_all, max_wait, *levels]
+    call = Call(script("producers.store", "pressure"), (keys.drain(queue),), arguments)
     stage, share, tasks, tokens, rate, served = map(int, await arun(store, call))
     return Pressure(stage, share / 1000, tasks, tokens, rate / 1000, bool(served))
 
@@ -142,8 +142,8 @@ def model_of(queue: str) -> str:
 
 async def queues(store: Redis) -> dict[str, dict[str, int]]:
     """Queue -> kind -> tasks that wait there; under the empty name, in all. Raises as `pressure` does."""
-    found: dict[str, dict[str, int]] = {}
+    counts: dict[str, dict[str, int]] = {}
     for name, number in (await store.hgetall(keys.WAITING)).items():
         kind, _, queue = text(name).partition(" ")
-        found.setdefault(queue, {})[kind] = int(number)
-    return found
+        counts.setdefault(queue, {})[kind] = int(number)
+    return counts

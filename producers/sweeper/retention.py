@@ -32,7 +32,7 @@ from producers.store.blobs import Blobs
 from producers.store.fleet import cards
 from producers.store.outbox import Due, backlog, trim, untaken
 from producers.store.protocol import swap
-from producers.store.usage.ledger import MOST, fold, prune, roll
+from producers.store.usage.ledger import BATCH_SIZE, fold, prune, roll
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class Stale:
         self._letters_kept_s = letters_kept_s
         self._unneeded_s = unneeded_s
         self._since: dict[str, float] = {}
-        self._listed_to = task_index.Place()
+        self._listed_to = task_index.TrimPosition()
 
     async def sweep(self) -> Removed:
         """Remove stale data once. Raises redis.exceptions.RedisError or OSError; then the waiting times begin anew."""
@@ -316,7 +316,7 @@ async def sum_usage(client: AsyncClient, ages: Ages) -> int:
     folded = 0
     while count := await arun(client.store, fold(int(ages.fold * 1000))):
         folded += count
-        if count < MOST:
+        if count < BATCH_SIZE:
             break
     while await arun(client.store, roll(int(ages.roll))):
         pass

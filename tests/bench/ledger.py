@@ -17,7 +17,7 @@ from redis import Redis
 from producers.connection.script import Call, Script, run, run_many
 from producers.contract import keys
 from producers.store import protocol
-from producers.store.usage.ledger import MOST, fold
+from producers.store.usage.ledger import BATCH_SIZE, fold
 from tests.processes import valkey
 
 ROW = "  ledger_row(task, id, status, prompt, cached, out)\n"
@@ -61,7 +61,7 @@ def measure(redis: Redis, rounds: int, batch: int) -> dict[str, float]:
         times[row].append(server_us(redis, calls if row else [without(call) for call in calls]))
     size, rows = redis.memory_usage(keys.LEDGER, samples=0), redis.xlen(keys.LEDGER)
     folds = []
-    while run(redis, fold(-1)) == MOST:
+    while run(redis, fold(-1)) == BATCH_SIZE:
         folds.append(float(redis.slowlog_get(1)[0]["duration"]))
     plain, rowed = (statistics.median(times[row]) for row in (False, True))
     return {
@@ -69,7 +69,7 @@ def measure(redis: Redis, rounds: int, batch: int) -> dict[str, float]:
         "finish_with_row_us": round(rowed, 2),
         "ratio": round(rowed / plain, 3),
         "row_bytes": round(size / rows, 1),
-        f"fold_{MOST}_ms": round(statistics.median(folds) / 1000, 2) if folds else 0.0,
+        f"fold_{BATCH_SIZE}_ms": round(statistics.median(folds) / 1000, 2) if folds else 0.0,
     }
 
 

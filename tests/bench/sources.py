@@ -77,7 +77,7 @@ def end(redis: Redis, batch: str, blobs: Path) -> None:
     output = files.new_id(int(about["created"]))
     os.link(blobs / about["input_file"], blobs / output)
     redis.zadd(keys.FILE_NOTES, {output: int(time.time())})
-    run(redis, files.made(files.File(output, (blobs / output).stat().st_size, "out", files.BATCH_OUTPUT, 1)))
+    run(redis, files.file_made(files.File(output, (blobs / output).stat().st_size, "out", files.BATCH_OUTPUT, 1)))
     redis.hset(keys.batch(batch), mapping={"output_file": output, "status": "completed"})
 
 

@@ -98,7 +98,7 @@ def make(
         for piece in content:
             writer.write(piece)
         writer.commit()
-    run(redis, files.made(files.File(file_id, writer.size, "in.jsonl", files.BATCH, now_ms // 1000)))
+    run(redis, files.file_made(files.File(file_id, writer.size, "in.jsonl", files.BATCH, now_ms // 1000)))
     made = {"endpoint": url, "input_file": file_id, "completion_window": f"{window_s}s"} | fields
     run(redis, batches.create(batch_id, window_s, made))
     return batch_id, file_id

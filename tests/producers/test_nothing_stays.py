@@ -86,12 +86,12 @@ async def _load(client: AsyncClient, valkey: Redis, worker: FakeWorker) -> None:
     valkey.hset(keys.SCHEDULES, "gone", 1)
     for file_id in ("file-over", "file-unmade"):
         valkey.zadd(keys.FILE_NOTES, {file_id: 1})
-    run(valkey, files.made(files.File("file-over", 0, "x", "batch", 1, expires_at=2)))
+    run(valkey, files.file_made(files.File("file-over", 0, "x", "batch", 1, expires_at=2)))
     batch = batches.new_id(1)  # made so long ago that no list has it any more
     fields = {"endpoint": "/v1/completions", "input_file": "file-1", "completion_window": "1h"}
     for call in (batches.create(batch, 3600, fields), batches.begin_parts(batch, ["part-1"]), batches.cancel(batch)):
         run(valkey, call)
-    object_ = inbox.new_entry("s3://bucket/inbox/", inbox.Found("a.jsonl", " etag", 1), 1)
+    object_ = inbox.new_entry("s3://bucket/inbox/", inbox.InboxObject("a.jsonl", " etag", 1), 1)
     for call in (
         inbox.take("s3://bucket/inbox/", object_),
         inbox.hold(object_, "p", 120_000),

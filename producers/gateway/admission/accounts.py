@@ -68,7 +68,7 @@ class Accounts:
         if charge is None or await idempotency.may_replay(connection, self._client, tenant=tenant):
             return
         connection.scope["state"]["charge"] = charge
-        charge.hear("rpm", charge.told, NO_TOKENS)
+        charge.apply_answer("rpm", charge.answer, NO_TOKENS)
 
     async def charge_refused(self, connection: HTTPConnection, work: Work) -> None:
         """Count a request that is refused after work was done for it, unless ADMIT has. The store may be away: then

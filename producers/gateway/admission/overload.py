@@ -27,7 +27,7 @@ from producers.contract.levels import split
 from producers.errors import QueueFull
 from producers.gateway.http.errors import Problem
 from producers.store import waiting
-from producers.store.waiting import LEFT, REFUSED, STAGES, Bounds, Pressure
+from producers.store.waiting import LEAVES_AT, REFUSED, STAGES, Bounds, Pressure
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class Overload:
         """Raise Problem (429) where a tier's tasks may not come under this pressure."""
         if pressure.stage < REFUSED[tier]:
             return
-        share_after = LEFT[REFUSED[tier]]
+        share_after = LEAVES_AT[REFUSED[tier]]
         message = f"Overload: tasks of the tier {tier} are refused until less waits (stage {STAGES[pressure.stage]})"
         raise self._refusal(
             queue, pressure.tokens * max(0.0, 1 - share_after / max(pressure.share, share_after)), message, SHARED

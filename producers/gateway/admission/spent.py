@@ -43,9 +43,9 @@ class Spent:
 
     def note(self, charge: Charge | None) -> None:
         """Take what the store answered about a request's accounts, if it says which of them is used up."""
-        if charge is None or not charge.told or charge.told[3] != 0 or (account := charge.used_up) is None:
+        if charge is None or not charge.answer or charge.answer[3] != 0 or (account := charge.used_up) is None:
             return
-        _, _, wait_ms, _, _, *tokens = charge.told
+        _, _, wait_ms, _, _, *tokens = charge.answer
         self._noted.pop(account.name, None)
         minute = _Minute(self._clock() + wait_ms / 1000, account.limits.counted["rpm"], (tokens[0], tokens[1]))
         self._noted[account.name] = minute

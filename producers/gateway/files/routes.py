@@ -130,7 +130,7 @@ async def _made(gateway: Gateway, upload: Upload, settings: Asked, owner: str | 
         await files.note(store, name)
     async with gateway.file_pieces.turn(gateway.settings.stall):
         await asyncio.to_thread(upload.writer.commit, file_id)
-    answer = text(await arun(store, files.made(file, upload.name)))
+    answer = text(await arun(store, files.file_made(file, upload.name)))
     if answer == "late":
         raise unavailable("The file was written too slowly; send it again.", code="service_unavailable")
     return file

@@ -34,7 +34,7 @@ REQUEST_ID: Final = re.compile(r"[A-Za-z0-9_.:/+=-]{1,128}")
 
 #: Addresses that are safe in logs; a proxy passes on what callers write.
 CLIENT: Final = re.compile(r"[A-Za-z0-9_.:%-]{1,64}")
-#: The place in ADMIT's answer (`Charge.told`) of what is left of a minute's requests, and tokens; then the names of
+#: The place in ADMIT's answer (`Charge.answer`) of what is left of a minute's requests, and tokens; then the names of
 #: three headers: the limit, what is left of it, and when the minute ends.
 LEFT: Final = tuple(
     (
@@ -95,8 +95,8 @@ class Edge:
                 begun = True
                 MutableHeaders(scope=message)["x-request-id"] = request_id
                 message["headers"] += STATIC if scope["path"].startswith(ASSETS) else PRIVATE
-                if (charge := state.get("charge")) is not None and charge.told:
-                    message["headers"] += left(charge.told)
+                if (charge := state.get("charge")) is not None and charge.answer:
+                    message["headers"] += left(charge.answer)
                 message["headers"].extend(overload(state))
                 route = getattr(scope.get("route"), "path", "unmatched")
                 self._metrics.answered(method, route, message.get("status", 101), time.perf_counter() - arrived)

@@ -150,7 +150,7 @@ def _digest(request: HTTPConnection, body: str) -> str:
 
 async def made(client: AsyncClient, entry: Entry) -> None:
     """Say that what the key names was made, for what ADMIT does not make. Raises as `first`; may be repeated."""
-    await client.run(persistently(idempotency.made(entry.name), client.patience))
+    await client.run(persistently(idempotency.mark_made(entry.name), client.patience))
 
 
 def note_body(request: Request, body: bytes) -> None:

@@ -19,7 +19,7 @@ from producers.sources.files.place import ERRORS, SUFFIX, Place, Replaced
 from producers.store.blobs import BlobNotFound, Blobs
 from producers.store.blobs.bucket import Bucket as Url
 from producers.store.blobs.s3 import Content, Objects, S3Blobs, S3Writer
-from producers.store.inbox import Found
+from producers.store.inbox import InboxObject
 
 #: Longest key, in bytes.
 LONGEST: Final = 1024
@@ -51,16 +51,18 @@ class Bucket(Place):
     def url(self, name: str) -> str:
         return f"{self.name}{name}"
 
-    def find(self, name: str, version: str = "") -> Found | None:
+    def find(self, name: str, version: str = "") -> InboxObject | None:
         """The object, in this version or as it is now. None: it is gone."""
         wanted = Content("" if version == _UNVERSIONED else version)
         try:
             with _replaced():
-                head = self._objects.ask("head_object", "s3:GetObject", self.inbox + name, **wanted.asked)
+                head = self._objects.request("head_object", "s3:GetObject", self.inbox + name, **wanted.arguments)
         except Replaced:
             return None
         version = head.get("VersionId", _UNVERSIONED)
-        return Found(name, f"{'' if version == _UNVERSIONED else version} {head['ETag']}", int(head["ContentLength"]))
+        return InboxObject(
+            name, f"{'' if version == _UNVERSIONED else version} {head['ETag']}", int(head["ContentLength"])
+        )
 
     def refusal(self, name: str) -> str | None:
         keys = (self.bucket.key(part + name).encode() for part in (self._outbox, self._done))
@@ -68,11 +70,11 @@ class Bucket(Place):
         too_long = max(results + ADDED, done) > LONGEST
         return f"its key in {self._outbox} or {self._done} would have more than {LONGEST} bytes" if too_long else None
 
-    def read(self, found: Found, start: int, size: int) -> bytes:
+    def read(self, found: InboxObject, start: int, size: int) -> bytes:
         with _replaced():
             return self._objects.read(self.inbox + found.name, start, size, _content(found))
 
-    def copy(self, found: Found, blobs: Blobs, blob: str, stopped: Callable[[], bool]) -> int:
+    def copy(self, found: InboxObject, blobs: Blobs, blob: str, stopped: Callable[[], bool]) -> int:
         if not self._is_beside(blobs):
             return super().copy(found, blobs, blob, stopped)
         with _replaced(), S3Writer(blobs.objects, blob) as writer:
@@ -93,7 +95,7 @@ class Bucket(Place):
             writer.append(blob, blobs.objects)
             writer.commit()
 
-    def leave(self, found: Found) -> None:
+    def leave(self, found: InboxObject) -> None:
         if self.find(found.name) != found:
             return
         content, key = _content(found), self.inbox + found.name
@@ -102,7 +104,7 @@ class Bucket(Place):
                 with S3Writer(self._objects, self._done + found.name) as writer:
                     writer.append(key, None, content)
                     writer.commit()
-                self._objects.ask("delete_object", "s3:DeleteObject", key, IfMatch=content.etag)
+                self._objects.request("delete_object", "s3:DeleteObject", key, IfMatch=content.etag)
         except Replaced:  # a new content, which has a notification of its own
             return
 
@@ -111,7 +113,7 @@ class Bucket(Place):
         return isinstance(blobs, S3Blobs) and blobs.objects.bucket.endpoint_url == self.bucket.endpoint_url
 
 
-def _content(found: Found) -> Content:
+def _content(found: InboxObject) -> Content:
     return Content(*found.stamp.split(" ", 1))
 
 

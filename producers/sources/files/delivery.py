@@ -36,8 +36,8 @@ class Delivery:
 
     async def deliver(self, entry: Entry, batch: Batch, stopped: Callable[[], bool]) -> None:
         """Deliver one batch that has ended. Raises Stopped, BlobNotFound, redis.exceptions.RedisError, OSError."""
-        name = entry.found.name.removesuffix(SUFFIX)
-        there = await asyncio.to_thread(self._place.find, entry.found.name)
+        name = entry.object.name.removesuffix(SUFFIX)
+        there = await asyncio.to_thread(self._place.find, entry.object.name)
         if not await inbox.is_newest(self._store, self._place.name, entry, there):
             name += f".{entry.id}"
         output, errors = batch.fields.get("output_file"), batch.fields.get("error_file")
@@ -47,7 +47,7 @@ class Delivery:
             blob = None if file in gone else file
             await asyncio.to_thread(self._write, name + kind, [_line(batch, one) for one in said], blob, stopped)
         if self._place.moves:
-            await asyncio.to_thread(self._place.leave, entry.found)
+            await asyncio.to_thread(self._place.leave, entry.object)
         await files.remove(self._store, self._blobs, input_file(entry))
         await arun(self._store, inbox.done(self._place.name, entry, forget=self._place.moves))
 

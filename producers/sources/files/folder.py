@@ -20,7 +20,7 @@ from typing import Final
 from producers.connection.log_throttle import warn_throttled
 from producers.sources.files.place import ERRORS, SUFFIX, Place, Replaced, is_input
 from producers.store.blobs import FolderBlobs
-from producers.store.inbox import Found
+from producers.store.inbox import InboxObject
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Folder(Place):
     def url(self, name: str) -> str:
         return str(self._inbox / name)
 
-    def files(self) -> Iterator[Found]:
+    def files(self) -> Iterator[InboxObject]:
         """The files of the inbox, as they are now."""
         self.check()
         yield from _files(self._inbox)
@@ -78,12 +78,12 @@ class Folder(Place):
         """Remove what killed processes left half written. Returns how many."""
         return self._writing.clean(older_s)
 
-    def find(self, name: str) -> Found | None:
+    def find(self, name: str) -> InboxObject | None:
         try:
             status = os.stat(self._inbox / name, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return Found(name, _stamp(status), status.st_size)
+        return InboxObject(name, _stamp(status), status.st_size)
 
     def refusal(self, name: str) -> str | None:
         base = os.path.basename(name)
@@ -91,7 +91,7 @@ class Folder(Place):
             return f"its name has more than {LONGEST - ADDED} bytes"
         return None
 
-    def read(self, found: Found, start: int, size: int) -> bytes:
+    def read(self, found: InboxObject, start: int, size: int) -> bytes:
         try:
             with open(self._inbox / found.name, "rb", buffering=0, opener=_unlinked) as file:
                 return os.pread(file.fileno(), size, start)
@@ -112,7 +112,7 @@ class Folder(Place):
                 writer.write(piece)
             writer.rename(target)
 
-    def leave(self, found: Found) -> None:
+    def leave(self, found: InboxObject) -> None:
         if self.find(found.name) != found:
             return
         target = self._done / found.name
@@ -140,7 +140,7 @@ def _mark(path: Path) -> None:
     draft.unlink(missing_ok=True)
 
 
-def _files(inbox: Path) -> Iterator[Found]:
+def _files(inbox: Path) -> Iterator[InboxObject]:
     below = [""]  # no recursion: folders may lie as deep as paths go
     while below:
         within = below.pop()
@@ -153,7 +153,7 @@ def _files(inbox: Path) -> Iterator[Found]:
             elif is_input(name) and entry.is_file(follow_symlinks=False):
                 with suppress(FileNotFoundError):  # taken, or renamed, meanwhile
                     status = entry.stat(follow_symlinks=False)
-                    yield Found(name, _stamp(status), status.st_size)
+                    yield InboxObject(name, _stamp(status), status.st_size)
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

@@ -42,7 +42,7 @@ class Intake:
 
     async def take_in(self, entry: Entry, stopped: Callable[[], bool]) -> None:
         """Make the batch. Raises Replaced, Stopped, redis.exceptions.RedisError and OSError."""
-        if entry.found.size > self._settings.max_file:
+        if entry.object.size > self._settings.max_file:
             await self._refuse(entry)
             return
         file_id = input_file(entry)
@@ -56,13 +56,13 @@ class Intake:
     async def _make_file(self, entry: Entry, file_id: str, stopped: Callable[[], bool]) -> None:
         kept_s = self._window_s + batches.MARGIN_S + batches.KEPT_S
         end = (entry.at // 1000) + kept_s
-        name = entry.found.name.rpartition("/")[2]
+        name = entry.object.name.rpartition("/")[2]
         about = files.File(file_id, 0, name, files.BATCH, entry.at // 1000, end, self._settings.tenant or "")
-        await files.make(self._store, about, partial(self._place.copy, entry.found, self._blobs, file_id, stopped))
+        await files.make(self._store, about, partial(self._place.copy, entry.object, self._blobs, file_id, stopped))
 
     async def _refuse(self, entry: Entry) -> None:
         """Make a batch that has failed, in one transaction: no sweeper sees it before it has."""
-        found, most = entry.found, self._settings.max_file
+        found, most = entry.object, self._settings.max_file
         message = f"{shown(found.name)} has {found.size} bytes; at most {most} are taken (max_file)"
         reason = {"code": "file_too_large", "message": message, "line": None, "param": None}
         async with self._store.pipeline(transaction=True) as pipe:
@@ -84,7 +84,7 @@ class Intake:
             "endpoint": endpoint,
             "input_file": input_file(entry),
             "completion_window": self._settings.completion_window,
-            "metadata": json.dumps({**self._settings.metadata, "source": self._place.url(entry.found.name)[:TEXT]}),
+            "metadata": json.dumps({**self._settings.metadata, "source": self._place.url(entry.object.name)[:TEXT]}),
         }
         if self._settings.tenant:
             fields["tenant"] = self._settings.tenant

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from producers.store.blobs import Blobs
-from producers.store.inbox import Found
+from producers.store.inbox import InboxObject
 
 #: Bytes that are read at a time: what a copy holds in memory, twice.
 PIECE: Final = 4 << 20
@@ -43,7 +43,7 @@ class Place(ABC):
         """The place of an object of the inbox, for people."""
 
     @abstractmethod
-    def find(self, name: str) -> Found | None:
+    def find(self, name: str) -> InboxObject | None:
         """The object of this name, as it is now. None: there is none."""
 
     @abstractmethod
@@ -51,7 +51,7 @@ class Place(ABC):
         """Why an object of this name cannot be taken: its results could not be written. None: it can."""
 
     @abstractmethod
-    def read(self, found: Found, start: int, size: int) -> bytes:
+    def read(self, found: InboxObject, start: int, size: int) -> bytes:
         """Some bytes of an object, up to as many as asked for; none behind its end. Raises Replaced."""
 
     @abstractmethod
@@ -63,10 +63,10 @@ class Place(ABC):
         self.write(name, pieces(blobs, blob, stopped))
 
     @abstractmethod
-    def leave(self, found: Found) -> None:
+    def leave(self, found: InboxObject) -> None:
         """Move the object out of the inbox, if it is there with this content."""
 
-    def copy(self, found: Found, blobs: Blobs, blob: str, stopped: Callable[[], bool]) -> int:
+    def copy(self, found: InboxObject, blobs: Blobs, blob: str, stopped: Callable[[], bool]) -> int:
         """Make a blob of an object. Returns its size (bytes). Raises Replaced, Stopped."""
         with blobs.writer(blob) as writer:
             while writer.size < found.size:

@@ -25,7 +25,7 @@ from producers.sources.files.source import InboxSource
 from producers.sources.files.work import EVERY_S, Work
 from producers.sources.source import Context, Source
 from producers.store.blobs import open_blobs
-from producers.store.inbox import Found
+from producers.store.inbox import InboxObject
 
 #: Time (s) after which a file that is still in the inbox is named to the store again. If files are moved, it may have
 #: gone and come back meanwhile. One that is left is known to the store for weeks.
@@ -84,7 +84,7 @@ class Looks:
         self._seen: dict[str, tuple[str, float]] = {}
         """Name -> stamp, and when (s) it is to be taken."""
 
-    def settled(self, there: Sequence[Found], now: float) -> list[Found]:
+    def settled(self, there: Sequence[InboxObject], now: float) -> list[InboxObject]:
         """The files to take: unchanged for long enough by `now` (s), or taken `again_s` ago and still there."""
         before, self._seen, due = self._seen, {}, []
         for found in there:

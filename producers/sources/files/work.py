@@ -29,7 +29,7 @@ from producers.sources.files.settings import InboxSettings
 from producers.sources.source import Context, ended
 from producers.store import batches, files, inbox
 from producers.store.blobs import BlobNotFound, Blobs
-from producers.store.inbox import Entry, Found
+from producers.store.inbox import Entry, InboxObject
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Work:
         """The reasons that hold open objects up; empty once all go on, here or in another process."""
         return next(reversed(self._held.values()), "")
 
-    async def open(self, found: Found) -> None:
+    async def open(self, found: InboxObject) -> None:
         """Take up an object, if it is not known. Raises redis.exceptions.RedisError and OSError."""
         if refusal := self._place.refusal(found.name):
             warn_throttled(log, "source %s: %s is left where it is: %s", self._name, shown(found.name), refusal)
@@ -125,7 +125,7 @@ class Work:
     def _later(self, entry: Entry, why: str, error: Exception) -> None:
         pause = min(2 * self._retries.get(entry.id, (0.0, EVERY_S / 2))[1], LONGEST_PAUSE_S)
         self._retries[entry.id] = time.monotonic() + pause, pause
-        name = shown(entry.found.name)
+        name = shown(entry.object.name)
         if trouble(error) is not None:  # else it is this object's alone
             self._held[entry.id] = f"{name} is held up: {why}"
         warn_throttled(log, "source %s: %s is held up, trying again: %s", self._name, name, why)
@@ -141,7 +141,9 @@ class Work:
         except Stopped:
             pass
         except Replaced:
-            log.warning("source %s: %s was replaced or removed before it was read", self._name, shown(entry.found.name))
+            log.warning(
+                "source %s: %s was replaced or removed before it was read", self._name, shown(entry.object.name)
+            )
             await files.remove(self._store, self._blobs, input_file(entry))
             await arun(self._store, inbox.done(self._place.name, entry, forget=True))
         finally:
@@ -155,7 +157,7 @@ class Work:
             await self._intake.take_in(entry, stopped)
         elif batch.ended:
             await self._delivery.deliver(entry, batch, stopped)
-            log.info("source %s: %s is %s, and in the outbox", self._name, shown(entry.found.name), batch.status)
+            log.info("source %s: %s is %s, and in the outbox", self._name, shown(entry.object.name), batch.status)
 
     async def _hold(self, entry: Entry) -> int:
         return int(await arun(self._store, inbox.hold(entry, self._process, int(LEASE_S * 1000))))

@@ -81,10 +81,10 @@ class Key:
     def parse(cls, raw: Any) -> Key | None:
         """None for what cannot be read: that lets nobody in, and keeps no other key from working."""
         try:
-            said = json.loads(raw)
-            known: dict[str, Any] = {one.name: said[one.name] for one in fields(cls) if one.name in said}
-            several = {name: tuple(known[name]) for name in ("scopes", "models", "tiers")}
-            return cls(**known | several | {"limits": Limits.parse(known.get("limits", {}))})
+            values = json.loads(raw)
+            attributes: dict[str, Any] = {spec.name: values[spec.name] for spec in fields(cls) if spec.name in values}
+            several = {name: tuple(attributes[name]) for name in ("scopes", "models", "tiers")}
+            return cls(**attributes | several | {"limits": Limits.parse(attributes.get("limits", {}))})
         except (ValueError, TypeError, KeyError) as error:
             warn_throttled(log, "a key in %s cannot be read: %s", keys.API_KEYS, error)
             return None
@@ -108,10 +108,10 @@ class Key:
         """Whether this secret lets its holder in now. Takes the same time for every answer."""
         return self.accepts(_digest(secret), now)
 
-    def accepts(self, given: str, now: float) -> bool:
+    def accepts(self, digest: str, now: float) -> bool:
         """The same, by the secret's digest."""
-        new = hmac.compare_digest(given, self.digest)
-        old = hmac.compare_digest(given, self.old_digest or _NOTHING) and now < self.old_until
+        new = hmac.compare_digest(digest, self.digest)
+        old = hmac.compare_digest(digest, self.old_digest or _NOTHING) and now < self.old_until
         return (new or old) and self.state(now) == "active"
 
     def principal(self) -> Principal:
@@ -134,8 +134,8 @@ def opened(token: str | None) -> Opened | None:
 
 def read_token(token: str) -> tuple[str, str] | None:
     """The id and the secret in a key; None for what is none."""
-    found = TOKEN.fullmatch(token)
-    return None if found is None else (found[1], found[2])
+    match = TOKEN.fullmatch(token)
+    return None if match is None else (match[1], match[2])
 
 
 def without_secret(text: str) -> str:
@@ -163,18 +163,18 @@ async def create(store: Redis, key: Key, audit: Change) -> None:
 
     Raises TooManyKeys, redis.exceptions.RedisError or OSError; may be called again.
     """
-    said: list[Change] = []
-    while await arun(store, _made(key, audit, *said)) < 0:
-        ended = [one for one in await every(store) if one.ended(time.time())]
+    drops: list[Change] = []
+    while await arun(store, _create_call(key, audit, *drops)) < 0:
+        ended = [stored for stored in await every(store) if stored.ended(time.time())]
         if not ended:
             raise TooManyKeys
-        said = [replace(audit, did="key.drop", what=ended[-1].id, tenant=ended[-1].tenant)]
-    for change in (*said, audit):
+        drops = [replace(audit, did="key.drop", what=ended[-1].id, tenant=ended[-1].tenant)]
+    for change in (*drops, audit):
         change.say()
 
 
-def _made(key: Key, audit: Change, dropped: Change | None = None) -> Call:
-    return swap(keys.API_KEYS, key.id, "", key.to_json(), most=MAX_KEYS, audit=audit, dropped=dropped)
+def _create_call(key: Key, audit: Change, dropped: Change | None = None) -> Call:
+    return swap(keys.API_KEYS, key.id, "", key.to_json(), max_fields=MAX_KEYS, audit=audit, dropped=dropped)
 
 
 async def get(store: Redis, key_id: str) -> Key | None:
@@ -185,14 +185,14 @@ async def get(store: Redis, key_id: str) -> Key | None:
 
 async def several(store: Redis, ids: Sequence[str]) -> dict[str, Key | None]:
     """Raises redis.exceptions.RedisError or OSError."""
-    found = await store.execute_command("HMGET", keys.API_KEYS, *ids)
-    return {key_id: None if raw is None else Key.parse(raw) for key_id, raw in zip(ids, found, strict=True)}
+    rows = await store.execute_command("HMGET", keys.API_KEYS, *ids)
+    return {key_id: None if raw is None else Key.parse(raw) for key_id, raw in zip(ids, rows, strict=True)}
 
 
 async def every(store: Redis) -> list[Key]:
     """All keys, the newest first. Raises redis.exceptions.RedisError or OSError."""
-    found = await store.execute_command("HVALS", keys.API_KEYS)
-    return sorted(filter(None, map(Key.parse, found)), key=lambda one: (one.created_at, one.id), reverse=True)
+    rows = await store.execute_command("HVALS", keys.API_KEYS)
+    return sorted(filter(None, map(Key.parse, rows)), key=lambda key: (key.created_at, key.id), reverse=True)
 
 
 async def change(store: Redis, key_id: str, how: Callable[[Key], Key], audit: Change) -> Key | None:

@@ -62,8 +62,8 @@ class Actor:
     by: str
     address: str | None = None
 
-    def did(self, did: str, what: str, tenant: str | None = None) -> Change:
-        return Change(self.by, did, what, tenant, self.address)
+    def did(self, did: str, subject: str, tenant: str | None = None) -> Change:
+        return Change(self.by, did, subject, tenant, self.address)
 
 
 def operator() -> str:
@@ -75,11 +75,15 @@ def operator() -> str:
     return f"cli:{user}@{socket.gethostname()}"
 
 
-async def latest(store: Redis, most: int) -> list[dict[str, Any]]:
-    """Up to `most` changes, the latest first, each with its time `at` (unix ms). Raises redis.exceptions.RedisError or
-    OSError."""
+async def latest(store: Redis, limit: int) -> list[dict[str, Any]]:
+    """Up to `limit` changes, the latest first, each with its time `at` (unix ms).
+
+    Raises redis.exceptions.RedisError or OSError.
+    """
     entries: list[Any] = []
     for log_ in (keys.AUDIT, keys.AUDIT_ENDPOINTS):
-        entries += await store.execute_command("XREVRANGE", log_, "+", "-", "COUNT", most)
+        entries += await store.execute_command("XREVRANGE", log_, "+", "-", "COUNT", limit)
     entries.sort(key=lambda entry: tuple(map(int, text(entry[0]).split("-"))), reverse=True)
-    return [{"at": int(text(entry).partition("-")[0]), **json.loads(*said.values())} for entry, said in entries[:most]]
+    return [
+        {"at": int(text(entry).partition("-")[0]), **json.loads(*fields.values())} for entry, fields in entries[:limit]
+    ]

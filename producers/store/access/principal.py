@@ -71,22 +71,22 @@ class Limits:
     """Idempotency keys that began within a day."""
 
     @classmethod
-    def parse(cls, said: Mapping[str, Any]) -> Self:
+    def parse(cls, values: Mapping[str, Any]) -> Self:
         """The limits that were kept. One that this release does not know keeps no other one from holding."""
-        return cls(**{one.name: said[one.name] for one in fields(cls) if one.name in said})
+        return cls(**{spec.name: values[spec.name] for spec in fields(cls) if spec.name in values})
 
     @cached_property  # asked for by each request
     def counted(self) -> dict[str, int]:
         """Those of COUNTED that there are; the budget in money in billionths."""
-        found = {name: getattr(self, name) for name in COUNTED}
+        values = {name: getattr(self, name) for name in COUNTED}
         if self.budget_money is not None:
-            found["budget_money"] = int(Decimal(self.budget_money) * BILLION)
-        return {name: most for name, most in found.items() if most is not None}
+            values["budget_money"] = int(Decimal(self.budget_money) * BILLION)
+        return {name: limit for name, limit in values.items() if limit is not None}
 
     @cached_property
     def limits_tasks(self) -> bool:
         """Whether any of them is of tasks, and not of what is kept."""
-        return any(getattr(self, one.name) is not None for one in fields(self) if one.name not in KEPT)
+        return any(getattr(self, spec.name) is not None for spec in fields(self) if spec.name not in KEPT)
 
     @cached_property
     def size_tasks(self) -> bool:
@@ -94,7 +94,7 @@ class Limits:
         return self.max_prompt is not None or self.max_output is not None
 
     @cached_property
-    def asked(self) -> str:
+    def counted_json(self) -> str:
         """`counted`, as scripts take it (JSON)."""
         return json.dumps(self.counted)
 
@@ -163,8 +163,8 @@ class Principal:
     @classmethod
     def parse(cls, kept: str) -> Self:
         """The inverse of `to_json`. It has no scopes."""
-        said = json.loads(kept)
-        return cls(said["key"], said["tenant"], frozenset(), tuple(said["models"]), tuple(said["tiers"]))
+        values = json.loads(kept)
+        return cls(values["key"], values["tenant"], frozenset(), tuple(values["models"]), tuple(values["tiers"]))
 
 
 #: Everybody, where no keys are asked for.

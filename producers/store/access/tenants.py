@@ -59,9 +59,9 @@ async def change(store: Redis, tenant: str, how: Callable[[Limits], Limits], aud
         old = parse(raw)
         if (new := how(old)) == old:
             return new
-        said = "" if new == NO_LIMITS else json.dumps(asdict(new))
+        entry = "" if new == NO_LIMITS else json.dumps(asdict(new))
         before = "" if raw is None else text(raw)
-        done = await arun(store, swap(keys.TENANT_LIMITS, tenant, before, said, most=MAX_LIMITED, audit=audit))
+        done = await arun(store, swap(keys.TENANT_LIMITS, tenant, before, entry, max_fields=MAX_LIMITED, audit=audit))
         if done < 0:
             raise TooManyTenants
         if done:

@@ -31,20 +31,20 @@ __all__ = [
 ]
 
 
-def open_blobs(place: str | os.PathLike[str]) -> Blobs:
+def open_blobs(location: str | os.PathLike[str]) -> Blobs:
     """The blobs of a folder, or of a bucket's URL (`producers.store.blobs.bucket`). Nothing connects before the first
     call. Raises ValueError for a bad URL, AwsNotInstalled, and AwsError."""
-    if bucket.is_s3(os.fspath(place)):
+    if bucket.is_s3(os.fspath(location)):
         from producers.store.blobs.s3 import S3Blobs
 
-        return S3Blobs(bucket.read(os.fspath(place)))
-    return FolderBlobs(place)
+        return S3Blobs(bucket.read(os.fspath(location)))
+    return FolderBlobs(location)
 
 
-def checked_place(place: str) -> str:
+def checked_location(location: str) -> str:
     """The place. Raises ValueError for a bad URL of a bucket, or another kind of URL."""
-    if bucket.is_s3(place):
-        bucket.read(place)
-    elif "://" in place:
-        raise ValueError(f"{place!r} is neither a folder nor a URL that begins with s3://")
-    return place
+    if bucket.is_s3(location):
+        bucket.read(location)
+    elif "://" in location:
+        raise ValueError(f"{location!r} is neither a folder nor a URL that begins with s3://")
+    return location

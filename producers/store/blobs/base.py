@@ -151,26 +151,26 @@ def lines(
     `ahead`: what is read beyond them goes there, and is used if a call before has read it. Lines end with LF or CRLF;
     the last may lack its end. Blocks; holds a piece and a line in memory. Raises BlobNotFound and OSError.
     """
-    rest, begin, read, skipping = bytearray(), offset, offset, False
+    pending, begin, read, skipping = bytearray(), offset, offset, False
     while piece := (ahead.get(name, read) if ahead else b"") or blobs.read(name, read, PIECE):
         if ahead is not None:
             ahead.put(name, read, piece)
         read += len(piece)
         at = 0
         while (end := piece.find(b"\n", at)) >= 0:
-            rest += piece[at:end]
+            pending += piece[at:end]
             at, after = end + 1, read - len(piece) + end + 1
-            yield Line(number, begin, after, None if skipping or len(rest) > longest else _line(rest))
+            yield Line(number, begin, after, None if skipping or len(pending) > longest else _line(pending))
             begin, skipping = after, False
             number += 1
-            rest.clear()
-        rest += piece[at:]
-        if len(rest) > longest + 1:
+            pending.clear()
+        pending += piece[at:]
+        if len(pending) > longest + 1:
             skipping = True
         if skipping:
-            rest.clear()
+            pending.clear()
     if begin < read:
-        yield Line(number, begin, read, None if skipping or len(rest) > longest else _line(rest))
+        yield Line(number, begin, read, None if skipping or len(pending) > longest else _line(pending))
 
 
 def _line(data: bytearray) -> bytes:

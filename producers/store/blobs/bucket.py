@@ -56,14 +56,14 @@ class Bucket:
     def url(self) -> str:
         """The URL that reads as this."""
         values = (self.region, self.endpoint_url, self.sse, self.kms_key_id, self.storage_class)
-        said = {name: value for name, value in zip(_OPTIONS, values, strict=True) if value}
-        return f"{self}{'?' if said else ''}{urlencode(said)}"
+        options = {name: value for name, value in zip(_OPTIONS, values, strict=True) if value}
+        return f"{self}{'?' if options else ''}{urlencode(options)}"
 
     @property
     def settings(self) -> dict[str, str]:
         """Arguments of each request that writes an object."""
-        said = {"ServerSideEncryption": self.sse, "SSEKMSKeyId": self.kms_key_id, "StorageClass": self.storage_class}
-        return {name: value for name, value in said.items() if value}
+        options = {"ServerSideEncryption": self.sse, "SSEKMSKeyId": self.kms_key_id, "StorageClass": self.storage_class}
+        return {name: value for name, value in options.items() if value}
 
     def key(self, name: str = "") -> str:
         """The key of a blob; without a name, what all keys begin with."""
@@ -73,8 +73,8 @@ class Bucket:
         return f"{SCHEME}://{self.name}" + (f"/{self.prefix}" if self.prefix else "")
 
 
-def is_s3(place: str) -> bool:
-    return place.startswith(f"{SCHEME}:")
+def is_s3(location: str) -> bool:
+    return location.startswith(f"{SCHEME}:")
 
 
 def read(url: str) -> Bucket:

@@ -48,11 +48,11 @@ class FolderBlobs(Blobs):
         return writer.size
 
     def size(self, name: str) -> int:
-        with _found(name):
+        with _blob_errors(name):
             return self._path(name).stat().st_size
 
     def read(self, name: str, start: int, size: int) -> bytes:
-        with _found(name), open(self._path(name), "rb", buffering=0) as file:
+        with _blob_errors(name), open(self._path(name), "rb", buffering=0) as file:
             file.seek(start)
             return _read(file.fileno(), size)
 
@@ -78,7 +78,7 @@ class FolderBlobs(Blobs):
         return self._folder / checked(name)
 
     def _copy(self, name: str, writer: BlobWriter) -> None:
-        with _found(name), open(self._path(name), "rb", buffering=0) as part:
+        with _blob_errors(name), open(self._path(name), "rb", buffering=0) as part:
             while data := part.read(PIECE):
                 writer.write(data)
 
@@ -94,9 +94,9 @@ class FolderWriter(BlobWriter):
         self._file = open(path, "xb", buffering=0, opener=partial(os.open, mode=mode))  # noqa: SIM115 - see __exit__
 
     def write(self, data: bytes | memoryview) -> None:
-        left = memoryview(data)
-        while left:
-            left = left[self._file.write(left) :]
+        remaining = memoryview(data)
+        while remaining:
+            remaining = remaining[self._file.write(remaining) :]
         self.size += len(data)
 
     def commit(self, name: str = "") -> None:
@@ -115,7 +115,7 @@ class FolderWriter(BlobWriter):
 
 
 @contextmanager
-def _found(name: str) -> Iterator[None]:
+def _blob_errors(name: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
@@ -127,22 +127,22 @@ def _read(fd: int, size: int) -> bytes:
     data = os.read(fd, size)
     if not data or len(data) == size:
         return data
-    pieces, left = [data], size - len(data)
-    while left and (data := os.read(fd, left)):
+    pieces, remaining = [data], size - len(data)
+    while remaining and (data := os.read(fd, remaining)):
         pieces.append(data)
-        left -= len(data)
+        remaining -= len(data)
     return b"".join(pieces)
 
 
 def _untouched(folder: Path, before: float) -> list[Path]:
     """Files that nobody has written to since."""
-    found = []
+    paths = []
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
             with suppress(FileNotFoundError):  # committed or discarded meanwhile
                 if entry.stat().st_mtime < before:
-                    found.append(Path(entry.path))
-    return found
+                    paths.append(Path(entry.path))
+    return paths
 
 
 def _removed(path: Path) -> bool:

@@ -55,30 +55,36 @@ class Answer(Protocol):
 
 
 class Downloads:
-    """Threads may share it. `ask(what, start, end)`: opens an answer with an object's bytes from `start` to `end`
-    (exclusive), or to the object's end if that is None. `what`: its name, and whatever else `ask` needs."""
+    """Reads objects in order by one request: an answer stays open, and the next read goes on where it stopped.
 
-    def __init__(self, ask: Callable[[Any, int, int | None], Answer]) -> None:
-        self._ask = ask
+    A reader that begins elsewhere gets an answer of its own. Few stay open: the longest unused is closed. Threads may
+    share it. `request(target, start, end)`: opens an answer with an object's bytes from `start` to `end` (exclusive), or
+    to the object's end if that is None. `target`: its name, and whatever else `request` needs.
+    """
+
+    def __init__(self, request: Callable[[Any, int, int | None], Answer]) -> None:
+        self._request = request
         self._open: dict[tuple[tuple[str, Any], int], tuple[Answer, float]] = {}
         self._lock = threading.Lock()
 
-    def read(self, what: tuple[str, Any], start: int, size: int) -> bytes:
-        """Up to `size` bytes; fewer only at the end of the object. Raises as `ask`."""
-        answer = self._taken(what, start)
+    def read(self, target: tuple[str, Any], start: int, size: int) -> bytes:
+        """Up to `size` bytes; fewer only at the end of the object. Raises as `request`."""
+        answer = self._pop_open(target, start)
         if answer is not None:
             with suppress(AwsError):  # the connection was lost: ask anew
-                return self._read(what, answer, start, size)
-        return self._read(what, self._ask(what, start, None if size >= MIN_OPEN_READ else start + size), start, size)
+                return self._read(target, answer, start, size)
+        return self._read(
+            target, self._request(target, start, None if size >= MIN_OPEN_READ else start + size), start, size
+        )
 
     def forget(self, name: str) -> None:
         """The object is gone, or another one."""
         with self._lock:
-            gone = [self._open.pop(place)[0] for place in list(self._open) if place[0][0] == name]
+            gone = [self._open.pop(key)[0] for key in list(self._open) if key[0][0] == name]
         for answer in gone:
             answer.close()
 
-    def _read(self, what: tuple[str, Any], answer: Answer, start: int, size: int) -> bytes:
+    def _read(self, target: tuple[str, Any], answer: Answer, start: int, size: int) -> bytes:
         try:
             data = answer.read(size)
         except BaseException:
@@ -87,21 +93,21 @@ class Downloads:
         if len(data) < size or size < MIN_OPEN_READ:
             answer.close()
         else:
-            self._keep(what, start + size, answer)
+            self._keep(target, start + size, answer)
         return data
 
-    def _taken(self, what: tuple[str, Any], start: int) -> Answer | None:
+    def _pop_open(self, target: tuple[str, Any], start: int) -> Answer | None:
         with self._lock:
-            return self._open.pop((what, start), (None, 0.0))[0]
+            return self._open.pop((target, start), (None, 0.0))[0]
 
-    def _keep(self, what: tuple[str, Any], start: int, answer: Answer) -> None:
+    def _keep(self, target: tuple[str, Any], start: int, answer: Answer) -> None:
         now = time.monotonic()
         with self._lock:
-            closing = [self._open.pop((what, start), (None, 0.0))[0]]
-            self._open[what, start] = answer, now
-            for place, (_, used) in list(self._open.items()):
+            closing = [self._open.pop((target, start), (None, 0.0))[0]]
+            self._open[target, start] = answer, now
+            for key, (_, used) in list(self._open.items()):
                 if used < now - IDLE_S or len(self._open) > MAX_OPEN:
-                    closing.append(self._open.pop(place)[0])
+                    closing.append(self._open.pop(key)[0])
         for old in closing:
             if old is not None:
                 old.close()
@@ -115,7 +121,7 @@ class Content:
     etag: str = ""
 
     @property
-    def asked(self) -> dict[str, str]:
+    def arguments(self) -> dict[str, str]:
         """Arguments of GetObject and HeadObject."""
         return {name: value for name, value in (("VersionId", self.version), ("IfMatch", self.etag)) if value}
 
@@ -131,9 +137,9 @@ class Objects:
         self._s3 = client("s3", bucket.region, bucket.endpoint_url)
         self.downloads = Downloads(self._answer)
 
-    def ask(self, call: str, permission: str, name: str, **more: Any) -> dict[str, Any]:
+    def request(self, call: str, permission: str, name: str, **more: Any) -> dict[str, Any]:
         """The answer to a request for one object. Raises BlobNotFound and AwsError."""
-        with self._told(call, permission, name):
+        with self._blob_errors(call, permission, name):
             answer: dict[str, Any] = getattr(self._s3, call)(Bucket=self.bucket.name, Key=self.bucket.key(name), **more)
             return answer
 
@@ -141,35 +147,35 @@ class Objects:
         """Up to `size` bytes; fewer only at the end of the object."""
         return self.downloads.read((name, content), start, size) if size > 0 else b""
 
-    def _answer(self, what: tuple[str, Content], start: int, end: int | None) -> Answer:
+    def _answer(self, target: tuple[str, Content], start: int, end: int | None) -> Answer:
         # Without a range S3 sends the checksum of the whole, which boto3 compares at its end.
-        name, content = what
+        name, content = target
         within = {} if start == 0 and end is None else {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
         try:
-            body = self.ask("get_object", "s3:GetObject", name, **within, **content.asked)["Body"]
+            body = self.request("get_object", "s3:GetObject", name, **within, **content.arguments)["Body"]
         except AwsError as error:
             if error.code != "InvalidRange":  # it begins behind the object's end
                 raise
             body = BytesIO()
-        return _Answer(body, lambda: self._told("get_object", "s3:GetObject", name))
+        return _Answer(body, lambda: self._blob_errors("get_object", "s3:GetObject", name))
 
     @contextmanager
     def opened(self, name: str, content: Content = ANY) -> Iterator[tuple[int, Any]]:
         """An object's size, and its bytes as they come."""
-        found = self.ask("get_object", "s3:GetObject", name, **content.asked)
-        with closing(found["Body"]) as body, self._told("get_object", "s3:GetObject", name):
-            yield found["ContentLength"], body
+        answer = self.request("get_object", "s3:GetObject", name, **content.arguments)
+        with closing(answer["Body"]) as body, self._blob_errors("get_object", "s3:GetObject", name):
+            yield answer["ContentLength"], body
 
     def signed(self, name: str, disposition: str, seconds: int) -> str:
         """A URL by which anybody may read the object for so long."""
-        what = {
+        parameters = {
             "Bucket": self.bucket.name,
             "Key": self.bucket.key(name),
             "ResponseContentDisposition": disposition,
             "ResponseContentType": "application/octet-stream",
         }
-        with self._told("sign a URL for", "s3:GetObject", name):
-            url: str = self._s3.generate_presigned_url("get_object", what, seconds)
+        with self._blob_errors("sign a URL for", "s3:GetObject", name):
+            url: str = self._s3.generate_presigned_url("get_object", parameters, seconds)
             return url
 
     def check(self) -> None:
@@ -186,8 +192,8 @@ class Objects:
         whole = self.bucket.key(prefix)
         with told(f"list objects in {self.bucket}", "s3:ListBucket"):
             pages = self._s3.get_paginator("list_objects_v2").paginate(Bucket=self.bucket.name, Prefix=whole)
-            found = [entry["Key"] for page in pages for entry in page.get("Contents", ())]
-        return [name[len(whole) - len(prefix) :] for name in found]
+            names = [entry["Key"] for page in pages for entry in page.get("Contents", ())]
+        return [name[len(whole) - len(prefix) :] for name in names]
 
     def abort_untouched(self, before: datetime) -> int:
         """Abort uploads that nobody has written to since. Returns how many."""
@@ -196,8 +202,8 @@ class Objects:
             pages = self._s3.get_paginator("list_multipart_uploads").paginate(
                 Bucket=self.bucket.name, Prefix=self.bucket.key()
             )
-            found = [upload for page in pages for upload in page.get("Uploads", ())]
-        for upload in found:
+            uploads = [upload for page in pages for upload in page.get("Uploads", ())]
+        for upload in uploads:
             if upload["Initiated"] < before and self._written(upload) < before:
                 aborted += self._abort(upload)
         return aborted
@@ -220,7 +226,7 @@ class Objects:
         return False
 
     @contextmanager
-    def _told(self, call: str, permission: str, name: str) -> Iterator[None]:
+    def _blob_errors(self, call: str, permission: str, name: str) -> Iterator[None]:
         try:
             with told(f"{call.replace('_', ' ')} {name} in {self.bucket}", permission):
                 yield
@@ -233,16 +239,16 @@ class Objects:
 
 
 class _Answer:
-    """The bytes of an answer, as they come. `telling`: within it, errors of the connection become those of `ask`."""
+    """The bytes of an answer, as they come. `blob_errors`: within it, a lost connection raises as `request` does."""
 
-    def __init__(self, body: Any, telling: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, body: Any, blob_errors: Callable[[], AbstractContextManager[None]]) -> None:
         self._body = body
-        self._telling = telling
+        self._blob_errors = blob_errors
 
     def read(self, size: int) -> bytes:
         """So many bytes; fewer only at the end."""
         pieces: list[bytes] = []
-        with self._telling():
+        with self._blob_errors():
             while size and (piece := self._body.read(size)):
                 pieces.append(piece)
                 size -= len(piece)
@@ -264,12 +270,12 @@ class S3Writer(BlobWriter):
         self._parts: list[dict[str, Any]] = []
 
     def write(self, data: bytes | memoryview) -> None:
-        left = memoryview(data)
-        self.size += len(left)
-        while left:
+        remaining = memoryview(data)
+        self.size += len(remaining)
+        while remaining:
             room = self._grown(PART) - len(self._buffer)
-            self._buffer += left[:room]
-            left = left[room:]
+            self._buffer += remaining[:room]
+            remaining = remaining[room:]
             if len(self._buffer) == self._grown(PART):
                 self._flush()
 
@@ -293,11 +299,11 @@ class S3Writer(BlobWriter):
         self._objects.downloads.forget(name)
         if not self._upload:
             data = bytes(self._buffer)
-            self._ask("put_object", name, Body=data, ChecksumCRC32=_crc(data), **self._objects.bucket.settings)
+            self._request("put_object", name, Body=data, ChecksumCRC32=_crc(data), **self._objects.bucket.settings)
             return
         if self._buffer:
             self._flush()
-        self._ask(
+        self._request(
             "complete_multipart_upload", self._name, UploadId=self._upload, MultipartUpload={"Parts": self._parts}
         )
         self._upload = ""
@@ -305,7 +311,7 @@ class S3Writer(BlobWriter):
             with S3Writer(self._objects, name) as other:
                 other.append(self._name)
                 other.commit()
-            self._objects.ask("delete_object", "s3:DeleteObject", self._name)
+            self._objects.request("delete_object", "s3:DeleteObject", self._name)
 
     def __enter__(self) -> Self:
         return self
@@ -314,8 +320,8 @@ class S3Writer(BlobWriter):
         self._buffer.clear()
         if self._upload:
             with suppress(AwsError, BlobNotFound):  # else `clean` aborts it
-                what = "s3:AbortMultipartUpload"
-                self._objects.ask("abort_multipart_upload", what, self._name, UploadId=self._upload)
+                permission = "s3:AbortMultipartUpload"
+                self._objects.request("abort_multipart_upload", permission, self._name, UploadId=self._upload)
             self._upload = ""
 
     def _grown(self, size: int, more: int = 0) -> int:
@@ -330,27 +336,29 @@ class S3Writer(BlobWriter):
 
     def _copy(self, name: str, start: int, end: int, source: Objects, content: Content) -> None:
         """Append bytes of another object, in as few equal parts as S3 takes."""
-        place = {"Bucket": source.bucket.name, "Key": source.bucket.key(name)}
-        place |= {"VersionId": content.version} if content.version else {}
+        copy_source = {"Bucket": source.bucket.name, "Key": source.bucket.key(name)}
+        copy_source |= {"VersionId": content.version} if content.version else {}
         same = {"CopySourceIfMatch": content.etag} if content.etag else {}
         each = -(-(end - start) // -(-(end - start) // MAX_COPY))
         for first in range(start, end, each):
             within = f"bytes={first}-{min(first + each, end) - 1}"
-            copied = self._part("upload_part_copy", CopySource=place, CopySourceRange=within, **same)["CopyPartResult"]
+            copied = self._part("upload_part_copy", CopySource=copy_source, CopySourceRange=within, **same)[
+                "CopyPartResult"
+            ]
             crc = {"ChecksumCRC32": copied["ChecksumCRC32"]} if "ChecksumCRC32" in copied else {}
             self._parts.append({"PartNumber": len(self._parts) + 1, "ETag": copied["ETag"], **crc})
         self.size += end - start
 
     def _part(self, call: str, **more: Any) -> dict[str, Any]:
         if not self._upload:
-            begun = self._ask(
+            begun = self._request(
                 "create_multipart_upload", self._name, ChecksumAlgorithm="CRC32", **self._objects.bucket.settings
             )
             self._upload = begun["UploadId"]
-        return self._ask(call, self._name, UploadId=self._upload, PartNumber=len(self._parts) + 1, **more)
+        return self._request(call, self._name, UploadId=self._upload, PartNumber=len(self._parts) + 1, **more)
 
-    def _ask(self, call: str, name: str, **more: Any) -> dict[str, Any]:
-        return self._objects.ask(call, "s3:PutObject", name, **more)
+    def _request(self, call: str, name: str, **more: Any) -> dict[str, Any]:
+        return self._objects.request(call, "s3:PutObject", name, **more)
 
 
 def _crc(data: bytes) -> str:
@@ -376,14 +384,14 @@ class S3Blobs(Blobs):
         return writer.size
 
     def size(self, name: str) -> int:
-        size: int = self.objects.ask("head_object", "s3:GetObject", checked(name))["ContentLength"]
+        size: int = self.objects.request("head_object", "s3:GetObject", checked(name))["ContentLength"]
         return size
 
     def read(self, name: str, start: int, size: int) -> bytes:
         return self.objects.read(checked(name), start, size)
 
     def delete(self, name: str) -> None:
-        self.objects.ask("delete_object", "s3:DeleteObject", checked(name))
+        self.objects.request("delete_object", "s3:DeleteObject", checked(name))
         self.objects.downloads.forget(name)
 
     def url(self, name: str, filename: str, seconds: int) -> str | None:

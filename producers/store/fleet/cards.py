@@ -82,11 +82,11 @@ Card = dict[str, Any]
 def announce(store: Redis, card: Card, pool: keys.Pool, files: Mapping[str, bytes]) -> Card:
     """Write what a worker serves: its model's files, its pool, and the card by the rule above. Returns what stands.
 
-    `card`: the model's own, with the worker's TOLD. Raises redis.RedisError or OSError; may be called again.
+    `card`: the model's own, with the worker's WORKER_FIELDS. Raises redis.RedisError or OSError; may be called again.
     """
-    told = {name: card[name] for name in WORKER_FIELDS if name in card}
+    worker_fields = {name: card[name] for name in WORKER_FIELDS if name in card}
     # When: a sweeper that is about to forget the pool sees that it is back.
-    about = {**asdict(pool), **told, "announced": _now_ms()}
+    pool_entry = {**asdict(pool), **worker_fields, "announced": _now_ms()}
 
     def change(before: Card | None) -> Card | None:
         if before is None or "published" not in before:
@@ -95,7 +95,7 @@ def announce(store: Redis, card: Card, pool: keys.Pool, files: Mapping[str, byte
             return None
         return _learnt(card, before) | {"published": before["published"]}
 
-    entry = enter(pool.queue, json.dumps(about), keys.pool_queue(pool.model, pool.version, keys.UNSERVED))
+    entry = enter(pool.queue, json.dumps(pool_entry), keys.pool_queue(pool.model, pool.version, keys.UNSERVED))
     return _put(store, card, files, change, lambda: run(store, entry))
 
 
@@ -106,17 +106,17 @@ def publish(store: Redis, card: Card, files: Mapping[str, bytes], over: str | No
     """
 
     def change(before: Card | None) -> Card | None:
-        standing = before and before["version"]
-        if over is not None and standing not in (over, card["version"]):
+        current = before and before["version"]
+        if over is not None and current not in (over, card["version"]):
             return None
         new = card | {"published": _now_ms(), "served": False}
-        if before is not None and standing == card["version"]:
+        if before is not None and current == card["version"]:
             new |= {name: before[name] for name in WORKER_FIELDS if name in before}
             new["served"] = before.get("served", "published" not in before)
         return new
 
     _put(store, card, files, change, audit=_published(card["name"], card["version"]))
-    return _write(store, card["name"], lambda before: _told(store, card["version"], before))
+    return _write(store, card["name"], lambda before: _with_worker_fields(store, card["version"], before))
 
 
 def pin(store: Redis, name: str, version: str) -> Card:
@@ -153,21 +153,21 @@ def _learnt(card: Card, before: Card | None) -> Card:
     return new
 
 
-def _told(store: Redis, version: str, before: Card | None) -> Card | None:
+def _with_worker_fields(store: Redis, version: str, before: Card | None) -> Card | None:
     """The card with what pools of its version have told, where it says nothing of workers."""
     if before is None or before["version"] != version or before.get("served", True):
         return None
-    found = None
-    for one in _pools(store, before["name"], version):
-        if one.get("fingerprint") != keys.UNSERVED:
-            told = {name: one[name] for name in WORKER_FIELDS if name in one}
-            found = _learnt({**before, **told}, found or before)
-    return found
+    card = None
+    for pool in _pools(store, before["name"], version):
+        if pool.get("fingerprint") != keys.UNSERVED:
+            worker_fields = {name: pool[name] for name in WORKER_FIELDS if name in pool}
+            card = _learnt({**before, **worker_fields}, card or before)
+    return card
 
 
 def _pools(store: Redis, name: str, version: str) -> list[dict[str, Any]]:
-    about = map(json.loads, store.hvals(keys.POOLS))
-    return [one for one in about if (one["model"], one.get("version")) == (name, version)]
+    entries = map(json.loads, store.hvals(keys.POOLS))
+    return [entry for entry in entries if (entry["model"], entry.get("version")) == (name, version)]
 
 
 def _keep_known(store: Redis, name: str, version: str) -> None:
@@ -191,10 +191,10 @@ def _put(
 
     put()
     first()
-    standing = _write(store, card["name"], change, audit)
+    current = _write(store, card["name"], change, audit)
     put()  # a sweeper removes files that no card names, as these were until now
     store.hdel(keys.ROUTES, card["name"])  # clients of earlier releases send to all pools of the model then
-    return standing
+    return current
 
 
 def _published(name: str, version: str) -> Change:
@@ -217,10 +217,10 @@ def _write(store: Redis, name: str, change: Callable[[Card | None], Card | None]
         if before is not None and before["version"] != after["version"]:
             _keep_known(store, name, before["version"])
         same = before is not None and before["version"] == after["version"] and "published" in before
-        said = None if same else audit
-        if run(store, swap(keys.MODELS, name, raw or "", json.dumps(after), audit=said)):
-            if said is not None:
-                said.say()
+        logged = None if same else audit
+        if run(store, swap(keys.MODELS, name, raw or "", json.dumps(after), audit=logged)):
+            if logged is not None:
+                logged.say()
             return after
 
 
@@ -246,18 +246,18 @@ async def profiles(store: AsyncRedis) -> dict[str, Profile]:
 
 def read_profiles(raw: Mapping[Any, Any]) -> dict[str, Profile]:
     """The same of HGETALL's answer. What makes no sense is left out of its profile."""
-    return {text(name): Profile.from_json(said) for name, said in raw.items()}
+    return {text(name): Profile.from_json(profile) for name, profile in raw.items()}
 
 
-def keep_profile(store: Redis, name: str, seen: Profile, *, fresh: bool, started: bool) -> bool:
-    """Merge what a worker has `seen` into the version's profile (`Profile.merged`). A value that makes no sense is
+def keep_profile(store: Redis, name: str, observed: Profile, *, fresh: bool, started: bool) -> bool:
+    """Merge what a worker has `observed` into the version's profile (`Profile.merged`). A value that makes no sense is
     replaced. False if another process wrote at the same time: say it again later. Raises redis.RedisError or OSError.
     """
     with store.pipeline() as pipe:
         pipe.watch(keys.PROFILES)
         raw: Any = pipe.hget(keys.PROFILES, name)
         kept = Profile.from_json(raw)
-        merged = kept.merged(seen, fresh=fresh, started=started)
+        merged = kept.merged(observed, fresh=fresh, started=started)
         if merged == kept:
             return True
         pipe.multi()

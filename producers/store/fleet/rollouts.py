@@ -89,8 +89,8 @@ def read(store: Redis, model: str) -> Rollout | None:
 
 def all_of(store: Redis) -> list[Rollout]:
     """The last rollout of each model, by name."""
-    found = (Rollout.of(raw) for _, raw in sorted(store.hgetall(keys.ROLLOUTS).items()))
-    return [one for one in found if one is not None]
+    rollouts = (Rollout.of(raw) for _, raw in sorted(store.hgetall(keys.ROLLOUTS).items()))
+    return [rollout for rollout in rollouts if rollout is not None]
 
 
 def now(store: Redis) -> float:
@@ -105,10 +105,10 @@ def begin(store: Redis, new: Rollout) -> Rollout:
     """
     while True:
         raw = store.hget(keys.ROLLOUTS, new.model)
-        stands = Rollout.of(raw)
-        begun = stands is not None and stands.phase in UNDER_WAY
-        if stands is not None and begun and (stands.version == new.version or stands.phase == "starting"):
-            return stands
+        current = Rollout.of(raw)
+        begun = current is not None and current.phase in UNDER_WAY
+        if current is not None and begun and (current.version == new.version or current.phase == "starting"):
+            return current
         if _swap(store, new.model, text(raw or ""), new.to_json()):
             return new
 

@@ -37,7 +37,7 @@ from producers.contract.profile import sane
 from producers.store.protocol import PACKAGE
 
 #: Decisions that are kept, about.
-MOST: Final = 10_000
+MAX_DECISIONS: Final = 10_000
 #: Age (s) of a state from which the leader forgets a pool that it does not scale.
 FORGOTTEN_S: Final = 24 * 3600.0
 #: Age (s) of a state from which on nobody leads, and its number counts no more.
@@ -46,8 +46,8 @@ STALE_S: Final = 30.0
 
 def keep(me: str, pool: str, state: dict[str, Any], *, changed: bool) -> Call:
     """SCALE: write a pool's state, and the decision if it changed something. Answers 1, or 0 where `me` leads not."""
-    told = json.dumps(state)
-    return _scale(me, pool, told, told if changed else "")
+    state_json = json.dumps(state)
+    return _scale(me, pool, state_json, state_json if changed else "")
 
 
 def drop(me: str, pool: str) -> Call:
@@ -59,7 +59,7 @@ def _scale(me: str, pool: str, state: str, entry: str) -> Call:
     return Call(
         script(PACKAGE, "scale"),
         (keys.SCALE_LEADER, keys.SCALE_POOLS, keys.SCALE_DECISIONS, keys.SCALE_RETRIES),
-        (me, pool, state, entry, MOST),
+        (me, pool, state, entry, MAX_DECISIONS),
     )
 
 
@@ -91,13 +91,13 @@ async def retry(store: Redis, pool: str) -> None:
 
 async def decisions(store: Redis, pool: str, count: int) -> list[dict[str, Any]]:
     """The last decisions of a pool that changed something, the newest first. Raises redis.RedisError or OSError."""
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     last = "+"
-    while len(found) < count:
+    while len(result) < count:
         entries: list[Any] = await store.xrevrange(keys.SCALE_DECISIONS, max=last, count=500) or []
         fields = [{text(k): text(v) for k, v in entry.items()} for _, entry in entries]
-        found += [parsed(one.get("decision")) for one in fields if one.get("pool") == pool]
+        result += [parsed(entry.get("decision")) for entry in fields if entry.get("pool") == pool]
         if len(entries) < 500:
             break
         last = f"({text(entries[-1][0])}"
-    return found[:count]
+    return result[:count]

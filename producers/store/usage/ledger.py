@@ -41,7 +41,7 @@ from producers.store.protocol import PACKAGE
 STATUSES: Final = ("completed", "failed", "cancelled", "incomplete")
 COUNTS: Final = (*STATUSES, "prompt", "cached", "output", "discarded", "again", "attempts", "deaths", "ms", "engine")
 #: Rows, or sums, that one script takes: a few ms of the server's time.
-MOST: Final = 500
+BATCH_SIZE: Final = 500
 #: Rows that a reader gets at a time.
 PAGE: Final = 1000
 _HOUR_MS: Final = 3_600_000
@@ -65,15 +65,15 @@ class Used(NamedTuple):
     counts: tuple[int, ...]
 
 
-def fold(age_ms: int, most: int = MOST) -> Call:
-    """FOLD: add up to `most` rows older than `age_ms` to the sums of their hours. Answers how many."""
-    return Call(script(PACKAGE, "ledger_fold"), (keys.LEDGER, keys.USAGE_FOLDED), (age_ms, most, *COUNTS))
+def fold(age_ms: int, limit: int = BATCH_SIZE) -> Call:
+    """FOLD: add up to `limit` rows older than `age_ms` to the sums of their hours. Answers how many."""
+    return Call(script(PACKAGE, "ledger_fold"), (keys.LEDGER, keys.USAGE_FOLDED), (age_ms, limit, *COUNTS))
 
 
-def roll(age_s: int, most: int = MOST) -> Call:
-    """ROLL: add about `most` sums of the oldest hour that began longer ago than `age_s` to its day's, or split as many
+def roll(age_s: int, limit: int = BATCH_SIZE) -> Call:
+    """ROLL: add about `limit` sums of the oldest hour that began longer ago than `age_s` to its day's, or split as many
     of an earlier release by tenants. Answers how many; 0 once there is nothing of either."""
-    return Call(script(PACKAGE, "ledger_roll"), (keys.USAGE, keys.USAGE_UNSPLIT), (age_s, most))
+    return Call(script(PACKAGE, "ledger_roll"), (keys.USAGE, keys.USAGE_UNSPLIT), (age_s, limit))
 
 
 async def prune(store: Redis, age_s: float) -> int:
@@ -102,27 +102,27 @@ async def used(store: Redis, since: int, until: int, tenant: str | None = None) 
         folded, sums = await _sums(store, since, until, tenant)
         rows = await _rows(store, folded, max(0, since) * 1000, until * 1000, tenant)
         if await store.get(keys.USAGE_FOLDED) == folded:  # else FOLD took some of the rows meanwhile
-            return [one for one in sums if tenant in (None, one.group.tenant)] + rows
+            return [row for row in sums if tenant in (None, row.group.tenant)] + rows
 
 
 async def _rows(store: Redis, folded: bytes | None, since_ms: int, until_ms: int, tenant: str | None) -> list[Used]:
     """The rows of a time that are not in the sums, added up by hour and group."""
-    wanted = None if tenant is None else tenant.encode()
-    found: dict[tuple[int, Group], list[int]] = {}
+    tenant_bytes = None if tenant is None else tenant.encode()
+    sums: dict[tuple[int, Group], list[int]] = {}
     first = f"({text(folded)}" if folded and _ms(folded) >= since_ms else str(since_ms)
     while True:
         page: Any = await aexecute(store, "XRANGE", keys.LEDGER, first, str(until_ms - 1), "COUNT", PAGE)
         for entry, fields in page:
-            said = dict(zip(fields[::2], fields[1::2], strict=True))
-            if wanted is not None and said[b"tenant"] != wanted:
+            raw = dict(zip(fields[::2], fields[1::2], strict=True))
+            if tenant_bytes is not None and raw[b"tenant"] != tenant_bytes:
                 continue  # before its other fields are read: most rows are others'
-            row = {text(name): text(value) for name, value in said.items()}
+            row = {text(name): text(value) for name, value in raw.items()}
             group = Group(*(row[name] for name in Group._fields))
-            sum_ = found.setdefault((_ms(entry) // _HOUR_MS * 3600, group), [0] * len(COUNTS))
+            sum_ = sums.setdefault((_ms(entry) // _HOUR_MS * 3600, group), [0] * len(COUNTS))
             for k, name in enumerate(COUNTS):
                 sum_[k] += row["status"] == name if name in STATUSES else int(row.get(name, 0))
         if len(page) < PAGE:
-            return [Used(start, group, tuple(counts)) for (start, group), counts in found.items()]
+            return [Used(start, group, tuple(counts)) for (start, group), counts in sums.items()]
         first = f"({text(page[-1][0])}"
 
 
@@ -131,7 +131,7 @@ async def _sums(store: Redis, since: int, until: int, tenant: str | None) -> tup
     all; those that an earlier release wrote are of all."""
     span = since, f"({until}"
 
-    def ask(pipe: Any, buckets: list[Any]) -> None:
+    def queue_reads(pipe: Any, buckets: list[Any]) -> None:
         """For the hours and days of the time, and whose sums these have."""
         pipe.zrangebyscore(keys.USAGE, *span)
         pipe.zrangebyscore(keys.USAGE_UNSPLIT, *span)
@@ -141,29 +141,29 @@ async def _sums(store: Redis, since: int, until: int, tenant: str | None) -> tup
     while True:
         split: list[Any] = await store.zrangebyscore(keys.USAGE, *span)
         async with store.pipeline(transaction=False) as pipe:
-            ask(pipe, split)
+            queue_reads(pipe, split)
             names = await pipe.execute()
         hashes = [(bucket, keys.usage_unsplit(text(bucket))) for bucket in names[1]]
         for bucket, whose in zip(split, [[tenant]] * len(split) if tenant is not None else names[2:], strict=True):
-            hashes += [(bucket, keys.usage(text(bucket), text(one))) for one in whose]
+            hashes += [(bucket, keys.usage(text(bucket), text(owner))) for owner in whose]
         async with store.pipeline(transaction=True) as pipe:
             pipe.get(keys.USAGE_FOLDED)
-            ask(pipe, split)
+            queue_reads(pipe, split)
             for _, name in hashes:
                 pipe.hgetall(name)
-            folded, *found = await pipe.execute()
-        if found[: len(names)] == names and names[0] == split:
+            folded, *answers = await pipe.execute()
+        if answers[: len(names)] == names and names[0] == split:
             return folded, [
                 Used(int(text(bucket).split(":")[1]), Group(*json.loads(group)), _counts(counts))
-                for (bucket, _), sums in zip(hashes, found[len(names) :], strict=True)
+                for (bucket, _), sums in zip(hashes, answers[len(names) :], strict=True)
                 for group, counts in sums.items()
             ]
 
 
-def _counts(said: bytes) -> tuple[int, ...]:
+def _counts(raw: bytes) -> tuple[int, ...]:
     """A sum's counts. Those that an earlier release did not have are 0."""
-    found = tuple(map(int, said.split()))
-    return found + (0,) * (len(COUNTS) - len(found))
+    counts = tuple(map(int, raw.split()))
+    return counts + (0,) * (len(COUNTS) - len(counts))
 
 
 def _ms(entry: bytes) -> int:

@@ -55,8 +55,8 @@ CODES: Final[dict[str, str]] = {
     "budget_money": "insufficient_quota",
     "reserved": "budget_reserved",
 }
-#: Limit -> what a caller is told that reached it.
-SAID: Final = {
+#: Limit -> the text for a caller that reached it.
+LIMIT_TEXTS: Final = {
     "rpm": "{rpm} tasks a minute",
     "tpm": "{tpm} tokens a minute, and the task may need {tokens}",
     "max_in_flight": "{max_in_flight} tasks that have not ended",
@@ -80,7 +80,7 @@ class Charge:
     all: tuple[int, int] | None = None
     """Tokens of the prompts, and the least of the outputs, of all tasks of the request, if they are taken together or
     not at all: what no budget has left for them, no wait brings. The first one asks for that."""
-    told: list[Any] = field(default_factory=list)
+    answer: list[Any] = field(default_factory=list)
     """ADMIT's answer (`told` in `scripts/_limits.lua`); of several tasks, the one with the least left."""
     counted: bool = False
     """Whether the request counts in `requests` by now, or cannot, since a minute's are used up."""
@@ -89,9 +89,9 @@ class Charge:
     def names(self) -> list[str]:
         return [account.name for account in self.accounts]
 
-    def asked(self, task: Task, card: Mapping[str, Any], estimate: int) -> str:
+    def request_json(self, task: Task, card: Mapping[str, Any], estimate: int) -> str:
         """What a task may need, and the limits, as ADMIT takes them. `estimate`: tokens for `tpm`."""
-        limits = ", ".join([account.limits.asked for account in self.accounts])
+        limits = ", ".join([account.limits.request_json for account in self.accounts])
         prompt, output, least, width = needed(task, card, self.shortens)
         rates = "" if self.rates is None else f', "rates": {[*self.rates]}'
         numbers = f'"prompt": {prompt}, "output": {output}, "least": {least}, "width": {width}'
@@ -101,43 +101,43 @@ class Charge:
     @property
     def used_up(self) -> Account | None:
         """The account of which no request of this minute is left, where ADMIT or REFUSED has said which one that is."""
-        said, whose, _, _, most, *_ = self.told
-        if text(said) == "new":
-            of = [account for account in self.accounts if account.limits.rpm == most]
+        kind, whose, _, _, rpm, *_ = self.answer
+        if text(kind) == "new":
+            of = [account for account in self.accounts if account.limits.rpm == rpm]
             return of[0] if len(of) == 1 else None
-        return self.accounts[int(whose)] if text(said) in ("rpm", "refused") and int(whose) >= 0 else None
+        return self.accounts[int(whose)] if text(kind) in ("rpm", "refused") and int(whose) >= 0 else None
 
     def check(self, estimate: int) -> None:
         """Raise LimitReached for a task of so many tokens that no minute has room for."""
         for account in self.accounts:
             if account.limits.tpm is not None and estimate > account.limits.tpm:
-                said = SAID["tpm"].format(tpm=account.limits.tpm, tokens=estimate)
-                raise LimitReached(f"The account may have {said}.", CODES["tpm"], None)
+                reason = LIMIT_TEXTS["tpm"].format(tpm=account.limits.tpm, tokens=estimate)
+                raise LimitReached(f"The account may have {reason}.", CODES["tpm"], None)
 
-    def hear(self, said: str, answer: list[Any], asked: str) -> None:
-        """Take what ADMIT answered, which begins with what it `said`. Raises LimitReached."""
-        if not self.told or answer[3:] < self.told[3:]:
-            self.told = answer
-        self.counted = self.counted or said in ("new", "rpm")
-        if said == "new":
+    def apply_answer(self, kind: str, answer: list[Any], request_json: str) -> None:
+        """Take what ADMIT answered, which begins with what it `kind`. Raises LimitReached."""
+        if not self.answer or answer[3:] < self.answer[3:]:
+            self.answer = answer
+        self.counted = self.counted or kind in ("new", "rpm")
+        if kind == "new":
             return
-        account, tokens = self.accounts[int(answer[1])], json.loads(asked)["tokens"]
-        most = account.limits.counted
-        never = said in ("budget_tokens", "budget_money") or (said == "tpm" and tokens > most["tpm"])
-        wait_s = int(answer[2]) / 1000 if said in ("rpm", "tpm") else 1.0
+        account, tokens = self.accounts[int(answer[1])], json.loads(request_json)["tokens"]
+        counted = account.limits.counted
+        never = kind in ("budget_tokens", "budget_money") or (kind == "tpm" and tokens > counted["tpm"])
+        wait_s = int(answer[2]) / 1000 if kind in ("rpm", "tpm") else 1.0
         more = {
             "tokens": tokens,
             "money": account.limits.budget_money,
             "currency": self.currency,
             "renewed": _renewed(),
         }
-        message = f"This {account.whose} may have {SAID[said].format(**most, **more)}."
-        raise LimitReached(message, CODES[said], None if never else wait_s)
+        message = f"This {account.whose} may have {LIMIT_TEXTS[kind].format(**counted, **more)}."
+        raise LimitReached(message, CODES[kind], None if never else wait_s)
 
 
 def refused(accounts: Sequence[Account]) -> Call:
-    """REFUSED: a request of these accounts was refused after work. Answers what `Charge.told` takes."""
-    limits = ", ".join([account.limits.asked for account in accounts])
+    """REFUSED: a request of these accounts was refused after work. Answers what `Charge.answer` takes."""
+    limits = ", ".join([account.limits.request_json for account in accounts])
     names = [keys.account(account.name) for account in accounts]
     return Call(script("producers.store", "refused"), names, (f"[{limits}]",))
 
@@ -151,9 +151,9 @@ def _renewed() -> str:
 def needed(task: Task, card: Mapping[str, Any], shortens: bool) -> tuple[int, int, int, int]:
     """The most tokens that a task may use of its prompt, and of each choice's output; to how many the latter may be
     shortened; and its choices. A text, whose tokens nobody has counted, may be as long as the context."""
-    context, known = int(card["context_length"]), task.prompt_tokens
-    left = context if known is None else max(1, context - known)
-    output = left if task.max_tokens is None else min(task.max_tokens, left)
-    prompt = context - output if known is None else known
+    context, prompt_tokens = int(card["context_length"]), task.prompt_tokens
+    room = context if prompt_tokens is None else max(1, context - prompt_tokens)
+    output = room if task.max_tokens is None else min(task.max_tokens, room)
+    prompt = context - output if prompt_tokens is None else prompt_tokens
     least = min(output, max(SHORTEST, task.min_tokens)) if shortens else output
     return prompt, output, least, task.width

@@ -47,23 +47,29 @@ class Prices:
         """Raises BadPrices, for a file that cannot be read as well."""
         try:
             raw = path.read_text("utf-8")
-            said = (
+            content = (
                 json.loads(raw, parse_float=Decimal)
                 if path.suffix == ".json"
                 else tomllib.loads(raw, parse_float=Decimal)
             )
         except (OSError, ValueError) as error:
             raise BadPrices(f"the prices in {path} cannot be read: {error}") from error
-        if not isinstance(said, dict) or not isinstance(currency := said.pop("currency", None), str) or not currency:
+        if (
+            not isinstance(content, dict)
+            or not isinstance(currency := content.pop("currency", None), str)
+            or not currency
+        ):
             raise BadPrices(f'the prices in {path} lack a currency: `currency = "EUR"`')
-        return cls(currency, {(m, t): _price(m, t, one) for m, tiers in said.items() for t, one in _tiers(m, tiers)})
+        return cls(
+            currency, {(m, t): _price(m, t, price) for m, tiers in content.items() for t, price in _tiers(m, tiers)}
+        )
 
     @classmethod
     def parse(cls, kept: str) -> Prices:
         """The inverse of `to_json`."""
-        said = json.loads(kept)
-        table = {(model, tier): tuple(map(Decimal, price)) for model, tier, *price in said["table"]}
-        return cls(said["currency"], table)  # type: ignore[arg-type]
+        values = json.loads(kept)
+        table = {(model, tier): tuple(map(Decimal, price)) for model, tier, *price in values["table"]}
+        return cls(values["currency"], table)  # type: ignore[arg-type]
 
     def to_json(self) -> str:
         """The table as it is kept beside a batch."""
@@ -96,16 +102,16 @@ def _tiers(model: str, tiers: Any) -> list[tuple[str, Any]]:
     return list(tiers.items())
 
 
-def _price(model: str, tier: str, said: Any) -> tuple[Decimal, Decimal, Decimal]:
+def _price(model: str, tier: str, entry: Any) -> tuple[Decimal, Decimal, Decimal]:
     where = f"the price of {shown(model)}, {tier}"
-    if not isinstance(said, dict) or not {"prompt", "output"} <= said.keys() <= {*_FIELDS}:
-        raise BadPrices(f"{where} is {shown(said)}; it needs prompt and output, and may have cached")
-    prompt, cached, output = (said.get(name, said["prompt"]) for name in _FIELDS)
+    if not isinstance(entry, dict) or not {"prompt", "output"} <= entry.keys() <= {*_FIELDS}:
+        raise BadPrices(f"{where} is {shown(entry)}; it needs prompt and output, and may have cached")
+    prompt, cached, output = (entry.get(name, entry["prompt"]) for name in _FIELDS)
     return _amount(where, prompt), _amount(where, cached), _amount(where, output)
 
 
-def _amount(where: str, said: Any) -> Decimal:
-    price = Decimal(said) if isinstance(said, int | Decimal) and not isinstance(said, bool) else Decimal("nan")
+def _amount(where: str, value: Any) -> Decimal:
+    price = Decimal(value) if isinstance(value, int | Decimal) and not isinstance(value, bool) else Decimal("nan")
     if price.is_nan() or not 0 <= price <= _MILLION:
-        raise BadPrices(f"{where} is {shown(said)}; a million tokens may cost from 0 to {_MILLION}")
+        raise BadPrices(f"{where} is {shown(value)}; a million tokens may cost from 0 to {_MILLION}")
     return price

@@ -106,7 +106,7 @@ class Report:
     def _numbers(self, line: Line) -> dict[str, Any]:
         numbers: dict[str, Any] = {"tasks": sum(line.counts[: len(STATUSES)])}
         numbers |= {NAMES.get(name, name): count for name, count in zip(COUNTS, line.counts, strict=True)}
-        numbers |= {NAMES[name]: line.counts[COUNTS.index(name)] / one for name, one in _SECOND.items()}
+        numbers |= {NAMES[name]: line.counts[COUNTS.index(name)] / per_second for name, per_second in _SECOND.items()}
         if self.currency is not None:
             numbers |= {"cost": format(line.cost.normalize(), "f"), "currency": self.currency}
             numbers["unpriced_tasks"] = line.unpriced
@@ -137,9 +137,9 @@ async def report(
     return Report(since, until, by, lines, None if prices is None else prices.currency)
 
 
-def read_by(given: Sequence[str]) -> tuple[str, ...]:
+def read_by(values: Sequence[str]) -> tuple[str, ...]:
     """The parts to group by, in `key,model` or one at a time. Raises BadSpan."""
-    parts = [part for one in given for part in one.split(",") if part]
+    parts = [part for value in values for part in value.split(",") if part]
     for part in parts:
         if part not in PARTS:
             raise BadSpan(f"by is {part!r}; usage is grouped by {', '.join(PARTS)}")
@@ -155,25 +155,25 @@ def read_span(since: str | None, until: str | None) -> tuple[int, int]:
     last = _time("until", until, whole=True) if until else now + timedelta(hours=1)
     if first > last:
         raise BadSpan(f"since ({first:%Y-%m-%dT%H:%M}) is after until ({last:%Y-%m-%dT%H:%M})")
-    start, end = (int(one.timestamp()) // 3600 * 3600 for one in (first, last))
+    start, end = (int(moment.timestamp()) // 3600 * 3600 for moment in (first, last))
     return start, end
 
 
-def _time(name: str, said: str, *, whole: bool = False) -> datetime:
+def _time(name: str, text: str, *, whole: bool = False) -> datetime:
     try:
-        found = datetime.fromisoformat(said)
-        found = found.replace(tzinfo=found.tzinfo or UTC)
-        if whole and _is_date(said):
-            found += timedelta(days=1)
-        found.timestamp()
+        moment = datetime.fromisoformat(text)
+        moment = moment.replace(tzinfo=moment.tzinfo or UTC)
+        if whole and _is_date(text):
+            moment += timedelta(days=1)
+        moment.timestamp()
     except (ValueError, OverflowError):
-        raise BadSpan(f"{name} is {said[:40]!r}; it must be a date or time such as 2026-11-01") from None
-    return found
+        raise BadSpan(f"{name} is {text[:40]!r}; it must be a date or time such as 2026-11-01") from None
+    return moment
 
 
-def _is_date(said: str) -> bool:
+def _is_date(text: str) -> bool:
     try:
-        date.fromisoformat(said)
+        date.fromisoformat(text)
     except ValueError:
         return False
     return True

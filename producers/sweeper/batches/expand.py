@@ -191,7 +191,7 @@ def _block(batch: Batch, page: Requests, planned: Sequence[Planned | Answer], sp
         task, name, fields, charge = plan.task, batches.task_id(batch.id, line), _fields(batch, line, plan), ""
         tokens, at = int(fields["tokens"]), plan.resolved_model.now_ms()
         if plan.charge is not None:
-            accounts, charge = plan.charge.names, plan.charge.asked(task, plan.resolved_model.card, tokens)
+            accounts, charge = plan.charge.names, plan.charge.request_json(task, plan.resolved_model.card, tokens)
         entries.append(Entry(behind, name, fields, charge))
         messages[line] = Message(name, str(fields["queue"]), task.tier, task.width, tokens, batch.tenant, at)
     return _Ready(Block(page.first, entries, accounts, spent), messages, worked)

@@ -449,7 +449,7 @@ async def test_files_and_moved_results_are_copied(
     with systems.files.writer(file_id) as writer:
         writer.write(b"content")
         writer.commit()
-    run(valkey, files.made(files.File(file_id, 7, "x", "batch", 1, tenant="a")))
+    run(valkey, files.file_made(files.File(file_id, 7, "x", "batch", 1, tenant="a")))
     await systems.back_up()
     await systems.restore()
     assert systems.new_files.read(file_id, 0, 99) == b"content"
@@ -468,7 +468,7 @@ def make_batch(systems: Systems, valkey: Redis, total: int, expanded: int) -> st
         writer.write(b"".join(lines))
         writer.commit()
     valkey.zadd(keys.FILE_NOTES, {file_id: 9})
-    run(valkey, files.made(files.File(file_id, 1, "x", "batch", 1, tenant="a")))
+    run(valkey, files.file_made(files.File(file_id, 1, "x", "batch", 1, tenant="a")))
     about = {"endpoint": "/v1/completions", "input_file": file_id, "completion_window": "24h", "tenant": "a"}
     run(valkey, batches.create(batch_id, 86400, about))
     run(valkey, batches.begin(batch_id, total))

@@ -26,7 +26,7 @@ def blobs(tmp_path: Path) -> Blobs:
 async def _make(client: AsyncClient, blobs: Blobs, file: File) -> str:
     await files.note(client.store, file.id)
     put(blobs, file.id)
-    return text(await arun(client.store, files.made(file)))
+    return text(await arun(client.store, files.file_made(file)))
 
 
 async def _made(
@@ -83,7 +83,7 @@ async def test_a_blob_whose_maker_died_is_removed_and_one_who_only_slept_begins_
     assert await files.left_behind(aclient.store, 9) == [file.id]
     run(valkey, files.removed(file.id, None, None))  # and the sweeper dies
     await files.note(aclient.store, file.id)
-    assert run(valkey, files.made(file)) == b"late"
+    assert run(valkey, files.file_made(file)) == b"late"
     assert await files.left_behind(aclient.store, 9) == [file.id]
     await files.remove(aclient.store, blobs, file.id)
     assert await _make(aclient, blobs, file) == "made"
@@ -143,7 +143,7 @@ class TestRoom:
     def make(self, valkey: Redis, size: int, upload: str = "", n: int = 1) -> str:
         file = File(files.new_id(n), size, "in.jsonl", "batch", 1, tenant=self.TENANT)
         valkey.zadd(keys.FILE_NOTES, {file.id: int(time.time())})
-        assert run(valkey, files.made(file, upload)) == b"made"
+        assert run(valkey, files.file_made(file, upload)) == b"made"
         return file.id
 
     def test_bytes_are_reserved_up_to_the_limit_and_then_are_the_files(self, valkey: Redis) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from producers.connection.aws import AwsError, AwsMissing
 from producers.connection.trouble import Trouble
-from producers.store.blobs import BlobNotFound, Blobs, checked_place, open_blobs
+from producers.store.blobs import BlobNotFound, Blobs, checked_location, open_blobs
 from producers.store.blobs.base import PIECE
 from producers.store.blobs.bucket import Bucket, lifecycle, read
 from producers.store.blobs.s3 import MAX_OPEN, MIN_OPEN_READ, PART
@@ -64,7 +64,7 @@ def test_a_url_is_read_and_written_again() -> None:
 )
 def test_a_bad_place_is_refused_with_the_reason(url: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        checked_place(url)
+        checked_location(url)
 
 
 def test_objects_are_written_with_the_settings_of_the_url(aws: Aws) -> None:
@@ -95,13 +95,13 @@ def test_a_large_part_is_copied_and_never_comes_here(aws: Aws) -> None:
 def _spied(blobs: Any) -> list[tuple[str, int]]:
     """Each request that it sends from now on, and how many bytes it carries."""
     sent: list[tuple[str, int]] = []
-    ask = blobs.objects.ask
+    ask = blobs.objects.request
 
     def asked(call: str, permission: str, name: str, **more: Any) -> Any:
         sent.append((call, len(more.get("Body", b""))))
         return ask(call, permission, name, **more)
 
-    blobs.objects.ask = asked
+    blobs.objects.request = asked
     return sent
 
 

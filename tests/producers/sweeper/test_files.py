@@ -31,7 +31,7 @@ async def _file(client: AsyncClient, blobs: Blobs, end: int | None, made: bool =
     await files.note(client.store, file.id)
     put(blobs, file.id, b"x")
     if made:
-        await arun(client.store, files.made(file))
+        await arun(client.store, files.file_made(file))
     return file.id
 
 

@@ -45,7 +45,7 @@ def end(valkey: Redis, folder: Path, batch_id: str, status: str, **contents: byt
         with blobs.writer(file.id) as writer:
             writer.write(content)
             writer.commit()
-        assert run(valkey, files.made(file)) == b"made"
+        assert run(valkey, files.file_made(file)) == b"made"
         fields[f"{kind}_file"] = file.id
     valkey.hset(keys.batch(batch_id), mapping=fields)
 

@@ -32,7 +32,7 @@ def test_what_is_used_up_is_told_until_the_minute_ends() -> None:
     clock.now += 5
     charge = noted.charge_of(KEY)
     assert charge is not None
-    assert charge.told == ["rpm", 0, 15_000, 0, 3, 7, 50]
+    assert charge.answer == ["rpm", 0, 15_000, 0, 3, 7, 50]
     assert noted.charge_of(ACME) is None
     clock.now += 15
     assert noted.charge_of(KEY) is None

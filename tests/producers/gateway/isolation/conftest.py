@@ -114,7 +114,7 @@ def _output(valkey: Redis, folder: Path, tenant: str) -> str:
     file_id = files.new_id(time.time_ns() // 1_000_000)
     put(open_blobs(str(folder)), file_id, b"a secret")
     valkey.zadd(keys.FILE_NOTES, {file_id: int(time.time())})
-    run(valkey, files.made(File(file_id, 8, "out.jsonl", files.BATCH_OUTPUT, int(time.time()), tenant=tenant)))
+    run(valkey, files.file_made(File(file_id, 8, "out.jsonl", files.BATCH_OUTPUT, int(time.time()), tenant=tenant)))
     return file_id
 
 

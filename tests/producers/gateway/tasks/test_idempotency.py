@@ -119,7 +119,7 @@ def test_a_bad_key_is_refused_and_leaves_nothing(post: Ask, valkey: Redis, key: 
 
 
 def test_an_entry_that_is_over_is_not_brought_back(valkey: Redis) -> None:
-    assert run(valkey, idempotency.made(idempotency.name(None, "k"))) == 0
+    assert run(valkey, idempotency.mark_made(idempotency.name(None, "k"))) == 0
     assert not valkey.keys("*")
 
 

@@ -23,7 +23,7 @@ from producers.sources.files.work import Work
 from producers.sources.source import Context
 from producers.store import inbox
 from producers.store.blobs import BlobWriter, FolderBlobs
-from producers.store.inbox import Found
+from producers.store.inbox import InboxObject
 from tests.chaos.batching import BAD, GOOD, URL, Serving, lines
 from tests.chaos.sourcing import SourcesProcess, Watched, free_leases
 from tests.chaos.sweeping import Sweeper
@@ -190,7 +190,7 @@ def test_results_that_are_gone_are_told_of(valkey: Redis, valkey_url: str, tmp_p
 
 
 def test_a_file_is_taken_once_it_is_unchanged_for_long_enough() -> None:
-    looks, first, second = Looks(5.0, 60.0), Found("a.jsonl", "1", 1), Found("a.jsonl", "2", 2)
+    looks, first, second = Looks(5.0, 60.0), InboxObject("a.jsonl", "1", 1), InboxObject("a.jsonl", "2", 2)
     assert looks.settled([first], 100) == []
     assert looks.settled([second], 104) == [], "it has grown"
     assert looks.settled([second], 108.9) == []
