@@ -1,2 +1,6 @@
-"""Operators' tools: fleet reads all pools; dead_letters lists and replays dead letters; tenants weighs tenants;
-keys makes, changes and ends API keys; secrets encrypts what is stored anew."""
+"""Operators' tools.
+
+fleet reads all pools; observation and explain say what keeps a task; dead_letters lists and replays dead letters
+keys makes, changes and ends API keys; tenants weighs tenants; roles and deployment make a deployment's users and TLS
+secrets encrypts stored secrets with a new key
+"""

@@ -2,7 +2,7 @@
 
     letters(client) -> Letter -> replay: a new task, or the message onto its list again;  purge: removed
 
-A task that was given up is final, and whoever waited for it was told: it is asked for anew, under another id. That id
+A task that was given up is final, and its callers have its error: a replay submits it again under another id. That id
 is made of the letter, so that a replay that was broken off between the submit and the purge is not done twice.
 """
 
@@ -135,13 +135,13 @@ async def replay(client: AsyncClient, letter: Letter) -> Replayed:
             more = {name: record.fields[name] for name in KEPT if name in record.fields}
             await client.admit(Task.parse(record.json("task") or {}), again, TASK | more)
         await purge(client, letter)
-        return Replayed(again, anew=True)
+        return Replayed(again, new_task=True)
     if message is None:
         raise NotReplayed("its message cannot be decoded; purge it")
     message["headers"] |= {"id": again, "root_id": again}
     message["properties"] |= {"correlation_id": again, "delivery_tag": str(uuid.uuid4())}
     await _send(client, letter, json.dumps(message), again)
-    return Replayed(again, anew=True)
+    return Replayed(again, new_task=True)
 
 
 async def purge(client: AsyncClient, letter: Letter) -> bool:
@@ -158,7 +158,7 @@ async def _send(client: AsyncClient, letter: Letter, message: str, task_id: str 
         raise NotReplayed(f"{error}; purge it") from error
     if not sent:
         raise NotReplayed("somebody else has taken it off the list")
-    return Replayed(task_id, anew=False)
+    return Replayed(task_id, new_task=False)
 
 
 def _bytes(text: str) -> bytes:

@@ -3,7 +3,7 @@
     make(folder, hosts) -> password by role -> users.acl (hashes), ROLE.env (URLs), kustomization.yaml
                         -> ca.crt, ca.key, valkey.crt, valkey.key (`openssl`)
 
-What is there stays, unless all is to be made anew: a second call adds what is missing. The folder is for its owner
+Existing files stay, unless all are to be replaced: a second call adds what is missing. The folder is for its owner
 alone (0700). In it, what containers mount is readable by all (0644), since their users are others; the rest is 0600.
 """
 
@@ -76,7 +76,7 @@ class _Folder:
         return self.force or not all((self.path / name).exists() for name in names)
 
     def write(self, name: str, text: str, mode: int) -> None:
-        """Write a file if it is missing, or all are to be made anew."""
+        """Write a file if it is missing, or all are to be replaced."""
         if self.lacks(name):
             self.replace(name, text, mode)
 
@@ -97,7 +97,7 @@ class _Folder:
 def _users(files: _Folder, host: str, port: int) -> None:
     """ROLE.env first, which has the password, then users.acl: what a call that died has left undone is completed.
 
-    Rules that an operator changed stay: a user's line is written anew only where it is not of its password.
+    Rules that an operator changed stay: a user's line is replaced only if it does not match its password.
     """
     lines = {"default": "user default off"}
     if not files.lacks("users.acl"):

@@ -4,7 +4,7 @@
                                                            ─▶ estimate: when it starts and ends
                                                            ─▶ attempts, phases: its course so far    ─▶ Explanation
 
-It reads broker and store, and changes nothing. What nobody measured or tells is None, never a guess.
+It reads broker and store, and changes nothing. Values that nobody measured or wrote are None, never a guess.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Preemption:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A start. None stands for what nobody knows, as for a worker that died before its first token."""
+    """A start. None: unknown, as for a worker that died before its first token."""
 
     worker: str | None
     """The worker's incarnation."""
@@ -59,7 +59,7 @@ class Attempt:
 
 
 def attempts(record: Record, now_ms: float, orphaned: bool = False) -> list[Attempt]:
-    """Those that are kept in the record: the first 32 deaths, the first 32 times that it was given back, and the last
+    """The starts that the record has: the first 32 deaths, the first 32 times that it was given back, and the last
     start. `orphaned`: the last one's worker died, and nobody has written that yet."""
     runs = record.runs
     numbered: list[tuple[int, Attempt]] = []
@@ -115,8 +115,8 @@ def _seconds(ms: int | None) -> float | None:
 
 
 def phases(record: Record, now_ms: float) -> dict[str, float]:
-    """Seconds that each phase took so far; one that has not begun, or of which nobody tells, is not there. Where no
-    worker told of its first step, `first_token` begins at the start."""
+    """Seconds that each phase took so far; a phase that has not begun, or that nobody wrote, is absent. If no
+    worker wrote its first step, `first_token` begins at the start."""
     started, first, finished = (record.time(name) for name in ("started", "first", "finished"))
     last = record.last_token if record.final else None
     begins = [record.time("created"), record.time("queued"), started, record.first_step, first, last or finished]
@@ -293,7 +293,7 @@ def counted(count: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds from now, reckoned from what workers measured of themselves. None: nobody can tell."""
+    """Seconds from now, computed from workers' measured profiles. None: unknown."""
 
     starts_in_s: float | None = None
     ends_in_s: float | None = None
@@ -308,7 +308,7 @@ class Explanation:
     summary: str
     """One sentence."""
     ahead: int | None = None
-    """Tasks that go before it; None if it does not wait, or nobody can tell."""
+    """Tasks that go before it; None if it does not wait, or the number is unknown."""
     ahead_is_exact: bool = False
     waiting: int = 0
     """All tasks that wait for its version."""

@@ -1,4 +1,4 @@
-"""API keys, for whoever minds a system: checks what is asked for, and makes each change with its audit entry.
+"""API keys, for operators: checks a request, and makes each change with its audit entry.
 
 `penstock keys` and `/v1/keys` are the same functions: both take the fields of FIELDS, and show what `view` gives.
 """

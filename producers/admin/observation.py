@@ -1,8 +1,8 @@
-"""Everything to be observed of a task: its record, its place in the queue, the workers that may run it.
+"""Observes a task: its record, its place in the queue, the workers that may run it.
 
     record ─▶ look: fleet, place in the queue, the tenants that wait ─▶ Observation ─▶ `producers.admin.explain`
 
-A broker's list tells of many tenants only by samples, so the store's counts of their waiting tasks are read, too.
+A broker's list shows many tenants only by samples, so the store's counts of their waiting tasks are read, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from producers.store.fleet.scaling import is_fresh
 
 #: With more tenants than this, reading their counts would take too long.
 MAX_TENANTS: Final = 4000
-#: The least of a tenant's waiting tasks that lists must show to tell of the others.
+#: The least share of a tenant's waiting tasks that lists must show to estimate the others.
 LISTED_SHARE: Final = 0.9
 #: The tenant's tasks whose tokens are looked up: in so many places of its list, so many at each.
 SAMPLE_OFFSETS, SAMPLE_SIZE = 16, 16
@@ -68,7 +68,7 @@ def _look_up(index: str, first: int, count: int) -> Iterator[tuple[str | int, ..
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Everything that an explanation is made of."""
+    """The data of an explanation."""
 
     record: Record
     now_ms: float
@@ -76,22 +76,22 @@ class Observation:
     pool: Pool
     """The queue of the task's version: what waits there, by tier."""
     workers: list[Lease] = field(default_factory=list)
-    """Those that serve the version, and can do what it needs."""
+    """Workers that serve the version and can do what it needs."""
     queue_position: Standing | None = None
-    """Its place in its tier; None if it does not wait there, or the broker tells no order."""
+    """Its place in its tier; None if it does not wait there, or the broker has no order."""
     profile: Profile = field(default_factory=Profile)
     scaling: Mapping[str, Any] | None = None
     """The latest decision of the autoscaler that leads, on this version; None if there is none."""
     led: bool = False
     """Whether an autoscaler leads."""
     fetched: bool = False
-    """It is queued, and its message is in no queue, as far as the broker can tell."""
+    """It is queued, and the broker finds its message in no queue."""
     orphaned: bool = False
     """It is in progress, and its worker's lease has ended."""
     unable: list[Lease] = field(default_factory=list)
     """Workers that serve the version, of releases that cannot do what it needs."""
     level: int = 0
-    """What it needs (`producers.contract.levels`)."""
+    """The level that it needs (`producers.contract.levels`)."""
     others: Mapping[int, Pool] = field(default_factory=dict)
     """Level -> the queue of the tasks of its version that need that level, where some wait; without its own."""
     used: float = 0.0
@@ -138,7 +138,7 @@ class Observation:
 
 
 async def look(store: Redis, broker: Broker, record: Record) -> Observation:
-    """Raises redis.exceptions.RedisError or OSError."""
+    """Observe a task. Raises redis.exceptions.RedisError or OSError."""
     fleet = await read_fleet(store, broker)
     queue = record.fields.get("queue", "")
     name = queue.removeprefix(keys.model_queue(""))

@@ -29,7 +29,7 @@ KEYS: Final = (
     "zrevrangebyscore zscan zscore "
     "xadd xlen xrange xrevrange xtrim"
 )
-#: Commands of `penstock backup`, which only reads. SCAN tells the names of all keys.
+#: Commands of `penstock backup`, which only reads. SCAN shows the names of all keys.
 READER: Final = (
     "hello ping select auth time info acl|whoami client|setinfo client|setname multi exec watch unwatch scan exists "
     "type pttl get hget hgetall hkeys hvals llen lrange smembers xrange zcard zrange zscore"

@@ -28,7 +28,7 @@ PAGE = 1000
 
 @dataclass(slots=True)
 class Sealed:
-    """Numbers of secrets: encrypted anew, by kind; and `unreadable`, whose key is not in the file."""
+    """Numbers of secrets: encrypted with the first key, by kind; and `unreadable`, whose key is not in the file."""
 
     endpoints: int = 0
     tenants: int = 0

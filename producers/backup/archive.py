@@ -30,7 +30,7 @@ PIECE: Final = 1 << 20
 
 @dataclass(slots=True)
 class Manifest:
-    """What a backup has, or has so far. Times are server milliseconds.
+    """The contents of a backup, finished or not. Times are server milliseconds.
 
     `store`, `broker`: where it is from, without passwords. `epoch`: the store's. `run`: who writes it. `counts`: lines
     by kind. `stage`, `cursor`: where an unfinished backup goes on. `ledger`: the last row of the ledger that it has.
@@ -161,7 +161,7 @@ def _file_of(name: str) -> str:
 
 
 def describe(manifest: Manifest) -> dict[str, Any]:
-    """What is told of a backup."""
+    """A backup's summary, for operators."""
     return {
         "id": manifest.id,
         "began": manifest.began,

@@ -1,4 +1,4 @@
-"""What a backup's lines are: one JSON object each, in files of many (`archive`).
+"""The lines of a backup: one JSON object each, in files of many (`archive`).
 
 | `kind` | fields beside it |
 | --- | --- |

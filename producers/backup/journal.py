@@ -3,8 +3,8 @@
     the leading sweeper ─▶ keep: new in audit logs, `erasing` and ledger ─▶ a file ─▶ the positions, in the store
     restore ─▶ read: what came since the backup began
 
-A file has a name of its own, `journal-EPOCH-MS-RANDOM`, and lines of JSON. Each says how something stands, or that
-something happened to an id, so that it may be there twice, and of two the later one counts:
+A file has a name of its own, `journal-EPOCH-MS-RANDOM`, and lines of JSON. Each has a current value, or an event
+of an id, so that it may be there twice, and of two the later one counts:
 
 | `kind` | fields beside `at` (server time, ms) |
 | --- | --- |
@@ -50,7 +50,7 @@ MARGIN_MS: Final = int(2 * HERE_S * 1000)
 #: Entries of a log that are read at a time.
 PAGE: Final = 1000
 PREFIX: Final = "journal-"
-#: What stands for no epoch in a file's name.
+#: The epoch's part of a file's name if there is none.
 _NONE: Final = "0"
 #: Beginning of a change's name in the audit logs -> the hash that it changed.
 HASHES: Final = {
@@ -126,7 +126,7 @@ class Journal:
         return {log: text(page[0][0]) if page else "0-0" for log, page in zip(logs, last, strict=True)}
 
     async def _changes(self, log: str, positions: dict[str, str]) -> list[Entry]:
-        """The fields that were changed, as they stand now."""
+        """The changed fields, with their current values."""
         changed: dict[tuple[str, str], None] = {}
         async for row, fields in self._rows(log, positions[log]):
             positions[log] = row
@@ -144,7 +144,7 @@ class Journal:
         ]
 
     async def _usage(self, positions: dict[str, str]) -> list[Entry]:
-        """The new rows of the ledger, and how their accounts stand."""
+        """The new rows of the ledger, and the current sums of their accounts."""
         entries: list[Entry] = []
         accounts: set[str] = set()
         async for row, fields in self._rows(keys.LEDGER, positions[keys.LEDGER]):
@@ -175,7 +175,7 @@ class Journal:
 
 @dataclass(slots=True)
 class Since:
-    """What the journal tells of the time since a backup. Times are server milliseconds.
+    """The journal's entries since a backup began. Times are server milliseconds.
 
     `covers`: it was kept from the backup's beginning on, without a gap. `until`: its last entry.
     """
@@ -192,9 +192,9 @@ class Since:
 
 
 def read(blobs: Blobs, ring: Keyring, epoch_id: str, began: int) -> Since:
-    """What came since a backup of this epoch began. Blocks. Raises Damaged and OSError.
+    """The entries since a backup of this epoch began. Blocks. Raises Damaged and OSError.
 
-    A file that was written in the minutes before counts, too: what it says is true, or told again later.
+    A file that was written in the minutes before counts, too: its entries are true, or repeated later.
     """
     prefix = f"{PREFIX}{epoch_id or _NONE}-"
     since = Since()

@@ -1,9 +1,9 @@
-"""Reads a backup as a whole, before anything is written: what of it a restored system has, and what callers will see.
+"""Reads a whole backup before anything is written, and decides which entries a restored system has.
 
     archive ─▶ of each id the last entry ─▶ less what was erased, or has had its time ─▶ batches made whole
 
 A batch was read after its lines. Those that its cursor counts and the backup lacks are made again: the cursor goes back
-to the first of them (`Batch.line`), and later ones are dropped. The counts of a batch are counted anew.
+to the first of them (`Batch.line`), and later ones are dropped. The counts of a batch are counted again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EntryPosition = tuple[int, int]
 
 @dataclass(slots=True)
 class TaskFacts:
-    """What is needed of a task while all of them are looked at. Times are server ms; `ends`: when its record goes."""
+    """The facts of a task that a restore's plan needs. Times are server ms; `ends`: when its record goes."""
 
     position: EntryPosition
     status: str
@@ -144,13 +144,13 @@ class RowFacts:
 
 @dataclass(slots=True)
 class Plan:
-    """What will be restored. `now`: the restored store's time (ms) at the restore's beginning."""
+    """The data that will be restored. `now`: the restored store's time (ms) at the restore's beginning."""
 
     manifest: Manifest
     since: Since | None
     now: int
     shift: int
-    """By how much (ms) deadlines move."""
+    """Time (ms) by which deadlines move."""
     tasks: dict[str, TaskFacts] = field(default_factory=dict)
     batches: dict[str, BatchFacts] = field(default_factory=dict)
     files: dict[str, tuple[EntryPosition, int | None]] = field(default_factory=dict)
@@ -344,7 +344,7 @@ def _give_back(plan: Plan, task: TaskFacts, row: str, fields: Mapping[str, Any])
 
 
 def charge_of(task: TaskFacts) -> dict[str, Any] | None:
-    """What a task's accounts were charged: accounts, tokens, money, rates; None for nothing."""
+    """The charge to a task's accounts: accounts, tokens, money, rates; None for nothing."""
     if not task.reserved:
         return None
     if task.reserved.isdigit():  # of an earlier release

@@ -46,7 +46,7 @@ Command = tuple[Any, ...]
 PIPELINE_SIZE: Final = 500
 #: Time (s) for which counts of accounts and of tenants' bytes are kept (`scripts/_limits.lua`, `_kept.lua`).
 COUNTS_S: Final = 62 * 24 * 3600
-#: The same of the index of a tenant's rows that have ended (`scripts/_outbox_kept.lua`).
+#: Time (s) for which the index of a tenant's ended rows is kept (`scripts/_outbox_kept.lua`).
 ROWS_S: Final = 40 * 24 * 3600
 #: Age (ms) that a restored task has among those that are submitted: the next look of a sweeper sends its message.
 SUBMITTED_MS: Final = 120_000
@@ -63,7 +63,7 @@ class NotRestored(PenstockError):
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What an operator chose. A restore that goes on has the same.
+    """An operator's choices. A restore that goes on has the same.
 
     `deadlines`: `shift` or `keep`. `journal`: its place; empty: there is none. `broker_kept`: the broker has the
     messages that it had.
@@ -260,7 +260,7 @@ class Restore:
         yield ("SADD", keys.open_batches(tenant), batch_id)
 
     def _offset(self, batch: BatchFacts) -> int:
-        """Where the line of a batch's cursor begins in its input, which is copied already."""
+        """The offset of a batch's cursor in its input, which is copied already."""
         offset = batch.count("written_offset")
         remaining = batch.line - batch.count("written")
         try:
@@ -340,7 +340,7 @@ class Restore:
             yield ("XADD", keys.LEDGER, row, *pairs(self.plan.usage[row]))
 
     def _erasures(self) -> Iterator[Command]:
-        """Who is late makes nothing again that was deleted (DELETE)."""
+        """Marks deleted tasks (DELETE), so that a late request does not make them again."""
         for name in self.plan.since.erased if self.plan.since is not None else ():
             if name not in self.plan.tasks and not name.startswith("file-"):
                 yield ("SET", keys.erased(name), "restored", "EX", ERASED_S)

@@ -151,7 +151,7 @@ class _Source:
         return header[:-1]
 
     def take(self, size: int) -> bytes:
-        """So many bytes. Raises Damaged where there are fewer."""
+        """The next `size` bytes. Raises Damaged if there are fewer."""
         if size > self.remaining:
             raise Damaged(f"{self._name} is cut short")
         parts = []
@@ -189,7 +189,7 @@ def _key_of(header: bytes, name: str, ring: Keyring) -> str:
 
 
 def _cipher(ring: Keyring, key_id: str) -> Any:
-    """None without a key."""
+    """The cipher of a key; None without one."""
     if key_id == NO_KEY:
         return None
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM

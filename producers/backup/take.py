@@ -62,12 +62,12 @@ NAMES: Final = (
         keys.API_KEYS,
     ),
 )
-#: The same, by patterns.
+#: Patterns of further keys that are copied whole.
 PATTERNS: Final = (
     *("penstock:blob:*", "penstock:inbox:*", "celery-task-meta-*", "penstock:idempotent:*"),
     *("penstock:limits:*", "penstock:erased:*"),
 )
-#: Names that a pattern has beside.
+#: Beginnings of names that match a pattern and are left out.
 NOT: Final = ("penstock:inbox:lease:",)
 _ROW: Final = "penstock:webhooks:row:"
 
@@ -126,7 +126,7 @@ class Backup:
     # ---- progress -------------------------------------------------------------------------------------------------
 
     async def _begin(self) -> Manifest:
-        """What an earlier run had done, or a new backup. Raises NotTaken."""
+        """The manifest of an unfinished earlier run, or of a new backup. Raises NotTaken."""
         if await asyncio.to_thread(self.archive.look, MANIFEST) is not None:
             raise NotTaken(f"{self.archive.location} has a whole backup already: name another place")
         now_epoch = await epoch.aread(self.client.store)
@@ -278,7 +278,7 @@ class Backup:
                     self._put("task", entry)
 
     async def _read_tasks(self, ids: Sequence[str]) -> list[Entry]:
-        """The tasks of these that there are, as they stand at one moment."""
+        """The existing tasks among these, all read at one moment."""
         store = self.client.store
         async with store.pipeline(transaction=True) as pipe:
             pipe.time()
@@ -437,7 +437,7 @@ class Backup:
     # ---- the broker -----------------------------------------------------------------------------------------------
 
     async def _brokers(self) -> None:
-        """What the broker alone has: dead letters, weights. How many of Celery's messages wait is counted."""
+        """Data of the broker alone: dead letters, weights, and the number of Celery's messages that wait."""
         broker, start = self.client.broker, 0
         while page := await broker.letters(start, PAGE):
             for letter in page:

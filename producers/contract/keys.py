@@ -1,4 +1,6 @@
-"""Queues, who takes from each, tiers, ids, and every key and channel of the store (the scripts spell the same names).
+"""Queues and the pools that take from each, tiers, ids, and every key and channel of the store.
+
+The scripts spell the same names.
 
 The broker has leases of the same name as the store, and keys of its own: `producers.broker.redis.keys`.
 """
@@ -151,7 +153,7 @@ def blob(sha256: str) -> str:
 
 
 def file(file_id: str) -> str:
-    """Hash: what is known of a file (`producers.store.files`)."""
+    """Hash: a file's record (`producers.store.files`)."""
     return f"penstock:file:{file_id}"
 
 
@@ -306,18 +308,18 @@ class Pool:
 
     @property
     def queue(self) -> str:
-        """Its own."""
+        """Its own queue."""
         return pool_queue(self.model, self.version, self.fingerprint)
 
     @property
     def version_queue(self) -> str:
-        """That of all pools of its version."""
+        """The queue of all pools of its version."""
         return version_queue(self.model, self.version)
 
     @property
     def queues(self) -> list[str]:
-        """All that its workers take from; within a tier, the first goes first: what only a later release can do goes
-        before what any can."""
+        """All queues that its workers take from. Within a tier the first goes first: tasks that only a later release can
+        do go before others."""
         version, *later = beside(self.version_queue)
         return [*beside(self.queue), *later[::-1], version, model_queue(self.model)]
 

@@ -20,26 +20,26 @@ PACKAGE: Final = "producers.contract"
 
 
 class Liveness(IntEnum):
-    """An incarnation's state, as a look finds it."""
+    """An incarnation's observed state."""
 
     LIVES = 0
-    """As far as is known."""
+    """It has a lease, and nothing shows that it is dead."""
     SILENT = 1
-    """Its lease says that it listens, and nobody does."""
+    """Its lease says that it is subscribed, and it is not."""
     GONE = 2
     """It has no lease there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What a looker finds on a server that hears it. `joins`: the server's count of them."""
+    """The states that a worker observes on a server that it is subscribed to. `joins`: the server's count of them."""
 
     joins: int
     others: dict[str, Liveness]
 
 
 def join(looker: str) -> Call:
-    """JOIN: tell all workers that this one is heard now. Answers the join's number, 0 where the looker is not heard."""
+    """JOIN: announce that this worker is subscribed now. Answers the join's number, or 0 if it is not subscribed."""
     return Call(script(PACKAGE, "join"), (), (looker,))
 
 
@@ -51,14 +51,14 @@ def look(looker: str, others: Sequence[str], since: int = 0) -> Call:
 
 
 def read_look(answer: Sequence[Any], others: Sequence[str]) -> dict[str, Liveness] | None:
-    """None where the looker itself is not heard: then nothing is known of anybody."""
+    """None if the looker itself is not subscribed: then no state is known."""
     return dict(zip(others, map(Liveness, answer[1:]), strict=True)) if answer[0] else None
 
 
 def observe(redis: Redis, looker: str, others: Sequence[str], since: int = 0) -> Observation | None:
-    """LOOK, once cheaper commands have found somebody who is not heard. Where all are heard they say all there is.
+    """LOOK, if cheaper commands find a worker that is not subscribed; else their answer is enough.
 
-    None where the looker itself is not heard."""
+    None if the looker itself is not subscribed."""
     try:
         with redis.pipeline(transaction=False) as pipe:
             pipe.pubsub_numsub(*(f"penstock:alive:{name}" for name in (looker, *others)))
@@ -87,5 +87,5 @@ def retract(incarnation: str, returns: str = "") -> Call:
 
 
 def read_retract(answer: Sequence[Any]) -> list[str] | None:
-    """Ids of the tasks whose messages were returned; None where nobody ended it."""
+    """Ids of the tasks whose messages were returned; None if the incarnation was not ended."""
     return [text(task_id) for task_id in answer[1:]] if answer[0] else None

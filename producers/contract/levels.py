@@ -9,8 +9,8 @@ SHARED: the LEVEL of the release before. Tasks that need no more go to the queue
 A task that needs more goes to a queue beside it, `<version's queue>+<level>`, which no worker below that level reads.
 
 A release that knows a new kind of message (`penstock.<kind>`, a plain Celery task's name) raises LEVEL as well, since a
-worker puts a kind that it does not know aside: into the queue of the level above its own. A name that nobody knows so
-rises one level with each release that has workers, and never comes back to a worker that has put it aside.
+worker moves a kind that it does not know into the queue of the level above its own. So a name that nobody knows rises
+one level with each release that has workers, and never comes back to a worker that has moved it up.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class Feature:
     needed_by: Callable[[Mapping[str, Any]], bool]
 
 
-#: What was added since SHARED. A release's LEVEL becomes SHARED, and these features go, with the release after it.
+#: Features added since SHARED. A release's LEVEL becomes SHARED, and these features go, with the release after it.
 FEATURES: Final[list[Feature]] = []
 #: The level of the release before this one.
 SHARED: int = 0
-#: That of this release.
+#: The level of this release.
 LEVEL: int = SHARED
 #: The SHARED of the release before: above it, queues beside a version's may still have tasks.
 EMPTIED: int = 0
-#: Levels above LEVEL whose queues this release looks after, though its workers take nothing from them: what they put
-#: aside waits there, and what those of the next release put aside, if that release is taken back.
+#: Levels above LEVEL whose queues this release looks after, though its workers take nothing from them: messages that
+#: they moved up wait there, and those of the next release's workers, if that release is taken back.
 AHEAD: Final = 2
-#: A queue beside another. Its version tells it from a model's queue, whose name may end alike.
+#: A queue beside another. Its version distinguishes it from a model's queue, whose name may end alike.
 _BESIDE: Final = re.compile(r"(.*@[0-9A-Za-z]+(?:\.[^.@+]+)?)\+([1-9][0-9]{0,5})")
 
 
@@ -83,7 +83,7 @@ def beside(queue: str) -> list[str]:
 
 
 def looked_after(queue: str) -> list[str]:
-    """As `beside`, with the queues that workers of this release take nothing from."""
+    """The queues of `beside`, and those that workers of this release take nothing from."""
     return [*beside(queue), *(queue_of(queue, level) for level in above())]
 
 

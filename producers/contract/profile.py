@@ -13,8 +13,8 @@ may be missing as long as nothing was measured; readers treat a value that is no
     cold_start       {"process", "imports", "weights", "compile", "warm_up", "connect", "total", "first_token"} (s) of
                      the last start, as `workers.runtime.cold_start` explains; without what did not occur
 
-`reached`, `ttft_p95` and `duty` stand in leases and are not kept. How profiles of several workers become
-the kept one: `Profile.merged`.
+`reached`, `ttft_p95` and `duty` are in leases and are not kept. `Profile.merged` makes the kept profile of several
+workers' profiles.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, Final, Self
 
 #: Figures of the kept profile that each worker's measurements move.
 BLENDED: Final = ("knee", "tokens_per_s", "tokens_per_task")
-#: Those that are measured together.
+#: Figures that are measured together.
 OF_THE_KNEE: Final = ("knee", "tokens_per_s")
 #: Relative difference up to which a kept figure stays.
 MATERIAL: Final = 0.05
@@ -58,7 +58,7 @@ class Profile:
     def merged(self, observed: Profile, *, fresh: bool, started: bool) -> Profile:
         """This kept profile after a worker has measured `observed`. Figures that it lacks stay.
 
-        `fresh`: it has measured since it last said so. Then a figure that differs by more than MATERIAL moves half of
+        `fresh`: it has measured since its last report. Then a figure that differs by more than MATERIAL moves half of
         the way, so that workers that differ do not swing it. `started`: the figures of its start are new.
 
         A knee that is found from low load alone may be too high. So a higher one counts only if that worker has reached
@@ -78,7 +78,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str | bytes | None) -> Self:
-        """The same from JSON; an empty profile from no JSON."""
+        """A profile from JSON; an empty one from a text that is no JSON."""
         try:
             return cls.of(json.loads(text or "{}"))
         except (ValueError, RecursionError):
@@ -89,7 +89,7 @@ class Profile:
         return {name: value for name, value in asdict(self).items() if value not in (None, {})}
 
     def to_json(self) -> str:
-        """The same as one line."""
+        """The profile as one line of JSON."""
         return json.dumps(self.to_dict())
 
 

@@ -106,7 +106,7 @@ class Run:
 
     @classmethod
     def parse(cls, raw: str) -> Run:
-        """Raises ValueError or TypeError for what is none."""
+        """Raises ValueError or TypeError for an unreadable field."""
         owner, began, step, last, cached, preemptions, preempted, *remainder = json.loads(raw)
         engine_us = remainder[0] if remainder else 0  # a release without it
         step, last = (None if at is None else int(at) for at in (step, last))
@@ -126,7 +126,7 @@ class Record:
 
     @classmethod
     def parse(cls, task_id: str, raw: Mapping[Any, Any]) -> Record:
-        """Raises BrokenRecord for what is no text."""
+        """Raises BrokenRecord for a field that is not text."""
         fields = {}
         for name, value in raw.items():
             field = name.decode(errors="backslashreplace") if isinstance(name, bytes) else name
@@ -140,7 +140,7 @@ class Record:
 
     @property
     def status(self) -> str:
-        """The status that callers see: a `submitting` task counts as queued. Raises BrokenRecord for none."""
+        """The status that callers see: a `submitting` task counts as queued. Raises BrokenRecord for an unknown one."""
         status = self.fields.get("status", "")
         if status not in STATUSES:
             raise BrokenRecord(self.id, "status")
@@ -152,7 +152,7 @@ class Record:
 
     @property
     def task(self) -> dict[str, Any]:
-        """Raises BrokenRecord for none; it may be any JSON."""
+        """The task, which may be any JSON. Raises BrokenRecord if it is missing."""
         task: dict[str, Any] = self.json("task")
         if "task" not in self.fields:
             raise BrokenRecord(self.id, "task")
@@ -209,7 +209,7 @@ class Record:
 
     @property
     def runs(self) -> dict[int, Run]:
-        """Its starts by number, in order, as far as their workers told of them. A field that is none is left out."""
+        """Its starts by number, in order, as far as their workers wrote them. Unreadable fields are left out."""
         runs: dict[int, Run] = {}
         for name, value in self.fields.items():
             with suppress(*BROKEN):
@@ -219,12 +219,12 @@ class Record:
 
     @property
     def first_step(self) -> int | None:
-        """Time at which the engine began its first step, ms; None where no worker told."""
+        """Time at which the engine began its first step, ms; None if no worker wrote it."""
         return min((run.step for run in self.runs.values() if run.step is not None), default=None)
 
     @property
     def last_token(self) -> int | None:
-        """Time of its last token, ms, as far as its workers told: a worker does once it is done with it."""
+        """Time of its last token, ms, as far as its workers wrote it: a worker does at the end of its start."""
         return max((run.last for run in self.runs.values() if run.last is not None), default=None)
 
     @property
@@ -287,7 +287,7 @@ def error_json(code: str, message: str, param: str | None = None) -> str:
 
 
 def trace_id(traceparent: Any) -> str | None:
-    """The trace of a `traceparent`; None for one that the specification tells to ignore."""
+    """The trace of a `traceparent`; None for one that must be ignored by the specification."""
     match = _TRACEPARENT.fullmatch(traceparent) if isinstance(traceparent, str) else None
     if match is None or (match[1] == "00" and match[3] is not None):
         return None

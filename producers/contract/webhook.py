@@ -135,12 +135,12 @@ class Webhook:
         )
 
     def fields(self) -> dict[str, str]:
-        """The fields of a record (`producers.contract.record`) that say so, the secret in plain."""
+        """Its fields of a record (`producers.contract.record`), the secret in plain."""
         values = {"webhook": json.dumps({"url": self.url, "events": list(self.events)})}
         return values if self.secret is None else values | {"webhook_secret": self.secret}
 
     def stored(self) -> dict[str, str]:
-        """The same as they are stored: the secret is encrypted if there is a key. Raises SecretUnreadable."""
+        """The fields as they are stored: the secret is encrypted if there is a key. Raises SecretUnreadable."""
         values = self.fields()
         return values if self.secret is None else values | {"webhook_secret": seal(self.secret)}
 

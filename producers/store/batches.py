@@ -129,7 +129,7 @@ class Batch:
 
     @property
     def principal(self) -> Principal:
-        """Who made it: what its lines may use is what its key might at that time."""
+        """The key that made it, with the models and tiers that the key might use then: its lines may use the same."""
         kept = self.fields.get("principal")
         return LOCAL if kept is None else Principal.parse(kept)
 

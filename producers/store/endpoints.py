@@ -104,7 +104,7 @@ class Secrets:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A place that hears of events. Times are unix seconds."""
+    """A receiver of events. Times are unix seconds."""
 
     id: str
     url: str
@@ -114,15 +114,15 @@ class Endpoint:
     created_at: int
     updated_at: int
     tenant: str | None = None
-    """The tenant whose tasks it hears of; None: all tasks."""
+    """The tenant whose tasks' events it gets; None: all tasks."""
     celery: bool = False
-    """Whether it hears of plain Celery tasks, too."""
+    """Whether it gets events of plain Celery tasks, too."""
     enabled: bool = True
     disabled_because: str | None = None
 
     @classmethod
     def parse(cls, raw: Any) -> Endpoint | None:
-        """None for what cannot be read: one such endpoint must not keep others from their events."""
+        """Returns None for an unreadable endpoint, so that others still get their events."""
         try:
             values = json.loads(raw)
             secrets = Secrets.parse(values["secrets"])
@@ -166,8 +166,8 @@ async def create(store: Redis, endpoint: Endpoint, audit: Change, limit: int | N
 
 
 async def get(store: Redis, endpoint_id: str, tenant: str | None = None) -> Endpoint | None:
-    """`tenant`: one of this tenant alone. Another's is known by its text, and not parsed: the time for that would tell
-    callers that it is there."""
+    """An endpoint. `tenant`: only if it is this tenant's. Another's is recognised by its text and not parsed: the time
+    for parsing would show callers that it exists."""
     raw = await store.execute_command("HGET", keys.WEBHOOK_ENDPOINTS, endpoint_id)
     if raw is None or (tenant is not None and _tenant_in_json(tenant).encode() not in raw):
         return None
@@ -175,12 +175,12 @@ async def get(store: Redis, endpoint_id: str, tenant: str | None = None) -> Endp
 
 
 def _tenant_in_json(tenant: str | None) -> str:
-    """The text in an endpoint's JSON that says whose it is. No string in there can hold it: its quotes are escaped."""
+    """The part of an endpoint's JSON that names its tenant. No string in it can hold this text: quotes are escaped."""
     return f'"tenant": {json.dumps(tenant)}'
 
 
 async def get_many(store: Redis, ids: Sequence[str]) -> dict[str, Endpoint]:
-    """Those that there are, in one round trip."""
+    """The existing endpoints among these, in one round trip."""
     if not ids:
         return {}
     rows = await store.execute_command("HMGET", keys.WEBHOOK_ENDPOINTS, *ids)
@@ -195,7 +195,7 @@ async def every(store: Redis) -> list[Endpoint]:
 
 
 async def of_tenant(store: Redis, tenant: str | None) -> list[Endpoint]:
-    """Those of a tenant, or without one, the newest first."""
+    """Endpoints of a tenant, or without one, the newest first."""
     rows = await arun(store, endpoints_call(tenant))
     return sorted(filter(None, map(Endpoint.parse, rows)), key=lambda endpoint: endpoint.id, reverse=True)
 

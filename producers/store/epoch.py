@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 RESTORING: Final = "restoring"
 OPEN: Final = "open"
-#: What LEASE and LEAD answer to a caller of another epoch.
+#: LEASE's and LEAD's answer to a caller of another epoch.
 OTHER: Final = -1
 #: Time (s) between two looks.
 LOOK_S: Final = 1.0

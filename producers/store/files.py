@@ -7,8 +7,8 @@
 An upload begins with FILE_RESERVE: its bytes are reserved before they are taken, so that a tenant's files never have
 more than its limit. FILE_MADE puts the file's bytes in their place. A reservation ends by itself LEASE_S after its last
 renewal, so a gateway that dies keeps no room. `penstock:files:bytes:<tenant>` is the sum of the sizes in the tenant's
-list: FILE_RESERVE adds it up where it is absent, FILE_MADE and FILE_REMOVED change it, and after a day it is added up
-anew. So a process of an earlier release, which counts nothing, makes it wrong for a day at most.
+list: FILE_RESERVE adds it up if it is absent, FILE_MADE and FILE_REMOVED change it, and after a day it is added up
+again. So a process of an earlier release, which counts nothing, makes it wrong for a day at most.
 
 The notes (`penstock:files:notes`) name blobs that no file stands for: one that is about to be written, by the time of
 the note, or one to be deleted, by 0. So whatever dies between two calls, a sweeper finds the blob: it deletes what is
@@ -150,7 +150,7 @@ async def make(store: Redis, draft: File, write: Callable[[], int], kept_s: int 
 
 
 async def get(store: Redis, file_id: str) -> File | None:
-    """None where there is none, or it has expired."""
+    """The file; None if there is none, or it has expired."""
     raw = await store.hgetall(keys.file(file_id))
     file = File.parse(file_id, raw) if raw else None
     return None if file is None or file.expired(time.time()) else file
@@ -205,7 +205,7 @@ async def left_behind(store: Redis, limit: int) -> list[str]:
 
 
 async def remove_left_behind(store: Redis, blobs: Blobs, name: str) -> bool:
-    """Remove a blob that `left_behind` named. False if somebody has noted it anew, or made a file of it, meanwhile."""
+    """Remove a blob that `left_behind` named. False if it was noted again, or became a file, meanwhile."""
     tenant, purpose = await store.hmget(keys.file(name), "tenant", "purpose")
     done = await arun(store, removed(name, tenant, purpose, _noted_by()))
     if done != -1:

@@ -24,7 +24,7 @@ from producers.errors import PenstockError
 KEPT_S: Final = 24 * 3600
 #: Time (s) before its end from which an entry counts as none in `made_id`.
 LAST_S: Final = 60
-#: What a key may be: 1 to 255 visible ASCII characters.
+#: The form of a key: 1 to 255 visible ASCII characters.
 KEY: Final = re.compile("[!-~]{1,255}")
 
 
@@ -93,8 +93,8 @@ def look(entry: str) -> tuple[tuple[str, ...], ...]:
 
 
 def made_id(digest: str, answers: Sequence[Any]) -> str | None:
-    """The id of what this request of the key has made; None where it made nothing. An entry that is about to lapse
-    counts as none: a request that is let in for its sake would be made anew."""
+    """The id of what this request made; None if it made nothing. An entry that is about to lapse does not count: a
+    request that is let in because of it would be made a second time."""
     (stored_digest, done, made_id), ttl = answers
     return text(made_id) if done is not None and text(stored_digest) == digest and ttl > LAST_S else None
 
@@ -105,5 +105,5 @@ def ids(first: str, number: int) -> list[str]:
 
 
 def mark_made(entry: str) -> Call:
-    """MADE: what the key names was made; a later request makes it no more, also once it was deleted. Answers 1 | 0."""
+    """MADE: mark the key's object as made: later requests do not make it again, even if it was deleted. Answers 1 | 0."""
     return Call(script(__package__, "made"), (entry,), ())

@@ -3,8 +3,8 @@
     INBOX_TAKE ─▶ open: input copied, batch made, batch ended, results written ─▶ INBOX_DONE
 
 A **place** is a bucket or a folder that has an inbox and an outbox. An object is known by its place, its name and its
-**stamp**, which another content does not have. So what is told of twice is one batch, and the id of the batch is
-written down before anything is made of it: whoever goes on after a kill makes the same things.
+**stamp**, which changes with its content. So an object that is reported twice is one batch. The id of the batch is
+written down before the batch is made: a process that goes on after a kill makes the same things.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from producers.contract import keys
 from producers.store import batches
 from producers.store.protocol import PACKAGE
 
-#: Time (s) for which an object is known after it was last heard of.
+#: Time (s) for which an object is known after it was last reported.
 KNOWN_S: Final = batches.KEPT_S
 #: The field of the known objects of a name that has the batch of the last one.
 _NEWEST: Final = "newest"
@@ -29,7 +29,7 @@ _NEWEST: Final = "newest"
 
 @dataclass(frozen=True, slots=True)
 class InboxObject:
-    """An object as it stood when it was found. `name`: its path below the inbox. `size`: bytes."""
+    """An object of an inbox. `name`: its path below the inbox. `stamp`: changes with its content. `size`: bytes."""
 
     name: str
     stamp: str

@@ -33,7 +33,7 @@ due silently, see `LeasedRows.next_ms`.
 
 Endpoints are fields of `penstock:webhooks:endpoints`, as JSON; sets have the ids of each tenant's. The scripts
 read `id`, `url`, `event_types`, `tenant` (null: all tenants), `enabled`, and `celery` (plain Celery tasks, too). A
-record's `webhook` is JSON, too: `url` and `events`; without `events` it hears of every final end.
+record's `webhook` is JSON, too: `url` and `events`; without `events` it gets every final event.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Row:
 
     @property
     def destination(self) -> str:
-        """The place where it goes: an endpoint's id, `own` or `reply`."""
+        """Its destination: an endpoint's id, `own` or `reply`."""
         return self.endpoint or ("own" if self.source is None else "reply")
 
     def _with(self, attempt: Attempt) -> str:
@@ -251,13 +251,13 @@ async def backlog(store: Redis) -> Backlog:
 
 
 async def _sources(store: Redis) -> list[str | None]:
-    """The places where rows may be due (`due_at`): that of webhooks, and of each source with replies."""
-    (sources,) = await aexecute_many(store, [("SMEMBERS", keys.REPLIES)])
+    """Sources with due rows (`due_at`): None for webhooks, and each source with replies."""
+    (sources,) = await ask(store, [("SMEMBERS", keys.REPLIES)])
     return [None, *sorted(text(source) for source in sources)]
 
 
 async def get(store: Redis, name: str) -> Row | None:
-    """None if there is no such row. Raises redis.exceptions.RedisError or OSError."""
+    """A row; None if it does not exist. Raises redis.exceptions.RedisError or OSError."""
     return (await _read(store, [name]))[0]
 
 

@@ -27,7 +27,7 @@ DEFAULT_TTL_S: Final = 24 * 3600
 NOTED_S: Final = 6 * 3600
 #: Time (s) for which at least the id of a deleted task is kept: longer than a request that makes it may be under way.
 ERASED_S: Final = 3600
-#: The same of a plain Celery task, which its message would make again: SQS keeps a message for 14 days at most.
+#: The same time for a plain Celery task, which its message would make again: SQS keeps a message for 14 days at most.
 ERASED_PLAIN_S: Final = 15 * 24 * 3600
 #: Worker deaths without a new token after which a task is given up; or STRETCH times as many deaths in all.
 MAX_DEATHS: Final = 3

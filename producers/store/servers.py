@@ -30,7 +30,7 @@ CORE_COMMANDS: Final = (
     ("PUBLISH", "penstock:tokens:probe", ""),
     ("SUBSCRIBE", "penstock:tokens:probe"),
 )
-#: The same of Celery's remote control and events, and of kombu's tables of queues, in a worker. `{db}`: the database.
+#: Commands of Celery's remote control and events, and of kombu's tables of queues, in a worker. `{db}`: the database.
 CONTROL: Final = (
     ("SADD", "_kombu.binding.penstock:queue:probe", "probe"),
     ("SADD", "_kombu.binding_permanent.penstock:queue:probe", "probe"),
@@ -43,7 +43,7 @@ CONTROL: Final = (
     ("PUBLISH", "/{db}.celeryev/worker.online", ""),
     ("PSUBSCRIBE", "/{db}.celery.pidbox"),
 )
-#: The same of Celery's result backend, which a worker needs for tasks that Celery applications send.
+#: Commands of Celery's result backend, which a worker needs for tasks that Celery applications send.
 RESULTS: Final = (
     ("GET", "celery-task-meta-probe"),
     ("SETEX", "celery-task-meta-probe", "1", ""),

@@ -4,7 +4,7 @@
     penstock:tenants           the tenants that have one
 
 ADMIT enters a task whose `origin` is `task`. An entry outlives its record until the leading sweeper trims it. A list
-of one tenant reads that tenant's index alone: neither its answer nor its time tells of what others have.
+of one tenant reads that tenant's index alone: neither its answer nor its time shows other tenants' tasks.
 """
 
 from __future__ import annotations

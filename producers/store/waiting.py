@@ -54,11 +54,11 @@ class Bounds:
 
     in_all: int = 0
     pool: int = 0
-    """Of one model version."""
+    """Tasks of one model version."""
     tenant: int = 0
-    """Of one tenant, in all pools; tasks without a tenant have one in common."""
+    """Tasks of one tenant, in all pools; tasks without a tenant share one bound."""
     key: int = 0
-    """Of one API key, in all pools."""
+    """Tasks of one API key, in all pools."""
     kept: int = 0
     """The most bytes of one tenant's tasks in the store, waiting or not (`scripts/_kept.lua`); 0: any number."""
 
@@ -108,7 +108,7 @@ class Pressure:
 
     stage: int = 0
     share: float = 0.0
-    """Of the bound, or the longest wait, that is nearest to being reached."""
+    """The used share of the bound, or of the longest wait, that is nearest to its limit."""
     tasks: int = 0
     tokens: int = 0
     """Waiting tasks without lines of batches, and the KV tokens that they may need."""

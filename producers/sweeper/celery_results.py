@@ -1,4 +1,4 @@
-"""Stores the Celery results of final plain tasks whose messages no worker has.
+"""Stores the Celery results of final plain tasks whose messages no worker holds.
 
 Only Celery's tracer sends links and completes chords, and it needs the message. The result is in record and stream, and
 is stored as a worker would store it, unless one has. A worker that gets the message later stores the same again.
@@ -55,7 +55,7 @@ class CeleryResults:
         return stored
 
     async def fail(self, task_ids: Iterable[str], error: Mapping[str, Any]) -> None:
-        """Store this error, as a record has it, for messages that have no record; a result that is there stands."""
+        """Store this error, as a record has it, for messages that have no record; an existing result stays."""
         await asyncio.to_thread(self._fail, task_ids, error)
 
     def _fail(self, task_ids: Iterable[str], error: Mapping[str, Any]) -> None:

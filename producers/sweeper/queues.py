@@ -65,7 +65,7 @@ class OrphanedQueues:
     async def sweep(self) -> tuple[int, int]:
         """Return the messages. Returns the numbers taken from dead workers and from the sorted sets.
 
-        Raises redis.exceptions.RedisError or OSError; then the waiting times begin anew.
+        Raises redis.exceptions.RedisError or OSError; then the waiting times begin again.
         """
         since, self._since = self._since, {}
         pools = {text(queue): text(entry) for queue, entry in (await self._store.hgetall(keys.POOLS)).items()}

@@ -98,7 +98,7 @@ class Stale:
         self._listed_to = task_index.TrimPosition()
 
     async def sweep(self) -> Removed:
-        """Remove stale data once. Raises redis.exceptions.RedisError or OSError; then the waiting times begin anew."""
+        """Remove stale data once. Raises redis.exceptions.RedisError or OSError; then the waiting times begin again."""
         since, self._since = self._since, {}
         removed, kept = Removed(), dict[str, float]()
         await self._incarnations(removed, since, kept)
@@ -191,7 +191,7 @@ async def erase(client: AsyncClient, journal: Journal | None = None) -> Erased:
 
 @dataclass(slots=True)
 class RemovedFiles:
-    """`expired`: files. `left`: contents that no file stands for. `halves`: of uploads."""
+    """Numbers of expired files, of contents without a file (`left`), and of unfinished uploads (`halves`)."""
 
     expired: int = 0
     left: int = 0

@@ -120,7 +120,7 @@ class Condition:
         self.failing[sweep] = since, said(error)
 
     def unready(self) -> list[str]:
-        """Why it does not do its work now; empty while it leads, or stands by, as it should."""
+        """Reasons why it does not do its work now; empty while it leads or stands by."""
         now, leadership = time.monotonic(), self.leadership
         if leadership is None:
             return ["it has not begun"]
@@ -165,11 +165,11 @@ class SweeperSettings:
     batch_lines: int = WINDOW
     """Most lines of one batch that are queued, or wait to be written, at a time."""
     tenant_lines: int = MAX_LINES
-    """The same of all batches of a tenant that has no limit of its own."""
+    """Most such lines of all batches of a tenant that has no limit of its own."""
     journal: str | None = None
     """The folder, or the bucket's URL, of the journal (`producers.backup.journal`); None: none is kept."""
     journal_keys: Keyring = field(default_factory=Keyring)
-    """What the journal is encrypted with; no key: it is plain."""
+    """Keys that encrypt the journal; without a key it is plain."""
     orphaned_after: float = ORPHANED_AFTER_S
     """Time without any worker's lease after which a queue's messages return to its lists."""
     unserved_after: float = UNSERVED_AFTER_S
@@ -188,7 +188,7 @@ async def run(
     """Sweep until cancelled.
 
     `reader_lease_s`: the gateways' reader lease. `waiting`: see `producers.sweeper.tasks`. Both times after it: see
-    `SweeperSettings`. `condition`: is told which sweeps fail.
+    `SweeperSettings`. `condition`: gets the sweeps that fail.
     """
     readers, orphans = LapsedReaders(reader_lease_s), Orphans(int(unsettled_after_s * 1000), waiting=waiting)
 

@@ -1,1 +1,1 @@
-"""Who may ask a gateway: API keys, kept hashed; and the log of who changed keys, endpoints and models' versions."""
+"""Access to a gateway: API keys, kept hashed; the audit log of changes of keys, endpoints and models' versions."""

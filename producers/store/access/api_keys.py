@@ -6,7 +6,7 @@ A key is a field of the hash `penstock:keys`, by its id: a JSON object with the 
 from what was read, and appends the change to the audit log (`audit`) in the same script. A secret has 256 random bits,
 so a plain hash of it cannot be guessed, and a slow one would only cost each request time.
 
-| dies after | what stands | who repairs it |
+| dies after | what remains | who repairs it |
 | --- | --- | --- |
 | its creator: SWAP, before the key was shown | a key that nobody has | revoke it, make another one |
 | its rotator: SWAP, before the secret was shown | a secret that nobody has; the old one works a while | rotate again |
@@ -41,9 +41,9 @@ PREFIX: Final = "psk_"
 ID: Final = re.compile(r"[0-9a-z]{16}")
 #: A whole key, as callers send it. Scanners for leaked secrets can look for this.
 TOKEN: Final = re.compile(rf"{PREFIX}({ID.pattern})_([A-Za-z0-9_-]{{43}})")
-#: The same, also where the secret is cut or mistyped.
+#: A whole key, also if its secret is cut or mistyped.
 WITH_SECRET: Final = re.compile(rf"({PREFIX}{ID.pattern})_.*", re.DOTALL)
-#: Time (s) for which an old secret still works after a rotation, unless told otherwise.
+#: Time (s) for which an old secret still works after a rotation, unless the caller says otherwise.
 OVERLAP_S: Final = 24 * 3600
 #: Most keys: an answer lists them all.
 MAX_KEYS: Final = 10_000
@@ -75,11 +75,11 @@ class Key:
     old_until: int = 0
     limits: Limits = NO_LIMITS
     unconfirmed: bool = False
-    """A restore disabled it, since nothing tells whether it was revoked (`docs/run/backup.md`)."""
+    """A restore disabled it, since no journal shows whether it was revoked (`docs/backup.md`)."""
 
     @classmethod
     def parse(cls, raw: Any) -> Key | None:
-        """None for what cannot be read: that lets nobody in, and keeps no other key from working."""
+        """Returns None for an unreadable entry: it lets nobody in, and other keys still work."""
         try:
             values = json.loads(raw)
             attributes: dict[str, Any] = {spec.name: values[spec.name] for spec in fields(cls) if spec.name in values}
@@ -109,7 +109,7 @@ class Key:
         return self.accepts(_digest(secret), now)
 
     def accepts(self, digest: str, now: float) -> bool:
-        """The same, by the secret's digest."""
+        """As `opens`, by the secret's digest."""
         new = hmac.compare_digest(digest, self.digest)
         old = hmac.compare_digest(digest, self.old_digest or _NOTHING) and now < self.old_until
         return (new or old) and self.state(now) == "active"

@@ -57,7 +57,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """Who makes changes: `by` and `address` as of `Change`."""
+    """The maker of changes. `by` and `address`: as in `Change`."""
 
     by: str
     address: str | None = None

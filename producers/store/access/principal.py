@@ -29,7 +29,7 @@ KEPT: Final = (
     *("max_file_bytes", "max_files", "max_batches", "max_lines", "max_endpoints", "max_task_bytes"),
     "max_idempotency_keys",
 )
-#: What a budget in money is counted in: billionths of the currency. Sums below 2^53 of them are exact in scripts.
+#: The unit of a budget in money: billionths of the currency. Sums below 2^53 of them are exact in scripts.
 BILLION: Final = 10**9
 
 
@@ -46,7 +46,7 @@ class Limits:
     budget_tokens: int | None = None
     """Tokens of tasks that end in a month, and of those that have not ended."""
     budget_money: str | None = None
-    """What these tasks may cost in a month: a decimal number, in the currency of the gateways' prices."""
+    """The most that these tasks may cost in a month: a decimal number, in the currency of the gateways' prices."""
     max_waiting: int | None = None
     """Tasks that wait for a worker."""
     max_streams: int | None = None
@@ -77,7 +77,7 @@ class Limits:
 
     @cached_property  # asked for by each request
     def counted(self) -> dict[str, int]:
-        """Those of COUNTED that there are; the budget in money in billionths."""
+        """The limits of COUNTED that are set; the budget in money in billionths."""
         values = {name: getattr(self, name) for name in COUNTED}
         if self.budget_money is not None:
             values["budget_money"] = int(Decimal(self.budget_money) * BILLION)
@@ -117,13 +117,13 @@ class Account(NamedTuple):
 
     @classmethod
     def of(cls, name: str, limits: Limits) -> Account | None:
-        """None where no limit is of tasks."""
+        """An account, or None if no limit applies to tasks."""
         return cls(name, limits) if limits.limits_tasks else None
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who asks. `key`: the key's id; None where no keys are asked for: then the caller names its tenant itself."""
+    """The caller of a request. `key`: the key's id; None if the gateway needs no keys: then the caller names its tenant."""
 
     key: str | None
     tenant: str | None
@@ -133,7 +133,7 @@ class Principal:
     tiers: tuple[str, ...] = ()
     """The tiers that it may use; empty: all."""
     account: Account | None = None
-    """That of its key, if the key has limits."""
+    """Its key's account, if the key has limits."""
 
     @property
     def limits(self) -> Limits:
@@ -141,7 +141,7 @@ class Principal:
 
     @property
     def sees_all(self) -> bool:
-        """Whether it may see what other tenants have made."""
+        """Whether it may see other tenants' tasks and files."""
         return "admin" in self.scopes
 
     def may(self, scope: str) -> bool:
@@ -167,5 +167,5 @@ class Principal:
         return cls(values["key"], values["tenant"], frozenset(), tuple(values["models"]), tuple(values["tiers"]))
 
 
-#: Everybody, where no keys are asked for.
+#: Every caller of a gateway that needs no keys.
 LOCAL: Final = Principal(None, None, frozenset(SCOPES))

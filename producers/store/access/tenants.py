@@ -31,7 +31,7 @@ class TooManyTenants(Exception):
 
 
 def parse(raw: Any) -> Limits:
-    """The limits in an entry. None, and what cannot be read, are none."""
+    """The limits in an entry; no limits for None or an unreadable entry."""
     try:
         return NO_LIMITS if raw is None else Limits.parse(json.loads(raw))
     except (ValueError, TypeError) as error:
@@ -40,7 +40,7 @@ def parse(raw: Any) -> Limits:
 
 
 def account(tenant: str, limits: Limits) -> Account | None:
-    """None where no limit is of tasks."""
+    """A tenant's account, or None if no limit applies to tasks."""
     return Account.of(f"{TENANT}{tenant}", limits)
 
 

@@ -1,4 +1,4 @@
-"""A bucket's URL: `s3://BUCKET/PREFIX`, and what may stand in its query.
+"""A bucket's URL: `s3://BUCKET/PREFIX`, and the options of its query.
 
 | option | meaning |
 | --- | --- |
@@ -8,7 +8,7 @@
 | `kms_key_id` | the key for `aws:kms`: its id, ARN or alias; unset: the account's own for S3 |
 | `class` | storage class of what is written; unset: `STANDARD` |
 
-All that is under the prefix is Penstock's. Credentials never stand in the URL.
+All that is under the prefix is Penstock's. The URL never has credentials.
 """
 
 from __future__ import annotations

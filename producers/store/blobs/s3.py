@@ -58,8 +58,10 @@ class Downloads:
     """Reads objects in order by one request: an answer stays open, and the next read goes on where it stopped.
 
     A reader that begins elsewhere gets an answer of its own. Few stay open: the longest unused is closed. Threads may
-    share it. `request(target, start, end)`: opens an answer with an object's bytes from `start` to `end` (exclusive), or
-    to the object's end if that is None. `target`: its name, and whatever else `request` needs.
+    share it.
+
+    `request(target, start, end)`: opens an answer with an object's bytes from `start` to `end` (exclusive), or to the
+    object's end if that is None. `target`: its name, and whatever else `request` needs.
     """
 
     def __init__(self, request: Callable[[Any, int, int | None], Answer]) -> None:

@@ -1,4 +1,4 @@
-"""What the store has of models: cards, the files that cards name, and profiles of what workers measured.
+"""The store's data of models: cards, the files that cards name, and profiles of what workers measured.
 
 The hash `penstock:models` has the cards: the card of a name decides which version its new tasks go to.
 
@@ -6,21 +6,21 @@ A worker that starts announces its model; an operator publishes one, with no wor
 
     before                          a worker announced              somebody published
     nothing, or not published       the worker's card               the publisher's card
-    published, of the same version  the worker's, still published   the publisher's, with what workers told of it
+    published, of the same version  the worker's, still published   the publisher's, with WORKER_FIELDS
     published, of another version   unchanged                       the publisher's card
 
 So new workers may come up while new tasks still go to the version before, and an old worker that starts again turns
-nothing back. Workers tell what only they know: `context_length`, if they were told a shorter one, and `kv_capacity`.
+nothing back. Only workers know WORKER_FIELDS: `context_length`, if theirs is set shorter, and `kv_capacity`.
 They write it into their pool's entry first, and into the card if that is of their version. A publisher writes the card
 first, and then reads the pools. So either sees the other.
 
-A version whose card is replaced may have tasks in its queue, but no pool that tells of them: no worker was ever up, or
+A version whose card is replaced may have tasks in its queue, but no pool that names them: no worker was ever up, or
 a sweeper has forgotten its pool. It then gets the pool `unserved`, which a sweeper forgets once nothing is left.
 
-    dies after          what stands                                     who repairs it
+    dies after          what remains                                    who repairs it
     files               files that no card names                        the sweeper removes them
     a pool's entry      a pool without workers                          the sweeper forgets it
-    the card            a card, perhaps without what workers told       the next worker; a task too large fails
+    the card            a card, perhaps without WORKER_FIELDS           the next worker; a task too large fails
 
 Files lie in the store as `penstock:blob:<sha256>`: written once, read by gateways, removed once no card names them. The
 hash `penstock:profiles` has one profile (`producers.contract.profile`) under each `model@version`, so that it is known
@@ -44,7 +44,7 @@ from producers.contract.profile import Profile
 from producers.store.access.audit import Change, operator
 from producers.store.protocol import PACKAGE, enter, swap
 
-#: A card's keys that workers tell of.
+#: A card's keys that workers set.
 WORKER_FIELDS = ("context_length", "kv_capacity")
 
 
@@ -55,7 +55,7 @@ def put_file(store: Redis, sha256: str, data: bytes) -> None:
 
 
 async def get_file(store: AsyncRedis, sha256: str) -> bytes | None:
-    """None where it is not there. Whether it is what its name says is the reader's to look at."""
+    """The file's bytes; None if it is missing. The reader compares them with the name."""
     data: bytes | None = await store.execute_command("GET", keys.blob(sha256))
     return data
 
@@ -80,7 +80,7 @@ Card = dict[str, Any]
 
 
 def announce(store: Redis, card: Card, pool: keys.Pool, files: Mapping[str, bytes]) -> Card:
-    """Write what a worker serves: its model's files, its pool, and the card by the rule above. Returns what stands.
+    """Write a worker's model: its files, its pool, and the card by the rule above. Returns the current card.
 
     `card`: the model's own, with the worker's WORKER_FIELDS. Raises redis.RedisError or OSError; may be called again.
     """
@@ -100,9 +100,9 @@ def announce(store: Redis, card: Card, pool: keys.Pool, files: Mapping[str, byte
 
 
 def publish(store: Redis, card: Card, files: Mapping[str, bytes], over: str | None = None) -> Card:
-    """Write a model's card and files, with no worker up. Returns what stands.
+    """Write a model's card and files, with no worker up. Returns the current card.
 
-    `over`: only where the version that stands is this one, or the card's own. Errors as of `announce`.
+    `over`: only if the current version is this one, or the card's own. Errors as of `announce`.
     """
 
     def change(before: Card | None) -> Card | None:
@@ -120,7 +120,7 @@ def publish(store: Redis, card: Card, files: Mapping[str, bytes], over: str | No
 
 
 def pin(store: Redis, name: str, version: str) -> Card:
-    """Publish the card that stands if it is this version's, so that no worker replaces it. Returns what stands."""
+    """Publish the current card if it has this version, so that no worker replaces it. Returns the current card."""
 
     def change(before: Card | None) -> Card | None:
         if before is None or before["version"] != version or "published" in before:
@@ -131,7 +131,7 @@ def pin(store: Redis, name: str, version: str) -> Card:
 
 
 def read(store: Redis, name: str) -> Card | None:
-    """A model's card; None where there is none, or something that is no card."""
+    """A model's card. Returns None if the key is missing or does not hold a card."""
     return _parsed(store.hget(keys.MODELS, name))
 
 
@@ -154,7 +154,7 @@ def _learnt(card: Card, before: Card | None) -> Card:
 
 
 def _with_worker_fields(store: Redis, version: str, before: Card | None) -> Card | None:
-    """The card with what pools of its version have told, where it says nothing of workers."""
+    """The card with WORKER_FIELDS of its version's pools; None if it has some, or is of another version."""
     if before is None or before["version"] != version or before.get("served", True):
         return None
     card = None
@@ -203,7 +203,7 @@ def _published(name: str, version: str) -> Change:
 
 
 def _write(store: Redis, name: str, change: Callable[[Card | None], Card | None], audit: Change | None = None) -> Card:
-    """Replace a card by what `change` makes of it; None leaves it. Returns what stands.
+    """Replace a card by what `change` makes of it; None leaves it. Returns the current card.
 
     `audit`: logged unless the same version was published before, as by each start of `penstock up`.
     """
@@ -245,7 +245,7 @@ async def profiles(store: AsyncRedis) -> dict[str, Profile]:
 
 
 def read_profiles(raw: Mapping[Any, Any]) -> dict[str, Profile]:
-    """The same of HGETALL's answer. What makes no sense is left out of its profile."""
+    """Profiles from HGETALL's answer, without unusable values."""
     return {text(name): Profile.from_json(profile) for name, profile in raw.items()}
 
 

@@ -3,7 +3,7 @@
 One JSON object in the hash `penstock:rollouts` under the model's name:
 
     model       the model's name
-    reference   the new version as workers are told it: NAME=FOLDER
+    reference   the new version as workers get it: NAME=FOLDER
     version     the new version (`engine.text.checkpoint.model_version`)
     before      the version that new tasks had when the rollout was asked for
     workers     ready workers of the new version to wait for
@@ -13,14 +13,14 @@ One JSON object in the hash `penstock:rollouts` under the model's name:
                 "done", "failed", "cancelled"
     reason      why it failed, or what it waits for
     before_reference
-                as `reference`, of the version before, where the last rollout tells it; else it is not there
+                as `reference`, of the version before, if the last rollout has it; else absent
     asked       unix seconds, on the store's clock
     changed     the same, of the last phase's begin
 
 The card decides: a phase never says where tasks go. Whoever carries a rollout out may die between any two writes, and
 any number of processes may carry out the same one. Each write names what it replaces (SWAP).
 
-    dies after              what stands                                 what the next run does
+    dies after              what remains                                what the next run does
     the card is published   as before: `before` has the new tasks       writes the record
     record: starting        new workers come up, and stay up            waits for them, until its timeout
     the new card            new tasks go to the new version             sees the card: draining
@@ -67,14 +67,14 @@ class Rollout:
 
     @classmethod
     def of(cls, raw: Any) -> Self | None:
-        """A record as the store has it; None for none, or for one of another form."""
+        """A stored record; None for a missing or unreadable one."""
         try:
             return None if raw is None else cls(**json.loads(raw))
         except (TypeError, ValueError):
             return None
 
     def to_json(self) -> str:
-        """As it is stored. Earlier releases read no record with another field, and wrote none."""
+        """The stored form. Earlier releases read no record with another field, and wrote none."""
         return json.dumps({name: value for name, value in asdict(self).items() if name != "before_reference" or value})
 
     def to(self, phase: str, at: float, reason: str = "") -> Rollout:
@@ -99,7 +99,7 @@ def now(store: Redis) -> float:
 
 
 def begin(store: Redis, new: Rollout) -> Rollout:
-    """Write a new rollout unless one is under way that it may not replace. Returns the one that stands.
+    """Write a new rollout unless one is under way that it may not replace. Returns the current one.
 
     A rollout that drains may be replaced: new tasks have its version already.
     """
@@ -114,7 +114,7 @@ def begin(store: Redis, new: Rollout) -> Rollout:
 
 
 def change(store: Redis, old: Rollout, new: Rollout) -> bool:
-    """Replace a record. Returns False where another one stands by now."""
+    """Replace a record. Returns False if it was replaced meanwhile."""
     return _swap(store, old.model, old.to_json(), new.to_json())
 
 

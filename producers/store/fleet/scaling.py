@@ -36,7 +36,7 @@ from producers.contract import keys
 from producers.contract.profile import sane
 from producers.store.protocol import PACKAGE
 
-#: Decisions that are kept, about.
+#: Approximate number of decisions that are kept.
 MAX_DECISIONS: Final = 10_000
 #: Age (s) of a state from which the leader forgets a pool that it does not scale.
 FORGOTTEN_S: Final = 24 * 3600.0
@@ -74,7 +74,7 @@ async def states(store: Redis) -> dict[str, dict[str, Any]]:
 
 
 def read_states(raw: Mapping[Any, Any]) -> dict[str, dict[str, Any]]:
-    """The same of HGETALL's answer. The state of a pool that cannot be read is empty."""
+    """States from HGETALL's answer; an unreadable one is empty."""
     return {text(pool): parsed(state) for pool, state in raw.items()}
 
 

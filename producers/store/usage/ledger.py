@@ -37,7 +37,7 @@ from producers.connection.script import Call, aexecute, script, text
 from producers.contract import keys
 from producers.store.protocol import PACKAGE
 
-#: What a sum counts, in its order: tasks by how they ended; then the fields of rows.
+#: The counts of a sum, in its order: tasks by how they ended; then the fields of rows.
 STATUSES: Final = ("completed", "failed", "cancelled", "incomplete")
 COUNTS: Final = (*STATUSES, "prompt", "cached", "output", "discarded", "again", "attempts", "deaths", "ms", "engine")
 #: Rows, or sums, that one script takes: a few ms of the server's time.

@@ -90,7 +90,7 @@ class Charge:
         return [account.name for account in self.accounts]
 
     def request_json(self, task: Task, card: Mapping[str, Any], estimate: int) -> str:
-        """What a task may need, and the limits, as ADMIT takes them. `estimate`: tokens for `tpm`."""
+        """The most that a task may need, and the limits, as ADMIT takes them (JSON). `estimate`: tokens for `tpm`."""
         limits = ", ".join([account.limits.request_json for account in self.accounts])
         prompt, output, least, width = needed(task, card, self.shortens)
         rates = "" if self.rates is None else f', "rates": {[*self.rates]}'
@@ -100,7 +100,7 @@ class Charge:
 
     @property
     def used_up(self) -> Account | None:
-        """The account of which no request of this minute is left, where ADMIT or REFUSED has said which one that is."""
+        """The account that has no request of this minute left, if ADMIT or REFUSED named it."""
         kind, whose, _, _, rpm, *_ = self.answer
         if text(kind) == "new":
             of = [account for account in self.accounts if account.limits.rpm == rpm]

@@ -1,4 +1,4 @@
-"""Adds up what was used, by what a reader asks for, and shows it as JSON or CSV."""
+"""Adds up usage, grouped as a reader requests, and shows it as JSON or CSV."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from producers.store.usage.prices import Prices
 
 #: Most reports of a tenant that wait for another of it.
 WAITING: Final = 4
-#: What usage may be grouped by.
+#: Fields by which usage may be grouped.
 PARTS: Final = (*Group._fields, "day")
 #: Count -> its name in a report.
 NAMES: Final = {
@@ -39,7 +39,7 @@ _SECOND: Final = {"ms": 1000, "engine": 1_000_000}
 
 
 class TooManyReports(Exception):
-    """As many reports of a tenant wait as may."""
+    """The tenant's limit of waiting reports is reached."""
 
 
 class Reports:

@@ -1,6 +1,6 @@
-"""What batches ask of an endpoint: to make a task of a request's body, and an answer of what became of it.
+"""The interface of an endpoint to batches: it makes a task of a request's body, and an answer of the task's result.
 
-The gateway's endpoints answer it (`producers.gateway.batches`), as they answer a caller who waits.
+The gateway's endpoints implement it (`producers.gateway.batches`), as they answer a caller who waits.
 """
 
 from __future__ import annotations
@@ -74,9 +74,10 @@ class Endpoints(Protocol):
         tenant: str | None = None,
         prices: Prices | None = None,
     ) -> list[Planned | Answer]:
-        """What is to be run for each request, or its refusal; of the first ones alone, where they take long, of one at
-        least. Nothing while the key or tenant is known to have none of a minute's requests left. The tier is `batch`,
-        unless a request names another.
+        """The task for each request, or its refusal; for the first requests alone if they take long, for one at least.
+
+        Nothing while the key or tenant has none of a minute's requests left. The tier is `batch`, unless a request
+        names another.
 
         `principal`: whose key made the batch. `tenant`: that of the tasks. `prices`: what they cost.
         """

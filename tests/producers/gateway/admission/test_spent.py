@@ -20,7 +20,7 @@ class Clock:
 
 
 def told(said: str, whose: int, left: int, most: int, *accounts: Account) -> Charge:
-    return Charge(accounts, told=[said, whose, 20_000, left, most, 7, 50])
+    return Charge(accounts, answer=[said, whose, 20_000, left, most, 7, 50])
 
 
 def test_what_is_used_up_is_told_until_the_minute_ends() -> None:
