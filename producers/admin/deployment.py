@@ -48,7 +48,7 @@ class CannotMake(PenstockError):
 
 
 def make(folder: Path, hosts: Sequence[str], port: int = 6379, *, force: bool = False) -> list[str]:
-    """Make what is missing; `force`: all. Returns the names of the files that were written.
+    """Make missing files; `force`: all. Returns the names of the files that were written.
 
     `hosts`: names and addresses of the server; URLs have the first, its certificate all. Raises CannotMake.
     """

@@ -84,7 +84,7 @@ class Fleet:
     at: float = 0.0
     """The store's clock (unix s) at the beginning of the reading."""
     versions: dict[str, str] = field(default_factory=dict)
-    """Model -> the version of its card, to which new tasks go. Models whose cards cannot be read are not there."""
+    """Model -> the version of its card, to which new tasks go. Models with unreadable cards are absent."""
     scaling: Scaling = field(default_factory=Scaling)
 
 
@@ -163,7 +163,7 @@ def _scaling(leader: Any, states: Any, retries: Any, measured: Any, rollouts: An
 
 
 def _served(models: Mapping[Any, Any], pools: Mapping[Any, Any]) -> dict[str, str]:
-    """The queues that there are, by their models. What cannot be read of a card or a pool is left out."""
+    """The existing queues, by their models, without those of unreadable cards and pools."""
     served: dict[str, str] = {}
     for model, version in _versions(models).items():
         served |= {keys.model_queue(model): model}

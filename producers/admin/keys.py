@@ -53,7 +53,7 @@ class KeyEnded(PenstockError):
 
 
 def checked(requested: Mapping[str, Any], now: float) -> dict[str, Any]:
-    """The fields of a new key, with defaults. None counts as not given. Raises InvalidTask."""
+    """The fields of a new key, with defaults. None counts as missing. Raises InvalidTask."""
     values = {name: value for name, value in read(requested, FIELDS).items() if value is not None}
     if "tenant" not in values:
         raise InvalidTask("tenant is missing: whose key is it?", param="tenant", code="missing_parameter")
@@ -64,7 +64,7 @@ def checked(requested: Mapping[str, Any], now: float) -> dict[str, Any]:
 
 
 def read(requested: Mapping[str, Any], allowed: Collection[str]) -> dict[str, Any]:
-    """The fields that are asked for, each checked by itself; None is none. Raises InvalidTask."""
+    """The requested fields, each checked by itself; None stays None. Raises InvalidTask."""
     for name in requested:
         if name not in allowed:
             text = f"unknown field {shown(name)}; there are {', '.join(allowed)}"
@@ -80,7 +80,7 @@ def limited(old: Limits, values: Mapping[str, Any]) -> Limits:
 
 
 async def create(store: Redis, requested: Mapping[str, Any], actor: Actor) -> tuple[Key, str]:
-    """Make a key of the fields that are asked for; gives its text, too, which nothing can show again.
+    """Make a key of the requested fields. Returns its text, too, which nothing can show again.
 
     Raises InvalidTask, TooManyKeys, redis.exceptions.RedisError or OSError.
     """
@@ -92,7 +92,7 @@ async def create(store: Redis, requested: Mapping[str, Any], actor: Actor) -> tu
 
 
 async def rotate(store: Redis, key_id: str, overlap_s: float, actor: Actor) -> tuple[Key, str] | None:
-    """Give a key a new secret; the old one works for `overlap_s` seconds more. None where there is no such key.
+    """Give a key a new secret; the old one works for `overlap_s` seconds more. None if there is no such key.
 
     Raises KeyEnded, and as `create` does.
     """
@@ -139,7 +139,7 @@ async def turn(store: Redis, key_id: str, verb: str, actor: Actor) -> Key | None
 
 
 async def matching(store: Redis, prefix: str = "", tenant: str | None = None) -> list[Key]:
-    """The keys of a tenant (None: of all) whose id begins so, the newest first.
+    """The keys of a tenant (None: of all) whose id begins with `prefix`, the newest first.
 
     `prefix`: of an id, or of a whole key.
     """

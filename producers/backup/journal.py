@@ -72,7 +72,7 @@ class Journal:
         self._wrote = float("-inf")
 
     async def keep(self) -> int:
-        """Write what is new. Returns the number of entries. Raises redis errors and OSError."""
+        """Write new entries. Returns their number. Raises redis errors and OSError."""
         async with self._turn:
             entries, positions = await self._new()
             if not entries and time.monotonic() - self._wrote < HERE_S:
@@ -120,7 +120,7 @@ class Journal:
         return entries, now if now != before or entries else {}
 
     async def _ends(self) -> dict[str, str]:
-        """The positions behind all that there is."""
+        """The positions behind the last rows of the logs."""
         logs = (*_LOGS, keys.LEDGER)
         last = await aexecute_many(self._store, [("XREVRANGE", log, "+", "-", "COUNT", 1) for log in logs])
         return {log: text(page[0][0]) if page else "0-0" for log, page in zip(logs, last, strict=True)}
@@ -174,7 +174,7 @@ class Journal:
 
 
 @dataclass(slots=True)
-class Since:
+class JournalChanges:
     """The journal's entries since a backup began. Times are server milliseconds.
 
     `covers`: it was kept from the backup's beginning on, without a gap. `until`: its last entry.
@@ -191,13 +191,13 @@ class Since:
     accounts: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
-def read(blobs: Blobs, ring: Keyring, epoch_id: str, began: int) -> Since:
+def read(blobs: Blobs, ring: Keyring, epoch_id: str, began: int) -> JournalChanges:
     """The entries since a backup of this epoch began. Blocks. Raises Damaged and OSError.
 
     A file that was written in the minutes before counts, too: its entries are true, or repeated later.
     """
     prefix = f"{PREFIX}{epoch_id or _NONE}-"
-    since = Since()
+    since = JournalChanges()
     for name in sorted(blobs.names(prefix)):
         at = _time_of(name, prefix)
         if at < began - MARGIN_MS:
@@ -255,7 +255,7 @@ def _files(blobs: Blobs) -> Iterator[tuple[int, str, str]]:
             yield int(parts[0]), epoch_id, name
 
 
-def _take(since: Since, entry: Entry, began: int) -> None:
+def _take(since: JournalChanges, entry: Entry, began: int) -> None:
     match entry["kind"]:
         case "begins" if entry["at"] > began:
             since.gaps.append("it begins after the backup, or began anew")

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from producers.backup.archive import Archive, Manifest
 from producers.backup.entries import Entry, decode
-from producers.backup.journal import HASHES, Since
+from producers.backup.journal import HASHES, JournalChanges
 from producers.connection.script import parsed
 from producers.contract import keys
 from producers.contract.record import FINAL
@@ -147,7 +147,7 @@ class Plan:
     """The data that will be restored. `now`: the restored store's time (ms) at the restore's beginning."""
 
     manifest: Manifest
-    since: Since | None
+    since: JournalChanges | None
     now: int
     shift: int
     """Time (ms) by which deadlines move."""
@@ -187,13 +187,13 @@ class Plan:
         return self.others.get(name) == position
 
     def blobs(self) -> Iterator[str]:
-        """The names of the blobs that what is restored needs."""
+        """The names of the blobs that restored entries need."""
         yield from self.files
         yield from (task.blob for task in self.tasks.values() if task.blob)
         yield from (blob for batch in self.batches.values() if not batch.closed for blob in batch.blobs)
 
 
-def read(archive: Archive, manifest: Manifest, since: Since | None, now: int, *, shift: bool) -> Plan:
+def read(archive: Archive, manifest: Manifest, since: JournalChanges | None, now: int, *, shift: bool) -> Plan:
     """Read a backup. `shift`: deadlines move. Blocks. Raises Damaged and OSError."""
     plan = Plan(manifest, since, now, max(0, now - manifest.began) if shift else 0)
     for number, segment in enumerate(manifest.segments):

@@ -220,7 +220,7 @@ class Restore:
                 yield ("ZADD", keys.READERS, self.plan.now, task_id)
 
     def _moved(self, result: dict[str, Any], task: TaskFacts) -> dict[str, Any]:
-        """A compacted stream, whose blob is in the new system's place."""
+        """A compacted stream, with its blob in the new system's store of blobs."""
         if not task.blob:
             return result
         return {**result, "blob": replace(Reference.parse(decode(result["blob"])), place=self.files.location).to_json()}

@@ -384,7 +384,7 @@ class Backup:
         return None
 
     async def _read(self, names: Sequence[str]) -> AsyncIterator[Entry]:
-        """The keys of these that there are."""
+        """The existing keys among these."""
         store = self.client.store
         for page in _pages(list(names), PAGE):
             async with store.pipeline(transaction=False) as pipe:
@@ -417,7 +417,7 @@ class Backup:
     # ---- blobs ----------------------------------------------------------------------------------------------------
 
     async def _copied(self, name: str) -> bool:
-        """Copy a blob, once. False where there is none."""
+        """Copy a blob, once. False if it is missing."""
         if name in self._manifest.blobs:
             return True
         copying = asyncio.create_task(asyncio.to_thread(self.archive.copy_in, self.files, name))
@@ -471,7 +471,7 @@ def _moved(entry: Entry) -> Reference | None:
 
 
 def _queue_read(pipe: Any, name: str, kind: str) -> bool:
-    """Ask for a key of this type. False for a stream, and for what is gone."""
+    """Queue the read of a key of this type. False for a stream, and for a missing key."""
     match kind:
         case "hash":
             pipe.hgetall(name)

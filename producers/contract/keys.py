@@ -203,7 +203,7 @@ def kept(tenant: str) -> str:
 
 
 def account(name: str) -> str:
-    """Hash: what is counted of an API key with limits, by its id, or of `tenant:<name>`
+    """Hash: the counts of an API key with limits, by its id, or of `tenant:<name>`
     (`producers.store.usage.limits`)."""
     return f"penstock:limits:{name}"
 
@@ -279,7 +279,7 @@ def workers(queue: str) -> str:
 
 
 def ejected(queue: str) -> str:
-    """Set with a TTL: incarnations of a pool that breakers hold back; whose lease is over does not count."""
+    """Set with a TTL: incarnations of a pool that breakers hold back; one without a lease does not count."""
     return f"penstock:ejected:{queue}"
 
 
@@ -318,7 +318,7 @@ class Pool:
 
     @property
     def queues(self) -> list[str]:
-        """All queues that its workers take from. Within a tier the first goes first: tasks that only a later release can
+        """The queues that its workers take from. In a tier the first goes first: tasks that only a later release can
         do go before others."""
         version, *later = beside(self.version_queue)
         return [*beside(self.queue), *later[::-1], version, model_queue(self.model)]

@@ -73,7 +73,7 @@ def above() -> range:
 
 
 def emptied() -> range:
-    """The levels whose queues no process reads any more: what is left there belongs to the version's own."""
+    """The levels whose queues no process reads any more: messages in them belong into the version's own queue."""
     return range(1, EMPTIED + 1)
 
 

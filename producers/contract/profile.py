@@ -47,7 +47,7 @@ class Profile:
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """A profile from parsed JSON of whatever kind; what is no sane figure is left out."""
+        """A profile from any parsed JSON, without unusable figures."""
         if not isinstance(value, dict):
             return cls()
         phases = value.get("cold_start")

@@ -243,7 +243,7 @@ class Record:
         return self.count(name) if self.fields.get(name) else None
 
     def count(self, name: str, default: int | None = 0) -> int:
-        """A number; the default where it is absent. Raises BrokenRecord for what is none, or too large for a time."""
+        """A number; the default if it is absent. Raises BrokenRecord if it is unreadable or above 2^53."""
         with _named(self.id, name):
             number = int(self.fields.get(name, default))  # type: ignore[arg-type]
             if abs(number) > MAX_NUMBER:

@@ -442,7 +442,7 @@ class Task(BaseModel):
         return cls.parse(read_json(body))
 
     def to_json(self) -> str:
-        """The task as JSON for its record, without what is as by default; its webhook is kept apart."""
+        """The task as JSON for its record, without defaults and its webhook, which has fields of its own."""
         return self.model_dump_json(exclude_defaults=True)
 
     @property

@@ -55,7 +55,7 @@ WEBHOOK: Final[dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A URL's parts: what is connected to (`host`, `port`), and what is asked for there (`target`: path and query)."""
+    """A URL's parts: the connection's (`host`, `port`), and the request's (`target`: path and query)."""
 
     scheme: str
     host: str

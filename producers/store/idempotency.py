@@ -100,10 +100,10 @@ def made_id(digest: str, answers: Sequence[Any]) -> str | None:
 
 
 def ids(first: str, number: int) -> list[str]:
-    """The ids of so many tasks of one request, of which this is the first one's."""
+    """The ids of a request's `number` tasks. `first`: the first one's."""
     return [first, *(str(uuid.uuid5(uuid.UUID(first), str(index))) for index in range(1, number))]
 
 
 def mark_made(entry: str) -> Call:
-    """MADE: mark the key's object as made: later requests do not make it again, even if it was deleted. Answers 1 | 0."""
+    """MADE: mark the key's object as made: later requests do not make it again, even deleted. Answers 1 | 0."""
     return Call(script(__package__, "made"), (entry,), ())

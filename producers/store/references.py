@@ -52,7 +52,7 @@ class Reference:
 
     @classmethod
     def parse(cls, raw: str | bytes) -> Self:
-        """Raises ValueError, KeyError or TypeError for what is none."""
+        """Raises ValueError, KeyError or TypeError for an unreadable reference."""
         values: Mapping[str, Any] = json.loads(raw)
         return cls(str(values["place"]), str(values["name"]), tuple(int(end) for end in values["ends"]))
 
@@ -90,7 +90,7 @@ class Places:
 
 
 class MessageBlobs:
-    """`place`: the folder or bucket, the same for all who send and receive; None: there is none."""
+    """Message bodies as blobs. `location`: the folder or bucket that all processes share; None: there is none."""
 
     def __init__(self, store: Redis, location: str | None) -> None:
         self._store = store

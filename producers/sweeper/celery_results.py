@@ -34,7 +34,7 @@ class CeleryResults:
         self._waiting: list[str] = []
 
     def wait(self, task_id: str) -> None:
-        """Queue a final task whose message no worker has."""
+        """Queue a final task whose message no worker holds."""
         if task_id not in self._stored:
             self._waiting.append(task_id)
 

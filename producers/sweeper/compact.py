@@ -56,7 +56,7 @@ class Compacted:
 
 
 @dataclass(slots=True)
-class Moving:
+class Offload:
     """The place of blocks that have `min_size` bytes or more together. After a failure, none go there for REST_S."""
 
     blobs: Blobs
@@ -67,8 +67,8 @@ class Moving:
         return size >= self.least and time.monotonic() >= self.rests_until
 
 
-async def compact(client: AsyncClient, age_ms: int = AGE_MS, moving: Moving | None = None) -> Compacted:
-    """Compact every stream whose record was settled for `age_ms` (server time). Without `moving`, into the store.
+async def compact(client: AsyncClient, age_ms: int = AGE_MS, offload: Offload | None = None) -> Compacted:
+    """Compact every stream whose record was settled for `age_ms` (server time). Without `offload`, into the store.
 
     Any number of processes may do so at once and be killed anywhere: COMPACT is one call. Raises
     redis.exceptions.RedisError or OSError if the store is away.
@@ -81,12 +81,12 @@ async def compact(client: AsyncClient, age_ms: int = AGE_MS, moving: Moving | No
         (page,) = await client.run(once(Read((query,))))
         ids = [text(task_id) for task_id in page]
         for start in range(0, len(ids), BATCH):
-            kept += await _compact_page(client, ids[start : start + BATCH], done, moving)
+            kept += await _compact_page(client, ids[start : start + BATCH], done, offload)
         if len(page) < PAGE:
             return done
 
 
-async def _compact_page(client: AsyncClient, ids: Sequence[str], done: Compacted, moving: Moving | None) -> int:
+async def _compact_page(client: AsyncClient, ids: Sequence[str], done: Compacted, offload: Offload | None) -> int:
     """Compact these streams, at once. Returns how many stay in the index: unreadable ones, or changed meanwhile."""
     commands = [command for task_id in ids for command in (("HGET", keys.task(task_id), "settled"), _page(task_id, 0))]
     answers = await client.run(once(Read(tuple(commands))))
@@ -94,13 +94,13 @@ async def _compact_page(client: AsyncClient, ids: Sequence[str], done: Compacted
 
     async def compact_bounded(task_id: str, settled: bytes | None, first: list[Any]) -> bool:
         async with at_once:
-            return await _compact_stream(client, task_id, settled, first, done, moving)
+            return await _compact_stream(client, task_id, settled, first, done, offload)
 
     return sum(await asyncio.gather(*map(compact_bounded, ids, answers[::2], answers[1::2])))
 
 
 async def _compact_stream(
-    client: AsyncClient, task_id: str, settled: bytes | None, first: list[Any], done: Compacted, moving: Moving | None
+    client: AsyncClient, task_id: str, settled: bytes | None, first: list[Any], done: Compacted, offload: Offload | None
 ) -> bool:
     """Compact a stream. Returns whether it stays in the index."""
     blocks, count, whole = await _blocks(client, task_id, first)
@@ -109,7 +109,7 @@ async def _compact_stream(
         await client.store.zrem(keys.SETTLED, task_id)
         return False
     size = sum(map(len, blocks))
-    reference = None if moving is None or not moving.takes(size) else await _moved(client, moving, task_id, blocks)
+    reference = None if offload is None or not offload.takes(size) else await _offload(client, offload, task_id, blocks)
     inline_blocks = [] if reference is not None else blocks
     answer = text(await client.run(once(protocol.compact(task_id, int(settled or 0), count, inline_blocks, reference))))
     if answer == "done":
@@ -117,19 +117,21 @@ async def _compact_stream(
         done.entries += count
         done.size += size
         done.moved += reference is not None
-    elif moving is not None and reference is not None:
-        await files.remove(client.store, moving.blobs, reference.name)
+    elif offload is not None and reference is not None:
+        await files.remove(client.store, offload.blobs, reference.name)
     return answer in ("changed", "late")
 
 
-async def _moved(client: AsyncClient, moving: Moving, task_id: str, blocks: Sequence[bytes]) -> Reference | None:
+async def _offload(client: AsyncClient, offload: Offload, task_id: str, blocks: Sequence[bytes]) -> Reference | None:
     """Write the blocks to a blob. None where that fails: a bucket that is away must not fill the store with streams."""
-    reference = Reference(moving.blobs.location, f"result-{secrets.token_hex(16)}", tuple(accumulate(map(len, blocks))))
+    reference = Reference(
+        offload.blobs.location, f"result-{secrets.token_hex(16)}", tuple(accumulate(map(len, blocks)))
+    )
     try:
         await files.note(client.store, reference.name)
-        await asyncio.to_thread(_write, moving.blobs, reference.name, blocks)
+        await asyncio.to_thread(_write, offload.blobs, reference.name, blocks)
     except (OutOfMemoryError, OSError) as error:
-        moving.rests_until = time.monotonic() + REST_S
+        offload.rests_until = time.monotonic() + REST_S
         warn_throttled(
             log, "the result of task %s stays in the store: it cannot be moved to a file: %s", task_id, error
         )

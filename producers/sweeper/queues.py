@@ -229,7 +229,7 @@ class RetiredPools:
         }
 
     async def _retire(self, queues: Sequence[str], entry: str, pruned: Pruned) -> None:
-        """The pool whose own queue is the first; the others go with it, unless they are served."""
+        """Forget a pool without tasks after a while. `queues`: its own first; the others go, too, unless served."""
         queue = queues[0]
         if any(self._waiting.get(name) for name in queues):
             self._empty_since.pop(queue, None)

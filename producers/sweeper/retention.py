@@ -73,7 +73,7 @@ DAYS_KEPT_S: Final = 400 * 24 * 3600.0
 
 
 @dataclass(slots=True)
-class Removed:
+class RemovedData:
     letters: int = 0
     incarnations: int = 0
     deliveries: int = 0
@@ -97,10 +97,10 @@ class Stale:
         self._since: dict[str, float] = {}
         self._listed_to = task_index.TrimPosition()
 
-    async def sweep(self) -> Removed:
+    async def sweep(self) -> RemovedData:
         """Remove stale data once. Raises redis.exceptions.RedisError or OSError; then the waiting times begin again."""
         since, self._since = self._since, {}
-        removed, kept = Removed(), dict[str, float]()
+        removed, kept = RemovedData(), dict[str, float]()
         await self._incarnations(removed, since, kept)
         await self._files(removed, since, kept)
         await self._letters(removed)
@@ -110,7 +110,7 @@ class Stale:
         self._since = kept
         return removed
 
-    async def _incarnations(self, removed: Removed, since: dict[str, float], kept: dict[str, float]) -> None:
+    async def _incarnations(self, removed: RemovedData, since: dict[str, float], kept: dict[str, float]) -> None:
         for worker in await self._broker.workers():
             name = worker.incarnation
             if worker.left is None and self._long(keys.lease(name), since, kept):
@@ -120,13 +120,13 @@ class Stale:
                 if count > 0:
                     log.warning("worker %s is gone: its %d deliveries are in the queue again", name, count)
 
-    async def _files(self, removed: Removed, since: dict[str, float], kept: dict[str, float]) -> None:
+    async def _files(self, removed: RemovedData, since: dict[str, float], kept: dict[str, float]) -> None:
         named = " ".join(map(text, await self._store.hvals(keys.MODELS)))
         async for sha256 in cards.file_names(self._store):
             if sha256 not in named and self._long(keys.blob(sha256), since, kept):
                 removed.files += await cards.remove_unused_file(self._store, sha256)
 
-    async def _letters(self, removed: Removed) -> None:
+    async def _letters(self, removed: RemovedData) -> None:
         before = await self._broker.now_ms() - int(self._letters_kept_s * 1000)
         old: list[Any] = []
         async for letter in letters(self._client):
@@ -136,7 +136,7 @@ class Stale:
         for letter in old:
             removed.letters += await purge(self._client, letter)
 
-    async def _schedules(self, removed: Removed, since: dict[str, float], kept: dict[str, float]) -> None:
+    async def _schedules(self, removed: RemovedData, since: dict[str, float], kept: dict[str, float]) -> None:
         """Remove schedules that nobody runs any more.
 
         The configurations are not known here, but a schedule that is run fires now and then, or has a leader.

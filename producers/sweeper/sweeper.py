@@ -49,7 +49,7 @@ from producers.sweeper.batches.duty import Batches
 from producers.sweeper.batches.endpoint import Endpoints
 from producers.sweeper.batches.expand import WINDOW
 from producers.sweeper.celery_results import CeleryResults
-from producers.sweeper.compact import AGE_MS, Moving, compact
+from producers.sweeper.compact import AGE_MS, Offload, compact
 from producers.sweeper.queues import (
     ORPHANED_AFTER_S,
     RETIRE_AFTER_S,
@@ -269,14 +269,14 @@ async def _duties(
     orphaned = OrphanedQueues(client, settings.orphaned_after)
     undone = UnservedTasks(client, results, settings.unserved_after)
     blobs = open_blobs(settings.files_dir)
-    moving = None if settings.results_to_files is None else Moving(blobs, settings.results_to_files)
+    offload = None if settings.results_to_files is None else Offload(blobs, settings.results_to_files)
     journal = None
     if settings.journal is not None:
         journal = Journal(client.store, open_blobs(settings.journal), settings.journal_keys)
     stale = Stale(client, letters_kept_s=settings.letters_kept, unneeded_s=settings.unneeded)
 
     async def pack(age_s: float = settings.compact_after) -> Counts:
-        done = await compact(client, int(age_s * 1000), moving)
+        done = await compact(client, int(age_s * 1000), offload)
         counts = {"compacted": done.streams, "compacted_entries": done.entries, "compacted_bytes": done.size}
         return counts | {"results_moved": done.moved}
 

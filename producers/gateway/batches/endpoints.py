@@ -36,7 +36,7 @@ from producers.store.access import api_keys, tenants
 from producers.store.access.principal import LOCAL, Account, Limits, Principal
 from producers.store.usage.limits import CODES, Charge, refused
 from producers.store.usage.prices import Prices
-from producers.sweeper.batches.endpoint import Answer, Finished, Planned
+from producers.sweeper.batches.endpoint import Answer, Finished, PlannedTask
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class LineEndpoints:
         principal: Principal = LOCAL,
         tenant: str | None = None,
         prices: Prices | None = None,
-    ) -> list[Planned | Answer]:
+    ) -> list[PlannedTask | Answer]:
         known: dict[str, Known | UnknownModel] = {}
         for model in {str(body["model"]) for body in bodies}:
             try:
@@ -88,8 +88,8 @@ class LineEndpoints:
         if path == COMPLETIONS:
             bodies = [_usual(body, [account.limits for account in accounts]) for body in bodies]
 
-        def plan() -> list[Planned | Answer]:
-            planned: list[Planned | Answer] = []
+        def plan() -> list[PlannedTask | Answer]:
+            planned: list[PlannedTask | Answer] = []
             until = time.monotonic() + READ_S
             for body in bodies:
                 if planned and time.monotonic() >= until:
@@ -128,11 +128,11 @@ class LineEndpoints:
     async def _within(
         self,
         accounts: Sequence[Account],
-        plan: Planned,
+        plan: PlannedTask,
         prices: Prices | None,
         path: str,
         body: Mapping[str, Any],
-    ) -> Planned | Answer:
+    ) -> PlannedTask | Answer:
         """A line's task within limits, and its charge. Its text is counted here, as the gateway counts a caller's."""
         task, card = plan.task, plan.resolved_model.card
         context, work = int(card["context_length"]), _work(accounts, task.tenant)
@@ -218,7 +218,7 @@ def _planned(
     forms: _LineForms,
     principal: Principal,
     tenant: str | None,
-) -> Planned | Answer:
+) -> PlannedTask | Answer:
     if isinstance(known, UnknownModel):
         return _refused(known, principal)
     fields = {"tier": TIER} if body.get("service_tier") in (None, "auto") else {}
@@ -232,7 +232,7 @@ def _planned(
     except Exception:  # a fault of ours is the line's error: it must not hold up the batch for ever
         logger.exception("a line of a batch for %s cannot be read", path)
         return _refused(BROKEN)
-    return Planned(task, known, more)
+    return PlannedTask(task, known, more)
 
 
 def _answer(path: str, finished: Finished, tokenizer: Tokenizer | Answer | None) -> Answer:

@@ -33,7 +33,7 @@ from producers.gateway.http.connection import cut
 from producers.gateway.http.errors import RETRY_AFTER, Problem, unavailable
 from producers.gateway.metrics import Stream
 from producers.store.access import api_keys
-from producers.store.access.api_keys import Opened
+from producers.store.access.api_keys import Credentials
 from producers.store.access.principal import LOCAL, NO_LIMITS, Limits, Principal
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class _Open:
     kind: Stream
     whose: Hashable
     key: str | None
-    opened: Opened | None
+    opened: Credentials | None
     scope: MutableMapping[str, Any]
 
 
@@ -125,7 +125,7 @@ class Streams:
             raise _full(in_all)
         stop: Stop = asyncio.get_running_loop().create_future()
         state[STOP] = stop
-        self._open[stop] = _Open(kind, whose, principal.key, api_keys.opened(state.get(OPENED)), scope)
+        self._open[stop] = _Open(kind, whose, principal.key, api_keys.credentials_of(state.get(OPENED)), scope)
         self._counts[whose] += 1
         self._of_keys[principal.key] += 1
         self._kinds[kind] += 1

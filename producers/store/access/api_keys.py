@@ -120,20 +120,20 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class Credentials:
     """A caller's credentials: a key, and the digest of its secret."""
 
     id: str
     digest: str = field(repr=False)
 
 
-def opened(token: str | None) -> Opened | None:
+def credentials_of(token: str | None) -> Credentials | None:
     read = read_token(token or "")
-    return None if read is None else Opened(read[0], _digest(read[1]))
+    return None if read is None else Credentials(read[0], _digest(read[1]))
 
 
 def read_token(token: str) -> tuple[str, str] | None:
-    """The id and the secret in a key; None for what is none."""
+    """The id and the secret in a key; None for a text of another form."""
     match = TOKEN.fullmatch(token)
     return None if match is None else (match[1], match[2])
 

@@ -85,7 +85,7 @@ class Limits:
 
     @cached_property
     def limits_tasks(self) -> bool:
-        """Whether any of them is of tasks, and not of what is kept."""
+        """Whether any of them limits tasks, not what is kept."""
         return any(getattr(self, spec.name) is not None for spec in fields(self) if spec.name not in KEPT)
 
     @cached_property
@@ -123,7 +123,7 @@ class Account(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """The caller of a request. `key`: the key's id; None if the gateway needs no keys: then the caller names its tenant."""
+    """The caller of a request. `key`: the key's id; None without keys: then the caller names its tenant."""
 
     key: str | None
     tenant: str | None

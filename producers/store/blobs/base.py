@@ -124,7 +124,7 @@ class Line:
 
 
 class Ahead:
-    """Keeps what was read of blobs beyond the lines that were asked for, for who goes on there.
+    """Keeps bytes that were read beyond the requested lines, for the next call, which goes on there.
 
     Threads may share it, each with blobs of its own.
     """
@@ -138,7 +138,7 @@ class Ahead:
         self._pieces[name] = start, piece
 
     def get(self, name: str, offset: int) -> bytes:
-        """The bytes from `offset` on that are here; none if there are none."""
+        """The kept bytes from `offset` on; empty if there are none."""
         start, piece = self._pieces.get(name, (0, b""))
         return piece[offset - start :] if start <= offset < start + len(piece) else b""
 

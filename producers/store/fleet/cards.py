@@ -49,7 +49,7 @@ WORKER_FIELDS = ("context_length", "kv_capacity")
 
 
 def put_file(store: Redis, sha256: str, data: bytes) -> None:
-    """Write the blob unless it is there: it is megabytes, and named by what is in it."""
+    """Write the file unless it exists: it is megabytes, and its name is its hash."""
     if not store.exists(keys.blob(sha256)):
         store.set(keys.blob(sha256), data, nx=True)
 
@@ -61,13 +61,13 @@ async def get_file(store: AsyncRedis, sha256: str) -> bytes | None:
 
 
 async def file_names(store: AsyncRedis) -> AsyncIterator[str]:
-    """The SHA-256 of all that there are."""
+    """The SHA-256 of all files."""
     async for key in store.scan_iter(match=keys.blob("*"), count=1000):
         yield text(key).removeprefix(keys.blob(""))
 
 
 async def remove_unused_file(store: AsyncRedis, sha256: str) -> bool:
-    """Remove it unless a card names it, in one step. False where one does, or it is not there."""
+    """Remove a file unless a card names it, in one step. False if one does, or the file is missing."""
     return bool(await arun(store, unused_file(sha256)))
 
 
@@ -225,7 +225,7 @@ def _write(store: Redis, name: str, change: Callable[[Card | None], Card | None]
 
 
 def _parsed(raw: str | bytes | None) -> Card | None:
-    """A card as the store has it; what names no version is none, and whoever writes next replaces it."""
+    """A stored card; None if it names no version: the next writer replaces it."""
     card = parsed(raw)
     return card if isinstance(card.get("version"), str) else None
 

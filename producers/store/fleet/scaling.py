@@ -64,7 +64,7 @@ def _scale(me: str, pool: str, state: str, entry: str) -> Call:
 
 
 async def forget(store: Redis, pools: Iterable[str]) -> None:
-    """Forget the states of pools whose workers begin anew. Raises redis.RedisError or OSError."""
+    """Forget the states of pools whose workers all start again. Raises redis.RedisError or OSError."""
     await store.execute_command("HDEL", keys.SCALE_POOLS, *pools)
 
 

@@ -57,7 +57,7 @@ class Group(NamedTuple):
     tier: str
 
 
-class Used(NamedTuple):
+class GroupUsage(NamedTuple):
     """A group's usage in the hour or day that begins at `start` (unix s). `counts`: in the order of COUNTS."""
 
     start: int
@@ -92,7 +92,7 @@ async def prune(store: Redis, age_s: float) -> int:
     return len(days)
 
 
-async def used(store: Redis, since: int, until: int, tenant: str | None = None) -> list[Used]:
+async def usage_between(store: Redis, since: int, until: int, tenant: str | None = None) -> list[GroupUsage]:
     """The usage from `since` until before `until` (unix s): rows by their hours, and the hours and days that begin
     in that time; of one tenant, or of all. Each task that ended before the call is counted once.
 
@@ -105,7 +105,9 @@ async def used(store: Redis, since: int, until: int, tenant: str | None = None) 
             return [row for row in sums if tenant in (None, row.group.tenant)] + rows
 
 
-async def _rows(store: Redis, folded: bytes | None, since_ms: int, until_ms: int, tenant: str | None) -> list[Used]:
+async def _rows(
+    store: Redis, folded: bytes | None, since_ms: int, until_ms: int, tenant: str | None
+) -> list[GroupUsage]:
     """The rows of a time that are not in the sums, added up by hour and group."""
     tenant_bytes = None if tenant is None else tenant.encode()
     sums: dict[tuple[int, Group], list[int]] = {}
@@ -122,17 +124,17 @@ async def _rows(store: Redis, folded: bytes | None, since_ms: int, until_ms: int
             for k, name in enumerate(COUNTS):
                 sum_[k] += row["status"] == name if name in STATUSES else int(row.get(name, 0))
         if len(page) < PAGE:
-            return [Used(start, group, tuple(counts)) for (start, group), counts in sums.items()]
+            return [GroupUsage(start, group, tuple(counts)) for (start, group), counts in sums.items()]
         first = f"({text(page[-1][0])}"
 
 
-async def _sums(store: Redis, since: int, until: int, tenant: str | None) -> tuple[bytes | None, list[Used]]:
+async def _sums(store: Redis, since: int, until: int, tenant: str | None) -> tuple[bytes | None, list[GroupUsage]]:
     """The id of the last row in the sums, and the sums of a time, as they stood at one moment: of one tenant, or of
     all; those that an earlier release wrote are of all."""
     span = since, f"({until}"
 
     def queue_reads(pipe: Any, buckets: list[Any]) -> None:
-        """For the hours and days of the time, and whose sums these have."""
+        """Queue reads of the hours and days of the time, and of the tenants that have sums in them."""
         pipe.zrangebyscore(keys.USAGE, *span)
         pipe.zrangebyscore(keys.USAGE_UNSPLIT, *span)
         for bucket in buckets if tenant is None else ():
@@ -154,7 +156,7 @@ async def _sums(store: Redis, since: int, until: int, tenant: str | None) -> tup
             folded, *answers = await pipe.execute()
         if answers[: len(names)] == names and names[0] == split:
             return folded, [
-                Used(int(text(bucket).split(":")[1]), Group(*json.loads(group)), _counts(counts))
+                GroupUsage(int(text(bucket).split(":")[1]), Group(*json.loads(group)), _counts(counts))
                 for (bucket, _), sums in zip(hashes, answers[len(names) :], strict=True)
                 for group, counts in sums.items()
             ]

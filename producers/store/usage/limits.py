@@ -115,7 +115,7 @@ class Charge:
                 raise LimitReached(f"The account may have {reason}.", CODES["tpm"], None)
 
     def apply_answer(self, kind: str, answer: list[Any], request_json: str) -> None:
-        """Take what ADMIT answered, which begins with what it `kind`. Raises LimitReached."""
+        """Keep ADMIT's answer of this kind (its first element, as text). Raises LimitReached if a limit is reached."""
         if not self.answer or answer[3:] < self.answer[3:]:
             self.answer = answer
         self.counted = self.counted or kind in ("new", "rpm")

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from redis.asyncio import Redis
 
-from producers.store.usage.ledger import COUNTS, STATUSES, Group, used
+from producers.store.usage.ledger import COUNTS, STATUSES, Group, usage_between
 from producers.store.usage.prices import Prices
 
 #: Most reports of a tenant that wait for another of it.
@@ -127,7 +127,7 @@ async def report(
     Where `until` is yet to come, nothing is left out as too late: the store's clock may have been ahead.
     """
     lines: dict[tuple[str, ...], Line] = {} if by else {(): Line()}
-    for start, group, counts in await used(store, since, _LATEST if until > time.time() else until, tenant):
+    for start, group, counts in await usage_between(store, since, _LATEST if until > time.time() else until, tenant):
         values = group._asdict() | {"day": datetime.fromtimestamp(start, UTC).date().isoformat()}
         line = lines.setdefault(tuple(values[part] for part in by), Line())
         line.counts = [had + more for had, more in zip(line.counts, counts, strict=True)]

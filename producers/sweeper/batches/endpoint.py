@@ -38,7 +38,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedTask:
     """A task, resolved for its model. `more`: fields of its record beside the task's own. `charge`: the accounts that
     it is charged to."""
 
@@ -73,7 +73,7 @@ class Endpoints(Protocol):
         principal: Principal = LOCAL,
         tenant: str | None = None,
         prices: Prices | None = None,
-    ) -> list[Planned | Answer]:
+    ) -> list[PlannedTask | Answer]:
         """The task for each request, or its refusal; for the first requests alone if they take long, for one at least.
 
         Nothing while the key or tenant has none of a minute's requests left. The tier is `batch`, unless a request

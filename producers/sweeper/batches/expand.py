@@ -37,7 +37,7 @@ from producers.store.batches import Batch, Block, Entry
 from producers.store.blobs import Ahead, Blobs
 from producers.store.usage.prices import Prices
 from producers.store.waiting import promised
-from producers.sweeper.batches.endpoint import Answer, Endpoints, Planned
+from producers.sweeper.batches.endpoint import Answer, Endpoints, PlannedTask
 from producers.sweeper.batches.input import Requests, read_requests
 
 log = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ def _shared(batch: Batch) -> Mapping[str, str | int]:
     return fields | ({"tenant": batch.tenant} if batch.tenant else {}) | ({"key": key} if key else {})
 
 
-def _block(batch: Batch, page: Requests, planned: Sequence[Planned | Answer], spent: str) -> _Ready:
+def _block(batch: Batch, page: Requests, planned: Sequence[PlannedTask | Answer], spent: str) -> _Ready:
     entries: list[Entry] = []
     messages: dict[int, Message] = {}
     worked: list[int] = []
@@ -197,7 +197,7 @@ def _block(batch: Batch, page: Requests, planned: Sequence[Planned | Answer], sp
     return _Ready(Block(page.first, entries, accounts, spent), messages, worked)
 
 
-def _fields(batch: Batch, line: int, plan: Planned) -> dict[str, str | int]:
+def _fields(batch: Batch, line: int, plan: PlannedTask) -> dict[str, str | int]:
     """A record's own fields."""
     fields = record_fields(plan.task, plan.resolved_model) | dict(plan.more)
     fields["deadline"] = min(batch.deadline, int(fields.get("deadline", batch.deadline)))

@@ -108,7 +108,7 @@ def check(
     max_lines: int = MAX_LINES,
     stop: Callable[[], bool] = lambda: False,
 ) -> Checked:
-    """Check an input. `read` gives its lines from the first on, each time it is called. `models`: those that there are.
+    """Check an input. `read` gives its lines from the first on, each time it is called. `models`: the existing ones.
 
     `stop`: asked now and then whether to give up; the result is then of no use. Raises what `read` raises.
     """

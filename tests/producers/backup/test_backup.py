@@ -35,7 +35,7 @@ from producers.store.access.audit import Actor
 from producers.store.blobs import Blobs, FolderBlobs, open_blobs
 from producers.store.usage.ledger import fold
 from producers.sweeper import tasks
-from producers.sweeper.compact import Moving, compact
+from producers.sweeper.compact import Offload, compact
 from producers.sweeper.retention import erase
 from producers.sweeper.sweeper import ForeignWorkers, SweeperSettings
 from producers.sweeper.sweeper import lead as sweep_as_leader
@@ -442,7 +442,7 @@ async def test_files_and_moved_results_are_copied(
 ) -> None:
     task_id = await submit(systems, ttl=3600)
     worker.serve(task_id, ["x"] * 50)
-    moved = await compact(systems.old, -1, Moving(systems.files, 1))
+    moved = await compact(systems.old, -1, Offload(systems.files, 1))
     assert moved.moved == 1
     file_id = files.new_id(1)
     await files.note(systems.old.store, file_id)

@@ -12,7 +12,7 @@ from redis import Redis
 from producers.contract import keys
 from producers.contract.stream import BLOCK
 from producers.store.blobs import open_blobs
-from producers.sweeper.compact import Moving
+from producers.sweeper.compact import Offload
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import Door, Open, Submit
 from tests.producers.sweeper.test_compact import squeeze
@@ -51,7 +51,7 @@ def test_the_same_bytes_are_answered(
             asked.append(http.get(f"{url}/events", headers={"last-event-id": str(start)}))
         return [(answer.status_code, answer.content) for answer in asked]
 
-    moving = Moving(open_blobs(tmp_path / "files"), 1) if to_files else None
+    moving = Offload(open_blobs(tmp_path / "files"), 1) if to_files else None
     before = answers()
     assert squeeze(valkey_url, moving).streams == 1
     assert valkey.hexists(keys.result(task_id), "blob") == to_files

@@ -17,7 +17,7 @@ from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.stream import BLOCK, Choice, encode_token, pack, unpack
 from producers.store import protocol
-from producers.sweeper.compact import Compacted, Moving, compact
+from producers.sweeper.compact import Compacted, Offload, compact
 from tests.exhaustive import few
 from tests.processes import valkey as own_valkey
 from tests.producers.faces import Face
@@ -49,7 +49,7 @@ async def events(client: AsyncClient, task_id: str, start: int = 0) -> list[Even
     return [event async for event in client.get(task_id).stream(start)]
 
 
-def squeeze(url: str, moving: Moving | None = None) -> Compacted:
+def squeeze(url: str, moving: Offload | None = None) -> Compacted:
     async def once() -> Compacted:
         async with AsyncClient(url) as client:
             return await compact(client, 0, moving)

@@ -19,7 +19,7 @@ from producers.errors import ResultUnavailable, TaskNotFound
 from producers.store import files, protocol
 from producers.store.blobs import Blobs, open_blobs
 from producers.store.references import Reference
-from producers.sweeper.compact import Compacted, Moving, compact
+from producers.sweeper.compact import Compacted, Offload, compact
 from producers.sweeper.retention import remove_files
 from tests.aws import Aws
 from tests.exhaustive import few
@@ -45,7 +45,7 @@ def blobs(tmp_path: Path) -> Blobs:
 
 
 async def moved(client: AsyncClient, blobs: Blobs, least: int = 1) -> Compacted:
-    return await compact(client, 0, Moving(blobs, least))
+    return await compact(client, 0, Offload(blobs, least))
 
 
 def reference(valkey: Redis, task_id: str) -> Reference:
@@ -65,7 +65,7 @@ def test_every_client_reads_it_from_every_position(
     task_id = made(client, worker, count, n=n)
     handle = client.get(task_id)
     whole, result = list(handle.stream()), handle.result()
-    assert squeeze(valkey_url, Moving(open_blobs(place), 1)).moved == 1
+    assert squeeze(valkey_url, Offload(open_blobs(place), 1)).moved == 1
     assert not valkey.exists(keys.stream(task_id))
     assert valkey.hkeys(keys.result(task_id)) == [b"blob"], "the store has the reference alone"
     assert handle.result() == result

@@ -14,7 +14,7 @@ from producers.connection.script import run
 from producers.contract import keys
 from producers.store import protocol, task_index
 from producers.store.fleet.cards import unused_file
-from producers.sweeper.retention import Removed, Stale
+from producers.sweeper.retention import RemovedData, Stale
 
 
 async def test_a_worker_that_is_gone_is_taken_off_the_books_and_its_deliveries_returned(
@@ -31,11 +31,11 @@ async def test_a_worker_that_is_gone_is_taken_off_the_books_and_its_deliveries_r
     )
     assert valkey.hlen(broker_keys.inflight("gone")) == 1
     stale = Stale(aclient, unneeded_s=0.0)
-    assert await stale.sweep() == Removed()
+    assert await stale.sweep() == RemovedData()
     valkey.delete(keys.lease("gone"))
     patient = Stale(aclient)
-    assert await patient.sweep() == await patient.sweep() == Removed(), "it may be about to say that it lives"
-    assert await stale.sweep() == Removed(incarnations=1, deliveries=1)
+    assert await patient.sweep() == await patient.sweep() == RemovedData(), "it may be about to say that it lives"
+    assert await stale.sweep() == RemovedData(incarnations=1, deliveries=1)
     assert valkey.hkeys(broker_keys.INCARNATIONS) == [b"lives"]
     assert valkey.llen("q") == 1
 

@@ -19,7 +19,7 @@ from producers.gateway.batches.endpoints import LineEndpoints
 from producers.store import batches
 from producers.store.access.api_keys import Key
 from producers.store.access.principal import Limits
-from producers.sweeper.batches.endpoint import Answer, Finished, Planned
+from producers.sweeper.batches.endpoint import Answer, Finished, PlannedTask
 from tests.producers.contract.test_record import GOOD
 from tests.producers.gateway.conftest import Ask, Open
 from tests.producers.gateway.openai.conftest import MESSAGES
@@ -150,7 +150,7 @@ async def test_a_line_of_text_is_counted_where_there_are_limits(valkey: Redis, v
         endpoints = LineEndpoints(client)
         fits, long = await endpoints.tasks("/v1/chat/completions", chats, key.principal(), "acme")
         endpoints.close()
-    assert isinstance(fits, Planned)
+    assert isinstance(fits, PlannedTask)
     assert fits.charge is not None
     assert (fits.task.max_tokens, fits.charge.names, fits.charge.shortens) == (50, [key.id], True)
     assert 0 < (fits.task.prompt_tokens or 0) <= 60

@@ -62,7 +62,7 @@ def test_no_secret_is_anywhere_but_in_the_answer_that_made_it(
         odd = {**as_caller(token), "traceparent": token, "prefer": f"wait={token}"}
         answers.append(httpx.post(f"{door.url}/v1/tasks", json=task, headers=odd))
         answers.append(httpx.post(f"{door.url}/v1/tasks", json={**task, "oops": 1}, headers=as_caller(token)))
-    opened = api_keys.opened(new)
+    opened = api_keys.credentials_of(new)
     key = api_keys.Key.parse(valkey.hget(keys.API_KEYS, made["id"]))
     paths = ("/metrics", "/v1/audit", "/v1/keys", f"/v1/keys/{made['id']}", "/v1/usage?by=key", "/v1/tasks")
     surfaces = {

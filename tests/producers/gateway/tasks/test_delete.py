@@ -18,7 +18,7 @@ from producers.contract import keys
 from producers.contract.message import Message
 from producers.store import outbox, protocol
 from producers.store.blobs import open_blobs
-from producers.sweeper.compact import Moving, compact
+from producers.sweeper.compact import Offload, compact
 from producers.sweeper.retention import erase, remove_files
 from tests.producers.fake_worker import FakeWorker
 from tests.producers.gateway.conftest import QUEUE, Door
@@ -192,7 +192,7 @@ def test_a_result_in_a_file_goes_with_it(
     task_id = http.post("/v1/tasks", json=BODY).json()["id"]
     settled(worker, task_id)
     blobs, client = open_blobs(tmp_path), door.app.state.gateway.client
-    assert door.run(compact(client, 0, Moving(blobs, 1))).moved == 1
+    assert door.run(compact(client, 0, Offload(blobs, 1))).moved == 1
     assert [path for path in tmp_path.iterdir() if path.is_file()]
     deleted(http, task_id)
     assert set(leftovers(valkey, task_id)) <= {*kept(task_id), QUEUE}

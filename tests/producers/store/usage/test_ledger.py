@@ -17,7 +17,7 @@ from producers.connection.script import run
 from producers.contract import keys
 from producers.contract.record import Run
 from producers.store import protocol
-from producers.store.usage.ledger import COUNTS, STATUSES, Group, Used, fold, prune, roll, used
+from producers.store.usage.ledger import COUNTS, STATUSES, Group, GroupUsage, fold, prune, roll, usage_between
 from tests.exhaustive import few
 from tests.histories import histories
 from tests.producers.fake_worker import FakeWorker
@@ -28,15 +28,15 @@ HOUR, DAY = 3600, 86400
 BEGIN = 1_763_942_400
 
 
-def read(url: str, since: int = ALL[0], until: int = ALL[1], tenant: str | None = None) -> list[Used]:
-    async def found() -> list[Used]:
+def read(url: str, since: int = ALL[0], until: int = ALL[1], tenant: str | None = None) -> list[GroupUsage]:
+    async def found() -> list[GroupUsage]:
         async with AsyncRedis.from_url(url) as store:
-            return await used(store, since, until, tenant)
+            return await usage_between(store, since, until, tenant)
 
     return asyncio.run(found())
 
 
-def totals(found: Iterable[Used]) -> Counter[tuple[Group, str]]:
+def totals(found: Iterable[GroupUsage]) -> Counter[tuple[Group, str]]:
     sums: Counter[tuple[Group, str]] = Counter()
     for one in found:
         sums.update({(one.group, name): count for name, count in zip(COUNTS, one.counts, strict=True)})
@@ -90,7 +90,7 @@ class Machine(RuleBasedStateMachine):
         self.valkey.flushall()
         self.now = int(self.valkey.time()[0])
         self.at = (self.now - 6 * DAY) * 1000
-        self.written: list[Used] = []
+        self.written: list[GroupUsage] = []
 
     @rule(
         later=st.integers(0, 9 * HOUR),
@@ -104,7 +104,7 @@ class Machine(RuleBasedStateMachine):
         numbers = dict.fromkeys(COUNTS[len(STATUSES) :], tokens)
         self.valkey.xadd(keys.LEDGER, {**group._asdict(), "status": status, **numbers}, id=f"{self.at}-*")
         counts = [*(int(name == status) for name in STATUSES), *numbers.values()]
-        self.written.append(Used(self.at // 1000, group, tuple(counts)))
+        self.written.append(GroupUsage(self.at // 1000, group, tuple(counts)))
 
     @rule(days=st.integers(0, 6), most=st.integers(1, 5))
     def fold(self, days: int, most: int) -> None:
@@ -168,7 +168,7 @@ async def test_who_reads_while_others_fold_counts_each_task_once(valkey: Redis, 
         for _ in range(2):  # two sweepers
             group.create_task(folding(store))
         while valkey.xlen(keys.LEDGER):
-            assert totals(await used(store, *ALL))[Group("k", "t", "m", "v", "flex"), "output"] == 1000
+            assert totals(await usage_between(store, *ALL))[Group("k", "t", "m", "v", "flex"), "output"] == 1000
             await asyncio.sleep(0)
 
 
@@ -180,7 +180,7 @@ async def test_of_the_sums_a_tenants_question_reads_its_own(valkey: Redis, valke
     while run(valkey, fold(0)):
         pass
     async with AsyncRedis.from_url(valkey_url) as store, store.monitor() as seen, store.client() as asking:
-        assert len(await used(asking, *ALL, "t7")) == 1
+        assert len(await usage_between(asking, *ALL, "t7")) == 1
         valkey.echo("done")
         commands = []
         while (said := (await seen.next_command())["command"]) != "ECHO done":
@@ -200,7 +200,7 @@ async def test_old_days_go_and_nothing_else_does(valkey: Redis, valkey_url: str)
         pass
     async with AsyncRedis.from_url(valkey_url) as store:
         assert await prune(store, 7.0 * DAY) == 1
-        assert len(await used(store, *ALL)) == 3
+        assert len(await usage_between(store, *ALL)) == 3
         assert await prune(store, 1.0) == 1
     left = {name.decode() for name in valkey.keys("penstock:usage:*:*")}
     hour = f"hour:{(now - 2 * DAY) // HOUR * HOUR}"

@@ -28,7 +28,7 @@ from producers.store.access.principal import Limits
 from producers.store.usage.prices import Prices
 from producers.sweeper.batches import expand
 from producers.sweeper.batches.duty import Batches, Turns
-from producers.sweeper.compact import Moving, compact
+from producers.sweeper.compact import Offload, compact
 from producers.sweeper.retention import remove_files
 from producers.sweeper.tasks import expire_late
 from tests.aws import Aws
@@ -208,7 +208,7 @@ async def test_a_batch_runs_in_a_bucket_and_its_lines_may_wait_there(
         first, last = (batches.task_id(job.id, line) for line in (0, 3))
         worker.serve(first, ["a", "b"])
         worker.serve(batches.task_id(job.id, 2), ["c"])
-        assert (await compact(client, 0, Moving(job.blobs, 1))).moved == 2
+        assert (await compact(client, 0, Offload(job.blobs, 1))).moved == 2
         assert {name for name in names_in(job.blobs.location) if name.startswith("result-")}
         worker.serve(last, ["d"])
         await auntil(job.ended)
