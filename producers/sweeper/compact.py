@@ -64,7 +64,7 @@ class Offload:
     rests_until: float = 0.0
 
     def takes(self, size: int) -> bool:
-        return size >= self.least and time.monotonic() >= self.rests_until
+        return size >= self.min_size and time.monotonic() >= self.rests_until
 
 
 async def compact(client: AsyncClient, age_ms: int = AGE_MS, offload: Offload | None = None) -> Compacted:

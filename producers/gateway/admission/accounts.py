@@ -83,7 +83,7 @@ class Accounts:
                 if not accounts:
                     return
                 answer = await self._client.run(once(refused(accounts)))
-                state["charge"] = charge = Charge(tuple(accounts), told=answer, counted=True)
+                state["charge"] = charge = Charge(tuple(accounts), answer=answer, counted=True)
                 self.spent.note(charge)
 
     async def sized(self, connection: HTTPConnection, tasks: Sequence[Task]) -> list[Task]:

@@ -64,4 +64,4 @@ class Spent:
         rpm = account.limits.rpm
         if rpm is None or rpm > minute.requests:
             return None
-        return Charge((account,), told=["rpm", 0, max(1, int(remaining_s * 1000)), 0, rpm, *minute.tokens])
+        return Charge((account,), answer=["rpm", 0, max(1, int(remaining_s * 1000)), 0, rpm, *minute.tokens])

@@ -117,7 +117,7 @@ class LineEndpoints:
             return
         for _ in range(requests):
             answer = await self._client.run(once(refused(counting)))
-            self._used_up.note(Charge(tuple(counting), told=answer, counted=True))
+            self._used_up.note(Charge(tuple(counting), answer=answer, counted=True))
 
     async def _accounts(self, key_id: str | None, tenant: str | None) -> list[Account]:
         """The accounts of a batch's key and tenant, with the limits that they have now."""

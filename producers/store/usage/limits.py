@@ -91,7 +91,7 @@ class Charge:
 
     def request_json(self, task: Task, card: Mapping[str, Any], estimate: int) -> str:
         """The most that a task may need, and the limits, as ADMIT takes them (JSON). `estimate`: tokens for `tpm`."""
-        limits = ", ".join([account.limits.request_json for account in self.accounts])
+        limits = ", ".join([account.limits.counted_json for account in self.accounts])
         prompt, output, least, width = needed(task, card, self.shortens)
         rates = "" if self.rates is None else f', "rates": {[*self.rates]}'
         numbers = f'"prompt": {prompt}, "output": {output}, "least": {least}, "width": {width}'
@@ -137,7 +137,7 @@ class Charge:
 
 def refused(accounts: Sequence[Account]) -> Call:
     """REFUSED: a request of these accounts was refused after work. Answers what `Charge.answer` takes."""
-    limits = ", ".join([account.limits.request_json for account in accounts])
+    limits = ", ".join([account.limits.counted_json for account in accounts])
     names = [keys.account(account.name) for account in accounts]
     return Call(script("producers.store", "refused"), names, (f"[{limits}]",))
 
