@@ -59,7 +59,7 @@ def make(folder: Path, hosts: Sequence[str], port: int = 6379, *, force: bool = 
         _users(files, hosts[0], port)
         _certificates(files, hosts)
         files.write("grafana.password", secrets.token_urlsafe(24), _MOUNTED)
-        # The key itself is the gateways' to make: docs/deploy.md says how.
+        # The key itself is the gateways' to make: docs/run/deploy.md says how.
         files.write("metrics.key", "", _MOUNTED)
         files.write("kustomization.yaml", _kustomization(), _PRIVATE)
     except OSError as error:

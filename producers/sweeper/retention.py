@@ -6,7 +6,7 @@
     trim_outbox   webhooks that were delivered or given up; replies that nobody takes
     sum_usage     rows of the ledger become sums of hours and days; old days go
 
-docs/sweeper.md lists all kinds, and the times for which each is kept.
+docs/how/sweeper.md lists all kinds, and the times for which each is kept.
 """
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ USUAL_AGES: Final = Ages()
 async def sum_usage(client: AsyncClient, ages: Ages) -> int:
     """Add the ledger's old rows to sums of hours, and hours to days; remove old days. Returns how many rows.
 
-    docs/protocol-beside-tasks.md says what remains when it dies in between. Raises redis.exceptions.RedisError or
+    docs/how/protocol-beside-tasks.md says what remains when it dies in between. Raises redis.exceptions.RedisError or
     OSError.
     """
     folded = 0

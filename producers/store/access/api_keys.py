@@ -75,7 +75,7 @@ class Key:
     old_until: int = 0
     limits: Limits = NO_LIMITS
     unconfirmed: bool = False
-    """A restore disabled it, since no journal shows whether it was revoked (`docs/backup.md`)."""
+    """A restore disabled it, since no journal shows whether it was revoked (`docs/run/backup.md`)."""
 
     @classmethod
     def parse(cls, raw: Any) -> Key | None:
