@@ -177,7 +177,7 @@ class BodyGone(PenstockError):
 
 
 class BodyStore(Protocol):
-    """Keeps bodies of messages: `producers.store.references` on disk or S3. Both calls block, and may raise
+    """Keeps bodies of messages: `producers.store.files` on disk or S3. Both calls block, and may raise
     OSError and redis.exceptions.RedisError."""
 
     def put(self, body: bytes) -> Mapping[str, str]:

@@ -16,6 +16,9 @@ noted by 0, or was noted NOTED_S ago. FILE_MADE then answers `late`: the maker b
 the note goes: it is of one who made the file once more, after a kill. A blob that is kept for a time without a file (a
 result, a message's body) has a note by that time less NOTED_S.
 
+    message's body (`producers.contract.message`): note, until BODY_KEPT_S from now ─▶ blob ─▶ the message is sent;
+    each read notes it for BODY_KEPT_S more
+
 Ids sort by the time at which they were made, so a list's cursor need not be there any more. Every call may raise
 redis.exceptions.RedisError or OSError, and may be called again.
 """
@@ -23,19 +26,25 @@ redis.exceptions.RedisError or OSError, and may be called again.
 from __future__ import annotations
 
 import asyncio
+import re
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Self
 
+import redis
 from redis.asyncio import Redis
 
 from producers.connection.script import Call, aexecute_many, arun, script, seconds, text
 from producers.contract import keys
 from producers.contract.keys import timed_id
-from producers.store.blobs import Blobs
+from producers.contract.message import BodyGone, MessageTooLarge
+from producers.errors import shown
+from producers.store.blobs import BlobNotFound, Blobs
 from producers.store.protocol import NOTED_S as NOTED_S
 from producers.store.protocol import PACKAGE
+from producers.store.references import Places
 
 PREFIX: Final = "file-"
 #: Purposes that files may have: what is uploaded, and what a batch writes.
@@ -47,6 +56,10 @@ KEPT_S: Final = 30 * 24 * 3600
 LEASE_S: Final = 600
 #: Most uploads of one tenant at a time.
 MAX_UPLOADS: Final = 64
+#: Time (s) for which a body is kept from its last read on: SQS keeps a message for 14 days at most.
+BODY_KEPT_S: Final = 15 * 24 * 3600
+#: Names of such blobs: whoever may send a message could otherwise have any file read.
+_BODY_NAME: Final = re.compile(r"message-[0-9a-f]{32}")
 #: Pause (s) before a file is made again whose maker seemed dead to the sweeper.
 LATE_S: Final = 1.0
 
@@ -245,3 +258,42 @@ async def _page(store: Redis, name: str, after: str | None, count: int, newest_f
 def _keys(file_id: str, tenant: str, purpose: str) -> tuple[str, ...]:
     lists = (keys.files(tenant), keys.files(tenant, purpose))
     return keys.file(file_id), *lists, keys.FILES_EXPIRING, keys.FILE_NOTES, keys.file_bytes(tenant)
+
+
+class MessageBlobs:
+    """Message bodies as blobs. `location`: the folder or bucket that all processes share; None: there is none."""
+
+    def __init__(self, store: redis.Redis, location: str | None) -> None:
+        self._store = store
+        self._places = Places(location)
+
+    def put(self, body: bytes) -> Mapping[str, str]:
+        if (blobs := self._blobs()) is None:
+            raise MessageTooLarge(f"a message's body has {len(body)} bytes: it needs --files-dir")
+        name = f"message-{secrets.token_hex(16)}"
+        self._store.zadd(keys.FILE_NOTES, {name: _due()})
+        with blobs.writer(name) as writer:
+            writer.write(body)
+            writer.commit()
+        return {"name": name}
+
+    def get(self, reference: Mapping[str, str]) -> bytes:
+        name = str(reference.get("name"))
+        if not _BODY_NAME.fullmatch(name):
+            raise BodyGone(f"the message's body is gone: {shown(name)} names none")
+        if (blobs := self._blobs()) is None:
+            raise BodyGone("the message's body is in a file: this process needs --files-dir")
+        try:
+            body = blobs.read(name, 0, blobs.size(name))
+        except BlobNotFound as error:
+            raise BodyGone(f"the message's body is gone: {error}") from error
+        self._store.zadd(keys.FILE_NOTES, {name: _due()}, xx=True, gt=True)
+        return body
+
+    def _blobs(self) -> Blobs | None:
+        return None if self._places.location is None else self._places.at(self._places.location)
+
+
+def _due() -> int:
+    """The time of a note (unix s) that the sweeper obeys BODY_KEPT_S from now."""
+    return int(time.time()) + BODY_KEPT_S - NOTED_S

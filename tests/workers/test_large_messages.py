@@ -12,7 +12,7 @@ from redis import Redis
 
 from producers.contract import keys
 from producers.contract.message import check_in
-from producers.store.references import MessageBlobs
+from producers.store.files import MessageBlobs
 from tests.stub_engine import text_of
 from tests.workers.rig import MODEL, Rig, rig
 

@@ -9,7 +9,7 @@ from producers.broker.base import Consumer, Sender
 from producers.broker.connect import connect_consumer, connect_sender, control_url
 from producers.connection.connect import SILENT_S, connect
 from producers.contract.keys import Pool
-from producers.store.references import MessageBlobs
+from producers.store.files import MessageBlobs
 from workers.settings import WorkerSettings
 
 

@@ -12,8 +12,7 @@ from redis import Redis
 from producers import AsyncClient
 from producers.contract import keys
 from producers.contract.message import BODY_HEADER, BodyGone, Message, MessageTooLarge, check_in, redeem
-from producers.store.files import NOTED_S
-from producers.store.references import KEPT_S, MessageBlobs
+from producers.store.files import BODY_KEPT_S, NOTED_S, MessageBlobs
 from producers.sweeper.retention import remove_files
 from tests.aws import Aws
 from tests.producers.store.test_s3 import bucket_of
@@ -52,7 +51,7 @@ async def test_a_body_is_removed_when_its_time_is_over_and_each_read_lengthens_i
     bodies = MessageBlobs(valkey, str(tmp_path))
     sent = check_in(envelope("x" * MOST), MOST, bodies)
     ((name, due),) = valkey.zrange(keys.FILE_NOTES, 0, -1, withscores=True)
-    assert abs(due - (time.time() + KEPT_S - NOTED_S)) < 600
+    assert abs(due - (time.time() + BODY_KEPT_S - NOTED_S)) < 600
     valkey.zadd(keys.FILE_NOTES, {name: due - 1000})
     assert redeem(sent, bodies)
     assert valkey.zscore(keys.FILE_NOTES, name) >= due

@@ -24,7 +24,7 @@ from producers.broker.sqs.sending import put_celery
 from producers.connection.aws import AwsError, AwsMissing
 from producers.connection.trouble import Trouble, trouble
 from producers.contract.message import Message, MessageTooLarge, redeem
-from producers.store.references import MessageBlobs
+from producers.store.files import MessageBlobs
 from tests.aws import Aws
 from tests.aws_faults import Fault, Faults
 from tests.producers.broker.conftest import make_queues
