@@ -118,7 +118,7 @@ async def test_a_worker_of_another_pool_keeps_what_all_of_its_model_take_from(
     begin(valkey, "other.1", OTHER)
     orphaned = sweeping(aclient)
     await orphaned.sweep()
-    await queues.sweep()
+    await orphaned.sweep()
     found = left(valkey, sent)
     assert all(found[name] == ids for name, ids in sent.items() if name.startswith(QUEUE))
     assert not any(found[name] for name in sent if name.startswith(MODEL) and not name.startswith(QUEUE))

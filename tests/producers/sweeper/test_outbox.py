@@ -11,7 +11,7 @@ from producers import AsyncClient
 from producers.connection import log_throttle
 from producers.connection.script import run
 from producers.contract import keys
-from producers.store import retention as store_outbox
+from producers.store import outbox as store_outbox
 from producers.sweeper import retention
 from producers.sweeper.retention import Trimmed, trim_outbox
 
