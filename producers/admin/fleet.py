@@ -104,7 +104,7 @@ async def read_fleet(store: Redis, broker: Broker) -> Fleet:
             for command in (("ZCARD", index), ("ZRANGE", index, "0", "0", "WITHSCORES"))
         ),
     )
-    models, pool_entries, leads, swept, now, *answers = await ask(store, commands)
+    models, pool_entries, leads, swept, now, *answers = await aexecute_many(store, commands)
     at = seconds(now)
     scaling, index_answers = _scaling(*answers[:5]), answers[5:]
     pools, dead_letters = await _pools(store, broker, _served(models, pool_entries))

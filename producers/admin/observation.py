@@ -15,8 +15,8 @@ from redis.asyncio import Redis
 
 from producers.admin.fleet import Fleet, Pool, read_fleet
 from producers.broker.base import Broker
-from producers.broker.values import NOTHING_COUNTED, Counted, Standing
-from producers.connection.script import ask, text
+from producers.broker.values import NO_COUNTS, QueuePosition, TenantCounts
+from producers.connection.script import aexecute_many, text
 from producers.connection.storage import read_storage
 from producers.contract import keys, levels
 from producers.contract.keys import takes_from
@@ -35,7 +35,7 @@ SAMPLE_OFFSETS, SAMPLE_SIZE = 16, 16
 Lease = Mapping[str, Any]
 
 
-async def count_tenants(store: Redis, message: Message, since: float) -> Counted:
+async def count_tenants(store: Redis, message: Message, since: float) -> TenantCounts:
     """`since`: when the task that has waited longest in its tier was submitted, unix s. Raises
     redis.exceptions.RedisError or OSError.
 
@@ -45,16 +45,16 @@ async def count_tenants(store: Redis, message: Message, since: float) -> Counted
     index, first = keys.tasks(message.tenant), str(int(since * 1000))
     spans = (("-inf", f"({first}"), (first, f"({message.at}"), (first, "+inf"))
     commands = [("HLEN", keys.WAITING_TENANTS), *(("ZCOUNT", index, *span) for span in spans)]
-    tenants, skipped, before, whole = await ask(store, commands)
+    tenants, skipped, before, whole = await aexecute_many(store, commands)
     if not 0 < tenants <= MAX_TENANTS:
-        return NOTHING_COUNTED
+        return NO_COUNTS
     sizes_of = _look_up(index, skipped, before) if message.tenant else ()
-    counts, *samples = await ask(store, [("HGETALL", keys.WAITING_TENANTS), *sizes_of])
+    counts, *samples = await aexecute_many(store, [("HGETALL", keys.WAITING_TENANTS), *sizes_of])
     waiting = {text(name): int(number) for name, number in counts.items()}
     sizes = [int(size) for sample in samples for size in sample if size is not None and size.isdigit()]
     share = before / whole if whole and whole >= LISTED_SHARE * waiting.get(message.tenant or "", 0) else None
     tokens = sum(sizes) / len(sizes) if sizes else None
-    return Counted(waiting, share, tokens)
+    return TenantCounts(waiting, share, tokens)
 
 
 def _look_up(index: str, first: int, count: int) -> Iterator[tuple[str | int, ...]]:
@@ -77,7 +77,7 @@ class Observation:
     """The queue of the task's version: what waits there, by tier."""
     workers: list[Lease] = field(default_factory=list)
     """Workers that serve the version and can do what it needs."""
-    queue_position: Standing | None = None
+    queue_position: QueuePosition | None = None
     """Its place in its tier; None if it does not wait there, or the broker has no order."""
     profile: Profile = field(default_factory=Profile)
     scaling: Mapping[str, Any] | None = None
@@ -196,13 +196,15 @@ def _message(record: Record) -> Message | None:
         return None
 
 
-async def _queue_position(broker: Broker, record: Record, message: Message, counted: Counted) -> Standing | None:
+async def _queue_position(
+    broker: Broker, record: Record, message: Message, counted: TenantCounts
+) -> QueuePosition | None:
     if "fingerprint" in record.fields:  # it was begun: its message goes back to its pool, while that has a worker
         queue = keys.Pool(record.model, record.fields.get("version", ""), record.fields["fingerprint"]).queue
         queue = levels.queue_of(queue, levels.split(message.queue)[1])
-        if (position := await broker.standing(replace(message, queue=queue), counted)) is not None:
+        if (position := await broker.queue_position(replace(message, queue=queue), counted)) is not None:
             return position
-    return await broker.standing(message, counted)
+    return await broker.queue_position(message, counted)
 
 
 def _scaling(fleet: Fleet, model: str, version: str) -> Mapping[str, Any] | None:

@@ -137,7 +137,7 @@ class Journal:
                     changed[HASHES[kind], subject] = None
         if not changed:
             return []
-        values = await ask(self._store, [("HGET", name, subject) for name, subject in changed])
+        values = await aexecute_many(self._store, [("HGET", name, subject) for name, subject in changed])
         return [
             {"kind": "field", "name": name, "field": subject, "value": None if value is None else encode(value)}
             for (name, subject), value in zip(changed, values, strict=True)

@@ -119,7 +119,7 @@ class Restore:
         for number in range(self.done, len(manifest.segments)):
             segment_commands = await asyncio.to_thread(self._commands_of, number)
             await self._do(segment_commands)
-            await ask(store, [("HSET", keys.RESTORE, "segments", number + 1)])
+            await aexecute_many(store, [("HSET", keys.RESTORE, "segments", number + 1)])
             self.each(number + 1)
         if not self.counted:
             counts = (self._waiting(), self._accounts(), self._kept(), self._outbox(), self._ledger())
@@ -141,9 +141,9 @@ class Restore:
         for command in queued:
             chunk.append(command)
             if len(chunk) == PIPELINE_SIZE:
-                await ask(self.client.store, chunk)
+                await aexecute_many(self.client.store, chunk)
                 chunk = []
-        await ask(self.client.store, chunk)
+        await aexecute_many(self.client.store, chunk)
 
     def _copy_blobs(self) -> None:
         blobs = self.plan.manifest.blobs

@@ -313,7 +313,7 @@ async def lines_of(store: Redis, tenant: str) -> tuple[int, int]:
     inputs. Raises redis.exceptions.RedisError or OSError."""
     ids = await store.smembers(keys.open_batches(tenant))
     fields = ("line", "written", "offset", "written_offset")
-    answers = await ask(store, [("HMGET", keys.batch(text(name)), *fields) for name in ids]) if ids else []
+    answers = await aexecute_many(store, [("HMGET", keys.batch(text(name)), *fields) for name in ids]) if ids else []
     rows = [[int(number) for number in row] for row in answers if None not in row]
     return sum(row[0] - row[1] for row in rows), sum(row[2] - row[3] for row in rows)
 

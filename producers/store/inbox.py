@@ -84,7 +84,7 @@ async def open_entries(store: Redis, location: str) -> list[tuple[Entry, str | N
     """The place's open objects, the oldest first, each with the status of its batch; None before that is made."""
     entries = [Entry.parse(text(name), text(raw)) for name, raw in (await store.hgetall(keys.inbox(location))).items()]
     entries.sort(key=lambda entry: entry.id)
-    statuses = await ask(store, [("HGET", keys.batch(entry.id), "status") for entry in entries])
+    statuses = await aexecute_many(store, [("HGET", keys.batch(entry.id), "status") for entry in entries])
     return [(entry, text(raw) if raw else None) for entry, raw in zip(entries, statuses, strict=True)]
 
 

@@ -252,7 +252,7 @@ async def backlog(store: Redis) -> Backlog:
 
 async def _sources(store: Redis) -> list[str | None]:
     """Sources with due rows (`due_at`): None for webhooks, and each source with replies."""
-    (sources,) = await ask(store, [("SMEMBERS", keys.REPLIES)])
+    (sources,) = await aexecute_many(store, [("SMEMBERS", keys.REPLIES)])
     return [None, *sorted(text(source) for source in sources)]
 
 
@@ -299,7 +299,7 @@ async def _names(store: Redis, state: State, since: int | None) -> AsyncIterator
 
 
 async def _read(store: Redis, names: Sequence[str]) -> list[Row | None]:
-    answers = await ask(store, [("HGETALL", keys.webhook_row(name)) for name in names])
+    answers = await aexecute_many(store, [("HGETALL", keys.webhook_row(name)) for name in names])
     return [
         Row.parse(name, [part for item in raw.items() for part in item]) if raw else None
         for name, raw in zip(names, answers, strict=True)

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from producers.broker.values import Listed
+from producers.broker.values import ListedWorker
 from producers.client.aio import AsyncClient
-from producers.connection.script import Call, arun, ask, parsed, script, text
+from producers.connection.script import Call, aexecute_many, arun, parsed, script, text
 from producers.contract import keys, levels
 from producers.contract.keys import takers_of, version_queue_of
 from producers.contract.levels import emptied, looked_after, queue_of, split
@@ -71,13 +71,13 @@ class OrphanedQueues:
         pools = {text(queue): text(entry) for queue, entry in (await self._store.hgetall(keys.POOLS)).items()}
         takers = takers_of(pools)
         workers = await self._broker.workers()
-        served = {worker.queue for worker in workers if worker.left is not None}
+        served = {worker.queue for worker in workers if worker.remaining_s is not None}
         now = time.monotonic()
         unserved_since = {queue: since.get(queue, now) for queue, its in takers.items() if not served & set(its)}
         late = [queue for queue, first in unserved_since.items() if queue in since and now - first >= self._patience_s]
         reaped = recalled = 0
         for worker in workers:
-            if worker.queue in late and worker.left is None:
+            if worker.queue in late and worker.remaining_s is None:
                 reaped += max(0, await self._broker.reap(worker.incarnation))
         for pool, entry in pools.items():
             for queue, target in zip(looked_after(pool), looked_after(version_queue_of(entry)), strict=True):
@@ -214,7 +214,7 @@ class RetiredPools:
         """
         messages = [(raw, headers) for raw in page if (headers := task_headers(raw)) is not None]
         ids = [headers["id"] for _, headers in messages]
-        answers = await ask(
+        answers = await aexecute_many(
             self._store,
             [
                 *(("HMGET", keys.task(task_id), "status", "settled") for task_id in ids),
@@ -352,7 +352,7 @@ class UnservedTasks:
         return ended
 
     async def _leases(self, workers: Sequence[str]) -> list[dict[str, Any]]:
-        leases = await ask(self._store, [("GET", keys.lease(name)) for name in workers])
+        leases = await aexecute_many(self._store, [("GET", keys.lease(name)) for name in workers])
         return [parsed(lease) for lease in leases if lease is not None]
 
     async def _end(self, queue: str, version: str, pools: Sequence[str], workers: Sequence[str], error: str) -> int:
@@ -390,7 +390,7 @@ class UnservedTasks:
         return ended
 
 
-def _names(listed: Sequence[Listed], models: Mapping[str, str], model: str) -> list[str]:
+def _names(listed: Sequence[ListedWorker], models: Mapping[str, str], model: str) -> list[str]:
     """The incarnations that serve the model. `models`: by their pools."""
     return [worker.incarnation for worker in listed if models.get(worker.queue) == model]
 

@@ -25,7 +25,7 @@ from producers.admin.dead_letters import letters, purge
 from producers.backup.journal import Journal
 from producers.client.aio import AsyncClient
 from producers.connection.log_throttle import warn_throttled
-from producers.connection.script import Call, arun, ask, ms, seconds, text
+from producers.connection.script import Call, aexecute_many, arun, ms, seconds, text
 from producers.contract import keys
 from producers.store import files, task_index
 from producers.store.blobs import Blobs
@@ -113,7 +113,7 @@ class Stale:
     async def _incarnations(self, removed: RemovedData, since: dict[str, float], kept: dict[str, float]) -> None:
         for worker in await self._broker.workers():
             name = worker.incarnation
-            if worker.left is None and self._long(keys.lease(name), since, kept):
+            if worker.remaining_s is None and self._long(keys.lease(name), since, kept):
                 count = await self._broker.reap(name)
                 removed.incarnations += count >= 0
                 removed.deliveries += max(count, 0)
@@ -172,11 +172,15 @@ async def erase(client: AsyncClient, journal: Journal | None = None) -> Erased:
     done = Erased()
     if journal is not None:
         await journal.keep()
-    now, page = await ask(client.store, [("TIME",), ("ZRANGE", keys.ERASING, 0, ERASE_PAGE - 1, "WITHSCORES")])
+    now, page = await aexecute_many(
+        client.store, [("TIME",), ("ZRANGE", keys.ERASING, 0, ERASE_PAGE - 1, "WITHSCORES")]
+    )
     deleted = {text(task_id): int(float(at)) for task_id, at in zip(page[::2], page[1::2], strict=True)}
     if not deleted:
         return done
-    done.results = sum(await ask(client.store, [("UNLINK", keys.celery_result(task_id)) for task_id in deleted]))
+    done.results = sum(
+        await aexecute_many(client.store, [("UNLINK", keys.celery_result(task_id)) for task_id in deleted])
+    )
     for letter in [letter async for letter in letters(client) if letter.task_id in deleted]:
         done.letters += await purge(client, letter)
     if journal is None and await client.store.exists(keys.JOURNAL):
@@ -185,7 +189,7 @@ async def erase(client: AsyncClient, journal: Journal | None = None) -> Erased:
         )
         return done
     if over := [task_id for task_id, at in deleted.items() if at < ms(now) - ERASE_LATE_S * 1000]:
-        await ask(client.store, [("ZREM", keys.ERASING, *over)])
+        await aexecute_many(client.store, [("ZREM", keys.ERASING, *over)])
     return done
 
 

@@ -35,7 +35,7 @@ from producers.connection.local import FILES_DIR
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import aexecute_many, arun
 from producers.connection.storage import PRESSED, read_storage
-from producers.connection.trouble import said
+from producers.connection.trouble import error_text
 from producers.contract import keys
 from producers.contract.sealing import Keyring
 from producers.errors import PenstockError
@@ -117,7 +117,7 @@ class Condition:
 
     def failed(self, sweep: object, error: Exception) -> None:
         since, _ = self.failing.get(sweep, (time.monotonic(), ""))
-        self.failing[sweep] = since, said(error)
+        self.failing[sweep] = since, error_text(error)
 
     def unready(self) -> list[str]:
         """Reasons why it does not do its work now; empty while it leads or stands by."""

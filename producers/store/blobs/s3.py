@@ -26,7 +26,7 @@ from io import BytesIO
 from typing import Any, Final, Protocol, Self
 from urllib.parse import quote
 
-from producers.connection.aws import AwsError, AwsMissing, client, told
+from producers.connection.aws import AwsError, AwsMissing, aws_errors, client
 from producers.store.blobs.base import MIN_PART, PIECE, BlobNotFound, Blobs, BlobWriter, checked
 from producers.store.blobs.bucket import Bucket
 
@@ -183,7 +183,7 @@ class Objects:
     def check(self) -> None:
         """Raise AwsError unless the bucket is there and lets us look into it."""
         try:
-            with told(f"reach {self.bucket}", "s3:ListBucket"):
+            with aws_errors(f"reach {self.bucket}", "s3:ListBucket"):
                 self._s3.head_bucket(Bucket=self.bucket.name)
         except AwsMissing as error:
             text = f"there is no bucket {self.bucket.name} for {self.bucket}; check its name, region and endpoint_url"
@@ -192,7 +192,7 @@ class Objects:
     def names(self, prefix: str) -> list[str]:
         """The names of all objects that begin so."""
         whole = self.bucket.key(prefix)
-        with told(f"list objects in {self.bucket}", "s3:ListBucket"):
+        with aws_errors(f"list objects in {self.bucket}", "s3:ListBucket"):
             pages = self._s3.get_paginator("list_objects_v2").paginate(Bucket=self.bucket.name, Prefix=whole)
             names = [entry["Key"] for page in pages for entry in page.get("Contents", ())]
         return [name[len(whole) - len(prefix) :] for name in names]
@@ -200,7 +200,7 @@ class Objects:
     def abort_untouched(self, before: datetime) -> int:
         """Abort uploads that nobody has written to since. Returns how many."""
         aborted = 0
-        with told(f"list uploads to {self.bucket}", "s3:ListBucketMultipartUploads"):
+        with aws_errors(f"list uploads to {self.bucket}", "s3:ListBucketMultipartUploads"):
             pages = self._s3.get_paginator("list_multipart_uploads").paginate(
                 Bucket=self.bucket.name, Prefix=self.bucket.key()
             )
@@ -213,7 +213,10 @@ class Objects:
     def _written(self, upload: dict[str, Any]) -> datetime:
         """When an upload got its last part."""
         begun: datetime = upload["Initiated"]
-        with suppress(AwsMissing), told(f"list parts of an upload to {self.bucket}", "s3:ListMultipartUploadParts"):
+        with (
+            suppress(AwsMissing),
+            aws_errors(f"list parts of an upload to {self.bucket}", "s3:ListMultipartUploadParts"),
+        ):
             pages = self._s3.get_paginator("list_parts").paginate(
                 Bucket=self.bucket.name, Key=upload["Key"], UploadId=upload["UploadId"]
             )
@@ -222,7 +225,7 @@ class Objects:
         return begun
 
     def _abort(self, upload: dict[str, Any]) -> bool:
-        with suppress(AwsMissing), told(f"abort an upload to {self.bucket}", "s3:AbortMultipartUpload"):
+        with suppress(AwsMissing), aws_errors(f"abort an upload to {self.bucket}", "s3:AbortMultipartUpload"):
             self._s3.abort_multipart_upload(Bucket=self.bucket.name, Key=upload["Key"], UploadId=upload["UploadId"])
             return True
         return False
@@ -230,7 +233,7 @@ class Objects:
     @contextmanager
     def _blob_errors(self, call: str, permission: str, name: str) -> Iterator[None]:
         try:
-            with told(f"{call.replace('_', ' ')} {name} in {self.bucket}", permission):
+            with aws_errors(f"{call.replace('_', ' ')} {name} in {self.bucket}", permission):
                 yield
         except AwsMissing as error:
             if error.code not in ("NoSuchKey", "NoSuchVersion", _HEAD):

@@ -7,7 +7,7 @@ from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
 from producers.admin.observation import count_tenants
-from producers.broker.values import NOTHING_COUNTED, Counted
+from producers.broker.values import NO_COUNTS, TenantCounts
 from producers.contract import keys
 from producers.contract.message import Message
 
@@ -21,7 +21,7 @@ async def test_records_tell_how_many_came_before_and_how_large_they_are(valkey: 
             valkey.hset(keys.task(f"task-{number}"), "tokens", 100 if number < 500 else 300)
     async with AsyncRedis.from_url(valkey_url) as store:
 
-        async def counted(at: int, since: float) -> Counted:
+        async def counted(at: int, since: float) -> TenantCounts:
             return await count_tenants(store, Message("it", "q", "default", 1, 7, "a", at), since)
 
         tenants = {"a": 750, "b": 5}
