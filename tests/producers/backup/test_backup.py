@@ -672,7 +672,7 @@ async def test_a_restore_that_was_killed_goes_on(
     for task_id in ids[:10]:
         worker.serve(task_id)
     await systems.back_up()
-    ask, calls, after = restore.ask, [0], [4]
+    ask, calls, after = restore.aexecute_many, [0], [4]
 
     async def dying(redis: Any, commands: Any) -> Any:
         calls[0] += 1
@@ -680,7 +680,7 @@ async def test_a_restore_that_was_killed_goes_on(
             raise Stop
         return await ask(redis, commands)
 
-    monkeypatch.setattr(restore, "ask", dying)
+    monkeypatch.setattr(restore, "aexecute_many", dying)
     with pytest.raises(Stop):
         await systems.restore()
     assert elsewhere.hget(keys.EPOCH, "state") == b"restoring"
