@@ -314,7 +314,7 @@ USUAL_AGES: Final = Ages()
 async def sum_usage(client: AsyncClient, ages: Ages) -> int:
     """Add the ledger's old rows to sums of hours, and hours to days; remove old days. Returns how many rows.
 
-    docs/how/protocol-beside-tasks.md says what remains when it dies in between. Raises redis.exceptions.RedisError or
+    docs/how/deaths.md says what remains when it dies in between. Raises redis.exceptions.RedisError or
     OSError.
     """
     folded = 0
