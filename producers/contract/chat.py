@@ -57,6 +57,28 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
     return [_message(message, f"messages[{at}]") for at, message in enumerate(value)]
 
 
+def _check_arguments(messages: list[Any]) -> None:
+    """Raise InvalidTask for more of tool calls' arguments, as JSON text, than may be parsed."""
+    texts = [
+        call["function"]["arguments"]
+        for message in messages
+        if isinstance(message, dict) and isinstance(message.get("tool_calls"), list)
+        for call in message["tool_calls"]
+        if isinstance(call, dict)
+        and isinstance(call.get("function"), dict)
+        and isinstance(call["function"].get("arguments"), str)
+    ]
+    if (size := sum(map(len, texts))) <= SMALL:
+        return
+    if size > MAX_ARGUMENTS:
+        message = f"the arguments of tool calls have {size} characters; at most {MAX_ARGUMENTS} are taken"
+        raise InvalidTask(message, param="messages")
+    parts = sum(count_parts(text.encode(errors="replace"), MAX_PARTS) for text in texts)
+    if parts > MAX_PARTS:
+        message = f"the arguments of tool calls have {parts} lists, objects and strings; at most {MAX_PARTS} are taken"
+        raise InvalidTask(message, param="messages", code="too_many_parts")
+
+
 def _message(message: Any, path: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise refused(path, message, "an object with role and content", "invalid_type")

@@ -15,10 +15,12 @@ import secrets
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
+from annotated_types import MaxLen
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    FailFast,
     Field,
     PlainValidator,
     StringConstraints,
@@ -191,10 +193,10 @@ Count = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=_STOPS.longest)]
 
 
-Texts = Annotated[tuple[Text, ...], BeforeValidator(as_tuple, json_schema_input_type=list[Text])]
+Texts = Annotated[tuple[Text, ...], FailFast(), BeforeValidator(as_tuple, json_schema_input_type=list[Text])]
 
 
-Ids = Annotated[tuple[Count, ...], BeforeValidator(as_tuple, json_schema_input_type=list[Count])]
+Ids = Annotated[tuple[Count, ...], FailFast(), BeforeValidator(as_tuple, json_schema_input_type=list[Count])]
 
 
 Bias = Annotated[float, Field(ge=-_BIASES.reach, le=_BIASES.reach)]
@@ -276,6 +278,11 @@ def unknown_field(name: str, fields: Iterable[str]) -> InvalidTask:
     near = likely(name, fields)
     hint = f"; did you mean {shown(near)}?" if near else f"; a task has {', '.join(fields)}"
     return InvalidTask(f"unknown field {shown(name)}{hint}", param=label(name), code="unknown_parameter")
+
+
+def too_many(name: str, value: Any, fields: Mapping[str, FieldInfo]) -> InvalidTask:
+    """The error for a list or an object of too many entries."""
+    return InvalidTask(f"{name} is {shown(value)}; {name} must be {fields[name].description}", param=name)
 
 
 def refusal(error: ValidationError, fields: Mapping[str, FieldInfo]) -> InvalidTask:
@@ -394,6 +401,10 @@ class Task(BaseModel):
             # What is null was left out, but for what has to be there.
             needed = {"model"} if fields.get("messages") is not None else {"model", "prompt"}
             values = {k: v for k, v in fields.items() if v is not None or k in needed}
+            for name, value in values.items():
+                # By hand, too: pydantic lists every entry that is not right, before it looks how many there are.
+                if name in MAX_ENTRIES and isinstance(value, list | tuple | Mapping) and len(value) > MAX_ENTRIES[name]:
+                    raise too_many(name, value, type(self).model_fields)
             try:
                 super().__init__(**values)
                 return
@@ -551,3 +562,12 @@ class Task(BaseModel):
             if limit < int(card["context_length"]) - (self.prompt_tokens or 1):
                 update["max_tokens"] = max(1, limit)
         return self.model_copy(update=update)
+
+
+#: Field -> the most entries of its list or object.
+MAX_ENTRIES: Final[Mapping[str, int]] = {
+    name: bound.max_length
+    for name, field in Task.model_fields.items()
+    for bound in field.metadata
+    if isinstance(bound, MaxLen) and field.annotation not in (str, str | None)
+}

@@ -10,7 +10,7 @@ import sys
 
 from producers.sweeper.retention import Ages
 from producers.sweeper.sweeper import SweeperSettings
-from workers.cli.sweeper import sweep
+from workers.cli.background import sweep
 
 #: Times in seconds.
 HASTY = {

@@ -17,7 +17,7 @@ from producers.contract.keys import takes_from
 from producers.contract.levels import split
 from producers.contract.profile import Profile, sane
 from producers.store.fleet.cards import profile_field
-from workers.autoscaler.policy.signals import LevelQueue, Signals, TierQueue
+from workers.autoscaler.policy import LevelQueue, Signals, TierQueue
 from workers.autoscaler.pools import PoolSettings
 
 Worker = dict[str, Any]
@@ -186,8 +186,8 @@ def _profile(fleet: Fleet, pool: PoolSettings, working: Iterable[Worker]) -> Pro
     """
     version = pool.version or fleet.versions.get(pool.model, "")
     kept = fleet.scaling.profiles.get(profile_field(pool.model, version), Profile())
-    said = [Profile.of(worker.get("profile")) for worker in working]
-    starts = [one.cold_start for one in said if one.cold_start.get("total")]
+    profiles = [Profile.of(worker.get("profile")) for worker in working]
+    starts = [profile.cold_start for profile in profiles if profile.cold_start.get("total")]
     return replace(
         kept,
         reached=None,

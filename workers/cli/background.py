@@ -115,8 +115,8 @@ def sweeper(
 
     from producers.backup.sealed import read_keys
     from producers.errors import PenstockError
+    from producers.sweeper.retention import Ages
     from producers.sweeper.sweeper import SweeperSettings
-    from producers.sweeper.usage import Ages
     from workers.runtime.health import Health
 
     set_up_logging(log_level)
@@ -155,8 +155,7 @@ async def sweep(settings: SweeperSettings, health: Health | None = None) -> None
     from contextlib import suppress
 
     from producers.client.aio import AsyncClient
-    from producers.sweeper.condition import Condition
-    from producers.sweeper.sweeper import lead
+    from producers.sweeper.sweeper import Condition, lead
     from workers.runtime.signals import when_told
 
     async with AsyncClient(settings.broker, settings.store) as client:

@@ -146,11 +146,11 @@ def listed(
     from producers.admin import keys
 
     with records(store, data_dir) as (client, loop):
-        found = [keys.view(one, time.time()) for one in loop.run(keys.matching(client, prefix, tenant))]
-    for one in found:
-        line = f"{one['id']}  {one['state']:<8}  {one['tenant']}  {','.join(one['scopes'])}  {one['name']}"
-        say(json.dumps(one) if as_json else line)
-    if not found and not as_json:
+        descriptions = [keys.view(key, time.time()) for key in loop.run(keys.matching(client, prefix, tenant))]
+    for key in descriptions:
+        line = f"{key['id']}  {key['state']:<8}  {key['tenant']}  {','.join(key['scopes'])}  {key['name']}"
+        say(json.dumps(key) if as_json else line)
+    if not descriptions and not as_json:
         typer.echo("There are no such keys." if prefix or tenant else "There are no keys.")
 
 
@@ -251,9 +251,9 @@ def confirm(
     with records(store, data_dir) as (client, loop):
         ids = [key.id for key in loop.run(api_keys.every(client)) if key.unconfirmed] if every else key_ids or []
         for key_id in ids:
-            key = _found(loop.run(keys.turn(client, key_id, "confirm", Actor(operator()))), key_id)
-            about = keys.view(key, time.time())
-            typer.echo(json.dumps(about) if as_json else f"{key.id} is {about['state']}")
+            key = _existing(loop.run(keys.turn(client, key_id, "confirm", Actor(operator()))), key_id)
+            description = keys.view(key, time.time())
+            typer.echo(json.dumps(description) if as_json else f"{key.id} is {description['state']}")
     if not ids and not as_json:
         typer.echo("No key waits to be confirmed.")
 
@@ -282,9 +282,9 @@ def _turn(verb: str, key_id: str, data_dir: Any, store: str | None, as_json: boo
     from producers.store.access.audit import Actor, operator
 
     with records(store, data_dir) as (client, loop):
-        key = _found(loop.run(keys.turn(client, key_id, verb, Actor(operator()))), key_id)
-    about = keys.view(key, time.time())
-    typer.echo(json.dumps(about) if as_json else f"{key.id} is {about['state']}")
+        key = _existing(loop.run(keys.turn(client, key_id, verb, Actor(operator()))), key_id)
+    description = keys.view(key, time.time())
+    typer.echo(json.dumps(description) if as_json else f"{key.id} is {description['state']}")
 
 
 def _existing(key: Key | None, key_id: str) -> Key:
@@ -308,7 +308,7 @@ def _shown_once(key: Key, token: str, as_json: bool) -> None:
 def _described(key: Key, as_json: bool) -> None:
     from producers.admin import keys
 
-    about = keys.view(key, time.time())
+    description = keys.view(key, time.time())
     if as_json:
         typer.echo(json.dumps(description))
         return

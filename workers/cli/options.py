@@ -165,10 +165,10 @@ def proxies(proxies: list[str] | None) -> list[str] | None:
 
 def checked_location(location: str | None) -> str | None:
     """Checks a place for files. Raises typer.BadParameter for a bad URL."""
-    from producers.store.blobs import checked_location
+    from producers.store.blobs import valid_location
 
     try:
-        return None if place is None else checked_location(place)
+        return None if location is None else valid_location(location)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 

@@ -26,7 +26,6 @@ from redis import Redis
 from engine.plan import StepWork
 from producers.connection.log_throttle import warn_throttled
 from producers.contract.profile import Profile
-from producers.store.fleet.profiles import field, keep
 from workers.connect import LOST
 from workers.measure.steps import Knee, Mix, StepTimes
 from workers.state.served import Served
@@ -188,7 +187,7 @@ class Keeper:
     """`profile`: the worker's present profile. Any thread."""
 
     def __init__(self, served: Served, measured: Measured, profile: Callable[[], Profile]) -> None:
-        self._name = field(served.pool.model, served.pool.version)
+        self._name = profile_field(served.pool.model, served.pool.version)
         self._measured = measured
         self._profile = profile
         self._lock = threading.Lock()
@@ -204,7 +203,7 @@ class Keeper:
                 measured_now.cold_start != self._start and "total" in measured_now.cold_start,
             )
             try:
-                if keep(store, self._name, measured_now, fresh=fresh, started=started):
+                if keep_profile(store, self._name, measured_now, fresh=fresh, started=started):
                     self._evidence = evidence
                     self._start = measured_now.cold_start if started else self._start
             except LOST as exc:

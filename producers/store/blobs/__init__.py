@@ -25,9 +25,9 @@ __all__ = [
     "Blobs",
     "FolderBlobs",
     "Line",
-    "checked_place",
     "lines",
     "open_blobs",
+    "valid_location",
 ]
 
 
@@ -41,7 +41,7 @@ def open_blobs(location: str | os.PathLike[str]) -> Blobs:
     return FolderBlobs(location)
 
 
-def checked_location(location: str) -> str:
+def valid_location(location: str) -> str:
     """The place. Raises ValueError for a bad URL of a bucket, or another kind of URL."""
     if bucket.is_s3(location):
         bucket.read(location)

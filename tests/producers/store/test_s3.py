@@ -13,7 +13,7 @@ import pytest
 
 from producers.connection.aws import AwsError, AwsMissing
 from producers.connection.trouble import Trouble
-from producers.store.blobs import BlobNotFound, Blobs, checked_location, open_blobs
+from producers.store.blobs import BlobNotFound, Blobs, open_blobs, valid_location
 from producers.store.blobs.base import PIECE
 from producers.store.blobs.bucket import Bucket, lifecycle, read
 from producers.store.blobs.s3 import MAX_OPEN, MIN_OPEN_READ, PART
@@ -64,7 +64,7 @@ def test_a_url_is_read_and_written_again() -> None:
 )
 def test_a_bad_place_is_refused_with_the_reason(url: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        checked_location(url)
+        valid_location(url)
 
 
 def test_objects_are_written_with_the_settings_of_the_url(aws: Aws) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from engine.declared import declared
 from engine.params import SamplingParams
-from producers.contract.stream.events import Event, Prompt, Token
+from producers.contract.stream import Event, Prompt, Token
 from producers.errors import PenstockError, SubmitFailed, TaskExists, TaskNotFound
 from workers.trials.chaos.checker.history import Journal, ObservedTask
 from workers.trials.chaos.load import Manner
