@@ -26,6 +26,7 @@ from redis import Redis
 from engine.plan import StepWork
 from producers.connection.log_throttle import warn_throttled
 from producers.contract.profile import Profile
+from producers.store.fleet.cards import keep_profile, profile_field
 from workers.connect import LOST
 from workers.measure.steps import Knee, Mix, StepTimes
 from workers.state.served import Served
