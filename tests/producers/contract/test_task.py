@@ -372,7 +372,7 @@ def test_too_many_entries_are_refused_before_each_is_looked_at(
     monkeypatch: pytest.MonkeyPatch, name: str, entries: Any
 ) -> None:
     """pydantic makes an error of each wrong one: thousands of them took a twentieth of a second, in 64 KB."""
-    monkeypatch.setattr("producers.contract.task.task.refusal", lambda *_: pytest.fail("pydantic has looked at it"))
+    monkeypatch.setattr("producers.contract.task.refusal", lambda *_: pytest.fail("pydantic has looked at it"))
     with pytest.raises(InvalidTask, match=f"{name} must be") as refused:
         Task(model="m", prompt="x", **{name: entries})
     assert (refused.value.param, refused.value.code) == (name, "invalid_value")

@@ -14,9 +14,9 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from producers.contract.json_parts import MAX_PARTS, count_parts, count_values
 
 from producers.contract import json_parts, task
+from producers.contract.json_parts import MAX_PARTS, count_parts, count_values
 from producers.contract.task import MAX_PROMPT_TOKENS, Task, read_json
 from producers.gateway import app
 from producers.gateway.http import request_body as body
