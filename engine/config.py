@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from engine.declared import checked, declare
-from engine.declared.bounds import Flag, Integer, Number, OneOf, Text
+from engine.declared import Flag, Integer, Number, OneOf, Text, checked, declare
 from engine.errors import EngineError, RequestError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]

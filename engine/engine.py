@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from engine.config import EngineConfig
-from engine.errors import EngineError, RequestError
-from engine.execution.device_health import check_alive
+from engine.errors import DeviceLostError, EngineError, RequestError, brief
 from engine.execution.loop import StepLoop
 from engine.execution.placement import REHEARSED, plan_capacity, runner_for, speculation_for, while_idle
 from engine.execution.threads import threads_for
@@ -29,8 +28,7 @@ from engine.models import Model, load_model
 from engine.params import SamplingParams
 from engine.request import Choice, Event, Output, Request
 from engine.scheduling.policy import Policy
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.stats import SchedulerStats
+from engine.scheduling.scheduler import Scheduler, SchedulerStats
 from engine.scheduling.traits import ModelTraits
 from engine.text import ModelCard, Tokenizer
 from engine.text.checkpoint import model_version
@@ -322,3 +320,22 @@ def _fingerprint(model: Model, block_size: int) -> str:
         parser_version(),
     )
     return hashlib.sha256("|".join(traits).encode()).hexdigest()[:8]
+
+
+def check_alive(device: torch.device) -> None:
+    """Wait for all queued work. Raises DeviceLostError if the device will run nothing more for this process.
+
+    An illegal memory access by a kernel, or a fault of the GPU, ends CUDA for the whole process.
+    """
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        # A transient error is reported only once.
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            raise DeviceLostError(
+                f"{device} does nothing more for this process, which has to be started anew: {brief(error)}"
+            ) from error

@@ -24,21 +24,21 @@ _TYPICAL_WINDOWS = 4
 
 
 def kv_spaces(
-    asked: int | None, groups: Sequence[KvGroup], sizes: Sequence[int], capacity: Capacity, free: int
+    requested: int | None, groups: Sequence[KvGroup], sizes: Sequence[int], capacity: Capacity, free: int
 ) -> tuple[KvSpace, ...]:
-    """The blocks of each group. Together they fill the `asked` bytes or, if that is None, the `free` bytes.
+    """The blocks of each group. Together they fill the `requested` bytes or, if that is None, the `free` bytes.
 
     `sizes`: the bytes of a block of each group. `capacity`: the engine's, whose spaces are not known yet. A group never
     gets more blocks than its sequences can fill. Raises EngineError if a group would lack the blocks that a single
     sequence needs to begin.
     """
-    budget = free if asked is None else asked
+    budget = free if requested is None else requested
     minima, shares, maxima = _bounds(groups, capacity)
     whole = budget // sum(size * share for size, share in zip(sizes, shares, strict=True))
     counts = [max(low, min(whole * share, high)) for low, share, high in zip(minima, shares, maxima, strict=True)]
     remaining = budget - sum(count * size for count, size in zip(counts, sizes, strict=True))
     if remaining < 0:
-        source = f"kv_cache_bytes={asked}" if asked is not None else f"the free memory ({budget} bytes)"
+        source = f"kv_cache_bytes={requested}" if requested is not None else f"the free memory ({budget} bytes)"
         needed = " and ".join(f"{count} of {size} bytes" for count, size in zip(minima, sizes, strict=True))
         tokens = f"({capacity.block_size} tokens)"
         raise EngineError(f"{source} does not hold the KV blocks of a single sequence: {needed} {tokens}")

@@ -7,8 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from engine.declared import checked, declare, declared
-from engine.declared.bounds import MAX_INT32, Biases, Flag, Integer, JsonObject, Number, Strings, Text, TokenIds
+from engine.declared import (
+    MAX_INT32,
+    Biases,
+    Flag,
+    Integer,
+    JsonObject,
+    Number,
+    Strings,
+    Text,
+    TokenIds,
+    checked,
+    declare,
+    declared,
+)
 from engine.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -111,7 +123,7 @@ class SamplingParams:
     """The output is a text of this grammar, in llguidance's variant of Lark."""
     seed: int | None = declare(None, Integer(0, MAX_SEED), "Random seed; the same seed repeats the output.")
     stop: tuple[str, ...] = declare(
-        (), Strings(16, 256, one=True), "Text that ends the output. May be repeated.", metavar="TEXT"
+        (), Strings(16, 256, allow_single=True), "Text that ends the output. May be repeated.", metavar="TEXT"
     )
     """Strings that end the text; they are not part of it, unless include_stop."""
     stop_token_ids: tuple[int, ...] = declare(
@@ -202,9 +214,9 @@ DEFAULTS: Final[Mapping[str, float]] = {
 }
 
 
-def filled(asked: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of DEFAULTS that are None or missing in `asked`: the model's own default, else everybody's."""
-    return {name: model.get(name, usual) for name, usual in DEFAULTS.items() if asked.get(name) is None}
+def filled(requested: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of DEFAULTS that are None or missing in `requested`: the model's own default, else everybody's."""
+    return {name: model.get(name, usual) for name, usual in DEFAULTS.items() if requested.get(name) is None}
 
 
 def too_many_parts(name: str, form: str | Mapping[str, Any], outputs: int) -> str | None:

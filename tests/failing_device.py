@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 import engine.engine
-from engine.execution.device_health import check_alive
+from engine.engine import check_alive
 from engine.plan import StepPlan
-from workers.runtime.serving import load_engine
+from workers.runtime.worker import load_engine
 
 ERRORS = {
     "lost": "CUDA error: an illegal memory access was encountered",
@@ -64,7 +64,7 @@ class FailingDevice:
 
 
 def load(model: str, options: dict[str, Any]) -> tuple[Any, dict[str, bytes]]:
-    """As `workers.runtime.serving.load_engine`. The engine asks whether its device lives as it asks a GPU."""
+    """As `workers.runtime.worker.load_engine`. The engine asks whether its device lives as it asks a GPU."""
     made, files = load_engine(model, options)
     pipeline = made._pipeline
     device = pipeline._executor = FailingDevice(pipeline._executor, made._model._norm.weight)

@@ -2,8 +2,8 @@
 
 Behaves like `engine.Engine` as far as the worker uses it. Environment: STUB_STEP_S (pause a step), STUB_SEQS,
 STUB_TOKENS (KV tokens), STUB_FAULTS (how often each request fails before it goes well), STUB_FAULT_SEEDS (of which
-requests that is true, by their seeds; unset: of all), STUB_FAULT_CHOICE (only this choice fails, and the others run
-on; unset: the whole request), STUB_SHORT_CHOICE (choice 0 stops after so many tokens), STUB_STALLED (no request makes a
+requests that is true, by their seeds; unset: of all), STUB_FAULT_CHOICE (only this choice fails, and the others run on;
+unset: the whole request), STUB_SHORT_CHOICE (choice 0 stops after so many tokens), STUB_STALLED (no request makes a
 token), STUB_HANG_AFTER (the step after so many does not end, for STUB_HANG_S seconds), STUB_HUNG_BY (nor do those that
 compute a prompt with this token), STUB_LOST_AFTER (so many steps, then the device is lost), STUB_HOLD_AT (no choice
 gets past so many tokens until the file STUB_GO is there; unset: never). A prompt that contains DEADLY kills the process
@@ -29,7 +29,7 @@ from engine.logprobs import TokenLogprobs
 from engine.params import MAX_CHOICES
 from engine.plan import StepWork
 from engine.request import Event, Request
-from engine.scheduling.best_of import Candidates
+from engine.scheduling.group import Candidates
 from workers.flow import probe
 
 VOCABULARY = 1000
@@ -295,7 +295,7 @@ class StubEngine:
                 continue
             seed = request.params.seed or 0
             faulty = self.fault_seeds is None or str(seed) in self.fault_seeds.split(",")
-            faulty = faulty and key != probe.CANARY
+            faulty = faulty and key != probe.TIMED
             spoiled = self._steps > self.nan_after or SPOILED in request.prompt_ids
             fault = faulty and self._failed.get(str(seed), 0) < self.faults
             targets = [running.target] * len(running.done)

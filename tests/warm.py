@@ -42,7 +42,7 @@ _IMPORTS = """
     celery.events celery.fixups.django celery.worker.autoscale celery.worker.consumer celery.worker.control
     celery.worker.heartbeat celery.worker.loops celery.worker.request celery.worker.strategy encodings.idna
     hiredis redis.asyncio tests.chaos.strike tests.chaos.sweeping tests.stub_engine
-    workers.pool.consumer workers.pool.engine_pool workers.pool.task workers.runtime.assembly workers.runtime.worker
+    workers.pool.consumer workers.pool.engine_pool workers.pool.app workers.runtime.assembly workers.runtime.worker
     producers.gateway producers.gateway.app producers.gateway.batches.endpoints
     uvicorn uvicorn.protocols.http.httptools_impl uvloop
     workers.trials.chaos.senders workers.trials.chaos.caller workers.cli.commands workers.cli.gateway
@@ -179,13 +179,13 @@ def _answer(settings: GatewaySettings, listener: socket.socket, env: dict[str, s
 def _serve(settings: dict[str, Any], env: dict[str, str], log: str) -> None:
     _begin(env, log)
     import workers.flow.intake
-    import workers.pool.task
+    import workers.pool.app
     import workers.runtime.drain
     from workers.runtime.worker import run_worker
     from workers.settings import WorkerSettings
 
     # A retried task is ready again after these two.
-    workers.pool.task.RETRY_COUNTDOWN_S = 0.05
+    workers.pool.app.RETRY_COUNTDOWN_S = 0.05
     workers.flow.intake.IDLE_S = 0.2
     # What is not handed back in time returns when the lease lapses, and counts a death: as on a busy machine.
     workers.runtime.drain.HAND_BACK_S, workers.runtime.drain.EXIT_S = 60.0, 70.0  # type: ignore[misc]

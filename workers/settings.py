@@ -21,7 +21,7 @@ class WorkerSettings:
     name: str = field(default_factory=lambda: f"{socket.gethostname()}.{os.getpid()}")
     engine: dict[str, Any] = field(default_factory=dict)
     """Arguments of `engine.EngineConfig`."""
-    engine_factory: str = "workers.runtime.serving:load_engine"
+    engine_factory: str = "workers.runtime.worker:load_engine"
     """`module:callable` that takes (model, engine settings) and returns an object like `engine.Engine`, and the model's
     tokenizer files by name."""
     lease: float = 10.0

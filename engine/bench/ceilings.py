@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from engine.kernels import select
-from engine.kernels.fallback.cpu import computes_natively
+from engine.kernels.fallback import computes_natively
 from engine.models import Model
 from engine.text.checkpoint import HEADS, NO_PARAMETERS, PACKED
 from engine.text.config import Config, packed_bits, read_config

@@ -12,8 +12,7 @@ from typing import Any
 
 from engine.bench.load import MIXES
 from engine.config import EngineConfig
-from engine.declared import declared
-from engine.declared.bounds import Flag, Integer, Number, OneOf
+from engine.declared import Flag, Integer, Number, OneOf, declared
 
 #: The engine's settings that are options here, each by its own name. The others follow from the workload.
 SETTINGS = tuple(name for name in declared(EngineConfig) if name not in ("max_num_seqs", "max_model_len", "seed"))

@@ -1,4 +1,4 @@
-"""Builds the tensors of a step plan: one ragged batch for each KV group."""
+"""Builds the tensors of a step plan, one ragged batch for each KV group, and copies KV blocks before the step."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ Ints = NDArray[np.int64]
 
 #: The arrays of a KV group, and those before them that all groups share.
 _PER_GROUP, _SHARED = 4, 5
+#: The bytes of blocks copied at one time.
+_COPIED = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,3 +203,19 @@ class BlockRows:
         chosen = (last * self._size >= starts) & (ends % self._size != 0)
         blocks: Ints = self._rows[slots[chosen], last[chosen]].astype(np.int64)
         return blocks
+
+
+def copy_blocks(caches: Each[Tensor], copies: Each[tuple[int, int, int]]) -> None:
+    """Copies whole blocks of the KV cache, as a plan asks before its step.
+
+    `caches`: of each KV group, [layers, 2, blocks, ...]. `copies`: (KV group, source block, destination block).
+    """
+    for group in {group for group, _, _ in copies}:
+        pairs = [(source, destination) for of, source, destination in copies if of == group]
+        columns = [np.array(column, np.int64) for column in zip(*pairs, strict=True)]
+        cache = caches[group]
+        sources, destinations = upload(columns, cache.device)
+        # Copy a few at a time, because a copy needs memory beside the cache.
+        size = max(1, _COPIED * len(cache[0, 0]) // cache.nbytes)
+        for some in range(0, len(pairs), size):
+            cache[:, :, destinations[some : some + size]] = cache[:, :, sources[some : some + size]]

@@ -131,7 +131,7 @@ class FormThreads:
             with self._changed:
                 turns.end_turn(job, done)
             if done:
-                self._end(job, made=turns is self._making)
+                self._end(job, done=turns is self._making)
             del job  # else its matchers are kept until the next one comes
 
     def _try_out(self, job: _Job) -> bool:
@@ -148,7 +148,7 @@ class FormThreads:
         request.matchers.append(matcher)
         return len(request.matchers) == request.params.width
 
-    def _end(self, job: _Job, *, made: bool) -> None:
+    def _end(self, job: _Job, *, done: bool) -> None:
         ticket = job.ticket
         failed = ticket.refusal is not None or bool(ticket.fault)
         if ticket.aborted or failed:
@@ -156,7 +156,7 @@ class FormThreads:
                 ticket.request.matchers.pop()
         if ticket.aborted:
             return
-        if made or failed:
+        if done or failed:
             self._ready(ticket)
             return
         with self._changed:

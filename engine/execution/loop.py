@@ -14,8 +14,7 @@ from engine.execution.forms import FormThreads, Ticket
 from engine.execution.pipeline import Executor, Pipeline
 from engine.plan import StepWork
 from engine.request import Event, Request
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.stats import SchedulerStats
+from engine.scheduling.scheduler import Scheduler, SchedulerStats
 
 logger = logging.getLogger("penstock.engine")
 

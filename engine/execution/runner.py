@@ -8,8 +8,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from engine.execution.batch import BatchBuilder
-from engine.execution.copies import copy_blocks
+from engine.execution.batch import BatchBuilder, copy_blocks
 from engine.kv import KvSpace
 from engine.models import Model
 from engine.plan import Sampled, StepPlan, accepted

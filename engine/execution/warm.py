@@ -69,7 +69,7 @@ def warm(
     about the folder.
     """
     try:
-        from engine.kernels.deterministic.gpu import DeterministicFp8Gpu, DeterministicGpu
+        from engine.kernels.deterministic import DeterministicFp8Gpu, DeterministicGpu
         from engine.kernels.gpu import Fp8Gpu, Gpu, interpreted
         from engine.kernels.triton.ahead import compiling_for, target_of
     except ModuleNotFoundError as error:

@@ -46,7 +46,7 @@ class Grammars:
     def tried(self, params: SamplingParams) -> bool:
         """Whether `try_out` has nothing to do for the request's form."""
         (name,) = params.forms
-        return self._trial.known(name, getattr(params, name))
+        return self._trial.is_judged(name, getattr(params, name))
 
     def try_out(self, params: SamplingParams) -> None:
         """Make a matcher of the request's form in another process. Takes milliseconds, for forms at the limits seconds.

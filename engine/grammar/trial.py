@@ -81,8 +81,8 @@ class Trials:
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
         """Verdicts, by the hash of a form."""
 
-    def known(self, name: str, text: str) -> bool:
-        """Whether `check` answers at once: the form was tried before, or is light."""
+    def is_judged(self, name: str, text: str) -> bool:
+        """Whether `check` needs no trial: the form was tried before, or is light."""
         return self._recall(key_of(name, text)) is not None or light(name, text)
 
     def check(self, name: str, text: str) -> None:

@@ -2,8 +2,8 @@
 
 choice: the table of what each set can do, and `select`
 reference: every operation in plain torch, the test oracle of the other sets
-gpu: CUDA, with the kernels in triton/; native/: CPUs, in C++; fallback/: CPUs and CUDA without these, with torch
-deterministic/: CUDA, with rows that depend on nothing but themselves; compressed_kv: the layout of 8-bit KV caches
+gpu: CUDA, with the kernels in triton/; native/: CPUs, in C++; fallback: CPUs and CUDA without these, with torch
+deterministic: CUDA, with rows that depend on nothing but themselves. On a CPU the native set is one
 `prepare_linear` takes the weights, and may repack or quantise them (fp8, packed)
 attention reads the paged KV cache as a ragged batch describes a step; a set also has a compute dtype
 """

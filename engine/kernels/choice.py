@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from engine.errors import EngineError
-from engine.kernels.fallback.cpu import Cpu, computes_natively
-from engine.kernels.fallback.sdpa import Sdpa
+from engine.kernels.fallback import Cpu, Sdpa, computes_natively
 from engine.kernels.fp8 import CAPABILITY
 from engine.kernels.native import Native, load_library
 from engine.kernels.reference import Ragged, Reference
@@ -140,7 +139,7 @@ def _has_triton() -> bool:
 def _triton(device: torch.device, dtype: torch.dtype, fp8: bool, deterministic: bool, kv_cache_dtype: str) -> Gpu:
     if not _has_triton():
         raise EngineError("kernels='triton' need triton, which is not installed: pip install 'penstock[gpu]'")
-    from engine.kernels.deterministic.gpu import DeterministicFp8Gpu, DeterministicGpu
+    from engine.kernels.deterministic import DeterministicFp8Gpu, DeterministicGpu
     from engine.kernels.gpu import Fp8Gpu, Gpu, interpreted
 
     if device.type == "cpu" and not interpreted():

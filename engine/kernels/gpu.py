@@ -11,21 +11,26 @@ from triton import knobs
 from triton.runtime import driver
 
 from engine.errors import EngineError
-from engine.kernels.compressed_kv import SCALE_BYTES, stored_width
 from engine.kernels.fp8 import CAPABILITY, fp8_bytes, fp8_linear, fp8_product, multiplies_fp8, padded
 from engine.kernels.layer import DenseProduct, ExpertParts, PreparedExperts, PreparedLinear
 from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.ragged import RaggedBatch
-from engine.kernels.reference import Reference
+from engine.kernels.reference import SCALE_BYTES, Reference, stored_width
 from engine.kernels.triton.attention.compressed_kv import INT8, KINDS, PLAIN
 from engine.kernels.triton.attention.paged import PagedAttention
 from engine.kernels.triton.attention.rope_kv import rope_and_write
 from engine.kernels.triton.experts import GroupedProduct, add_shares, route, sort
-from engine.kernels.triton.gated import gelu_tanh_mul, silu_mul
-from engine.kernels.triton.norm import WIDEST, add_rms_norm, norm_heads, rms_norm
-from engine.kernels.triton.products.fp8 import quantise_rows
 from engine.kernels.triton.products.one_row import one_row_product
 from engine.kernels.triton.products.quantised import int4_linear, int8_linear
+from engine.kernels.triton.rowwise import (
+    WIDEST,
+    add_rms_norm,
+    gelu_tanh_mul,
+    norm_heads,
+    quantise_rows,
+    rms_norm,
+    silu_mul,
+)
 
 #: The version of what these kernels compute. A change that gives other bits raises it.
 _VERSION = 2
@@ -62,7 +67,7 @@ class Gpu(Reference):
         self, compute_dtype: torch.dtype, *, multiprocessors: int | None = None, kv_cache_dtype: str = "auto"
     ) -> None:
         """`multiprocessors`: the number to split attention for; None asks the GPU. `kv_cache_dtype`: "auto" is
-        `compute_dtype`; see compressed_kv.py for "int8" and "fp8"."""
+        `compute_dtype`; see `stored_width` for "int8" and "fp8"."""
         super().__init__(compute_dtype)
         self._kv_cache_dtype, self._kind = kv_cache_dtype, KINDS[kv_cache_dtype]
         if self._kind != PLAIN:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,8 @@ from engine.kv import KvGroup
 
 #: The numbers dequantised at one time, few enough to stay in a processor's cache until they are multiplied.
 _DEQUANTISED = 1 << 20
+#: The bytes of the scale after each key and each value, for KV caches of "int8".
+SCALE_BYTES: Final = 4
 
 
 class Reference:
@@ -273,3 +276,14 @@ class Ragged(Reference):
 
     name = "ragged"
     ragged = True
+
+
+def stored_width(head_dim: int, kind: str) -> int:
+    """The numbers that a key or value of a head takes in a KV cache, its scale included.
+
+    `kind`: EngineConfig.kv_cache_dtype. In a cache of 8 bits, each key and each value of a head is rounded by itself
+    when it is written, and widened when it is read. "int8" has numbers from -127 to 127 and one scale, stored after
+    them as fp32. "fp8" is plain e4m3 without a scale, because its exponent covers the range of keys and values. Both
+    caches are bytes.
+    """
+    return head_dim + SCALE_BYTES * (kind == "int8")

@@ -1,7 +1,7 @@
 """The sampling state on the device, one row for each slot: sampling parameters and the chosen tokens.
 
 Kernels read it by the slots of a step's rows. So it is not sent with each step, and a recorded step can be replayed for
-other sequences. engine/execution/device/sampling_rows.py fills it.
+other sequences. engine/execution/device/sampler.py fills it.
 """
 
 from __future__ import annotations

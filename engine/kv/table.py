@@ -6,7 +6,7 @@ from collections.abc import Sequence as Names
 from dataclasses import dataclass, field
 
 from engine.kv.blocks import BlockPool
-from engine.kv.groups import KvSpace, first_block, window_blocks
+from engine.kv.capacity import KvSpace, first_block, window_blocks
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class GroupTables:
 
     def part(self, first: int, shared: list[int], copy_from: int | None, tokens: int) -> Part:
         fresh = -(-tokens // self._size) - len(shared)
-        return Part(first, shared, copy_from, fresh, fresh + len(shared) - self.pool.held(shared))
+        return Part(first, shared, copy_from, fresh, fresh + len(shared) - self.pool.count_referenced(shared))
 
     def missing(self, table: Table, computed: int, count: int, tokens: int) -> int:
         """The number of blocks to allocate before computing `count` tokens after the `computed` ones.
@@ -125,7 +125,7 @@ class WindowTables(GroupTables):
     def part(self, first: int, shared: list[int], copy_from: int | None, tokens: int) -> Part:
         needed = min(-(-tokens // self._size) - first, self._max_blocks)
         fresh = 0 if copy_from is None else 1
-        return Part(first, shared, copy_from, fresh, needed - self.pool.held(shared))
+        return Part(first, shared, copy_from, fresh, needed - self.pool.count_referenced(shared))
 
     def missing(self, table: Table, computed: int, count: int, tokens: int) -> int:
         return -(-(computed + count) // self._size) - table.first - len(table.blocks)

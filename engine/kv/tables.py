@@ -11,7 +11,7 @@ from collections.abc import Sequence as Each
 from dataclasses import dataclass
 
 from engine.errors import EngineError
-from engine.kv.groups import KvSpace
+from engine.kv.capacity import KvSpace
 from engine.kv.prefix import extend_hashes
 from engine.kv.table import GroupTables, Part, Table, WindowTables
 from engine.sequence import Sequence

@@ -7,16 +7,15 @@ runs it on token rows [tokens, width].
 
 from engine.layers.attention import Attention, AttentionShape, NormedAttention
 from engine.layers.embedding import Embedding
-from engine.layers.experts import Experts, ExpertShape
 from engine.layers.linear import Linear
-from engine.layers.mlp import GatedMlp
+from engine.layers.mlp import Experts, ExpertShape, GatedMlp
 from engine.layers.norm import RmsNorm
-from engine.layers.rope import Rope
-from engine.layers.rope_scaling import (
+from engine.layers.rope import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    Rope,
     RopeScaling,
     YarnScaling,
 )

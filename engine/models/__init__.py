@@ -1,10 +1,10 @@
 """Loads a Hugging Face folder as a model that computes a step's logits.
 
 registry: finds the family by the architecture that config.json names (families; gemma has code of its own)
-settings, rotary, windows: read config.json into the family's settings
+settings: reads config.json into the family's settings
 decoder: makes the layers and maps each checkpoint tensor to a view of a layer's weights
 loader: checks these against the files' headers, then copies memory-mapped safetensors straight to device and dtype
-quantised: finds the quantised matrices of a checkpoint; at the end the layers pack their weights
+registry also finds the quantised matrices of a checkpoint; at the end the layers pack their weights
 """
 
 from engine.models.registry import Model, load_model, shape_of

@@ -8,10 +8,8 @@ from __future__ import annotations
 import re
 
 from engine.models.decoder import Family
-from engine.models.experts import read_experts
 from engine.models.gemma import GemmaLayer, read_gemma2, read_gemma3, rename_gemma3
-from engine.models.settings import DecoderSettings
-from engine.models.windows import qwen_windows, uniform_windows
+from engine.models.settings import DecoderSettings, qwen_windows, read_experts, uniform_windows
 from engine.text.config import MOST_LAYERS, Config
 
 #: The names of an expert's matrices in Mixtral's checkpoints, and the engine's.

@@ -11,8 +11,7 @@ from torch import Tensor
 from engine.kernels import Kernels, LayerParts, RaggedBatch
 from engine.layers import RmsNorm
 from engine.models.decoder import DecoderLayer
-from engine.models.settings import DecoderSettings, read_activation
-from engine.models.windows import mixed_windows
+from engine.models.settings import DecoderSettings, mixed_windows, read_activation
 from engine.text.config import MOST_LAYERS, Config
 
 #: The decoder's name prefixes in checkpoints with images (transformers 5 in memory, and on disk), and the engine's.

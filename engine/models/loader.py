@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.text.tensors import LocatedTensor
+from engine.text.tensors import LocatedTensor, StoredTensor
 
 _FLOATS = ("F32", "F16", "BF16")
 #: A tensor of fewer values is copied by one thread, in a millisecond at most. To wake the others for it takes longer,
@@ -20,7 +21,10 @@ _FLOATS = ("F32", "F16", "BF16")
 _FEW = 1 << 20
 #: The only stored type accepted for each dtype that is not floating point, and for 8-bit floats.
 _EXACT = {torch.int8: "I8", torch.int32: "I32", torch.int64: "I64", torch.float8_e4m3fn: "F8_E4M3"}
-
+#: The most experts of all layers together: some ten times the largest known.
+_MOST_EXPERTS = 1 << 18
+#: The ends of the names of tensors that hold all experts of a layer, as transformers 5 holds them in memory.
+_GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
 #: Fills tensors, by the model's names.
 Fill = Callable[[Mapping[str, Tensor]], None]
@@ -71,9 +75,9 @@ def match(
 
 @contextmanager
 def weights_of(
-    found: Mapping[str, LocatedTensor], dtype: torch.dtype, exact: Collection[str] = frozenset()
+    located: Mapping[str, LocatedTensor], dtype: torch.dtype, exact: Collection[str] = frozenset()
 ) -> Iterator[Fill]:
-    """Open a checkpoint's files. Yields a function that fills tensors with those that `match` found.
+    """Open a checkpoint's files. Yields a function that fills tensors with the tensors that `match` has located.
 
     The tensors named in `exact` are copied as stored, the others are rounded to `dtype` on the way. Files are
     memory-mapped: each tensor goes from the page cache to its place, without a second copy of the model. Raises
@@ -81,15 +85,15 @@ def weights_of(
     """
     files = {}
     with ExitStack() as opened:
-        for path in {tensor.path for tensor in found.values()}:
+        for path in {tensor.path for tensor in located.values()}:
             with _faults_named(path):
                 files[path] = opened.enter_context(safe_open(path, framework="pt"))
 
         def fill(places: Mapping[str, Tensor]) -> None:
             with _threads_restored(torch.get_num_threads()) as threads:
                 for name, destination in places.items():
-                    with _faults_named(found[name].path):
-                        tensor = read(files[found[name].path], found[name])
+                    with _faults_named(located[name].path):
+                        tensor = read(files[located[name].path], located[name])
                     torch.set_num_threads(1 if tensor.numel() < _FEW else threads)
                     # The place may be wider than dtype (on a CPU without bf16). The values are rounded to dtype all
                     # the same.
@@ -125,3 +129,34 @@ def _faults_named(path: Path) -> Iterator[None]:
 def _listing(names: list[str], shown: int = 3) -> str:
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
+
+
+def separate(located: Mapping[str, LocatedTensor]) -> dict[str, LocatedTensor]:
+    """The tensors of a checkpoint, with an entry for each matrix of each expert, also where all experts of a layer are
+    in one tensor: [experts, 2 * inner, width] for gate and up, [experts, width, inner] for down.
+
+    Raises ModelError if there are more experts than a model may have.
+    """
+    separated: dict[str, LocatedTensor] = {}
+    parts = 0
+    for name, located_tensor in located.items():
+        whole = name.endswith((_GATE_UP, _DOWN)) and len(located_tensor.stored.shape) == 3
+        parts += located_tensor.stored.shape[0] if whole else 0
+        if parts > 2 * _MOST_EXPERTS:
+            raise ModelError(
+                f"{located_tensor.path}: {name} has {located_tensor.stored.shape[0]} experts, more than are supported"
+            )
+        separated |= dict(_matrices(name, located_tensor)) if whole else {name: located_tensor}
+    return separated
+
+
+def _matrices(name: str, located: LocatedTensor) -> Iterator[tuple[str, LocatedTensor]]:
+    experts, outputs, inputs = located.stored.shape
+    base = name.rpartition(".")[0]
+    half = outputs // 2
+    both = [("gate_proj", 0, half), ("up_proj", half, outputs)]
+    kinds = both if name.endswith(_GATE_UP) else [("down_proj", 0, outputs)]
+    for i in range(experts):
+        for kind, start, end in kinds:
+            stored = StoredTensor(located.stored.dtype, (end - start, inputs))
+            yield f"{base}.{i}.{kind}.weight", replace(located, stored=stored, part=(i, slice(start, end)))

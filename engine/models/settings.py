@@ -1,4 +1,8 @@
-"""A decoder's settings, read from config.json. A setting that would change the output is either served or refused."""
+"""A decoder's settings, read from config.json. A setting that would change the output is either served or refused.
+
+Rotary embeddings are read from the section that Config.rope returns, each layer's attention window in the various
+spellings of its family, and the experts of a mixture.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,19 @@ from typing import Any
 
 from engine.errors import ModelError
 from engine.kv import KvGroup
-from engine.layers import ExpertShape
-from engine.models.rotary import RopeSettings
-from engine.text.config import MOST_LAYERS, MOST_WIDTH, Config
+from engine.layers import (
+    DynamicScaling,
+    ExpertShape,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeScaling,
+    YarnScaling,
+)
+from engine.text.config import MOST_CONTEXT, MOST_LAYERS, MOST_WIDTH, Config
 
+#: The most experts of a layer: some ten times the largest known.
+_MOST_EXPERTS = 4096
 #: Maps config.json's activation names to the engine's.
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -148,3 +161,152 @@ def read_activation(config: Config, name: str, default: str) -> str:
     if activation not in _ACTIVATIONS:
         raise config.wrong(name, f"is not supported; {', '.join(map(repr, _ACTIVATIONS))} are")
     return _ACTIVATIONS[activation]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSettings:
+    """The rotary embedding of some layers."""
+
+    rotary_dim: int
+    theta: float
+    scaling: RopeScaling
+
+    @classmethod
+    def read(cls, config: Config, head_dim: int) -> RopeSettings:
+        """Read the settings from `config`, a section that Config.rope returned."""
+        part = config.number("partial_rotary_factor", 1.0, high=1.0)
+        rotary_dim = int(head_dim * part)
+        if rotary_dim < 2 or rotary_dim % 2:
+            raise ModelError(
+                f"config.json: head_dim={head_dim} and partial_rotary_factor={part:g} make {rotary_dim} dimensions "
+                f"turn; rotary embedding turns pairs"
+            )
+        theta = config.number("rope_theta", 10000.0, low=1.0)
+        return cls(rotary_dim, theta, _scaling(config, rotary_dim))
+
+
+def _scaling(config: Config, rotary_dim: int) -> RopeScaling:
+    kind = config.text("rope_type")
+    if kind == "default":
+        return RopeScaling()
+    readers = {
+        "linear": _linear,
+        "dynamic": _dynamic,
+        "llama3": _llama3,
+        "yarn": _yarn,
+        "longrope": _longrope,
+        "su": _longrope,  # what Phi-3 called it first
+    }
+    if kind not in readers:
+        raise ModelError(
+            f"config.json: rope scaling {kind!r} is not supported; 'default', {', '.join(map(repr, readers))} are"
+        )
+    return readers[kind](config, rotary_dim)
+
+
+def _linear(config: Config, rotary_dim: int) -> RopeScaling:
+    return LinearScaling(config.number("factor"))
+
+
+def _dynamic(config: Config, rotary_dim: int) -> RopeScaling:
+    if rotary_dim < 4:
+        raise ModelError(f"config.json: dynamic rope scaling of {rotary_dim} dimensions is not defined")
+    # The context a model was trained on defaults to its max_position_embeddings; for this kind it always is that.
+    return DynamicScaling(
+        config.number("factor", low=0.999, high=1e4), config.integer("max_position_embeddings", high=MOST_CONTEXT)
+    )
+
+
+def _llama3(config: Config, rotary_dim: int) -> RopeScaling:
+    low, high = config.number("low_freq_factor"), config.number("high_freq_factor")
+    if high <= low:
+        raise ModelError(f"config.json: rope's high_freq_factor={high} must be above its low_freq_factor={low}")
+    return Llama3Scaling(config.number("factor"), low, high, _original(config))
+
+
+def _yarn(config: Config, rotary_dim: int) -> RopeScaling:
+    original = _original(config)
+    factor = config.number("factor", config.integer("max_position_embeddings", high=MOST_CONTEXT) / original)
+    if "attention_factor" in config:
+        attention_factor = config.number("attention_factor")
+    elif config.get("mscale") and config.get("mscale_all_dim"):
+        attention_factor = YarnScaling.mscale(factor, config.number("mscale")) / YarnScaling.mscale(
+            factor, config.number("mscale_all_dim")
+        )
+    else:
+        attention_factor = YarnScaling.mscale(factor)
+    fast, slow = config.number("beta_fast", 32.0), config.number("beta_slow", 1.0)
+    if fast < slow:
+        raise ModelError(f"config.json: rope's beta_fast={fast} must not be below its beta_slow={slow}")
+    truncate = config.flag("truncate", True)
+    return YarnScaling(factor, original, fast, slow, truncate, attention_factor=attention_factor)
+
+
+def _longrope(config: Config, rotary_dim: int) -> RopeScaling:
+    original = _original(config)
+    factor = config.number("factor", config.integer("max_position_embeddings", high=MOST_CONTEXT) / original)
+    return LongRopeScaling(
+        config.numbers("short_factor", rotary_dim // 2),
+        config.numbers("long_factor", rotary_dim // 2),
+        original,
+        attention_factor=config.number("attention_factor", LongRopeScaling.factor_of(factor, original)),
+    )
+
+
+def _original(config: Config) -> int:
+    return config.integer("original_max_position_embeddings", low=2, high=MOST_CONTEXT)
+
+
+def uniform_windows(config: Config) -> tuple[int | None, ...]:
+    """The same window for all layers: config.json's sliding_window, or none if that is null."""
+    layers = config.integer("num_hidden_layers", high=MOST_LAYERS)
+    window = _window(config) if "sliding_window" in config else None
+    kind = "full_attention" if window is None else "sliding_attention"
+    if config.get("layer_types") is not None and set(_layer_types(config, layers)) != {kind}:
+        raise config.wrong("layer_types", f"does not go with sliding_window={window}: all layers must be {kind!r}")
+    return (window,) * layers
+
+
+def mixed_windows(config: Config, default: list[bool]) -> tuple[int | None, ...]:
+    """Windows for the layers that slide according to `layer_types`, or else according to `default`."""
+    if config.get("layer_types") is not None:
+        default = [kind == "sliding_attention" for kind in _layer_types(config, len(default))]
+    if not any(default):
+        return (None,) * len(default)
+    window = _window(config)
+    return tuple(window if slides else None for slides in default)
+
+
+def qwen_windows(config: Config) -> tuple[int | None, ...]:
+    """Qwen's windows: with use_sliding_window, the layers from max_window_layers on have one."""
+    layers = config.integer("num_hidden_layers", high=MOST_LAYERS)
+    slides = config.flag("use_sliding_window") and "sliding_window" in config
+    first = config.integer("max_window_layers", low=0)
+    if not slides and config.get("layer_types") is not None and "sliding_attention" in _layer_types(config, layers):
+        raise config.wrong("layer_types", "has sliding layers although use_sliding_window is off")
+    return mixed_windows(config, [slides and i >= first for i in range(layers)])
+
+
+def _window(config: Config) -> int:
+    return config.integer("sliding_window", high=MOST_CONTEXT)
+
+
+def _layer_types(config: Config, layers: int) -> list[str]:
+    kinds = config.get("layer_types")
+    supported = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in supported for kind in kinds):
+        raise config.wrong("layer_types", f"must be a list of {layers} of {', '.join(map(repr, supported))}")
+    return kinds
+
+
+def read_experts(config: Config, width: int, *, count: int, normed: bool) -> ExpertShape:
+    """Read the shape of a layer's experts. `count`: the architecture's default. Raises ModelError."""
+    # transformers 5 writes num_local_experts for all families.
+    name = "num_local_experts" if "num_local_experts" in config else "num_experts"
+    experts = config.integer(name, count, high=_MOST_EXPERTS)
+    if "num_experts" in config and config.get("num_experts") != experts:
+        raise config.wrong("num_experts", f"does not go with {name}={experts}")
+    of_row = config.integer("num_experts_per_tok", high=MOST_WIDTH)
+    if of_row > experts:
+        raise config.wrong("num_experts_per_tok", f"is more than the {experts} experts of {name}")
+    return ExpertShape(experts, of_row, width, normed)

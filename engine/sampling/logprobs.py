@@ -39,12 +39,12 @@ def log_softmax(logits: Tensor) -> Tensor:
     return F.pad(wide, (0, missing), value=float("-inf")).log_softmax(-1)[:, : logits.shape[-1]]
 
 
-def ranked(log_probs: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Returns two tensors. fp32 [rows, 1 + most]: the token's log probability, then those of the most likely tokens.
-    int64 [rows, most]: the ids of the most likely tokens. It does not wait for the device."""
+def ranked(log_probs: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Returns two tensors. fp32 [rows, 1 + count]: the token's log probability, then those of the most likely tokens.
+    int64 [rows, count]: the ids of the most likely tokens. It does not wait for the device."""
     # Always the same count: it decides which of equal tokens come first, and other rows may want more.
     values, likeliest = log_probs.topk(min(MAX_LOGPROBS, log_probs.shape[-1]))
-    values, likeliest = values[:, :most], likeliest[:, :most]
+    values, likeliest = values[:, :count], likeliest[:, :count]
     return torch.cat((log_probs.gather(1, tokens[:, None]), values), 1), likeliest
 
 

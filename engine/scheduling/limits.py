@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.declared.bounds import Number, shown, wrong_type
+from engine.declared import Number, shown, wrong_type
 from engine.errors import RequestError
 from engine.params import MAX_PROMPT_LOGPROBS, SamplingParams
 from engine.request import Request

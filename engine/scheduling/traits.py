@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from engine.errors import RequestError
 from engine.grammar.matcher import Grammars
@@ -11,7 +12,10 @@ from engine.grammar.source import check_installed
 from engine.params import SamplingParams
 from engine.text import Tokenizer
 from engine.text.detokenizer import Detokenizer
-from engine.text.words import Spellings
+
+#: Text put before the word, so that a tokenizer that marks the beginning of a text does not mark the word.
+_BEFORE = "\n"
+_CACHED_WORDS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +68,33 @@ class ModelTraits:
             spellings=Spellings(tokenizer).of,
             grammars=Grammars(tokenizer.to_json, size, tokenizer.eos_token_ids),
         )
+
+
+class Spellings:
+    """Finds all token sequences that write a word: at the beginning of a word, and as a continuation. With a cache;
+    thread-safe.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._before = tokenizer.encode(_BEFORE, add_special_tokens=False)
+        self.of = lru_cache(_CACHED_WORDS)(self._of)
+
+    def _of(self, word: str) -> tuple[tuple[int, ...], ...]:
+        """The different token sequences that write a word. Empty if the tokenizer drops the word altogether.
+
+        The word is written with and without a space before it (unless it begins with one), within a text and at its
+        beginning.
+        """
+        forms = [word] if word[0].isspace() else [word, f" {word}"]
+        encodings = [self._encode(form) for form in forms] + [self._within(form) for form in forms]
+        return tuple(dict.fromkeys(ids for ids in encodings if ids))
+
+    def _within(self, text: str) -> tuple[int, ...]:
+        ids = self._encode(_BEFORE + text)
+        prefix = len(self._before)
+        # If the tokenizer merged the two, the word has no tokens of its own there.
+        return ids[prefix:] if list(ids[:prefix]) == self._before else ()
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))

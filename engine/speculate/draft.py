@@ -37,7 +37,7 @@ class _Shadow:
     owner: Sequence
     seq: Sequence
     """The copy. Its tokens end in the latest draft."""
-    known: int
+    matching: int
     """The number of leading tokens that are the owner's."""
     computed: int
     """The number of leading tokens whose K/V the draft model has."""
@@ -104,12 +104,12 @@ class DraftModel:
         if shadow is None or shadow.owner is not owner or shadow.seq.tables[0] is not table:
             # A sequence that was preempted and admitted again has other blocks.
             shadow = self._shadows[owner.slot] = self._begun(owner)
-        tokens, right = shadow.seq.tokens, shadow.known
+        tokens, right = shadow.seq.tokens, shadow.matching
         while right < min(len(tokens), len(owner.tokens)) and tokens[right] == owner.tokens[right]:
             right += 1
         del tokens[right:]
         tokens += owner.tokens[right:]
-        shadow.known = len(tokens)
+        shadow.matching = len(tokens)
         shadow.computed = min(shadow.computed, right, len(tokens) - 1)
         shadow.room = min(row.max_draft, self._context - len(tokens))
         shadow.guessed = []

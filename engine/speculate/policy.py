@@ -63,7 +63,7 @@ class Policy:
         """The draft lengths of a step in which `count` sequences decode, by serial. Only those that `may` have drafts
         get some."""
         self._turn += 1
-        if not may or not self.steps.known(count):
+        if not may or not self.steps.is_known(count):
             return {}  # measure plain steps of this size first, to compare with
         new = [seq for seq in may if not self.follows(seq)]
         new.sort(key=lambda seq: (-self._share(seq), seq.guessed.latest))
@@ -125,7 +125,7 @@ class Policy:
         if decoding == len(plan.rows):
             self.steps.take(plan.num_tokens, seconds)
         self._debt = max(0.0, self._debt - _PART * (seconds + guessing))
-        if not decoding or not self.steps.known(decoding):
+        if not decoding or not self.steps.is_known(decoding):
             return
         drafted = sum(len(row.draft) for row in plan.rows)
         plain, longer = self.steps.of([decoding, decoding + drafted])
@@ -190,7 +190,7 @@ class Times:
         recent.taken_at = self._now
         recent.take(size, seconds)
 
-    def known(self, size: int) -> bool:
+    def is_known(self, size: int) -> bool:
         recent = self._recent.get(_key(size))
         return recent is not None and self._is_trusted(recent)
 

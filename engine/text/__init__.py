@@ -1,9 +1,10 @@
 """Text processing that needs no weights, shared by gateways and engines. No torch.
 
-chat/: renders messages as a prompt, in a sandbox and, for gateways, in a child process
-tokenizer: encodes a prompt as token ids; detokenizer: turns generated tokens back into text; words: spells bad words
+template: renders messages as a prompt, in a sandbox; confined_template, for gateways: in a child process
+tokenizer: encodes a prompt as token ids; confined_tokenizer, for gateways: in a child process
+detokenizer: turns generated tokens back into text
 card: describes a model for processes that never load it
-config, checkpoint, tensors, files, folder, sanity: read a model folder's files, which are untrusted, within bounds
+config, checkpoint, tensors, files: read a model folder's files, which are untrusted, within bounds
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from engine.lazy import lazily
 if TYPE_CHECKING:
     from engine.errors import ModelError, RequestError
     from engine.text.card import ModelCard
-    from engine.text.chat.confined import ConfinedTemplate
-    from engine.text.chat.template import ChatTemplate, TemplateSource
+    from engine.text.confined_template import ConfinedTemplate
     from engine.text.detokenizer import Detokenizer
+    from engine.text.template import ChatTemplate, TemplateSource
     from engine.text.tokenizer import Tokenizer
 
 __all__ = [
@@ -37,8 +38,8 @@ __getattr__, __dir__ = lazily(
     {
         "engine.errors": "ModelError RequestError",
         "engine.text.card": "ModelCard",
-        "engine.text.chat.confined": "ConfinedTemplate",
-        "engine.text.chat.template": "ChatTemplate TemplateSource",
+        "engine.text.confined_template": "ConfinedTemplate",
+        "engine.text.template": "ChatTemplate TemplateSource",
         "engine.text.detokenizer": "Detokenizer",
         "engine.text.tokenizer": "Tokenizer",
     },

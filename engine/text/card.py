@@ -35,10 +35,10 @@ from typing import Any
 
 from engine.errors import ModelError, RequestError
 from engine.params import DEFAULTS, SamplingParams
-from engine.text.chat.template import TemplateSource
 from engine.text.checkpoint import count_parameters, model_version
 from engine.text.config import Config, architectures, read_config
 from engine.text.files import read_files, read_object
+from engine.text.template import TemplateSource
 from engine.text.tokenizer import Tokenizer
 
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.declared.bounds import shown
+from engine.declared import shown
 from engine.errors import ModelError
-from engine.text.folder import file_in
+from engine.text.files import file_in
 
 #: The largest config.json that is read, in bytes. Real ones have some kilobytes.
 _LONGEST = 4 << 20

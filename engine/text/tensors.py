@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeGuard
 
 from engine.errors import ModelError
-from engine.text.folder import file_in
+from engine.text.files import file_in
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

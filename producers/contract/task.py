@@ -30,10 +30,9 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from engine.declared import declared
-from engine.declared.bounds import MAX_INT32, Integer, JsonObject, Number, Strings, TokenIds
-from engine.declared.bounds import Biases as BiasesBound
-from engine.declared.bounds import Text as TextBound
+from engine.declared import MAX_INT32, Integer, JsonObject, Number, Strings, TokenIds, declared
+from engine.declared import Biases as BiasesBound
+from engine.declared import Text as TextBound
 from engine.errors import RequestError
 from engine.params import (
     DEFAULTS,
@@ -181,7 +180,7 @@ def sampling(name: str, description: str = "") -> Any:
             limits = {"max_length": bound.limit, "json_schema_extra": names, "default_factory": dict}
     if "default_factory" not in limits:
         limits["default"] = None if name in DEFAULTS else parameter.default
-    return Field(description=description or parameter.bound.words, **limits)
+    return Field(description=description or parameter.bound.description, **limits)
 
 
 Tier = Literal["priority", "default", "flex", "batch"]

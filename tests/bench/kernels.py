@@ -57,9 +57,7 @@ def noise(*shape: int) -> Tensor:
 def parts(shape: Shape, tokens: int) -> dict[str, tuple[float, int]]:
     """Milliseconds of one launch, and bytes that it has to move."""
     from engine.kernels.triton.attention.rope_kv import rope_and_write
-    from engine.kernels.triton.gated import silu_mul
-    from engine.kernels.triton.norm import add_rms_norm, rms_norm
-    from engine.kernels.triton.products.fp8 import quantise_rows
+    from engine.kernels.triton.rowwise import add_rms_norm, quantise_rows, rms_norm, silu_mul
 
     width, hidden, head_dim = shape.width, shape.hidden, shape.head_dim
     weight, eps = noise(width), 1e-5
@@ -101,8 +99,8 @@ def products(outputs: int, inputs: int, kind: str, steps: tuple[int, ...]) -> di
     """Milliseconds, bytes of weights and activations, and operations, by tokens of `steps`."""
     from engine.kernels.fp8 import fp8_linear
     from engine.kernels.gpu import Gpu
-    from engine.kernels.triton.products.fp8 import quantise_rows
     from engine.kernels.triton.products.one_row import one_row_product
+    from engine.kernels.triton.rowwise import quantise_rows
 
     gpu = Gpu(torch.bfloat16)
     weight = noise(outputs, inputs)

@@ -76,7 +76,7 @@ def load(url: str, rng: random.Random, sizes: list[int]) -> float:
 
 #: The model's name in the worker.
 MODEL_NAME = "measured"
-ENGINE = "workers.runtime.serving:load_engine"
+ENGINE = "workers.runtime.worker:load_engine"
 
 
 def measured(model: Path, most: int) -> dict[str, dict[str, Any]]:

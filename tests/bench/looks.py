@@ -25,7 +25,7 @@ from tests.processes import valkey
 from workers.breaker.figures import SLICES, Figures, Window, judge
 from workers.leases.housekeeper import ROUND_S
 from workers.leases.neighbours import LOOK_S, LOOKED_AT
-from workers.leases.peers import READ
+from workers.leases.others import READ
 from workers.settings import WorkerSettings
 
 #: As long as the lease's text of a real worker.

@@ -252,7 +252,7 @@ def main() -> None:
     }
     served = {
         "model": f"model={args.model}",
-        "engine_factory": "workers.runtime.serving:load_engine",
+        "engine_factory": "workers.runtime.worker:load_engine",
         "engine": engine,
     }
     with (

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from engine.kernels import Kernels
-from engine.kernels.fallback.cpu import Cpu
+from engine.kernels.fallback import Cpu
 from engine.kernels.native import Native, load_library
 from engine.kernels.native.library import Library
 

@@ -21,8 +21,7 @@ from workers.flow.deliveries import Deliveries
 from workers.flow.publisher import Publisher
 from workers.measure.measured import Measured
 from workers.settings import WorkerSettings
-from workers.state.delivery import Delivery
-from workers.state.incarnation import Incarnation
+from workers.state.delivery import Delivery, Incarnation
 from workers.state.served import Served
 
 
@@ -45,7 +44,7 @@ def measure(sequences: int, steps: int) -> dict[str, float]:
             record = read_claim(task_id, run(redis, claim(task_id, delivery.uuid, life.id, served.pool))).record
             assert record is not None
             delivery.begin(record, record.nexts)
-            deliveries.running[delivery.uuid] = deliveries.held[delivery.uuid] = delivery
+            deliveries.running[delivery.uuid] = deliveries.by_uuid[delivery.uuid] = delivery
         breaker: Any = SimpleNamespace(completed=lambda: None)
         publisher = Publisher(served, deliveries, finisher, print, Measured(engine), breaker)
         events = [[_event(uuid, step, steps) for uuid in deliveries.running] for step in range(steps)]

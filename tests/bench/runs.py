@@ -2,7 +2,7 @@
 
 Sequences come, grow in turns and go, so many times that a pool's blocks have been given out a few times over; then
 native attention of those who decode is timed over their tables: by a pool that gives out single blocks, by one that
-gives out runs (`engine.kv.free`), and over blocks in order. By turns in one process, over caches of as many layers as
+gives out runs (`engine.kv.blocks`), and over blocks in order. By turns in one process, over caches of as many layers as
 no processor's own memory holds; the least of the rounds by the clock, and the median of the rounds' ratios.
 """
 

@@ -57,7 +57,7 @@ async def through_http(port: int, prompt: str) -> float:
 
 def measure(rounds: int) -> dict[str, float]:
     port = free_port()
-    served = {"model": "tiny", "engine_factory": "workers.runtime.serving:load_engine", "engine": {"threads": 1}}
+    served = {"model": "tiny", "engine_factory": "workers.runtime.worker:load_engine", "engine": {"threads": 1}}
     with (
         valkey() as (url, _),
         Engine.load(Path(MODEL), EngineConfig(threads=1)) as engine,

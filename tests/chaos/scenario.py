@@ -23,7 +23,7 @@ from producers.store import protocol
 from tests.chaos.calls import Call, sources
 from tests.chaos.streams import Stored
 from tests.stub_engine import load, logprob, prompt_logprob, text_of, token
-from workers.runtime.serving import announce
+from workers.runtime.worker import announce
 
 LINKS = "links"
 #: What the worker needs to know of the scenario.

@@ -12,7 +12,7 @@ from producers.broker.sqs.address import lists, read, sqs_name
 from tests.aws import Aws, running_aws
 from tests.aws_faults import Fault, Faults, faulty
 from tests.stub_engine import load
-from workers.runtime.serving import announce
+from workers.runtime.worker import announce
 
 #: What AWS does to requests, all the time.
 AWS_FAULTS: Final = (

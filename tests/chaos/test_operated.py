@@ -15,7 +15,7 @@ import pytest
 
 from producers.connection.connect import connect
 from tests.waiting import until
-from workers.runtime.host.proc import argv_of
+from workers.processes.proc import argv_of
 from workers.trials.chaos.checker.history import Journal
 from workers.trials.chaos.checker.store import Stores
 from workers.trials.chaos.client import Settings

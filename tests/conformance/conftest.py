@@ -71,7 +71,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         worker = Worker(
             store_url,
             model=str(TINY),
-            engine_factory="workers.runtime.serving:load_engine",
+            engine_factory="workers.runtime.worker:load_engine",
             engine={"dtype": "float32", "threads": 1},
             lease=WORKER_LEASE,
             LOG_LEVEL="WARNING",

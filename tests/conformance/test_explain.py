@@ -22,7 +22,7 @@ def test_preemptions_cache_hits_and_phases_are_told_by_a_real_worker() -> None:
         worker = Worker(
             url,
             model=str(TINY),
-            engine_factory="workers.runtime.serving:load_engine",
+            engine_factory="workers.runtime.worker:load_engine",
             engine=engine,
             lease=8.0,
             LOG_LEVEL="WARNING",

@@ -46,7 +46,7 @@ def client(system: System, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     worker = Worker(
         system.store_url,
         model=str(folder),
-        engine_factory="workers.runtime.serving:load_engine",
+        engine_factory="workers.runtime.worker:load_engine",
         engine={"dtype": "float32", "threads": 1},
         LOG_LEVEL="WARNING",
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from engine.execution.device import DeviceRunner
-from engine.execution.device.footprint import dummy_sequence
+from engine.execution.device.rehearsal import dummy_sequence
 from engine.kernels.gpu import Gpu
 from engine.kernels.triton.ahead import compiling_for
 from engine.kv import KvSpace

@@ -102,7 +102,7 @@ class House:
         argv = [sys.executable, "-m", "tests.fuzz.gateway_process", json.dumps(settings)]
         with self.log.open("w") as log:
             self.gateway = subprocess.Popen(argv, cwd=ROOT, env=dict(os.environ), stdout=log, stderr=subprocess.STDOUT)
-        factory = "workers.runtime.serving:load_engine"
+        factory = "workers.runtime.worker:load_engine"
         self.worker = Worker(
             url,
             model=MODEL,

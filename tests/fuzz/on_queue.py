@@ -36,7 +36,7 @@ from workers.trials.chaos.checker.rest import at_rest, held_by
 ENGINES: dict[str, dict[str, Any]] = {
     "bundled": {
         "model": "tiny",
-        "engine_factory": "workers.runtime.serving:load_engine",
+        "engine_factory": "workers.runtime.worker:load_engine",
         "engine": {"dtype": "float32", "threads": 1, "max_num_seqs": 32, "kv_cache_bytes": 64 << 20},
     },
     "stub": {"model": "stub", "STUB_SEQS": "32"},

@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 
 from engine.errors import ModelError, RequestError
 from engine.text import Tokenizer
-from engine.text.chat.template import TemplateSource
 from engine.text.config import Config, read_config
+from engine.text.template import TemplateSource
 from engine.text.tensors import read_header
 from producers.admin.dead_letters import Letter
 from producers.contract.message import is_plain

@@ -132,7 +132,7 @@ class Soak:
             Worker(
                 url,
                 model=MODEL,
-                engine_factory="workers.runtime.serving:load_engine",
+                engine_factory="workers.runtime.worker:load_engine",
                 engine=ENGINE,
                 lease=plan.lease,
                 LOG_LEVEL="ERROR",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kernels.fallback.sdpa import Sdpa
+from engine.kernels.fallback import Sdpa
 from engine.kernels.reference import Reference
 from engine.models import Model, load_model
 from engine.models.families import FAMILIES as SERVED

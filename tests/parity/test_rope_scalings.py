@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.models import load_model
-from engine.models.rotary import RopeSettings
+from engine.models.settings import RopeSettings
 from engine.text.config import Config
 from tests.engine.random_models import BASE, LLAMA3_SCALING, write_model
 from tests.exhaustive import few

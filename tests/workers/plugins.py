@@ -31,9 +31,8 @@ from workers.leases.control import Control
 from workers.leases.housekeeper import Housekeeper
 from workers.pool.transport import LINK, QoS
 from workers.runtime import assembly as runtime
-from workers.runtime import watchdog
-from workers.runtime.host import gpu_facts, spot
-from workers.runtime.host.gpu_facts import GpuFacts
+from workers.runtime import aws, gpu_facts, watchdog
+from workers.runtime.gpu_facts import GpuFacts
 
 
 def a_later_kind() -> None:
@@ -152,7 +151,7 @@ def loads_for_ever(model: str, options: dict[str, Any]) -> Any:
 
 def looks_often_for_notices() -> None:
     """That the machine is to go."""
-    spot.PERIOD_S = 0.1  # type: ignore[misc]
+    aws.NOTICE_PERIOD_S = 0.1  # type: ignore[misc]
 
 
 def pings_often() -> None:
@@ -213,7 +212,7 @@ def counts_steps() -> None:
     """Into the list `steps`, of each request that is not wanted here any more: why, and how many steps that began after
     this was heard computed it still. Looked at before each step."""
     heard: dict[str, list[Any]] = {}
-    step, word, not_ok = StubEngine._step, Control._heard, Publisher._not_ok
+    step, word, not_ok = StubEngine._step, Control._handle, Publisher._not_ok
     seen = Redis.from_url(os.environ["SEEN_URL"])
 
     def stepping(self: StubEngine) -> None:
@@ -235,13 +234,13 @@ def counts_steps() -> None:
         not_ok(self, delivery, answer, ends)
 
     StubEngine._step = stepping  # type: ignore[method-assign]
-    Control._heard = hears  # type: ignore[method-assign]
+    Control._handle = hears  # type: ignore[method-assign]
     Publisher._not_ok = told  # type: ignore[method-assign]
 
 
 def starts_when_told() -> None:
     """What was claimed waits for the key `go`. The list `heard` has the words that came."""
-    start, word = Claimer._start, Control._heard
+    start, word = Claimer._start, Control._handle
     told = Redis.from_url(os.environ["SEEN_URL"])
 
     def starts(self: Claimer, delivery: Any) -> None:
@@ -254,7 +253,7 @@ def starts_when_told() -> None:
         told.rpush("heard", message)
 
     Claimer._start = starts  # type: ignore[method-assign]
-    Control._heard = hears  # type: ignore[method-assign]
+    Control._handle = hears  # type: ignore[method-assign]
 
 
 def settles_when_told() -> None:
@@ -274,7 +273,7 @@ def settles_when_told() -> None:
 
 def hears_no_word() -> None:
     """Nothing comes by the control channel."""
-    Control._heard = lambda self, message: None  # type: ignore[method-assign]
+    Control._handle = lambda self, message: None  # type: ignore[method-assign]
 
 
 def tells_its_books() -> None:
@@ -289,9 +288,9 @@ def tells_its_books() -> None:
         return {
             "deliveries": len(books),
             "running": len(books.running),
-            "held": books.ledger.held,
+            "held": books.ledger.count,
             "arrivals": len(link.arrivals._arrivals),
-            "errands": len(books._acker._errands),
+            "errands": len(books._acker._requests),
             "requests": len(celery_state.requests),
             "reserved": len(celery_state.reserved_requests),
             "active": len(celery_state.active_requests),

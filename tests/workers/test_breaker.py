@@ -168,8 +168,8 @@ def test_an_engine_on_a_sick_device_among_two_good_ones(rig: Rig, tmp_path: Path
     with (
         Client(rig.url) as client,
         Worker(rig.url, engine_factory="tests.failing_device:load", DEVICE_FAULT=fault, **real) as sick,
-        Worker(rig.url, engine_factory="workers.runtime.serving:load_engine", **real) as one,
-        Worker(rig.url, engine_factory="workers.runtime.serving:load_engine", **real) as other,
+        Worker(rig.url, engine_factory="workers.runtime.worker:load_engine", **real) as one,
+        Worker(rig.url, engine_factory="workers.runtime.worker:load_engine", **real) as other,
     ):
         for worker in (sick, one, other):
             worker.wait_ready(120)

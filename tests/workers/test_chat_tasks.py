@@ -28,7 +28,7 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models") / "chatty"
     shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("penstock*", "*.sha256"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return {"model": str(folder), "engine_factory": "workers.runtime.serving:load_engine"}
+    return {"model": str(folder), "engine_factory": "workers.runtime.worker:load_engine"}
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ OPTIONS = {"dtype": "float32", "threads": 1, "max_num_seqs": 4, "kv_cache_bytes"
 PROMPT = "def fibonacci(n):\n    "
 #: Of which little is made before a fault is thrown, on a busy machine too; the healthy worker takes no pauses.
 LENGTH = 300
-REAL = {"engine_factory": "workers.runtime.serving:load_engine"}
+REAL = {"engine_factory": "workers.runtime.worker:load_engine"}
 
 
 class Supervised:

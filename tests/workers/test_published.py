@@ -32,7 +32,7 @@ def test_a_task_that_no_worker_has_room_for_fails_and_says_so_and_the_next_is_re
     waiting = threading.Thread(target=ask)
     waiting.start()
     rig.until(lambda: rig.waiting(keys.version_queue("tiny", version)))
-    serve = "workers.runtime.serving:load_engine"
+    serve = "workers.runtime.worker:load_engine"
     rig.worker(model="tiny", engine_factory=serve, engine={"kv_cache_bytes": 1 << 17, "threads": 1})
     waiting.join()
     card = cards.read(rig.store, "tiny")

@@ -10,7 +10,7 @@ from producers.contract import keys
 from tests.workers.rig import TIMES, Rig
 
 #: Between two tries there is time enough for a test to do something.
-LATE = TIMES | {"workers.pool.task:RETRY_COUNTDOWN_S": 8.0}
+LATE = TIMES | {"workers.pool.app:RETRY_COUNTDOWN_S": 8.0}
 
 
 def test_a_plain_task_is_retried_and_its_stream_goes_on(rig: Rig) -> None:

@@ -156,7 +156,7 @@ async def sweep(settings: SweeperSettings, health: Health | None = None) -> None
 
     from producers.client.aio import AsyncClient
     from producers.sweeper.sweeper import Condition, lead
-    from workers.runtime.signals import when_told
+    from workers.runtime.signals import on_stop_signal
 
     async with AsyncClient(settings.broker, settings.store) as client:
         endpoints = _endpoints(client)
@@ -164,7 +164,7 @@ async def sweep(settings: SweeperSettings, health: Health | None = None) -> None
         if health is not None:
             health.serve(condition, asyncio.get_running_loop())
         task = asyncio.create_task(lead(client, settings, endpoints, condition))
-        when_told(task.cancel)
+        on_stop_signal(task.cancel)
         with suppress(asyncio.CancelledError):
             await task
         if endpoints is not None:
@@ -238,7 +238,7 @@ async def _run_sources(
     from producers.sources.runner import Sources
     from producers.sources.source import Context
     from producers.store import epoch
-    from workers.runtime.signals import when_told
+    from workers.runtime.signals import on_stop_signal
 
     log = logging.getLogger(__name__)
     async with AsyncClient(broker, store) as client:
@@ -246,7 +246,7 @@ async def _run_sources(
         sources = Sources([settings.source(name, context) for name, settings in configured.items()])
         health.serve(sources, asyncio.get_running_loop())
         stop = asyncio.Event()
-        when_told(stop.set)
+        on_stop_signal(stop.set)
         log.info("sources: %s", ", ".join(f"{name} ({settings.type})" for name, settings in configured.items()))
         watching = asyncio.create_task(epoch.watch(client.store, stop.set))
         running = asyncio.create_task(sources.run())
@@ -352,14 +352,14 @@ async def _run_autoscaler(
     from producers.client.aio import AsyncClient
     from workers.autoscaler.autoscaler import Autoscaler
     from workers.autoscaler.pools import fixed
-    from workers.runtime.signals import when_told
+    from workers.runtime.signals import on_stop_signal
 
     log = logging.getLogger("workers.autoscaler")
     async with AsyncClient(broker, store) as client:
         autoscaler = Autoscaler(client, fixed(pools), settings, dry_run=dry_run, show=_printer(dry_run))
         health.serve(autoscaler, asyncio.get_running_loop())
         task = asyncio.create_task(autoscaler.run(), name="autoscaler")
-        when_told(task.cancel)
+        on_stop_signal(task.cancel)
         log.info("pools: %s", ", ".join(f"{pool.settings.name} ({pool.settings.actuator})" for pool in pools))
         try:
             with suppress(asyncio.CancelledError):

@@ -36,8 +36,8 @@ from typing import Final
 
 from workers.cli.exits import Exit, Failure
 from workers.processes.notify import notify_ready
-from workers.processes.supervisor import HAND_BACK_S, TOLD, WELL_S, Child, Program
-from workers.runtime.signals import coming
+from workers.processes.supervisor import HAND_BACK_S, STAYS_STOPPED, WELL_S, Child, Program
+from workers.runtime.signals import signal_queue
 
 CUDA_DEVICES: Final = Path(__file__).with_name("cuda_devices.py")
 #: Longest time for the driver's answer (s). Without persistence mode it wakes each GPU first.
@@ -142,7 +142,7 @@ async def supervise(programs: Sequence[Program], say: Say, drain: float) -> int:
     On SIGTERM, SIGINT or SIGHUP the workers drain for at most `drain` seconds. On SIGQUIT, or a second signal of any
     kind, they hand their tasks back at once. A third signal kills them.
     """
-    received = coming()
+    received = signal_queue()
     fleet = _Fleet(programs, say)
     try:
         await fleet.start()
@@ -188,7 +188,7 @@ class _Fleet:
         self.children = [self._child(program) for program in programs]
 
     def _child(self, program: Program) -> Child:
-        child = Child(replace(program, tells=True), self._say)
+        child = Child(replace(program, notifies=True), self._say)
         child.restart = True
         child.give_up = lambda status, deaths: self._hopeless(child, status, deaths)
         child.on_serve = lambda: self._on_serve(child)
@@ -223,7 +223,7 @@ class _Fleet:
 
     def _hopeless(self, child: Child, status: int, deaths: int) -> str | None:
         if status == 0:
-            return TOLD
+            return STAYS_STOPPED
         if status == Exit.REFUSED:
             return None if child.served else "it was refused and would be refused again: given up"
         if deaths >= MOST_DEATHS:

@@ -190,7 +190,7 @@ class _Model:
             argv += ["--device", "cuda"]
             env["CUDA_VISIBLE_DEVICES"] = plan.gpus[index].visible
         argv += ["--name", f"{socket.gethostname()}.{os.getpid()}.{name}"]
-        return Program(name, argv, env, tells=True)
+        return Program(name, argv, env, notifies=True)
 
 
 def _rolling(rollout: Mapping[str, Any]) -> dict[str, Any]:

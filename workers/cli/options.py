@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from engine.config import EngineConfig
-from engine.declared import Declared, declared
-from engine.declared.bounds import Biases, Bound, Flag, Integer, Number, Strings, TokenIds, shown
+from engine.declared import Biases, Bound, Declared, Flag, Integer, Number, Strings, TokenIds, declared, shown
 from engine.errors import RequestError
 from engine.params import SamplingParams
 from workers.cli.exits import Failure, needs
@@ -334,7 +333,7 @@ def _parameter(field: Option) -> inspect.Parameter:
         try:
             bound.check(field.name, _read(field, value))
         except RequestError:
-            raise Failure(f"{name} is {shown(value)}; it must be {bound.words}") from None
+            raise Failure(f"{name} is {shown(value)}; it must be {bound.description}") from None
         return value
 
     kind = _KINDS.get(type(bound), str)

@@ -42,10 +42,10 @@ from workers.connect import check_servers
 from workers.errors import Refused
 from workers.library import ResolvedModel
 from workers.processes import PENSTOCK, ahead
-from workers.processes.standby.keeper import IDLE_S, Standby
+from workers.processes.standby import IDLE_S, Standby
 from workers.processes.supervisor import HAND_BACK_S, Child, Program, ended
 from workers.runtime.cold_start import COLD_START
-from workers.runtime.signals import coming
+from workers.runtime.signals import signal_queue
 
 if TYPE_CHECKING:
     from workers.autoscaler.autoscaler import Autoscaler
@@ -213,7 +213,7 @@ class System:
 
     async def _begin_standby(self) -> Standby | None:
         """Keep a standby, if the plan has it, or the one that was begun ahead for the first worker."""
-        begun, idle_s = ahead.taken(), self.plan.standby_s
+        begun, idle_s = ahead.take(), self.plan.standby_s
         if begun is not None and idle_s is None and self.plan.rules.min * len(self.plan.models) != 1:
             begun.end()
             begun = None
@@ -310,7 +310,7 @@ async def conduct(system: System, use: Callable[[System], Awaitable[None]]) -> b
     Returns whether `use` came to its own end. Raises Failure from the start, from the use, or for the third signal.
     Nothing is left running in any case.
     """
-    received = coming()
+    received = signal_queue()
 
     async def start_and_use() -> None:
         await system.start()

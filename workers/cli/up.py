@@ -333,7 +333,7 @@ def _rules(
 
 def _standby_s(standby: bool | None, idle: float | None, rules: Rules) -> float | None:
     """The time (s) for which a standby is kept; None: there is none. Raises Failure."""
-    from workers.processes.standby.keeper import IDLE_S
+    from workers.processes.standby import IDLE_S
 
     keeps_standby = rules.min < rules.max if standby is None else standby
     if idle is not None and not keeps_standby:

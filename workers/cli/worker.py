@@ -36,8 +36,7 @@ from workers.cli.options import (
 )
 from workers.cli.servers import checked_level, store_of, use_secrets_key
 from workers.cli.terminal import relayed
-from workers.processes import PENSTOCK
-from workers.runtime.host import proc
+from workers.processes import PENSTOCK, proc
 
 DRAIN_STATUS: Final = (
     "Exit status: 0 the worker has ended, 2 refused, 4 timed out (it goes on draining), 130 interrupted."

@@ -3,6 +3,6 @@
 intake (FETCH, as far as ledger has room) -> Celery's consumer and pool -> celery_side -> claimer (CLAIM) -> engine
 -> publisher (batch, APPEND, FINISH) -> finisher (after FINISH: Celery's tracer, SETTLE) -> acker (ACK, BACK)
 a delivery (workers.state) is what travels; deliveries keeps the books of all
-stream reads back tokens that earlier workers published; chat and plain read what no gateway has prepared
-probe asks the model whether it still answers
+stream reads back tokens that earlier workers published
+probe checks that the model still answers
 """

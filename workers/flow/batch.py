@@ -1,4 +1,4 @@
-"""Turns a step's news into tokens to append, prompts to score and tasks to end. No I/O.
+"""Turns a step's events into tokens to append, prompts to score and tasks to end. No I/O.
 
 Event of a choice -> entries of its stream, and whether the task ends with it -> APPEND, FINISH
 """
@@ -26,8 +26,8 @@ DEADLINE = "deadline"
 
 @dataclass(slots=True)
 class Conclusion:
-    """The end that a running task is to have. `retry`: by Celery's retry, where it has tries left. `fault`: the engine
-    is to blame, as far as anyone can tell."""
+    """The end that a running task is to have. `retry`: by Celery's retry, if it has tries left. `fault`: the engine is
+    probably to blame."""
 
     delivery: Delivery
     status: str
@@ -38,7 +38,7 @@ class Conclusion:
 
 @dataclass(slots=True)
 class Batch:
-    """The news of some steps, by delivery."""
+    """What some steps made, by delivery."""
 
     appends: dict[tuple[str, int], Append] = field(default_factory=dict)
     """(delivery, choice) -> its append."""
@@ -46,9 +46,9 @@ class Batch:
     """Deliveries whose prompt's log probabilities have come."""
     ends: dict[str, Conclusion] = field(default_factory=dict)
     at: float = field(default_factory=time.monotonic)
-    """When they came."""
+    """When the events came (monotonic)."""
     doubted: dict[str, Conclusion] = field(default_factory=dict)
-    """Ends in NaN: the request is to blame, or the model."""
+    """Ends in NaN, for which the request is to blame, or the model."""
 
     def conclude(self, end: Conclusion) -> None:
         """End it so, unless it has ended or another end came first."""
@@ -56,28 +56,28 @@ class Batch:
             self.ends.setdefault(end.delivery.uuid, end)
 
     def count(self, delivery: Delivery) -> None:
-        """Tell the record how long its prompt is."""
-        self._said(delivery, 0, delivery.next_index(0)).prompt_tokens = delivery.prompt_tokens
+        """Writes the length of the prompt into the record."""
+        self._append_of(delivery, 0, delivery.next_index(0)).prompt_tokens = delivery.prompt_tokens
 
     def add(self, delivery: Delivery, event: Event) -> None:
-        """News of a choice. Those of best_of's choices wait for each other: published in one call, no stream can hold
-        the choices of two runs."""
+        """Adds an event of a choice. Events of best_of's choices wait until all have come: one call publishes them, so
+        no stream can hold choices of two runs."""
         if event.prompt_logprobs is not None:
             _note_prompt(delivery, event.prompt_logprobs)
             self.scored.append(delivery)
         if not delivery.selects or event.error is not None:
             self._note(delivery, event)
             return
-        delivery.held.append(event)
-        for one in delivery.held if event.done else []:
-            self._note(delivery, one)
+        delivery.pending.append(event)
+        for pending in delivery.pending if event.done else []:
+            self._note(delivery, pending)
 
     def _note(self, delivery: Delivery, event: Event) -> None:
         """Encode the event's tokens, and see whether it is the last one."""
         choice = event.choice
         if event.token_ids:
             entries = _encode(event)
-            append = self._said(delivery, choice, event.index)
+            append = self._append_of(delivery, choice, event.index)
             append.entries += entries
             append.discarded = delivery.discarded = event.discarded
             delivery.entries[choice] += entries
@@ -97,19 +97,19 @@ class Batch:
             if end is None or end.status == "incomplete":  # all of it is there: its deadline came too late
                 self.ends[delivery.uuid] = Conclusion(delivery, "completed")
 
-    def _said(self, delivery: Delivery, choice: int, index: int) -> Append:
-        """The choice's Append, made from token `index` on if there is none yet."""
+    def _append_of(self, delivery: Delivery, choice: int, index: int) -> Append:
+        """Returns the choice's Append; a new one begins at token `index`."""
         append = self.appends.get((delivery.uuid, choice))
         if append is None:
             append = self.appends[delivery.uuid, choice] = Append(delivery.task_id, delivery.uuid, choice, index)
         append.scored = delivery.scored
-        append.run = append.run or delivery.run_news()
+        append.run = append.run or delivery.run_update()
         return append
 
 
 def _note_prompt(delivery: Delivery, logprobs: list[TokenLogprobs | None]) -> None:
-    found = [(lp.logprob, lp.top) if lp else None for lp in logprobs]
-    delivery.prompt = encode_prompt(delivery.prompt_ids, found)
+    scores = [(lp.logprob, lp.top) if lp else None for lp in logprobs]
+    delivery.prompt = encode_prompt(delivery.prompt_ids, scores)
     delivery.scored = True
 
 
@@ -138,9 +138,9 @@ def _encode(event: Event) -> list[str]:
 def part(batch: list[Append]) -> tuple[list[Append], list[Append]]:
     """Split off as much as one call should carry; return it and the rest. One task's appends stay together."""
     size = 0
-    for k, one in enumerate(batch):
-        size += len(one.entries)
-        if size > MAX_ENTRIES and k and batch[k - 1].claim_id != one.claim_id:
+    for k, append in enumerate(batch):
+        size += len(append.entries)
+        if size > MAX_ENTRIES and k and batch[k - 1].claim_id != append.claim_id:
             return batch[:k], batch[k:]
     return batch, []
 

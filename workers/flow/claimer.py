@@ -17,9 +17,10 @@ from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
-from engine.errors import RequestError
+from engine.errors import ModelError, RequestError
 from engine.params import SamplingParams
 from engine.request import Request
+from engine.text import ConfinedTemplate, TemplateSource
 from producers.connection.log_throttle import warn_throttled
 from producers.connection.script import Call, run_many
 from producers.contract import keys
@@ -28,7 +29,6 @@ from producers.contract.task import Task
 from producers.errors import InvalidTask
 from producers.store.protocol import Claimed, claim, is_last_chance, read_claim, release
 from workers.connect import LOST, connect
-from workers.flow.chat import ChatPrompts
 from workers.flow.deliveries import Deliveries
 from workers.flow.finisher import Finisher
 from workers.flow.publisher import Publisher
@@ -76,7 +76,7 @@ class Claimer(threading.Thread):
         self._queue.put((delivery, decode))
 
     def _room(self) -> None:
-        """Something was put down: a suspect may have its turn, or has had it. Any thread."""
+        """Wakes the thread after a put-down: a suspect may have its turn, or has had it. Any thread."""
         if self._alone:
             self._queue.put(None)
 
@@ -106,7 +106,7 @@ class Claimer(threading.Thread):
             self._next_suspect()
 
     def _claim(self, deliveries: list[Delivery]) -> list[Claimed | Exception]:
-        """Ask until the store answers; an error is one task's own. A CLAIM said again repeats its answer."""
+        """Sends CLAIM until the store answers. An error is one task's own. A repeated CLAIM repeats its answer."""
         while True:
             try:
                 answers = run_many(self._redis, [self._call(delivery) for delivery in deliveries])
@@ -132,7 +132,7 @@ class Claimer(threading.Thread):
     def _take(
         self, delivery: Delivery, decode: Decode | None, claimed: Claimed | Exception, alone: bool = False
     ) -> None:
-        """Act upon the answer. A record that is none is a matter of its own task, not of those behind it."""
+        """Acts upon an answer. An unusable record ends its own task, not those behind it."""
         try:
             if isinstance(claimed, Exception):
                 raise claimed
@@ -167,7 +167,7 @@ class Claimer(threading.Thread):
             self._go(delivery, record, alone)
 
     def _go(self, delivery: Delivery, record: Record, alone: bool) -> None:
-        """The claim was granted: start it, unless it is to end at once or to wait until it may run alone."""
+        """Starts a claimed task, unless it is to end at once or to wait until it may run alone."""
         if "end" in record.fields:  # no token would be taken, and its message would come back for ever
             raise ValueError(f"it has an end ({record.fields['end']!r}), and its status is {record.status!r}")
         delivery.begin(record, record.nexts)
@@ -186,7 +186,7 @@ class Claimer(threading.Thread):
             self._start(delivery)
 
     def _next_suspect(self) -> None:
-        """Give the next one its turn. Those that wait hold no claim: they must not be counted dead with it."""
+        """Gives the next suspect its turn. Suspects that wait hold no claim: they must not be counted dead with it."""
         for delivery in [d for d in self._suspects if d.put_down]:
             self._suspects.remove(delivery)
         self._release([d for d in self._suspects if d.record is not None])
@@ -202,7 +202,7 @@ class Claimer(threading.Thread):
                 self._queue.put(self._later.popleft())
 
     def _release(self, deliveries: list[Delivery]) -> None:
-        """RELEASE them; ask until the store answers."""
+        """Sends RELEASE until the store answers."""
         while deliveries and not self._stopping:
             try:
                 run_many(self._redis, [release(delivery.task_id, delivery.uuid) for delivery in deliveries])
@@ -238,7 +238,8 @@ class Claimer(threading.Thread):
         self._look_again(delivery)
 
     def _submit(self, delivery: Delivery) -> bool:
-        """Hand it to the engine; False where our life ended meanwhile. Raises what keeps it from being started."""
+        """Hands a task to the engine. False if our life ended meanwhile. Raises the error that keeps it from being
+        started."""
         request = self._request(delivery)
         delivery.prompt_ids = request.prompt_ids
         delivery.prompt_tokens = len(request.prompt_ids)
@@ -253,7 +254,7 @@ class Claimer(threading.Thread):
         return True
 
     def _look_again(self, delivery: Delivery) -> None:
-        """End it, if that was asked for before the engine had it."""
+        """Ends a task that was cancelled or revoked before the engine had it."""
         if delivery.stage is not Stage.RUNNING:
             self._served.engine.abort(delivery.uuid)
         elif delivery.revoked:
@@ -292,16 +293,16 @@ class Claimer(threading.Thread):
         return engine.tokenizer.encode(prompt, limit=engine.max_model_len) if isinstance(prompt, str) else list(prompt)
 
     def _params(self, task: Task, delivery: Delivery) -> SamplingParams:
-        """The task's own, which is resolved; without what earlier workers have published as a whole."""
+        """Returns the task's sampling parameters, without results that earlier workers published as a whole."""
         published = {"prompt_logprobs"} if delivery.scored else set()
         published |= {"best_of"} if any(delivery.base) else set()
-        asked = {name: getattr(task, name) for name in SAMPLING if name not in published}
+        sampling = {name: getattr(task, name) for name in SAMPLING if name not in published}
         if delivery.record is not None and "max_output" in delivery.record.fields:
-            asked["max_tokens"] = int(delivery.record.fields["max_output"])
-        return SamplingParams(**{name: value for name, value in asked.items() if value is not None})
+            sampling["max_tokens"] = int(delivery.record.fields["max_output"])
+        return SamplingParams(**{name: value for name, value in sampling.items() if value is not None})
 
     def _read_ahead(self, deliveries: Sequence[Delivery], answers: Sequence[Claimed | Exception]) -> None:
-        """The streams of those that others have begun, in one go: a worker that is drained hands hundreds over."""
+        """Reads the streams of tasks that others have begun, in one go: a drained worker hands hundreds over."""
         begun = [
             delivery
             for delivery, claimed in zip(deliveries, answers, strict=True)
@@ -316,16 +317,16 @@ class Claimer(threading.Thread):
             self._streams = {d.uuid: s for d, s in zip(begun, streams, strict=True) if not isinstance(s, Exception)}
 
     def _published(self, delivery: Delivery) -> list[list[int]]:
-        """The tokens that earlier workers published, per choice: this worker goes on from there."""
-        found: list[list[int]] = [[] for _ in delivery.base]
+        """Returns the tokens that earlier workers published, per choice: this worker continues from there."""
+        tokens: list[list[int]] = [[] for _ in delivery.base]
         first = self._streams.pop(delivery.uuid, None)
         for choice, token_id in tokens_of(self._redis, delivery.task_id, first):
-            found[choice].append(token_id)
-        return found
+            tokens[choice].append(token_id)
+        return tokens
 
 
 def _refusal(delivery: Delivery, exc: RequestError | InvalidTask) -> str:
-    """The error's JSON. What the engine calls `prompt_ids` is named as the task names it: `prompt` or `messages`."""
+    """Returns the error's JSON. The engine's `prompt_ids` is named as in the task: `prompt` or `messages`."""
     record = delivery.record
     if record is None or isinstance(exc, InvalidTask) or exc.param != "prompt_ids":
         return error_json(exc.code, str(exc), exc.param)
@@ -338,10 +339,46 @@ def _begun(fields: Mapping[str, str]) -> bool:
 
 
 def _read(task_id: str, answer: Any) -> Claimed | Exception:
-    """A record that is no text is its own task's error, too."""
+    """Reads an answer of CLAIM. A record that is not text is its own task's error, too."""
     if isinstance(answer, Exception):
         return answer
     try:
         return read_claim(task_id, answer)
     except ValueError as exc:
         return exc
+
+
+class ChatPrompts:
+    """Messages to token ids, by the model's own chat template: for tasks that no gateway has rendered.
+
+    `files`: the model's, by name. `limit`: the most tokens of a prompt. The template runs in a process of its own,
+    which begins with the first chat.
+    """
+
+    def __init__(self, files: Mapping[str, bytes], tokenizer: Any, limit: int) -> None:
+        self._files = files
+        self._tokenizer = tokenizer
+        self._limit = limit
+        self._template: ConfinedTemplate | None = None
+
+    def encode(self, messages: Sequence[Mapping[str, Any]], created_ms: int | None) -> list[int]:
+        """The prompt of a task. A date in it is that of the task's creation, in UTC, so that every worker that takes
+        the task up makes the same prompt.
+
+        Raises RequestError where the template does not take the messages, or cannot be used, or they are too long.
+        """
+        now = None if created_ms is None else created_ms / 1000
+        try:
+            text = self._loaded().render(messages, now=now)
+        except ModelError as error:
+            raise RequestError(str(error), param="model", code="model_broken") from error
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, limit=self._limit)
+        return ids
+
+    def _loaded(self) -> ConfinedTemplate:
+        if self._template is None:
+            source = TemplateSource.from_bytes(self._files)
+            if source is None:
+                raise RequestError("the model has no chat template", param="messages", code="unsupported_model")
+            self._template = ConfinedTemplate(source)
+        return self._template

@@ -1,9 +1,13 @@
-"""The books: every delivery in this worker's hands, from FETCH until ACK or BACK.
+"""The books: every delivery in this worker's hands, from FETCH until ACK or BACK, and the room for more.
 
-    enter -> held -> run -> running -> stop, end -> done (ACK) or give_back (BACK)
+    enter -> fetched -> run -> running -> stop, end -> done (ACK) or give_back (BACK)
 
 A delivery is put down exactly once: settled and acknowledged, given back, or dropped because its incarnation is over
 (then REAP returns it). `workers.state.delivery` has its stages, which change here alone.
+
+The ledger counts, by tier, what was fetched and has not been put down. A tier's credit is the free room plus the room
+that lower tiers hold, because the engine preempts those. So a full batch of low-tier work never hides a waiting
+priority task, and nothing is fetched that would only wait here, invisible to other workers and to the autoscaler.
 """
 
 from __future__ import annotations
@@ -12,24 +16,27 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Final
 
+from producers.broker.values import Credit
+from producers.contract import keys
 from workers.flow.acker import Acker
-from workers.state.delivery import Delivery, Stage, forget
-from workers.state.incarnation import Incarnation
-from workers.state.ledger import Ledger, Size
+from workers.state.delivery import Delivery, Incarnation, Stage, forget
 from workers.state.served import Served
 
 logger = logging.getLogger(__name__)
 
-#: Deliveries that wait in the engine of which the lease tells.
+#: The most waiting deliveries that the lease lists.
 WAITS: Final = 64
+NO_CREDIT = Credit((0, 0, 0, 0), (0, 0, 0, 0))
 
 
 class Deliveries:
-    """Thread-safe. `held` and `running` are keyed by the delivery's UUID; others only read them."""
+    """Thread-safe. `by_uuid` has all deliveries in this worker's hands, `running` some; both are keyed by UUID, and
+    others only read them."""
 
     def __init__(self, served: Served, acker: Acker) -> None:
         self._name = served.settings.name
@@ -38,17 +45,17 @@ class Deliveries:
         self.ledger = Ledger((served.engine.max_num_seqs, served.engine.kv_tokens_total))
         self.life = Incarnation(self._name)
         """The present one; it is another as soon as its lease is gone."""
-        self.held: dict[str, Delivery] = {}
+        self.by_uuid: dict[str, Delivery] = {}
         self.running: dict[str, Delivery] = {}
         """Those of stage RUNNING, which the engine computes."""
         self.survived: deque[str] = deque()
-        """Tasks whose redeliveries the broker is to forget before the next FETCH."""
-        self.asked: list[str] = []
-        """UUIDs that the next FETCH names: it may have come, and its answer been lost."""
+        """Ids of tasks whose redeliveries the broker is to forget before the next FETCH."""
+        self.fetch_uuids: list[str] = []
+        """UUIDs that the next FETCH names. An earlier FETCH may have used them, if its reply was lost."""
         self.draining = False
         """Whether the worker drains: it fetches no more and begins no new incarnation."""
-        self.most: int | None = None
-        """Deliveries that the worker's breaker lets it hold; None: as many as fit. What is held stays."""
+        self.limit: int | None = None
+        """The number of deliveries that the worker's breaker lets it hold; None: as many as fit. It drops none."""
         self.changed = threading.Condition()
         """Notified when something was put down."""
         self.on_put_down: Callable[[], None] = lambda: None
@@ -57,33 +64,34 @@ class Deliveries:
         """Called, on any thread and under `changed`, with what a lapsed life held."""
 
     def __len__(self) -> int:
-        return len(self.held)
+        return len(self.by_uuid)
 
     @property
     def serves(self) -> bool:
-        """Whether it may fetch; another pool may go on with what the pool of a worker that may not had begun."""
-        return not self.draining and self.most != 0
+        """Whether the worker may fetch. If no worker of its pool may, another pool may continue tasks that they
+        began."""
+        return not self.draining and self.limit != 0
 
-    def known(self) -> set[str]:
-        """UUIDs of all that is held, or on its way in or out."""
-        return {*self.asked, *self.held, *self._acker.pending}
+    def all_uuids(self) -> set[str]:
+        """Returns the UUIDs of all deliveries that are held, or on their way in or out."""
+        return {*self.fetch_uuids, *self.by_uuid, *self._acker.pending}
 
     def waits(self) -> dict[str, str]:
-        """UUID -> why, of those that wait in the engine (`Delivery.waits`); some of them, where there are many."""
-        waiting = ((one.uuid, one.waits) for one in list(self.running.values()))
+        """Returns UUID -> reason for at most WAITS deliveries that wait in the engine (`Delivery.waits`)."""
+        waiting = ((delivery.uuid, delivery.waits) for delivery in list(self.running.values()))
         return dict(islice(((uuid, why) for uuid, why in waiting if why is not None), WAITS))
 
     def enter(self, delivery: Delivery, size: Size) -> bool:
-        """Enter a fetched message; False where its life is over."""
+        """Enters a fetched message. False if its life is over."""
         with self.changed:
             if delivery.incarnation.over:
                 return False
             self.ledger.hold(delivery.uuid, size)
-            self.held[delivery.uuid] = delivery
+            self.by_uuid[delivery.uuid] = delivery
             return True
 
     def got_on(self, delivery: Delivery) -> None:
-        """A token of it is published. Deaths before that count against its message no more, as in its record.
+        """Notes that a token is published. Earlier deaths count against its message no more, as in its record.
 
         Else a long task that outlived several workers would be a suspect to FETCH, and hold up its tenant."""
         if delivery.returned and not delivery.incarnation.over:
@@ -92,25 +100,25 @@ class Deliveries:
             self.ledger.on_room()
 
     def run(self, delivery: Delivery) -> bool:
-        """The engine is about to have it; False where it is too late for that."""
+        """Moves a delivery to RUNNING: the engine is about to have it. False if it has come further already."""
         return self._move(delivery, Stage.RUNNING)
 
     def stop(self, delivery: Delivery) -> bool:
-        """The engine makes no more tokens of it, and failed it; False where it has stopped already."""
+        """Moves a delivery that the engine failed to STOPPED. False if it has come so far already."""
         return self._leave(delivery, Stage.STOPPED)
 
     def end(self, delivery: Delivery) -> None:
-        """The engine makes no more tokens of it, and no other end counts."""
+        """Moves a delivery to ENDED: the engine makes no more tokens of it, and no other end counts."""
         self._leave(delivery, Stage.ENDED)
 
     def _leave(self, delivery: Delivery, stage: Stage) -> bool:
-        """First the stage: a claimer that still starts it looks there once the engine has it."""
+        """Moves the stage first: a claimer that still starts the delivery looks at it once the engine has it."""
         moved = self._move(delivery, stage)
         self._abort(delivery.uuid)
         return moved
 
     def _move(self, delivery: Delivery, stage: Stage) -> bool:
-        """False where it has come so far already."""
+        """Moves a delivery's stage. False if it has come so far already."""
         with self.changed:
             if delivery.stage >= stage:
                 return False
@@ -124,31 +132,31 @@ class Deliveries:
     # ---- putting down ---------------------------------------------------------------------------------------------
 
     def done(self, delivery: Delivery, reason: str = "", *, settled: bool = False) -> None:
-        """ACK: nobody needs the message any more. `settled`: because its task is, or has no record."""
+        """Acknowledges a message that nobody needs. `settled`: because its task is settled, or has no record."""
         task = delivery.task_id if settled else ""
         ack = partial(self._acker.ack, delivery.incarnation, delivery.uuid, reason, delivery.used, task)
         self._put_down(delivery, ack)
 
     def give_back(self, delivery: Delivery, delay: float = 0.0, to: str = "") -> None:
-        """BACK: another worker's, or nobody's yet; in the queue `to`, if that is another. What was claimed must be
+        """Gives a message back, for another worker, to its list or to that of the queue `to`. A claimed task must be
         released first (`Finisher.let_go`)."""
         self._put_down(delivery, lambda: self._acker.back(delivery.incarnation, delivery.uuid, delay, to))
 
-    def _put_down(self, delivery: Delivery, errand: Callable[[], None]) -> None:
-        """Take it out of the books, once. The errand is on its way before that is seen: a drain waits for empty books,
-        and what is in flight then without one is reaped."""
+    def _put_down(self, delivery: Delivery, acknowledge: Callable[[], None]) -> None:
+        """Removes a delivery from the books, once. ACK or BACK is queued first: a drain waits for empty books, and a
+        message that is then in flight without either is reaped."""
         if not self._move(delivery, Stage.PUT_DOWN):
             return
-        errand()
+        acknowledge()
         with self.changed:
-            self.held.pop(delivery.uuid, None)
+            self.by_uuid.pop(delivery.uuid, None)
             self.changed.notify_all()
         self.ledger.release(delivery.uuid)
         self.on_put_down()
         _forget(delivery)
 
     def life_is_over(self, life: Incarnation) -> None:
-        """Our lease is gone: drop everything at once (others may hold it by now) and begin anew.
+        """Drops everything at once, because our lease is gone and others may hold it by now, and begins a new life.
 
         Where the store was away, or we were stopped, nobody may have taken it up yet: then it is let go first, so that
         no death is counted (`Lease.let_lapsed_go`).
@@ -157,11 +165,11 @@ class Deliveries:
             if life.over or life is not self.life:
                 return
             life.over = True
-            dropped, running = list(self.held.values()), list(self.running)
+            dropped, running = list(self.by_uuid.values()), list(self.running)
             for delivery in dropped:
                 self._move(delivery, Stage.PUT_DOWN)
             self.on_lapse(life, dropped)  # before the books are seen empty: a drain exits then, and would leave these
-            self.held.clear()
+            self.by_uuid.clear()
             self.ledger.clear()
             self.changed.notify_all()
         logger.warning("The lease of %s lapsed: dropping %d deliveries, beginning anew", life.id, len(dropped))
@@ -177,3 +185,76 @@ class Deliveries:
 def _forget(delivery: Delivery) -> None:
     if delivery.job is not None:
         forget(delivery.job.request)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A delivery's size: its tier's rank, sequences, and KV tokens at most."""
+
+    rank: int
+    seqs: int
+    tokens: int
+
+
+class Ledger:
+    """Thread-safe. Capacity is (sequences, KV tokens) of the whole engine."""
+
+    def __init__(self, capacity: tuple[int, int], on_room: Callable[[], None] = lambda: None) -> None:
+        self.capacity = capacity
+        self.on_room = on_room
+        """Called, on any thread, when something was put down."""
+        self._sizes: dict[str, Size] = {}
+        self._seqs = [0, 0, 0, 0]
+        self._tokens = [0, 0, 0, 0]
+        self._frozen = False
+        self._lock = threading.Lock()
+
+    def hold(self, uuid: str, size: Size) -> None:
+        with self._lock:
+            self._sizes[uuid] = size
+            self._seqs[size.rank] += size.seqs
+            self._tokens[size.rank] += size.tokens
+
+    def release(self, uuid: str) -> None:
+        with self._lock:
+            size = self._sizes.pop(uuid, None)
+            if size is None:
+                return
+            self._seqs[size.rank] -= size.seqs
+            self._tokens[size.rank] -= size.tokens
+        self.on_room()
+
+    def clear(self) -> None:
+        with self._lock:
+            self._sizes.clear()
+            self._seqs, self._tokens = [0, 0, 0, 0], [0, 0, 0, 0]
+        self.on_room()
+
+    def freeze(self, frozen: bool) -> None:
+        """Freezes the credit at none, so that a suspect task runs alone."""
+        with self._lock:
+            self._frozen = frozen
+        self.on_room()
+
+    @property
+    def count(self) -> int:
+        with self._lock:
+            return len(self._sizes)
+
+    @property
+    def throughput_count(self) -> int:
+        """The number of deliveries of the throughput tiers, flex and batch."""
+        with self._lock:
+            return sum(size.rank >= keys.TIERS["flex"][0] for size in self._sizes.values())
+
+    def credit(self) -> Credit:
+        with self._lock:
+            if self._frozen:
+                return NO_CREDIT
+            return Credit(_credit(self.capacity[0], self._seqs), _credit(self.capacity[1], self._tokens))
+
+
+def _credit(capacity: int, used: list[int]) -> tuple[int, int, int, int]:
+    free = capacity - sum(used)
+    a, b, c, d = (max(0, free + sum(used[rank + 1 :])) for rank in range(4))
+    return a, b, c, d

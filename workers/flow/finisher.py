@@ -56,21 +56,21 @@ class _Ending:
     status: str
     error: str = "null"
     delay: float = 0.0
-    """Before the message is fetched again, where it goes back, seconds."""
+    """Seconds before the message is fetched again, if it goes back."""
     traced: bool = False
     failures: int = 0
     reason: str = ""
-    """Why the message is to be kept."""
+    """The reason to keep the message as a dead letter; empty: it is acknowledged."""
     claimed: bool = True
     """The claim may be ours: put down without SETTLE or RELEASE, a copy of its message would wait for it for ever."""
     why: str = ""
-    """Why it goes back, for who asks what became of it."""
+    """Why it goes back, for the task's explanation."""
     otherwise: Callable[[], None] | None = None
-    """Called where a copy for Celery's retry cannot be sent."""
+    """Called if a copy for Celery's retry cannot be sent."""
 
 
 class Finisher(threading.Thread):
-    """`clock` brings back what Celery's side could not take just now."""
+    """`clock` brings back endings that Celery's side could not take just now."""
 
     def __init__(self, served: Served, app: Celery, deliveries: Deliveries, clock: Clock) -> None:
         super().__init__(name="penstock-finisher", daemon=True)
@@ -86,21 +86,22 @@ class Finisher(threading.Thread):
         self._queue.put(_Ending(delivery, status, error))
 
     def may_retry(self, delivery: Delivery) -> bool:
-        """Has Celery a try left? Without a job (a condemned message) there is nothing to publish again."""
+        """Whether Celery has a try left. Without a job (a condemned message) there is nothing to publish again."""
         job = delivery.job
         return job is not None and (job.headers.get("retries") or 0) < self._max_retries
 
     def retry(self, delivery: Delivery, message: str, otherwise: Callable[[], None]) -> None:
-        """The engine failed the task, whose record is not final: publish a copy, RELEASE, ACK; `otherwise` where no
-        copy can be published."""
+        """Retries a task that the engine failed and whose record is not final: publishes a copy, then RELEASE and ACK.
+        Calls `otherwise` if no copy can be published."""
         self._queue.put(_Ending(delivery, RETRY, message, why="failed", otherwise=otherwise))
 
     def release(self, delivery: Delivery, delay: float = 0.0, why: str = "") -> None:
-        """RELEASE, then BACK, unfinished; whoever claims it next goes on from its next token."""
+        """Sends RELEASE, then BACK. The next worker that claims the task continues from its next token."""
         self._queue.put(_Ending(delivery, BACK, delay=delay, traced=True, why=why))
 
     def let_go(self, delivery: Delivery, delay: float = 0.0, why: str = "") -> None:
-        """The engine stops; RELEASE if it was claimed (it does nothing where the claim is another's by now); BACK."""
+        """Stops the engine's work on a delivery; RELEASE if it was claimed (without effect if the claim is another's by
+        now); BACK."""
         self._deliveries.end(delivery)
         if delivery.record is None:
             self._deliveries.give_back(delivery, delay)
@@ -108,18 +109,18 @@ class Finisher(threading.Thread):
             self.release(delivery, delay, why)
 
     def bury(self, delivery: Delivery, reason: str, *, claimed: bool = False, code: str = "dead_lettered") -> None:
-        """There is no record to finish: tell whoever waits for its result, RELEASE what was `claimed`, then ACK; the
-        message is kept."""
+        """Keeps a message as a dead letter, as there is no record to finish: an error becomes the task's result,
+        RELEASE if it was `claimed`, then ACK."""
         self._deliveries.end(delivery)
         error = error_json(code, f"The message cannot be used: {reason}")
         self._queue.put(_Ending(delivery, DEAD, error, reason=reason, claimed=claimed))
 
     def erase(self, delivery: Delivery) -> None:
-        """Its plain task was deleted: remove the result that a worker may have stored since; then ACK."""
+        """Acknowledges a deleted plain task, after removing the result that a worker may have stored since."""
         self._queue.put(_Ending(delivery, ERASED, claimed=False))
 
     def stop(self, timeout: float) -> bool:
-        """True once everything that was said before is settled."""
+        """Returns True once every earlier ending is settled."""
         self._queue.put(None)
         if self.is_alive():  # a drain may begin before the threads
             self.join(timeout)
@@ -140,7 +141,7 @@ class Finisher(threading.Thread):
     # ---- the tracer ---------------------------------------------------------------------------------------------
 
     def _trace(self, end: _Ending) -> bool:
-        """True when Celery's side is done, or given up; else it is tried again later."""
+        """Returns True if Celery's side is done, or given up; else it is tried again later."""
         if end.traced:
             return True
         try:
@@ -158,7 +159,8 @@ class Finisher(threading.Thread):
         return end.traced
 
     def _give_up(self, end: _Ending, exc: Exception) -> bool:
-        """Callbacks that cannot be sent, say: the output stands, the message is kept as a dead letter."""
+        """Gives up Celery's side, for instance callbacks that cannot be sent: the output stays, and the message is kept
+        as a dead letter."""
         if end.otherwise is not None:  # no copy was sent, so there is no other try
             end.otherwise()
             return False
@@ -168,7 +170,7 @@ class Finisher(threading.Thread):
         return True
 
     def _tell_celery(self, end: _Ending) -> None:
-        """Raises what went wrong, which may be that result backend or broker are away."""
+        """Runs Celery's side of an ending. Raises its error, maybe that result backend or broker are away."""
         delivery, job = end.delivery, end.delivery.job
         if end.status == ERASED:
             self._app.backend.delete(self._app.backend.get_key_for_task(delivery.task_id))
@@ -183,7 +185,7 @@ class Finisher(threading.Thread):
             self._run_tracer(end, job)
 
     def _tell_of_condemned(self, end: _Ending) -> None:
-        """Nobody may decode the message, but whoever waits for the result must hear."""
+        """Stores the result of a condemned message, which nobody may decode, for whoever waits for it."""
         backend, task_id = self._app.backend, end.delivery.task_id
         if backend.get_state(task_id) in states.READY_STATES:  # of a copy, or told by Celery
             return
@@ -249,7 +251,7 @@ class Finisher(threading.Thread):
             return self._settle(broken)
 
     def _put_down(self, end: _Ending, answer: Any) -> bool:
-        """What the store's answer means for its message; False where it is to be released as a dead letter."""
+        """Puts a message down according to the store's answer. False if it is to be released as a dead letter."""
         delivery = end.delivery
         if end.status == DEAD:
             self._deliveries.done(delivery, end.reason)
@@ -274,7 +276,7 @@ class Finisher(threading.Thread):
 
 
 def _dead_letter(end: _Ending) -> str:
-    """Why the message is kept, if it is: a task given up on is worth a look."""
+    """Returns why the message is kept as a dead letter, if it is: a task given up on is worth a look."""
     record = end.delivery.record
     try:
         error = record.json("error") if record else None

@@ -3,9 +3,9 @@
     wake -> credit -> FETCH -> hold in the ledger -> (pipe) -> event loop -> kombu's callbacks -> Request -> pool
 
 FETCH runs on a thread and a connection of its own, so that neither a slow broker nor a reconnecting consumer stalls the
-other. When a reply is lost, the same UUIDs are asked for again, and the broker repeats itself.
+other. When a reply is lost, FETCH names the same UUIDs again, and the broker repeats its reply.
 
-In a store beyond its `maxmemory` no more tasks are started, of worse tiers first: what is left is for those that run.
+If the store nears its `maxmemory`, no more tasks are started, of worse tiers first: running tasks need the memory.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ from producers.contract.message import BODY_HEADER, BodyGone, redeem
 from workers.connect import LOST, connect
 from workers.flow.acker import Acker
 from workers.flow.celery_side import CelerySide
-from workers.flow.deliveries import Deliveries
-from workers.state.delivery import Delivery
-from workers.state.incarnation import Incarnation
-from workers.state.ledger import NO_CREDIT, Size
+from workers.flow.deliveries import NO_CREDIT, Deliveries, Size
+from workers.state.delivery import Delivery, Incarnation
 from workers.state.served import Served
 
 logger = logging.getLogger(__name__)
@@ -66,7 +64,8 @@ class Arrival:
 
 
 class Headroom:
-    """Tells of which tiers the store has room for more tasks, by looks of MEMORY_S. `url`: the store's."""
+    """Knows for which tiers the store has room for more tasks. It reads the store's memory once in MEMORY_S. `url`: the
+    store's."""
 
     def __init__(self, url: str) -> None:
         self._redis = connect(url)
@@ -74,7 +73,7 @@ class Headroom:
         self._ranks = len(STARTED)
 
     def limit(self, credit: Credit) -> Credit:
-        """The credit without that of tiers that are not to be started. A store that is away limits nothing: CLAIM waits
+        """Returns the credit without that of tiers that may not start. An unreachable store limits nothing: CLAIM waits
         for it."""
         if time.monotonic() >= self._due:
             self._look()
@@ -118,20 +117,20 @@ class Intake(threading.Thread):
         self._attached = False
         self._paused = False
         self._unanswered = False
-        self.loop_asked: float | None = None
-        """Since when the event loop is asked for a sign of life (monotonic); None once it gave one."""
+        self.loop_nudged_at: float | None = None
+        """When the watchdog nudged the event loop (monotonic); None once the loop has answered."""
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[0], False)
         os.set_blocking(self._pipe[1], False)
-        deliveries.asked = _fresh(BATCH)
+        deliveries.fetch_uuids = _fresh(BATCH)
         deliveries.ledger.on_room = self.poke
 
     def poke(self) -> None:
-        """Something may fit, or may have come: look again."""
+        """Looks again: a message may fit, or may have come."""
         self._wake.set()
 
     def stop(self) -> None:
-        """Fetch no more. What has arrived and was not yet handed over goes back."""
+        """Stops fetching. Messages that were not handed over yet go back."""
         self._deliveries.draining = True
         self.poke()
         self._waker.stop()
@@ -146,7 +145,7 @@ class Intake(threading.Thread):
 
     def nudge(self) -> None:
         """Wake the event loop. Any thread."""
-        with contextlib.suppress(BlockingIOError):  # full: the loop has been told often enough
+        with contextlib.suppress(BlockingIOError):  # full: enough nudges wait for the loop
             os.write(self._pipe[1], b"!")
 
     def attach(self) -> None:
@@ -159,14 +158,14 @@ class Intake(threading.Thread):
         return self._attached and not self._deliveries.draining
 
     def pause(self, paused: bool) -> None:
-        """The event loop takes nothing: fetch nothing for it, and give back what waits for it."""
+        """Stops or resumes fetching while the event loop is stuck, and gives back what waits for it."""
         self._paused = paused
         if paused:
             self._give_back()
         self.poke()
 
     def detach(self) -> None:
-        """The consumer is gone (reconnecting, or shutting down)."""
+        """Stops fetching while the consumer is gone: it reconnects, or shuts down."""
         self._attached = False
         self._give_back()
 
@@ -178,7 +177,7 @@ class Intake(threading.Thread):
         """Give everything that arrived to kombu's callbacks; runs in the event loop."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._pipe[0], 4096)
-        self.loop_asked = None
+        self.loop_nudged_at = None
         while (arrival := self._next()) is not None:
             if arrival.incarnation.over:
                 continue
@@ -204,9 +203,9 @@ class Intake(threading.Thread):
             self._wake.clear()
             self._broker.passed = frozenset() if self._served.takes_plain else self._plain
             if life is not books.life:
-                life, books.asked = books.life, _fresh(BATCH)
+                life, books.fetch_uuids = books.life, _fresh(BATCH)
                 books.survived.clear()  # others may have them, and have died since
-            room = BATCH if books.most is None else max(0, books.most - len(books))
+            room = BATCH if books.limit is None else max(0, books.limit - len(books))
             if self._paused or not self._attached or not life.begun or not (room or self._unanswered):
                 self._wake.wait(IDLE_S)
                 continue
@@ -219,72 +218,73 @@ class Intake(threading.Thread):
             if fetched is None:
                 books.life_is_over(life)
             elif fetched:
-                given = sum(not one.buried for one in fetched)
-                books.asked = books.asked[given:] + _fresh(given)
-                for one in fetched:
-                    self._take(life, one)
+                used = sum(not message.buried for message in fetched)
+                books.fetch_uuids = books.fetch_uuids[used:] + _fresh(used)
+                for message in fetched:
+                    self._take(life, message)
             else:
                 self._wake.wait(IDLE_S)
 
     def _fetch(self, life: Incarnation, room: int) -> list[Fetched] | None:
-        """Ask for at most `room` messages. Where an answer was lost, a worker of little room first hears what came."""
+        """Fetches at most `room` messages. After a lost reply, a worker with little room first repeats the request
+        without credit: that returns only what the lost reply held."""
         books = self._deliveries
-        asked, credit = books.asked[:room], self._headroom.limit(books.ledger.credit())
+        uuids, credit = books.fetch_uuids[:room], self._headroom.limit(books.ledger.credit())
         if self._unanswered and room < BATCH:
-            asked, credit = books.asked, NO_CREDIT
+            uuids, credit = books.fetch_uuids, NO_CREDIT
         if survived := list(books.survived):
             self._broker.survived(survived)
             for _ in survived:
                 books.survived.popleft()
         self._unanswered = True
-        fetched = self._broker.fetch(life.id, asked, credit, self._rules)
+        fetched = self._broker.fetch(life.id, uuids, credit, self._rules)
         self._unanswered = False
         return fetched
 
-    def _take(self, life: Incarnation, one: Fetched) -> None:
-        payload = self._read(life, one)
+    def _take(self, life: Incarnation, message: Fetched) -> None:
+        payload = self._read(life, message)
         if payload is None:
             return
         headers, properties = payload["headers"], payload["properties"]
-        delay = 0.0 if one.condemned else _seconds_until(headers.get("eta"))
+        delay = 0.0 if message.condemned else _seconds_until(headers.get("eta"))
         if delay > 0:  # waited out in the broker: here it would take room, and nobody else could have it
-            self._acker.back(life, one.uuid, delay)
+            self._acker.back(life, message.uuid, delay)
             return
-        properties |= {"delivery_tag": one.uuid, "priority": _priority(properties.get("priority"), one.rank)}
-        delivery = Delivery(one.uuid, headers["id"], life, one.returned, one.condemned)
-        if not self._deliveries.enter(delivery, self._size(headers, one.rank)):
+        properties |= {"delivery_tag": message.uuid, "priority": _priority(properties.get("priority"), message.rank)}
+        delivery = Delivery(message.uuid, headers["id"], life, message.returned, message.condemned)
+        if not self._deliveries.enter(delivery, self._size(headers, message.rank)):
             return
-        pass_on = partial(self._pass_on, Arrival(life, one, payload))
-        if one.condemned:
+        pass_on = partial(self._pass_on, Arrival(life, message, payload))
+        if message.condemned:
             self._celery.condemn(delivery, headers, pass_on)
         else:
             pass_on()
 
-    def _read(self, life: Incarnation, one: Fetched) -> dict[str, Any] | None:
-        """The message; None where it cannot be read, and is put down."""
-        if one.buried:
-            self._bury(life, one, one.buried)
+    def _read(self, life: Incarnation, message: Fetched) -> dict[str, Any] | None:
+        """Returns the message's content; None if it cannot be read and was put down."""
+        if message.buried:
+            self._bury(life, message, message.buried)
             return None
         try:
-            envelope = redeem(one.raw.decode(), self._bodies) if CLAIM_CHECK in one.raw else one.raw
+            envelope = redeem(message.raw.decode(), self._bodies) if CLAIM_CHECK in message.raw else message.raw
             payload: dict[str, Any] = json.loads(envelope)
             return payload
         except BodyGone as exc:
-            self._bury(life, one, str(exc))
+            self._bury(life, message, str(exc))
         except LOST as exc:
             warn_throttled(logger, "Cannot read the body of a message, trying again: %s", exc)
-            self._acker.back(life, one.uuid, BODY_S)
+            self._acker.back(life, message.uuid, BODY_S)
         except (ValueError, RecursionError) as exc:
-            self._bury(life, one, f"not JSON in UTF-8: {exc}")
+            self._bury(life, message, f"not JSON in UTF-8: {exc}")
         return None
 
-    def _bury(self, life: Incarnation, one: Fetched, reason: str) -> None:
-        """A dead letter, or it becomes one; where at least its id can be read, whoever waits for it hears of it."""
-        task_id = _id_of(one.raw)
+    def _bury(self, life: Incarnation, message: Fetched, reason: str) -> None:
+        """Makes the message a dead letter. If its id can be read, whoever waits for its result gets an error."""
+        task_id = _id_of(message.raw)
         if task_id is None:
-            self._acker.ack(life, one.uuid, reason)
+            self._acker.ack(life, message.uuid, reason)
         else:
-            self._celery.unreadable(Delivery(one.uuid, task_id, life), reason)
+            self._celery.unreadable(Delivery(message.uuid, task_id, life), reason)
 
     def _pass_on(self, arrival: Arrival) -> None:
         """Queue it for the event loop."""
@@ -296,19 +296,20 @@ class Intake(threading.Thread):
             self._give_back()
 
     def _size(self, headers: dict[str, Any], rank: int) -> Size:
-        """The delivery's size, reckoned as FETCH does."""
+        """Computes a delivery's size as FETCH does."""
         if headers["task"] != keys.TASK_NAME:
             return Size(rank, 0, 0)
-        said = headers.get("penstock")
-        said = said if isinstance(said, dict) else {}
+        declared = headers.get("penstock")
+        declared = declared if isinstance(declared, dict) else {}
         seqs, tokens = self._rules.capacity
-        return Size(rank, _bounded(said.get("n"), 1, seqs), _bounded(said.get("tokens"), PLAIN_TOKENS, tokens))
+        return Size(rank, _bounded(declared.get("n"), 1, seqs), _bounded(declared.get("tokens"), PLAIN_TOKENS, tokens))
 
 
-def _priority(said: Any, rank: int) -> int:
-    """The message's own, unless it came in another tier's list: plain Celery's may have one for all priorities."""
-    own = isinstance(said, int) and keys.TIERS[keys.tier_of(said)][0] == rank
-    return int(said) if own else _STEPS[rank]
+def _priority(priority: Any, rank: int) -> int:
+    """Returns the message's priority, or that of the list it came in if the two differ: plain Celery senders may use
+    one list for all priorities."""
+    same_tier = isinstance(priority, int) and keys.TIERS[keys.tier_of(priority)][0] == rank
+    return int(priority) if same_tier else _STEPS[rank]
 
 
 def _bounded(value: Any, default: int, cap: int) -> int:
@@ -319,7 +320,7 @@ def _bounded(value: Any, default: int, cap: int) -> int:
 
 
 def _seconds_until(eta: Any) -> float:
-    """Seconds until a header's time; 0 for what is no time, which Celery refuses."""
+    """Returns the seconds until a header's time; 0 for an invalid time, which Celery refuses."""
     try:
         due = datetime.fromisoformat(eta)
     except (TypeError, ValueError):
@@ -330,7 +331,7 @@ def _seconds_until(eta: Any) -> float:
 
 
 def _id_of(raw: bytes) -> str | None:
-    """The task's id, in a message that can hardly be read."""
+    """Reads the task's id from a message that cannot be decoded as a whole."""
     try:
         task_id = json.loads(raw.decode(errors="replace"))["headers"]["id"]
     except (ValueError, RecursionError, KeyError, TypeError):

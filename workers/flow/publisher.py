@@ -4,7 +4,7 @@ The engine's thread only appends to a list. This thread encodes, sends, and acts
 task passes through here, so that its last tokens are out before its FINISH.
 
 A store that is nearly full takes no more tokens of worse tiers (`full`). These wait in a batch of their own, with what
-comes behind them, and are said again every RETRY_S; other sequences go on meanwhile.
+comes behind them, and are sent again every RETRY_S; other sequences go on meanwhile.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BROKEN = (
 
 
 class Publisher(threading.Thread):
-    """`give_up` ends this worker, whose model is broken, with the reason."""
+    """`give_up` ends this worker with a reason; called when its model is broken."""
 
     def __init__(
         self,
@@ -67,49 +67,50 @@ class Publisher(threading.Thread):
         self._breaker = breaker
         self._retry_after = served.settings.retry_after
         self._redis = connect(served.settings.store)
-        self._news: deque[Event | Conclusion | Delivery] = deque()
-        #: What the store has no room for, of which deliveries (UUIDs), and when it is said again.
-        self._held = Batch()
+        self._updates: deque[Event | Conclusion | Delivery] = deque()
+        #: What the store has no room for, of which deliveries (UUIDs), and when it is sent again.
+        self._deferred = Batch()
         self._blocked: set[str] = set()
         self._retry_at = 0.0
         self._wake = threading.Event()
         self._stopping = False
-        #: Ends in NaN, by delivery: those that the question under way is about, and those that came since.
-        self._asked: dict[str, Conclusion] = {}
+        #: Ends in NaN, by delivery: those for which a probe was sent, and those that came since.
+        self._probed: dict[str, Conclusion] = {}
         self._doubted: dict[str, Conclusion] = {}
         self.busy_since: float | None = None
-        """When it began with what it is at; None while there is nothing to publish."""
+        """When it began its present round (monotonic); None while there is nothing to publish."""
 
     # ---- called by others -----------------------------------------------------------------------------------
 
     def on_event(self, event: Event) -> None:
-        """The engine's thread, for each choice with news; `on_step` follows."""
-        self._news.append(event)
+        """Runs on the engine's thread, for each event of a choice; `on_step` follows."""
+        self._updates.append(event)
 
     def on_step(self) -> None:
         self._wake.set()
 
     def count(self, delivery: Delivery, *, soon: bool) -> None:
-        """Tell the record how long its prompt is, which came as text: with the engine's next step, or `soon`. Any
-        thread, before the engine has it."""
-        self._news.append(delivery)
+        """Writes the length of a prompt that came as text into the record: with the engine's next step, or `soon`. Any
+        thread, before the engine has the delivery."""
+        self._updates.append(delivery)
         if soon:
             self._wake.set()
 
     def conclude(self, delivery: Delivery, status: str, error: str = "null") -> None:
-        """End it so, after what it has published. Any thread."""
+        """Ends a delivery with this status, after its published tokens. Any thread."""
         self._conclude(Conclusion(delivery, status, error))
 
     def _conclude(self, end: Conclusion) -> None:
-        self._news.append(end)
+        self._updates.append(end)
         self._wake.set()
 
     def conclude_late(self, delivery: Delivery) -> None:
-        """Its deadline passed: `incomplete`, with what it has. Any thread."""
+        """Ends a delivery whose deadline passed: `incomplete`, with the tokens it has. Any thread."""
         self.conclude(delivery, "incomplete", EXPIRED)
 
     def conclude_cancelled(self, delivery: Delivery) -> None:
-        """A cancel was accepted: its memory need not wait until the store has taken its end. Any thread."""
+        """Ends a delivery whose cancel was accepted. The engine frees its memory before the store has its end. Any
+        thread."""
         self._engine.abort(delivery.uuid)
         self.conclude(delivery, "cancelled")
 
@@ -117,7 +118,7 @@ class Publisher(threading.Thread):
         self.conclude(delivery, delivery.revoked, EXPIRED if delivery.revoked == "failed" else "null")
 
     def stop(self, timeout: float) -> bool:
-        """True once everything that was said before is published."""
+        """Returns True once all earlier updates are published."""
         self._stopping = True
         self._wake.set()
         if self.is_alive():  # a drain may begin before the threads
@@ -136,70 +137,71 @@ class Publisher(threading.Thread):
             except Exception:
                 logger.exception("Publishing failed")
             self.busy_since = None
-            if self._stopping and not self._news and not self._blocked:
+            if self._stopping and not self._updates and not self._blocked:
                 return
 
     def _publish(self) -> None:
         batch = self._next_batch()
-        while self._news:
-            item = self._news.popleft()
+        while self._updates:
+            item = self._updates.popleft()
             if isinstance(item, Conclusion):
-                self._place(item.delivery, batch).conclude(item)
+                self._batch_for(item.delivery, batch).conclude(item)
             elif isinstance(item, Delivery):
                 if item.uuid in self._deliveries.running:
-                    self._place(item, batch).count(item)
+                    self._batch_for(item, batch).count(item)
             elif (delivery := self._deliveries.running.get(item.request_id)) is not None:
-                self._place(delivery, batch).add(delivery, item)
-        for each in (batch, self._held):
+                self._batch_for(delivery, batch).add(delivery, item)
+        for each in (batch, self._deferred):
             self._doubted |= each.doubted
             each.doubted = {}
         self._prompt(batch.scored, batch.ends)
         self._append(list(batch.appends.values()), batch.ends)
         self._finish(batch.ends)
-        self._ask()
+        self._probe()
 
     def _next_batch(self) -> Batch:
-        """An empty batch; or, if it is time, what the store had no room for."""
+        """Returns an empty batch; or, if it is time, the deferred one."""
         if not self._blocked or time.monotonic() < self._retry_at:
             return Batch()
-        batch, self._held, self._blocked = self._held, Batch(), set()
+        batch, self._deferred, self._blocked = self._deferred, Batch(), set()
         batch.at = time.monotonic()
         return batch
 
-    def _place(self, delivery: Delivery, batch: Batch) -> Batch:
-        """The batch for news of a delivery: behind what the store has no room for, if it has such."""
+    def _batch_for(self, delivery: Delivery, batch: Batch) -> Batch:
+        """Returns the batch for a delivery's updates: the deferred one, if the store had no room for earlier ones."""
         if delivery.uuid not in self._blocked:
             return batch
-        self._held.at = time.monotonic()
-        return self._held
+        self._deferred.at = time.monotonic()
+        return self._deferred
 
-    def _hold(self, delivery: Delivery, ends: dict[str, Conclusion], tokens: Append | None = None) -> None:
-        """The store has no room for its tokens: they are said again later, and its end behind them."""
+    def _defer(self, delivery: Delivery, ends: dict[str, Conclusion], tokens: Append | None = None) -> None:
+        """Sends a delivery's tokens again later, and its end after them: the store has no room."""
         if not self._blocked:
             self._retry_at = time.monotonic() + RETRY_S
         self._blocked.add(delivery.uuid)
         if tokens is not None:
-            self._held.appends[tokens.claim_id, tokens.choice] = tokens
-        self._hold_ends(ends)
+            self._deferred.appends[tokens.claim_id, tokens.choice] = tokens
+        self._defer_ends(ends)
 
-    def _hold_ends(self, ends: dict[str, Conclusion]) -> None:
+    def _defer_ends(self, ends: dict[str, Conclusion]) -> None:
         for uuid in self._blocked & ends.keys():
-            self._held.ends.setdefault(uuid, ends.pop(uuid))
+            self._deferred.ends.setdefault(uuid, ends.pop(uuid))
 
-    def _ask(self) -> None:
-        """Ask the model who is to blame for NaN (`probe`). If the engine is closed, a drain hands the tasks back."""
-        if self._doubted and not self._asked:
-            self._asked, self._doubted = self._doubted, {}
+    def _probe(self) -> None:
+        """Probes the model: who is to blame for NaN? If the engine is closed, a drain hands the tasks back."""
+        if self._doubted and not self._probed:
+            self._probed, self._doubted = self._doubted, {}
             with suppress(EngineError):
-                probe.ask(self._engine, self._answered)
+                probe.send(self._engine, self._answered)
 
     def _answered(self, error: str | None) -> None:
-        """The engine's thread. Where the model is broken, those whose end waits are handed back with all others."""
+        """Runs on the engine's thread. If the model is broken, tasks whose end waits are handed back with all
+        others."""
         if error == NOT_FINITE:
             self._give_up(f"the model is broken, not a request: {BROKEN}")
             return
-        asked, self._asked = self._asked, {}
-        for end in asked.values():
+        probed, self._probed = self._probed, {}
+        for end in probed.values():
             self._conclude(end)
 
     def _prompt(self, deliveries: list[Delivery], ends: dict[str, Conclusion]) -> None:
@@ -217,15 +219,15 @@ class Publisher(threading.Thread):
                     self._not_ok(delivery, "error", ends)
                 elif text(answer) == "full":
                     warn_throttled(logger, "Prompts and tokens wait in this worker: %s", "the store is full")
-                    if delivery not in self._held.scored:
-                        self._held.scored.append(delivery)
-                    self._hold(delivery, ends)
+                    if delivery not in self._deferred.scored:
+                        self._deferred.scored.append(delivery)
+                    self._defer(delivery, ends)
                 elif text(answer) != "ok":
                     self._not_ok(delivery, text(answer), ends)
             return
 
     def _not_ok(self, delivery: Delivery, answer: str, ends: dict[str, Conclusion]) -> None:
-        """End or let go a task of which the store took nothing: it is cancelled, gone, or not ours."""
+        """Ends or lets go a task whose tokens the store refused: it is cancelled, gone, or not ours."""
         if answer == "cancel":
             self._engine.abort(delivery.uuid)
             ends[delivery.uuid] = Conclusion(delivery, "cancelled")
@@ -234,14 +236,14 @@ class Publisher(threading.Thread):
             ends.pop(delivery.uuid, None)
 
     def _append(self, batch: list[Append], ends: dict[str, Conclusion]) -> None:
-        """APPEND; try until the store has it all, has no room for it, or says that it is not ours to append."""
-        held = self._deliveries.held
+        """Sends APPEND until the store has it all, has no room for it, or refuses it because the claim is not ours."""
+        deliveries = self._deliveries.by_uuid
         while batch:
-            mine = [a for a in batch if a.claim_id in held]
-            for one in mine:
-                if one.claim_id in self._blocked:
-                    self._hold(held[one.claim_id], ends, one)
-            now, rest = part([a for a in mine if a.claim_id not in self._blocked])
+            mine = [a for a in batch if a.claim_id in deliveries]
+            for tokens in mine:
+                if tokens.claim_id in self._blocked:
+                    self._defer(deliveries[tokens.claim_id], ends, tokens)
+            now, remaining = part([a for a in mine if a.claim_id not in self._blocked])
             if not now:
                 return
             try:
@@ -251,20 +253,20 @@ class Publisher(threading.Thread):
                 time.sleep(RETRY_S)
                 continue
             again: list[Append] = []
-            for one, (answer, next_index) in zip(now, answers, strict=True):
-                delivery = held.get(one.claim_id)
+            for tokens, (answer, next_index) in zip(now, answers, strict=True):
+                delivery = deliveries.get(tokens.claim_id)
                 if delivery is None:
                     continue
                 if answer == "ok":
-                    if one.entries:
+                    if tokens.entries:
                         self._progress(delivery)
                     continue
                 if answer == "full":
                     warn_throttled(logger, "Prompts and tokens wait in this worker: %s", "the store is full")
-                    self._hold(delivery, ends, one)
-                elif answer != "resend" or not self._resend(delivery, one.choice, next_index, again, ends):
+                    self._defer(delivery, ends, tokens)
+                elif answer != "resend" or not self._resend(delivery, tokens.choice, next_index, again, ends):
                     self._not_ok(delivery, answer, ends)
-            batch = again + rest
+            batch = again + remaining
 
     def _progress(self, delivery: Delivery) -> None:
         self._deliveries.got_on(delivery)
@@ -275,7 +277,7 @@ class Publisher(threading.Thread):
     def _resend(
         self, delivery: Delivery, choice: int, next_index: int, again: list[Append], ends: dict[str, Conclusion]
     ) -> bool:
-        """A failover lost the end of the stream: say it again. False where it lost more than we have said."""
+        """Sends the end of a stream again that a failover lost. False if it lost more than this worker sent."""
         start = next_index - delivery.base[choice]
         if start < 0 or (delivery.scored and not delivery.prompt):
             return False
@@ -292,14 +294,14 @@ class Publisher(threading.Thread):
             discarded=delivery.discarded,
         )
         if delivery.uuid in self._blocked:  # the prompt found no room
-            self._hold(delivery, ends, tokens)
+            self._defer(delivery, ends, tokens)
         else:
             again.append(tokens)
         return True
 
     def _finish(self, ends: dict[str, Conclusion]) -> None:
-        """FINISH what ended here; what is to be retried goes to the finisher as it is."""
-        self._hold_ends(ends)
+        """Sends FINISH for tasks that ended here. Tasks to be retried go to the finisher without it."""
+        self._defer_ends(ends)
         self._blame(ends)
         while ends:
             self._retry(ends)
@@ -316,10 +318,10 @@ class Publisher(threading.Thread):
                 if self._finished(end, answer, again, ends):
                     ends[end.delivery.uuid] = end
             self._append(again, ends)
-            self._hold_ends(ends)
+            self._defer_ends(ends)
 
     def _retry(self, ends: dict[str, Conclusion]) -> None:
-        """Leave to Celery's retry what has tries left."""
+        """Leaves failed tasks that have tries left to Celery's retry."""
         for end in [e for e in ends.values() if e.retry and self._finisher.may_retry(e.delivery)]:
             del ends[end.delivery.uuid]
             if self._deliveries.stop(end.delivery):  # its other choices run on
@@ -327,17 +329,17 @@ class Publisher(threading.Thread):
                 self._finisher.retry(end.delivery, json.loads(end.error)["message"], otherwise)
 
     def _finished(self, end: Conclusion, answer: Any, again: list[Append], ends: dict[str, Conclusion]) -> bool:
-        """Act upon FINISH's answer. True where it is to be said again, after the tokens in `again`."""
+        """Acts upon FINISH's answer. True if FINISH is to be sent again, after the tokens in `again`."""
         delivery = end.delivery
         if isinstance(answer, Exception):
             self._bury(delivery, answer)
             return False
-        word, *rest = answer
+        word, *details = answer
         if text(word) == "resend":
-            if all(self._resend(delivery, choice, int(n), again, ends) for choice, n in enumerate(rest)):
+            if all(self._resend(delivery, choice, int(n), again, ends) for choice, n in enumerate(details)):
                 return True
         elif text(word) == "won":
-            self._won(end, text(rest[0]))
+            self._won(end, text(details[0]))
             return False
         self._lost(delivery, text(word))
         return False
@@ -353,20 +355,22 @@ class Publisher(threading.Thread):
         self._finisher.finish(delivery, status, end.error)
 
     def _blame(self, ends: dict[str, Conclusion]) -> None:
-        """Tell the breaker what the engine failed. What a sick one failed goes to another worker, with no try spent."""
+        """Reports tasks that the engine failed to the breaker. If the breaker opens, they go to another worker and keep
+        their tries."""
         for end in [end for end in ends.values() if end.fault and not end.delivery.put_down]:
             if self._breaker.failed():
                 del ends[end.delivery.uuid]
                 self._finisher.let_go(end.delivery, why="breaker")
 
     def _bury(self, delivery: Delivery, why: Exception) -> None:
-        """Its record is none, whoever takes it up: its message is kept, and no worker tries for ever."""
+        """Keeps the message of a task whose record cannot be used as a dead letter: no other worker could use it
+        either."""
         logger.error("Cannot finish task %s: %s%s", delivery.task_id, why, delivery.trace)
         self._finisher.bury(delivery, f"its record cannot be used: {why}", claimed=True)
 
     def _lost(self, delivery: Delivery, answer: str) -> None:
-        """Another holds the claim, or the stream is not what we took over: the message belongs to whoever is next.
-        Nobody needs it any more where the record is gone, unless CLAIM would make that again."""
+        """Lets a delivery go: another worker holds its claim, or its stream is not what we took over. If the record is
+        gone, the message is acknowledged instead, unless CLAIM would make that record again."""
         if answer == "gone" and delivery.plain is None:
             self._deliveries.end(delivery)
             self._deliveries.done(delivery, settled=True)

@@ -1,4 +1,4 @@
-"""Reads tasks' streams back from the store: whole, as events; or what a worker needs that goes on with them."""
+"""Reads tasks' streams back from the store: as events, or as the tokens from which a worker continues."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def read_stream(redis: Redis, task_id: str) -> Iterator[Event]:
 
 
 def read_first(redis: Redis, task_ids: Sequence[str]) -> list[list[Any] | Exception]:
-    """The first CHUNK entries of each stream as they come, for `tokens_of`, in one round trip; an error is one stream's
-    own. Raises redis errors where the store is away."""
+    """Reads the first CHUNK raw entries of each stream, for `tokens_of`, in one round trip. A stream's own error stands
+    in its place. Raises redis errors if the store is away."""
     with redis.pipeline(transaction=False) as pipe:
         for task_id in task_ids:
             pipe.xrange(keys.stream(task_id), "-", "+", count=CHUNK)
@@ -33,7 +33,7 @@ def read_first(redis: Redis, task_ids: Sequence[str]) -> list[list[Any] | Except
 
 
 def tokens_of(redis: Redis, task_id: str, first: Sequence[Any] | None = None) -> Iterator[tuple[int, int]]:
-    """(choice, token id) of each token that stands in the stream now, in order. `first`: what was read already.
+    """Yields (choice, token id) of each token in the stream now, in order. `first`: entries that were read already.
 
     A chunk is parsed as one: to go on with hundreds of streams costs a worker little more than to begin them. Raises
     redis errors.

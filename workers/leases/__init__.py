@@ -1,7 +1,8 @@
 """A worker's lease, and what is done about those that lapsed.
 
-housekeeper, a thread, goes round: lease renews this worker's own, others sees to dead workers and orphaned queues,
+housekeeper, a thread, goes round: lease renews this worker's own, others sees to dead workers, orphaned queues and
+the pool's slower or faster workers (for the breaker),
 neighbours sees a killed one before its lease lapses,
 lease also gives back deliveries that a failover brought back; tasks end at their deadline or go on elsewhere
-control hears cancels, on a thread of its own, and is heard to be alive
+control receives cancels on a thread of its own; its subscriptions show that this process is alive
 """

@@ -1,12 +1,12 @@
-"""Listens, on connections of its own, for as long as this process lives.
+"""Subscribes to this worker's channels, on connections of its own, for as long as the process lives.
 
-On the store, words to this worker come on a channel:
+On the store, a channel carries commands to this worker:
 
 cancel TASK    a cancel should not wait for the task's next token
 drain          take no more tasks, end the running ones, exit (`penstock rollout --drain-old`)
 
-On store and broker, it listens to the incarnation's alive channel, where nothing is ever said: that somebody listens
-tells others that this process is there (docs/how/failover.md).
+On store and broker it subscribes to the incarnation's alive channel, on which nothing is ever published: the
+subscription itself shows others that this process is there (docs/how/failover.md).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from producers.contract import keys
 from workers.connect import LOST, connect
 from workers.flow.deliveries import Deliveries
 from workers.flow.publisher import Publisher
-from workers.state.incarnation import Incarnation
+from workers.state.delivery import Incarnation
 
 logger = logging.getLogger(__name__)
 
-#: A quiet connection is asked for a sign of life this often (s), and made anew when none came by the next time.
+#: A quiet connection is pinged this often (s), and replaced if no answer has come by the next time.
 PING_S = 5.0
 RETRY_S = 0.5
 
@@ -42,9 +42,9 @@ class Control:
         self._deliveries = deliveries
         self._publisher = publisher
         self.on_drain: Callable[[str], None] = lambda why: None
-        """Called with the reason when the worker is told to drain."""
+        """Called with the reason when a command to drain comes."""
         self.on_change: Callable[[], None] = lambda: None
-        """Called, on any thread, when a server begins to hear this worker or hears it no more."""
+        """Called, on any thread, when a subscription begins or ends."""
         self._life: Incarnation | None = None
         self._since: dict[tuple[str, Redis], float] = {}
         self._stopping = False
@@ -60,9 +60,9 @@ class Control:
                 target=self._listen, args=(life, server, names), name="penstock-control", daemon=True
             ).start()
 
-    def heard_since(self, life: Incarnation) -> tuple[float, ...]:
-        """Since when (monotonic) each server has heard this life without a break, the store first; empty where one does
-        not hear it. Other times are other subscriptions."""
+    def subscribed_since(self, life: Incarnation) -> tuple[float, ...]:
+        """Returns the times (monotonic) at which the present subscriptions began, the store's first; empty if one is
+        missing. Other times are other subscriptions."""
         since = [self._since.get((life.id, server)) for server in self._servers]
         return tuple(at for at in since if at is not None) if None not in since else ()
 
@@ -70,11 +70,11 @@ class Control:
         self._stopping = True
 
     def _listen(self, life: Incarnation, server: Redis, names: Sequence[str]) -> None:
-        while not self._deaf(life):
+        while not self._ended(life):
             try:
                 with server.pubsub() as channel:
                     channel.subscribe(*names)
-                    self._hear(channel, life, server, len(names))
+                    self._receive(channel, life, server, len(names))
             except LOST as exc:
                 self._since.pop((life.id, server), None)
                 self.on_change()
@@ -82,34 +82,34 @@ class Control:
                 time.sleep(RETRY_S)
         self._since.pop((life.id, server), None)
 
-    def _hear(self, channel: PubSub, life: Incarnation, server: Redis, subscriptions: int) -> None:
-        """Until this life is over. Raises ConnectionError where the server is silent."""
-        heard = asked = time.monotonic()
-        while not self._deaf(life):
+    def _receive(self, channel: PubSub, life: Incarnation, server: Redis, subscriptions: int) -> None:
+        """Handles messages until this life is over. Raises ConnectionError if the server is silent."""
+        received_at = pinged_at = time.monotonic()
+        while not self._ended(life):
             message = channel.get_message(timeout=min(1.0, PING_S / 2))
             now = time.monotonic()
             if message and message["type"] == "message":
-                self._heard(text(message["data"]))
+                self._handle(text(message["data"]))
             elif message and message["type"] == "subscribe" and message["data"] == subscriptions:
                 self._since[life.id, server] = now
                 self.on_change()
             if message:
-                heard = now
-            elif now - heard > 2 * PING_S:
+                received_at = now
+            elif now - received_at > 2 * PING_S:
                 raise ConnectionError(f"no sign of life for {2 * PING_S:.0f} s")
-            elif now - max(heard, asked) > PING_S:
+            elif now - max(received_at, pinged_at) > PING_S:
                 channel.ping()
-                asked = now
+                pinged_at = now
 
-    def _deaf(self, life: Incarnation) -> bool:
+    def _ended(self, life: Incarnation) -> bool:
         return life.over or self._stopping
 
-    def _heard(self, message: str) -> None:
-        word, _, task_id = message.partition(" ")
-        if word == "drain":
+    def _handle(self, message: str) -> None:
+        command, _, task_id = message.partition(" ")
+        if command == "drain":
             self.on_drain("told to drain")
-        if word == "cancel":
-            for delivery in list(self._deliveries.held.values()):
+        if command == "cancel":
+            for delivery in list(self._deliveries.by_uuid.values()):
                 if delivery.task_id == task_id:
                     delivery.cancelled = True
                     if delivery.uuid in self._deliveries.running:  # else whoever starts it sees to it

@@ -1,8 +1,8 @@
 """Looks whether neighbours' processes are alive, and takes over what dead ones held before their leases lapse.
 
-Each incarnation looks at the two that follow it by name. It judges what their leases said since it joined, and after a
-whole lease all. docs/how/failover.md has the rules, and what happens when a process dies or is cut off between any two
-lines.
+Each incarnation looks at the two that follow it by name. It judges leases that were written since it joined, and after
+a whole lease all. docs/how/failover.md has the rules, and what happens when a process dies or is cut off between any
+two lines.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from producers.broker.values import ListedWorker
 from producers.connection.script import run
 from producers.contract.leases import Liveness, end, join, observe
 from workers.leases.control import Control
-from workers.state.incarnation import Incarnation
+from workers.state.delivery import Incarnation
 
 logger = logging.getLogger(__name__)
 
 #: Time (s) between two looks, as the housekeeper calls for them.
 LOOK_S: Final = 0.25
-#: Once a worker was heard for so many leases, its looks count whenever a lease was written.
+#: Once a worker has been subscribed for so many leases, its looks count whenever a lease was written.
 STOOD_LEASES: Final = 1.0
 #: Incarnations that each looks at.
 LOOKED_AT: Final = 2
@@ -42,7 +42,7 @@ class Since:
 
 @dataclass(slots=True)
 class Neighbours:
-    """Looked at on the housekeeper's thread. `store`: None where the broker's leases are on the same server.
+    """Looks run on the housekeeper's thread. `store`: None if the broker's leases are on the same server.
 
     `lease`: seconds of a lease. Redis errors come through.
     """
@@ -52,30 +52,30 @@ class Neighbours:
     control: Control
     lease: float
     on_join: Callable[[], None] = field(init=False, default=lambda: None)
-    """Called when a worker has joined, this one too: it cannot judge what our lease said before."""
+    """Called when a worker has joined, this one too: it cannot judge a lease that was written before."""
     _names: list[str] = field(init=False, default_factory=list)
     _suspects: set[str] = field(init=False, default_factory=set)
-    _heard: tuple[float, ...] = field(init=False, default=())
-    """The subscriptions under which it looks, as `Control.heard_since` has them."""
+    _subscriptions: tuple[float, ...] = field(init=False, default=())
+    """The subscriptions under which it looks, as `Control.subscribed_since` has them."""
     _joined: Since | None = field(init=False, default=None)
     """With these subscriptions."""
     _joins: int = field(init=False, default=-1)
     """The broker's count, at the last look."""
 
     def learn(self, life: Incarnation, alive: Sequence[ListedWorker]) -> None:
-        """Choose whom to look at, from all others that have a lease."""
-        ring = sorted(one.incarnation for one in alive)
+        """Chooses whom to look at from all other workers that have a lease."""
+        ring = sorted(worker.incarnation for worker in alive)
         after = [name for name in ring if name > life.id]
         self._names = [*after, *ring][: min(LOOKED_AT, len(ring))]
 
     def look(self, life: Incarnation) -> int:
-        """Take those over that are silent for the second time in a row. Returns how many."""
+        """Takes over workers that are silent for the second time in a row. Returns how many."""
         suspects, self._suspects = self._suspects, set()  # a look that does not count begins anew
         if not life.begun:
             return 0
-        heard = self.control.heard_since(life)
-        if heard != self._heard:
-            self._heard, self._joined, suspects = heard, None, set()
+        subscriptions = self.control.subscribed_since(life)
+        if subscriptions != self._subscriptions:
+            self._subscriptions, self._joined, suspects = subscriptions, None, set()
         since = self._since()
         here = self.broker.look(life.id, self._names if since else (), since.broker if since else 0)
         if here is None:
@@ -83,25 +83,25 @@ class Neighbours:
         if here.joins != self._joins:
             self._joins = here.joins
             self.on_join()
-        if heard and self._joined is None:
+        if subscriptions and self._joined is None:
             self._joined = self._join(life)
         if since is None:
             return 0
-        silent = [name for name, what in here.others.items() if what is Liveness.SILENT]
+        silent = [name for name, liveness in here.others.items() if liveness is Liveness.SILENT]
         silent = self._silent_on_store(life, silent, since)
-        if self.control.heard_since(life) != heard:  # a server may have begun anew while it was asked
+        if self.control.subscribed_since(life) != subscriptions:  # a server may have begun anew while it was asked
             return 0
         self._suspects = {*silent}
         return sum(self._take(life, name, since) for name in sorted(suspects & self._suspects))
 
     def _since(self) -> Since | None:
-        """None where no look counts yet."""
-        if self._heard and time.monotonic() - max(self._heard) >= STOOD_LEASES * self.lease:
+        """Returns since when leases count for this worker's looks; None: no look counts yet."""
+        if self._subscriptions and time.monotonic() - max(self._subscriptions) >= STOOD_LEASES * self.lease:
             return Since(0, 0)
         return self._joined
 
     def _join(self, life: Incarnation) -> Since | None:
-        """On the store first: who sees the broker's count raised renews its lease on both."""
+        """Joins on the store first: a worker that sees the broker's count raised renews its lease on both."""
         on_store = run(self.store, join(life.id)) if self.store is not None else 0
         if self.store is not None and not on_store:
             return None
@@ -109,11 +109,11 @@ class Neighbours:
         return Since(on_store, on_broker) if on_broker else None
 
     def _silent_on_store(self, life: Incarnation, names: Sequence[str], since: Since) -> list[str]:
-        """Those of them whom the store does not find alive, either."""
+        """Returns the workers that the store does not find alive, either."""
         if self.store is None or not names:
             return [*names]
         there = observe(self.store, life.id, names, since.store)
-        return [name for name, what in there.others.items() if what is not Liveness.LIVES] if there else []
+        return [name for name, liveness in there.others.items() if liveness is not Liveness.LIVES] if there else []
 
     def _take(self, life: Incarnation, name: str, since: Since) -> bool:
         if self.store is not None and not run(self.store, end(name, life.id, since.store)):

@@ -194,7 +194,7 @@ def _check_weights(folder: Path, files: Iterable[str]) -> None:
 def own_file(folder: Path, name: str) -> Path:
     """The path of a folder's own file. Raises Refused for a link out of the folder, which would publish that file."""
     from engine.errors import ModelError
-    from engine.text.folder import file_in
+    from engine.text.files import file_in
 
     try:
         path = file_in(folder, name)

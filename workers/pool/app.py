@@ -1,13 +1,17 @@
-"""The Celery application of a worker."""
+"""The Celery application of a worker, and its task `penstock.generate`.
+
+The task's body runs when the engine is done, and passes on what the engine made.
+"""
 
 from __future__ import annotations
 
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
-from celery import Celery
+from celery import Celery, Task
 from celery.backends.redis import RedisBackend
 from celery.exceptions import Reject
+from celery.worker.request import Request
 from kombu import Exchange, Queue
 from kombu.exceptions import OperationalError
 
@@ -16,9 +20,10 @@ from producers.connection.connect import connection_pool, kombu_url
 from producers.connection.script import run, text
 from producers.connection.trouble import trouble
 from producers.contract import keys
+from producers.contract.keys import TASK_NAME
+from producers.errors import TaskFailed
 from producers.store.protocol import celery_result
-from workers.flow.finisher import Finisher
-from workers.pool.task import register
+from workers.flow.finisher import OUTCOME, Fault, Finisher
 from workers.pool.transport import LINK, SCHEME, Link
 from workers.settings import WorkerSettings
 
@@ -29,6 +34,10 @@ if TYPE_CHECKING:
 BACKEND: Final = "penstock"
 #: The configuration key that holds the store's URL.
 STORE: Final = "penstock_store"
+#: Before a task that the engine failed is tried again, seconds; doubled each time.
+RETRY_COUNTDOWN_S = 1.0
+#: One lock for all requests: it is held for microseconds.
+_acknowledging = threading.RLock()
 
 
 class Backend(RedisBackend):
@@ -43,8 +52,9 @@ class Backend(RedisBackend):
 
 
 class App(Celery):
-    """Celery, which takes a link that the broker refuses just now (its disk or memory is full) for a task that failed,
-    stores that as its result, and settles it without the link. What Rejects is left as it is, and tried again."""
+    """Celery. A link that the broker refuses just now (its disk or memory is full) would make stock Celery store a
+    failed task as its result, and settle it without the link. Here it Rejects, so the task is left as it is, and tried
+    again."""
 
     def send_task(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -87,7 +97,7 @@ def make_app(settings: WorkerSettings) -> Celery:
 
 
 def consume(app: Celery, queues: list[str]) -> None:
-    """Name the queues; the last one takes what tasks of the application's own send without a queue."""
+    """Names the queues. Tasks that the application's own tasks send without a queue go to the last one."""
     app.conf.update(
         task_queues=[Queue(name, Exchange(name), routing_key=name) for name in queues], task_default_queue=queues[-1]
     )
@@ -100,6 +110,68 @@ def attach(app: Celery, batch: CelerySide, link: Link) -> None:
     app.conf.broker_transport_options = {LINK: link, "priority_steps": steps()}
 
 
+def batch_of(app: Celery) -> CelerySide:
+    """The batch that `workers.pool.app.attach` gave the application."""
+    batch: CelerySide = app.penstock
+    return batch
+
+
 def steps() -> list[int]:
     """kombu's priority steps, in its order."""
     return sorted(priority for _, priority in keys.TIERS.values())
+
+
+class EngineRequest(Request):
+    """Celery's request, taught that revoking a task must reach its record and the engine. Everything else is stock."""
+
+    def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
+        super()._announce_revoked(reason, terminated, signum, expired)
+        batch_of(self._app).revoke(self, expired)
+
+    def acknowledge(self) -> None:
+        """Acknowledge once, from whichever thread comes first.
+
+        A lease may end while the finisher acknowledges, and Celery's worker exits at a second acknowledgement.
+        """
+        with _acknowledging:
+            super().acknowledge()
+
+    def reject(self, requeue: bool = False) -> None:
+        """Reject once, as `acknowledge`."""
+        with _acknowledging:
+            super().reject(requeue)
+
+
+class EngineTask(Task):
+    """Run by `EnginePool` in the engine; any other task of the app runs on a thread beside it."""
+
+    abstract = True
+    engine_task = True
+    acks_late = True
+    Request = EngineRequest
+
+
+def register(app: Celery, max_retries: int) -> None:
+    """Add `penstock.generate` to the app."""
+
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:  # what is wrong with `args` is the outcome's to say
+        outcome = getattr(self.request, OUTCOME, None)
+        if outcome is None:
+            raise RuntimeError(f"{TASK_NAME} runs in a Penstock worker only (EnginePool), not here")
+        if isinstance(outcome, Fault):
+            headers = {"penstock": fields} if (fields := getattr(self.request, "penstock", None)) else {}
+            countdown = RETRY_COUNTDOWN_S * 2**self.request.retries
+            raise self.retry(exc=outcome, countdown=countdown, headers=headers)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    app.task(
+        generate,
+        name=TASK_NAME,
+        bind=True,
+        base=EngineTask,
+        max_retries=max_retries,
+        shared=False,
+        throws=(TaskFailed,),
+    )

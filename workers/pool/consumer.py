@@ -1,5 +1,4 @@
-"""Celery's consumer, taught to keep what it cannot read, to print nothing of what callers sent, whom to hold up, and to
-be there soon after a server that was away.
+"""Celery's consumer, which keeps what it cannot read, logs nothing that callers sent, and reconnects soon.
 
 Beside it the commands of Celery's remote control that do not know how a Penstock worker works.
 """
@@ -17,7 +16,7 @@ from celery.worker.control import control_command, inspect_command, nok
 from producers.connection.log_throttle import warn_throttled
 from producers.contract.keys import KINDS
 from producers.contract.message import is_plain
-from workers.pool.task import batch_of
+from workers.pool.app import batch_of
 
 logger = get_logger(__name__)
 
@@ -30,8 +29,8 @@ ARGUMENTS: Final = ("argsrepr", "kwargsrepr")
 
 
 class Consumer(Stock):
-    """Stock acknowledges a message whose body cannot be decoded, which loses it, and logs the bodies of others; and its
-    rate limits hold up every task, also those of HTTP and the clients, for whom the gateway has bounds of its own.
+    """Stock acknowledges, and so loses, a message whose body cannot be decoded, and logs the bodies of others. Its rate
+    limits hold up every task, also those of HTTP and the clients, for whom the gateway has bounds of its own.
 
     A kind of Penstock's messages that it does not know may be a later release's: that is not refused, but put aside."""
 
@@ -43,13 +42,13 @@ class Consumer(Stock):
             self.broker_connection_retry_attempt += 1
             warn_throttled(logger, "Celery's consumer cannot connect to %s, trying again: %s", conn.as_uri(), error)
 
-        start, step, most = RECONNECT_S
+        start, step, longest = RECONNECT_S
         conn = conn.ensure_connection(
             failed,
             self.app.conf.broker_connection_max_retries,
             interval_start=start,
             interval_step=step,
-            interval_max=most,
+            interval_max=longest,
             callback=state.maybe_shutdown,
         )
         self.first_connection_attempt = False
@@ -68,7 +67,7 @@ class Consumer(Stock):
         if not name.startswith(KINDS):
             super().on_unknown_task(UNSHOWN, _without_arguments(message), exc)
             return
-        batch_of(self.app).put_aside(message.delivery_tag, name)
+        batch_of(self.app).defer_to_later_release(message.delivery_tag, name)
         message.channel.qos.forget(message.delivery_tag)
 
     def on_invalid_task(self, body: Any, message: Any, exc: Exception) -> None:
@@ -111,11 +110,11 @@ def breaker(state: Any, **_: Any) -> dict[str, Any]:
 def fixed(state: Any, n: int = 1, **_: Any) -> dict[str, str]:
     """Refused: the pool is as large as the engine's batch."""
     capacity = batch_of(state.app).capacity
-    said: dict[str, str] = nok(
+    refusal: dict[str, str] = nok(
         f"the pool is the engine's batch of {capacity} sequences, which memory was set aside for; "
         "start the worker with another --max-num-seqs"
     )
-    return said
+    return refusal
 
 
 def _shown(payload: dict[str, Any], hostname: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery.concurrency.base import BasePool, apply_target
 
-from workers.pool.task import batch_of
+from workers.pool.app import batch_of
 from workers.state.delivery import Delivery, Job, forget
 
 if TYPE_CHECKING:

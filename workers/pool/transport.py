@@ -39,7 +39,7 @@ class Arrivals(Protocol):
 
     @property
     def queues(self) -> Sequence[str]:
-        """Those that they are fetched from, which kombu must not read."""
+        """The queues that they are fetched from, which kombu must not read."""
 
     @property
     def fd(self) -> int:
@@ -53,7 +53,7 @@ class Arrivals(Protocol):
 
 
 class Owner(Protocol):
-    """Knows whose a delivery is, by its UUID, which is kombu's tag."""
+    """Knows who keeps a delivery, by its UUID, which is kombu's tag."""
 
     def ack(self, uuid: str) -> None:
         """Celery acknowledges it."""
@@ -67,7 +67,7 @@ class Owner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What the transport is linked to in its worker. `sender`: takes published tasks, where the broker is no Redis."""
+    """The worker's parts that the transport uses. `sender`: takes published tasks, if the broker is no Redis."""
 
     arrivals: Arrivals
     owner: Owner
@@ -80,7 +80,7 @@ class Link:
 
 
 class QoS(stock.QoS):
-    """Acknowledges through the owner, who knows whose delivery it is."""
+    """Acknowledges through the owner, who knows who keeps a delivery."""
 
     def append(self, message: Any, delivery_tag: str) -> None:
         virtual.QoS.append(self, message, delivery_tag)  # FETCH has entered it in flight
@@ -101,7 +101,7 @@ class QoS(stock.QoS):
         """Do nothing: leases and REAP bring back what a dead worker held."""
 
     def restore_unacked(self, client: Any = None) -> None:
-        """The channel closes: what no pool has taken up goes back to the front of its list."""
+        """Gives back what no pool has taken up when the channel closes, to the front of its list."""
         self._flush()
         for tag in list(self._delivered):
             self.channel.link.owner.forget(tag)
@@ -139,7 +139,7 @@ class Channel(stock.Channel):
             client.eval(BIND, len(tables), *tables, self.sep.join([routing_key or "", pattern or "", queue or ""]))
 
     def _get_pool(self, asynchronous: bool = False) -> Any:
-        """Ours: with its time limits, and by Sentinels where they are to be asked."""
+        """Returns our connection pool, with its time limits, and with Sentinels if they are configured."""
         params = self._connparams(asynchronous)
         self.keyprefix_fanout: str = self.keyprefix_fanout.format(db=params["db"])
         channel = self
@@ -166,7 +166,7 @@ class Channel(stock.Channel):
         return connection_pool(self.link.control_url, Connection)
 
     def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> None:
-        """A task goes to the broker, an answer of remote control to this server."""
+        """Sends a task to the broker, an answer of remote control to this server."""
         sender = self.link.sender
         if sender is None or "task" not in message["headers"]:
             super()._put(queue, message, **kwargs)

@@ -1,9 +1,11 @@
 """Child processes of this one.
 
-supervisor keeps a child running and stops it; guard ends it with its parent; readiness hears what it tells by notify:
-that it serves, and its leases, which ended_leases ends with it; standby has imported all that a worker needs, and
-becomes the next one; ahead starts the first one before its supervisor's own imports. The workers of `penstock up`, of
-`penstock worker --gpus` and of the autoscaler's local actuator run by it.
+supervisor keeps a child running and stops it, and ends its leases with it; guard ends it with its parent; by notify it
+tells that it serves, and its leases. standby keeps a process (standby_process) that has imported all that a worker
+needs, and becomes the next one; ahead starts the first one before its supervisor's own imports. The workers of
+`penstock up`, of `penstock worker --gpus` and of the autoscaler's local actuator run by it.
+
+proc reads which processes of this machine are Penstock's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A standby that begins with the first line of a command, whose own imports then run beside those of its first worker.
 
-    main -> begin -> imports of this process ... -> System: taken -> Standby (keeper), which keeps it from then on
+    main -> begin -> imports of this process ... -> System: take -> Standby, which keeps it from then on
                   -> imports of that process ... -> it waits, or takes over what it was handed meanwhile
 
 Imports nothing that takes time. What happens when a process dies is a table in `workers.processes.standby`.
@@ -16,12 +16,12 @@ from typing import Final
 
 from workers.processes import UMASK, guarded
 
-STANDBY: Final = (sys.executable, "-P", "-m", "workers.processes.standby.process")
+STANDBY: Final = (sys.executable, "-P", "-m", "workers.processes.standby_process")
 
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """The process, and our end of its socket. What it says before it is handed a program goes to our stderr."""
+    """The process, and our end of its socket. Its output goes to our stderr until it is handed a program."""
 
     process: subprocess.Popen[bytes]
     socket: socket.socket
@@ -37,7 +37,7 @@ _begun: Ahead | None = None
 
 
 def begin(*imports: str) -> None:
-    """Start the process. `imports`: its modules; none for all that a worker needs. Where it cannot be started, there is
+    """Starts the process. `imports`: its modules; none for all that a worker needs. If it cannot be started, there is
     none: a start without it is slower, not broken."""
     global _begun
     ours, theirs = socket.socketpair()
@@ -59,8 +59,8 @@ def begin(*imports: str) -> None:
     _begun = Ahead(process, ours)
 
 
-def taken() -> Ahead | None:
-    """The process, which is the caller's to end from now on; None where there is none."""
+def take() -> Ahead | None:
+    """Takes the process, which the caller ends from now on; None if there is none."""
     global _begun
     begun, _begun = _begun, None
     return begun
@@ -68,5 +68,5 @@ def taken() -> Ahead | None:
 
 def end() -> None:
     """End the process if nobody has taken it."""
-    if begun := taken():
+    if begun := take():
         begun.end()

@@ -5,6 +5,9 @@
 
 Each child has its own session: Ctrl-C in the terminal reaches only this process, which stops its children in order. A
 child dies with this process, also when this process is killed (see `guard`).
+
+A worker's leases are ended with its process, so that other workers take its tasks over at once: only who has waited for
+a process (waitpid) knows that it is gone. docs/how/deaths.md has what happens when this process dies between two calls.
 """
 
 from __future__ import annotations
@@ -15,16 +18,18 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from redis.exceptions import RedisError
 
+from producers.broker.connect import connect_broker, control_url
+from producers.connection.connect import connect_async
+from producers.contract import keys
 from workers.errors import REFUSED
 from workers.processes import guarded
-from workers.processes.ended_leases import end_leases
-from workers.processes.readiness import Readiness
+from workers.processes.notify import Readiness
 
 #: Pause (s) before a child is restarted. It doubles with each death that follows soon after a start.
 FIRST_PAUSE_S: Final = 0.5
@@ -37,15 +42,16 @@ HAND_BACK_S: Final = 5.0
 #: Last lines of a child's output, kept for failure messages.
 LINES: Final = 200
 #: The reason not to restart a worker that exited with 0.
-TOLD: Final = "told to stop by another process; it stays stopped"
+STAYS_STOPPED: Final = "told to stop by another process; it stays stopped"
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
     """A program to run.
 
-    `last`: the signal that it gets when this process dies. `tells`: the program reports that it serves, and its leases,
-    as sd_notify(3) has it; without it, a running program counts as serving. `env`: for leases also their servers' URLs.
+    `last`: the signal that it gets when this process dies. `notifies`: the program reports that it serves, and its
+    leases, as sd_notify(3) has it; without it, a running program counts as serving. `env`: for leases also their
+    servers' URLs.
     """
 
     name: str
@@ -53,7 +59,7 @@ class Program:
     env: Mapping[str, str] = field(default_factory=dict)
     pass_fds: Sequence[int] = ()
     last: signal.Signals = signal.SIGKILL
-    tells: bool = False
+    notifies: bool = False
 
 
 class Process(Protocol):
@@ -95,7 +101,7 @@ class Child:
         self.served = False
         """Whether any of its processes has served, not only the current one."""
         self.status = ""
-        """What the last process that served said of itself then, for people."""
+        """The status line of the last process that served, for people."""
         self._serves_since: float | None = None
         self.lines: deque[str] = deque(maxlen=LINES)
         """The last lines of its output and of what happened to it."""
@@ -124,14 +130,14 @@ class Child:
 
     async def start(self) -> None:
         """Start the program. Raises OSError if it cannot be run."""
-        if self.program.tells:
+        if self.program.notifies:
             self._readiness = Readiness(self._serves, self._leased)
-            own = {"NOTIFY_SOCKET": self._readiness.address}
-            self.program = replace(self.program, env={**self.program.env, **own})
+            variable = {"NOTIFY_SOCKET": self._readiness.address}
+            self.program = replace(self.program, env={**self.program.env, **variable})
         try:
             await self._spawn()
         except BaseException:
-            self._deaf()
+            self._close_socket()
             raise
         self._begin_to_keep()
 
@@ -156,7 +162,7 @@ class Child:
         self.order(sig)
         done, _ = await asyncio.wait((self.keeper,), timeout=grace)
         if not done:
-            self._tell(f"did not stop within {grace:g} s: killed")
+            self._log(f"did not stop within {grace:g} s: killed")
             self.order(signal.SIGKILL)
             await asyncio.wait((self.keeper,))
         if pending := self._relays | self._ending:
@@ -174,9 +180,9 @@ class Child:
             self._leases.append(lease)
 
     def _end_leases(self, status: int) -> None:
-        """The process has ended. One that ended well gave its leases up itself."""
+        """Ends the leases of a process that has ended with an error. One that ended well gave its leases up itself."""
         if self._readiness is not None:
-            self._readiness.read()  # what it told last
+            self._readiness.read()  # its last notifications
         leases, self._leases = self._leases, []
         if status != 0 and leases:
             task = asyncio.create_task(self._end(leases))
@@ -186,18 +192,18 @@ class Child:
     async def _end(self, leases: Sequence[str]) -> None:
         try:
             count = await end_leases(leases, self.program.env)
-            self._tell(f"its lease is ended: returned its {count} deliveries to the queue")
+            self._log(f"its lease is ended: returned its {count} deliveries to the queue")
         except (RedisError, OSError, ValueError, KeyError) as error:
-            self._tell(f"its lease is left to others, or lapses: {error}")
+            self._log(f"its lease is left to others, or lapses: {error}")
 
     async def _keep(self) -> int:
         """Restart the child until it is stopped or given up. Returns the last exit status."""
         try:
             return await self._until_it_ends()
         finally:
-            self._deaf()
+            self._close_socket()
 
-    def _deaf(self) -> None:
+    def _close_socket(self) -> None:
         if self._readiness is not None:
             self._readiness.close()
 
@@ -215,20 +221,20 @@ class Child:
             # A refused child never served, however long it took, e.g. to load a model of many GB.
             well = since is not None and time.monotonic() - since >= WELL_S and status != REFUSED
             deaths = 1 if well else deaths + 1
-            said = ended(status)
+            ending = ended(status)
             reason = self.give_up(status, deaths)
             if reason is not None:
-                self._tell(f"{said}; {reason}")
+                self._log(f"{ending}; {reason}")
                 return status
-            while not await self._again(f"{said}; starting it again", deaths):
+            while not await self._again(f"{ending}; starting it again", deaths):
                 if self._stopping.is_set():
                     return status
-                deaths, said = deaths + 1, "cannot be started"
+                deaths, ending = deaths + 1, "cannot be started"
 
-    async def _again(self, said: str, deaths: int) -> bool:
+    async def _again(self, reason: str, deaths: int) -> bool:
         """Start it after a pause. Returns False if it was told to stop meanwhile or cannot be run now."""
         pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (deaths - 1))
-        self._tell(f"{said} in {pause:g} s")
+        self._log(f"{reason} in {pause:g} s")
         with suppress(TimeoutError):
             async with asyncio.timeout(pause):
                 await self._stopping.wait()
@@ -236,7 +242,7 @@ class Child:
         try:
             await self._spawn()
         except OSError as error:  # e.g. no file descriptor or memory left, which may pass
-            self._tell(f"cannot be started: {error}")
+            self._log(f"cannot be started: {error}")
             return False
         return True
 
@@ -244,13 +250,13 @@ class Child:
         self._serves_since, self.output = None, deque(maxlen=LINES)
         ours, theirs = os.pipe()
         try:
-            self.process = await self._taken(theirs) or await self._executed(theirs)
+            self.process = await self._from_standby(theirs) or await self._execute(theirs)
         except BaseException:
             os.close(ours)
             raise
         finally:
             os.close(theirs)
-        if not self.program.tells:
+        if not self.program.notifies:
             self._serves()
         relay = asyncio.create_task(self._relay(ours, self.output))
         self._relays.add(relay)
@@ -258,10 +264,10 @@ class Child:
         if self._ordered is not None:  # told to stop while it was being started
             self._send(self._ordered)
 
-    async def _taken(self, output: int) -> Process | None:
+    async def _from_standby(self, output: int) -> Process | None:
         return None if self._standby is None else await self._standby.take(self.program, output)
 
-    async def _executed(self, output: int) -> Process:
+    async def _execute(self, output: int) -> Process:
         program = self.program
         return await asyncio.create_subprocess_exec(
             *guarded(program.argv, program.last),
@@ -286,23 +292,23 @@ class Child:
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(pipe, "rb", 0)
         )
         try:
-            rest = b""
+            remainder = b""
             while chunk := await reader.read(1 << 16):
-                *lines, rest = (rest + chunk).split(b"\n")
-                if len(rest) > 1 << 16:  # too long for one line: pass it on
-                    lines, rest = [*lines, rest], b""
+                *lines, remainder = (remainder + chunk).split(b"\n")
+                if len(remainder) > 1 << 16:  # too long for one line: pass it on
+                    lines, remainder = [*lines, remainder], b""
                 for line in lines:
                     self._pass_on(line, output)
-            if rest:
-                self._pass_on(rest, output)
+            if remainder:
+                self._pass_on(remainder, output)
         finally:
             transport.close()
 
     def _pass_on(self, line: bytes, output: deque[str]) -> None:
         output.append(line.decode(errors="replace"))
-        self._tell(output[-1])
+        self._log(output[-1])
 
-    def _tell(self, line: str) -> None:
+    def _log(self, line: str) -> None:
         self.lines.append(line)
         self._say(self.program.name, line)
 
@@ -315,3 +321,19 @@ def ended(status: int) -> str:
         return f"was ended by {signal.Signals(-status).name}"
     except ValueError:
         return f"was ended by signal {-status}"
+
+
+async def end_leases(leases: Sequence[str], env: Mapping[str, str]) -> int:
+    """End these incarnations, whose process has ended; `env` has its servers' URLs. Returns the number of deliveries
+    that went back to their queues. Raises redis errors, OSError and ValueError; then the leases lapse."""
+    broker_url = env["BROKER_URL"]
+    store_url = env.get("STORE_URL") or broker_url
+    count = 0
+    # The store's first: while it stands, CLAIM answers `busy`.
+    for url in dict.fromkeys((store_url, control_url(broker_url, store_url))):
+        async with connect_async(url) as server:
+            await server.delete(*map(keys.lease, leases))
+    async with aclosing(connect_broker(broker_url, store_url)) as broker:
+        for lease in leases:
+            count += max(0, await broker.reap(lease))
+    return count

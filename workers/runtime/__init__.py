@@ -13,7 +13,7 @@ What claimer finds done or held by others goes to acker at once. Who ends a task
 (revoked) and housekeeper (deadline) the publisher; housekeeper (preempted, breaker) and drain the finisher.
 `workers.state.delivery` has its stages.
 
-worker: serving loads and announces the model -> assembly makes the parts and starts their threads -> Celery's worker
+worker loads and announces the model -> assembly makes the parts and starts their threads -> Celery's worker
 watchdog and health watch it; signals hears that it is to end; drain ends it, part by part, in the reverse
-of the order in which assembly starts them; host/ is the machine around it
+of the order in which assembly starts them; aws and gpu_facts read the machine around it
 """

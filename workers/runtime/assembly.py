@@ -33,7 +33,7 @@ from workers.measure.measured import Keeper, Measured
 from workers.pool.transport import Link
 from workers.runtime.cold_start import COLD_START
 from workers.runtime.drain import Drain, Part, within
-from workers.runtime.host.gpu_facts import GpuFacts
+from workers.runtime.gpu_facts import GpuFacts
 from workers.runtime.watchdog import Watchdog
 from workers.state.clock import Clock
 from workers.state.served import Served
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 #: CUDA's message (cudaErrorECCUncorrectable) for an uncorrectable memory error.
 ECC_ERROR = "uncorrectable ECC error"
-#: Figures of the engine that the lease tells.
+#: Figures of the engine in the lease.
 STATS = (
     *("running", "waiting", "kv_blocks_used", "kv_blocks_most", "kv_blocks_total", "steps", "prompt_tokens"),
     *("cached_tokens", "generated_tokens", "preemptions", "out_of_memory", "not_finite", "drafted", "draft_accepted"),
@@ -62,8 +62,8 @@ class Runtime:
         self.finisher = Finisher(served, app, self.deliveries, clock)
         device = engine.stats().device
         self.window = Window(kind_of(device))
-        canary = partial(probe.canary, engine)
-        self.breaker = Breaker(self.window, clock, canary, self._break_down, enabled=settings.breaker)
+        send_probe = partial(probe.send_timed, engine)
+        self.breaker = Breaker(self.window, clock, send_probe, self._break_down, enabled=settings.breaker)
         self.measured = Measured(engine, COLD_START.first_token, self.window.on_step)
         self.keeper = Keeper(served, self.measured, self.profile)
         self.publisher = Publisher(
@@ -77,7 +77,7 @@ class Runtime:
         self.intake = Intake(served, self.deliveries, self.acker, self.celery)
         #: Where Celery's transport is plugged in; `celery` is what its pool knows.
         self.link = Link(self.intake, self.celery, served.connect_sender(), served.control_url)
-        self.housekeeper = Housekeeper(served, *shared, self.about, announce, self.keeper, self.breaker)
+        self.housekeeper = Housekeeper(served, *shared, self.describe, announce, self.keeper, self.breaker)
         self.gpu = GpuFacts(device)
         self.watchdog = Watchdog(
             served, self.gpu, self.publisher, self.intake, self.give_up, self.housekeeper.renew_soon
@@ -89,7 +89,7 @@ class Runtime:
         self._call_back(engine)
 
     def _in_order(self) -> tuple[Part, ...]:
-        """Downward the order of their start, upward that in which the drain stops them. What a part hands on, those
+        """Returns the parts in the order of their start; the drain stops them in reverse. What a part hands on, those
         above it take: they are there before the first delivery, and until the last."""
         return (
             Part(self.watchdog.start, None),  # to the end: it sees what hangs while the others stop
@@ -105,7 +105,7 @@ class Runtime:
         )
 
     def _call_back(self, engine: Any) -> None:
-        """Tell parts whom to call that they do not know."""
+        """Sets the parts' callbacks."""
         engine.on_lost, engine.on_step = self._device_lost, self._stepped
         self.breaker.on_change = self._breaker_changed
         self.celery.close, self.celery.stop = self.intake.stop, self._celery_stops
@@ -126,7 +126,7 @@ class Runtime:
 
     def _breaker_changed(self) -> None:
         """Any thread."""
-        self.deliveries.most = self.breaker.room
+        self.deliveries.limit = self.breaker.room
         self.intake.poke()
         self.housekeeper.breaker_changed()
 
@@ -139,7 +139,7 @@ class Runtime:
         self.intake.nudge()
 
     def _celery_stops(self, at_once: bool) -> None:
-        """Celery's worker ends, because of us or by itself: wait until all is handed back. Its main thread."""
+        """Waits until all is handed back when Celery's worker ends, because of us or by itself. Its main thread."""
         self.drain.begin(0.0 if at_once else self.served.settings.drain, "Celery's worker stops")
         self.drain.over.wait()
 
@@ -149,8 +149,8 @@ class Runtime:
         return True
 
     def _give_up_lease(self, seconds: float) -> bool:
-        """Where that takes too long it lapses, and nothing is under it. On connections that nobody needs any more. Also
-        keeps what this worker measured, as the last thing: it can be missed."""
+        """Gives the lease up, on connections that nobody needs any more; if that takes too long, it lapses, with
+        nothing under it. Then stores this worker's measurements, which can be missed."""
         store, lease = self.finisher.redis, self.housekeeper.lease
 
         def give_up() -> None:
@@ -162,9 +162,9 @@ class Runtime:
         self.housekeeper.stop()
         return True
 
-    def notice(self, left: float, why: str) -> None:
-        """The machine is to be taken away in `left` seconds. Any thread."""
-        self.stop(min(left, self.served.settings.drain), why)
+    def notice(self, seconds: float, why: str) -> None:
+        """The machine is to be taken away in `seconds`. Any thread."""
+        self.stop(min(seconds, self.served.settings.drain), why)
 
     def give_up(self, why: str, suspects: Collection[str] | None) -> None:
         """Hand the tasks of this broken process over, and end it with a status that says so. Any thread.
@@ -186,30 +186,30 @@ class Runtime:
         """Give up; no task is to blame for memory that failed."""
         self.give_up(f"the device is lost: {why}", frozenset() if ECC_ERROR in why else suspects)
 
-    # ---- how it is ------------------------------------------------------------------------------------------------
+    # ---- its state ------------------------------------------------------------------------------------------------
 
     def unready(self) -> list[str]:
-        """Why it takes no tasks; empty where it does."""
-        found, life = self.faults(), self.deliveries.life
+        """Returns the reasons why it takes no tasks; empty if it does."""
+        reasons, life = self.faults(), self.deliveries.life
         if self.deliveries.draining:
-            found.append("it drains")
+            reasons.append("it drains")
         elif unrenewed := self.housekeeper.unrenewed():
-            found.append(unrenewed)
+            reasons.append(unrenewed)
         elif not life.begun or life.over:
-            found.append("it has no lease: the store or the broker does not answer")
-        return found
+            reasons.append("it has no lease: the store or the broker does not answer")
+        return reasons
 
     def faults(self) -> list[str]:
-        """Reasons why it is broken or stuck; empty where it is well."""
-        own = (self.given_up, self.breaker.reason)
-        return [*filter(None, own), *self.watchdog.reasons, *self.acker.broker.faults()]
+        """Returns the reasons why it is broken or stuck; empty if it is well."""
+        reasons = (self.given_up, self.breaker.reason)
+        return [*filter(None, reasons), *self.watchdog.reasons, *self.acker.broker.faults()]
 
     def profile(self) -> Profile:
         """The measurements of itself."""
         return self.measured.profile(COLD_START.figures)
 
-    def about(self) -> str:
-        """The lease's text about this worker (JSON)."""
+    def describe(self) -> str:
+        """Returns the description of this worker (JSON) for its lease."""
         served, stats, gpu = self.served, self.served.engine.stats(), self.gpu.latest
         breaker, slow = self.breaker, self.breaker.slowness()
         return json.dumps(
@@ -222,7 +222,7 @@ class Runtime:
                 "model": served.model,
                 "version": served.card["version"],
                 "tasks": len(self.deliveries),
-                "patient": self.deliveries.ledger.patient,
+                "patient": self.deliveries.ledger.throughput_count,
                 "draining": self.deliveries.draining,
                 "unready": self.faults(),
                 "capacity": served.engine.max_num_seqs,

@@ -34,7 +34,7 @@ OLDEST_S = 600.0
 
 
 class ColdStart:
-    """The phases of one start (s). A process that stood by begins anew when it is told what to serve."""
+    """The phases of one start (s). A process that was a standby begins anew when it is handed a program."""
 
     def __init__(self) -> None:
         self._last: float | None = None
@@ -42,7 +42,7 @@ class ColdStart:
         self._ready_at: float | None = None
 
     def begin(self) -> None:
-        """Begin anew now, and forget what was marked: a process that stood by is handed its work."""
+        """Begins anew, without earlier marks: a standby is handed a program."""
         self._last, self._phases, self._ready_at = time.monotonic(), {}, None
 
     def mark(self, phase: str) -> None:
@@ -53,7 +53,8 @@ class ColdStart:
         self._last = now
 
     def ready(self) -> bool:
-        """It takes tasks from now on. False if that was said before, as when Celery's consumer connects again."""
+        """Marks the time from which the worker takes tasks. False if it was marked before, as when Celery's consumer
+        connects again."""
         if self._ready_at is not None:
             return False
         self.mark("connect")
@@ -61,7 +62,7 @@ class ColdStart:
         return True
 
     def first_token(self, claimed_at: float) -> None:
-        """The first token of a task was published, which was claimed then (monotonic). Any thread; later calls do
+        """Marks the publishing of a task's first token; it was claimed then (monotonic). Any thread; later calls do
         nothing."""
         if self._ready_at is not None and "first_token" not in self._phases:
             self._phases["first_token"] = max(0.0, time.monotonic() - max(self._ready_at, claimed_at))
@@ -82,7 +83,7 @@ class ColdStart:
 
 
 def age() -> float:
-    """Seconds since this process was started, to 10 ms; 0 where that cannot be known (macOS)."""
+    """Returns the seconds since this process was started, to 10 ms; 0 if that cannot be known (macOS)."""
     try:
         with open("/proc/self/stat", "rb") as stat:
             started = int(stat.read().rpartition(b")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")

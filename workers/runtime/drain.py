@@ -1,4 +1,4 @@
-"""The end of a worker: lets end what ends in time, and hands the rest back with its tokens.
+"""Ends a worker: waits for tasks that end in time, and hands the others back with their tokens.
 
     begin -> fetch no more -> wait -> the other parts stop, in their order (`Part`) -> exit
 
@@ -28,14 +28,14 @@ EXIT_S: Final = 1.9
 #: Round trips that handing back may take: one that is under way and one of its own for each of CLAIM, APPEND, RELEASE
 #: and BACK, less the last claims. Where servers are far it begins by so much sooner, so that it ends in time.
 TRIPS: Final = 7
-#: The least that a part of it gets where those before it took it all.
+#: The least that a part gets if the parts before it took all of the time.
 LEAST_S: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a worker. `start`: None where it runs already, or is no thread. `stop(seconds)`: end within so long;
-    False where something of what it was told is not done. None: it goes on until the process ends."""
+    """A part of a worker. `start`: None if it runs already, or is no thread. `stop(seconds)`: ends within so long;
+    False if something is left undone. None: it runs until the process ends."""
 
     start: Callable[[], object] | None
     stop: Callable[[float], bool] | None
@@ -63,14 +63,14 @@ class Drain:
         begins, the others when its time is over. So the lease ends last. Where another part left something undone, it
         is not given up, but left to lapse."""
         self.over = threading.Event()
-        """All is handed back: the main thread may leave."""
+        """Set once all is handed back: the main thread may leave."""
 
     def begin(
         self, seconds: float, why: str, status: int = os.EX_OK, suspects: Collection[str] | None = frozenset()
     ) -> None:
         """`status`: the process's exit status, where that is to be another than 0. `suspects`: deliveries that may be
         to blame for it, None for all that are held: a death is counted against their tasks, as if the process had been
-        lost with them. Whose next token comes elsewhere is none any more."""
+        lost with them. Once another worker publishes a task's next token, that count is forgotten."""
         until = time.monotonic() + seconds
         with self._changed:
             first = self._until is None
@@ -80,29 +80,29 @@ class Drain:
                 return
             self._until = until if self._until is None else min(until, self._until)
             self._changed.notify_all()
-        held = len(self._deliveries)
+        count = len(self._deliveries)
         if seconds > 0:
-            logger.info("%s: fetching no more; %d tasks may go on for %.1f s", why, held, seconds)
+            logger.info("%s: fetching no more; %d tasks may go on for %.1f s", why, count, seconds)
         else:
-            logger.warning("%s: handing %d tasks back now", why, held)
+            logger.warning("%s: handing %d tasks back now", why, count)
         if first:
             threading.Thread(target=self._run, name="penstock-drain", daemon=True).start()
 
     # ---- parts that are no threads --------------------------------------------------------------------------------
 
     def abort(self, seconds: float) -> bool:
-        """The engine computes nothing more."""
-        left = list(self._deliveries.held)
-        if left:
-            logger.warning("The drain is over: handing %d tasks back", len(left))
-        for uuid in left:
+        """Aborts everything in the engine."""
+        uuids = list(self._deliveries.by_uuid)
+        if uuids:
+            logger.warning("The drain is over: handing %d tasks back", len(uuids))
+        for uuid in uuids:
             self._engine.abort(uuid)
         return True
 
     def let_go(self, seconds: float) -> bool:
-        """RELEASE what is left, but for suspects: also what we do not know to be claimed, since the answer to its CLAIM
-        may be on its way. The last first: each goes to the front of its list."""
-        for delivery in reversed(list(self._deliveries.held.values())):
+        """Releases what is left, but for suspects: also what we do not know to be claimed, since the answer to its
+        CLAIM may be on its way. The last first: each goes to the front of its list."""
+        for delivery in reversed(list(self._deliveries.by_uuid.values())):
             if self._suspects is not None and delivery.uuid not in self._suspects:
                 self._deliveries.end(delivery)
                 self._release(delivery)
@@ -117,25 +117,25 @@ class Drain:
         # Whatever hangs: with all stacks shown, and without the help of any thread of ours.
         faulthandler.dump_traceback_later(spare + EXIT_S, exit=True, file=2)  # Celery has taken sys.stderr
         end = time.monotonic() + spare + HAND_BACK_S
-        done = [stop(_left(end)) for stop in reversed(between)]  # each stops, whatever the one before left undone
+        done = [stop(_remaining(end)) for stop in reversed(between)]  # each stops, whatever the one before left undone
         if not all(done):
             logger.error("Store or broker do not answer: %d tasks return when the lease lapses", len(self._deliveries))
             os._exit(self._status or 1)
         # What was kept back, and no lease over it, returns to the front by REAP; its next CLAIM finds an owner dead.
-        lease(_left(end))
+        lease(_remaining(end))
         # What is broken is not waited for, and a thread that computes must not be met by the interpreter's end.
-        if self._status or not within(self._engine.close, _left(end)):
+        if self._status or not within(self._engine.close, _remaining(end)):
             os._exit(self._status)
         self.over.set()
         time.sleep(max(0.0, end + EXIT_S - HAND_BACK_S - time.monotonic()) / 2)
         os._exit(os.EX_OK)  # the main thread waits for a broker that does not answer, say
 
     def _wait(self) -> float:
-        """Let end what ends. Returns what is left of the drain's time: nothing where a second signal came."""
+        """Waits for tasks that end. Returns the remaining drain time (s): nothing if a second signal came."""
         with self._changed:
             ahead = min(TRIPS * self._round_trip(), max(0.0, self._until_now()) / 2)
-            while self._deliveries.held and (left := self._until_now() - ahead) > 0:
-                self._changed.wait(left)
+            while self._deliveries.by_uuid and (remaining := self._until_now() - ahead) > 0:
+                self._changed.wait(remaining)
             return min(ahead, max(0.0, self._until_now()))
 
     def _until_now(self) -> float:
@@ -143,12 +143,12 @@ class Drain:
         return self._until - time.monotonic()
 
 
-def _left(end: float) -> float:
+def _remaining(end: float) -> float:
     return max(LEAST_S, end - time.monotonic())
 
 
 def within(action: Callable[[], None], seconds: float) -> bool:
-    """Run it on a thread; True if it ended in time, else it goes on."""
+    """Runs an action on a thread. True if it ended in time, else it goes on."""
     thread = threading.Thread(target=action, daemon=True)
     thread.start()
     thread.join(seconds)

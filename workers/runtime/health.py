@@ -36,33 +36,33 @@ STUCK_S: Final = 30.0
 
 
 class Watched(Protocol):
-    """What is asked how it does."""
+    """A process whose health is asked for."""
 
     @property
     def given_up(self) -> str:
-        """Why it has given itself up; empty while it has not."""
+        """The reason why it has given itself up; empty if it has not."""
 
     def unready(self) -> list[str]:
-        """Why it takes no work now; empty while it does."""
+        """Returns the reasons why it takes no work now; empty if it does."""
 
 
 class EventLoop:
-    """Whether an event loop runs what it is given. Each look asks it, and the next one sees whether it has answered."""
+    """Checks that an event loop runs. Each look posts a callback, and the next one sees whether it has run."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._asked_at: float | None = None
-        """When (monotonic) the question came that the loop has not answered."""
+        """When (monotonic) the callback was posted that has not run yet."""
 
     def waits(self) -> float:
         """Seconds for which the loop has not answered; 0 if it has. A loop that is closed ended in order."""
-        asked = self._asked_at
-        if asked is None:
+        asked_at = self._asked_at
+        if asked_at is None:
             self._asked_at = time.monotonic()
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._answer)
             return 0.0
-        return 0.0 if self._loop.is_closed() else time.monotonic() - asked
+        return 0.0 if self._loop.is_closed() else time.monotonic() - asked_at
 
     def _answer(self) -> None:
         self._asked_at = None
@@ -100,10 +100,10 @@ class _Server(ThreadingHTTPServer):
 
 
 class Health:
-    """Answers while the process starts, too. `serve` once there is a runtime to look at."""
+    """Answers the probes, also while the process starts. Call `serve` once there is a runtime to look at."""
 
     def __init__(self, port: int | None, starting: str = "it starts") -> None:
-        """Listens on this port; 0: any free one; None: nobody asks. Raises Refused where it is not to be had.
+        """Listens on this port; 0: any free one; None: not at all. Raises Refused if the port cannot be had.
 
         `starting`: the reason for which it is not ready until `serve`.
         """
@@ -138,8 +138,8 @@ class Health:
         return int(server.server_address[1])
 
     def serve(self, runtime: Watched, loop: asyncio.AbstractEventLoop | None) -> None:
-        """Look at this runtime from now on. `loop`: does its work, and so is looked at, too; None: another part of the
-        runtime looks at it."""
+        """Looks at this runtime from now on. `loop`: its event loop, which is looked at, too; None: another part of the
+        runtime does that."""
         self._runtime = runtime
         self._loop = None if loop is None else EventLoop(loop)
         if self.port is not None:

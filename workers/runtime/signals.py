@@ -1,4 +1,4 @@
-"""The signals that end a process, and which of them are news.
+"""Receives the signals that end a process, and drops repeats of the same one.
 
 One that comes again at once is still the same one: `timeout` signals a process and then its group, and systemd all
 processes of a unit, of which the one above the workers (`--gpus`) passes it on.
@@ -23,8 +23,8 @@ SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 SAME_S: Final = 0.5
 
 
-class News:
-    """Used by one thread."""
+class RepeatFilter:
+    """Drops a signal that repeats the one before it. Used by one thread."""
 
     def __init__(self) -> None:
         self._last: signal.Signals | None = None
@@ -39,30 +39,30 @@ class News:
         return True
 
 
-def coming() -> asyncio.Queue[signal.Signals]:
-    """A queue of the signals that come to this process from now on, in the running loop. What is ignored stays so, as
-    SIGHUP under nohup."""
-    loop, came, news = asyncio.get_running_loop(), asyncio.Queue[signal.Signals](), News()
+def signal_queue() -> asyncio.Queue[signal.Signals]:
+    """Returns a queue of the signals that come to this process from now on, in the running loop. Ignored ones stay
+    ignored, as SIGHUP under nohup."""
+    loop, signals, repeats = asyncio.get_running_loop(), asyncio.Queue[signal.Signals](), RepeatFilter()
 
-    def heard(sig: signal.Signals) -> None:
-        if news.is_new(sig):
-            came.put_nowait(sig)
+    def on_signal(sig: signal.Signals) -> None:
+        if repeats.is_new(sig):
+            signals.put_nowait(sig)
 
     for sig in SIGNALS:
         if signal.getsignal(sig) is not signal.SIG_IGN:
-            loop.add_signal_handler(sig, heard, sig)
-    return came
+            loop.add_signal_handler(sig, on_signal, sig)
+    return signals
 
 
-def when_told(end: Callable[[], object]) -> None:
-    """Call it at each SIGTERM and SIGINT that comes to this process from now on, in the running loop."""
+def on_stop_signal(end: Callable[[], object]) -> None:
+    """Calls `end` at each SIGTERM and SIGINT that comes to this process from now on, in the running loop."""
     for sig in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(sig, end)
 
 
 class Stopping(threading.Thread):
-    """Hears the signals that end a worker process. `serve` once there is something to drain; what comes before that
-    ends the process, which holds nothing yet.
+    """Receives the signals that end a worker process. Before `serve`, a signal ends the process at once, which holds
+    nothing yet.
 
     The kernel's note of each signal comes to a thread of its own, so that neither a model that loads for minutes nor an
     event loop that waits for a broker keeps it from being heard.
@@ -75,13 +75,13 @@ class Stopping(threading.Thread):
         self._drain: Callable[[float, str], None] | None = None
         self._seconds = 0.0
         self._lock = threading.Lock()
-        self._heard = 0
-        self._news = News()
+        self._count = 0
+        self._filter = RepeatFilter()
         self._ours, self._kernels = socket.socketpair()
         self._kernels.setblocking(False)
 
     def install(self) -> None:
-        """Begin to hear; call it on the main thread. SIGHUP stays ignored where it is, as under nohup."""
+        """Begins to receive signals; call it on the main thread. SIGHUP stays ignored if it is, as under nohup."""
         for sig in SIGNALS:
             if sig is not signal.SIGHUP or signal.getsignal(sig) is not signal.SIG_IGN:
                 signal.signal(sig, lambda *_: None)
@@ -89,7 +89,7 @@ class Stopping(threading.Thread):
         self.start()
 
     def serve(self, drain: Callable[[float, str], None], seconds: float) -> None:
-        """Let signals drain from now on: `drain` is told for how long, at most `seconds`, and why."""
+        """Lets signals drain from now on: `drain` gets the time, at most `seconds`, and the reason."""
         with self._lock:
             self._drain, self._seconds = drain, seconds
 
@@ -101,14 +101,14 @@ class Stopping(threading.Thread):
                         self._take(signal.Signals(number))
 
     def _take(self, sig: signal.Signals) -> None:
-        if not self._news.is_new(sig):
+        if not self._filter.is_new(sig):
             return
-        self._heard += 1
+        self._count += 1
         if self._drain is None:
             logger.info("%s before anything was taken: ending", sig.name)
             os._exit(os.EX_OK)
-        if self._heard > 2:
+        if self._count > 2:
             logger.error("%s, the third signal: ending; what is held returns when the lease lapses", sig.name)
             os._exit(os.EX_SOFTWARE)
-        at_once = sig is signal.SIGQUIT or self._heard > 1
+        at_once = sig is signal.SIGQUIT or self._count > 1
         self._drain(0.0 if at_once else self._seconds, f"{sig.name} came")

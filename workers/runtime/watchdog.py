@@ -18,7 +18,7 @@ from typing import Final
 
 from workers.flow.intake import Intake
 from workers.flow.publisher import Publisher
-from workers.runtime.host.gpu_facts import GpuFacts
+from workers.runtime.gpu_facts import GpuFacts
 from workers.state.served import Served
 
 logger = logging.getLogger(__name__)
@@ -29,10 +29,10 @@ STUCK_S: Final = 15.0
 
 
 class Watchdog(threading.Thread):
-    """`reasons`: why this worker is not ready, in words; empty where it is.
+    """`reasons`: why this worker is not ready; empty if it is.
 
-    `give_up` ends the worker with a reason, and the deliveries that may be to blame; `tell` is called when `reasons`
-    have changed."""
+    `give_up` ends the worker with a reason, and the deliveries that may be to blame; `on_change` is called when
+    `reasons` have changed."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Watchdog(threading.Thread):
         publisher: Publisher,
         intake: Intake,
         give_up: Callable[[str, Collection[str]], None],
-        tell: Callable[[], None],
+        on_change: Callable[[], None],
     ) -> None:
         super().__init__(name="penstock-watchdog", daemon=True)
         self._engine = served.engine
@@ -50,9 +50,9 @@ class Watchdog(threading.Thread):
         self._publisher = publisher
         self._intake = intake
         self._give_up = give_up
-        self._tell = tell
+        self._on_change = on_change
         self._stuck = STUCK_S
-        self._said: frozenset[str] = frozenset()
+        self._reported: frozenset[str] = frozenset()
         self._ecc: int | None = None
         self.reasons: tuple[str, ...] = ()
 
@@ -61,8 +61,8 @@ class Watchdog(threading.Thread):
             time.sleep(TICK_S)
             self._watch_step()
             self._watch_gpu()
-            found = {"publisher": self._stuck_publisher(), "event loop": self._stuck_loop()}
-            self._log({name: reason for name, reason in found.items() if reason})
+            reasons = {"publisher": self._stuck_publisher(), "event loop": self._stuck_loop()}
+            self._log({name: reason for name, reason in reasons.items() if reason})
 
     # ---- what it looks at -----------------------------------------------------------------------------------------
 
@@ -98,24 +98,24 @@ class Watchdog(threading.Thread):
     def _stuck_loop(self) -> str:
         now, intake = time.monotonic(), self._intake
         if not intake.attached:
-            intake.loop_asked = None
-        elif intake.loop_asked is None:
-            intake.loop_asked = now
+            intake.loop_nudged_at = None
+        elif intake.loop_nudged_at is None:
+            intake.loop_nudged_at = now
             intake.nudge()
-        asked = intake.loop_asked
-        stuck = asked is not None and now - asked > self._stuck
+        nudged_at = intake.loop_nudged_at
+        stuck = nudged_at is not None and now - nudged_at > self._stuck
         return "Celery's event loop does not answer" if stuck else ""
 
     # ---- what it says ---------------------------------------------------------------------------------------------
 
-    def _log(self, found: dict[str, str]) -> None:
-        now = frozenset(found)
-        for name in now - self._said:
-            logger.error("This worker is not ready, and fetches nothing until it is: %s", found[name])
-        for name in self._said - now:
+    def _log(self, reasons: dict[str, str]) -> None:
+        now = frozenset(reasons)
+        for name in now - self._reported:
+            logger.error("This worker is not ready, and fetches nothing until it is: %s", reasons[name])
+        for name in self._reported - now:
             logger.warning("Well again: %s", name)
-        self.reasons = tuple(found.values())
-        if now != self._said:
-            self._said = now
-            self._intake.pause(bool(found))
-            self._tell()
+        self.reasons = tuple(reasons.values())
+        if now != self._reported:
+            self._reported = now
+            self._intake.pause(bool(reasons))
+            self._on_change()

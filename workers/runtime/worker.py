@@ -1,18 +1,29 @@
 """`penstock worker`: load the model, announce it, and let Celery's worker run until it is told to stop.
 
-Imports what a load needs; all else is imported on the thread of `Boot`, while the model is being loaded.
+    beside the load       Celery's modules, the application, its worker with pool and consumer: all that needs no model
+    after it              the queues, whose names hold the engine's fingerprint; batch and link; the connection
+
+What is beside the load runs on the thread of `Boot`. If a server or a model is missing, that still fails on the main
+thread, before or in the load. So this module imports what a load needs, and `Boot` imports Celery and all else.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
+import sys
 import threading
 import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from redis import Redis
 
 from producers.connection.log_throttle import Throttle, warn_throttled
 from producers.connection.trouble import trouble
@@ -20,29 +31,34 @@ from producers.contract import keys
 from producers.contract.levels import beside
 from producers.store.fleet import cards
 from workers.connect import LOST, check_queues, check_servers, connect
+from workers.errors import Refused
 from workers.flow.probe import check_model
-from workers.pool.boot import Boot
+from workers.library import find_model, verify
 from workers.processes.notify import notify_ready
+from workers.runtime.aws import SpotNotice, TaskProtection
 from workers.runtime.cold_start import COLD_START
 from workers.runtime.health import Health
-from workers.runtime.host.spot import SpotNotice
-from workers.runtime.host.task_protection import TaskProtection
-from workers.runtime.serving import announce, pool_of
 from workers.runtime.signals import Stopping
 from workers.settings import WorkerSettings
 from workers.state.served import Served
 
 if TYPE_CHECKING:
+    from celery import Celery
+
+    from workers.flow.celery_side import CelerySide
+    from workers.pool.transport import Link
     from workers.runtime.assembly import Runtime
 
 logger = logging.getLogger(__name__)
 
 #: A store that does not take what must be in it before this worker can serve is asked again after this long.
-RETRY_S = 1.0
+RETRY_S: Final = 1.0
+#: Longest time (s) for which imports keep the load, which needs the interpreter often and for short, from going on.
+TURN_S: Final = 0.0005
 
 
 def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
-    """Serve until told to stop (`workers.runtime.signals`), and end the process; return the exit code where Celery
+    """Serves until a signal stops it (`workers.runtime.signals`), and ends the process. Returns the exit code if Celery
     gives up.
 
     Raises workers.errors.Refused where broker, store or model cannot be used.
@@ -69,7 +85,7 @@ def run_worker(settings: WorkerSettings, loglevel: str = "INFO") -> int:
     health.serve(runtime, None)  # its watchdog looks at the event loop
     if settings.spot_notice is not None:
         SpotNotice(runtime.notice, settings.spot_endpoint).start()
-    TaskProtection.follow(lambda: bool(runtime.deliveries.held))
+    TaskProtection.follow(lambda: bool(runtime.deliveries.by_uuid))
     worker = boot.worker(runtime.celery, runtime.link)
     # What is there now stays, the little garbage among it too: a collection would take 200 ms to go through it.
     gc.freeze()
@@ -95,8 +111,91 @@ def _log(level: str) -> None:
         logging.getLogger(name).addFilter(Throttle())
 
 
+class Boot:
+    """Begins at once, and has ended when its context is left, so nothing is imported behind a caller that goes on or
+    fails. `app()` raises the thread's error. `imports`: modules to import after Celery's."""
+
+    def __init__(self, settings: WorkerSettings, loglevel: str, imports: tuple[str, ...] = ()) -> None:
+        self._thread = ThreadPoolExecutor(1, "boot")
+        self._future = self._thread.submit(_make, settings, loglevel, imports)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+
+    def app(self, queues: list[str]) -> Celery:
+        """The application, which consumes these queues."""
+        app, _ = self._future.result()
+        from workers.pool.app import consume
+
+        consume(app, queues)
+        return app
+
+    def worker(self, batch: CelerySide, link: Link) -> Any:
+        """Celery's worker around the batch, to be started on the main thread."""
+        app, worker = self._future.result()
+        from celery.exceptions import CPendingDeprecationWarning
+
+        from workers.pool.app import attach
+
+        attach(app, batch, link)
+        # Each time that the broker was away, Celery warns of tasks that cannot be acknowledged afterwards: these can.
+        # Only here, since its worker shows all such warnings from when it is made.
+        warnings.filterwarnings("ignore", category=CPendingDeprecationWarning, module="celery.worker.consumer")
+        return worker
+
+
+def _make(settings: WorkerSettings, loglevel: str, imports: tuple[str, ...]) -> tuple[Celery, Any]:
+    turn = sys.getswitchinterval()
+    sys.setswitchinterval(TURN_S)
+    try:
+        app_and_worker = _make_worker(settings, loglevel)
+        for name in imports:
+            import_module(name)
+    finally:
+        sys.setswitchinterval(turn)
+    return app_and_worker
+
+
+def _make_worker(settings: WorkerSettings, loglevel: str) -> tuple[Celery, Any]:
+    from celery.exceptions import SecurityWarning
+
+    from workers.pool.app import make_app
+
+    # Celery warns of running as root because pickled messages could take it over: this worker accepts JSON alone.
+    warnings.filterwarnings("ignore", category=SecurityWarning)
+    app = make_app(settings)
+    worker = _quiet(app.Worker)(
+        hostname=f"penstock@{settings.name}",
+        loglevel=loglevel,
+        concurrency=1,  # nobody asks: EnginePool knows its slots, the intake how much it may fetch
+        without_mingle=True,
+        without_gossip=True,
+        quiet=True,
+    )
+    return app, worker
+
+
+def _quiet(worker: Any) -> Any:
+    """Celery's worker, without its handlers of signals: those run on the main thread, which may wait for a broker.
+
+    It keeps the name that its command line gave it, too: operators look for `penstock worker`, not for `celeryd`.
+    """
+    from celery.apps.worker import install_cry_handler
+
+    def only_ours(self: Any, worker: Any) -> None:
+        install_cry_handler()  # SIGUSR1 shows where every thread is
+
+    def keep_title(self: Any, info: Any) -> None:
+        """Do nothing."""
+
+    return type("Worker", (worker,), {"install_platform_tweaks": only_ours, "set_process_status": keep_title})
+
+
 def _loaded(settings: WorkerSettings) -> Served:
-    """Load the model, check what the servers must have for it, and announce it. Raises Refused."""
+    """Loads the model, checks that the servers have its queues, and announces it. Raises Refused."""
     engine, files = _factory(settings.engine_factory)(settings.model, settings.engine)
     COLD_START.mark("weights")
     check_model(engine, settings.model, settings.step_limit)
@@ -107,11 +206,38 @@ def _loaded(settings: WorkerSettings) -> Served:
     return _announced(settings, engine, files)
 
 
-def _tell_ready(**_: Any) -> None:
-    """Tell how long the start took, once Celery's consumer takes tasks for the first time."""
-    if COLD_START.ready():
-        logger.info("Ready in %s", COLD_START)
-        notify_ready(f"Ready in {COLD_START}")
+def _factory(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def load_engine(model: str, options: dict[str, Any]) -> tuple[Any, dict[str, bytes]]:
+    """`engine.Engine` for the model, by its reference, and its tokenizer's files by name. Raises Refused."""
+    from engine import Engine, EngineConfig, EngineError  # torch takes seconds to import
+    from engine.text import ModelCard
+
+    COLD_START.mark("imports")
+    model_files = find_model(model, say=logger.info)
+    folder = model_files.folder
+    verify(folder, say=logger.info)
+    if "draft_model" in options:
+        draft = find_model(options["draft_model"], say=logger.info).folder
+        verify(draft, say=logger.info)
+        options = options | {"draft_model": str(draft)}
+    try:
+        engine = Engine.load(folder, EngineConfig(**options), loaded=COLD_START.mark)
+    except EngineError as exc:
+        raise Refused(f"cannot serve {folder}: {exc}") from exc
+    if engine.card is None:
+        raise Refused(f"cannot serve {folder}: it has no tokenizer.json")
+    engine.card = replace(engine.card, name=model_files.name)
+    return engine, ModelCard.tokenizer_files(folder)
+
+
+def pool_of(engine: Any) -> keys.Pool:
+    """The pool that a worker with this engine belongs to."""
+    card = json.loads(engine.card.to_json())
+    return keys.Pool(card["name"], card["version"], engine.fingerprint)
 
 
 def _announced(settings: WorkerSettings, engine: Any, files: dict[str, bytes]) -> Served:
@@ -129,6 +255,27 @@ def _announced(settings: WorkerSettings, engine: Any, files: dict[str, bytes]) -
                 time.sleep(RETRY_S)
 
 
+def announce(store: Redis, engine: Any, files: dict[str, bytes]) -> tuple[dict[str, Any], keys.Pool]:
+    """Write the model's card, tokenizer files and pool into the store; return the card as served, and the pool.
+
+    The card outlives the worker, so that a gateway can check, tokenise and queue while no worker is up.
+    """
+    card = json.loads(engine.card.to_json())
+    card["context_length"] = min(card["context_length"], engine.max_model_len)
+    if engine.kv_capacity < card["context_length"]:
+        card["kv_capacity"] = engine.kv_capacity
+    pool = pool_of(engine)
+    cards.announce(store, card, pool, files)
+    return card, pool
+
+
+def _tell_ready(**_: Any) -> None:
+    """Logs how long the start took, once Celery's consumer takes tasks for the first time."""
+    if COLD_START.ready():
+        logger.info("Ready in %s", COLD_START)
+        notify_ready(f"Ready in {COLD_START}")
+
+
 def _thread_died(runtime: Runtime, args: Any) -> None:
     """A worker that lacks a thread cannot go on. Any of its tasks may have been to blame."""
     name = args.thread.name if args.thread else "a thread"
@@ -137,8 +284,3 @@ def _thread_died(runtime: Runtime, args: Any) -> None:
         os._exit(os.EX_SOFTWARE)
     elif name.startswith("penstock-"):
         runtime.give_up(f"{name} died: {args.exc_type.__name__}", None)
-
-
-def _factory(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    return getattr(import_module(module), attribute)

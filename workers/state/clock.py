@@ -20,15 +20,15 @@ class Clock:
         self._changed = threading.Condition()
 
     def set(self, server_s: float, at: float) -> None:
-        """The store's clock (s) at a time of the monotonic one."""
+        """Sets the store's clock (s) as of a time of the monotonic one."""
         self._ahead = server_s - at
 
     def server_ms(self) -> int:
-        """The store's clock, in which deadlines are."""
+        """Returns the store's clock (ms), in which deadlines are."""
         return int((time.monotonic() + self._ahead) * 1000)
 
     def local(self, server_ms: int) -> float:
-        """A time of the store's clock, by this machine's monotonic clock; seconds."""
+        """Converts a time of the store's clock (ms) to this machine's monotonic clock (s)."""
         return server_ms / 1000 - self._ahead
 
     def later(self, delay: float, action: Callable[[], None]) -> None:
@@ -38,18 +38,18 @@ class Clock:
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """End the housekeeper's wait: what it looks at has changed."""
+        """Ends the housekeeper's wait: one of its deadlines has changed."""
         with self._changed:
             self._changed.notify_all()
 
-    def wait(self, most: float, soonest: Callable[[], float]) -> list[Callable[[], None]]:
-        """Wait for at most `most` seconds; return the actions that are due by then.
+    def wait(self, limit: float, soonest: Callable[[], float]) -> list[Callable[[], None]]:
+        """Wait for at most `limit` seconds; return the actions that are due by then.
 
         `soonest`: when the wait is to end (monotonic). What changes it after it was called is followed by `wake`.
         """
         with self._changed:
             first = self._due[0][0] if self._due else float("inf")
-            self._changed.wait(max(0.0, min(most, min(first, soonest()) - time.monotonic())))
+            self._changed.wait(max(0.0, min(limit, min(first, soonest()) - time.monotonic())))
             now, ready = time.monotonic(), []
             while self._due and self._due[0][0] <= now:
                 ready.append(heapq.heappop(self._due)[2])

@@ -1,10 +1,13 @@
-"""A delivery: one message in this worker's hands, from FETCH until ACK or BACK.
+"""A delivery: one message in this worker's hands, from FETCH until ACK or BACK; and the life that it belongs to.
 
-The books alone move its stage, only forward, and under their lock (`workers.flow.deliveries`). So of all threads that
-want to end it one does, and the others find that they come too late:
+A worker whose lease lapsed is dead to everyone else: its deliveries go to others, its claims may be taken. It must not
+act on them any more, so it begins a new life (`Incarnation`) under a new name, with nothing in its hands.
+
+The books alone move a delivery's stage, only forward, and under their lock (`workers.flow.deliveries`). So of all
+threads that want to end it one does, and the others find that they come too late:
 
     stage       reached when                                                        moved by
-    HELD        it was fetched; also while it is claimed and waits                  intake
+    FETCHED     it was fetched; also while it is claimed and waits                  intake
     RUNNING     the engine is about to have it                                      claimer
     STOPPED     the engine has failed it: Celery tries it again, or it still ends   publisher
     ENDED       its end is written, or it is on its way back or to the dead letters any thread
@@ -16,6 +19,7 @@ thread, `cancelled` control, `deadline` claimer, then housekeeper; all others cl
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,13 +30,29 @@ from celery.worker.state import task_ready
 
 from engine.request import Course, Event
 from producers.contract.record import Record, Run, trace_suffix
-from workers.state.incarnation import Incarnation
+
+
+@dataclass(slots=True, eq=False)
+class Incarnation:
+    """One life of a worker. Its name, the worker's and a random suffix, is never used again."""
+
+    worker: str
+    id: str = field(init=False)
+    begun: bool = False
+    """The lease was taken."""
+    over: bool = False
+    """It is gone."""
+    lost: dict[str, int] = field(default_factory=dict)
+    """UUID -> KV tokens, of deliveries that the store reported as another's before this life was known to be over."""
+
+    def __post_init__(self) -> None:
+        self.id = f"{self.worker}.{secrets.token_hex(6)}"
 
 
 class Stage(IntEnum):
     """How far a delivery has come."""
 
-    HELD = auto()
+    FETCHED = auto()
     RUNNING = auto()
     STOPPED = auto()
     ENDED = auto()
@@ -43,16 +63,16 @@ class Keeper(Enum):
     """Who acknowledges a delivery, and may give it back."""
 
     CONSUMER = auto()
-    """Celery's consumer: what it closes its channel on goes back."""
+    """Celery's consumer: when its channel closes, the message goes back."""
     THREAD = auto()
     """Celery, for an ordinary task that a thread of the pool runs beside the engine."""
     FLOW = auto()
-    """We, once its task is settled. What Celery says of it is passed over."""
+    """This flow, once the task is settled. Celery's acknowledgement or rejection has no effect."""
 
 
 @dataclass(slots=True)
 class Job:
-    """Celery's side of a delivery: the stock tracer with its arguments, and whom to tell."""
+    """Celery's side of a delivery: the stock tracer with its arguments, and its callback."""
 
     tracer: Callable[..., Any]
     args: tuple[Any, ...]
@@ -74,8 +94,8 @@ class Plain:
     fields: dict[str, str | int]
     error: str | None = None
     level: int = 0
-    """The level of its worker's release that it needs (`producers.contract.levels`); of what this worker cannot read,
-    the next one."""
+    """The level that its worker's release must have (`producers.contract.levels`); the next one, if this worker cannot
+    read it."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -89,7 +109,7 @@ class Delivery:
     """Workers that had its message died, and the broker counts that against it."""
     condemned: bool = False
     """Its workers died before they could claim it, too often."""
-    stage: Stage = Stage.HELD
+    stage: Stage = Stage.FETCHED
     keeper: Keeper = Keeper.CONSUMER
     plain: Plain | None = None
     job: Job | None = None
@@ -100,12 +120,12 @@ class Delivery:
     """Per choice, the stream entries made here, from `base` on: a failover may ask for the last ones again."""
     prompt_ids: list[int] = field(default_factory=list)
     prompt: list[str] = field(default_factory=list)
-    """The stream entries of the prompt's log probabilities, where they were made here."""
+    """The stream entries of the prompt's log probabilities, if this worker made them."""
     scored: bool = False
     """They are in the stream, or on their way: tokens come after them."""
     selects: bool = False
     """The engine makes more choices than are published, all at the end."""
-    held: list[Event] = field(default_factory=list)
+    pending: list[Event] = field(default_factory=list)
     """The engine's events of those choices, until all have come."""
     discarded: int = 0
     """Tokens of those that are not published."""
@@ -113,25 +133,25 @@ class Delivery:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     claimed_at: float | None = None
-    """When it was claimed (monotonic), until its first token is published. None where another worker began it."""
+    """When it was claimed (monotonic), until its first token is published. None if another worker began it."""
     began_at: float = 0.0
     """When it was claimed (monotonic)."""
     began: int = 0
-    """The same by the store's clock (ms), as its record says; 0: nobody knows."""
+    """When it was claimed by the store's clock (ms), as in its record; 0 if not known."""
     start: int = 0
     """Number of this start, from 1."""
     course: Course = field(default_factory=Course)
     """What the engine did with it."""
     last_at: float | None = None
     """When its last token came (monotonic)."""
-    told: int | None = None
-    """Preemptions that its record knows of; None: it knows nothing of this start."""
+    reported_preemptions: int | None = None
+    """Preemptions that its record has; None: it has nothing of this start."""
     deadline: float | None = None
     """When it has to end, by this machine's monotonic clock."""
     cancelled: bool = False
-    """A word came that it is; maybe before it ran."""
+    """A cancel came by the control channel; maybe before it ran."""
     revoked: str = ""
-    """The final status that Celery's revocation gives it; Celery has told the result backend. Empty: not revoked."""
+    """The final status of a task that Celery revoked; Celery has told the result backend. Empty: not revoked."""
 
     @property
     def ended(self) -> bool:
@@ -144,7 +164,7 @@ class Delivery:
         return self.stage is Stage.PUT_DOWN
 
     def begin(self, record: Record, nexts: list[int]) -> None:
-        """The claim was granted: this worker appends from `nexts` on."""
+        """Notes the granted claim: this worker appends from `nexts` on."""
         self.record = record
         self.base = nexts
         self.entries = [[] for _ in nexts]
@@ -153,18 +173,18 @@ class Delivery:
         self.began_at = time.monotonic()
         self.claimed_at = None if any(nexts) else self.began_at
         self.began, self.start = _whole(record.fields.get("began")), _whole(record.fields.get("claims"))
-        self.told = None
+        self.reported_preemptions = None
 
-    def run_news(self) -> str:
-        """`run`, where its record does not know that its first step began, or knows of fewer preemptions."""
+    def run_update(self) -> str:
+        """Returns `run` if the record lacks the first step's begin or some preemptions; else ""."""
         preemptions = self.course.preemptions
-        if self.told == preemptions or self.course.began_at is None:
+        if self.reported_preemptions == preemptions or self.course.began_at is None:
             return ""
-        self.told = preemptions
+        self.reported_preemptions = preemptions
         return self.run()
 
     def run(self) -> str:
-        """What the engine did with it, as the scripts take it; empty where it was not claimed."""
+        """Returns what the engine did with it, as the scripts take it; empty if it was not claimed."""
         if self.record is None or not self.began:
             return ""
 
@@ -179,7 +199,7 @@ class Delivery:
 
     @property
     def waits(self) -> str | None:
-        """Why it waits in the engine: `not_begun`, or why it was preempted (`engine.request.Course`); None: it runs."""
+        """Why it waits in the engine: `not_begun`, or its preemption (`engine.request.Course`); None if it runs."""
         course = self.course
         if course.running:
             return None
@@ -202,8 +222,8 @@ class Delivery:
     @property
     def generated(self) -> int:
         """Tokens that were generated for it, by all of its workers, also those that are not published."""
-        made = sum(base + len(entries) for base, entries in zip(self.base, self.entries, strict=True))
-        return made + self.discarded
+        total = sum(base + len(entries) for base, entries in zip(self.base, self.entries, strict=True))
+        return total + self.discarded
 
     @property
     def used(self) -> int:
@@ -214,13 +234,13 @@ class Delivery:
         """celery.worker.request calls this on what `apply_async` returned; `terminate_job` has done the work."""
 
 
-def _whole(said: str | None) -> int:
-    """A count or time of a record; 0 where there is none."""
-    return int(said) if said is not None and said.isdecimal() else 0
+def _whole(value: str | None) -> int:
+    """Parses a count or time of a record; 0 if it has none."""
+    return int(value) if value is not None and value.isdecimal() else 0
 
 
 def forget(request: Any) -> None:
-    """Celery's books: the request is not active any more, and its message is nobody's concern."""
+    """Removes a request from Celery's books: it is not active any more, and nobody needs its message."""
     if not request.acknowledged:
         task_ready(request)
         request.acknowledge()

@@ -15,7 +15,7 @@ from workers.settings import WorkerSettings
 
 @dataclass(slots=True)
 class Served:
-    """The model, what computes it, and the queues that its tasks come from."""
+    """The model, its engine, and the queues that its tasks come from."""
 
     settings: WorkerSettings
     engine: Any
@@ -27,9 +27,9 @@ class Served:
     pool: Pool
     """Itself and the workers that compute alike."""
     takes_plain: bool = True
-    """Whether the queue of plain Celery tasks is this version's, which only names the model; as last read."""
+    """Whether this version serves the queue of plain Celery tasks, which names only the model; as last read."""
     weights: dict[str, float] = field(default_factory=dict)
-    """Tenants' shares, where they are not 1; as last read from the broker."""
+    """Tenants' shares other than 1; as last read from the broker."""
 
     @property
     def model(self) -> str:
@@ -43,18 +43,18 @@ class Served:
         return control_url(self.settings.broker, self.settings.store)
 
     def connect_sender(self) -> Sender | None:
-        """Takes what Celery publishes, from any thread; None where kombu brings it to the broker itself."""
+        """Returns the sender for tasks that Celery publishes, for any thread; None if kombu sends them itself."""
         settings = self.settings
         if settings.broker == self.control_url:
             return None
         return connect_sender(settings.broker, settings.store, bodies=self.bodies())
 
     def bodies(self) -> MessageBlobs:
-        """Bodies of messages that were too large for their queue; for any thread."""
+        """Returns the store of bodies of messages that were too large for their queue; for any thread."""
         return MessageBlobs(connect(self.settings.store), self.settings.files_dir)
 
     def connect_broker(self, timeout: float = SILENT_S) -> Consumer:
-        """For one thread; `timeout`: of each answer (s)."""
+        """Connects to the broker, for one thread. `timeout`: of each answer (s)."""
         return connect_consumer(
             self.settings.broker, self.pool.queues, self.settings.store, timeout, self.pool.version_queue
         )

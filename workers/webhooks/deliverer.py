@@ -25,7 +25,7 @@ from producers.store.access.audit import Change
 from producers.store.endpoints import TEST_PREFIX, Endpoint
 from producers.store.outbox import Attempt, Row
 from workers.runtime.health import Health
-from workers.runtime.signals import when_told
+from workers.runtime.signals import on_stop_signal
 from workers.webhooks.limits import QUICK, SLOW, Limits, Visit
 from workers.webhooks.sender import Outcome, OwnTrouble, Sender, body_of, headers_of, next_delay
 from workers.webhooks.targets import Target, targets
@@ -263,7 +263,7 @@ async def run(settings: WebhookSettings) -> None:
     async with AsyncClient(settings.store, settings.store) as client:
         deliverer = Deliverer(client, settings)
         health.serve(deliverer, asyncio.get_running_loop())
-        when_told(deliverer.stop)
+        on_stop_signal(deliverer.stop)
         beside = [
             asyncio.create_task(wake(client.store, deliverer.due), name="wake"),
             asyncio.create_task(epoch.watch(client.store, deliverer.stop), name="watch the epoch"),

@@ -4,14 +4,13 @@ rows: DeviceRows keep each running sequence's block tables and last token on the
 ring, inputs: a step sends their changes and four numbers a row in one copy through the PinnedRing; InputMaker makes
              tokens, positions and KV slots from them on the device
 runner, graphs: DeviceRunner runs the model, decode steps as recorded CUDA graphs, and samples; only `collect` waits
-sampler: DeviceSampler keeps sampling parameters in permanent rows (sampling_rows, edit_state) and chooses tokens on
+sampler: DeviceSampler keeps sampling parameters in permanent rows (edit_state) and chooses tokens on
         the device, by kernels or in plain torch (plain_sampling)
-footprint: `step_bytes` measures the largest steps, to size the KV cache
-rehearsal: `rehearse` compiles and records what serving needs before it begins
+rehearsal: `step_bytes` measures the largest steps, to size the KV cache; `rehearse` compiles and records what serving
+           needs before it begins
 """
 
-from engine.execution.device.footprint import step_bytes
-from engine.execution.device.rehearsal import rehearse
+from engine.execution.device.rehearsal import rehearse, step_bytes
 from engine.execution.device.runner import DeviceRunner
 
 __all__ = ["DeviceRunner", "rehearse", "step_bytes"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.kernels.sampling_state import BIASED, MASKED, PENALISED, EditState
 from engine.kernels.upload import upload
 from engine.params import MAX_BIASES
-from engine.sampling.edit_rows import Words, allow, by_last_but_one, spelled_out
+from engine.sampling.edit_rows import BadWords, allow, by_last_but_one, spelled_out
 from engine.sequence import Sequence
 
 Masks = NDArray[np.int32]
@@ -37,7 +37,7 @@ class EditWriter:
         self._device = device
         #: For slots whose mask changes from step to step, because of bad words of several tokens or of a form: these
         #: words, the mask without them and the form, and the tokens that the words ban now.
-        self._changing: dict[int, tuple[Words, Masks, list[int]]] = {}
+        self._changing: dict[int, tuple[BadWords, Masks, list[int]]] = {}
 
     def admit(self, fresh: Each[Sequence]) -> NDArray[np.int32]:
         """Fill the rows of new sequences. Returns their flags, 0 for a sequence without edits."""

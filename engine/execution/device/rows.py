@@ -27,7 +27,7 @@ _NONE = np.zeros(0, np.int32)
 @dataclass(slots=True)
 class _Group:
     window: int | None
-    most: int
+    max_width: int
     """The number of blocks of the longest possible table."""
     width: int
     start: int = 0
@@ -158,7 +158,7 @@ class DeviceRows:
         for i, group in enumerate(self._groups):
             needed = max((len(row.seq.tables[i].blocks) for row in rows), default=0)
             if needed > group.width:
-                group.width = min(group.most, 2 * needed)
+                group.width = min(group.max_width, 2 * needed)
                 outgrown = True
         if outgrown:
             self._lay_out()

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution.copies import copy_blocks
+from engine.execution.batch import copy_blocks
 from engine.execution.device.graphs import DecodeGraphs, Record, recorder
 from engine.execution.device.inputs import InputMaker, Shape, shape_of
 from engine.execution.device.ring import PinnedRing

@@ -4,7 +4,7 @@ penstock.cpp: the ABI; gemm.h: products with packed weights (tile_avx2.h, tile_a
 quantised.h: products with weights of 4 and 8 bits (quantised_pairs.h, or quantised_amx.h on CPUs with AMX)
 gemm_amx.h: products on CPUs with AMX; tiles.h: its instructions, tiles_emulated.h: the same for tests on any CPU
 attention.h: attention over the paged KV cache; rows.h: norms, rotation and cache writes, gates
-attention_amx.h: the same on CPUs with AMX, over a cache in pairs (paired.h; storage.py says which caches are paired)
+attention_amx.h: the same on CPUs with AMX, over a cache in pairs (paired.h; Storage in library.py decides which)
 operations.h: the calls on the pool; experts.h: mixtures of experts; layers.h: all layers of a model in one call
 peaks.h, draws.h: greedy and sampled tokens
 vectors.h, pool.h: the vector type and the thread pool that all of these use

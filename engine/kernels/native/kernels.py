@@ -9,18 +9,15 @@ import torch
 from torch import Tensor
 
 from engine.errors import EngineError
-from engine.kernels.compressed_kv import stored_width
 from engine.kernels.layer import ExpertParts, LayerParts, PreparedExperts, PreparedLayers, PreparedLinear
-from engine.kernels.native import experts
 from engine.kernels.native.layers import NativeLayers, fit, leads
-from engine.kernels.native.library import VERSION, Library, Pool
+from engine.kernels.native.library import VERSION, Library, Pool, Storage
 from engine.kernels.native.pages import Pages
-from engine.kernels.native.product import BF16, FP32, PackedProduct
+from engine.kernels.native.product import BF16, FP32, NativeExperts, PackedProduct, experts_fit, route
 from engine.kernels.native.quantised import kept_bytes, quantised_product
-from engine.kernels.native.storage import Storage
 from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.ragged import RaggedBatch
-from engine.kernels.reference import Reference
+from engine.kernels.reference import Reference, stored_width
 
 #: Attention needs a head size that is a multiple of this.
 _HEAD_MULTIPLE = 8
@@ -42,7 +39,7 @@ class Native(Reference):
     ) -> None:
         """`dtype`: of the weights; bfloat16 is kept, others are held in fp32. `threads`: None is torch's number.
         `deterministic`: refuse shapes that need torch's operations. `kv_cache_dtype`: "auto" is the weights' type; see
-        compressed_kv.py for "int8" and "fp8"."""
+        `stored_width` for "int8" and "fp8"."""
         super().__init__(torch.float32)
         self._compressed = None if kv_cache_dtype == "auto" else kv_cache_dtype
         self.name = f"native-{library.isa}" + (f"-{kv_cache_dtype}-kv" if self._compressed else "")
@@ -121,12 +118,12 @@ class Native(Reference):
         return NativeLayers(self._library, self._threads, layers, norm, self._storage, self.report_time)
 
     def prepare_experts(self, parts: ExpertParts) -> PreparedExperts:
-        if not experts.fit(parts):
+        if not experts_fit(parts):
             return super().prepare_experts(parts)
-        return experts.NativeExperts(self._library, self._threads, parts)
+        return NativeExperts(self._library, self._threads, parts)
 
     def route(self, logits: Tensor, chosen: int, normed: bool) -> tuple[Tensor, Tensor]:
-        return experts.route(self._library, self._threads, logits.float(), chosen, normed)
+        return route(self._library, self._threads, logits.float(), chosen, normed)
 
     def peaks(self, head: PreparedLinear, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
         return head.peaks(hidden) if isinstance(head, PackedProduct) else None

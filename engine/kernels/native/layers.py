@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels.layer import LayerParts, ReportTime
-from engine.kernels.native.experts import Mixture, NativeExperts
-from engine.kernels.native.library import Library, Pool
-from engine.kernels.native.product import PackedProduct, Product, entry
-from engine.kernels.native.storage import Storage
+from engine.kernels.native.library import Library, Pool, Storage
+from engine.kernels.native.product import Mixture, NativeExperts, PackedProduct, Product, entry
 from engine.kernels.ragged import RaggedBatch
 
 #: The kernel classes, in the order of Class in operations.h, with breakdown.py's names.

@@ -12,8 +12,10 @@ from collections.abc import Callable
 from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Final
 
 import torch
+from torch import Tensor
 
 from engine.errors import EngineError
 
@@ -22,6 +24,11 @@ logger = logging.getLogger("penstock.engine")
 _FOLDER = Path(__file__).parent
 #: The penstock_version() that this file expects.
 VERSION = 17
+#: The kinds of numbers, by the name of their type.
+_KINDS: Final = {"float32": 0, "bfloat16": 1, "int8": 2, "fp8": 3}
+_PAIRED: Final = 4
+#: A paired cache has whole panels of this many places, and heads of whole steps of this many dimensions.
+_PANEL, _STEP = 16, 32
 
 
 def _has_bf16() -> bool:
@@ -88,7 +95,7 @@ class Library:
         self.fours = bool(library.penstock_fours())
         """Whether weights of 4 and 8 bits are packed by fours of inputs, as quantised_amx.h says."""
         self.paired = bool(library.penstock_paired())
-        """Whether caches in bf16 may be paired, as paired.h says; storage.py has which."""
+        """Whether caches in bf16 may be paired, as paired.h says; `Storage` has which."""
         self.pool = library.penstock_pool
         self.pool.argtypes, self.pool.restype = [_I, _I], c_void_p
         for name, arguments in _SIGNATURES.items():
@@ -164,3 +171,20 @@ def load_library() -> Library | None:
         reasons.append(f"they are for x86-64 with AVX2 or more, and this CPU is {platform.machine()} without")
     logger.warning("native CPU kernels cannot be used, torch's are taken, which are slower: %s", "; ".join(reasons))
     return None
+
+
+class Storage:
+    """The storage kind of one kernel set's KV caches, as stored.h has the kinds."""
+
+    def __init__(self, library: Library, name: str) -> None:
+        """`name`: float32, bfloat16, int8 or fp8."""
+        self._kind, self._pairs = _KINDS[name], library.paired and name == "bfloat16"
+
+    def kind(self, cache: Tensor) -> int:
+        """The kind of `cache`, [..., blocks, block_size, kv_heads, width].
+
+        This is the one place that decides which caches are paired (paired.h). A cache has one shape for life, so it is
+        written and read alike. Others of the same type keep the order of their shape, and attention in fp32.
+        """
+        block, _, width = cache.shape[-3:]
+        return _PAIRED if self._pairs and block % _PANEL == 0 and width % _STEP == 0 else self._kind

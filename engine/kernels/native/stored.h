@@ -1,5 +1,5 @@
 // The storage of a head's key or value in the KV cache: plain fp32 or bf16, or one byte a number as in
-// engine/kernels/compressed_kv.py: integers followed by an fp32 scale, or floats (e4m3) without one.
+// engine/kernels/reference.py: integers followed by an fp32 scale, or floats (e4m3) without one.
 #pragma once
 
 #include "vectors.h"
@@ -125,7 +125,7 @@ template <> struct Stored<int8_t> {
     }
 };
 
-// The kinds of a cache, as in the ABI and storage.py. kPaired is bf16 as paired.h says, for a build with TILES.
+// The kinds of a cache, as in the ABI and library.py. kPaired is bf16 as paired.h says, for a build with TILES.
 enum { kFp32, kBf16, kInt8, kFp8, kPaired };
 
 // Calls call(T{}) with the storage type T of a cache of that kind.

@@ -46,14 +46,14 @@ def route_kernel(
     expert, slot = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
     logits = tl.load(logits_ptr + row * row_stride + expert, mask=expert < COUNT, other=float("-inf")).to(tl.float32)
     raised = tl.exp(logits - tl.max(logits, 0))
-    left = tl.where(expert < COUNT, raised / tl.sum(raised, 0), -1.0)
+    remaining = tl.where(expert < COUNT, raised / tl.sum(raised, 0), -1.0)
     shares, chosen = tl.zeros((SLOTS,), tl.float32), tl.zeros((SLOTS,), tl.int32)
     for i in tl.static_range(CHOSEN):
         # The index is a valid one also of a row that is not finite.
-        best = tl.minimum(tl.argmax(left, 0, tie_break_left=True), COUNT - 1)
-        share = tl.sum(tl.where(expert == best, left, 0.0), 0)
+        best = tl.minimum(tl.argmax(remaining, 0, tie_break_left=True), COUNT - 1)
+        share = tl.sum(tl.where(expert == best, remaining, 0.0), 0)
         shares, chosen = tl.where(slot == i, share, shares), tl.where(slot == i, best, chosen)
-        left = tl.where(expert == best, -1.0, left)
+        remaining = tl.where(expert == best, -1.0, remaining)
     if NORMED:
         shares = shares / tl.sum(shares, 0)
     tl.store(experts_ptr + row * CHOSEN + slot, chosen, mask=slot < CHOSEN)
@@ -67,14 +67,14 @@ def sort_kernel(experts_ptr, order_ptr, starts_ptr, places, BLOCK: tl.constexpr)
     within = tl.arange(0, BLOCK)
     start = 0
     for first in tl.range(0, places, BLOCK):
-        own = tl.load(experts_ptr + first + within, mask=first + within < places, other=2147483647)
-        start += tl.sum((own < expert).to(tl.int32), 0)
+        experts = tl.load(experts_ptr + first + within, mask=first + within < places, other=2147483647)
+        start += tl.sum((experts < expert).to(tl.int32), 0)
     tl.store(starts_ptr + expert, start)
     for first in tl.range(0, places, BLOCK):
-        own = tl.load(experts_ptr + first + within, mask=first + within < places, other=2147483647) == expert
-        rank = tl.cumsum(own.to(tl.int32), 0)
-        tl.store(order_ptr + start + rank - 1, first + within, mask=own)
-        start += tl.sum(own.to(tl.int32), 0)
+        matches = tl.load(experts_ptr + first + within, mask=first + within < places, other=2147483647) == expert
+        rank = tl.cumsum(matches.to(tl.int32), 0)
+        tl.store(order_ptr + start + rank - 1, first + within, mask=matches)
+        start += tl.sum(matches.to(tl.int32), 0)
     if expert + 1 == tl.num_programs(0):
         tl.store(starts_ptr + expert + 1, places)
 

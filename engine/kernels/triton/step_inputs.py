@@ -33,19 +33,19 @@ def fill(
     TILE: tl.constexpr,
 ):
     row = tl.program_id(0)
-    own = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    lane = tl.program_id(1) * TILE + tl.arange(0, TILE)
     slot = tl.load(sent + row).to(tl.int64)
     start = tl.load(sent + row_step + row)
     flags = tl.load(sent + 2 * row_step + row)
     begin = tl.load(sent + 3 * row_step + row)
     end = tl.load(sent + 3 * row_step + row + 1)
     real = (flags & PADDING) == 0
-    at = begin + own
+    at = begin + lane
     mine = at < end
     last = tl.load(last_tokens + slot)
     token = tl.load(sent + tokens_at + at, mask=mine, other=0).to(tl.int64)
     waits = ((flags & PENDING) != 0) & (at == end - 1)
-    position = start + own
+    position = start + lane
     tl.store(tokens + at, tl.where(waits, last, token), mask=mine)
     tl.store(positions + at, position.to(tl.int64), mask=mine)
     tl.store(long + at, (flags & LONG) != 0, mask=mine)
@@ -54,9 +54,9 @@ def fill(
         width = tl.load(layout + 3 * group + 1)
         firsts_at = tl.load(layout + 3 * group + 2)
         skipped = tl.load(state + firsts_at + slot, mask=firsts_at >= 0, other=0) * BLOCK
-        place = position - skipped
-        block = tl.load(state + tables_at + slot * width + place // BLOCK, mask=mine & real, other=0)
-        there = block.to(tl.int64) * BLOCK + place % BLOCK
+        index = position - skipped
+        block = tl.load(state + tables_at + slot * width + index // BLOCK, mask=mine & real, other=0)
+        there = block.to(tl.int64) * BLOCK + index % BLOCK
         tl.store(places + group * most_tokens + at, tl.where(real, there, -1), mask=mine)
         length = tl.where(real, start + end - begin - skipped, 0)
         tl.store(kv_lens + group * most_rows + row, length, mask=tl.program_id(1) == 0)

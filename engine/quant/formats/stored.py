@@ -1,19 +1,24 @@
-"""A quantised matrix in its checkpoint's own tensors."""
+"""A quantised matrix in its checkpoint's own tensors: a class for each format, and `stored_as`, which detects it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.quant.formats.matrix import Quantised
-from engine.quant.formats.scheme import Scheme
+from engine.kernels import Kernels, PreparedLinear
+from engine.quant.formats.matrix import Matrix, Quantised, grouped_order
+from engine.quant.formats.scheme import Form, Scheme
 from engine.text.tensors import StoredTensor
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+#: The place of each of 8 outputs in its word.
+_PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class Stored(ABC):
@@ -75,3 +80,250 @@ def unpacked(packed: Tensor, bits: int, dim: int) -> Tensor:
     apart = packed.unsqueeze(dim + 1) >> shifts.view(-1, 1) if dim == 0 else packed.unsqueeze(2) >> shifts
     flat: Tensor = (apart & (2**bits - 1)).to(torch.uint8).flatten(dim, dim + 1)
     return flat
+
+
+class GptqMatrix(Stored):
+    """The GPTQ format (arXiv 2210.17323) as AutoGPTQ and GPTQModel write it.
+
+    qweight   int32 [inputs * bits / 32, outputs], the first input in the lowest bits
+    qzeros    int32 [groups, outputs * bits / 32], packed in the same way along outputs; the first version stores them
+              less one, with wrap-around
+    scales    [groups, outputs]
+    g_idx     int32 [inputs]: the group of each input; with desc_act inputs are grouped by importance
+    """
+
+    def empty_tensors(self) -> dict[str, Tensor]:
+        bits, groups = self.scheme.bits, self.scheme.groups(self.inputs)
+        each = 32 // bits
+        if self.inputs % each or self.outputs % each:
+            raise ModelError(f"{self.name} is [{self.outputs}, {self.inputs}]: GPTQ packs multiples of {each}")
+        places = {
+            "qweight": self.empty(self.inputs // each, self.outputs),
+            "qzeros": self.empty(groups, self.outputs // each),
+            "scales": self.scale("scales", groups, self.outputs),
+        }
+        # Early checkpoints leave it out if inputs are in order.
+        if "g_idx" in self.headers or self.scheme.shuffled:
+            places["g_idx"] = self.empty(self.inputs)
+        return places
+
+    def read(self) -> Matrix:
+        bits, places = self.scheme.bits, self.places
+        scales = self.finite("scales")
+        zeros = unpacked(places["qzeros"], bits, 1)
+        if self.scheme.one_less:
+            zeros = (zeros + 1) & (2**bits - 1)
+        q = unpacked(places["qweight"], bits, 0).T
+        order = None
+        if "g_idx" in places:
+            order = grouped_order(f"{self.name}.g_idx", places["g_idx"], len(scales))
+        if order is not None:
+            q = q.index_select(1, order.to(q.device))
+        return Matrix(bits, q.contiguous(), scales, beside_middle(zeros, bits), order)
+
+
+def beside_middle(zeros: Tensor, bits: int) -> Tensor | None:
+    """The zero points, or None if all of them are the middle, so that kernels need not read them."""
+    return None if bool((zeros == torch.tensor(2 ** (bits - 1), device=zeros.device)).all()) else zeros.contiguous()
+
+
+class AwqMatrix(Stored):
+    """The AWQ format (arXiv 2306.00978) as AutoAWQ's "gemm" writes it: inputs are in order, outputs interleaved.
+
+    qweight   int32 [inputs, outputs / 8]: 8 outputs in each word, in the order 0 2 4 6 1 3 5 7 from the lowest bits up
+    qzeros    int32 [groups, outputs / 8], in the same order
+    scales    [groups, outputs]
+    """
+
+    def empty_tensors(self) -> dict[str, Tensor]:
+        groups = self.scheme.groups(self.inputs)
+        if self.outputs % 8:
+            raise ModelError(f"{self.name} has {self.outputs} outputs: AWQ packs multiples of 8")
+        return {
+            "qweight": self.empty(self.inputs, self.outputs // 8),
+            "qzeros": self.empty(groups, self.outputs // 8),
+            "scales": self.scale("scales", groups, self.outputs),
+        }
+
+    def read(self) -> Matrix:
+        zeros = _in_order(self.places["qzeros"])
+        q = _in_order(self.places["qweight"]).T.contiguous()
+        return Matrix(4, q, self.finite("scales"), beside_middle(zeros, 4), None)
+
+
+def _in_order(packed: Tensor) -> Tensor:
+    places = torch.tensor(_PLACES, device=packed.device)
+    return unpacked(packed, 4, 1).view(len(packed), -1, 8).index_select(2, places).flatten(1)
+
+
+class PackedMatrix(Stored):
+    """The compressed-tensors format "pack-quantized" (4 and 8 bits).
+
+    weight_packed      int32 [outputs, inputs * bits / 32], the first number in the lowest bits, zero in the middle
+    weight_scale       [outputs, groups]
+    weight_zero_point  int32 [outputs * bits / 32, groups], packed along outputs; present if the scheme is not symmetric
+    weight_g_idx       int32 [inputs]: the group of each input; -1 everywhere means none
+    weight_shape       [2]: outputs and inputs
+    """
+
+    def empty_tensors(self) -> dict[str, Tensor]:
+        each, groups = 32 // self.scheme.bits, self.scheme.groups(self.inputs)
+        shape = self.headers.get("weight_shape")
+        places = {
+            "weight_packed": self.empty(self.outputs, -(-self.inputs // each)),
+            "weight_scale": self.scale("weight_scale", self.outputs, groups),
+            "weight_shape": self.empty(2, dtype=torch.int32 if shape and shape.dtype == "I32" else torch.int64),
+        }
+        if self.scheme.zeros:
+            places["weight_zero_point"] = self.empty(-(-self.outputs // each), groups)
+        if "weight_g_idx" in self.headers or self.scheme.shuffled:
+            places["weight_g_idx"] = self.empty(self.inputs)
+        return places
+
+    def read(self) -> Matrix:
+        bits, places = self.scheme.bits, self.places
+        shape = places["weight_shape"].tolist()
+        if shape != [self.outputs, self.inputs]:
+            raise ModelError(
+                f"{self.name}.weight_shape is {shape}; config.json asks for [{self.outputs}, {self.inputs}]"
+            )
+        scales = self.finite("weight_scale").T.contiguous()
+        q = unpacked(places["weight_packed"], bits, 1)[:, : self.inputs]
+        zeros = None
+        if self.scheme.zeros:
+            zeros = beside_middle(unpacked(places["weight_zero_point"], bits, 0)[: self.outputs].T, bits)
+        order, index = None, places.get("weight_g_idx")
+        if index is not None and not bool((index == -1).all()):
+            order = grouped_order(f"{self.name}.weight_g_idx", index, len(scales))
+        if order is not None:
+            q = q.index_select(1, order.to(q.device))
+        return Matrix(bits, q.contiguous(), scales, zeros, order)
+
+
+class Int8Matrix(Stored):
+    """The compressed-tensors format "int-quantized" (8 bits): int8 `weight` [outputs, inputs] and weight_scale, without
+    zero points.
+    """
+
+    def empty_tensors(self) -> dict[str, Tensor]:
+        groups = self.scheme.groups(self.inputs)
+        return {
+            "weight": self.empty(self.outputs, self.inputs, dtype=torch.int8),
+            "weight_scale": self.scale("weight_scale", self.outputs, groups),
+        }
+
+    def ignored(self) -> frozenset[str]:
+        # Scales of activations. Activations are not quantised here, or with scales of their own.
+        return frozenset({"input_scale", "input_zero_point"})
+
+    def read(self) -> Matrix:
+        scales = self.finite("weight_scale").T.contiguous()
+        q = (self.places["weight"].to(torch.int16) + 128).to(torch.uint8)
+        return Matrix(8, q, scales, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Matrix(Quantised):
+    values: Tensor
+    """e4m3 [outputs, inputs]."""
+    scales: Tensor
+    """fp32 [outputs, 1], or [outputs, inputs / block] with one scale for `block` inputs."""
+    block: int
+
+    def prepare(self, kernels: Kernels, bias: Tensor | None) -> PreparedLinear:
+        if self.scales.shape[1] == 1:
+            return kernels.prepare_fp8(self.values, self.scales, bias)
+        return kernels.prepare_linear(self.dequantise().to(kernels.weight_dtype), bias)
+
+    def dequantise(self) -> Tensor:
+        wide = self.scales.repeat_interleave(self.block, 1)[:, : self.values.shape[1]]
+        return self.values.float() * wide
+
+    def table(self) -> None:
+        return None
+
+    def stacked_on(self, others: Sequence[Quantised]) -> Fp8Matrix | None:
+        alike = [other for other in others if isinstance(other, Fp8Matrix) and other.block == self.block]
+        if len(alike) < len(others):
+            return None
+        all_ = [self, *alike]
+        # Joined as bytes, because not every device can join 8-bit floats.
+        values = torch.cat([matrix.values.view(torch.uint8) for matrix in all_]).view(self.values.dtype)
+        return Fp8Matrix(values, torch.cat([matrix.scales for matrix in all_]), self.block)
+
+
+class Fp8Stored(Stored):
+    """Weights in 8-bit floats (e4m3): compressed-tensors' "float-quantized" and the "fp8" method.
+
+    weight             e4m3 [outputs, inputs]
+    weight_scale       one number, or [outputs] or [outputs, 1]; a weight is the stored number times its scale
+    weight_scale_inv   [outputs / block, inputs / block], rounded up: also factors, despite the name, one for each block
+    """
+
+    def empty_tensors(self) -> dict[str, Tensor]:
+        values = self.empty(self.outputs, self.inputs, dtype=torch.float8_e4m3fn)
+        if self.scheme.block is not None:
+            outputs, inputs = self.scheme.block
+            end = "weight_scale_inv" if "weight_scale_inv" in self.headers else "weight_scale"
+            return {"weight": values, end: self.scale(end, -(-self.outputs // outputs), -(-self.inputs // inputs))}
+        stored = self.headers.get("weight_scale")
+        shape = (self.outputs, 1) if stored is None else stored.shape
+        if shape not in ((), (1,), (self.outputs,), (self.outputs, 1)):
+            raise ModelError(
+                f"{self.name}.weight_scale has shape {list(shape)}; one number, or one for each of the {self.outputs} "
+                "outputs, is expected"
+            )
+        return {"weight": values, "weight_scale": self.scale("weight_scale", *shape)}
+
+    def ignored(self) -> frozenset[str]:
+        # Activations get one scale for each row, which is finer than the checkpoint's single one.
+        return frozenset({"input_scale"})
+
+    def read(self) -> Fp8Matrix:
+        (end,) = (end for end in self.places if end != "weight")
+        scales, block = self.finite(end).float(), self.inputs
+        if self.scheme.block is None:
+            scales = scales.reshape(-1, 1).expand(self.outputs, 1)
+        else:
+            scales = scales.repeat_interleave(self.scheme.block[0], 0)[: self.outputs]
+            block = self.scheme.block[1]
+        return Fp8Matrix(self.places["weight"], scales.contiguous(), block)
+
+
+_FORMS: Final[dict[Form, type[Stored]]] = {
+    "gptq": GptqMatrix,
+    "awq": AwqMatrix,
+    "packed": PackedMatrix,
+    "int8": Int8Matrix,
+    "fp8": Fp8Stored,
+}
+#: Maps the tensor names that only quantised matrices have to the formats that use them.
+_NAMES: Final[dict[str, tuple[Form, ...]]] = {"qweight": ("gptq", "awq"), "weight_packed": ("packed",)}
+#: Maps formats whose tensor has the usual name "weight" to its dtype.
+_DTYPES: Final[dict[Form, str]] = {"int8": "I8", "fp8": "F8_E4M3"}
+
+
+def stored_as(
+    scheme: Scheme,
+    name: str,
+    outputs: int,
+    inputs: int,
+    headers: Mapping[str, StoredTensor],
+    device: torch.device,
+) -> Stored | None:
+    """The stored form of the matrix `name`. None if it is not quantised or is absent.
+
+    `headers`: the matrix's tensors by their name suffixes. They decide, because a checkpoint need not quantise all
+    of its matrices and has several ways to say which. Raises ModelError if they have another format than `scheme`, or a
+    shape that it cannot have.
+    """
+    for end, forms in _NAMES.items():
+        if end in headers and scheme.form not in forms:
+            raise ModelError(
+                f"{name}.{end} is of another form than config.json's quantization_config says, {scheme.form}"
+            )
+    if scheme.form in _DTYPES:
+        quantised = "weight" in headers and headers["weight"].dtype == _DTYPES[scheme.form]
+    else:
+        quantised = any(end in headers for end, forms in _NAMES.items() if scheme.form in forms)
+    return _FORMS[scheme.form](name, outputs, inputs, scheme, headers, device) if quantised else None

@@ -1,4 +1,4 @@
-"""Writes a checkpoint folder in compressed-tensors' "pack-quantized" format, which formats/compressed.py reads."""
+"""Writes a checkpoint folder in compressed-tensors' "pack-quantized" format, which formats/stored.py reads."""
 
 from __future__ import annotations
 

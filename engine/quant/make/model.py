@@ -18,8 +18,7 @@ from engine.kernels.native import load_library
 from engine.layers import Experts, Linear
 from engine.models import load_model
 from engine.models.decoder import Decoder
-from engine.models.experts import separate
-from engine.models.loader import read
+from engine.models.loader import read, separate
 from engine.quant.formats import Matrix
 from engine.quant.make.folder import Writer, packed_tensors, quantization_config
 from engine.quant.make.rounding import Grid, compensated, input_hessian, nearest

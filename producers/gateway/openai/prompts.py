@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from engine.declared.bounds import MAX_INT32
+from engine.declared import MAX_INT32
 from producers.contract.task import MAX_LOGPROBS, MAX_PROMPT_BYTES, MAX_PROMPT_TOKENS, Task
 from producers.errors import InvalidTask, shown
 from producers.gateway.context import Gateway

@@ -70,7 +70,7 @@ class Forms:
     def known(self, task: Task) -> bool:
         """Whether `check_now` needs no trial. Raises InvalidTask for a form of too many parts."""
         form = _form(task)
-        return form is None or not self._installed or self._trials.known(*form)
+        return form is None or not self._installed or self._trials.is_judged(*form)
 
     def check_now(self, task: Task) -> None:
         """The same for the lines of batches, on a thread that may wait."""
@@ -87,7 +87,7 @@ class Forms:
 
         Returns or raises what it does. Raises Problem if too many of the tenant's requests wait, or for too long.
         """
-        if all(self._trials.known(*form) for form in forms):
+        if all(self._trials.is_judged(*form) for form in forms):
             return await in_thread(judging, self._trials.check)
         tenant = work.tenant
         turn = self._turns.setdefault(tenant, _Turn())

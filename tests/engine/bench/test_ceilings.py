@@ -9,7 +9,7 @@ import torch
 
 from engine.bench.ceilings import Ceilings, Work
 from engine.kernels import select
-from engine.kernels.fallback.cpu import computes_natively
+from engine.kernels.fallback import computes_natively
 from engine.kernels.fp8 import FP8
 from engine.kernels.native import Native, load_library
 from engine.kernels.packed import Int4Weight, Int8Weight

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from engine.engine import check_alive
 from engine.errors import DeviceLostError, EngineError
-from engine.execution.device_health import check_alive
 from engine.execution.loop import StepLoop
 from engine.plan import StepPlan
 from engine.scheduling.scheduler import Scheduler

@@ -42,7 +42,7 @@ def test_a_form_that_is_read_for_hours_is_ended_and_others_go_on(making: bool) -
     trials = Trials(setup, BRIEF if not making else Limits(cpu=1.0, memory=MAKING.memory, stack=trial.STACK_BYTES))
     try:
         for tried in (False, True):  # the second time it is remembered
-            assert trials.known("json_schema", ENDLESS) == tried
+            assert trials.is_judged("json_schema", ENDLESS) == tried
             with pytest.raises(RequestError, match=r"json_schema cannot be followed: .*processor time") as refused:
                 trials.check("json_schema", ENDLESS)
             assert (refused.value.code, refused.value.param) == (STOPPED, "json_schema")
@@ -69,15 +69,15 @@ def test_a_verdict_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "KEPT", 2)
     trials = Trials()
     good, bad, other = (f"start: {one} & /x/" for one in ("good", "bad", "other"))
-    assert not trials.known("grammar", good)
+    assert not trials.is_judged("grammar", good)
     for _ in range(2):
         trials.check("grammar", good)
         with pytest.raises(RequestError, match="grammar is bad"):
             trials.check("grammar", bad)
     assert asked == [("grammar", good), ("grammar", bad)]
     trials.check("grammar", other)
-    assert not trials.known("grammar", good), "the oldest made room"
-    assert trials.known("grammar", bad)
+    assert not trials.is_judged("grammar", good), "the oldest made room"
+    assert trials.is_judged("grammar", bad)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_verdict_that_hangs_on_the_machine_is_remembered_for_a_while(
     monkeypatch.setattr(trial, "REMEMBERED_S", -1.0)
     trials = Trials()
     check()
-    assert not trials.known("grammar", "start: a & b")
+    assert not trials.is_judged("grammar", "start: a & b")
 
 
 @pytest.mark.parametrize("making", [False, True])

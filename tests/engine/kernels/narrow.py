@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.kernels.compressed_kv import SCALE_BYTES
 from engine.kernels.fp8 import FP8, LARGEST
+from engine.kernels.reference import SCALE_BYTES
 
 KINDS = ("int8", "fp8")
 

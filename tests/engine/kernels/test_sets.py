@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine import EngineError
 from engine.kernels import ExpertParts, Kernels, RaggedBatch, select
-from engine.kernels.fallback.cpu import Cpu
+from engine.kernels.fallback import Cpu
 from engine.kernels.native import load_library
 
 BLOCK = 8

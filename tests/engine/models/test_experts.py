@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ModelError
-from engine.models.experts import separate
+from engine.models.loader import separate
 from engine.text.tensors import LocatedTensor, StoredTensor
 
 LAYER = "model.layers.0.mlp.experts."

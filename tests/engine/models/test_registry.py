@@ -14,8 +14,7 @@ from engine.errors import ModelError
 from engine.layers import Llama3Scaling, RopeScaling
 from engine.models import load_model
 from engine.models.families import FAMILIES as FAMILIES_SERVED
-from engine.models.rotary import RopeSettings
-from engine.models.settings import DecoderSettings
+from engine.models.settings import DecoderSettings, RopeSettings
 from engine.text import ModelCard
 from engine.text.config import Config
 from tests.engine.random_models import BASE, FAMILIES, LLAMA3_SCALING, VARIANTS, tensors, write_model

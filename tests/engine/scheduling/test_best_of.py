@@ -14,7 +14,7 @@ from engine.logprobs import TokenLogprobs
 from engine.params import FinishReason
 from engine.plan import Sampled
 from engine.request import Choice, Event
-from engine.scheduling.best_of import Candidates
+from engine.scheduling.group import Candidates
 from tests.engine.stepping import EOS, request, scheduler
 
 

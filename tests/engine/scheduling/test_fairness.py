@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.plan import Sampled
 from engine.request import Tier
-from engine.scheduling.fairness import Shares
+from engine.scheduling.policy import Shares
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Status
 from tests.engine.stepping import request, rows, scheduler, step

@@ -139,9 +139,9 @@ def test_a_machine_that_has_become_another_is_believed_soon() -> None:
 
 def test_the_first_time_of_a_size_may_be_that_of_what_is_done_once() -> None:
     times = taken((3, 9.0), often=1)
-    assert not times.known(3)
+    assert not times.is_known(3)
     times.take(3, 1.0)
-    assert times.known(3)
+    assert times.is_known(3)
     assert times.of([3]) == [1.0]
 
 
@@ -150,9 +150,9 @@ def test_old_times_are_forgotten() -> None:
     times = taken((3, 1.0))
     for _ in range(1000):
         times.take(1, 0.5)
-    assert times.known(3)
+    assert times.is_known(3)
     times.take(1, 0.5)
-    assert not times.known(3)
+    assert not times.is_known(3)
     assert list(times.of([1, 3])) == [0.5, 0.5]
     times.take(3, 9.0)
     times.take(3, 8.0)
@@ -167,6 +167,6 @@ def test_between_known_sizes_times_lie_on_a_line() -> None:
 
 def test_large_sizes_are_known_by_their_like() -> None:
     times = taken((100, 5.0))
-    assert times.known(101)
-    assert not times.known(120)
+    assert times.is_known(101)
+    assert not times.is_known(120)
     assert times.of([100]) == [5.0]

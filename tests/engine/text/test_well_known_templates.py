@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.errors import RequestError
 from engine.text import ChatTemplate, ConfinedTemplate, TemplateSource, Tokenizer
-from engine.text.chat.confined import Limits
+from engine.text.confined_template import Limits
 from tests.engine.text.well_known import KNOWN, Known
 
 USER = {"role": "user", "content": "  What is <b>2 + 2</b>? 🗼 "}

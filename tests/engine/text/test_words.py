@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from engine.scheduling.traits import Spellings
 from engine.text import Tokenizer
-from engine.text.words import Spellings
 
 
 @pytest.fixture(scope="module")

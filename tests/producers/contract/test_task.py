@@ -379,7 +379,7 @@ def test_too_many_entries_are_refused_before_each_is_looked_at(
 
 
 def test_a_schema_as_text_is_not_read_beyond_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.declared.bounds.json.loads", lambda text: pytest.fail(f"{len(text)} were read"))
+    monkeypatch.setattr("engine.declared.json.loads", lambda text: pytest.fail(f"{len(text)} were read"))
     with pytest.raises(InvalidTask, match="characters") as refused:
         Task(model="m", prompt="x", json_schema="[" * 1_000_000)
     monkeypatch.undo()

@@ -19,7 +19,7 @@ from producers.contract import keys
 from tests.chaos.stage import Shape, Stage
 from tests.waiting import until
 from tests.workers.cli.conftest import Run, Scripted, send
-from workers.runtime.host.proc import argv_of
+from workers.processes.proc import argv_of
 from workers.trials.chaos.injector import Gone
 from workers.trials.chaos.load import Load
 from workers.trials.chaos.operated import Process

@@ -14,7 +14,7 @@ from tests.workers.cli.conftest import invoke
 from workers.cli import worker as worker_command
 from workers.cli.exits import Exit, Failure
 from workers.cli.worker import workers_here
-from workers.runtime.host import proc
+from workers.processes import proc
 
 #: A process that `ps` shows as a worker: it says what signal came, and takes a while to end, or until a file is there.
 STAND_IN = """

@@ -26,8 +26,8 @@ from tests.waiting import until
 from workers.cli import embedded_valkey as embedded
 from workers.cli.embedded_valkey import DataDir, LeftBehind, open_data_dir, started, valkey
 from workers.cli.exits import Failure
+from workers.processes.proc import argv_of
 from workers.processes.supervisor import Child
-from workers.runtime.host.proc import argv_of
 
 
 class TestDataDir:

@@ -26,10 +26,9 @@ from tests.waiting import until
 from tests.workers.cli.running_up import lives
 from workers.cli import gpus as gpu_workers
 from workers.cli.gpus import supervise
-from workers.processes import readiness as readinesses
+from workers.processes import notify as readinesses
 from workers.processes import supervisor
-from workers.processes.notify import notify_lease, notify_ready
-from workers.processes.readiness import Readiness
+from workers.processes.notify import Readiness, notify_lease, notify_ready
 from workers.processes.supervisor import Program
 from workers.runtime import signals
 

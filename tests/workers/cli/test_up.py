@@ -23,7 +23,7 @@ from tests.producers.gateway.conftest import TINY, until
 from tests.workers.cli.running_up import PATIENCE_S, PENSTOCK, Up, final, task, whole
 from tests.workers.library.hub_server import Hub, Repo, running_hub
 from workers.cli.client import Gateway, Refused
-from workers.runtime.host.proc import argv_of
+from workers.processes.proc import argv_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -19,7 +19,7 @@ from workers.cli.exits import Failure
 from workers.cli.gpus import Chosen
 from workers.cli.system import System
 from workers.processes import PENSTOCK
-from workers.processes.standby.keeper import IDLE_S
+from workers.processes.standby import IDLE_S
 from workers.processes.supervisor import Program
 from workers.settings import WorkerSettings
 

@@ -16,7 +16,7 @@ from producers.contract import keys
 from producers.contract.message import Message
 from tests.producers.proxy import Proxy
 from workers.flow.acker import Acker
-from workers.state.incarnation import Incarnation
+from workers.state.delivery import Incarnation
 
 QUEUE = "penstock:queue:x"
 

@@ -11,8 +11,7 @@ from engine.errors import NOT_FINITE
 from engine.request import Event
 from producers.contract.record import Record
 from workers.flow.batch import MAX_ENTRIES, Batch, Conclusion, part
-from workers.state.delivery import Delivery
-from workers.state.incarnation import Incarnation
+from workers.state.delivery import Delivery, Incarnation
 
 
 def taken(uuid: str = "a", n: int = 1) -> Delivery:

@@ -9,11 +9,9 @@ import pytest
 
 from producers.contract.keys import Pool
 from workers.flow.acker import Acker
-from workers.flow.deliveries import Deliveries
+from workers.flow.deliveries import Deliveries, Size
 from workers.settings import WorkerSettings
-from workers.state.delivery import Delivery
-from workers.state.incarnation import Incarnation
-from workers.state.ledger import Size
+from workers.state.delivery import Delivery, Incarnation
 from workers.state.served import Served
 
 AWAY = "redis://127.0.0.1:1/0"
@@ -27,7 +25,7 @@ def aborted() -> list[str]:
 
 @pytest.fixture
 def books(aborted: list[str]) -> Deliveries:
-    """Their acker keeps its errands: it has not been started."""
+    """Their acker keeps its requests: it has not been started."""
     engine: Any = SimpleNamespace(max_num_seqs=4, kv_tokens_total=400, abort=aborted.append)
     served = Served(WorkerSettings(AWAY, AWAY, "stub", name="w"), engine, {"name": "stub"}, {}, Pool("stub", "1", "x"))
     return Deliveries(served, Acker(served.connect_broker(), AWAY))
@@ -43,11 +41,11 @@ def test_a_delivery_is_put_down_once_and_makes_room(books: Deliveries) -> None:
     told: list[int] = []
     books.on_put_down = lambda: told.append(len(books))
     delivery = enter(books, "a")
-    assert books.ledger.held == 1
+    assert books.ledger.count == 1
     books.done(delivery)
     books.give_back(delivery)
-    assert (told, books.ledger.held, books.held) == ([0], 0, {})
-    assert books.known() == {"a"}, "one errand, on its way out"
+    assert (told, books.ledger.count, books.by_uuid) == ([0], 0, {})
+    assert books.all_uuids() == {"a"}, "its ACK is on its way out"
 
 
 def test_a_stage_only_moves_on(books: Deliveries, aborted: list[str]) -> None:
@@ -74,10 +72,10 @@ def test_a_life_that_is_over_drops_all_and_the_next_begins(books: Deliveries, ab
     books.life_is_over(life)
     assert lapsed == [(life, ["a", "b"])]
     assert aborted == ["a"]
-    assert (books.held, books.running, books.ledger.held) == ({}, {}, 0)
+    assert (books.by_uuid, books.running, books.ledger.count) == ({}, {}, 0)
     assert books.life is not life
     books.done(waits)
-    assert not books.known(), "what is dropped goes back by REAP alone"
+    assert not books.all_uuids(), "what is dropped goes back by REAP alone"
     assert not books.enter(Delivery("c", "task-c", life), Size(2, 1, 100))
 
 

@@ -14,7 +14,7 @@ import pytest
 from producers.contract.keys import Pool
 from producers.contract.sealing import KEY_FILE, new_key, unseal
 from producers.contract.webhook import new_secret
-from workers.flow.plain import plain_fields
+from workers.flow.celery_side import plain_fields
 from workers.settings import WorkerSettings
 from workers.state.served import Served
 

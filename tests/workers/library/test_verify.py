@@ -10,7 +10,7 @@ from tests.workers.rig import Rig
 from workers.cli.exits import Exit
 from workers.errors import Refused
 from workers.library import LocalModels, verify
-from workers.runtime.serving import load_engine
+from workers.runtime.worker import load_engine
 
 TINY = Path(__file__).parents[3] / "workers" / "models" / "tiny"
 
@@ -70,7 +70,7 @@ def test_a_manifest_that_names_nothing_vouches_for_nothing(pulled: Path) -> None
 def test_a_worker_says_so_and_ends_refused(pulled: Path, rig: Rig) -> None:
     """Before it has a lease: whoever restarts it finds the status of what would be refused again."""
     flip_a_bit(pulled / "model.safetensors")
-    worker = rig.begin_worker(model=str(pulled), engine_factory="workers.runtime.serving:load_engine")
+    worker = rig.begin_worker(model=str(pulled), engine_factory="workers.runtime.worker:load_engine")
     assert worker.process.wait(60) != Exit.OK
     assert "is damaged" in worker.log.read_text()
     assert rig.leases() == []

@@ -10,7 +10,7 @@ from celery import Celery
 from kombu import Message
 
 from producers.contract.keys import TASK_NAME
-from workers.pool.task import EngineRequest, EngineTask
+from workers.pool.app import EngineRequest, EngineTask
 
 
 @pytest.mark.parametrize("way", ["acknowledge", "reject"])

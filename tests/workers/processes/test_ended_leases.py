@@ -30,7 +30,7 @@ async def test_what_the_child_told_of_itself_is_ended(valkey: Redis, valkey_url:
     for lease in ("first", "second", "another's"):
         valkey.set(keys.lease(lease), "{}")
     argv = (sys.executable, "-I", "-S", "-c", TELLS)
-    child = Child(Program("it", argv, {"BROKER_URL": valkey_url}, tells=True), lambda name, line: None)
+    child = Child(Program("it", argv, {"BROKER_URL": valkey_url}, notifies=True), lambda name, line: None)
     pid = await begun(child)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         other.sendto(b"X_PENSTOCK_LEASE=another's", child.program.env["NOTIFY_SOCKET"].replace("@", "\0", 1))

@@ -19,8 +19,8 @@ from producers.client.blocking import Client
 from tests.waiting import auntil as until
 from tests.workers.processes.test_supervisor import gone, said
 from workers.processes import PENSTOCK, ahead
-from workers.processes.standby.keeper import Standby
-from workers.processes.standby.preload import MODULES
+from workers.processes.standby import Standby
+from workers.processes.standby_process import MODULES
 from workers.processes.supervisor import Child, Program
 
 PROGRAM = (sys.executable, "-P", "-m", "stands_in")
@@ -183,7 +183,7 @@ def begin(code: Path) -> Iterator[Callable[[], ahead.Ahead]]:
     def one() -> ahead.Ahead:
         (code / "warm_module.py").write_text("import time; time.sleep(0.3)")
         ahead.begin("warm_module", "workers.runtime.cold_start")
-        found = ahead.taken()
+        found = ahead.take()
         assert found is not None
         begun.append(found)
         return found
@@ -245,7 +245,7 @@ def test_one_begun_ahead_that_nobody_takes_is_ended(code: Path) -> None:
 def test_it_dies_with_its_parent(code: Path) -> None:
     source = """
     import asyncio
-    from workers.processes.standby.keeper import Standby
+    from workers.processes.standby import Standby
     async def main():
         standby = Standby(["x"], print, imports=["warm_module"])
         await standby.start()

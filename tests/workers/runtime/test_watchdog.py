@@ -25,7 +25,7 @@ STUCK = 777
 #: A step that hangs is waited for, when all is handed back, for so long.
 HANGS = TIMES | {"workers.runtime.drain:HAND_BACK_S": 4.0}
 #: A task is tried again soon.
-AGAIN = {"workers.pool.task:RETRY_COUNTDOWN_S": 0.05, "workers.flow.intake:IDLE_S": 0.2}
+AGAIN = {"workers.pool.app:RETRY_COUNTDOWN_S": 0.05, "workers.flow.intake:IDLE_S": 0.2}
 
 
 def given_up(worker: Worker) -> str:

@@ -6,7 +6,7 @@ Neither hands out work: a worker that goes drains by SIGTERM, or by what its ins
 may do in AWS is in `producers/aws/policies.py`.
 
 `ecs://CLUSTER/SERVICE[?region=R]` sets the desired count of an ECS service. ECS itself chooses which tasks end, among
-those that are not protected: a worker that holds tasks protects its own (`workers/runtime/host/task_protection.py`). So
+those that are not protected: a worker that holds tasks protects its own (`workers/runtime/aws.py`). So
 only idle workers end, and a pool of busy ones stays until one is idle.
 
 `ec2://GROUP[?region=R]` sets the desired capacity of a group, and which instances go first. A worker is found by

@@ -35,7 +35,7 @@ from workers.autoscaler.actuators import Actual, ActuatorError
 from workers.errors import REFUSED
 from workers.library import name_of
 from workers.processes import PENSTOCK
-from workers.processes.supervisor import HAND_BACK_S, TOLD, Child, Program, Warm, ended
+from workers.processes.supervisor import HAND_BACK_S, STAYS_STOPPED, Child, Program, Warm, ended
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def open_url(url: SplitResult, *, model: str, broker: str, store: str, here: int
     def program(slot: int) -> Program:
         name = f"worker.{model_name}.{slot}"
         argv = [*PENSTOCK, "worker", "--model", model, *options, "--name", f"{process}.{name}"]
-        return Program(name, argv, {"BROKER_URL": broker, "STORE_URL": store}, tells=True)
+        return Program(name, argv, {"BROKER_URL": broker, "STORE_URL": store}, notifies=True)
 
     return Local(model_name, Slots(), program, lambda name, line: log.info("%s | %s", name, line))
 
@@ -126,7 +126,7 @@ class Local:
     @property
     def stopped_by_others(self) -> bool:
         """Whether a worker is down because another process told it to stop."""
-        return any(worker.down == TOLD for worker in self._workers)
+        return any(worker.down == STAYS_STOPPED for worker in self._workers)
 
     async def actual(self) -> Actual:
         up = [worker for worker in self._workers if worker.draining is None and not worker.down]
@@ -210,7 +210,7 @@ class Local:
             self._failed = f"{worker.child.program.name} {ended(status)}", worker.child.output
         if status != 0 and not refused:
             return None
-        worker.down = TOLD if status == 0 else REFUSAL
+        worker.down = STAYS_STOPPED if status == 0 else REFUSAL
         return worker.down
 
     async def _drain(self, worker: _Worker) -> None:

@@ -21,7 +21,7 @@ from typing import Final
 from redis.exceptions import RedisError
 
 from producers.connection.connect import connect
-from workers.runtime.host.proc import LAST, SERVER, argv_of, command_of, option
+from workers.processes.proc import LAST, SERVER, argv_of, command_of, option
 from workers.trials.chaos.checker.rest import workers_of
 from workers.trials.chaos.injector import Gone, Handle, Healing
 from workers.trials.chaos.plan import KINDS, PROCESSES, SERVERS, Fault, Plan

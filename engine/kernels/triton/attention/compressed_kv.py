@@ -1,4 +1,4 @@
-"""Device functions for an 8-bit KV cache. They round and widen as engine/kernels/compressed_kv.py does, to the bit."""
+"""Device functions for an 8-bit KV cache. They round and widen as engine/kernels/reference.py does, to the bit."""
 
 from __future__ import annotations
 

@@ -47,7 +47,8 @@ _TILES: Final = {
 def _extent(query_starts, kv_lens, positions, tokens, sequences, window, SHARE: tl.constexpr, ROWS: tl.constexpr,
             SPLIT: tl.constexpr, WINDOWED: tl.constexpr):  # fmt: skip
     """Describe a tile. Returns its sequence, its first query in the sequence, its number of queries, the first query's
-    place, the tokens before the table, the end of the places seen, the first part and the one after the last."""
+    index in the table, the tokens before the table, the end of the visible indices, the first part and the one after
+    the last."""
     QUERIES: tl.constexpr = ROWS // SHARE
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     sequence = owner(query_starts, sequences, tile, QUERIES)
@@ -56,15 +57,15 @@ def _extent(query_starts, kv_lens, positions, tokens, sequences, window, SHARE: 
     kv_len = tl.load(kv_lens + sequence, mask=sequence < sequences, other=0)
     first = (tile - begin // QUERIES - sequence) * QUERIES
     queries = tl.minimum(QUERIES, tl.maximum(end - begin - first, 0))
-    place = kv_len - (end - begin) + first
-    # The last query is at place kv_len - 1 of the table.
+    index = kv_len - (end - begin) + first
+    # The last query is at index kv_len - 1 of the table.
     last = tl.load(positions + end - 1, mask=(kv_len > 0) & (queries > 0), other=0).to(tl.int32)
     skipped = tl.where(kv_len > 0, last - (kv_len - 1), 0)
     start = 0
     if WINDOWED:
-        start = tl.maximum(place - window + 1, 0)
-    stop = tl.where(kv_len > 0, place + queries, 0)
-    return sequence, first, queries, place, skipped, stop, (start + skipped) // SPLIT, tl.cdiv(stop + skipped, SPLIT)
+        start = tl.maximum(index - window + 1, 0)
+    stop = tl.where(kv_len > 0, index + queries, 0)
+    return sequence, first, queries, index, skipped, stop, (start + skipped) // SPLIT, tl.cdiv(stop + skipped, SPLIT)
 
 
 @triton.jit
@@ -72,10 +73,10 @@ def _joined(acc, total, peak, part_acc, part_total, part_peak):
     higher = tl.maximum(peak, part_peak)
     # A row that has seen nothing yet must not become inf - inf.
     base = tl.where(higher == float("-inf"), 0.0, higher)
-    kept, taken = tl.exp2(peak - base), tl.exp2(part_peak - base)
-    total = tl.fma(total, kept, part_total * taken)
+    kept, added = tl.exp2(peak - base), tl.exp2(part_peak - base)
+    total = tl.fma(total, kept, part_total * added)
     wide = tl.broadcast_to(kept[:, None], acc.shape)
-    return tl.fma(acc, wide, part_acc * taken[:, None]), total, higher
+    return tl.fma(acc, wide, part_acc * added[:, None]), total, higher
 
 
 @triton.jit(
@@ -131,7 +132,7 @@ def attend_fixed(
     within = (head * SHARE + row % SHARE) * HEAD_DIM
     inside = ours[:, None] & (dims < HEAD_DIM)[None]
     q = tl.load(query + (token * query_stride + within)[:, None] + dims[None], inside, other=0.0)
-    query_place = lowest + row // SHARE
+    query_index = lowest + row // SHARE
     table_row = tl.load(table_rows + sequence, mask=sequence < sequences, other=0)
     table = tables + table_row.to(tl.int64) * table_stride
     k, v = keys + head * HEAD_DIM, values + head * HEAD_DIM
@@ -139,21 +140,21 @@ def attend_fixed(
     acc = tl.zeros([ROWS, DIMS], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
-    for one in tl.range(part, last_part):
-        lower = one * SPLIT - skipped
+    for part_index in tl.range(part, last_part):
+        lower = part_index * SPLIT - skipped
         upper = tl.minimum(lower + SPLIT, stop)
         part_acc = tl.zeros([ROWS, DIMS], tl.float32)
         part_total = tl.zeros([ROWS], tl.float32)
         part_peak = tl.full([ROWS], float("-inf"), tl.float32)
-        place = lower + tl.arange(0, TILE)
-        block = tl.load(table + place // BLOCK, mask=(place >= 0) & (place < upper), other=0)
+        index = lower + tl.arange(0, TILE)
+        block = tl.load(table + index // BLOCK, mask=(index >= 0) & (index < upper), other=0)
         for at in tl.range(lower, upper, TILE):
-            place = at + tl.arange(0, TILE)
-            here = (place >= 0) & (place < upper)
-            slot = block.to(tl.int64) * BLOCK + tl.where(place >= 0, place, 0) % BLOCK
+            index = at + tl.arange(0, TILE)
+            here = (index >= 0) & (index < upper)
+            slot = block.to(tl.int64) * BLOCK + tl.where(index >= 0, index, 0) % BLOCK
             offset = (slot * (KV_HEADS * HEAD_DIM))[:, None] + dims[None]
             # Look blocks up a tile ahead, so that two tiles are in flight at once.
-            after = place + TILE
+            after = index + TILE
             block = tl.load(table + after // BLOCK, mask=(after >= 0) & (after < upper), other=0)
             there = here[:, None] & (dims < HEAD_DIM)[None]
             key, value = tl.load(k + offset, there, other=0.0), tl.load(v + offset, there, other=0.0)
@@ -161,10 +162,10 @@ def attend_fixed(
             if CAPPED:
                 # tanh(x) = 1 - 2 / (2^(2 x log2 e) + 1), exact at both infinities.
                 score = 1.0 - 2.0 / (tl.exp2(score * scale) + 1.0)
-            seen = here[None] & (place[None] <= query_place[:, None])
+            visible = here[None] & (index[None] <= query_index[:, None])
             if WINDOWED:
-                seen = seen & (place[None] > query_place[:, None] - window)
-            score = tl.where(seen, score, float("-inf"))
+                visible = visible & (index[None] > query_index[:, None] - window)
+            score = tl.where(visible, score, float("-inf"))
             higher = tl.maximum(part_peak, tl.max(score, 1) * unit)
             base = tl.where(higher == float("-inf"), 0.0, higher)
             units = tl.full([ROWS, TILE], 1.0, tl.float32) * unit
@@ -224,8 +225,8 @@ def join_fixed(
     acc = tl.zeros([ROWS, DIMS], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
-    for one in tl.range(0, last_part - part):
-        at = ((tl.program_id(0) * KV_HEADS + head) * parts + one).to(tl.int64) * ROWS + row
+    for part_index in tl.range(0, last_part - part):
+        at = ((tl.program_id(0) * KV_HEADS + head) * parts + part_index).to(tl.int64) * ROWS + row
         part_acc = tl.load(sums + at[:, None] * DIMS + dims[None], inside, other=0.0)
         part_peak = tl.load(states + at * 2, ours, other=float("-inf"))
         part_total = tl.load(states + at * 2 + 1, ours, other=0.0)

@@ -66,12 +66,12 @@ def extent(
         queries = tl.where(real & (count <= FEW), count, 0)
     else:
         queries = tl.where((count > FEW) | (kv_len == 0), tl.minimum(QUERIES, tl.maximum(count - first, 0)), 0)
-    # Query j is at place kv_len - count + j.
-    place = kv_len - count + first
+    # Query j is at index kv_len - count + j of the table.
+    index = kv_len - count + first
     start = 0
     if WINDOWED:
-        start = tl.maximum(place - window + 1, 0)
-    return sequence, first, queries, place, start, place + queries
+        start = tl.maximum(index - window + 1, 0)
+    return sequence, first, queries, index, start, index + queries
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def walk(
     stop,
     end,
     query,
-    query_place,
+    query_index,
     keys,
     values,
     table,
@@ -127,19 +127,19 @@ def walk(
     dims = tl.arange(0, DIMS)
     unit = cap if CAPPED else scale
     for at in tl.range(first, stop, TILE):
-        place = at + tl.arange(0, TILE)
+        index = at + tl.arange(0, TILE)
         # For unsigned numbers, a block is a shift and a place in it a mask, which saves an eighth of all instructions.
-        within = (place.to(tl.uint32) % BLOCK) * (KV_HEADS * WIDTH)
+        within = (index.to(tl.uint32) % BLOCK) * (KV_HEADS * WIDTH)
         row = block.to(tl.int64) * (BLOCK * KV_HEADS * WIDTH) + within
         offset = row[:, None] + dims[None]
         # Blocks are looked up a tile ahead. A load whose address is loaded in the same round keeps Triton from having
         # two tiles in flight at once.
-        block = tl.load(table + (place + TILE).to(tl.uint32) // BLOCK, mask=place + TILE < end, other=0)
+        block = tl.load(table + (index + TILE).to(tl.uint32) // BLOCK, mask=index + TILE < end, other=0)
         if MASKED:
-            inside = (place < end)[:, None] & (dims < HEAD_DIM)[None]
+            inside = (index < end)[:, None] & (dims < HEAD_DIM)[None]
             key, value = tl.load(keys + offset, inside, other=0), tl.load(values + offset, inside, other=0)
         elif HEAD_DIM < DIMS:
-            inside = (place >= 0)[:, None] & (dims < HEAD_DIM)[None]
+            inside = (index >= 0)[:, None] & (dims < HEAD_DIM)[None]
             key, value = tl.load(keys + offset, inside, other=0), tl.load(values + offset, inside, other=0)
         else:
             key, value = tl.load(keys + offset), tl.load(values + offset)
@@ -147,15 +147,15 @@ def walk(
             key, value = widen(key, query.dtype, KIND), widen(value, query.dtype, KIND)
         score = tl.dot(query, tl.trans(key), input_precision="tf32x3")
         if KIND == _INT8:
-            score *= tl.load(scales_at(keys + row + HEAD_DIM), place < end, other=0.0)[None]
+            score *= tl.load(scales_at(keys + row + HEAD_DIM), index < end, other=0.0)[None]
         if CAPPED:
             # tanh(x) = 1 - 2 / (2^(2 x log2 e) + 1), exact at both infinities.
             score = 1.0 - 2.0 / (tl.exp2(score * scale) + 1.0)
         if MASKED:
-            seen = place[None] <= query_place[:, None]
+            visible = index[None] <= query_index[:, None]
             if WINDOWED:
-                seen = seen & (place[None] > query_place[:, None] - window)
-            score = tl.where(seen, score, float("-inf"))
+                visible = visible & (index[None] > query_index[:, None] - window)
+            score = tl.where(visible, score, float("-inf"))
         higher = tl.maximum(peak, tl.max(score, 1) * unit)
         base = higher
         if MASKED:
@@ -165,7 +165,7 @@ def walk(
         shrink = tl.exp2(peak - base)
         total = total * shrink + tl.sum(weight, 1)
         if KIND == _INT8:
-            weight *= tl.load(scales_at(values + row + HEAD_DIM), place < end, other=0.0)[None]
+            weight *= tl.load(scales_at(values + row + HEAD_DIM), index < end, other=0.0)[None]
         acc = tl.dot(weight.to(value.dtype), value, acc * shrink[:, None], input_precision="tf32x3")
         peak = higher
     return acc, total, peak, block
@@ -243,34 +243,34 @@ def attend(
     within = (head * SHARE + row % SHARE) * HEAD_DIM
     inside = ours[:, None] & (dims < HEAD_DIM)[None]
     q = tl.load(query + (token * query_stride + within)[:, None] + dims[None], inside, other=0.0)
-    query_place = lowest + row // SHARE
+    query_index = lowest + row // SHARE
     table_row = tl.load(table_rows + sequence, mask=sequence < sequences, other=0)
     table = tables + table_row.to(tl.int64) * table_stride
     k, v = keys + head * WIDTH, values + head * WIDTH
-    place = lower + tl.arange(0, TILE)
+    index = lower + tl.arange(0, TILE)
     state = (
         tl.zeros([ROWS, DIMS], tl.float32),
         tl.zeros([ROWS], tl.float32),
         tl.full([ROWS], float("-inf"), tl.float32),
-        tl.load(table + place.to(tl.uint32) // BLOCK, mask=place < upper, other=0),
+        tl.load(table + index.to(tl.uint32) // BLOCK, mask=index < upper, other=0),
     )
     if DECODE:
         # A single loop, because filling a second loop's pipeline takes longer than the masks.
-        state = walk(state, lower, upper, upper, q, query_place, k, v, table, window, scale, cap,
+        state = walk(state, lower, upper, upper, q, query_index, k, v, table, window, scale, cap,
                      KV_HEADS, HEAD_DIM, DIMS, BLOCK, TILE, True, WINDOWED, CAPPED, WIDTH, KIND)  # fmt: skip
     else:
         if WINDOWED:
             # From `end - window` on, no query's window hides a place.
             middle = lower + tl.cdiv(tl.maximum(end - window - lower, 0), TILE) * TILE
             middle = tl.minimum(middle, upper)
-            state = walk(state, lower, middle, upper, q, query_place, k, v, table, window, scale, cap,
+            state = walk(state, lower, middle, upper, q, query_index, k, v, table, window, scale, cap,
                          KV_HEADS, HEAD_DIM, DIMS, BLOCK, TILE, True, True, CAPPED, WIDTH, KIND)  # fmt: skip
             lower = middle
         # The first query sees all places up to its own.
         middle = tl.minimum(lower + tl.maximum(lowest + 1 - lower, 0) // TILE * TILE, upper)
-        state = walk(state, lower, middle, upper, q, query_place, k, v, table, window, scale, cap,
+        state = walk(state, lower, middle, upper, q, query_index, k, v, table, window, scale, cap,
                      KV_HEADS, HEAD_DIM, DIMS, BLOCK, TILE, False, WINDOWED, CAPPED, WIDTH, KIND)  # fmt: skip
-        state = walk(state, middle, upper, upper, q, query_place, k, v, table, window, scale, cap,
+        state = walk(state, middle, upper, upper, q, query_index, k, v, table, window, scale, cap,
                      KV_HEADS, HEAD_DIM, DIMS, BLOCK, TILE, True, WINDOWED, CAPPED, WIDTH, KIND)  # fmt: skip
     acc, total, peak, _ = state
 
@@ -328,11 +328,11 @@ def join(
     used = tl.cdiv(tiles, length)
     for at in tl.range(0, used, PARTS):
         part = at + tl.arange(0, PARTS)
-        place = ((tile * KV_HEADS + head) * splits + part).to(tl.int64) * ROWS + row
-        peaks = tl.load(part_states + place * 2, part < used, other=float("-inf"))
-        totals = tl.load(part_states + place * 2 + 1, part < used, other=0.0)
+        index = ((tile * KV_HEADS + head) * splits + part).to(tl.int64) * ROWS + row
+        peaks = tl.load(part_states + index * 2, part < used, other=float("-inf"))
+        totals = tl.load(part_states + index * 2 + 1, part < used, other=0.0)
         inside = (part < used)[:, None] & (dims < HEAD_DIM)[None]
-        sums = tl.load(parts + place[:, None] * DIMS + dims[None], inside, other=0.0)
+        sums = tl.load(parts + index[:, None] * DIMS + dims[None], inside, other=0.0)
         higher = tl.maximum(peak, tl.max(peaks, 0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         weight, shrink = tl.exp2(peaks - base), tl.exp2(peak - base)

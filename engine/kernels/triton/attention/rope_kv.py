@@ -49,8 +49,8 @@ def rope_kv_kernel(
     # For K and V heads: the plane of the cache, and the head in it.
     kv_head = head - QUERY_HEADS
     plane = kv_head // KV_HEADS
-    place = (slot * KV_HEADS + kv_head % KV_HEADS) * WIDTH + plane * plane_stride
-    cache_at = cache_ptr + place[:, None]
+    offset = (slot * KV_HEADS + kv_head % KV_HEADS) * WIDTH + plane * plane_stride
+    cache_at = cache_ptr + offset[:, None]
 
     HALF: tl.constexpr = ROTARY_DIM // 2
     dim = tl.arange(0, HALF_BLOCK)
@@ -73,16 +73,16 @@ def rope_kv_kernel(
     writes = is_kv[:, None] & real[None]
 
     if REST_BLOCK > 0:
-        rest = ROTARY_DIM + tl.arange(0, REST_BLOCK)
-        left = rest < HEAD_DIM
-        still = tl.load(head_at + rest[None], mask=exists[:, None] & left[None], other=0.0)
+        unrotated = ROTARY_DIM + tl.arange(0, REST_BLOCK)
+        exists_unrotated = unrotated < HEAD_DIM
+        still = tl.load(head_at + unrotated[None], mask=exists[:, None] & exists_unrotated[None], other=0.0)
     else:
-        rest, left, still = dim, real, first
+        unrotated, exists_unrotated, still = dim, real, first
     if KIND == _PLAIN:
         tl.store(cache_at + dim[None], first, mask=writes)
         tl.store(cache_at + HALF + dim[None], second, mask=writes)
         if REST_BLOCK > 0:
-            tl.store(cache_at + rest[None], still, mask=is_kv[:, None] & left[None])
+            tl.store(cache_at + unrotated[None], still, mask=is_kv[:, None] & exists_unrotated[None])
     else:
         x, y = first.to(tl.float32), second.to(tl.float32)
         scale = tl.zeros([HEADS, 1], tl.float32)
@@ -96,7 +96,7 @@ def rope_kv_kernel(
         tl.store(cache_at + HALF + dim[None], narrow(y, scale, KIND), mask=writes)
         if REST_BLOCK > 0:
             q = narrow(still.to(tl.float32), scale, KIND)
-            tl.store(cache_at + rest[None], q, mask=is_kv[:, None] & left[None])
+            tl.store(cache_at + unrotated[None], q, mask=is_kv[:, None] & exists_unrotated[None])
 
 
 @triton.jit

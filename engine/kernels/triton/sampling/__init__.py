@@ -2,5 +2,5 @@
 
 edits: applies penalties, biases, masks and scale
 filters: finds the bounds of top-k, top-p, min-p and typical sampling
-noise: makes the Gumbel noise; sampler: launches the kernels and picks the tokens
+sampler: makes the Gumbel noise, launches the kernels and picks the tokens
 """

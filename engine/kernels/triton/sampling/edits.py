@@ -59,31 +59,31 @@ def sampling_edit_kernel(
     inside = token < vocab
     x = tl.load(logits + token, inside, other=0.0).to(tl.float32)
     finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 0)
-    place = row * tl.num_programs(1) + part
-    tl.store(faults + place, tl.where(finite == 1, 0, _NOT_FINITE))
-    words = tl.cdiv(vocab, 32)
-    count, mask = counts + slot * vocab, masks + 2 * slot * words
+    index = row * tl.num_programs(1) + part
+    tl.store(faults + index, tl.where(finite == 1, 0, _NOT_FINITE))
+    mask_words = tl.cdiv(vocab, 32)
+    count, mask = counts + slot * vocab, masks + 2 * slot * mask_words
     if EDITS:
         length = tl.load(positions + row) + 1
-        mask += tl.where(length < tl.load(table + slot * _WIDTH + _ARMED_AT), words, 0)
+        mask += tl.where(length < tl.load(table + slot * _WIDTH + _ARMED_AT), mask_words, 0)
         x = _edited(x, 0.0, token, inside, flags, reals, count, mask)
     x = tl.where(inside, _scaled(x, temperature), float("-inf"))
     tl.store(work + token, x, inside)
     if EDITS:
         listed = tl.arange(0, BIASES)
-        own = listed < tl.load(table + slot * _WIDTH + _BIASES)
+        here = listed < tl.load(table + slot * _WIDTH + _BIASES)
         if (flags & _BIASED) != 0:
             # The few biased tokens are computed separately and overwrite the results above.
-            biased = tl.load(bias_ids + slot * BIASES + listed, own, other=-1)
-            own = own & (biased // CHUNK == part)
-            bias = tl.load(biases + slot * BIASES + listed, own, other=0.0)
-            y = tl.load(logits + biased, own, other=0.0).to(tl.float32)
-            y = _edited(y, bias, biased, own, flags, reals, count, mask)
+            biased = tl.load(bias_ids + slot * BIASES + listed, here, other=-1)
+            here = here & (biased // CHUNK == part)
+            bias = tl.load(biases + slot * BIASES + listed, here, other=0.0)
+            y = tl.load(logits + biased, here, other=0.0).to(tl.float32)
+            y = _edited(y, bias, biased, here, flags, reals, count, mask)
             tl.debug_barrier()
-            tl.store(work + biased, _scaled(y, temperature), own)
+            tl.store(work + biased, _scaled(y, temperature), here)
             tl.debug_barrier()
             x = tl.load(work + token, inside, other=float("-inf"))
-    tl.store(tops + place, tl.max(x, 0))
+    tl.store(tops + index, tl.max(x, 0))
 
 
 @triton.jit
@@ -97,13 +97,13 @@ def _scaled(x, temperature):
 def _edited(x, bias, token, inside, flags, reals, count, mask):
     """Apply the edits of engine.sampling.edits.edit, in the same order and with the same roundings."""
     if (flags & _PENALISED) != 0:
-        found = tl.load(count + token, inside, other=0)
+        seen_count = tl.load(count + token, inside, other=0)
         repetition = tl.load(reals + _REPETITION)
-        generated = (found >> 1).to(tl.float32)
+        generated = (seen_count >> 1).to(tl.float32)
         presence = tl.where(generated > 0, tl.load(reals + _PRESENCE), 0.0)
         minus = tl.fma(generated, tl.load(reals + _FREQUENCY), presence)
         penalised = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition) - minus
-        x = tl.where(found != 0, penalised, x)
+        x = tl.where(seen_count != 0, penalised, x)
     x += bias
     if (flags & _MASKED) != 0:
         free = (tl.load(mask + (token >> 5), inside, other=0) >> (token & 31)) & 1

@@ -123,12 +123,12 @@ def _search(
     lane = tl.arange(0, TILE)
     peak = tl.where(typical, 0.0, top)
     # (low, high, count at low, count at high, weight at high). The goal is reached at `low`, and not at `high`.
-    found = (_key(tl.where(typical, _NONE, floor)), _key(peak) + 1, size, 0 * size, 0.0 * goal)
+    bracket = (_key(tl.where(typical, _NONE, floor)), _key(peak) + 1, size, 0 * size, 0.0 * goal)
     # The count and weight of the numbers that rank above all that are still searched.
     more_count, more_weight = 0 * size, 0.0 * goal
     near = True
-    while found[0] + 1 < found[1]:
-        low, high = found[0], found[1]
+    while bracket[0] + 1 < bracket[1]:
+        low, high = bracket[0], bracket[1]
         part = (high - low) // 5
         a = _within(tl.where(near, _key(peak - _FAR), low + part), low, high)
         b = _within(tl.where(near, _key(peak - _MIDDLE), low + 2 * part), low, high)
@@ -136,27 +136,27 @@ def _search(
         d = _within(tl.where(near, _key(peak - _NEXT), low + 4 * part), low, high)
         near = False
         above = _above(work + source, size, floor, top, typical, total, entropy, a, b, c, d, TILE)
-        found = _bracket(found, a, above[0] + more_count, above[4] + more_weight, goal, by_count)
-        found = _bracket(found, b, above[1] + more_count, above[5] + more_weight, goal, by_count)
-        found = _bracket(found, c, above[2] + more_count, above[6] + more_weight, goal, by_count)
-        found = _bracket(found, d, above[3] + more_count, above[7] + more_weight, goal, by_count)
-        if (size > ROOM) & (found[2] - found[3] <= ROOM):
+        bracket = _bracket(bracket, a, above[0] + more_count, above[4] + more_weight, goal, by_count)
+        bracket = _bracket(bracket, b, above[1] + more_count, above[5] + more_weight, goal, by_count)
+        bracket = _bracket(bracket, c, above[2] + more_count, above[6] + more_weight, goal, by_count)
+        bracket = _bracket(bracket, d, above[3] + more_count, above[7] + more_weight, goal, by_count)
+        if (size > ROOM) & (bracket[2] - bracket[3] <= ROOM):
             gathered = 0 * size
             for start in tl.range(0, size, TILE):
                 x = tl.load(work + source + start + lane, start + lane < size, other=_NONE)
                 rank = _ranked(x, typical, total, entropy)
-                keeps = (x >= floor) & (x > _NONE) & (rank >= found[0]) & (rank < found[1])
+                keeps = (x >= floor) & (x > _NONE) & (rank >= bracket[0]) & (rank < bracket[1])
                 gathered = _gather(work + spare, gathered, x, keeps)
             tl.debug_barrier()
             source, size = spare, gathered
-            more_count, more_weight = found[3], found[4]
-    return found[0], found[2]
+            more_count, more_weight = bracket[3], bracket[4]
+    return bracket[0], bracket[2]
 
 
 @triton.jit
-def _bracket(found, pattern, count, weight, goal, by_count):
-    """Narrow `found` by one more pattern. Patterns come in ascending order."""
-    low, high, low_count, high_count, high_weight = found
+def _bracket(bracket, pattern, count, weight, goal, by_count):
+    """Narrow the bracket by one more pattern. Patterns come in ascending order."""
+    low, high, low_count, high_count, high_weight = bracket
     reached = tl.where(by_count, count.to(tl.float32), weight) >= goal
     first = (reached == 0) & (pattern < high)
     return (
@@ -236,17 +236,17 @@ def sampling_filter_kernel(
                 goal *= sum
                 total = top + tl.log(sum)
                 entropy = tl.log(sum) - tl.sum(moments, 0) / sum
-            found, kept = _search(
+            pattern, kept = _search(
                 work, source, size, spare, goal, stage == 0, floor, top, typical, total, entropy, TILE, ROOM
             )
             if typical:
-                limit = -_value(found)
+                limit = -_value(pattern)
             else:
-                floor = tl.maximum(floor, _value(found))
+                floor = tl.maximum(floor, _value(pattern))
         if stage == 1:
             floor = tl.maximum(floor, top + tl.load(reals + slot * _WIDTH + _MIN_P))
-    place = bounds + row * _BOUNDS
-    tl.store(place, floor)
-    tl.store(place + 1, total)
-    tl.store(place + 2, entropy)
-    tl.store(place + 3, limit)
+    bounds_at = bounds + row * _BOUNDS
+    tl.store(bounds_at, floor)
+    tl.store(bounds_at + 1, total)
+    tl.store(bounds_at + 2, entropy)
+    tl.store(bounds_at + 3, limit)

@@ -8,6 +8,8 @@
 The vocabulary is cut into chunks, so that even a single row occupies the device. One program a row searches for the
 bounds of filters. The kernels to run follow from a step's features alone. Their work for a row follows from its slot's
 flags, on the device. Each row has its own order of summation, so that a row's token does not depend on other rows.
+
+The noise is that of engine/sampling/noise.py: the same integers to the bit, the same logarithms to rounding.
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ from engine.kernels import sampling_state as layout
 from engine.kernels.sampling_state import Features, SamplingState
 from engine.kernels.triton.sampling.edits import sampling_edit_kernel
 from engine.kernels.triton.sampling.filters import BOUNDS, sampling_filter_kernel, strangeness
-from engine.kernels.triton.sampling.noise import gumbel, position_key
 
 _WIDTH = tl.constexpr(layout.WIDTH)
 _FLAGS, _KEY_LOW, _KEY_HIGH, _TEMPERATURE = (
@@ -32,6 +33,41 @@ _FLAGS, _KEY_LOW, _KEY_HIGH, _TEMPERATURE = (
 _PENALISED, _FILTERED = tl.constexpr(layout.PENALISED), tl.constexpr(layout.FILTERED)
 _NOT_FINITE, _NONE_LEFT = tl.constexpr(layout.NOT_FINITE), tl.constexpr(layout.NONE_LEFT)
 _BOUNDS = tl.constexpr(BOUNDS)
+_ADD = tl.constexpr(0x9E3779B97F4A7C15)
+_MULTIPLY_1 = tl.constexpr(0xBF58476D1CE4E5B9)
+_MULTIPLY_2 = tl.constexpr(0x94D049BB133111EB)
+_SPREAD = tl.constexpr(0x9E3779B1)
+_MIX_1 = tl.constexpr(0x7FEB352D)
+_MIX_2 = tl.constexpr(0x846CA68B)
+_SCALE = tl.constexpr(2.0**-31 * (1 - 2.0**-23))
+
+
+@triton.jit
+def position_key(low, high, position):
+    """The halves (low, high) of a row's key, uint32, from the int32 halves of noise.choice_state and the int64
+    position."""
+    x = high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32 | low.to(tl.uint32, bitcast=True).to(tl.uint64)
+    x = (x ^ position.to(tl.uint64, bitcast=True)) + _ADD
+    x = (x ^ (x >> 30)) * _MULTIPLY_1
+    x = (x ^ (x >> 27)) * _MULTIPLY_2
+    x = x ^ (x >> 31)
+    return x.to(tl.uint32), (x >> 32).to(tl.uint32)
+
+
+@triton.jit
+def gumbel(low, high, token):
+    """The fp32 Gumbel noise of int32 tokens, for the halves of a key."""
+    x = token.to(tl.uint32, bitcast=True) * _SPREAD ^ low
+    x = (x ^ (x >> 16)) * _MIX_1
+    x = (x ^ (x >> 15)) + high
+    x = x * _MIX_2
+    x = (x ^ (x >> 16)) * _MIX_1
+    x = x ^ (x >> 15)
+    u = ((x & 0x7FFFFFFF).to(tl.int32, bitcast=True).to(tl.float32) + 0.5) * _SCALE
+    # log1p(-u) by Kahan's formula with log: the quotient corrects the rounding of 1 - u.
+    complement = 1.0 - u
+    minus_log = tl.where(complement == 1.0, u, tl.log(complement) * u / (complement - 1.0))
+    return -tl.log(minus_log)
 
 
 @triton.jit(do_not_specialize=["slots_stride"], do_not_specialize_on_alignment=["slots", "positions"])
@@ -64,7 +100,7 @@ def sampling_choose_kernel(
     slot = tl.load(slots + row * slots_stride).to(tl.int64)
     if slot < 0:
         return
-    place = row * tl.num_programs(1) + part
+    index = row * tl.num_programs(1) + part
     token = part * CHUNK + tl.arange(0, CHUNK)
     inside = token < vocab
     temperature = tl.load(reals + slot * _WIDTH + _TEMPERATURE)
@@ -76,21 +112,21 @@ def sampling_choose_kernel(
     else:
         x = tl.load(logits + row.to(tl.int64) * logits_stride + token, inside, other=0.0).to(tl.float32)
         finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 0)
-        tl.store(faults + place, tl.where(finite == 1, 0, _NOT_FINITE))
+        tl.store(faults + index, tl.where(finite == 1, 0, _NOT_FINITE))
         x = tl.where(inside, tl.div_rn(x, tl.where(temperature > 0, temperature, 1.0)), float("-inf"))
     if FILTERS:
-        own = bounds + row * _BOUNDS
+        row_bounds = bounds + row * _BOUNDS
         if (flags & _FILTERED) != 0:
-            strange = strangeness(x, tl.load(own + 1), tl.load(own + 2))
-            x = tl.where((x >= tl.load(own)) & (strange <= tl.load(own + 3)), x, float("-inf"))
+            strange = strangeness(x, tl.load(row_bounds + 1), tl.load(row_bounds + 2))
+            x = tl.where((x >= tl.load(row_bounds)) & (strange <= tl.load(row_bounds + 3)), x, float("-inf"))
     if (temperature > 0) & (tl.max(x, 0) > float("-inf")):
         low = tl.load(table + slot * _WIDTH + _KEY_LOW)
         high = tl.load(table + slot * _WIDTH + _KEY_HIGH)
         low, high = position_key(low, high, tl.load(positions + row) + 1)
         x += gumbel(low, high, token)
     value = tl.max(x, 0)
-    tl.store(values + place, value)
-    tl.store(tokens + place, tl.min(tl.where(x == value, token, vocab), 0))
+    tl.store(values + index, value)
+    tl.store(tokens + index, tl.min(tl.where(x == value, token, vocab), 0))
 
 
 @triton.jit(do_not_specialize=["slots_stride"], do_not_specialize_on_alignment=["slots"])

@@ -11,7 +11,7 @@ import torch
 from engine import Engine, EngineConfig, SamplingParams
 from engine.errors import EngineError
 from engine.execution.device import DeviceRunner, step_bytes
-from engine.execution.device.footprint import largest_steps
+from engine.execution.device.rehearsal import largest_steps
 from engine.kernels.reference import Ragged
 from engine.kv import KvSpace
 from engine.models import load_model

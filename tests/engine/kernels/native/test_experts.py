@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.kernels import ExpertParts, PreparedLinear
 from engine.kernels.native import Native
-from engine.kernels.native.experts import NativeExperts
+from engine.kernels.native.product import NativeExperts
 from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.reference import Reference
 from tests.engine.kernels.native.conftest import Make

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.native import Native
-from engine.kernels.native.library import _SIGNATURES, Library
-from engine.kernels.native.storage import Storage
+from engine.kernels.native.library import _SIGNATURES, Library, Storage
 from engine.kernels.ragged import RaggedBatch, ragged_attention
 from engine.models import load_model
 from tests.engine.deterministic.logits import Steps

@@ -18,7 +18,7 @@ import torch
 from triton import knobs
 
 from engine.kernels import RaggedBatch
-from engine.kernels.compressed_kv import SCALE_BYTES
+from engine.kernels.reference import SCALE_BYTES
 from engine.kernels.triton.ahead import Build, compiling_for
 from engine.kernels.triton.attention.compressed_kv import INT8, KINDS, PLAIN
 from engine.kernels.triton.attention.fixed import FixedAttention

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from engine.kernels.packed import Int4Weight, Int8Weight
 from engine.kernels.triton.attention.rope_kv import rope_and_write
-from engine.kernels.triton.gated import gelu_tanh_mul, silu_mul
-from engine.kernels.triton.norm import add_rms_norm, norm_heads, rms_norm
-from engine.kernels.triton.products.fp8 import quantise_rows
 from engine.kernels.triton.products.quantised import MOST_ROWS, int4_linear, int8_linear
+from engine.kernels.triton.rowwise import add_rms_norm, gelu_tanh_mul, norm_heads, quantise_rows, rms_norm, silu_mul
 
 Launch = Callable[[], None]
 

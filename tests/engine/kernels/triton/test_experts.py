@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from engine.kernels import ExpertParts
-from engine.kernels.deterministic.gpu import DeterministicGpu
+from engine.kernels.deterministic import DeterministicGpu
 from engine.kernels.gpu import Gpu
 from engine.kernels.reference import Reference
 from engine.kernels.triton.experts import GroupedProduct, route, sort

@@ -13,7 +13,7 @@ from tests.engine.kernels.triton.conftest import assert_same, noise
 
 pytest.importorskip("triton")
 
-from engine.kernels.triton.gated import gelu_tanh_mul, silu_mul
+from engine.kernels.triton.rowwise import gelu_tanh_mul, silu_mul
 
 REFERENCE = Reference(torch.float32)
 # The interpreter's numpy says so where 1 + exp(-gate) becomes infinite, as it is meant to.

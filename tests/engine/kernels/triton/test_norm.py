@@ -12,7 +12,7 @@ from tests.engine.kernels.triton.conftest import assert_same, noise
 
 pytest.importorskip("triton")
 
-from engine.kernels.triton.norm import add_rms_norm, norm_heads, rms_norm
+from engine.kernels.triton.rowwise import add_rms_norm, norm_heads, rms_norm
 from tests.histories import examples
 
 REFERENCE = Reference(torch.float32)

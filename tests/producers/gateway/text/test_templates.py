@@ -16,7 +16,7 @@ import httpx
 import pytest
 from redis import Redis
 
-from engine.text.chat import confined
+from engine.text import confined_template as confined
 from producers.contract import keys
 from producers.gateway.text import templates
 from tests.producers.gateway.conftest import CARD

@@ -19,7 +19,7 @@ from workers.autoscaler.actuators import local as local_actuator
 from workers.autoscaler.actuators.local import Local, Slots
 from workers.autoscaler.pools import opened, parse
 from workers.processes import supervisor
-from workers.processes.supervisor import TOLD, Child, Program
+from workers.processes.supervisor import STAYS_STOPPED, Child, Program
 
 #: Serves until SIGTERM comes, as a worker does.
 SERVES = """
@@ -47,7 +47,7 @@ async def make(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Make]:
         def program(place: int) -> Program:
             source = sources[min(place, len(sources)) - 1]
             argv = (sys.executable, "-I", "-S", "-c", source, f"host.w{place}")
-            return Program(f"w{place}", argv, tells=True)
+            return Program(f"w{place}", argv, notifies=True)
 
         made.append(Local("tiny", Slots(most), program, lambda name, line: None, **options))
         return made[-1]
@@ -244,7 +244,7 @@ async def test_one_that_ends_by_itself_while_it_is_told_to_gives_its_place_back_
     await until(lambda: len(serving(local)) == 2)
     await local.scale(1, ["host.w1"])
     draining = local._workers[0]  # it was told to stop by another process in the same moment
-    draining.down = TOLD
+    draining.down = STAYS_STOPPED
     await local.aclose()
     assert draining.draining is not None
     await draining.draining

@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("triton")
 
 from engine.kernels.fp8 import fp8_linear
-from engine.kernels.triton.products.fp8 import quantise_rows
 from engine.kernels.triton.products.product import MOST_APART, fixed_fp8_linear, fixed_linear, parts_of, product
+from engine.kernels.triton.rowwise import quantise_rows
 from tests.engine.kernels.triton.conftest import noise
 from tests.exhaustive import few
 

@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from engine.kernels.triton.sampling.noise import gumbel as kernel_gumbel
-from engine.kernels.triton.sampling.noise import position_key
+from engine.kernels.triton.sampling.sampler import gumbel as kernel_gumbel
+from engine.kernels.triton.sampling.sampler import position_key
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
