@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from producers.gateway.http import connection as connections
 from producers.gateway.http import peers
 from producers.gateway.http.connection import MAX_HEAD, MAX_HEADERS, PIECE, PIECES, TURN, Connection
 from tests.producers.gateway.conftest import Door, Open, until
@@ -172,6 +173,16 @@ def test_of_answers_that_nobody_takes_some_are_kept_in_memory(open_door: Open, m
         assert until(lambda: len(door.peers) == 1)
         while door.peers._unsent_bytes:  # of the last one, whose reader takes it now
             assert links[-1].recv(1 << 16)
+
+
+def test_bytes_of_an_answer_that_are_sent_later_count_for_its_caller(
+    open_door: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step of the request sends them: a flood of large answers held up the others, and counted as little."""
+    monkeypatch.setattr(connections, "SENT_S", 1.0)
+    door = open_door()
+    with unread(door, "/docs/assets/swagger-ui-bundle.js"):
+        assert until(lambda: door.app.state.fair_share.of("127.0.0.1").used > 1_000_000)
 
 
 def test_one_caller_has_requests_under_way_on_half_of_the_connections(open_door: Open) -> None:
