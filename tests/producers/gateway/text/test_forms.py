@@ -45,7 +45,7 @@ class Processes(Trials):
         self.most: int = 0
         self._running = 0
 
-    def known(self, name: str, text: str) -> bool:
+    def is_judged(self, name: str, text: str) -> bool:
         return not text.startswith("hold")
 
     def check(self, name: str, text: str) -> None:
