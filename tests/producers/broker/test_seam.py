@@ -20,7 +20,7 @@ FILES = sorted(
 #: from lists that are no queues of a broker. Rights name every key and command of a server's users.
 OTHERS = (
     ROOT / "producers" / "admin" / "roles.py",
-    ROOT / "workers" / "chaos" / "checker",
+    ROOT / "workers" / "trials" / "chaos" / "checker",
     ROOT / "producers" / "sources",
     ROOT / "producers" / "backup",  # copies keys of the store and puts them back, whatever they are
     *(ROOT / "producers" / "store" / "scripts" / f"list_{name}.lua" for name in ("take", "bury")),
